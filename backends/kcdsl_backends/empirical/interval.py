@@ -1,0 +1,137 @@
+"""Exact interval arithmetic on estimates: a value with the limits that the sample supports.
+
+Fractions hold every float64 exactly, so a comparison with a threshold never rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from kcdsl_backends.empirical.statistics import Estimate, NotMeasurable
+
+Outcome = Literal["held", "violated", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A value in [low, high]; None is a limit at infinity."""
+
+    value: Fraction
+    low: Fraction | None
+    high: Fraction | None
+
+    @staticmethod
+    def point(value: Fraction) -> Interval:
+        """Return the interval of a constant."""
+        return Interval(value, value, value)
+
+    @staticmethod
+    def of(estimate: Estimate) -> Interval:
+        """Return the interval of an estimate."""
+        return Interval(
+            Fraction(estimate.value), _fraction(estimate.low), _fraction(estimate.high)
+        )
+
+    def as_point(self) -> Interval:
+        """Return the value alone, for statements about exactly what was measured."""
+        return Interval.point(self.value)
+
+    def negate(self) -> Interval:
+        """Return the interval of the opposite number."""
+        return Interval(
+            -self.value,
+            None if self.high is None else -self.high,
+            None if self.low is None else -self.low,
+        )
+
+    def magnitude(self) -> Interval:
+        """Return the interval of the absolute value."""
+        if self.low is not None and self.low >= 0:
+            return self
+        if self.high is not None and self.high <= 0:
+            return self.negate()
+        open_end = self.low is None or self.high is None
+        high = None if open_end else max(-_known(self.low), _known(self.high))
+        return Interval(abs(self.value), Fraction(0), high)
+
+    def combine(self, op: str, other: Interval) -> Interval:
+        """Return `self op other`; raises `NotMeasurable` for a division by what may be zero."""
+        match op:
+            case "+":
+                return Interval(
+                    self.value + other.value,
+                    _sum(self.low, other.low),
+                    _sum(self.high, other.high),
+                )
+            case "-":
+                return self.combine("+", other.negate())
+            case "*":
+                return self._times(other)
+            case "/":
+                return self._times(other._inverse())
+        raise ValueError(f"unknown operation {op!r}")
+
+    def _times(self, other: Interval) -> Interval:
+        value = self.value * other.value
+        ends = (self.low, self.high, other.low, other.high)
+        if any(end is None for end in ends):
+            return Interval(value, None, None)
+        corners = [
+            _known(a) * _known(b) for a in (self.low, self.high) for b in (other.low, other.high)
+        ]
+        return Interval(value, min(corners), max(corners))
+
+    def _inverse(self) -> Interval:
+        if self.value == 0:
+            raise NotMeasurable("division by zero")
+        if self.low is None or self.high is None or self.low <= 0 <= self.high:
+            return Interval(1 / self.value, None, None)
+        return Interval(1 / self.value, 1 / self.high, 1 / self.low)
+
+
+def compare(left: Interval, op: str, right: Interval) -> Outcome:
+    """Compare two intervals: held or violated only where every pair of values agrees."""
+    match op:
+        case "<=":
+            return _order(left, right, strict=False)
+        case "<":
+            return _order(left, right, strict=True)
+        case ">=":
+            return _order(right, left, strict=False)
+        case ">":
+            return _order(right, left, strict=True)
+        case "==":
+            return _equal(left, right)
+    raise ValueError(f"unknown comparison {op!r}")
+
+
+def _order(small: Interval, large: Interval, *, strict: bool) -> Outcome:
+    if small.high is not None and large.low is not None:
+        if small.high < large.low or (not strict and small.high == large.low):
+            return "held"
+    if small.low is not None and large.high is not None:
+        if small.low > large.high or (strict and small.low == large.high):
+            return "violated"
+    return "unknown"
+
+
+def _equal(left: Interval, right: Interval) -> Outcome:
+    below, above = _order(left, right, strict=False), _order(right, left, strict=False)
+    if "violated" in (below, above):
+        return "violated"
+    return "held" if below == above == "held" else "unknown"
+
+
+def _sum(a: Fraction | None, b: Fraction | None) -> Fraction | None:
+    return None if a is None or b is None else a + b
+
+
+def _fraction(limit: float | None) -> Fraction | None:
+    return None if limit is None else Fraction(limit)
+
+
+def _known(limit: Fraction | None) -> Fraction:
+    assert limit is not None
+    return limit

@@ -1,0 +1,58 @@
+"""What was measured: values per request and per timed run, grouped by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_backends.empirical.metrics.calibration import Confidences
+
+Array = NDArray[np.float64]
+
+WINDOW = 16
+"""Consecutive units that form one window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One request, or one timed run of a request: a sampling unit.
+
+    `values` holds, per metric, one value per token or a single one. `failure` says why a request
+    has no values.
+    """
+
+    key: str
+    tokens: int
+    values: Mapping[str, Array] = field(default_factory=dict)
+    confidences: Confidences | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SliceData:
+    """The units of one slice.
+
+    `requests`: one unit per row. `runs`: one unit per timed run, in the order they ran.
+    `repeats` counts (equal, made) repeated runs; `peak_memory` is in bytes, None if not measured.
+    """
+
+    name: str
+    requests: tuple[Unit, ...]
+    runs: tuple[Unit, ...] = ()
+    repeats: tuple[int, int] | None = None
+    peak_memory: float | None = None
+    records: tuple[Mapping[str, Any], ...] = ()
+    """The trace records of the requests."""
+
+
+def windows(units: Sequence[Unit], size: int = WINDOW) -> tuple[tuple[Unit, ...], ...]:
+    """Cut units into windows of `size` in their order; a short rest joins the last window."""
+    starts = list(range(0, len(units), size))
+    if len(starts) > 1 and len(units) - starts[-1] < size:
+        starts.pop()
+    ends = [*starts[1:], len(units)]
+    return tuple(tuple(units[a:b]) for a, b in zip(starts, ends, strict=True))

@@ -1,0 +1,1 @@
+"""Metrics as pure functions; `measures` says what each of them is worth."""

@@ -1,0 +1,247 @@
+"""Requests: the rows of JSONL files that slices select.
+
+A row is `{"id": ..., "text": ...}` or `{"id": ..., "tokens": [...]}` with any further fields. What
+cannot be read with certainty is refused with its line: a malformed line, a duplicate id, a row
+without a field that a slice asks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, assert_never
+
+from kcdsl.diagnostics import codes
+from kcdsl.diagnostics.model import Refusal, refuse
+from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
+from kcdsl.source.files import read_source
+from kcdsl.source.text import SourceFile, Span
+
+SIZE_LIMIT = 256 * 2**20
+"""Largest request file in bytes."""
+
+Tokenize = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row: its tokens, and the fields that slices test (`length` included)."""
+
+    key: str
+    """`file:id`, unique over all files."""
+    id: str
+    tokens: tuple[int, ...]
+    fields: Mapping[str, str | bool | Fraction]
+    line: int
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFile:
+    """A request file as it was read; `sha256` pins its bytes."""
+
+    name: str
+    sha256: str
+    requests: tuple[Request, ...]
+    source: SourceFile
+
+
+def load_requests(path: Path, name: str, tokenize: Tokenize | None) -> RequestFile:
+    """Read a JSONL file; `name` is how the contract calls it.
+
+    Raises Refusal for a missing file, a malformed line, a duplicate id, text without a tokenizer,
+    and tokens that differ from those of the text beside them.
+    """
+    source = read_source(path, SIZE_LIMIT)
+    digest = hashlib.sha256(source.text.encode("utf-8")).hexdigest()
+    requests: list[Request] = []
+    seen: dict[str, int] = {}
+    for number in range(1, source.line_count + 1):
+        line = source.line(number)
+        if not line.strip():
+            continue
+        request = _read_row(source, number, line, name, tokenize)
+        if request.id in seen:
+            raise _refuse_line(
+                codes.DUPLICATE_REQUEST,
+                f"the id {request.id!r} was given in line {seen[request.id]} already",
+                source,
+                number,
+            )
+        seen[request.id] = number
+        requests.append(request)
+    return RequestFile(name, digest, tuple(requests), source)
+
+
+def select(file: RequestFile, slice_: Slice) -> tuple[Request, ...]:
+    """Return the rows of a file that a slice selects, in the order of the file.
+
+    Raises Refusal where a row lacks a field that the predicate names.
+    """
+    return tuple(r for r in file.requests if _holds(slice_.where, r, file, slice_.name))
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _read_row(
+    source: SourceFile, number: int, line: str, name: str, tokenize: Tokenize | None
+) -> Request:
+    def refusal(message: str, help: str | None = None) -> Refusal:
+        return _refuse_line(codes.MALFORMED_REQUEST, message, source, number, help)
+
+    try:
+        row = json.loads(
+            line,
+            parse_float=_decimal,
+            parse_constant=_no_constant,
+            object_pairs_hook=_without_duplicates,
+        )
+    except (ValueError, RecursionError) as error:
+        raise refusal(f"not a JSON object: {error}") from None
+    if not isinstance(row, dict):
+        raise refusal("a request is a JSON object, such as {\"id\": \"a\", \"text\": \"...\"}")
+    identifier = row.get("id")
+    if isinstance(identifier, int) and not isinstance(identifier, bool):
+        identifier = str(identifier)
+    if not isinstance(identifier, str) or not identifier:
+        raise refusal("a request needs an `id`, a non-empty string")
+    tokens = _tokens(row, tokenize, refusal)
+    fields = {key: value for key, raw in row.items() if (value := _plain(raw)) is not None}
+    fields.setdefault("length", Fraction(len(tokens)))
+    return Request(f"{name}:{identifier}", identifier, tokens, fields, number)
+
+
+def _tokens(
+    row: Mapping[str, Any], tokenize: Tokenize | None, refusal: Callable[..., Refusal]
+) -> tuple[int, ...]:
+    text, given = row.get("text"), row.get("tokens")
+    if text is None and given is None:
+        raise refusal("a request needs a `text` or its `tokens`")
+    if given is not None and not (
+        isinstance(given, list)
+        and all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in given)
+    ):
+        raise refusal("`tokens` must be a list of token ids")
+    if text is None:
+        tokens = tuple(given or ())
+    else:
+        if not isinstance(text, str) or not _is_unicode(text):
+            raise refusal("`text` must be a string of Unicode characters")
+        if tokenize is None:
+            raise refusal(
+                "the row has a `text`, but the model has no tokenizer",
+                "name a tokenizer in the model section, or give `tokens`",
+            )
+        tokens = tuple(tokenize(text))
+        if given is not None and tuple(given) != tokens:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(given, tokens, strict=False)) if a != b),
+                min(len(given), len(tokens)),
+            )
+            raise refusal(f"`tokens` and the tokens of `text` differ from position {at} on")
+    if not tokens:
+        raise refusal("the request has no tokens")
+    return tokens
+
+
+def _is_unicode(text: str) -> bool:
+    """Say whether a string has no lone surrogates, which no tokenizer can read."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _plain(raw: Any) -> str | bool | Fraction | None:
+    """Return a field that a slice can test, or None for null, lists and objects."""
+    if isinstance(raw, str | bool):
+        return raw
+    if isinstance(raw, int | Decimal):
+        return Fraction(raw)
+    return None
+
+
+def _decimal(digits: str) -> Decimal:
+    number = Decimal(digits)
+    if number and abs(number.adjusted()) > 400:
+        raise ValueError(f"the number {digits} is out of range")
+    return number
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not a JSON value")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return row
+
+
+# --- predicates ----------------------------------------------------------------------------------
+
+
+def _holds(predicate: Predicate, request: Request, file: RequestFile, slice_name: str) -> bool:
+    """Evaluate every part, so that a missing field is found wherever it stands."""
+    match predicate:
+        case AllOf(parts):
+            return all([_holds(part, request, file, slice_name) for part in parts])
+        case AnyOf(parts):
+            return any([_holds(part, request, file, slice_name) for part in parts])
+        case NoneOf(part):
+            return not _holds(part, request, file, slice_name)
+        case FieldTest(field, op, value):
+            actual = request.fields.get(field)
+            if actual is None or _kind(actual) != _kind(value):
+                problem = "has no" if actual is None else f"has the {_kind(actual)} {actual} as"
+                raise _refuse_line(
+                    codes.REQUEST_FIELD,
+                    f"the request {request.id!r} {problem} field {field!r}, which the slice "
+                    f"{slice_name!r} compares with a {_kind(value)}",
+                    file.source,
+                    request.line,
+                )
+            return _compare(actual, op, value)
+        case _:
+            assert_never(predicate)
+
+
+def _kind(value: str | bool | Fraction) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    return "string" if isinstance(value, str) else "number"
+
+
+def _compare(left: Any, op: str, right: Any) -> bool:
+    match op:
+        case "==":
+            return bool(left == right)
+        case "!=":
+            return bool(left != right)
+        case "<":
+            return bool(left < right)
+        case "<=":
+            return bool(left <= right)
+        case ">":
+            return bool(left > right)
+        case ">=":
+            return bool(left >= right)
+    raise ValueError(f"unknown comparison {op!r}")
+
+
+def _refuse_line(
+    code: codes.Code, message: str, source: SourceFile, number: int, help: str | None = None
+) -> Refusal:
+    start = source.line_start(number)
+    end = start + max(1, len(source.line(number)))
+    return refuse(code, message, help=help, source=source, span=Span(start, end))

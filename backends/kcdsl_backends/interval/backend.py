@@ -1,0 +1,269 @@
+"""Decide goals with the interval domain: bound, attack, verdict, proof."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.terms import EvidenceKind, Program, RegionKind
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.presets import resolve
+from kcdsl.route.goals import Goal
+from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, Verdict, Violated
+from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
+from kcdsl_backends.attack.search import Attack, attack
+from kcdsl_backends.interval.certified import BlockProblem, Workshop, functional_bound
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.proof import ProofBuilder, box_region, token_region
+from kcdsl_backends.requests import Request, load_requests, select
+
+ASSUMPTIONS = (
+    "float64 exp, expm1, erf and tanh of the verifier are within 4 ulp",
+    "both kernels obey the numerics specifications named in the goal",
+    "the block graph is the block: it was exported from the module of the architecture",
+    "region centres are the training kernel's activations on the rows of the slice",
+)
+
+Progress = Callable[[str, int, int], None]
+"""Called with (goal, cases done, cases in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One region of a goal: a name, the tokens it came from, and the box of hidden states."""
+
+    name: str
+    tokens: tuple[int, ...]
+    centre: Tensor | None
+    radius: Tensor
+
+
+class IntervalBackend:
+    """The `interval` backend of the catalogue."""
+
+    name = "interval"
+
+    def decide(
+        self,
+        program: Program,
+        base: Path,
+        goals: Sequence[Goal],
+        *,
+        device: str = "cpu",
+        attacks: bool = True,
+        progress: Progress | None = None,
+    ) -> tuple[GoalOutcome, ...]:
+        """Decide goals in order.
+
+        Args:
+            program: the compiled contract.
+            base: folder of the contract, to which its paths are relative.
+            goals: what to decide.
+            device: "cpu" or "cuda".
+            attacks: search for concrete runs beside the bounds.
+            progress: told after every case.
+
+        Raises:
+            Refusal: the model, the kernels, the data or a block cannot be used.
+        """
+        model = load_model(program.model, base)
+        shop = Workshop(
+            model, resolve(program.train), resolve(program.infer), torch.device(device)
+        )
+        for goal in goals:
+            model.block(goal.block)
+        return tuple(self._decide(program, base, shop, goal, attacks, progress) for goal in goals)
+
+    def _decide(
+        self,
+        program: Program,
+        base: Path,
+        shop: Workshop,
+        goal: Goal,
+        attacks: bool,
+        progress: Progress | None,
+    ) -> GoalOutcome:
+        started = time.perf_counter()
+        rows = _rows(program, base, shop.model, goal)
+        if not rows:
+            return _without_rows(goal, self.name)
+        cases = _cases(shop, goal, rows)
+        builder = ProofBuilder(
+            shop.model, goal.block, shop.train, shop.infer, goal.functional, goal.k
+        )
+        outcomes: list[CaseOutcome] = []
+        for done, case in enumerate(cases):
+            outcomes.append(_bound_case(shop, goal, case, builder))
+            if progress is not None:
+                progress(goal.clause.id, done + 1, len(cases))
+        outcomes, found = _attack(shop, goal, cases, outcomes, attacks)
+        verdict = _verdict(goal, outcomes, found)
+        proved = isinstance(verdict, Held)
+        return GoalOutcome(
+            goal=goal,
+            verdict=verdict,
+            evidence=Evidence(EvidenceKind.PROOF, n=len(cases), assumptions=ASSUMPTIONS),
+            backend=self.name,
+            cases=tuple(outcomes),
+            seconds=time.perf_counter() - started,
+            peak_bytes=_peak_bytes(),
+            proof=builder.document() if proved else None,
+        )
+
+
+def _rows(program: Program, base: Path, model: Model, goal: Goal) -> tuple[Request, ...]:
+    declared = program.slice(goal.region.slice)
+    name = declared.data or program.data
+    if name is None:
+        raise refuse(
+            codes.FILE_MISSING,
+            f"the slice {declared.name!r} of clause {goal.clause.id} has no data",
+            help="name a JSONL file: `data:` of the contract or of the slice",
+        )
+    return select(load_requests(base / name, name, model.tokenizer.encode), declared)
+
+
+def _without_rows(goal: Goal, backend: str) -> GoalOutcome:
+    reason = f"the slice {goal.region.slice!r} selects no request"
+    return GoalOutcome(
+        goal, InvalidEvidence(reason), Evidence(EvidenceKind.PROOF, n=0), backend, (), 0.0, 0
+    )
+
+
+def _cases(shop: Workshop, goal: Goal, rows: Sequence[Request]) -> list[_Case]:
+    zero = torch.zeros(1, 1, dtype=torch.float64, device=shop.device)
+    if goal.block == "model":
+        if goal.region.kind is not RegionKind.POINTS:
+            raise refuse(
+                codes.REGION_OF_TOKENS,
+                f"clause {goal.clause.id}: block `model` reads token ids, which have no neighbourhood",
+                help="use points(...), or name a block on hidden states such as attn_0",
+            )
+        return [_Case(row.id, row.tokens, None, zero) for row in rows]
+    centres = [(row, shop.centre(goal.block, row.tokens)) for row in rows]
+    kind, radius = goal.region.kind, float(goal.region.radius)
+    if kind is RegionKind.HULL:
+        return _hulls(centres, radius)
+    spread = torch.full_like(zero, radius if kind is RegionKind.BALL else 0.0)
+    return [_Case(row.id, row.tokens, centre, spread) for row, centre in centres]
+
+
+def _hulls(centres: Sequence[tuple[Request, Tensor | None]], margin: float) -> list[_Case]:
+    """Return one box per sequence length: per feature, over all rows and positions of the slice.
+
+    The box is widened by `margin` times its width on both sides.
+    """
+    stacked = torch.cat([c for _, c in centres if c is not None], 0)
+    low, high = stacked.amin(0), stacked.amax(0)
+    middle = (low + high) / 2
+    radius = torch.maximum(high - middle, middle - low) * (1 + 2 * margin) * (1 + 2.0**-50)
+    found: dict[int, _Case] = {}
+    for row, _ in centres:
+        length = row.length
+        shape = (length, middle.shape[0])
+        found.setdefault(
+            length,
+            _Case(
+                f"hull-{length}",
+                row.tokens,
+                middle.expand(shape).contiguous(),
+                radius.expand(shape).contiguous(),
+            ),
+        )
+    return list(found.values())
+
+
+def _bound_case(shop: Workshop, goal: Goal, case: _Case, builder: ProofBuilder) -> CaseOutcome:
+    problem = shop.problem(goal.block, case.tokens)
+    try:
+        bounds = problem.bound(case.centre, case.radius)
+    except NoBound as no:
+        return CaseOutcome(case.name, len(case.tokens), math.inf, reason=str(no))
+    bound, margin = functional_bound(bounds.output, goal.functional, goal.k)
+    region = (
+        token_region(case.tokens)
+        if case.centre is None
+        else box_region(goal.region.kind.value, case.centre, case.radius)
+    )
+    builder.add(case.name, problem.graph, region, bound, bounds.witness)
+    stable = None if margin is None else margin > 0
+    return CaseOutcome(case.name, len(case.tokens), bound, stable=stable, margin=margin)
+
+
+def _attack(
+    shop: Workshop,
+    goal: Goal,
+    cases: Sequence[_Case],
+    outcomes: Sequence[CaseOutcome],
+    wanted: bool,
+) -> tuple[list[CaseOutcome], Attack | None]:
+    """Attack the case with the largest bound, and every case that its bound leaves open."""
+    results = list(outcomes)
+    if not wanted or goal.functional == "no_flip":
+        return results, None
+    widest = max(range(len(results)), key=lambda i: results[i].bound)
+    open_cases = [i for i, case in enumerate(results) if not goal.admits(case.bound)]
+    strongest: Attack | None = None
+    for index in dict.fromkeys([widest, *open_cases]):
+        problem: BlockProblem = shop.problem(goal.block, cases[index].tokens)
+        train, infer = problem.simulators()
+        found = attack(
+            train, infer, goal.functional, cases[index].centre, cases[index].radius, seed=index
+        )
+        results[index] = replace(results[index], attack=found.value)
+        if strongest is None or found.value > strongest.value:
+            strongest = found
+        if goal.refuted_by(found.value):
+            break
+    return results, strongest
+
+
+def _verdict(goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None) -> Verdict:
+    if goal.functional == "no_flip":
+        unstable = [case.name for case in cases if not case.stable]
+        if not unstable:
+            return Held()
+        named = ", ".join(unstable[:3]) + (" …" if len(unstable) > 3 else "")
+        return Inconclusive(f"a flip is not excluded for {len(unstable)} of {len(cases)}: {named}")
+    if found is not None and goal.refuted_by(found.value):
+        return Violated(_counterexample(cases, found))
+    open_cases = [case for case in cases if not goal.admits(case.bound)]
+    if not open_cases:
+        return Held()
+    worst = max(open_cases, key=lambda case: case.bound)
+    if worst.reason is not None:
+        return Inconclusive(f"{worst.name}: {worst.reason}")
+    return Inconclusive(
+        f"{worst.name}: the bound {worst.bound:.3g} exceeds the threshold; no admissible run found does"
+    )
+
+
+def _counterexample(cases: Sequence[CaseOutcome], found: Attack) -> dict[str, Any]:
+    case = max((c for c in cases if c.attack is not None), key=lambda c: c.attack or 0.0)
+    return {
+        "case": case.name,
+        "value": found.value,
+        "row": list(found.row),
+        "column": found.column,
+        "train": found.train_value,
+        "infer": found.infer_value,
+    }
+
+
+def _peak_bytes() -> int:
+    """Return the peak resident memory of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+BACKEND = IntervalBackend()

@@ -1,0 +1,141 @@
+"""The interval domain applied to a block of a loaded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kcdsl.model.architecture import Model
+from kcdsl.model.export import block_graph
+from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.numerics import Numerics
+from kcdsl_backends.attack.simulate import Simulator
+from kcdsl_backends.interval.context import Kernels, Parameter
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.functionals import drift_bound, top_margin
+from kcdsl_backends.interval.propagate import Bounds, propagate
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.state import State
+from kcdsl_backends.parameters import StoredParameters
+
+MARGIN = 1.0 + 2.0**-30
+"""Claims are inflated by this factor, so that a second implementation re-derives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProblem:
+    """One block at one sequence length, under two numerics specifications."""
+
+    graph: BlockGraph
+    train: StoredParameters
+    infer: StoredParameters
+
+    def kernels(self) -> Kernels:
+        """Return both kernels as the rules read them."""
+        return Kernels(
+            Rounding(self.train.numerics),
+            Rounding(self.infer.numerics),
+            lambda node: self._pair(node, "plain"),
+            lambda node: self._pair(node, "linear"),
+            self.train.mask,
+        )
+
+    def _pair(self, node: Node, use: str) -> Parameter:
+        if use == "plain":
+            return Parameter(self.train.plain(node), self.infer.plain(node))
+        return Parameter(self.train.linear(node), self.infer.linear(node))
+
+    def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
+        """Propagate the region through the graph; see `propagate`."""
+        return propagate(self.graph, self.kernels(), centre, radius)
+
+    def simulators(self) -> tuple[Simulator, Simulator]:
+        """Return simulators of both kernels for the attack."""
+        return (
+            Simulator(self.graph, self.train.numerics, self.train),
+            Simulator(self.graph, self.infer.numerics, self.infer),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """Builds block problems of one model and kernel pair; graphs and weights are kept."""
+
+    model: Model
+    train: Numerics
+    infer: Numerics
+    device: torch.device
+    _problems: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
+
+    def problem(self, block: str, tokens: tuple[int, ...]) -> BlockProblem:
+        """Return the problem of a block for a sequence; `model` depends on the ids themselves."""
+        key = (block, len(tokens))
+        if block == "model" or key not in self._problems:
+            graph = (
+                block_graph(self.model, block, len(tokens), tokens)
+                if block == "model"
+                else block_graph(self.model, block, len(tokens))
+            )
+            tensors = self.model.checkpoint.tensors
+            problem = BlockProblem(
+                graph,
+                StoredParameters(tensors, graph.constants, self.train, self.device),
+                StoredParameters(tensors, graph.constants, self.infer, self.device),
+            )
+            if block == "model":
+                return problem
+            self._problems[key] = problem
+        return self._problems[key]
+
+    def centre(self, block: str, tokens: tuple[int, ...]) -> Tensor | None:
+        """Return what enters the block in the training kernel, float64 [T, D]; None for `model`."""
+        x = self.model.block_inputs(list(tokens), block)
+        return None if x is None else x.to(self.device, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class CertifiedDrift:
+    """A certified bound of one block on one input.
+
+    `drift_bound` is the elementwise bound of |inference - training|, float64 of the output's shape;
+    `bound_inf` its largest element. Both are infinite, and `reason` says why, where there is none.
+    """
+
+    bound_inf: float
+    drift_bound: NDArray[np.float64]
+    reason: str | None = None
+
+
+def certified_block_drift(
+    model: Model,
+    block: str,
+    x: Tensor,
+    train_numerics: Numerics,
+    infer_numerics: Numerics,
+    workshop: Workshop | None = None,
+) -> CertifiedDrift:
+    """Bound the drift of a block on the float32 input x [T, D], element by element.
+
+    Pass the same `workshop` for many inputs, so that graphs and weights are built once.
+    """
+    shop = workshop or Workshop(model, train_numerics, infer_numerics, torch.device("cpu"))
+    problem = shop.problem(block, tuple(range(x.shape[0])))
+    radius = torch.zeros(1, 1, dtype=torch.float64, device=shop.device)
+    shape = problem.graph.node(problem.graph.output).shape
+    try:
+        output = problem.bound(x.to(shop.device, torch.float64), radius).output
+    except NoBound as no:
+        return CertifiedDrift(float("inf"), np.full(shape, np.inf), str(no))
+    bound = output.drift.mag() * MARGIN
+    return CertifiedDrift(float(bound.amax()), bound.cpu().numpy())
+
+
+def functional_bound(output: State, kind: str, k: int) -> tuple[float, float | None]:
+    """Return (claimed bound, margin): the margin of "no_flip" k, None for the other functionals."""
+    if kind == "no_flip":
+        return drift_bound(output, "inf") * MARGIN, top_margin(output, k)
+    return drift_bound(output, kind) * MARGIN, None

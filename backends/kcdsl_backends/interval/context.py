@@ -1,0 +1,89 @@
+"""What the rules need to know about the two kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.state import Known, State, combine
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """The values both kernels hold for one parameter or float constant (float64, exact)."""
+
+    train: Tensor
+    infer: Tensor
+
+    @property
+    def difference(self) -> Box:
+        """Return inference minus training; exact subtraction up to one outward ulp."""
+        if self.train is self.infer:
+            zero = self.train * 0
+            return Box(zero, zero)
+        return Box.point(self.infer) - Box.point(self.train)
+
+    def state(self) -> State:
+        """Return the parameter as a node."""
+        return State(Box.point(self.train), Box.point(self.infer), self.difference)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Both kernels as the rules see them."""
+
+    train: Rounding
+    infer: Rounding
+    plain: Callable[[Node], Parameter]
+    """The stored value of a param or float constant node."""
+    linear: Callable[[Node], Parameter]
+    """The stored value of a param node used as the weight of a linear."""
+    mask: Callable[[Node], Tensor]
+    """The boolean array of a constant node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node with everything its rule may read."""
+
+    node: Node
+    kernels: Kernels
+    nodes: Mapping[str, Node]
+    known: Mapping[str, Known]
+
+    def operand(self, index: int) -> State:
+        """Return the plain state of an input; parameters and constants are known numbers."""
+        node = self.operand_node(index)
+        if node.op in ("param", "constant"):
+            return self.kernels.plain(node).state()
+        state = self.known[node.name]
+        return state if isinstance(state, State) else state.collapse()
+
+    def operand_node(self, index: int) -> Node:
+        """Return the node that produces an input."""
+        return self.nodes[self.node.inputs[index]]
+
+    def finish(
+        self,
+        train: Box,
+        infer: Box,
+        drift: Box,
+        error_train: Tensor,
+        error_infer: Tensor,
+    ) -> State:
+        """Store the exact results of both kernels and combine them.
+
+        Args:
+            train, infer: exact results on the operands of each kernel.
+            drift: exact difference.
+            error_train, error_infer: internal error of each kernel before storing (>= 0).
+        """
+        name, role, k = self.node.name, self.node.role, self.kernels
+        stored_train = k.train.store(train, error_train, k.train.format_for(role), name)
+        stored_infer = k.infer.store(infer, error_infer, k.infer.format_for(role), name)
+        return combine(name, drift, stored_train, stored_infer)

@@ -1,0 +1,108 @@
+"""The proof document: what an independent checker needs to re-derive a bound (certs/README.md)."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kcdsl.model.architecture import Model
+from kcdsl.model.graph import BlockGraph, array_digest
+from kcdsl.model.numerics import Numerics
+from kcdsl_backends.interval.certified import MARGIN
+
+PROOF_SCHEMA = "kcdsl.interval-proof/1"
+
+
+def encode_array(array: NDArray[Any]) -> dict[str, Any]:
+    """Return an array as dtype, shape and base64 of its little-endian bytes."""
+    data = np.ascontiguousarray(array)
+    little = data.astype(data.dtype.newbyteorder("<"), copy=False)
+    return {
+        "dtype": data.dtype.name,
+        "shape": list(data.shape),
+        "data": base64.b64encode(little.tobytes()).decode("ascii"),
+    }
+
+
+@dataclass(slots=True)
+class ProofBuilder:
+    """Collects the cases of one goal into a proof document."""
+
+    model: Model
+    block: str
+    train: Numerics
+    infer: Numerics
+    functional: str
+    k: int
+    _graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _parameters: dict[str, str] = field(default_factory=dict)
+    _cases: list[dict[str, Any]] = field(default_factory=list)
+    _claims: list[float] = field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        graph: BlockGraph,
+        region: Mapping[str, Any],
+        claim: float,
+        witness: Mapping[str, tuple[float, float]],
+    ) -> None:
+        """Add one case. `region` comes from `box_region` or `token_region`."""
+        digest = graph.digest
+        if digest not in self._graphs:
+            constants = {key: encode_array(graph.constants[key]) for key in sorted(graph.constants)}
+            self._graphs[digest] = {"graph": graph.to_json(), "constants": constants}
+        for key in graph.parameters:
+            if key not in self._parameters:
+                self._parameters[key] = array_digest(self.model.checkpoint.tensors[key].numpy())
+        self._claims.append(claim)
+        self._cases.append(
+            {
+                "name": name,
+                "graph": digest,
+                "region": dict(region),
+                "claim": "held" if self.functional == "no_flip" else claim.hex(),
+                "witness": [
+                    {"node": node, "value": (v * MARGIN).hex(), "drift": (d * MARGIN).hex()}
+                    for node, (v, d) in witness.items()
+                ],
+            }
+        )
+
+    def document(self) -> bytes:
+        """Return the proof as canonical UTF-8 JSON."""
+        claim = "held" if self.functional == "no_flip" else max(self._claims).hex()
+        body = {
+            "schema": PROOF_SCHEMA,
+            "block": self.block,
+            "checkpoint": {"sha256": self.model.checkpoint.sha256},
+            "numerics": {"train": self.train.to_json(), "infer": self.infer.to_json()},
+            "functional": {"kind": self.functional, "k": self.k},
+            "graphs": self._graphs,
+            "parameters": self._parameters,
+            "cases": self._cases,
+            "claim": claim,
+        }
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return text.encode("utf-8")
+
+
+def box_region(kind: str, centre: Tensor, radius: Tensor) -> dict[str, Any]:
+    """Return the region of hidden states [T, D] as it stands in a proof."""
+    return {
+        "kind": kind,
+        "centre": encode_array(centre.cpu().numpy()),
+        "radius": encode_array(radius.cpu().numpy()),
+    }
+
+
+def token_region(ids: Sequence[int]) -> dict[str, Any]:
+    """Return the region of one token sequence."""
+    return {"kind": "points", "ids": list(ids)}

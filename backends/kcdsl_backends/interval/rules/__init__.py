@@ -1,0 +1,1 @@
+"""The transfer rules of the domain, one module per group of operations."""

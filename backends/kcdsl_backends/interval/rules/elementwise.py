@@ -1,0 +1,247 @@
+"""Elementwise operations (section 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kcdsl_backends.interval.box import Box, gamma, up
+from kcdsl_backends.interval.context import Step
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.state import State, settle
+
+
+def _relative(kernel: Rounding, exact: Box, times: int = 1) -> Tensor:
+    return up(times * kernel.u_function * exact.mag(), 2)
+
+
+def add(step: Step) -> State:
+    """Bound a + b."""
+    a, b = step.operand(0), step.operand(1)
+    train, infer = a.train + b.train, a.infer + b.infer
+    return step.finish(
+        train,
+        infer,
+        a.drift + b.drift,
+        _relative(step.kernels.train, train),
+        _relative(step.kernels.infer, infer),
+    )
+
+
+def sub(step: Step) -> State:
+    """Bound a - b."""
+    a, b = step.operand(0), step.operand(1)
+    train, infer = a.train - b.train, a.infer - b.infer
+    return step.finish(
+        train,
+        infer,
+        a.drift - b.drift,
+        _relative(step.kernels.train, train),
+        _relative(step.kernels.infer, infer),
+    )
+
+
+def mul(step: Step) -> State:
+    """Bound a * b: Δ(ab) = (a + Δa/2) Δb + Δa (b + Δb/2)."""
+    a, b = step.operand(0), step.operand(1)
+    train, infer = a.train * b.train, a.infer * b.infer
+    return step.finish(
+        train,
+        infer,
+        a.middle * b.drift + a.drift * b.middle,
+        up(_relative(step.kernels.train, train) + step.kernels.train.eta_function),
+        up(_relative(step.kernels.infer, infer) + step.kernels.infer.eta_function),
+    )
+
+
+def _by_constant(step: Step, apply: Callable[[Box], Box]) -> State:
+    x = step.operand(0)
+    train, infer = apply(x.train), apply(x.infer)
+    return step.finish(
+        train,
+        infer,
+        apply(x.drift),
+        up(_relative(step.kernels.train, train, 2) + step.kernels.train.eta_function),
+        up(_relative(step.kernels.infer, infer, 2) + step.kernels.infer.eta_function),
+    )
+
+
+def scale(step: Step) -> State:
+    """Bound x * factor."""
+    factor = float(step.node.attrs["factor"])
+    return _by_constant(step, lambda box: box.scaled(factor))
+
+
+def divide(step: Step) -> State:
+    """Bound x / divisor."""
+    divisor = float(step.node.attrs["divisor"])
+
+    def apply(box: Box) -> Box:
+        ends = Box(box.lo / divisor, box.hi / divisor)
+        ordered = ends if divisor > 0 else Box(ends.hi, ends.lo)
+        return ordered.widen(torch.zeros_like(ordered.lo))
+
+    return _by_constant(step, apply)
+
+
+def shift(step: Step) -> State:
+    """Bound x + offset."""
+    x, offset = step.operand(0), float(step.node.attrs["offset"])
+    constant = Box.point(torch.full_like(x.train.lo, offset))
+    train, infer = x.train + constant, x.infer + constant
+    return step.finish(
+        train,
+        infer,
+        x.drift,
+        up(_relative(step.kernels.train, train) + step.kernels.train.u_function * abs(offset)),
+        up(_relative(step.kernels.infer, infer) + step.kernels.infer.u_function * abs(offset)),
+    )
+
+
+def relu(step: Step) -> State:
+    """Bound max(x, 0), which no kernel rounds."""
+    x = step.operand(0)
+
+    def clamp(box: Box) -> Box:
+        return Box(box.lo.clamp_min(0), box.hi.clamp_min(0))
+
+    both_on = (x.train.lo >= 0) & (x.infer.lo >= 0)
+    both_off = (x.train.hi <= 0) & (x.infer.hi <= 0)
+    low = torch.where(both_on, x.drift.lo, x.drift.lo.clamp_max(0))
+    high = torch.where(both_on, x.drift.hi, x.drift.hi.clamp_min(0))
+    zero = torch.zeros_like(low)
+    drift = Box(torch.where(both_off, zero, low), torch.where(both_off, zero, high))
+    return settle(step.node.name, clamp(x.train), clamp(x.infer), drift)
+
+
+@dataclass(frozen=True, slots=True)
+class Smooth:
+    """A smooth activation: its value, derivative, the places where either turns, and its rounding.
+
+    `turn` is the place of the minimum (None: monotone); `derivative_turns` the places where the
+    derivative is extreme. `error` bounds the rounding inside a kernel from (argument, value, u).
+    """
+
+    value: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]
+    turn: float | None
+    derivative_turns: tuple[float, ...]
+    error: Callable[[Tensor, Tensor, float], Tensor]
+
+    def range(self, x: Box) -> Box:
+        """Return the range of the function on a box."""
+        at_lo, at_hi = self.value(x.lo), self.value(x.hi)
+        low, high = torch.minimum(at_lo, at_hi), torch.maximum(at_lo, at_hi)
+        if self.turn is not None:
+            least = self.value(torch.full_like(x.lo, self.turn))
+            inside = (x.lo <= self.turn + 1e-6) & (x.hi >= self.turn - 1e-6)
+            low = torch.where(inside, torch.minimum(low, least), low)
+        return _trusted(Box(low, high), x.mag())
+
+    def slopes(self, x: Box) -> Box:
+        """Return the range of the derivative on a box."""
+        at_lo, at_hi = self.derivative(x.lo), self.derivative(x.hi)
+        low, high = torch.minimum(at_lo, at_hi), torch.maximum(at_lo, at_hi)
+        for place in self.derivative_turns:
+            extreme = self.derivative(torch.full_like(x.lo, place))
+            inside = (x.lo <= place + 1e-6) & (x.hi >= place - 1e-6)
+            low = torch.where(inside, torch.minimum(low, extreme), low)
+            high = torch.where(inside, torch.maximum(high, extreme), high)
+        return _trusted(Box(low, high), x.mag())
+
+
+def _trusted(box: Box, magnitude: Tensor) -> Box:
+    """Push a box outward by the error of evaluating exp, tanh and erf (4 ulp each) in float64."""
+    return box.widen(up(2.0**-46 * torch.maximum(box.mag(), magnitude.clamp_max(1.0)) + 2.0**-1000))
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    return 0.5 * torch.erfc(-x / math.sqrt(2)) + x * density
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s + x * s * torch.sigmoid(-x)
+
+
+GELU = Smooth(
+    lambda x: 0.5 * x * torch.erfc(-x / math.sqrt(2)),
+    _gelu_slope,
+    -0.7517915246935645,
+    (-math.sqrt(2), math.sqrt(2)),
+    lambda x, y, u: 16 * u * x + 2.0**-100,
+)
+SILU = Smooth(
+    lambda x: x * torch.sigmoid(x),
+    _silu_slope,
+    -1.2784645427610738,
+    (-2.399357280520841, 2.399357280520841),
+    lambda x, y, u: 16 * u * y + 2.0**-100,
+)
+TANH = Smooth(
+    torch.tanh,
+    lambda x: 1 / torch.cosh(x.clamp(-300, 300)) ** 2,
+    None,
+    (0.0,),
+    lambda x, y, u: 16 * u * y + 2.0**-100,
+)
+
+
+def activation(function: Smooth) -> Callable[[Step], State]:
+    """Return the rule of a smooth activation: Δφ = φ'(ξ) Δx for some ξ between both arguments."""
+
+    def rule(step: Step) -> State:
+        x = step.operand(0)
+        train, infer = function.range(x.train), function.range(x.infer)
+        drift = function.slopes(x.train.hull(x.infer)) * x.drift
+        u_train, u_infer = step.kernels.train.u_function, step.kernels.infer.u_function
+        return step.finish(
+            train,
+            infer,
+            drift,
+            up(function.error(x.train.mag(), train.mag(), u_train), 2),
+            up(function.error(x.infer.mag(), infer.mag(), u_infer), 2),
+        )
+
+    return rule
+
+
+def rope(step: Step) -> State:
+    """Bound the rotary embedding x∘C + rot(x)∘S with known tables."""
+    x = step.operand(0)
+    cos = step.kernels.plain(step.operand_node(1))
+    sin = step.kernels.plain(step.operand_node(2))
+
+    def rotate(box: Box) -> Box:
+        half = box.shape[-1] // 2
+        return Box(
+            torch.cat([-box.hi[..., half:], box.lo[..., :half]], -1),
+            torch.cat([-box.lo[..., half:], box.hi[..., :half]], -1),
+        )
+
+    def turned(box: Box, c: Tensor, s: Tensor) -> Box:
+        return box * Box.point(c) + rotate(box) * Box.point(s)
+
+    def error(box: Box, c: Tensor, s: Tensor, kernel: Rounding) -> Tensor:
+        terms = up(box.mag() * c.abs() + rotate(box).mag() * s.abs(), 2)
+        total = gamma(4, kernel.u_function) * terms + 2 * kernel.eta_function
+        if kernel.coarse:
+            u, eta = kernel.compute.unit_roundoff, kernel.compute.underflow
+            total = total + u * (1.0 + 2.0**-10) * terms + 2 * eta
+        return up(total, 4)
+
+    drift = turned(x.drift, cos.infer, sin.infer) + (
+        x.train * cos.difference + rotate(x.train) * sin.difference
+    )
+    return step.finish(
+        turned(x.train, cos.train, sin.train),
+        turned(x.infer, cos.infer, sin.infer),
+        drift,
+        error(x.train, cos.train, sin.train, step.kernels.train),
+        error(x.infer, cos.infer, sin.infer, step.kernels.infer),
+    )

@@ -1,0 +1,200 @@
+"""Softmax as one operation, and the product of its probabilities with the values (section 5)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import FORMATS
+from kcdsl_backends.interval.box import (
+    EPS,
+    Box,
+    down,
+    exclusive_max,
+    exclusive_sums,
+    gamma,
+    magnitude_product,
+    matmul,
+    up,
+)
+from kcdsl_backends.interval.context import Step
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.state import SoftmaxState, State, settle
+
+_FAR = 700.0
+"""Beyond this score drift a probability is taken to be 0 or 1 instead of forming exp."""
+
+
+def softmax(step: Step) -> SoftmaxState:
+    """Bound the masked softmax of the scores over the last dimension."""
+    scores, name = step.operand(0), step.node.name
+    mask = step.kernels.mask(step.operand_node(1)) if len(step.node.inputs) > 1 else None
+    mask = None if mask is None else mask.expand(step.node.shape)
+    if mask is not None and not bool(mask.any(-1).all()):
+        raise NoBound(name, "a row of the attention mask admits no column")
+    train, infer = _range(scores.train, mask), _range(scores.infer, mask)
+    drift = _drift(train, scores.drift, mask)
+    exact = settle(name, train, infer, drift)
+    return SoftmaxState(
+        exact,
+        _variation(scores.drift, exact.drift, mask),
+        _rounding(scores.train, exact.train, mask, step.kernels.train),
+        _rounding(scores.infer, exact.infer, mask, step.kernels.infer),
+        mask,
+    )
+
+
+def _zero_outside(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else torch.where(mask, x, torch.zeros_like(x))
+
+
+def _fill(x: Tensor, mask: Tensor | None, value: float) -> Tensor:
+    return x if mask is None else torch.where(mask, x, torch.full_like(x, value))
+
+
+def _range(scores: Box, mask: Tensor | None) -> Box:
+    """Return the range of p_i = 1 / (1 + Σ_{j≠i} exp(s_j - s_i)) on a box of scores."""
+    lo, hi = _fill(scores.lo, mask, -torch.inf), _fill(scores.hi, mask, -torch.inf)
+    top = hi.amax(-1, keepdim=True)
+    columns = scores.shape[-1]
+    farthest = _fill(top - scores.lo, mask, 0.0).amax(-1, keepdim=True).clamp(0, 800)
+    relative = up((farthest + columns + 64) * (4 * EPS))
+    least = (torch.exp(lo - top) * (1 - relative)).clamp_min(0)
+    most = _zero_outside(torch.exp(hi - top) * (1 + relative) + 1e-300, mask)
+    above = most / (most + exclusive_sums(least) * (1 - relative))
+    below = least / (least + exclusive_sums(most) * (1 + relative) + 1e-300)
+    return Box(
+        _zero_outside((below * (1 - 8 * EPS)).clamp_min(0), mask),
+        _zero_outside((above * (1 + 8 * EPS)).clamp_max(1), mask),
+    )
+
+
+def _moved(p: Tensor, t: Tensor) -> Tensor:
+    """Return p' - p = p(1 - p) expm1(t) / ((1 - p) + p exp(t)) for |t| <= 700."""
+    t = t.clamp(-_FAR, _FAR)
+    return p * (1 - p) * torch.expm1(t) / ((1 - p) + p * torch.exp(t))
+
+
+def _drift(p: Box, scores: Box, mask: Tensor | None) -> Box:
+    """Return the range of p' - p when the scores drift inside a box.
+
+    logit(p'_i) = logit(p_i) + t_i with t_i between d_i - max_{j≠i} d_j and d_i - min_{j≠i} d_j.
+    """
+    high, low = _fill(scores.hi, mask, -torch.inf), _fill(-scores.lo, mask, -torch.inf)
+    most_others, least_others = exclusive_max(high), -exclusive_max(low)
+    alone = torch.isinf(most_others)
+    t_lo = torch.where(alone, torch.zeros_like(most_others), down(scores.lo - most_others))
+    t_hi = torch.where(alone, torch.zeros_like(most_others), up(scores.hi - least_others))
+    t_lo, t_hi = torch.minimum(t_lo, t_hi), torch.maximum(t_lo, t_hi)
+
+    def turning(t: Tensor) -> Tensor:
+        place = 1 / (1 + torch.exp((t / 2).clamp(-_FAR, _FAR)))
+        return torch.minimum(torch.maximum(place, p.lo), p.hi)
+
+    ends_hi = torch.maximum(_moved(p.lo, t_hi), _moved(p.hi, t_hi))
+    ends_lo = torch.minimum(_moved(p.lo, t_lo), _moved(p.hi, t_lo))
+    hi = torch.where(t_hi >= 0, _moved(turning(t_hi), t_hi), ends_hi)
+    lo = torch.where(t_lo <= 0, _moved(turning(t_lo), t_lo), ends_lo)
+    hi = torch.where(t_hi > _FAR, 1 - p.lo, hi)
+    lo = torch.where(t_lo < -_FAR, -p.hi, lo)
+    slack = 1.0 + 256 * EPS
+    hi = torch.where(hi >= 0, hi * slack, hi / slack) + 1e-300
+    lo = torch.where(lo <= 0, lo * slack, lo / slack) - 1e-300
+    zero = torch.where(alone, 0.0, 1.0).to(hi.dtype)
+    return Box(_zero_outside(lo * zero, mask), _zero_outside(hi * zero, mask))
+
+
+def _variation(scores: Box, probabilities: Box, mask: Tensor | None) -> Tensor:
+    """Return a bound of the total variation of every row: min(tanh(R/4), half the l1 norm)."""
+    span = up(
+        _fill(scores.hi, mask, -torch.inf).amax(-1) - _fill(scores.lo, mask, torch.inf).amin(-1)
+    )
+    cap = torch.tanh(span / 4) * (1 + 32 * EPS)
+    l1 = probabilities.mag().sum(-1) * (0.5 * (1 + 2 * gamma(scores.shape[-1] + 4)))
+    return up(torch.minimum(cap, l1) + 1e-300, 2)
+
+
+def log_error(columns: int, spread: Tensor, kernel: Rounding) -> Tensor:
+    """Return Λ: how far the logarithm of a computed probability may be off (section 5)."""
+    attention = kernel.numerics.attention
+    tiles = tile_count(columns, kernel)
+    u = kernel.u_function
+    exp_error = 2 * attention.exp_ulps * u
+    exp_log = exp_error / (1 - exp_error)
+    one = u / (1 - u)
+    total = 2 * tiles * (u * spread + exp_log + one) + (columns + 8) * one
+    stored = FORMATS[attention.probabilities]
+    if attention.style == "fused" and stored.precision < 24:
+        total = total + stored.unit_roundoff
+    return up(total, 4)
+
+
+def tile_count(columns: int, kernel: Rounding) -> int:
+    """Return how many tiles of keys a kernel walks through."""
+    attention = kernel.numerics.attention
+    return 1 if attention.style == "composed" else math.ceil(columns / attention.tile)
+
+
+def _rounding(scores: Box, p: Box, mask: Tensor | None, kernel: Rounding) -> Tensor:
+    """Return B: how far a computed and stored probability may lie from the softmax."""
+    spread = up(
+        _fill(scores.hi, mask, -torch.inf).amax(-1, keepdim=True)
+        - _fill(scores.lo, mask, torch.inf).amin(-1, keepdim=True)
+    )
+    theta = up(torch.expm1(log_error(scores.shape[-1], spread, kernel)) * (1 + 32 * EPS), 2)
+    stored = FORMATS[kernel.numerics.attention.probabilities]
+    formed = p.hi * (1 + theta) + 2.0**-120
+    error = theta * p.hi + 2.0**-120 + stored.unit_roundoff * formed + stored.underflow
+    return _zero_outside(up(error, 8), mask)
+
+
+def context(step: Step) -> State:
+    """Bound probabilities @ values with the caps that a generic product misses.
+
+    Σ p' Δv is a convex combination of the drifts of the values; in Σ Δp v any constant may be
+    subtracted from v, and the sum is at most (total variation) * (max v - min v).
+    """
+    left = step.known[step.node.inputs[0]]
+    if not isinstance(left, SoftmaxState):
+        raise NoBound(step.node.name, "a context product without its softmax")
+    values, mask, p = step.operand(1), left.mask, left.exact
+    by_values = matmul(p.infer, values.drift).meet(_hull_over_keys(values.drift, mask))
+    middle = (values.train.lo.amin(-2, keepdim=True) + values.train.hi.amax(-2, keepdim=True)) / 2
+    centred = values.train - Box.point(middle.expand(values.train.shape))
+    reach = _hull_over_keys(values.train, mask)
+    cap = up(left.variation.unsqueeze(-1) * up(reach.hi - reach.lo))
+    by_probabilities = matmul(p.drift, centred).meet(Box.around(cap))
+    train = matmul(p.train, values.train).meet(reach)
+    infer = matmul(p.infer, values.infer).meet(_hull_over_keys(values.infer, mask))
+    return step.finish(
+        train,
+        infer,
+        by_values + by_probabilities,
+        _context_error(p.train, left.rounding_train, values.train, step.kernels.train),
+        _context_error(p.infer, left.rounding_infer, values.infer, step.kernels.infer),
+    )
+
+
+def _hull_over_keys(values: Box, mask: Tensor | None) -> Box:
+    """Return [min, max] of the values over the keys that each query row may read."""
+    if mask is None:
+        return Box(values.lo.amin(-2, keepdim=True), values.hi.amax(-2, keepdim=True))
+    lows, highs = [], []
+    for row in range(mask.shape[-2]):
+        readable = mask[..., row, :, None]
+        lows.append(torch.where(readable, values.lo, torch.inf).amin(-2))
+        highs.append(torch.where(readable, values.hi, -torch.inf).amax(-2))
+    return Box(torch.stack(lows, -2), torch.stack(highs, -2))
+
+
+def _context_error(p: Box, rounding: Tensor, values: Box, kernel: Rounding) -> Tensor:
+    keys = p.shape[-1]
+    steps = keys + 2 * tile_count(keys, kernel) + 4
+    magnitude = values.mag()
+    wrong = magnitude_product(rounding, magnitude)
+    total = magnitude_product(up(p.hi + rounding), magnitude)
+    accumulated = gamma(steps, kernel.u_accumulate) * total + steps * kernel.eta_accumulate
+    return up(wrong + accumulated, 4)

@@ -1,0 +1,77 @@
+"""Operations that move numbers without rounding them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.context import Parameter, Step
+from kcdsl_backends.interval.state import State
+
+
+def move(state: State, change: Callable[[Tensor], Tensor]) -> State:
+    """Apply a rearrangement of elements to every end of a state."""
+    return State(
+        *(Box(change(b.lo), change(b.hi)) for b in (state.train, state.infer, state.drift))
+    )
+
+
+def reshape(step: Step) -> State:
+    """Return the state in another shape."""
+    return move(step.operand(0), lambda x: x.reshape(step.node.shape))
+
+
+def expand(step: Step) -> State:
+    """Return the state repeated along broadcast dimensions."""
+    return move(step.operand(0), lambda x: x.expand(step.node.shape).contiguous())
+
+
+def permute(step: Step) -> State:
+    """Return the state with its dimensions in another order."""
+    dims = [int(d) for d in step.node.attrs["dims"]]
+    return move(step.operand(0), lambda x: x.permute(dims).contiguous())
+
+
+def slice_(step: Step) -> State:
+    """Return a slice along one dimension."""
+    attrs = step.node.attrs
+    dim, start, stop, stride = (int(attrs[k]) for k in ("dim", "start", "stop", "step"))
+
+    def change(x: Tensor) -> Tensor:
+        index = [slice(None)] * x.dim()
+        index[dim] = slice(start, stop, stride)
+        return x[tuple(index)]
+
+    return move(step.operand(0), change)
+
+
+def concat(step: Step) -> State:
+    """Return the operands joined along one dimension."""
+    dim = int(step.node.attrs["dim"])
+    parts = [step.operand(i) for i in range(len(step.node.inputs))]
+
+    def join(boxes: list[Box]) -> Box:
+        return Box(torch.cat([b.lo for b in boxes], dim), torch.cat([b.hi for b in boxes], dim))
+
+    return State(
+        join([p.train for p in parts]),
+        join([p.infer for p in parts]),
+        join([p.drift for p in parts]),
+    )
+
+
+def neg(step: Step) -> State:
+    """Return the state with its sign changed."""
+    x = step.operand(0)
+    return State(-x.train, -x.infer, -x.drift)
+
+
+def embedding(step: Step) -> State:
+    """Return the rows of the table at the node's token ids."""
+    table = step.kernels.plain(step.operand_node(0))
+    ids = torch.tensor(step.node.attrs["ids"], device=table.train.device)
+    rows = Parameter(table.train[ids], table.infer[ids]).state()
+    return move(rows, lambda x: x.reshape(step.node.shape))

@@ -1,0 +1,58 @@
+"""The stored parameter values of both kernels, as the formal backends read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl.model.numerics import Numerics
+from kcdsl.model.weights import linear_weight, plain_parameter
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParameters:
+    """The values one kernel holds, in float64 (exact), computed once per tensor and use.
+
+    Args:
+        tensors: checkpoint tensors by key, float32.
+        constants: arrays of the block graph by key.
+        numerics: the kernel's specification.
+        device: where the values are needed.
+    """
+
+    tensors: Mapping[str, Tensor]
+    constants: Mapping[str, NDArray[Any]]
+    numerics: Numerics
+    device: torch.device
+    _cache: dict[tuple[str, str, str], Tensor] = field(default_factory=dict, repr=False)
+
+    def plain(self, node: Node) -> Tensor:
+        """Return the value of a param or float constant node outside of linear weights."""
+        return self._value(node, "plain")
+
+    def linear(self, node: Node) -> Tensor:
+        """Return the value of a param node used as the weight of a linear [out, in]."""
+        return self._value(node, "linear" if node.op == "param" else "plain")
+
+    def mask(self, node: Node) -> Tensor:
+        """Return a boolean constant."""
+        return torch.from_numpy(self.constants[node.attrs["key"]]).to(self.device)
+
+    def _value(self, node: Node, use: str) -> Tensor:
+        key = (node.op, str(node.attrs["key"]), use)
+        if key not in self._cache:
+            source = (
+                self.tensors[key[1]]
+                if node.op == "param"
+                else torch.from_numpy(self.constants[key[1]])
+            )
+            store = linear_weight if use == "linear" else plain_parameter
+            stored = store(source.detach().to("cpu", torch.float32), self.numerics)
+            self._cache[key] = stored.to(self.device, torch.float64)
+        return self._cache[key]

@@ -1,0 +1,37 @@
+"""The SMT backend: contract consistency, and clauses implied by a proved drift. z3 loads late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kcdsl.diagnostics import Diagnostic
+from kcdsl.ir.terms import Program
+from kcdsl.source.text import SourceFile
+from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
+
+__all__ = ["BACKEND", "Implied", "ImpliedBound", "ProvedDrift", "SmtBackend"]
+
+
+class SmtBackend:
+    """What the commands call; every method imports z3 on its first use."""
+
+    name = "smt"
+
+    def consistency(
+        self, program: Program, timeout_ms: int = 2000, source: SourceFile | None = None
+    ) -> list[Diagnostic]:
+        """Return contradictions, impossible and redundant clauses, and empty slices."""
+        from kcdsl_backends.smt.consistency import consistency
+
+        return consistency(program, timeout_ms, source)
+
+    def derive(
+        self, program: Program, proved: Sequence[ProvedDrift], timeout_ms: int = 2000
+    ) -> tuple[Implied, ...]:
+        """Return the clauses that follow from the proved drifts by the bound chain."""
+        from kcdsl_backends.smt.derive import derive
+
+        return derive(program, proved, timeout_ms)
+
+
+BACKEND = SmtBackend()

@@ -1,0 +1,85 @@
+"""One place where z3 is asked, and where its "unknown" becomes a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from fractions import Fraction
+from typing import Any
+
+import z3
+
+Expression = Any
+"""A z3 expression; z3 ships no types."""
+
+
+class Outcome(Enum):
+    """The answer of the solver."""
+
+    SAT = "sat"
+    UNSAT = "unsat"
+    UNKNOWN = "unknown"
+
+
+class Solver:
+    """A z3 solver in a context of its own, so that runs in parallel share nothing."""
+
+    def __init__(self, context: z3.Context, timeout_ms: int) -> None:
+        if timeout_ms <= 0:
+            raise ValueError(f"the timeout is {timeout_ms} ms; it must be positive")
+        self._solver = z3.Solver(ctx=context)
+        self._solver.set("timeout", timeout_ms)
+
+    def add(self, facts: Iterable[Expression]) -> None:
+        """Assert facts for good."""
+        for fact in facts:
+            self._solver.add(fact)
+
+    def check(self, assumptions: Sequence[Expression] = ()) -> Outcome:
+        """Decide the facts together with the assumptions (Boolean constants or their negation)."""
+        try:
+            answer = self._solver.check(*assumptions)
+        except z3.Z3Exception:
+            return Outcome.UNKNOWN
+        if answer == z3.sat:
+            return Outcome.SAT
+        return Outcome.UNSAT if answer == z3.unsat else Outcome.UNKNOWN
+
+    def decide(self, *goals: Expression) -> Outcome:
+        """Decide the facts together with goals that are dropped again afterwards."""
+        self._solver.push()
+        try:
+            self._solver.add(*goals)
+            return self.check()
+        except z3.Z3Exception:
+            return Outcome.UNKNOWN
+        finally:
+            self._solver.pop()
+
+    def core(self) -> set[str]:
+        """Return the names of the assumptions that the last "unsat" used."""
+        return {str(item) for item in self._solver.unsat_core()}
+
+
+def real(value: Fraction, context: z3.Context) -> Expression:
+    """Return an exact rational constant."""
+    return z3.RealVal(f"{value.numerator}/{value.denominator}", context)
+
+
+def compare(op: str, left: Expression, right: Expression) -> Expression:
+    """Return `left op right` for reals."""
+    match op:
+        case "<=":
+            return left <= right
+        case "<":
+            return left < right
+        case ">=":
+            return left >= right
+        case ">":
+            return left > right
+        case "==":
+            return left == right
+        case "!=":
+            return left != right
+        case _:
+            raise ValueError(f"{op!r} is no comparison")

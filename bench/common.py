@@ -1,0 +1,151 @@
+"""What every benchmark shares: figures, limits, the table, and the file that keeps the results.
+
+A benchmark is a module `bench/NAME.py`, run by `make bench-NAME`. It measures in that run, calls
+`report(NAME, figures)`, and exits with the status that `report` returns. The results file
+`bench/results/NAME.json` is `{"schema": "kcdsl.bench/1", "name", "machine", "figures": [{"name",
+"value", "limit", "better", "conditions"}]}`. A figure that is not a finite number fails.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+class Better(StrEnum):
+    """Which direction is an improvement."""
+
+    LOWER = "lower"
+    HIGHER = "higher"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number. `limit` is None where nothing is promised."""
+
+    name: str
+    value: float
+    better: Better
+    limit: float | None = None
+    conditions: str = ""
+
+    @property
+    def within(self) -> bool:
+        """Say whether the value is a finite number on the right side of the limit."""
+        if not math.isfinite(self.value):
+            return False
+        if self.limit is None:
+            return True
+        return self.value <= self.limit if self.better is Better.LOWER else self.value >= self.limit
+
+
+def seconds(work: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> float:
+    """Return the median wall time of `work()` in seconds over `repeat` calls after `warmup`."""
+    if repeat < 1:
+        raise ValueError("repeat must be at least 1")
+    for _ in range(warmup):
+        work()
+    times: list[float] = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine and the versions that figures depend on (torch only if imported)."""
+    described: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        described["torch"] = torch.__version__
+        described["threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            described["device"] = torch.cuda.get_device_name(0)
+    return described
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")
+
+
+def report(name: str, figures: Iterable[Figure], results: Path = RESULTS) -> int:
+    """Print the table, write `results/NAME.json`, return 0, or 1 where a limit is missed.
+
+    Raises ValueError for no figures at all or two of the same name.
+    """
+    rows = tuple(figures)
+    names = [figure.name for figure in rows]
+    if not rows:
+        raise ValueError(f"benchmark {name} measured nothing")
+    if len(set(names)) != len(names):
+        raise ValueError(f"benchmark {name} has two figures of the same name")
+    _write(results / f"{name}.json", name, rows)
+    _print(name, rows)
+    return 0 if all(figure.within for figure in rows) else 1
+
+
+def _write(path: Path, name: str, figures: Sequence[Figure]) -> None:
+    document = {
+        "schema": "kcdsl.bench/1",
+        "name": name,
+        "machine": machine(),
+        "figures": [
+            {**asdict(f), "value": f.value if math.isfinite(f.value) else None} for f in figures
+        ],
+    }
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".json.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _print(name: str, figures: Sequence[Figure]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"bench {name}", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("figure", "value", "limit", "", "conditions"):
+        table.add_column(column, justify="right" if column in ("value", "limit") else "left")
+    for figure in figures:
+        table.add_row(
+            figure.name,
+            f"{figure.value:.4g}",
+            _limit(figure),
+            "ok" if figure.within else "MISSED",
+            figure.conditions,
+        )
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    console.print(table)
+
+
+def _limit(figure: Figure) -> str:
+    if figure.limit is None:
+        return "-"
+    return f"{'<=' if figure.better is Better.LOWER else '>='} {figure.limit:.4g}"

@@ -1,0 +1,140 @@
+"""The stand-alone checker: `python -m kcdsl_certs check CERT --expect FILE --key PUB …`.
+
+Exit codes: 0 the certificate is valid, 2 the check could not run, 4 the certificate is invalid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kcdsl_certs.envelope import LARGEST_BUNDLE
+from kcdsl_certs.keys import TrustedKey, TrustPolicy, load_public
+from kcdsl_certs.manifest import build_manifest
+from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.report import Report, refused
+from kcdsl_certs.requirements import Expectation
+from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
+from kcdsl_certs.strict import parse_time, strict_load
+from kcdsl_certs.triple import Checkpoint
+from kcdsl_certs.verify import verify
+
+VALID, COULD_NOT_RUN, INVALID = 0, 2, 4
+_LARGEST_EXPECTATION = 64 * 1024 * 1024
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the stand-alone checker; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        report = _check(options)
+    except Reject as error:
+        print(f"error: {error}", file=sys.stderr)
+        return COULD_NOT_RUN
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror or error}", file=sys.stderr)
+        return COULD_NOT_RUN
+    if options.json:
+        print(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
+    else:
+        print(_table(report))
+    return VALID if report.accepted else INVALID
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kcdsl_certs", description="Check kernel certificates, standing alone."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="verify one certificate, fail closed")
+    check.add_argument("certificate", type=Path, metavar="CERT")
+    check.add_argument(
+        "--expect",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="what must hold, as written by `kcdsl check --write-expectation`",
+    )
+    check.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="the weights about to be deployed; they are hashed",
+    )
+    check.add_argument(
+        "--key", type=Path, action="append", required=True, metavar="PUB", help="a trusted key"
+    )
+    check.add_argument("--threshold", type=int, default=1, metavar="N", help="distinct keys needed")
+    check.add_argument("--stage", choices=STAGES, help="the stage that is asked for")
+    check.add_argument("--minimum-sequence", type=int, metavar="N", help="refuse older ones")
+    check.add_argument("--at", metavar="TIME", help="check as of this time (…Z) instead of now")
+    check.add_argument(
+        "--complete", action="store_true", help="demand every clause of the contract"
+    )
+    check.add_argument("--recheck", action="store_true", help="re-derive every proof")
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> Report:
+    with options.certificate.open("rb") as file:
+        bundle = file.read(LARGEST_BUNDLE + 1)
+    with options.expect.open("rb") as file:
+        document = file.read(_LARGEST_EXPECTATION + 1)
+    try:
+        expectation = Expectation.from_json(strict_load(document, _LARGEST_EXPECTATION))
+    except Reject as error:
+        raise Reject("expectation/malformed", f"{options.expect}: {error}") from None
+    trusted = TrustPolicy(tuple(_trusted(path) for path in options.key), options.threshold)
+    moment = datetime.now(UTC) if options.at is None else parse_time(options.at)
+    try:
+        manifest = build_manifest(Path(os.path.normpath(options.checkpoint)))
+    except Reject as error:
+        return refused("components", error)
+    companions = expectation.triple.checkpoint.companions
+    checkpoint = Checkpoint.of(options.checkpoint.name, manifest, companions)
+    folder = options.certificate.parent
+    proofs: ProofChecker = PresentProofs(folder)
+    if options.recheck:
+        proofs = Rechecker(folder, options.checkpoint)
+    return verify(
+        bundle,
+        trusted=trusted,
+        expected_triple=dataclasses.replace(expectation.triple, checkpoint=checkpoint),
+        clock=lambda: moment,
+        required_clauses=expectation.clauses,
+        stage=options.stage,
+        minimum_sequence=options.minimum_sequence,
+        proofs=proofs,
+        partial=not options.complete,
+        expected_inputs=expectation.inputs,
+    )
+
+
+def _trusted(path: Path) -> TrustedKey:
+    try:
+        key = load_public(path.read_bytes())
+    except Reject as error:
+        raise Reject(error.reason, f"{path}: {error.detail}") from None
+    return TrustedKey(path.name, key, frozenset({PREDICATE_TYPE}))
+
+
+def _table(report: Report) -> str:
+    width = max(len(c.name) for c in report.checks)
+    lines = [f"certificate {report.verdict}"]
+    for check in report.checks:
+        text = ": ".join(part for part in (check.reason, check.detail) if part)
+        lines.append(f"  {check.name:<{width}}  {check.outcome.value:<7}  {text}".rstrip())
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,384 @@
+"""Clause results, and which verdicts their own numbers admit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from typing import Any, TypeVar
+
+from kcdsl_certs.fields import Fields
+from kcdsl_certs.reals import Measured, Rounding, parse_real, real_text
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.tails import certifies
+
+_Member = TypeVar("_Member", bound=StrEnum)
+
+
+class Verdict(StrEnum):
+    """What a certificate says about a clause."""
+
+    PASSED = "PASSED"
+    FAILED = "FAILED"
+    INCONCLUSIVE = "INCONCLUSIVE"
+
+
+class Evidence(StrEnum):
+    """What a verdict rests on, strongest first."""
+
+    PROOF = "proof"
+    PROOF_REAL = "proof-real"
+    PROBABILISTIC = "probabilistic"
+    CENSUS = "census"
+    SAMPLE = "sample"
+
+    @property
+    def is_proof(self) -> bool:
+        """Say whether the claim is about every input of a region."""
+        return self in (Evidence.PROOF, Evidence.PROOF_REAL, Evidence.PROBABILISTIC)
+
+    def is_at_least(self, other: Evidence) -> bool:
+        """Say whether this kind is as strong as `other` or stronger."""
+        order = list(Evidence)
+        return order.index(self) <= order.index(other)
+
+
+UPPER, LOWER = ("<=", "<"), (">=", ">")
+OPERATORS = (*UPPER, *LOWER, "==")
+METHODS_OF_RATES = ("clopper-pearson/1",)
+"""Methods whose sampled PASSED this package can re-derive from (exceed, n, budget, alpha)."""
+IMPLIED = "bound-chain/1"
+LARGEST_ALPHA = Fraction(1, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class ProofReference:
+    """A proof object: the digest decides, `path` says where to look (relative, a plain name)."""
+
+    digest: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class CertifiedClause:
+    """The result of one comparison `quantity op tau` of one clause on one slice.
+
+    A clause that is a conjunction has one result for each comparison. Reals are exact: `tau`,
+    `budget` and `alpha` are fractions, measured numbers are doubles. For `<=` and `<`, `bound` is
+    a certified upper bound and `low` a value that a concrete run reached; for `>=` and `>`,
+    `bound` is a lower bound and `high` a value reached. `value` is the measured quantity itself.
+    `n` units were looked at, `exceed` of them violated the comparison; a budget None means hard.
+    """
+
+    id: str
+    quantity: str
+    op: str
+    tau: Fraction
+    evidence: Evidence
+    method: str
+    verdict: Verdict
+    slice: str | None = None
+    slice_digest: str | None = None
+    block: str | None = None
+    region: str | None = None
+    numerics: tuple[str, str] | None = None
+    bound: float | None = None
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    unit: str | None = None
+    exceed: int | None = None
+    budget: Fraction | None = None
+    alpha: Fraction | None = None
+    proof: ProofReference | None = None
+    implied_by: str | None = None
+    assumptions: tuple[str, ...] = ()
+    scope: str | None = None
+    reason: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the name used in messages."""
+        return self.id if self.slice is None else f"{self.id} [{self.slice}]"
+
+    @property
+    def is_hard(self) -> bool:
+        """Say whether no exceedance is allowed."""
+        return self.budget is None or self.budget == 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data without floats; absent fields are left out."""
+        record: dict[str, Any] = {
+            "id": self.id,
+            "quantity": self.quantity,
+            "op": self.op,
+            "tau": real_text(self.tau),
+            "evidence": self.evidence.value,
+            "method": self.method,
+            "verdict": self.verdict.value,
+        }
+        for name in ("slice", "block", "region", "n", "unit", "exceed", "scope", "reason"):
+            value = getattr(self, name)
+            if value is not None:
+                record[name] = value
+        if self.slice_digest is not None:
+            record["sliceDigest"] = {"sha256": self.slice_digest}
+        if self.numerics is not None:
+            train, infer = self.numerics
+            record["numerics"] = {"train": {"sha256": train}, "infer": {"sha256": infer}}
+        for name in ("bound", "value", "low", "high"):
+            number = getattr(self, name)
+            if number is not None:
+                record[name] = Measured(number, _rounding(name, self.op)).to_json()
+        for name in ("budget", "alpha"):
+            exact = getattr(self, name)
+            if exact is not None:
+                record[name] = real_text(exact)
+        if self.proof is not None:
+            record["proofDigest"] = {"sha256": self.proof.digest}
+            record["proofPath"] = self.proof.path
+        if self.implied_by is not None:
+            record["impliedBy"] = self.implied_by
+        if self.assumptions:
+            record["assumptions"] = list(self.assumptions)
+        return record
+
+    @staticmethod
+    def from_json(value: Any, place: str) -> CertifiedClause:
+        """Read the record of `to_json`; unknown fields are refused."""
+        fields = Fields.of(value, place)
+        op = fields.text("op")
+        if op not in OPERATORS:
+            raise Reject("statement/malformed", f"{place}.op is {op!r}")
+        clause = CertifiedClause(
+            id=fields.text("id"),
+            quantity=fields.text("quantity"),
+            op=op,
+            tau=parse_real(fields.text("tau")),
+            evidence=_member(Evidence, fields.text("evidence"), place),
+            method=fields.text("method"),
+            verdict=_member(Verdict, fields.text("verdict"), place),
+            slice=fields.text_or_none("slice"),
+            slice_digest=fields.sha256_or_none("sliceDigest"),
+            block=fields.text_or_none("block"),
+            region=fields.text_or_none("region"),
+            numerics=_numerics(fields),
+            bound=_measured(fields, "bound", op),
+            value=_measured(fields, "value", op),
+            low=_measured(fields, "low", op),
+            high=_measured(fields, "high", op),
+            n=fields.integer_or_none("n"),
+            unit=fields.text_or_none("unit"),
+            exceed=fields.integer_or_none("exceed"),
+            budget=_exact(fields, "budget"),
+            alpha=_exact(fields, "alpha"),
+            proof=_proof(fields, place),
+            implied_by=fields.text_or_none("impliedBy"),
+            assumptions=fields.texts("assumptions") if "assumptions" in fields.record else (),
+            scope=fields.text_or_none("scope"),
+            reason=fields.text_or_none("reason"),
+        )
+        fields.done()
+        return clause
+
+
+def _rounding(name: str, op: str) -> Rounding:
+    match name:
+        case "bound":
+            return "down" if op in LOWER else "up"
+        case "low":
+            return "down"
+        case "high":
+            return "up"
+        case _:
+            return "nearest"
+
+
+def _measured(fields: Fields, name: str, op: str) -> float | None:
+    record = fields.raw(name)
+    if name not in fields.record:
+        return None
+    return Measured.from_json(record, _rounding(name, op)).value
+
+
+def _exact(fields: Fields, name: str) -> Fraction | None:
+    text = fields.text_or_none(name)
+    return None if text is None else parse_real(text)
+
+
+def _numerics(fields: Fields) -> tuple[str, str] | None:
+    if "numerics" not in fields.record:
+        return None
+    inner = fields.inner("numerics")
+    pair = (inner.sha256("train"), inner.sha256("infer"))
+    inner.done()
+    return pair
+
+
+def _proof(fields: Fields, place: str) -> ProofReference | None:
+    digest, path = fields.sha256_or_none("proofDigest"), fields.text_or_none("proofPath")
+    if digest is None and path is None:
+        return None
+    if digest is None or path is None:
+        raise Reject("statement/malformed", f"{place} names half a proof")
+    if path in (".", "..") or any(mark in path for mark in ("/", "\\", "\0", ":")):
+        raise Reject("statement/malformed", f"{place}.proofPath is not a plain file name")
+    return ProofReference(digest, path)
+
+
+def _member(kind: type[_Member], text: str, place: str) -> _Member:
+    try:
+        return kind(text)
+    except ValueError:
+        raise Reject("statement/malformed", f"{place}: {text!r} is no {kind.__name__}") from None
+
+
+def holds(left: Fraction, op: str, right: Fraction) -> bool:
+    """Decide `left op right` exactly."""
+    match op:
+        case "<=":
+            return left <= right
+        case "<":
+            return left < right
+        case ">=":
+            return left >= right
+        case ">":
+            return left > right
+        case "==":
+            return left == right
+        case _:
+            raise Reject("statement/malformed", f"{op!r} is no comparison")
+
+
+def admissible(clause: CertifiedClause) -> frozenset[Verdict]:
+    """Return the verdicts that the numbers of this result admit.
+
+    Raises Reject (`clause/…`) where the record contradicts itself or shows nothing at all. A
+    result that could be called PASSED may be called INCONCLUSIVE (a weaker claim); one that shows
+    a violation may not.
+    """
+    _consistent(clause)
+    if clause.evidence.is_proof:
+        return _admitted_by_proof(clause)
+    if clause.evidence is Evidence.CENSUS:
+        return _admitted_by_census(clause)
+    return _admitted_by_sample(clause)
+
+
+_PASS = frozenset({Verdict.PASSED, Verdict.INCONCLUSIVE})
+_FAIL = frozenset({Verdict.FAILED})
+_OPEN = frozenset({Verdict.INCONCLUSIVE})
+
+
+def _consistent(clause: CertifiedClause) -> None:
+    if clause.n is not None and clause.exceed is not None and clause.exceed > clause.n:
+        raise Reject("clause/counts", f"{clause.label}: {clause.exceed} of {clause.n} exceed")
+    if clause.budget is not None and not 0 <= clause.budget < 1:
+        raise Reject("clause/budget", f"{clause.label}: a budget of {real_text(clause.budget)}")
+    if clause.evidence is Evidence.PROOF and clause.proof is None and clause.implied_by is None:
+        raise Reject("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
+    if clause.evidence in (Evidence.PROOF_REAL, Evidence.PROBABILISTIC) and not clause.assumptions:
+        raise Reject("clause/assumption-unnamed", f"{clause.label} rests on {clause.evidence}")
+    reached = _reached(clause)
+    if clause.bound is not None and reached is not None:
+        inside = reached <= clause.bound if clause.op in UPPER else reached >= clause.bound
+        if not inside:
+            raise Reject(
+                "clause/attack-beyond-bound",
+                f"{clause.label}: a run reached {reached!r}, the bound is {clause.bound!r}",
+            )
+
+
+def _reached(clause: CertifiedClause) -> float | None:
+    if clause.op in UPPER:
+        return clause.low
+    return clause.high if clause.op in LOWER else None
+
+
+def _admitted_by_proof(clause: CertifiedClause) -> frozenset[Verdict]:
+    if not clause.is_hard:
+        raise Reject("clause/budget", f"{clause.label}: a proof knows no budget")
+    reached = _reached(clause)
+    if clause.op == "==":
+        return _OPEN
+    if clause.bound is not None and holds(Fraction(clause.bound), clause.op, clause.tau):
+        return _PASS
+    if reached is not None and not holds(Fraction(reached), clause.op, clause.tau):
+        return _FAIL
+    return _OPEN
+
+
+def _admitted_by_census(clause: CertifiedClause) -> frozenset[Verdict]:
+    if clause.slice_digest is None:
+        raise Reject("clause/census-not-pinned", f"{clause.label}: a census of what? no digest")
+    if clause.n is None or clause.n == 0:
+        return _OPEN
+    if not clause.is_hard:
+        return _by_count(clause, clause.n)
+    if clause.value is None:
+        return _OPEN if clause.exceed is None else (_FAIL if clause.exceed else _PASS)
+    return _PASS if holds(Fraction(clause.value), clause.op, clause.tau) else _FAIL
+
+
+def _by_count(clause: CertifiedClause, n: int) -> frozenset[Verdict]:
+    if clause.exceed is None or clause.budget is None:
+        return _OPEN
+    return _PASS if clause.exceed <= clause.budget * n else _FAIL
+
+
+def _admitted_by_sample(clause: CertifiedClause) -> frozenset[Verdict]:
+    """Zero violations of n show only about 3/n: a hard clause never passes on a sample."""
+    if clause.n is None or clause.n == 0:
+        return _OPEN
+    if clause.is_hard:
+        return _hard_sample(clause)
+    if clause.exceed is None or clause.budget is None:
+        return _OPEN
+    if clause.exceed > clause.budget * clause.n:
+        return frozenset({Verdict.FAILED, Verdict.INCONCLUSIVE})
+    if clause.method not in METHODS_OF_RATES or clause.alpha is None:
+        return _OPEN
+    if not 0 < clause.alpha <= LARGEST_ALPHA:
+        raise Reject("clause/alpha", f"{clause.label}: alpha {real_text(clause.alpha)}")
+    if certifies(clause.exceed, clause.n, clause.budget, clause.alpha):
+        return _PASS
+    return _OPEN
+
+
+def _hard_sample(clause: CertifiedClause) -> frozenset[Verdict]:
+    refuted = clause.value is not None and not holds(Fraction(clause.value), clause.op, clause.tau)
+    if refuted or clause.exceed:
+        return frozenset({Verdict.FAILED, Verdict.INCONCLUSIVE})
+    return _OPEN
+
+
+def check_verdict(clause: CertifiedClause) -> None:
+    """Refuse a result whose verdict its own numbers do not admit."""
+    admitted = admissible(clause)
+    if clause.verdict in admitted:
+        return
+    if (
+        clause.evidence is Evidence.SAMPLE
+        and clause.is_hard
+        and clause.verdict is Verdict.PASSED
+        and admitted == _OPEN
+    ):
+        raise Reject(
+            "clause/evidence-overstated",
+            f"{clause.label}: a sample cannot show that nothing exceeds; it needs a budget, a "
+            "proof or a census",
+        )
+    raise Reject(
+        "clause/verdict-contradicts-numbers",
+        f"{clause.label} is called {clause.verdict}, its numbers admit "
+        f"{' or '.join(sorted(admitted))}",
+    )
+
+
+def overall(clauses: tuple[CertifiedClause, ...]) -> Verdict:
+    """Return FAILED if any result failed, else INCONCLUSIVE if any is, or if there is none."""
+    verdicts = {c.verdict for c in clauses}
+    if Verdict.FAILED in verdicts:
+        return Verdict.FAILED
+    return Verdict.PASSED if verdicts == {Verdict.PASSED} else Verdict.INCONCLUSIVE

@@ -1,0 +1,224 @@
+"""Keys: ECDSA P-256 (default) and Ed25519, and which of them a verifier trusts for what."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from kcdsl_certs.reject import Reject
+
+_ECDSA = ec.ECDSA(hashes.SHA256())
+_LARGEST_PEM = 64 * 1024
+
+
+class Algorithm(StrEnum):
+    """A signature algorithm; it always comes from the key record, never from an envelope."""
+
+    ECDSA_P256 = "ecdsa-p256"
+    ED25519 = "ed25519"
+
+
+@dataclass(frozen=True, slots=True)
+class PublicKey:
+    """A public key; two are the same when their SPKI DER bytes are."""
+
+    spki: bytes
+    algorithm: Algorithm
+
+    @property
+    def hint(self) -> str:
+        """Return base64(sha256(SPKI DER)), the Sigstore hint for a managed key."""
+        return base64.b64encode(hashlib.sha256(self.spki).digest()).decode("ascii")
+
+    @property
+    def pem(self) -> bytes:
+        """Return the PEM text."""
+        body = base64.encodebytes(self.spki).replace(b"\n", b"")
+        lines = [body[i : i + 64] for i in range(0, len(body), 64)]
+        head, tail = b"-----BEGIN PUBLIC KEY-----", b"-----END PUBLIC KEY-----"
+        return b"\n".join([head, *lines, tail, b""])
+
+    def verifies(self, signature: bytes, message: bytes) -> bool:
+        """Say whether the signature (ECDSA: ASN.1 DER) of the message was made by this key."""
+        key = _public_object(self.spki)
+        try:
+            match key:
+                case ec.EllipticCurvePublicKey() if self.algorithm is Algorithm.ECDSA_P256:
+                    key.verify(signature, message, _ECDSA)
+                case ed25519.Ed25519PublicKey() if self.algorithm is Algorithm.ED25519:
+                    key.verify(signature, message)
+                case _:
+                    return False
+        except InvalidSignature:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """A private key with its public half."""
+
+    private: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
+    public: PublicKey
+
+    def sign(self, message: bytes) -> bytes:
+        """Return the signature: ASN.1 DER for ECDSA, 64 bytes for Ed25519."""
+        match self.private:
+            case ec.EllipticCurvePrivateKey():
+                return self.private.sign(message, _ECDSA)
+            case _:
+                return self.private.sign(message)
+
+    def to_pem(self, password: bytes | None = None) -> bytes:
+        """Return the PKCS#8 PEM text, encrypted where a password is given."""
+        guard: serialization.KeySerializationEncryption = serialization.NoEncryption()
+        if password is not None:
+            guard = serialization.BestAvailableEncryption(password)
+        return self.private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, guard
+        )
+
+
+def generate(algorithm: Algorithm = Algorithm.ECDSA_P256) -> SigningKey:
+    """Make a new key."""
+    match algorithm:
+        case Algorithm.ECDSA_P256:
+            return _signing_key(ec.generate_private_key(ec.SECP256R1()))
+        case Algorithm.ED25519:
+            return _signing_key(ed25519.Ed25519PrivateKey.generate())
+
+
+def ed25519_from_seed(seed: bytes) -> SigningKey:
+    """Return the Ed25519 key of a 32-byte seed (RFC 8032); for test vectors."""
+    return _signing_key(ed25519.Ed25519PrivateKey.from_private_bytes(seed))
+
+
+def load_private(pem: bytes, password: bytes | None = None) -> SigningKey:
+    """Read a private key from PEM; raises Reject with a `key/…` reason where that fails."""
+    _refuse_large(pem)
+    try:
+        key = serialization.load_pem_private_key(pem, password)
+    except TypeError as error:
+        reason = "key/password-missing" if password is None else "key/password-superfluous"
+        raise Reject(reason, str(error)) from None
+    except (ValueError, UnsupportedAlgorithm) as error:
+        if password is not None and b"ENCRYPTED" in pem:
+            raise Reject("key/password-wrong", "the password does not open this key") from None
+        raise Reject("key/unreadable", f"not a PEM private key ({error})") from None
+    return _signing_key(key)
+
+
+def load_public(pem: bytes) -> PublicKey:
+    """Read a public key from PEM; raises Reject with a `key/…` reason where that fails."""
+    _refuse_large(pem)
+    if b"PRIVATE KEY" in pem:
+        raise Reject("key/private-given", "this is a private key; give the public one (.pub)")
+    if pem.count(b"-----BEGIN") > 1:
+        raise Reject("key/several", "the file holds more than one key; give one file per key")
+    try:
+        key = serialization.load_pem_public_key(pem)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise Reject("key/unreadable", f"not a PEM public key ({error})") from None
+    return _public_key(key)
+
+
+def _refuse_large(pem: bytes) -> None:
+    if len(pem) > _LARGEST_PEM:
+        raise Reject("key/unreadable", f"{len(pem)} bytes is no PEM key")
+
+
+def _signing_key(key: object) -> SigningKey:
+    match key:
+        case ec.EllipticCurvePrivateKey() | ed25519.Ed25519PrivateKey():
+            return SigningKey(key, _public_key(key.public_key()))
+        case _:
+            raise Reject("key/unsupported", _SUPPORTED)
+
+
+def _public_key(key: object) -> PublicKey:
+    match key:
+        case ec.EllipticCurvePublicKey() if isinstance(key.curve, ec.SECP256R1):
+            return PublicKey(_spki(key), Algorithm.ECDSA_P256)
+        case ed25519.Ed25519PublicKey():
+            return PublicKey(_spki(key), Algorithm.ED25519)
+        case _:
+            raise Reject("key/unsupported", _SUPPORTED)
+
+
+_SUPPORTED = "only ECDSA on P-256 and Ed25519 keys are supported"
+
+
+def _spki(key: ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey) -> bytes:
+    return key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def _public_object(spki: bytes) -> object:
+    try:
+        return serialization.load_der_public_key(spki)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise Reject("key/unreadable", f"not an SPKI public key ({error})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedKey:
+    """A key with what it may sign. Nothing of this is ever taken from an envelope.
+
+    `stages` None allows every stage; `valid_from` and `valid_until` None leave the window open.
+    """
+
+    name: str
+    key: PublicKey
+    predicate_types: frozenset[str]
+    stages: frozenset[str] | None = None
+    valid_from: datetime | None = None
+    valid_until: datetime | None = None
+
+    def __post_init__(self) -> None:
+        match _public_object(self.key.spki):
+            case ec.EllipticCurvePublicKey() if self.key.algorithm is Algorithm.ECDSA_P256:
+                return
+            case ed25519.Ed25519PublicKey() if self.key.algorithm is Algorithm.ED25519:
+                return
+            case _:
+                raise Reject("key/algorithm-mismatch", f"{self.name} is no {self.key.algorithm}")
+
+    def is_valid_at(self, moment: datetime) -> bool:
+        """Say whether the key may be used at this time; the end is exclusive."""
+        if self.valid_from is not None and moment < self.valid_from:
+            return False
+        return self.valid_until is None or moment < self.valid_until
+
+
+@dataclass(frozen=True, slots=True)
+class TrustPolicy:
+    """The trusted keys and how many distinct ones must have signed."""
+
+    keys: tuple[TrustedKey, ...]
+    threshold: int = 1
+
+    def __post_init__(self) -> None:
+        distinct = {k.key.spki for k in self.keys}
+        if len(distinct) != len(self.keys):
+            raise Reject("policy/duplicate-key", "the same public key is listed twice")
+        if self.threshold < 1:
+            raise Reject("policy/threshold", f"a threshold of {self.threshold} accepts anything")
+        if self.threshold > len(distinct):
+            raise Reject(
+                "policy/threshold",
+                f"{self.threshold} signatures are asked for, {len(distinct)} keys are trusted",
+            )
+
+
+def unique_keys(keys: Iterable[TrustedKey]) -> int:
+    """Count distinct public keys, compared by their SPKI DER bytes."""
+    return len({k.key.spki for k in keys})

@@ -1,0 +1,189 @@
+"""Finding proof objects by digest and having them re-derived."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fractions import Fraction
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from kcdsl_certs.clauses import CertifiedClause, Verdict, holds
+from kcdsl_certs.fields import Fields, sha256_of
+from kcdsl_certs.reals import parse_hex
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.strict import strict_load
+from kcdsl_certs.triple import Triple
+
+LARGEST_PROOF = 512 * 1024 * 1024
+
+
+class Outcome(StrEnum):
+    """How a step of the verification ended."""
+
+    OK = "ok"
+    FAILED = "failed"
+    NOT_RUN = "not_run"
+
+
+@dataclass(frozen=True, slots=True)
+class ProofResult:
+    """What came of the proof of one clause."""
+
+    outcome: Outcome
+    reason: str = ""
+    detail: str = ""
+
+
+ProofChecker = Callable[[CertifiedClause, Triple], ProofResult]
+"""Given a clause and the triple that its certificate is about."""
+
+
+class Rederivation(Protocol):
+    """What a re-derivation reports; `bound` is a hexadecimal float."""
+
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def bound(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def nodes(self) -> int: ...
+
+
+def load_proof(folder: Path, clause: CertifiedClause) -> bytes:
+    """Return the proof object of a clause from the certificate's folder; the digest decides.
+
+    Raises Reject `proof/missing`, `proof/too-large` or `proof/digest-mismatch`.
+    """
+    if clause.proof is None:
+        raise Reject("proof/missing", f"{clause.label} names no proof")
+    path = folder / clause.proof.path
+    try:
+        with path.open("rb") as file:
+            proof = file.read(LARGEST_PROOF + 1)
+    except OSError as error:
+        detail = f"{clause.label}: {clause.proof.path} ({error.strerror or error})"
+        raise Reject("proof/missing", detail) from None
+    if len(proof) > LARGEST_PROOF:
+        raise Reject("proof/too-large", f"{clause.proof.path} is larger than {LARGEST_PROOF} bytes")
+    if hashlib.sha256(proof).hexdigest() != clause.proof.digest:
+        detail = f"{clause.label}: {clause.proof.path} is not the proof that was signed"
+        raise Reject("proof/digest-mismatch", detail)
+    return proof
+
+
+@dataclass(frozen=True, slots=True)
+class PresentProofs:
+    """Checks the digests of the proof files that lie in the folder, without re-deriving them."""
+
+    folder: Path
+
+    def __call__(self, clause: CertifiedClause, triple: Triple) -> ProofResult:
+        """Check one proof file; one that is not there is not run."""
+        try:
+            load_proof(self.folder, clause)
+        except Reject as error:
+            missing = error.reason == "proof/missing"
+            outcome = Outcome.NOT_RUN if missing else Outcome.FAILED
+            return ProofResult(outcome, error.reason, error.detail)
+        detail = f"{clause.label}: digest matches, not re-derived (--recheck does)"
+        return ProofResult(Outcome.NOT_RUN, "proof/not-rederived", detail)
+
+
+@dataclass(slots=True)
+class Rechecker:
+    """Re-derives proofs by `kcdsl_certs.recheck`; whatever goes wrong is a failure."""
+
+    folder: Path
+    checkpoint: Path
+    _known: dict[str, Rederivation] = field(default_factory=dict)
+
+    def __call__(self, clause: CertifiedClause, triple: Triple) -> ProofResult:
+        """Re-derive the proof of one clause."""
+        try:
+            return self._recheck(clause, triple)
+        except Reject as error:
+            return ProofResult(Outcome.FAILED, error.reason, error.detail)
+        except ImportError as error:
+            detail = f"{clause.label}: {error}; a recheck needs numpy"
+            return ProofResult(Outcome.FAILED, "proof/checker-missing", detail)
+        except Exception as error:
+            detail = f"{clause.label}: {type(error).__name__}: {error}"
+            return ProofResult(Outcome.FAILED, "proof/checker-failed", detail)
+
+    def _recheck(self, clause: CertifiedClause, triple: Triple) -> ProofResult:
+        proof = load_proof(self.folder, clause)
+        digest = hashlib.sha256(proof).hexdigest()
+        if digest not in self._known:
+            recheck: Any = import_module("kcdsl_certs.recheck").recheck
+            self._known[digest] = recheck(proof, self.checkpoint)
+        outcome = self._known[digest]
+        if outcome.ok is not True:
+            raise Reject("proof/not-confirmed", f"{clause.label}: {outcome.reason}")
+        _bind(strict_load(proof, LARGEST_PROOF), clause, triple)
+        found = _rederived_bound(outcome, clause)
+        detail = f"{clause.label}: re-derived {found} in {outcome.seconds:.2f} s"
+        return ProofResult(Outcome.OK, "", f"{detail}, {outcome.nodes} operations")
+
+
+def _rederived_bound(outcome: Rederivation, clause: CertifiedClause) -> str:
+    """Return the confirmed bound in words; the clause must hold with it."""
+    if clause.quantity.startswith("no_flip("):
+        return "that nothing flips"
+    bound = Fraction(parse_hex(outcome.bound))
+    if clause.bound is None or bound > Fraction(clause.bound):
+        detail = f"{clause.label}: {clause.bound!r} is stated, {float(bound)!r} is re-derived"
+        raise Reject("proof/bound-not-confirmed", detail)
+    if clause.verdict is Verdict.PASSED and not holds(bound, clause.op, clause.tau):
+        raise Reject("proof/bound-not-confirmed", f"{clause.label}: it does not hold")
+    return f"{float(bound):.6g}"
+
+
+def _bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
+    """Refuse a proof, however right, that is about something else than the clause."""
+    proof = Fields.of(document, "proof")
+    block, numerics = proof.text("block"), proof.inner("numerics")
+    if block != clause.block:
+        raise Reject("proof/block-mismatch", f"{clause.label}: the proof is about {block}")
+    for role, kernel in (("train", triple.train), ("infer", triple.infer)):
+        stated = kernel.fingerprint.get("numerics")
+        if stated is None or numerics.raw(role) != stated:
+            detail = f"{clause.label}: the proof is about other numerics of the {role} kernel"
+            raise Reject("proof/numerics-mismatch", detail)
+    functional = proof.inner("functional")
+    kind, k = functional.text("kind"), functional.integer("k")
+    if not _speaks_of(clause.quantity, kind, block, k):
+        detail = f"{clause.label}: the proof is about {kind}, not {clause.quantity}"
+        raise Reject("proof/functional-mismatch", detail)
+    weights = proof.inner("checkpoint").raw("sha256")
+    weights_digest = sha256_of(weights, "proof.checkpoint")
+    if hashlib.sha256(bytes.fromhex(weights_digest)).hexdigest() != triple.checkpoint.root_digest:
+        raise Reject(
+            "proof/checkpoint-mismatch", f"{clause.label}: the proof is about other weights"
+        )
+    kinds = {Fields.of(c, "case").inner("region").text("kind") for c in proof.items("cases")}
+    if clause.region is None or kinds != {clause.region.partition("(")[0]}:
+        detail = f"{clause.label}: the proof is about {', '.join(sorted(kinds)) or 'nothing'}"
+        raise Reject("proof/region-mismatch", detail)
+
+
+def _speaks_of(quantity: str, kind: str, block: str, k: int) -> bool:
+    """Say whether the text of a quantity is this functional of this block, for any variable."""
+    match kind:
+        case "no_flip":
+            pattern = rf"no_flip\({re.escape(block)}, \w+, {k}\)"
+        case "span":
+            pattern = rf"span\(drift\({re.escape(block)}, \w+\)\)"
+        case "inf" | "2":
+            pattern = rf"norm_{kind}\(drift\({re.escape(block)}, \w+\)\)"
+        case _:
+            return False
+    return re.fullmatch(pattern, quantity) is not None

@@ -1,0 +1,1 @@
+"""The rules of the relational interval domain, one module per group of operations."""

@@ -1,0 +1,175 @@
+"""What is known of a node, and what storing a result adds (sections 1 and 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.block import Block, Node
+from kcdsl_certs.recheck.box import Bools, Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.formats import nearest
+from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
+from kcdsl_certs.recheck.weights import Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Enclosures of the training value, the inference value and inference minus training."""
+
+    t: Box
+    i: Box
+    d: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the node."""
+        return self.t.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A bool constant: True takes part."""
+
+    allowed: Bools
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the node."""
+        return self.allowed.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Probabilities:
+    """A softmax: the exact one of the stored scores (`star`) and the rounding of either kernel.
+
+    `variation` is the total variation of each row; `rounding_t` and `rounding_i` are elementwise.
+    `allowed` has the shape of the scores. `stored` is what anything but a context product reads.
+    """
+
+    star: State
+    variation: Floats
+    rounding_t: Floats
+    rounding_i: Floats
+    allowed: Bools
+    stored: State
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the node."""
+        return self.star.shape
+
+
+Value = State | Mask | Probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Everything that the rules may read beside their inputs."""
+
+    block: Block
+    train: Kernel
+    infer: Kernel
+    parameters: Parameters
+    keys: Mapping[str, str]
+    centre: Floats | None
+    radius: Floats | None
+
+
+def numeric(value: Value) -> State:
+    """Return the state that an ordinary reader sees.
+
+    Raises:
+        Rejection: "rule/mask" for a mask.
+    """
+    match value:
+        case State():
+            return value
+        case Probabilities():
+            return value.stored
+        case Mask():
+            raise Rejection("rule/mask", "a mask is read as numbers")
+
+
+def reduce(t: Box, i: Box, d: Box) -> State:
+    """Return the state after the boxes have been intersected with what the others imply."""
+    if t.point and i.point:
+        return State(t, i, box.checked(box.meet(d, box.sub(i, t)), "the drift"))
+    d = box.checked(box.meet(d, box.sub(i, t)), "the drift")
+    i = box.checked(box.meet(i, box.add(t, d)), "the inference value")
+    t = box.checked(box.meet(t, box.sub(i, d)), "the training value")
+    return State(t, i, d)
+
+
+def target(kernel: Kernel, node: Node) -> Format:
+    """Return the format in which a kernel stores the result of a node."""
+    return kernel.scores if node.role == "scores" else kernel.compute
+
+
+def settle(
+    scene: Scene,
+    node: Node,
+    exact: tuple[Box, Box, Box],
+    errors: tuple[Floats, Floats],
+    inner: tuple[Format, Format] | None = None,
+) -> State:
+    """Return the state of a stored result.
+
+    `exact` encloses f_t, f_i and f_i - f_t of real arithmetic, `errors` bound the error inside
+    the operation, `inner` are the formats of that arithmetic (default: `Kernel.inner`).
+    """
+    y_t, y_i, d = exact
+    inner_t, inner_i = inner or (scene.train.inner, scene.infer.inner)
+    t, wrong_t = stored(scene.train, target(scene.train, node), y_t, errors[0], inner_t)
+    i, wrong_i = stored(scene.infer, target(scene.infer, node), y_i, errors[1], inner_i)
+    return reduce(t, i, box.add(d, box.sub(wrong_i, wrong_t)))
+
+
+def stored(kernel: Kernel, form: Format, y: Box, error: Floats, inner: Format) -> tuple[Box, Box]:
+    """Return the stored value and its error against real arithmetic (section 2, Storing).
+
+    With casts `nearest` the rounding to the format is part of `error` where the format is at least
+    as precise as float32 and as the arithmetic inside; anywhere else it is a step of its own.
+
+    Raises:
+        Rejection: "bound/overflow" if a stored number may leave the format.
+    """
+    v = box.widen(y, error) if error.any() else y
+    within = box.around(error)
+    if not kernel.nearest:
+        cast = box.up(form.u * box.mag(v) + form.eta)
+        value, wrong = box.widen(v, cast), box.around(box.up(error + cast))
+    elif form.precision >= max(FLOAT32.precision, inner.precision):
+        value, wrong = v, within
+    else:
+        value, wrong = _step(form, v, within)
+    if not bool((box.magnitude(value) <= form.largest).all()):
+        flat = int(np.argmax(np.nan_to_num(box.magnitude(value), nan=np.inf)))
+        place = [int(n) for n in np.unravel_index(flat, value.shape)]
+        raise Rejection("bound/overflow", f"element {place} may overflow {form.name}")
+    return value, wrong
+
+
+def _step(form: Format, v: Box, within: Box) -> tuple[Box, Box]:
+    """Return value and error of rounding to nearest as a step function."""
+    low, high = nearest(v.lo, form), nearest(v.hi, form)
+    free = np.maximum(form.u * box.mag(v), form.eta)
+    flat = low == high
+    lo = np.where(flat, box.add_down(low, -v.hi), -box.up(free))
+    hi = np.where(flat, box.add_up(high, -v.lo), box.up(free))
+    return Box(low, high), box.add(Box(lo, hi), within)
+
+
+def gamma(count: int, u: float) -> float:
+    """Return an upper bound of count·u / (1 - count·u); infinite from count·u = 1 on."""
+    product = count * u
+    return float("inf") if product >= 1 else product / (1 - product) * (1 + 2.0**-50)
+
+
+def middle(a: State) -> Box:
+    """Return a box of (a_t + a_i)/2."""
+    one = box.add(a.t, box.half(a.d))
+    return box.meet(one, box.half(box.add(a.t, a.i)))

@@ -1,0 +1,132 @@
+"""Formats and numerics specifications, as data (docs/relational-interval.md, section 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.strict import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A binary floating-point format; `least` is the exponent of its smallest normal number."""
+
+    name: str
+    precision: int
+    least: int
+    largest: float
+
+    @property
+    def u(self) -> float:
+        """Return the unit roundoff."""
+        return 2.0**-self.precision
+
+    @property
+    def eta(self) -> float:
+        """Return half the smallest subnormal (float64: all of it, half is no double)."""
+        return max(2.0 ** max(self.least - self.precision, -1074), 2.0**-1074)
+
+
+_FORMATS = (
+    Format("float64", 53, -1022, float.fromhex("0x1.fffffffffffffp+1023")),
+    Format("float32", 24, -126, float.fromhex("0x1.fffffep+127")),
+    Format("tfloat32", 11, -126, float.fromhex("0x1.ffcp+127")),
+    Format("float16", 11, -14, 65504.0),
+    Format("bfloat16", 8, -126, float.fromhex("0x1.fep+127")),
+    Format("fp8_e4m3", 4, -6, 448.0),
+    Format("fp8_e5m2", 3, -14, 57344.0),
+)
+FORMATS = {f.name: f for f in _FORMATS}
+FLOAT32 = FORMATS["float32"]
+FLOAT64 = FORMATS["float64"]
+
+# Largest code of a scaled format, and the exponent of an mx scale for amax in [1, 2).
+CODE_LARGEST = {"fp8_e4m3": 448, "fp8_e5m2": 57344, "int8": 127}
+MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
+MX_BLOCK = 32
+TILE = 128
+
+_WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "mx")
+_ACTIVATIONS = {
+    "none": ("none",),
+    "fp8_e4m3": ("none", "per_tensor", "per_token", "mx"),
+    "fp8_e5m2": ("none", "per_tensor", "per_token", "mx"),
+    "int8": ("per_tensor", "per_token"),
+    "uint8": ("per_tensor", "per_token"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What one kernel may round, and how far."""
+
+    compute: Format
+    accumulate: Format
+    nearest: bool
+    weights: tuple[str, str]
+    activations: tuple[str, str]
+    fused: bool
+    scores: Format
+    probabilities: Format
+    tile: int
+    exp_ulps: int
+
+    @property
+    def inner(self) -> Format:
+        """Return the format inside softmax, norms, activations and elementwise arithmetic."""
+        return FLOAT64 if self.compute == FLOAT64 else FLOAT32
+
+    @property
+    def coarse(self) -> bool:
+        """Return whether compute is coarser than float32."""
+        return self.compute.precision < FLOAT32.precision
+
+
+def parse_kernel(value: object, place: str) -> Kernel:
+    """Return the kernel of a numerics record (`Numerics.to_json`).
+
+    Raises:
+        Rejection: "document/numerics" if a field is missing, unknown or has no meaning.
+    """
+    record = Reader(value, place, "document/numerics").exactly(
+        "preset", "compute", "accumulate", "casts", "weights", "activations", "attention"
+    )
+    record.text("preset")
+    names = tuple(FORMATS)
+    weights = record.reader("weights").exactly("format", "scale")
+    activations = record.reader("activations").exactly("format", "scale")
+    attention = record.reader("attention").exactly(
+        "style", "scores", "probabilities", "tile", "exp_ulps"
+    )
+    return Kernel(
+        compute=FORMATS[record.choice("compute", names)],
+        accumulate=FORMATS[record.choice("accumulate", names)],
+        nearest=record.choice("casts", ("nearest", "any")) == "nearest",
+        weights=_weights(weights),
+        activations=_activations(activations),
+        fused=attention.choice("style", ("composed", "fused")) == "fused",
+        scores=FORMATS[attention.choice("scores", names)],
+        probabilities=FORMATS[attention.choice("probabilities", names)],
+        tile=attention.integer("tile", 1),
+        exp_ulps=attention.integer("exp_ulps", 0),
+    )
+
+
+def _weights(record: Reader) -> tuple[str, str]:
+    kind = record.choice("format", (*FORMATS, "int8"))
+    scale = record.choice("scale", _WEIGHT_SCALES)
+    known = {"none": set(FORMATS), "mx": set(MX_EXPONENT)}.get(scale, set(CODE_LARGEST))
+    return _allowed(kind, scale, kind in known)
+
+
+def _activations(record: Reader) -> tuple[str, str]:
+    kind = record.choice("format", tuple(_ACTIVATIONS))
+    scale = record.text("scale")
+    return _allowed(kind, scale, scale in _ACTIVATIONS[kind])
+
+
+def _allowed(kind: str, scale: str, allowed: bool) -> tuple[str, str]:
+    if not allowed:
+        raise Rejection("document/numerics", f"format {kind!r} with scale {scale[:40]!r}")
+    return kind, scale

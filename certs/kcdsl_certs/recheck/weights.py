@@ -1,0 +1,151 @@
+"""What each kernel stores for a parameter, exactly (docs/relational-interval.md, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.recheck.block import array_digest
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.formats import Floats, nearest, saturated
+from kcdsl_certs.recheck.safetensors import FLOATS, Tensor
+from kcdsl_certs.recheck.spec import (
+    CODE_LARGEST,
+    FORMATS,
+    MX_BLOCK,
+    MX_EXPONENT,
+    TILE,
+    Format,
+    Kernel,
+)
+
+Singles = NDArray[np.float32]
+_LEAST_MX_SCALE = 2.0**-126
+
+
+def as_float32(tensor: Tensor, name: str) -> Singles:
+    """Return a stored tensor as float32: exact for F32, F16 and BF16, to nearest for F64.
+
+    Raises:
+        Rejection: "parameter/dtype" or "parameter/not-finite".
+    """
+    if tensor.dtype not in FLOATS:
+        raise Rejection("parameter/dtype", f"{name!r} is {tensor.dtype}, not a float tensor")
+    if tensor.dtype == "BF16":
+        bits = np.frombuffer(tensor.data, dtype="<u2").astype(np.uint32) << np.uint32(16)
+        values = bits.view(np.float32)
+    else:
+        kind = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[tensor.dtype]
+        values = np.frombuffer(tensor.data, dtype=kind).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise Rejection("parameter/not-finite", f"{name!r} holds NaN or infinity")
+    return values.reshape(tensor.shape)
+
+
+class Parameters:
+    """The checkpoint's tensors as float32 and as either kernel stores them; each made once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
+        """Take the tensors that a proof lists.
+
+        Raises:
+            Rejection: "parameter/missing", "parameter/digest", or what `as_float32` raises.
+        """
+        self._values: dict[str, Singles] = {}
+        self._stored: dict[tuple[str, str, tuple[str, str]], Floats] = {}
+        for key, digest in digests.items():
+            if key not in tensors:
+                raise Rejection("parameter/missing", f"the checkpoint has no tensor {key!r}")
+            value = as_float32(tensors[key], key)
+            little = value.astype("<f4", copy=False).tobytes()
+            if array_digest("float32", value.shape, little) != digest:
+                raise Rejection("parameter/digest", f"tensor {key!r} is not the one of the proof")
+            self._values[key] = value
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._values[key].shape
+
+    def plain(self, key: str, kernel: Kernel) -> Floats:
+        """Return a parameter that is no linear weight, as the kernel stores it."""
+        return self._get(key, kernel.compute, ("", ""))
+
+    def linear(self, key: str, kernel: Kernel) -> Floats:
+        """Return a linear weight [outputs, inputs] as the kernel stores it."""
+        return self._get(key, kernel.compute, kernel.weights)
+
+    def _get(self, key: str, compute: Format, stored: tuple[str, str]) -> Floats:
+        known = (key, compute.name, stored)
+        if known not in self._stored:
+            value = self._values[key]
+            if stored != ("", ""):
+                value = quantised(value, *stored, key)
+            self._stored[known] = plain(value.astype(np.float64), compute, key)
+        return self._stored[known]
+
+
+def plain(values: Floats, compute: Format, name: str) -> Floats:
+    """Return values rounded to nearest even in the compute format.
+
+    Raises:
+        Rejection: "parameter/overflow" if one is beyond the format.
+    """
+    found = nearest(values, compute)
+    if not np.isfinite(found).all():
+        raise Rejection("parameter/overflow", f"{name!r} overflows {compute.name}")
+    return found
+
+
+def quantised(weight: Singles, kind: str, scale: str, name: str) -> Singles:
+    """Return a linear weight after quantisation and dequantisation, in float32.
+
+    Raises:
+        Rejection: "parameter/shape", "parameter/scale" or "parameter/overflow".
+    """
+    if weight.ndim != 2:
+        raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
+    if scale == "none":
+        return plain(weight.astype(np.float64), FORMATS[kind], name).astype(np.float32)
+    scales = _scales(weight, kind, scale)
+    least = _LEAST_MX_SCALE if scale == "mx" else 2.0**-149
+    if not (np.isfinite(scales).all() and (scales >= least).all()):
+        raise Rejection("parameter/scale", f"{name!r} has a scale outside float32")
+    ratio = (weight / scales).astype(np.float64)  # one division rounded to float32
+    largest = float(CODE_LARGEST[kind])
+    if kind == "int8":
+        code = np.clip(np.rint(ratio), -largest, largest)
+    else:
+        code = saturated(ratio, FORMATS[kind])
+    return code.astype(np.float32) * scales
+
+
+def _scales(weight: Singles, kind: str, scale: str) -> Singles:
+    """Return the scale of every element, float32, of the weight's shape."""
+    size = np.abs(weight)
+    rows, columns = weight.shape
+    match scale:
+        case "per_tensor":
+            amax = np.full(weight.shape, size.max(), dtype=np.float32)
+        case "per_channel":
+            amax = np.broadcast_to(size.max(axis=1, keepdims=True), weight.shape)
+        case "block_128":
+            amax = _spread(size, TILE, TILE)
+        case _:
+            amax = _spread(size, 1, MX_BLOCK)
+    if scale == "mx":
+        _, exponent = np.frexp(amax.astype(np.float64))
+        found = np.ldexp(1.0, exponent - 1 - MX_EXPONENT[kind]).astype(np.float32)
+    else:
+        found = amax / np.float32(CODE_LARGEST[kind])  # one division rounded to float32
+    return np.where(amax == 0, np.float32(1), found).astype(np.float32)
+
+
+def _spread(size: Singles, height: int, width: int) -> Singles:
+    """Return the maximum of each tile, spread over it; tiles at the far ends may be cut."""
+    rows, columns = size.shape
+    tops = np.maximum.reduceat(size, np.arange(0, rows, height), axis=0)
+    tiles = np.maximum.reduceat(tops, np.arange(0, columns, width), axis=1)
+    tall = np.repeat(tiles, height, axis=0)[:rows]
+    return np.repeat(tall, width, axis=1)[:, :columns]

@@ -1,0 +1,128 @@
+"""What a verification reports: named steps, each with an outcome and a stable reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kcdsl_certs.proofs import Outcome
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.statement import Predicate
+
+STEPS = (
+    "bundle",
+    "encoding",
+    "signatures",
+    "threshold",
+    "payload-type",
+    "payload",
+    "statement-type",
+    "subject",
+    "components",
+    "validity",
+    "sequence",
+    "contract",
+    "clauses",
+    "stage",
+    "proofs",
+)
+_OPTIONAL = frozenset({"sequence", "stage", "proofs"})
+"""Steps that may be left out because nothing was given to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One named step. `reason` is stable and empty unless the step failed or was not run."""
+
+    name: str
+    outcome: Outcome
+    reason: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of a verification; `predicate` is None unless its signature verified."""
+
+    checks: tuple[Check, ...]
+    certificate: str | None = None
+    predicate: Predicate | None = None
+    signers: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    """Clauses of the contract that lie outside the scope of a partial certificate."""
+
+    @property
+    def accepted(self) -> bool:
+        """Say whether every step that must run is ok and none failed."""
+        outcomes = {c.name: c.outcome for c in self.checks}
+        return outcomes.keys() == set(STEPS) and all(
+            outcome is Outcome.OK or (outcome is Outcome.NOT_RUN and name in _OPTIONAL)
+            for name, outcome in outcomes.items()
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Return "valid" or "invalid"."""
+        return "valid" if self.accepted else "invalid"
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Return the reason code of every failed step, in order."""
+        return tuple(c.reason for c in self.checks if c.outcome is Outcome.FAILED)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document `kcdsl.check/1`."""
+        return {
+            "schema": "kcdsl.check/1",
+            "verdict": self.verdict,
+            "certificate": self.certificate,
+            "signers": list(self.signers),
+            "outside": list(self.outside),
+            "checks": [
+                {"name": c.name, "outcome": c.outcome.value, "reason": c.reason, "detail": c.detail}
+                for c in self.checks
+            ],
+        }
+
+
+def refused(step: str, rejection: Reject) -> Report:
+    """Return the report of a verification that ended before it began, at this step."""
+    return Report(Log([Check(step, Outcome.FAILED, rejection.reason, rejection.detail)]).finish())
+
+
+class NotRun(Exception):
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason, self.detail = reason, detail
+        super().__init__(reason)
+
+
+class Stop(Exception):
+    pass
+
+
+@dataclass(slots=True)
+class Log:
+    """Runs steps in order; whatever a step raises is a failure of that step."""
+
+    checks: list[Check] = field(default_factory=list)
+
+    def run(self, name: str, step: Callable[[], str], *, stop: bool = False) -> None:
+        self.checks.append(self._outcome(name, step))
+        if stop and self.checks[-1].outcome is not Outcome.OK:
+            raise Stop
+
+    def _outcome(self, name: str, step: Callable[[], str]) -> Check:
+        try:
+            return Check(name, Outcome.OK, "", step())
+        except Reject as error:
+            return Check(name, Outcome.FAILED, error.reason, error.detail)
+        except NotRun as error:
+            return Check(name, Outcome.NOT_RUN, error.reason, error.detail)
+        except Exception as error:
+            return Check(name, Outcome.FAILED, "internal/error", f"{type(error).__name__}: {error}")
+
+    def finish(self) -> tuple[Check, ...]:
+        done = {c.name for c in self.checks}
+        rest = (Check(n, Outcome.NOT_RUN, "step/earlier-failed") for n in STEPS if n not in done)
+        return (*self.checks, *rest)

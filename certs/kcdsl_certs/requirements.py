@@ -1,0 +1,214 @@
+"""What a certificate must cover: the comparisons of a contract as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from kcdsl_certs.clauses import OPERATORS, CertifiedClause, Evidence, Verdict
+from kcdsl_certs.fields import Fields
+from kcdsl_certs.reals import parse_real, real_text
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.triple import Triple
+
+SCHEMA = "kcdsl.expectation/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`quantity op tau`, as the contract states it."""
+
+    quantity: str
+    op: str
+    tau: Fraction
+
+    def is_of(self, clause: CertifiedClause) -> bool:
+        """Say whether the result is about this comparison."""
+        return (clause.quantity, clause.op, clause.tau) == (self.quantity, self.op, self.tau)
+
+    def __str__(self) -> str:
+        return f"{self.quantity} {self.op} {real_text(self.tau)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredClause:
+    """A clause on one slice (None where it names none).
+
+    The requirement holds where every comparison of one of the `alternatives` does (disjunctive
+    normal form). No alternatives: its verdict cannot be re-derived, so it is never accepted.
+    """
+
+    id: str
+    slice: str | None
+    alternatives: tuple[tuple[Comparison, ...], ...]
+    budget: Fraction | None = None
+    evidence: Evidence | None = None
+    slice_digest: str | None = None
+    block: str | None = None
+    region: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the name used in messages."""
+        return self.id if self.slice is None else f"{self.id} [{self.slice}]"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        record: dict[str, Any] = {
+            "id": self.id,
+            "alternatives": [
+                [{"quantity": c.quantity, "op": c.op, "tau": real_text(c.tau)} for c in part]
+                for part in self.alternatives
+            ],
+        }
+        for name in ("slice", "block", "region"):
+            if getattr(self, name) is not None:
+                record[name] = getattr(self, name)
+        if self.slice_digest is not None:
+            record["sliceDigest"] = {"sha256": self.slice_digest}
+        if self.budget is not None:
+            record["budget"] = real_text(self.budget)
+        if self.evidence is not None:
+            record["evidence"] = self.evidence.value
+        return record
+
+    @staticmethod
+    def from_json(value: Any) -> RequiredClause:
+        """Read the record of `to_json`."""
+        fields = Fields.of(value, "clause")
+        budget, evidence = fields.text_or_none("budget"), fields.text_or_none("evidence")
+        if evidence is not None and evidence not in set(Evidence):
+            raise Reject("statement/malformed", f"{evidence!r} is no kind of evidence")
+        required = RequiredClause(
+            id=fields.text("id"),
+            slice=fields.text_or_none("slice"),
+            alternatives=tuple(
+                tuple(_comparison(item) for item in part) for part in fields.items("alternatives")
+            ),
+            budget=None if budget is None else parse_real(budget),
+            evidence=None if evidence is None else Evidence(evidence),
+            slice_digest=fields.sha256_or_none("sliceDigest"),
+            block=fields.text_or_none("block"),
+            region=fields.text_or_none("region"),
+        )
+        fields.done()
+        return required
+
+
+def _comparison(value: Any) -> Comparison:
+    fields = Fields.of(value, "comparison")
+    comparison = Comparison(
+        fields.text("quantity"), fields.text("op"), parse_real(fields.text("tau"))
+    )
+    fields.done()
+    if comparison.op not in OPERATORS:
+        raise Reject("statement/malformed", f"{comparison.op!r} is no comparison")
+    return comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """Everything a verifier knows beforehand: the triple about to be deployed, the clauses of the
+    contract in force and the digests of the data that it names."""
+
+    triple: Triple
+    clauses: tuple[RequiredClause, ...]
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that the stand-alone checker reads."""
+        return {
+            "schema": SCHEMA,
+            "triple": self.triple.to_json(),
+            "clauses": [c.to_json() for c in self.clauses],
+            "inputs": {name: {"sha256": digest} for name, digest in self.inputs.items()},
+        }
+
+    @staticmethod
+    def from_json(value: Any) -> Expectation:
+        """Read the document; raises Reject where it is not one."""
+        fields = Fields.of(value, "expectation")
+        if fields.text("schema") != SCHEMA:
+            raise Reject("expectation/malformed", f"the schema is not {SCHEMA}")
+        inputs = fields.inner("inputs")
+        expectation = Expectation(
+            Triple.from_json(fields.raw("triple")),
+            tuple(RequiredClause.from_json(item) for item in fields.items("clauses")),
+            {name: inputs.sha256(name) for name in inputs.record},
+        )
+        fields.done()
+        return expectation
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why a required clause is not covered."""
+
+    reason: str
+    detail: str
+
+
+def uncovered(
+    required: RequiredClause, results: tuple[CertifiedClause, ...]
+) -> tuple[Finding, ...]:
+    """Return why the results of this clause on this slice do not show it; empty if they do."""
+    if not results:
+        return (Finding("clause/missing", f"{required.label} is not in the certificate"),)
+    if not required.alternatives:
+        detail = f"{required.label} has a form whose verdict cannot be re-derived"
+        return (Finding("clause/not-rederivable", detail),)
+    comparisons = [c for part in required.alternatives for c in part]
+    found: list[Finding] = []
+    for result in results:
+        found.extend(_mismatches(required, result, comparisons))
+    if found:
+        return tuple(found)
+    if any(_shown(part, results) for part in required.alternatives):
+        return ()
+    return tuple(_shortfall(required, results))
+
+
+def _mismatches(
+    required: RequiredClause, result: CertifiedClause, comparisons: list[Comparison]
+) -> list[Finding]:
+    found: list[Finding] = []
+    if not any(c.is_of(result) for c in comparisons):
+        stated = f"{result.quantity} {result.op} {real_text(result.tau)}"
+        detail = f"{required.label} states {stated}, the contract {comparisons[0]}"
+        found.append(Finding("clause/threshold-mismatch", detail))
+    if (result.budget or None) != (required.budget or None) and not result.evidence.is_proof:
+        found.append(Finding("clause/budget-mismatch", f"{required.label} states another budget"))
+    if required.evidence is not None and not result.evidence.is_at_least(required.evidence):
+        detail = f"{required.label} demands {required.evidence}, it rests on {result.evidence}"
+        found.append(Finding("clause/evidence-too-weak", detail))
+    for name in ("slice_digest", "block", "region"):
+        wanted, stated = getattr(required, name), getattr(result, name)
+        if wanted is not None and wanted != stated:
+            word = name.removesuffix("_digest")
+            detail = f"{required.label} is about another {word}"
+            found.append(Finding(f"clause/{word}-mismatch", detail))
+    return found
+
+
+def _shown(part: tuple[Comparison, ...], results: tuple[CertifiedClause, ...]) -> bool:
+    """Every comparison has a result, and no result of it says anything but PASSED."""
+    for comparison in part:
+        verdicts = {r.verdict for r in results if comparison.is_of(r)}
+        if verdicts != {Verdict.PASSED}:
+            return False
+    return bool(part)
+
+
+def _shortfall(required: RequiredClause, results: tuple[CertifiedClause, ...]) -> list[Finding]:
+    found: list[Finding] = []
+    for comparison in required.alternatives[0]:
+        verdicts = sorted({r.verdict.value for r in results if comparison.is_of(r)})
+        if not verdicts:
+            detail = f"{required.label}: nothing about {comparison}"
+            found.append(Finding("clause/missing", detail))
+        elif verdicts != ["PASSED"]:
+            detail = f"{required.label} is {' and '.join(verdicts)}"
+            found.append(Finding("clause/not-passed", detail))
+    return found

@@ -1,0 +1,173 @@
+"""The in-toto Statement v1 with the kernel-certificate predicate."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from kcdsl_certs.canonical import canonical_json
+from kcdsl_certs.clauses import CertifiedClause, Verdict, overall
+from kcdsl_certs.fields import Fields, sha256_of
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.strict import parse_time, time_text
+from kcdsl_certs.triple import Triple
+
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "urn:kcdsl:attestation:kernel-certificate:v0.1"
+SUBJECT_NAME = "kcdsl-triple"
+STAGES = ("offline-ci", "shadow", "canary", "full")
+LARGEST_PAYLOAD = 6 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A file that the evaluation read; `name` as the contract writes it."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """The program that decided the clauses."""
+
+    id: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The clauses that the certificate speaks about; `complete` if they are the whole contract."""
+
+    complete: bool
+    clauses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Predicate:
+    """The body of a certificate."""
+
+    triple: Triple
+    stage: str
+    issued_at: datetime
+    valid_until: datetime
+    sequence: int
+    scope: Scope
+    clauses: tuple[CertifiedClause, ...]
+    evaluator: Evaluator
+    inputs: tuple[Input, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    non_claims: tuple[str, ...] = ()
+    supersedes: str | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return the worst verdict of the clauses."""
+        return overall(self.clauses)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data without floats."""
+        record: dict[str, Any] = {
+            "triple": self.triple.to_json(),
+            "stage": self.stage,
+            "issuedAt": time_text(self.issued_at),
+            "validUntil": time_text(self.valid_until),
+            "sequence": self.sequence,
+            "verdict": self.verdict.value,
+            "scope": {"complete": self.scope.complete, "clauses": list(self.scope.clauses)},
+            "clauses": [clause.to_json() for clause in self.clauses],
+            "inputs": [{"name": i.name, "digest": {"sha256": i.sha256}} for i in self.inputs],
+            "evaluator": {"id": self.evaluator.id, "version": self.evaluator.version},
+            "assumptions": list(self.assumptions),
+            "nonClaims": list(self.non_claims),
+        }
+        if self.supersedes is not None:
+            record["supersedes"] = {"sha256": self.supersedes}
+        return record
+
+
+def payload_bytes(predicate: Predicate) -> bytes:
+    """Return the canonical statement: the same evaluation gives the same bytes."""
+    return canonical_json(
+        {
+            "_type": STATEMENT_TYPE,
+            "subject": [{"name": SUBJECT_NAME, "digest": {"sha256": predicate.triple.digest}}],
+            "predicateType": PREDICATE_TYPE,
+            "predicate": predicate.to_json(),
+        }
+    )
+
+
+def certificate_id(payload: bytes) -> str:
+    """Return the identity of a certificate: sha256 (hex) of the payload, not of the envelope.
+
+    Signatures and base64 are malleable, the payload is not.
+    """
+    return hashlib.sha256(payload).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """The outer statement; unknown fields are ignored, as in-toto demands."""
+
+    type: str
+    predicate_type: str
+    subjects: tuple[str | None, ...]
+    """The sha256 of each subject, None where it has none (other algorithms never match)."""
+    predicate: Any
+
+
+def parse_statement(value: Any) -> Statement:
+    """Read the outer fields of a statement."""
+    fields = Fields.of(value, "statement")
+    subjects: list[str | None] = []
+    for item in fields.items("subject"):
+        digest = Fields.of(item, "subject").inner("digest").record.get("sha256")
+        subjects.append(None if digest is None else sha256_of(digest, "subject"))
+    return Statement(
+        fields.text("_type"), fields.text("predicateType"), tuple(subjects), fields.raw("predicate")
+    )
+
+
+def parse_predicate(value: Any) -> tuple[Predicate, Verdict]:
+    """Read the predicate and the verdict that it states; unknown fields are refused."""
+    fields = Fields.of(value, "predicate")
+    stage = fields.text("stage")
+    if stage not in STAGES:
+        raise Reject("statement/malformed", f"predicate.stage is {stage!r}")
+    try:
+        stated = Verdict(fields.text("verdict"))
+    except ValueError:
+        raise Reject("statement/malformed", "predicate.verdict is no verdict") from None
+    scope = fields.inner("scope")
+    evaluator = fields.inner("evaluator")
+    predicate = Predicate(
+        triple=Triple.from_json(fields.raw("triple"), "predicate.triple"),
+        stage=stage,
+        issued_at=parse_time(fields.text("issuedAt")),
+        valid_until=parse_time(fields.text("validUntil")),
+        sequence=fields.integer("sequence"),
+        scope=Scope(scope.boolean("complete"), scope.texts("clauses")),
+        clauses=tuple(
+            CertifiedClause.from_json(item, f"predicate.clauses[{index}]")
+            for index, item in enumerate(fields.items("clauses"))
+        ),
+        evaluator=Evaluator(evaluator.text("id"), evaluator.text("version")),
+        inputs=tuple(_input(item) for item in fields.items("inputs")),
+        assumptions=fields.texts("assumptions"),
+        non_claims=fields.texts("nonClaims"),
+        supersedes=fields.sha256_or_none("supersedes"),
+    )
+    scope.done()
+    evaluator.done()
+    fields.done()
+    return predicate, stated
+
+
+def _input(value: Any) -> Input:
+    fields = Fields.of(value, "predicate.inputs")
+    item = Input(fields.text("name"), fields.sha256("digest"))
+    fields.done()
+    return item

@@ -1,0 +1,288 @@
+"""Strict verification of a certificate: fifteen named steps, fail closed, each with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from kcdsl_certs import envelope as dsse
+from kcdsl_certs.clauses import Verdict
+from kcdsl_certs.coverage import check_clauses
+from kcdsl_certs.keys import TrustedKey, TrustPolicy, unique_keys
+from kcdsl_certs.proofs import Outcome, ProofChecker
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.report import Log, NotRun, Report, Stop, refused
+from kcdsl_certs.requirements import RequiredClause
+from kcdsl_certs.statement import (
+    LARGEST_PAYLOAD,
+    PREDICATE_TYPE,
+    STATEMENT_TYPE,
+    Predicate,
+    Statement,
+    certificate_id,
+    parse_predicate,
+    parse_statement,
+)
+from kcdsl_certs.strict import strict_load, time_text
+from kcdsl_certs.triple import Triple, differences
+
+Clock = Callable[[], datetime]
+
+
+@dataclass(slots=True)
+class _State:
+    """What the steps learn, in order; a step reads only what an earlier one established."""
+
+    raw: dsse.RawEnvelope | None = None
+    envelope: dsse.Envelope | None = None
+    signed_by: tuple[TrustedKey, ...] = ()
+    statement: Statement | None = None
+    predicate: Predicate | None = None
+    stated: Verdict | None = None
+    outside: tuple[str, ...] = ()
+
+
+def verify(
+    bundle: bytes,
+    *,
+    trusted: TrustPolicy,
+    expected_triple: Triple,
+    clock: Clock,
+    required_clauses: Iterable[RequiredClause],
+    stage: str | None = None,
+    minimum_sequence: int | None = None,
+    proofs: ProofChecker | None = None,
+    partial: bool = False,
+    expected_inputs: Mapping[str, str] | None = None,
+    revoked: frozenset[str] = frozenset(),
+) -> Report:
+    """Verify a certificate against what is about to be deployed; never raises for bad input.
+
+    `required_clauses` is what the contract in force names. With `partial` only those within the
+    signed scope are demanded, and the rest is reported as `outside`; a release gate leaves it off.
+    `proofs` re-derives proof clauses; without it that step is not run.
+    `revoked` holds certificate identities (sha256 of the payload, hex).
+    """
+    log, state = Log(), _State()
+    try:
+        moment = clock()
+    except Exception as error:
+        return refused("validity", Reject("clock/failed", str(error)))
+    try:
+        _authenticate(log, state, bundle, trusted, moment)
+    except Stop:
+        return Report(log.finish())
+    assert state.envelope is not None
+    assert state.predicate is not None
+    predicate, payload = state.predicate, state.envelope.payload
+    required = tuple(required_clauses)
+    log.run("subject", lambda: _subject(state, expected_triple))
+    log.run("components", lambda: _components(predicate, expected_triple, expected_inputs))
+    log.run("validity", lambda: _validity(predicate, moment))
+    log.run("sequence", lambda: _sequence(predicate, payload, minimum_sequence, revoked))
+    log.run("contract", lambda: _contract(predicate, expected_triple))
+    log.run("clauses", lambda: _clauses(state, required, partial))
+    log.run("stage", lambda: _stage(state, stage, trusted.threshold))
+    log.run("proofs", lambda: _proofs(predicate, proofs))
+    return Report(
+        log.finish(),
+        certificate_id(payload),
+        predicate,
+        tuple(k.name for k in state.signed_by),
+        state.outside,
+    )
+
+
+def _authenticate(
+    log: Log, state: _State, bundle: bytes, trusted: TrustPolicy, moment: datetime
+) -> None:
+    """Steps 1 to 7: nothing of the payload is read before its signature verified."""
+
+    def parse() -> str:
+        state.raw = dsse.parse_bundle(bundle)
+        return f"{len(bundle)} bytes"
+
+    def decode() -> str:
+        assert state.raw is not None
+        state.envelope = dsse.decode(state.raw)
+        return f"{len(state.envelope.signatures)} signature(s)"
+
+    def signatures() -> str:
+        assert state.envelope is not None
+        state.signed_by = _signed_by(state.envelope, trusted, moment)
+        return "signed by " + ", ".join(k.name for k in state.signed_by)
+
+    def threshold() -> str:
+        return _threshold(state.signed_by, trusted.threshold, "signature/threshold")
+
+    def payload_type() -> str:
+        assert state.envelope is not None
+        if state.envelope.payload_type != dsse.PAYLOAD_TYPE:
+            raise Reject("payload/type", f"{state.envelope.payload_type!r}")
+        return state.envelope.payload_type
+
+    def payload() -> str:
+        assert state.envelope is not None
+        state.statement = parse_statement(strict_load(state.envelope.payload, LARGEST_PAYLOAD))
+        return certificate_id(state.envelope.payload)
+
+    def statement_type() -> str:
+        assert state.statement is not None
+        return _statement_type(state, state.statement, trusted.threshold)
+
+    log.run("bundle", parse, stop=True)
+    log.run("encoding", decode, stop=True)
+    log.run("signatures", signatures, stop=True)
+    log.run("threshold", threshold, stop=True)
+    log.run("payload-type", payload_type, stop=True)
+    log.run("payload", payload, stop=True)
+    log.run("statement-type", statement_type, stop=True)
+
+
+def _signed_by(
+    envelope: dsse.Envelope, trusted: TrustPolicy, moment: datetime
+) -> tuple[TrustedKey, ...]:
+    able = dsse.signers(envelope, trusted.keys)
+    valid = tuple(k for k in able if k.is_valid_at(moment))
+    if valid:
+        return valid
+    if able:
+        names = ", ".join(k.name for k in able)
+        raise Reject("signature/key-not-valid-now", f"{names} is outside its own validity")
+    # The hint only words the message: it is not authenticated and decides nothing.
+    hints = {s.keyid for s in envelope.signatures}
+    named = [k.name for k in trusted.keys if k.key.hint in hints]
+    detail = (
+        f"the certificate names the key {', '.join(named)}, but that key did not sign these bytes: "
+        "the content or the signature was changed"
+        if named
+        else "no trusted key signed these bytes: another key did, or they were changed"
+    )
+    raise Reject("signature/none-trusted", detail)
+
+
+def _threshold(keys: tuple[TrustedKey, ...], threshold: int, reason: str) -> str:
+    count = unique_keys(keys)
+    if threshold < 1 or count < threshold:
+        raise Reject(reason, f"{count} distinct trusted key(s), {threshold} needed")
+    return f"{count} of {threshold} needed"
+
+
+def _statement_type(state: _State, statement: Statement, threshold: int) -> str:
+    if statement.type != STATEMENT_TYPE:
+        raise Reject("statement/type", f"_type is {statement.type!r}")
+    kind = statement.predicate_type
+    state.signed_by = tuple(k for k in state.signed_by if kind in k.predicate_types)
+    _threshold(state.signed_by, threshold, "statement/key-not-allowed")
+    if kind != PREDICATE_TYPE:
+        raise Reject("statement/predicate-type", f"predicateType is {kind!r}")
+    state.predicate, state.stated = parse_predicate(statement.predicate)
+    return kind
+
+
+def _subject(state: _State, expected: Triple) -> str:
+    assert state.statement is not None
+    assert state.predicate is not None
+    subjects = state.statement.subjects
+    if len(subjects) != 1:
+        raise Reject("subject/count", f"{len(subjects)} subjects; exactly one is accepted")
+    if subjects[0] is None:
+        raise Reject("subject/no-sha256", "the subject has no sha256 digest")
+    if subjects[0] != expected.digest:
+        found = differences(state.predicate.triple, expected)
+        if not found:
+            raise Reject("subject/mismatch", "the subject is not the triple that is deployed")
+        raise Reject(found[0].reason, "; ".join(d.detail for d in found))
+    return f"sha256:{subjects[0]}"
+
+
+def _components(
+    predicate: Predicate, expected: Triple, expected_inputs: Mapping[str, str] | None
+) -> str:
+    found = differences(predicate.triple, expected)
+    if found:
+        raise Reject(found[0].reason, "; ".join(d.detail for d in found))
+    if predicate.triple.digest != expected.digest:
+        raise Reject("triple/inconsistent", "the components repeat another triple")
+    stated = {i.name: i.sha256 for i in predicate.inputs}
+    if len(stated) != len(predicate.inputs):
+        raise Reject("input/duplicate", "an input is listed twice")
+    for name, digest in (expected_inputs or {}).items():
+        if name not in stated:
+            raise Reject("input/missing", f"the certificate does not name the data {name}")
+        if stated[name] != digest:
+            raise Reject("input/mismatch", f"the data {name} changed")
+    return f"checkpoint, both kernels, contract, {len(stated)} input(s)"
+
+
+def _validity(predicate: Predicate, moment: datetime) -> str:
+    if moment.tzinfo is None:
+        raise Reject("time/no-zone", "the clock does not know its zone")
+    if predicate.valid_until <= predicate.issued_at:
+        raise Reject("validity/empty", "it ends before it begins")
+    if moment < predicate.issued_at:
+        raise Reject(
+            "validity/not-yet",
+            f"issued at {time_text(predicate.issued_at)}, the clock says {time_text(moment)}",
+        )
+    if moment >= predicate.valid_until:
+        raise Reject("validity/expired", f"it was valid until {time_text(predicate.valid_until)}")
+    return f"until {time_text(predicate.valid_until)}"
+
+
+def _sequence(
+    predicate: Predicate, payload: bytes, minimum: int | None, revoked: frozenset[str]
+) -> str:
+    if certificate_id(payload) in revoked:
+        raise Reject("sequence/revoked", "this certificate was revoked")
+    if minimum is None:
+        raise NotRun("sequence/no-register", "no register was given to compare with")
+    if predicate.sequence < minimum:
+        raise Reject("sequence/rollback", f"{predicate.sequence} comes before {minimum}")
+    return f"{predicate.sequence}, at least {minimum}"
+
+
+def _contract(predicate: Predicate, expected: Triple) -> str:
+    if predicate.triple.contract != expected.contract:
+        found = differences(predicate.triple, expected)
+        detail = next(d.detail for d in found if d.reason == "triple/contract-mismatch")
+        raise Reject("triple/contract-mismatch", detail)
+    return f"{expected.contract.id} {expected.contract.version}"
+
+
+def _clauses(state: _State, required: tuple[RequiredClause, ...], partial: bool) -> str:
+    assert state.predicate is not None
+    assert state.stated is not None
+    detail, state.outside = check_clauses(state.predicate, state.stated, required, partial=partial)
+    return detail
+
+
+def _stage(state: _State, stage: str | None, threshold: int) -> str:
+    assert state.predicate is not None
+    stated = state.predicate.stage
+    allowed = tuple(k for k in state.signed_by if k.stages is None or stated in k.stages)
+    _threshold(allowed, threshold, "stage/key-not-allowed")
+    if stage is None:
+        raise NotRun("stage/none-required", f"issued for {stated}; no stage was asked for")
+    if stated != stage:
+        raise Reject("stage/mismatch", f"issued for {stated}, {stage} is required")
+    return stated
+
+
+def _proofs(predicate: Predicate, proofs: ProofChecker | None) -> str:
+    claimed = [c for c in predicate.clauses if c.proof is not None]
+    if not claimed:
+        return "no clause rests on a proof object"
+    if proofs is None:
+        raise NotRun("proof/not-rederived", f"{len(claimed)} proof(s) not looked at")
+    results = [proofs(clause, predicate.triple) for clause in claimed]
+    for wanted in (Outcome.FAILED, Outcome.NOT_RUN):
+        found = [r for r in results if r.outcome is wanted]
+        if not found:
+            continue
+        detail = "; ".join(r.detail for r in found)
+        if wanted is Outcome.FAILED:
+            raise Reject(found[0].reason, detail)
+        raise NotRun(found[0].reason, detail)
+    return "; ".join(r.detail for r in results)

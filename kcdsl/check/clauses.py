@@ -1,0 +1,441 @@
+"""From raw clauses to clauses of the IR: requirement, family, slices, budget, level, action."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kcdsl.check.escalation import ACTIONS, ALIASES
+from kcdsl.check.metrics import METRICS
+from kcdsl.check.records import record_formula, share
+from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.structure import RawClause, StructureReader
+from kcdsl.check.terms import Scope, metrics_of, quantity
+from kcdsl.check.typing import formula, trace_fields
+from kcdsl.diagnostics.codes import (
+    BUDGET_ON_PROOF,
+    BUDGET_UNIT,
+    DUPLICATE_IDENTIFIER,
+    EMPTY_SECTION,
+    EVIDENCE_OUT_OF_REACH,
+    MISSING_FIELD,
+    NO_SLICE,
+    NOT_ALLOWED,
+    OUT_OF_RANGE,
+    PERCENTILE_WITH_BUDGET,
+    UNKNOWN_ACTION,
+    UNKNOWN_SLICE,
+    WRONG_FAMILY,
+    WRONG_KIND,
+)
+from kcdsl.diagnostics.model import Label
+from kcdsl.ir import terms as ir
+from kcdsl.ir.fragment import classify, outside_diagnostic
+from kcdsl.ir.walk import terms_of, walk
+from kcdsl.route.catalogue import Fragment
+from kcdsl.source.text import Span
+from kcdsl.source.yaml_nodes import Scalar, Sequence
+from kcdsl.syntax.parser import parse_budget, parse_expression
+
+FAMILIES: dict[str, ir.Family] = {
+    **{family.value: family for family in ir.Family},
+    "N": ir.Family.NUMERICAL,
+    "S": ir.Family.STATISTICAL,
+    "R": ir.Family.RUNTIME,
+    "O": ir.Family.OBSERVABILITY,
+}
+_COUNTED = {"requests": "requests", "samples": "requests", "windows": "windows"}
+_DEFAULT_SLICE = "all"
+_PROOFS = {ir.EvidenceKind.PROOF, ir.EvidenceKind.PROOF_REAL}
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    raw: RawClause
+    scope: Scope
+    reporter: Reporter
+
+
+def check_clause(raw: RawClause, scope: Scope, reporter: Reporter) -> ir.Clause | None:
+    """Type one clause; None after an error, which the sink then holds."""
+    context = _Context(raw, scope, reporter)
+    against = _override(context)
+    requirement, text = _requirement(context, against)
+    level = _level(context)
+    action = _action(context)
+    budget, budget_given = _budget(context)
+    evidence = _evidence(context)
+    declared = _declared_family(context)
+    slices = _listed_slices(context)
+    if requirement is None:
+        return None
+    family = _family(context, requirement, declared)
+    slices = _applied_slices(context, requirement, slices)
+    _check_budget(context, requirement, budget, budget_given)
+    if family is None or slices is None or level is None:
+        return None
+    clause = ir.Clause(
+        raw.id.text,
+        family,
+        requirement,
+        level,
+        slices,
+        budget,
+        evidence,
+        action,
+        text,
+        raw.span,
+    )
+    _check_fragment(context, clause)
+    return clause
+
+
+def _requirement(context: _Context, against: bool) -> tuple[ir.Formula | None, str]:
+    raw, reporter = context.raw, context.reporter
+    node = raw.node("require")
+    if isinstance(node, Sequence):
+        fields = StructureReader(reporter).texts(node, "require")
+        if fields is None:
+            return None, ""
+        names = [(field.text, field.span) for field in fields]
+        text = f"has(trace, [{', '.join(name for name, _ in names)}])"
+        return trace_fields(names, node.span, reporter), text
+    if isinstance(node, Scalar):
+        parsed = parse_expression(reporter.source, node, reporter.sink)
+        if parsed is None:
+            return None, ""
+        text = " ".join(node.text.split())
+        return formula(parsed, context.scope, reporter, against=against), text
+    if node is not None:
+        reporter.error(WRONG_KIND, "`require` takes an expression", node.span)
+        return None, ""
+    if raw.node("metric") is None:
+        return None, ""
+    metric, op, threshold = (raw.scalar(name) for name in ("metric", "op", "threshold"))
+    words = [
+        metric.text if metric else "",
+        op.text if op else "",
+        threshold.text if threshold else "",
+    ]
+    return record_formula(raw, reporter, against), " ".join(word for word in words if word)
+
+
+def _override(context: _Context) -> bool:
+    node = context.raw.node("override")
+    if node is None:
+        return False
+    if isinstance(node, Scalar) and node.text == "direction":
+        return True
+    context.reporter.error(NOT_ALLOWED, "`override` takes `direction`", node.span)
+    return False
+
+
+def _level(context: _Context) -> ir.Level | None:
+    node = context.raw.node("level")
+    if node is None:
+        return None
+    if isinstance(node, Scalar) and node.text in ir.Level.__members__:
+        return ir.Level(node.text)
+    shown = f" `{node.text}`" if isinstance(node, Scalar) else ""
+    context.reporter.error(NOT_ALLOWED, f"there is no level{shown}", node.span, "one of L1, L2, L3")
+    return None
+
+
+def check_action(name: Scalar, reporter: Reporter) -> str | None:
+    """Return the canonical name of an action; None after an error."""
+    action = ALIASES.get(name.text, name.text)
+    if action in ACTIONS:
+        return action
+    reporter.error(
+        UNKNOWN_ACTION,
+        f"there is no action `{name.text}`",
+        name.span,
+        suggest(name.text, ACTIONS, "actions"),
+    )
+    return None
+
+
+def _action(context: _Context) -> str | None:
+    for field in ("then", "remediation", "action"):
+        node = context.raw.node(field)
+        if node is not None:
+            name = StructureReader(context.reporter).as_text(node, field)
+            return None if name is None else check_action(name, context.reporter)
+    return None
+
+
+def _evidence(context: _Context) -> ir.EvidenceKind | None:
+    node = context.raw.node("evidence")
+    if node is None:
+        return None
+    kinds = [kind.value for kind in ir.EvidenceKind]
+    if isinstance(node, Scalar) and node.text in kinds:
+        return ir.EvidenceKind(node.text)
+    text = node.text if isinstance(node, Scalar) else node.kind
+    context.reporter.error(
+        NOT_ALLOWED, f"there is no kind of evidence `{text}`", node.span, suggest(text, kinds)
+    )
+    return None
+
+
+def _budget(context: _Context) -> tuple[ir.Budget | None, Span | None]:
+    """Return the budget (None where hard) and the place where one is stated."""
+    raw, reporter = context.raw, context.reporter
+    node = raw.node("budget")
+    if node is not None:
+        if not isinstance(node, Scalar):
+            reporter.error(
+                BUDGET_UNIT, "a budget is a share `of requests` or `of windows`", node.span
+            )
+            return None, None
+        parsed = parse_budget(reporter.source, node, reporter.sink)
+        read = quantity(parsed.rate, reporter) if parsed is not None else None
+        if parsed is None or read is None:
+            return None, None
+        unit = _counted(parsed.unit.id, parsed.unit.span, reporter)
+        rate, dimension, _ = read
+        if dimension.exponents or not 0 <= rate < 1:
+            reporter.error(
+                OUT_OF_RANGE, "a budget is a share, at least 0 and below 1", parsed.rate.span
+            )
+            return None, None
+        return _make_budget(rate, unit), node.span
+    return _record_budget(context)
+
+
+def _record_budget(context: _Context) -> tuple[ir.Budget | None, Span | None]:
+    raw, reporter = context.raw, context.reporter
+    delta, over = raw.node("delta"), raw.node("over")
+    unit = None
+    if over is not None:
+        text = over.text if isinstance(over, Scalar) else ""
+        unit = _counted(text, over.span, reporter)
+    if delta is None:
+        if over is not None:
+            reporter.error(MISSING_FIELD, "`over` without `delta` says nothing", over.span)
+        return None, None
+    if not isinstance(delta, Scalar):
+        reporter.error(WRONG_KIND, f"`delta` takes a share and is {delta.kind}", delta.span)
+        return None, None
+    rate = share(delta, reporter, "`delta`")
+    if rate is None or rate == 0:
+        return None, None
+    if over is None:
+        reporter.error(
+            BUDGET_UNIT,
+            "`delta` does not say what it counts",
+            delta.span,
+            "add `over: requests` or `over: windows`",
+        )
+        return None, None
+    return _make_budget(rate, unit), delta.span
+
+
+def _make_budget(rate: Fraction, unit: str | None) -> ir.Budget | None:
+    return None if rate == 0 or unit is None else ir.Budget(rate, unit)
+
+
+def _counted(name: str, span: Span, reporter: Reporter) -> str | None:
+    unit = _COUNTED.get(name)
+    if unit is None:
+        reporter.error(
+            BUDGET_UNIT, f"a budget cannot count `{name}`", span, suggest(name, _COUNTED)
+        )
+    return unit
+
+
+def _check_budget(
+    context: _Context, requirement: ir.Formula, budget: ir.Budget | None, span: Span | None
+) -> None:
+    if budget is None or span is None:
+        return
+    reporter = context.reporter
+    statistics = [t for t in terms_of(requirement) if isinstance(t, ir.Statistic)]
+    if not statistics:
+        reporter.error(
+            BUDGET_ON_PROOF,
+            "a clause about every input or every record has no budget",
+            span,
+            "leave the budget out",
+        )
+        return
+    if budget.unit != "requests":
+        return
+    for statistic in statistics:
+        counted = [METRICS[m.name].counted for m in metrics_of(statistic)]
+        if statistic.kind == "aggregate":
+            reporter.error(
+                BUDGET_UNIT,
+                "an aggregate metric is one number for a window, not for a request",
+                span,
+                "count the budget `of windows`",
+                (Label(statistic.span, "aggregate"),),
+            )
+        elif "token" not in counted:
+            reporter.error(
+                PERCENTILE_WITH_BUDGET,
+                "the statistic already ranges over requests, so a budget of requests "
+                "allows a share twice",
+                span,
+                "drop the budget, or count it `of windows`",
+                (Label(statistic.span, "ranges over requests"),),
+            )
+        elif statistic.kind == "quantile":
+            reporter.warning(
+                PERCENTILE_WITH_BUDGET,
+                "a percentile with a budget of requests reads: the percentile over the tokens of "
+                "each request, in all but this share of requests",
+                span,
+                "count the budget `of windows` if the percentile is meant over all requests",
+            )
+
+
+def _listed_slices(context: _Context) -> tuple[str, ...] | None:
+    """Return the slices that the clause lists; () where it lists none, None after an error."""
+    node = context.raw.node("slices")
+    if node is None:
+        return ()
+    reporter, declared = context.reporter, context.scope.slices
+    names = StructureReader(reporter).texts(node, "slices")
+    if names is None:
+        return None
+    if not names:
+        reporter.error(EMPTY_SECTION, "the list of slices is empty", node.span)
+        return None
+    seen: dict[str, Span] = {}
+    for name in names:
+        if name.text not in declared:
+            reporter.error(
+                UNKNOWN_SLICE,
+                f"no slice is called `{name.text}`",
+                name.span,
+                suggest(name.text, declared, "declared"),
+            )
+        elif name.text in seen:
+            reporter.error(
+                DUPLICATE_IDENTIFIER,
+                f"the slice `{name.text}` is listed twice",
+                name.span,
+                labels=(Label(seen[name.text], "first here"),),
+            )
+        seen.setdefault(name.text, name.span)
+    return tuple(seen) if all(name in declared for name in seen) else None
+
+
+def _applied_slices(
+    context: _Context, requirement: ir.Formula, listed: tuple[str, ...] | None
+) -> tuple[str, ...] | None:
+    if listed is None:
+        return None
+    node = context.raw.node("slices")
+    formulas = list(walk(requirement))
+    quantified = any(isinstance(f, ir.Quantified) for f in formulas)
+    sampled = any(isinstance(f, ir.HasFields) for f in formulas) or any(
+        isinstance(t, ir.Statistic) for t in terms_of(requirement)
+    )
+    if quantified and not sampled:
+        if node is not None:
+            context.reporter.error(
+                NO_SLICE,
+                "the quantifier already names the slice",
+                node.span,
+                "leave `slices` out, or write one clause for each slice",
+            )
+        return ()
+    if listed:
+        return listed
+    if _DEFAULT_SLICE in context.scope.slices:
+        return (_DEFAULT_SLICE,)
+    context.reporter.error(
+        NO_SLICE,
+        f"the clause `{context.raw.id.text}` names no slice, and no slice `all` is declared",
+        context.raw.span,
+        f"add `slices: [...]`; declared: {', '.join(context.scope.slices)}",
+    )
+    return None
+
+
+def _declared_family(context: _Context) -> tuple[ir.Family, Span] | None:
+    node = context.raw.node("family")
+    if node is None:
+        return None
+    if isinstance(node, Scalar) and node.text in FAMILIES:
+        return FAMILIES[node.text], node.span
+    text = node.text if isinstance(node, Scalar) else node.kind
+    names = [family.value for family in ir.Family]
+    context.reporter.error(
+        NOT_ALLOWED, f"there is no family `{text}`", node.span, suggest(text, names)
+    )
+    return None
+
+
+def families_of(requirement: ir.Formula) -> Iterator[tuple[ir.Family, Span]]:
+    """Yield the family of each part of a requirement with its place."""
+    for part in walk(requirement):
+        match part:
+            case ir.NoFlip(span=span):
+                yield ir.Family.NUMERICAL, span
+            case ir.HasFields(span=span):
+                yield ir.Family.OBSERVABILITY, span
+            case _:
+                continue
+    for term in terms_of(requirement):
+        match term:
+            case ir.Metric(name=name, span=span):
+                yield METRICS[name].family, span
+            case ir.Norm(span=span):
+                yield ir.Family.NUMERICAL, span
+            case _:
+                continue
+
+
+def _family(
+    context: _Context, requirement: ir.Formula, declared: tuple[ir.Family, Span] | None
+) -> ir.Family | None:
+    found: dict[ir.Family, Span] = {}
+    for family, span in families_of(requirement):
+        found.setdefault(family, span)
+    if not found:
+        return declared[0] if declared is not None else None
+    if declared is None:
+        if len(found) == 1:
+            return next(iter(found))
+        labels = tuple(Label(span, family.value) for family, span in found.items())
+        context.reporter.error(
+            WRONG_FAMILY,
+            "the parts of the requirement belong to different families",
+            context.raw.span,
+            "state `family`, or write one clause for each part",
+            labels,
+        )
+        return None
+    family, span = declared
+    if family not in found:
+        other, place = next(iter(found.items()))
+        context.reporter.error(
+            WRONG_FAMILY,
+            f"the clause is declared {family} and its requirement is {other}",
+            span,
+            f"write `family: {other}`, or leave it out",
+            (Label(place, other.value),),
+        )
+        return None
+    return family
+
+
+def _check_fragment(context: _Context, clause: ir.Clause) -> None:
+    placement = classify(clause)
+    if placement.fragment is Fragment.OUTSIDE:
+        context.reporter.sink.add(outside_diagnostic(clause, placement, context.reporter.source))
+        return
+    statistical = placement.fragment in {Fragment.STATISTICAL, Fragment.TRACE_FIELDS}
+    if clause.evidence in _PROOFS and statistical:
+        node = context.raw.node("evidence")
+        context.reporter.error(
+            EVIDENCE_OUT_OF_REACH,
+            f"`{clause.evidence}` is out of reach for this requirement: it speaks of measured data",
+            node.span if node is not None else clause.span,
+            "proofs exist for forall-clauses and for statistics of tv, kl, abs(log_ratio), "
+            "reward_delta and grad_bias",
+        )

@@ -1,0 +1,121 @@
+"""The compiler: from a contract file to the intermediate representation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kcdsl.check.clauses import check_clause
+from kcdsl.check.kernels import read_kernel, read_model
+from kcdsl.check.policy import read_constants, read_escalation
+from kcdsl.check.predicates import predicate
+from kcdsl.check.report import Reporter
+from kcdsl.check.structure import RawContract, RawSlice, StructureReader, read_structure
+from kcdsl.check.terms import Scope
+from kcdsl.diagnostics.codes import DATA_ABSENT
+from kcdsl.diagnostics.model import Refusal, Sink
+from kcdsl.ir import terms as ir
+from kcdsl.source.files import read_source
+from kcdsl.source.text import SourceFile
+from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
+from kcdsl.syntax.parser import parse_expression
+
+
+def compile_contract(path: Path) -> tuple[ir.Program | None, Sink]:
+    """Compile a contract file; the program is None where the sink holds an error.
+
+    Files that the contract names (checkpoint, data) are not read; their absence is noted.
+    """
+    sink = Sink()
+    try:
+        source = read_source(path)
+    except Refusal as refusal:
+        for diagnostic in refusal.diagnostics:
+            sink.add(diagnostic)
+        return None, sink
+    program = compile_source(source, sink, path.parent)
+    return program, sink
+
+
+def load_program(path: Path) -> ir.Program:
+    """Compile a contract file; raises Refusal with every error and warning where it does not."""
+    program, sink = compile_contract(path)
+    if program is None:
+        raise Refusal(tuple(sink))
+    return program
+
+
+def compile_source(source: SourceFile, sink: Sink, folder: Path | None = None) -> ir.Program | None:
+    """Compile the text of a contract; `folder` is where the files it names are looked for."""
+    reporter = Reporter(source, sink)
+    root = parse_yaml(source, sink)
+    raw = read_structure(root, reporter) if root is not None else None
+    if raw is None:
+        return None
+    reader = StructureReader(reporter)
+    slices = [_slice(item, reporter) for item in raw.slices]
+    scope = Scope({item.name.text: item.name.span for item in raw.slices}, {})
+    model = read_model(raw.model, reader)
+    train, infer = read_kernel(raw.train, reporter), read_kernel(raw.infer, reporter)
+    clauses = [check_clause(item, scope, reporter) for item in raw.clauses]
+    escalation = read_escalation(raw.escalation, reader)
+    constants = read_constants(raw.constants, reader)
+    if (
+        sink.has_errors
+        or raw.name is None
+        or raw.version is None
+        or model is None
+        or train is None
+        or infer is None
+    ):
+        return None
+    if folder is not None:
+        _note_absent_files(raw, folder, reporter)
+    return ir.Program(
+        name=raw.name.text,
+        version=raw.version.text,
+        model=model,
+        train=train,
+        infer=infer,
+        data=raw.data.text if raw.data is not None else None,
+        slices=tuple(item for item in slices if item is not None),
+        clauses=tuple(clause for clause in clauses if clause is not None),
+        escalation=escalation,
+        constants=constants,
+    )
+
+
+def _slice(raw: RawSlice, reporter: Reporter) -> ir.Slice | None:
+    where: ir.Predicate | None = ir.AllOf()
+    if raw.where is not None:
+        parsed = parse_expression(reporter.source, raw.where, reporter.sink)
+        where = predicate(parsed, reporter) if parsed is not None else None
+    if where is None:
+        return None
+    data = raw.data.text if raw.data is not None else None
+    return ir.Slice(raw.name.text, data, where, raw.span)
+
+
+def _note_absent_files(raw: RawContract, folder: Path, reporter: Reporter) -> None:
+    named: list[Scalar] = []
+    if isinstance(raw.model, Mapping):
+        nodes = (raw.model.get(name) for name in ("checkpoint", "config", "tokenizer"))
+        named += [node for node in nodes if isinstance(node, Scalar)]
+    named += [node for node in (raw.data, *(s.data for s in raw.slices)) if node is not None]
+    for node in named:
+        if node.text.startswith("package:"):
+            continue
+        if not (folder / node.text).exists():
+            reporter.note(
+                DATA_ABSENT,
+                f"there is no file {node.text} here yet",
+                node.span,
+                "compiling does not need it; `verify` and `evaluate` do",
+            )
+    for item in raw.slices:
+        if item.data is None and raw.data is None:
+            reporter.note(
+                DATA_ABSENT,
+                f"the slice `{item.name.text}` names no data, and the contract has no default",
+                item.name.span,
+                "add `data: FILE.jsonl` to the contract or to the slice",
+            )

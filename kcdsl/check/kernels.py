@@ -1,0 +1,143 @@
+"""The sections `model` and `kernels`: names that must be known, numerics kept as plain data."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.structure import RawKernel, StructureReader
+from kcdsl.diagnostics.codes import (
+    CONFLICTING_FIELDS,
+    MISSING_FIELD,
+    NOT_ALLOWED,
+    UNKNOWN_ADAPTER,
+    WRONG_KIND,
+)
+from kcdsl.diagnostics.model import Label
+from kcdsl.ir.terms import KernelRef, ModelRef
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar
+
+ADAPTERS = ("torch.eager", "torch.sdpa", "torch.sdpa.math", "torch.sdpa.flash")
+"""The programs that can run a kernel (field `run`)."""
+
+ARCHITECTURES = ("llama", "bert")
+"""The architectures of `kcdsl.model`."""
+
+_NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
+    "": ("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
+    "weights": ("format", "scale"),
+    "activations": ("format", "scale"),
+    "attention": ("style", "tile", "probabilities", "scores", "exp_ulps"),
+}
+_NUMBERS = {"tile", "exp_ulps"}
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+Pairs = tuple[tuple[str, object], ...]
+
+
+def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None:
+    """Check the section `model`; None after an error."""
+    if node is None:
+        return None
+    texts = {
+        name: reader.text(node, name)
+        for name in ("checkpoint", "architecture", "module", "config", "tokenizer")
+    }
+    checkpoint, architecture, module = (
+        texts["checkpoint"],
+        texts["architecture"],
+        texts["module"],
+    )
+    if node.get("architecture") is not None and node.get("module") is not None:
+        first, second = (
+            next(e.key for e in node.entries if e.key.text == name)
+            for name in ("architecture", "module")
+        )
+        reader.reporter.error(
+            CONFLICTING_FIELDS,
+            "the model has `architecture` and `module`",
+            second.span,
+            "keep one of them",
+            (Label(first.span, "here too"),),
+        )
+    elif node.get("architecture") is None and node.get("module") is None:
+        reader.reporter.error(
+            MISSING_FIELD,
+            "the model needs `architecture` or `module`",
+            node.entries[0].key.span if node.entries else node.span,
+            f"architecture: one of {', '.join(ARCHITECTURES)}; or module: package.module:factory",
+        )
+    if architecture is not None and architecture.text not in ARCHITECTURES:
+        reader.reporter.error(
+            NOT_ALLOWED,
+            f"there is no architecture `{architecture.text}`",
+            architecture.span,
+            suggest(architecture.text, ARCHITECTURES) + " For another: module: package:factory",
+        )
+    if module is not None and not _FACTORY.fullmatch(module.text):
+        reader.reporter.error(
+            NOT_ALLOWED,
+            f"`{module.text}` does not name a factory",
+            module.span,
+            "write package.module:factory",
+        )
+    if checkpoint is None:
+        return None
+    values = {name: scalar.text if scalar is not None else None for name, scalar in texts.items()}
+    return ModelRef(
+        checkpoint.text,
+        values["architecture"],
+        values["module"],
+        values["config"],
+        values["tokenizer"],
+    )
+
+
+def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
+    """Check one kernel; None after an error in its structure."""
+    if raw is None:
+        return None
+    if raw.run.text not in ADAPTERS:
+        reporter.error(
+            UNKNOWN_ADAPTER,
+            f"no adapter is called `{raw.run.text}`",
+            raw.run.span,
+            suggest(raw.run.text, ADAPTERS, "adapters"),
+        )
+    numerics: Pairs = ()
+    if raw.numerics is not None:
+        numerics = _pairs(raw.numerics, "", StructureReader(reporter))
+    return KernelRef(raw.run.text, numerics, raw.span)
+
+
+def _pairs(node: Mapping, section: str, reader: StructureReader) -> Pairs:
+    allowed = _NUMERICS_FIELDS[section]
+    reader.fields(node, f"`{section or 'numerics'}`", allowed)
+    pairs: list[tuple[str, object]] = []
+    for entry in node.entries:
+        name = entry.key.text
+        if name not in allowed:
+            continue
+        if not section and name in _NUMERICS_FIELDS:
+            child = reader.mapping(node, name)
+            if child is not None:
+                pairs.append((name, _pairs(child, name, reader)))
+            continue
+        value = _leaf(entry.value, name, reader)
+        if value is not None:
+            pairs.append((name, value))
+    return tuple(sorted(pairs, key=lambda pair: pair[0]))
+
+
+def _leaf(node: Node, name: str, reader: StructureReader) -> object:
+    if name not in _NUMBERS:
+        scalar = reader.as_text(node, name)
+        return None if scalar is None else scalar.text
+    if isinstance(node, Scalar) and not isinstance(node.value, bool):
+        if isinstance(node.value, int):
+            return node.value
+        if isinstance(node.value, Fraction):
+            return float(node.value)
+    reader.reporter.error(WRONG_KIND, f"`{name}` takes a number and is {node.kind}", node.span)
+    return None

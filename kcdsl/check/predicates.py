@@ -1,0 +1,108 @@
+"""Slice predicates: which requests belong to a slice."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kcdsl.check.report import Reporter
+from kcdsl.check.terms import sort_of
+from kcdsl.diagnostics.codes import VACUOUS, WRONG_SORT
+from kcdsl.ir import terms as ir
+from kcdsl.syntax import ast
+
+_MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
+
+
+def predicate(expression: ast.Expression, reporter: Reporter) -> ir.Predicate | None:
+    """Type a predicate over the fields of a request; None after an error."""
+    match expression:
+        case ast.Comparison():
+            return _comparison(expression, reporter)
+        case ast.Membership(of=of, among=among):
+            return _membership(of, among, reporter)
+        case ast.Negation(of=of):
+            inner = predicate(of, reporter)
+            return None if inner is None else ir.NoneOf(inner)
+        case ast.Logic(op=op, parts=parts):
+            typed = [predicate(part, reporter) for part in parts]
+            found = tuple(part for part in typed if part is not None)
+            if len(found) != len(parts):
+                return None
+            if op == "implies":
+                return ir.AnyOf((ir.NoneOf(found[0]), found[1]))
+            return ir.AllOf(found) if op == "and" else ir.AnyOf(found)
+        case _:
+            reporter.error(
+                WRONG_SORT,
+                f"a test of a request is needed here, not {sort_of(expression)}",
+                expression.span,
+                'such as `length > 128` or `category == "safety"`',
+            )
+            return None
+
+
+def _comparison(expression: ast.Comparison, reporter: Reporter) -> ir.Predicate | None:
+    if len(expression.ops) > 1:
+        reporter.error(
+            WRONG_SORT,
+            "comparisons cannot be chained",
+            expression.op_spans[1],
+            "write `a <= b and b <= c`",
+        )
+        return None
+    (op,), (left, right) = expression.ops, expression.operands
+    if not isinstance(left, ast.Name) and isinstance(right, ast.Name):
+        left, right, op = right, left, _MIRRORED[op]
+    if not isinstance(left, ast.Name):
+        help = "compare a field of the request with a value"
+        code = VACUOUS if not isinstance(left, ast.Call) else WRONG_SORT
+        reporter.error(code, "the comparison names no field", expression.span, help)
+        return None
+    value = _value(right, reporter)
+    if value is None:
+        return None
+    if op not in {"==", "!="} and not isinstance(value, Fraction):
+        reporter.error(
+            WRONG_SORT,
+            f"`{op}` orders numbers, not {sort_of(right)}",
+            expression.op_spans[0],
+            "write == or !=",
+        )
+        return None
+    return ir.FieldTest(left.id, op, value)
+
+
+def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | bool | None:
+    match expression:
+        case ast.Text(value=value) | ast.Truth(value=value):
+            return value
+        case ast.Num(value=value, unit=None):
+            return value
+        case ast.Minus(of=ast.Num(value=value, unit=None)):
+            return -value
+        case ast.Num(unit_span=span):
+            reporter.error(WRONG_SORT, "fields of requests have no units", span)
+        case ast.Name(id=name, span=span):
+            reporter.error(
+                WRONG_SORT,
+                f"a value is needed, not the name `{name}`",
+                span,
+                f'write "{name}" if the text is meant',
+            )
+        case _:
+            reporter.error(
+                WRONG_SORT, f"a value is needed, not {sort_of(expression)}", expression.span
+            )
+    return None
+
+
+def _membership(of: ast.Expression, among: ast.ListOf, reporter: Reporter) -> ir.Predicate | None:
+    if not isinstance(of, ast.Name):
+        reporter.error(WRONG_SORT, f"a field is needed, not {sort_of(of)}", of.span)
+        return None
+    if not among.items:
+        reporter.error(VACUOUS, "nothing is in an empty list", among.span)
+        return None
+    values = [_value(item, reporter) for item in among.items]
+    tests = tuple(ir.FieldTest(of.id, "==", value) for value in values if value is not None)
+    return ir.AnyOf(tests) if len(tests) == len(values) else None

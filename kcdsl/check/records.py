@@ -1,0 +1,147 @@
+"""The record form: `metric`, `threshold`, `op`, `delta`, `over` mean the same as an expression."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kcdsl.check.bounds import check_compare
+from kcdsl.check.metrics import METRICS, RECORD_NAMES, RecordMetric, find_record_metric
+from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.structure import RawClause
+from kcdsl.check.terms import Typed, align, check_signs, in_words, quantity
+from kcdsl.check.units import UNITS
+from kcdsl.diagnostics.codes import (
+    AGAINST_DIRECTION,
+    MISSING_FIELD,
+    NOT_ALLOWED,
+    STATISTIC_NOT_ALLOWED,
+    UNKNOWN_METRIC,
+    WRONG_KIND,
+)
+from kcdsl.ir import terms as ir
+from kcdsl.source.yaml_nodes import Scalar
+from kcdsl.syntax.parser import parse_quantity
+
+_OPERATORS = ("<=", "<", ">=", ">", "==")
+
+
+def record_formula(raw: RawClause, reporter: Reporter, against: bool) -> ir.Compare | None:
+    """Return the comparison that a record states; None after an error."""
+    name = raw.scalar("metric")
+    if name is None:
+        reporter.error(WRONG_KIND, "`metric` takes the name of a metric", raw.span)
+        return None
+    left = _subject(name, reporter)
+    right = _threshold(raw, name, left, reporter)
+    if left is None or right is None:
+        return None
+    aligned = align(left[1], right, right.term.span, reporter)
+    if aligned is None:
+        return None
+    op = _operator(raw, left[0], reporter)
+    if op is None:
+        return None
+    compare = ir.Compare(op.text, aligned[0].term, aligned[1].term, name.span)
+    check_signs(compare.left, reporter)
+    check_compare(compare, op.span, reporter, 1, against or raw.node("op") is not None)
+    return compare
+
+
+def _subject(name: Scalar, reporter: Reporter) -> tuple[RecordMetric, Typed] | None:
+    record = find_record_metric(name.text)
+    if record is None:
+        if name.text in METRICS:
+            choices = ", ".join(n for n in RECORD_NAMES if n.endswith(name.text))
+            reporter.error(
+                STATISTIC_NOT_ALLOWED,
+                f"`{name.text}` needs a statistic",
+                name.span,
+                f"such as {choices or 'mean_' + name.text}",
+            )
+            return None
+        names = {*RECORD_NAMES, *(n for n, d in METRICS.items() if d.kind == "aggregate")}
+        reporter.error(
+            UNKNOWN_METRIC,
+            f"there is no metric `{name.text}`",
+            name.span,
+            suggest(name.text, sorted(names), "metrics"),
+        )
+        return None
+    definition = METRICS[record.metric]
+    if record.statistic not in definition.statistics:
+        reporter.error(
+            STATISTIC_NOT_ALLOWED,
+            f"`{in_words(name.text)}` is not a statistic of `{definition.name}`",
+            name.span,
+        )
+        return None
+    inner: ir.Term = ir.Metric(definition.name, name.span)
+    if record.magnitude:
+        inner = ir.Abs(inner, name.span)
+    statistic = ir.Statistic(record.statistic, inner, record.q, name.span)
+    return record, Typed(statistic, definition.dimension)
+
+
+def _threshold(
+    raw: RawClause,
+    name: Scalar,
+    left: tuple[RecordMetric, Typed] | None,
+    reporter: Reporter,
+) -> Typed | None:
+    scalar = raw.scalar("threshold")
+    if scalar is None:
+        if raw.node("threshold") is None:
+            reporter.error(MISSING_FIELD, "a record needs the field `threshold`", name.span)
+        else:
+            reporter.error(WRONG_KIND, "`threshold` takes a number", raw.span)
+        return None
+    number = parse_quantity(reporter.source, scalar, reporter.sink)
+    read = quantity(number, reporter) if number is not None else None
+    if number is None or read is None:
+        return None
+    value, dimension, bare = read
+    if bare and left is not None and left[0].unit is not None:
+        unit = UNITS[left[0].unit]
+        value, dimension, bare = value * unit.factor, unit.dimension, False
+    return Typed(ir.Number(value, str(dimension), number.span), dimension, bare)
+
+
+def _operator(raw: RawClause, record: RecordMetric, reporter: Reporter) -> Scalar | None:
+    better = "lower" if record.magnitude else METRICS[record.metric].better
+    implied = "<=" if better == "lower" else ">="
+    node = raw.node("op")
+    if node is None:
+        threshold = raw.scalar("threshold")
+        assert threshold is not None
+        return Scalar(implied, implied, "plain", threshold.span)
+    if not isinstance(node, Scalar) or node.text not in _OPERATORS:
+        reporter.error(
+            NOT_ALLOWED,
+            "`op` takes a comparison operator",
+            node.span,
+            f"one of {' '.join(_OPERATORS)}, in quotation marks",
+        )
+        return None
+    if node.text[0] != implied[0] and node.text != "==":
+        reporter.warning(
+            AGAINST_DIRECTION,
+            f"`{record.metric}` is better when {better}, and `op` bounds it from the other side",
+            node.span,
+            f"leave `op` out to get `{implied}`",
+        )
+    return node
+
+
+def share(scalar: Scalar, reporter: Reporter, what: str) -> Fraction | None:
+    """Read a share such as `0.01` or `1%`; None after an error."""
+    number = parse_quantity(reporter.source, scalar, reporter.sink)
+    read = quantity(number, reporter) if number is not None else None
+    if number is None or read is None:
+        return None
+    value, dimension, _ = read
+    if dimension.exponents or not 0 <= value < 1:
+        from kcdsl.diagnostics.codes import OUT_OF_RANGE
+
+        reporter.error(OUT_OF_RANGE, f"{what} is a share, at least 0 and below 1", number.span)
+        return None
+    return value

@@ -1,0 +1,62 @@
+"""What every checking pass needs: a place to report, and suggestions for misspelt names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from kcdsl.diagnostics.codes import Code
+from kcdsl.diagnostics.model import Diagnostic, Label, Severity, Sink
+from kcdsl.source.text import SourceFile, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Adds diagnostics of one file to a sink."""
+
+    source: SourceFile
+    sink: Sink
+
+    def error(
+        self,
+        code: Code,
+        message: str,
+        span: Span,
+        help: str | None = None,
+        labels: tuple[Label, ...] = (),
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        """Report an error at a place."""
+        self.sink.add(Diagnostic(code, message, self.source, span, labels, notes, help))
+
+    def warning(self, code: Code, message: str, span: Span, help: str | None = None) -> None:
+        """Report a warning at a place."""
+        self.sink.add(
+            Diagnostic(code, message, self.source, span, help=help, severity=Severity.WARNING)
+        )
+
+    def note(self, code: Code, message: str, span: Span, help: str | None = None) -> None:
+        """Report a note at a place."""
+        self.sink.add(
+            Diagnostic(code, message, self.source, span, help=help, severity=Severity.NOTE)
+        )
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str | None:
+    """Return the allowed name that `name` most probably means, or None."""
+    names = list(allowed)
+    for candidate in names:
+        if candidate.lower() == name.lower():
+            return candidate
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def suggest(name: str, allowed: Iterable[str], listed: str = "allowed") -> str:
+    """Return "did you mean …?" where a name is close, and the allowed names otherwise."""
+    names = list(allowed)
+    close = nearest(name, names)
+    if close is not None:
+        return f"did you mean `{close}`?"
+    return f"{listed}: {', '.join(names)}" if names else f"{listed}: none"

@@ -1,0 +1,343 @@
+"""Typing of statements: from syntax to formulas of the IR."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kcdsl.check.bounds import check_compare
+from kcdsl.check.metrics import find_metric
+from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.terms import (
+    BLOCK,
+    FUNCTIONS,
+    REGIONS,
+    STATEMENTS,
+    Scope,
+    align,
+    arguments_error,
+    block_name,
+    check_signs,
+    quantity,
+    sort_of,
+    term,
+    variable_name,
+)
+from kcdsl.check.traces import TRACE_FIELDS, doubtful
+from kcdsl.diagnostics.codes import (
+    DOUBTFUL_NAME,
+    DUPLICATE_IDENTIFIER,
+    OUT_OF_RANGE,
+    SHADOWED_NAME,
+    UNKNOWN_NAME,
+    UNKNOWN_SLICE,
+    UNUSED_VARIABLE,
+    WRONG_ARGUMENTS,
+    WRONG_SORT,
+)
+from kcdsl.diagnostics.model import Label
+from kcdsl.ir import terms as ir
+from kcdsl.source.text import Span
+from kcdsl.syntax import ast
+
+MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
+NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
+
+
+def formula(
+    expression: ast.Expression,
+    scope: Scope,
+    reporter: Reporter,
+    *,
+    side: int = 1,
+    against: bool = False,
+) -> ir.Formula | None:
+    """Type a statement; None after an error.
+
+    `side` is 1 where the statement is asserted, -1 under a negation, 0 where it is only assumed
+    (before `implies`); `against` allows comparisons against a metric's direction.
+    """
+    match expression:
+        case ast.Comparison():
+            return _comparison(expression, scope, reporter, side, against)
+        case ast.Negation(of=of, span=span):
+            inner = formula(of, scope, reporter, side=-side, against=against)
+            return None if inner is None else _negate(inner, span)
+        case ast.Logic(op=op, parts=parts, span=span):
+            typed = []
+            for i, part in enumerate(parts):
+                part_side = 0 if op == "implies" and i == 0 else side
+                typed.append(formula(part, scope, reporter, side=part_side, against=against))
+            found = tuple(part for part in typed if part is not None)
+            return ir.Connective(op, found, span) if len(found) == len(parts) else None
+        case ast.Quantifier():
+            return _quantified(expression, scope, reporter, side, against)
+        case ast.Call(function=ast.Name(id="no_flip")):
+            return _no_flip(expression, scope, reporter)
+        case ast.Call(function=ast.Name(id="has")):
+            return _has(expression, reporter)
+        case ast.Membership():
+            reporter.error(
+                WRONG_SORT, "`in [...]` belongs to the predicates of slices", expression.span
+            )
+            return None
+        case _:
+            _not_a_statement(expression, scope, reporter)
+            return None
+
+
+def _not_a_statement(expression: ast.Expression, scope: Scope, reporter: Reporter) -> None:
+    known = not isinstance(expression, ast.Call) or expression.function.id in FUNCTIONS
+    if isinstance(expression, ast.Call) and not known:
+        close = suggest(expression.function.id, STATEMENTS, "statements")
+        if "did you mean" in close:
+            reporter.error(
+                WRONG_SORT,
+                f"there is no statement `{expression.function.id}(...)`",
+                expression.function.span,
+                close,
+            )
+            return
+    if not known and term(expression, scope, reporter) is None:
+        return
+    reporter.error(
+        WRONG_SORT,
+        f"a statement is needed here, not {sort_of(expression)}",
+        expression.span,
+        "compare it with something, such as `... <= 0.02`",
+    )
+
+
+def _comparison(
+    expression: ast.Comparison, scope: Scope, reporter: Reporter, side: int, against: bool
+) -> ir.Formula | None:
+    if len(expression.ops) > 1:
+        reporter.error(
+            WRONG_SORT,
+            "comparisons cannot be chained",
+            expression.op_spans[1],
+            "write `a <= b and b <= c`",
+        )
+        return None
+    (op,), (first, second) = expression.ops, expression.operands
+    if op == "!=":
+        reporter.error(
+            WRONG_SORT,
+            "`!=` belongs to the predicates of slices",
+            expression.op_spans[0],
+            "bound the term by <= or >=",
+        )
+        return None
+    left, right = term(first, scope, reporter), term(second, scope, reporter)
+    if left is None or right is None:
+        return None
+    aligned = align(left, right, expression.span, reporter)
+    if aligned is None:
+        return None
+    left, right = aligned
+    if isinstance(left.term, ir.Number) and not isinstance(right.term, ir.Number):
+        left, right, op = right, left, MIRRORED[op]
+    for typed in (left, right):
+        check_signs(typed.term, reporter)
+    compare = ir.Compare(op, left.term, right.term, expression.span)
+    check_compare(compare, expression.op_spans[0], reporter, side, against)
+    return compare
+
+
+def _negate(inner: ir.Formula, span: Span) -> ir.Formula:
+    if isinstance(inner, ir.Compare) and inner.op in NEGATED:
+        return ir.Compare(NEGATED[inner.op], inner.left, inner.right, span)
+    if isinstance(inner, ir.Not):
+        return inner.of
+    return ir.Not(inner, span)
+
+
+def _quantified(
+    expression: ast.Quantifier, scope: Scope, reporter: Reporter, side: int, against: bool
+) -> ir.Formula | None:
+    name = expression.variable
+    if name.id in scope.variables:
+        reporter.error(
+            SHADOWED_NAME,
+            f"`{name.id}` is already bound",
+            name.span,
+            "choose another name",
+            (Label(scope.variables[name.id], "bound here"),),
+        )
+    elif find_metric(name.id) is not None or name.id in FUNCTIONS or BLOCK.fullmatch(name.id):
+        reporter.error(
+            SHADOWED_NAME, f"`{name.id}` already has a meaning", name.span, "choose another name"
+        )
+    region = _region(expression.region, scope, reporter)
+    inner_side = side if expression.kind == "forall" else 0
+    body = formula(
+        expression.body, scope.bind(name.id, name.span), reporter, side=inner_side, against=against
+    )
+    if body is None:
+        return None
+    if name.id not in free_variables(body):
+        reporter.error(
+            UNUSED_VARIABLE,
+            f"the statement does not speak of `{name.id}`",
+            name.span,
+            f"use drift(block, {name.id}), or leave the quantifier out",
+        )
+        return None
+    if region is None:
+        return None
+    return ir.Quantified(expression.kind, name.id, region, body, expression.span)
+
+
+def free_variables(formula: ir.Formula) -> frozenset[str]:
+    """Return the variables that a formula speaks of."""
+    match formula:
+        case ir.NoFlip(variable=variable):
+            return frozenset({variable})
+        case ir.Compare(left=left, right=right):
+            return _variables(left) | _variables(right)
+        case ir.Not(of=of):
+            return free_variables(of)
+        case ir.Connective(parts=parts):
+            return frozenset().union(*(free_variables(part) for part in parts))
+        case ir.Quantified(variable=variable, body=body):
+            return free_variables(body) - {variable}
+        case _:
+            return frozenset()
+
+
+def _variables(term: ir.Term) -> frozenset[str]:
+    match term:
+        case ir.Norm(of=of):
+            return frozenset({of.variable})
+        case ir.Abs(of=of) | ir.Statistic(of=of):
+            return _variables(of)
+        case ir.Arith(left=left, right=right):
+            return _variables(left) | _variables(right)
+        case _:
+            return frozenset()
+
+
+def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | None:
+    name, arguments = call.function.id, call.arguments
+    if name not in REGIONS:
+        reporter.error(
+            WRONG_SORT,
+            f"`{name}(...)` is not a region",
+            call.function.span,
+            suggest(name, REGIONS, "regions"),
+        )
+        return None
+    counts = {"points": (1,), "ball": (2,), "hull": (1, 2)}[name]
+    if len(arguments) not in counts:
+        arguments_error(call, reporter)
+        return None
+    slice_name = arguments[0]
+    if not isinstance(slice_name, ast.Name):
+        reporter.error(
+            WRONG_SORT, f"a slice is needed here, not {sort_of(slice_name)}", slice_name.span
+        )
+        return None
+    if slice_name.id not in scope.slices:
+        reporter.error(
+            UNKNOWN_SLICE,
+            f"no slice is called `{slice_name.id}`",
+            slice_name.span,
+            suggest(slice_name.id, scope.slices, "declared"),
+        )
+        return None
+    radius: Fraction | None = Fraction(0)
+    if len(arguments) == 2:
+        radius = _radius(arguments[1], reporter)
+    if radius is None:
+        return None
+    return ir.Region(ir.RegionKind(name), slice_name.id, radius, call.span)
+
+
+def _radius(expression: ast.Expression, reporter: Reporter) -> Fraction | None:
+    negative = isinstance(expression, ast.Minus)
+    number = expression.of if isinstance(expression, ast.Minus) else expression
+    read = quantity(number, reporter) if isinstance(number, ast.Num) else None
+    if read is None:
+        if not isinstance(number, ast.Num):
+            reporter.error(WRONG_ARGUMENTS, "a radius or margin is a number", expression.span)
+        return None
+    value, dimension, _ = read
+    if dimension.exponents or (negative and value != 0):
+        reporter.error(
+            OUT_OF_RANGE, "a radius or margin is a plain number, zero or more", expression.span
+        )
+        return None
+    return value
+
+
+def _no_flip(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
+    if len(call.arguments) not in (2, 3):
+        arguments_error(call, reporter)
+        return None
+    block = block_name(call.arguments[0], reporter)
+    variable = variable_name(call.arguments[1], scope, reporter)
+    k = 1
+    if len(call.arguments) == 3:
+        number = call.arguments[2]
+        whole = isinstance(number, ast.Num) and number.unit is None
+        if not whole or not isinstance(number, ast.Num) or number.value.denominator != 1:
+            reporter.error(WRONG_ARGUMENTS, "k is a whole number", number.span)
+            return None
+        k = int(number.value)
+        if k < 1:
+            reporter.error(OUT_OF_RANGE, "k is at least 1", number.span)
+            return None
+    if block is None or variable is None:
+        return None
+    return ir.NoFlip(block, variable, k, call.span)
+
+
+def _has(call: ast.Call, reporter: Reporter) -> ir.Formula | None:
+    if len(call.arguments) != 2:
+        arguments_error(call, reporter)
+        return None
+    trace, listed = call.arguments
+    if not isinstance(trace, ast.Name) or trace.id != "trace":
+        reporter.error(UNKNOWN_NAME, "the first argument of `has` is `trace`", trace.span)
+        return None
+    if not isinstance(listed, ast.ListOf):
+        reporter.error(
+            WRONG_SORT, f"a list of fields is needed, not {sort_of(listed)}", listed.span
+        )
+        return None
+    fields: list[tuple[str, Span]] = []
+    for item in listed.items:
+        match item:
+            case ast.Name(id=name, span=span) | ast.Text(value=name, span=span):
+                fields.append((name, span))
+            case _:
+                reporter.error(WRONG_SORT, f"a field is a name, not {sort_of(item)}", item.span)
+                return None
+    return trace_fields(fields, call.span, reporter)
+
+
+def trace_fields(
+    fields: list[tuple[str, Span]], span: Span, reporter: Reporter
+) -> ir.HasFields | None:
+    """Check the fields that every trace record must carry."""
+    if not fields:
+        reporter.error(WRONG_ARGUMENTS, "the list of trace fields is empty", span)
+        return None
+    seen: dict[str, Span] = {}
+    for name, place in fields:
+        if name in seen:
+            reporter.error(
+                DUPLICATE_IDENTIFIER,
+                f"the field `{name}` is listed twice",
+                place,
+                labels=(Label(seen[name], "first here"),),
+            )
+        seen.setdefault(name, place)
+        close = doubtful(name)
+        if close is not None:
+            reporter.warning(
+                DOUBTFUL_NAME,
+                f"`{name}` is not one of the well-known trace fields",
+                place,
+                f"did you mean `{close}`? Well known: {', '.join(TRACE_FIELDS)}",
+            )
+    return ir.HasFields(tuple(seen), span)

@@ -1,0 +1,109 @@
+"""Units and dimensions: a quantity is an exact fraction in base units and a dimension.
+
+Base units: second, byte, token, nat, and the two dimensionless kinds `1` (a plain number) and
+`ratio` (a share of one, written with `%`). A bare number takes the kind of what it is compared
+with, as long as that is dimensionless or a number of nats; a time, a size or a rate always needs
+its unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """Exponents of the base units, sorted by name; `share` marks the dimensionless ratio."""
+
+    exponents: tuple[tuple[str, int], ...] = ()
+    share: bool = False
+
+    def __str__(self) -> str:
+        if not self.exponents:
+            return "ratio" if self.share else "1"
+        above = [_power(base, e) for base, e in self.exponents if e > 0]
+        below = [_power(base, -e) for base, e in self.exponents if e < 0]
+        return "*".join(above or ["1"]) + "".join(f"/{part}" for part in below)
+
+    def times(self, other: Dimension, sign: int = 1) -> Dimension:
+        """Return the dimension of a product, or of a quotient with `sign` -1."""
+        total = dict(self.exponents)
+        for base, exponent in other.exponents:
+            total[base] = total.get(base, 0) + sign * exponent
+        left = tuple(sorted((base, e) for base, e in total.items() if e != 0))
+        share = not left and (self.share or other.share or bool(self.exponents))
+        return Dimension(left, share)
+
+
+def _power(base: str, exponent: int) -> str:
+    return base if exponent == 1 else f"{base}^{exponent}"
+
+
+ONE = Dimension()
+RATIO = Dimension(share=True)
+TIME = Dimension((("s", 1),))
+BYTES = Dimension((("B", 1),))
+NATS = Dimension((("nat", 1),))
+THROUGHPUT = Dimension((("s", -1), ("tok", 1)))
+
+NAMED = {str(d): d for d in (ONE, RATIO, TIME, BYTES, NATS, THROUGHPUT)}
+"""The dimensions that metrics have, by the name used in the IR."""
+
+_WORDS = {
+    ONE: "a plain number",
+    RATIO: "a ratio",
+    TIME: "a time",
+    BYTES: "a size in bytes",
+    NATS: "a number of nats",
+    THROUGHPUT: "a rate in tokens per second",
+}
+_EXAMPLES = {TIME: "250 ms", BYTES: "80 GiB", THROUGHPUT: "4000 tok/s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit: its name, how many base units it is, and its dimension."""
+
+    name: str
+    factor: Fraction
+    dimension: Dimension
+
+
+UNITS: dict[str, Unit] = {
+    unit.name: unit
+    for unit in (
+        Unit("us", Fraction(1, 10**6), TIME),
+        Unit("ms", Fraction(1, 10**3), TIME),
+        Unit("s", Fraction(1), TIME),
+        Unit("min", Fraction(60), TIME),
+        Unit("h", Fraction(3600), TIME),
+        Unit("B", Fraction(1), BYTES),
+        Unit("KB", Fraction(10**3), BYTES),
+        Unit("MB", Fraction(10**6), BYTES),
+        Unit("GB", Fraction(10**9), BYTES),
+        Unit("KiB", Fraction(2**10), BYTES),
+        Unit("MiB", Fraction(2**20), BYTES),
+        Unit("GiB", Fraction(2**30), BYTES),
+        Unit("tok/s", Fraction(1), THROUGHPUT),
+        Unit("nats", Fraction(1), NATS),
+        Unit("%", Fraction(1, 100), RATIO),
+        Unit("ratio", Fraction(1), RATIO),
+        Unit("1", Fraction(1), ONE),
+    )
+}
+
+
+def describe(dimension: Dimension) -> str:
+    """Return the dimension in words."""
+    return _WORDS.get(dimension, f"a quantity in {dimension}")
+
+
+def example(dimension: Dimension) -> str | None:
+    """Return a quantity as one would write it, for dimensions whose unit cannot be left out."""
+    return _EXAMPLES.get(dimension)
+
+
+def takes_bare_numbers(dimension: Dimension) -> bool:
+    """Say whether a number without a unit may stand for this dimension."""
+    return dimension in {ONE, RATIO, NATS}

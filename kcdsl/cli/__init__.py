@@ -1,0 +1,131 @@
+"""The command line: one module per command, imported only when that command runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+from kcdsl import __version__
+from kcdsl.diagnostics import Diagnostic, Refusal, refuse
+from kcdsl.diagnostics.codes import INPUT_OUTPUT, INTERNAL, USAGE
+from kcdsl.exits import Exit
+
+COMMANDS: dict[str, str] = {
+    "compile": "kcdsl.cli.compile",
+    "lint": "kcdsl.cli.lint",
+    "explain": "kcdsl.cli.explain",
+    "verify": "kcdsl.cli.verify",
+    "evaluate": "kcdsl.cli.evaluate",
+    "check": "kcdsl.cli.check",
+    "keygen": "kcdsl.cli.keygen",
+    "doctor": "kcdsl.cli.doctor",
+    "backends": "kcdsl.cli.backends",
+}
+"""Command name -> module with `HELP: str`, `configure(parser)` and `run(arguments) -> Exit`."""
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (see `kcdsl.exits`; 130 when interrupted)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    traceback = "--traceback" in words or os.environ.get("KCDSL_TRACEBACK") == "1"
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except Refusal as refusal:
+        _report(refusal.diagnostics)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(Exit.COULD_NOT_RUN)
+    except KeyboardInterrupt:
+        print("kcdsl: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        _abandon_stdout()
+    except OSError as error:
+        if traceback:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        _report((Diagnostic(INPUT_OUTPUT, f"{where}{error.strerror or error}"),))
+    except Exception as error:
+        if traceback:
+            raise
+        _report(
+            (
+                Diagnostic(
+                    INTERNAL,
+                    f"{type(error).__name__}: {error}",
+                    help="run again with --traceback and report the text",
+                ),
+            )
+        )
+    return int(Exit.COULD_NOT_RUN)
+
+
+def _run(words: list[str]) -> int:
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is not None and name not in COMMANDS:
+        close = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean `kcdsl {close[0]}`?" if close else "`kcdsl --help` lists the commands"
+        raise refuse(USAGE, f"there is no command `{name}`", help=hint)
+    parser = _parser((name,) if name is not None else tuple(COMMANDS))
+    arguments = parser.parse_args(words)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return int(Exit.COULD_NOT_RUN)
+    return int(_module(arguments.command).run(arguments))
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(COMMANDS[name])
+
+
+def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kcdsl",
+        description="Kernel contracts: state, certify and check how far an inference kernel may "
+        "drift from the training kernel.",
+        epilog="exit codes: 0 holds, 1 violated or findings, 2 could not run, 3 inconclusive, "
+        "4 certificate invalid",
+    )
+    parser.add_argument("--version", action="version", version=f"kcdsl {__version__}")
+    _add_traceback(parser, default=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name in names:
+        if find_spec(COMMANDS[name]) is None:
+            continue
+        module = _module(name)
+        child = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        _add_traceback(child, default=argparse.SUPPRESS)
+        module.configure(child)
+    return parser
+
+
+def _add_traceback(parser: argparse.ArgumentParser, default: bool | str) -> None:
+    parser.add_argument(
+        "--traceback",
+        action="store_true",
+        default=default,
+        help="show the Python traceback of an internal error",
+    )
+
+
+def _report(diagnostics: Sequence[Diagnostic]) -> None:
+    from kcdsl.diagnostics.render.full import render_full
+
+    print(render_full(diagnostics, sys.stderr), file=sys.stderr)
+
+
+def _abandon_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter does not fail again on its way out."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        sys.stdout = None

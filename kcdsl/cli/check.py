@@ -1,0 +1,201 @@
+"""`kcdsl check`: strict verification of a certificate against what is about to be deployed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from kcdsl.ir.terms import Program
+    from kcdsl.release.triple import Fingerprints
+    from kcdsl_certs.report import Report
+
+HELP = "verify signature, triple, freshness and coverage of a certificate"
+_STAGES = ("offline-ci", "shadow", "canary", "full")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("certificate", metavar="CERT", help="the certificate file")
+    parser.add_argument("--contract", metavar="CONTRACT", help="the contract in force")
+    parser.add_argument(
+        "--key", action="append", default=[], metavar="PUB", help="a trusted public key; repeatable"
+    )
+    parser.add_argument(
+        "--threshold", type=int, metavar="N", help="how many distinct keys must have signed"
+    )
+    parser.add_argument(
+        "--recheck", action="store_true", help="re-derive every proof by the independent checker"
+    )
+    parser.add_argument(
+        "--complete",
+        action="store_true",
+        help="demand every clause of the contract, not only those in the certificate's scope",
+    )
+    parser.add_argument(
+        "--kernels",
+        metavar="FILE",
+        help='kernel fingerprints {"train": …, "infer": …} instead of those of this machine',
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="FILE", help="the weights, instead of those the contract names"
+    )
+    parser.add_argument("--stage", choices=_STAGES, help="the stage that is asked for")
+    parser.add_argument(
+        "--minimum-sequence", type=int, metavar="N", help="refuse certificates before this one"
+    )
+    parser.add_argument("--at", metavar="TIME", help="check as of this time, 2026-11-30T12:00:00Z")
+    parser.add_argument(
+        "--write-expectation",
+        metavar="FILE",
+        help="also write what is expected, for `python -m kcdsl_certs check --expect FILE`",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(arguments: argparse.Namespace) -> Exit:
+    """Check one certificate: 0 valid, 4 invalid; what could not be read is refused (2)."""
+    report = _report(arguments)
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
+    else:
+        _print_table(report, arguments.certificate)
+    return Exit.HELD if report.accepted else Exit.CERTIFICATE_INVALID
+
+
+def _report(arguments: argparse.Namespace) -> Report:
+    from kcdsl.cli.discover import find_contract
+    from kcdsl.release.artefacts import ArtefactRefused, locate
+    from kcdsl.release.files import write_bytes
+    from kcdsl.release.triple import build_expectation
+    from kcdsl.release.trust import trust_policy
+    from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
+    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.report import refused
+    from kcdsl_certs.verify import verify
+
+    certificate = Path(arguments.certificate)
+    bundle = _read(certificate)
+    moment = _moment(arguments.at)
+    contract = find_contract(arguments.contract, Path.cwd())
+    base = contract.resolve().parent
+    program = _compile(contract)
+    trusted = trust_policy(arguments.key, arguments.threshold, base)
+    given = None if arguments.checkpoint is None else Path(arguments.checkpoint)
+    checkpoint = locate(program.model.checkpoint, base) if given is None else given
+    try:
+        expectation = build_expectation(
+            program, base, fingerprints=_kernels(arguments.kernels), checkpoint=checkpoint
+        )
+    except ArtefactRefused as error:
+        return refused("components", Reject(error.reason, error.detail))
+    if arguments.write_expectation is not None:
+        document = json.dumps(expectation.to_json(), indent=1, ensure_ascii=False) + "\n"
+        write_bytes(Path(arguments.write_expectation), document.encode("utf-8"))
+    proofs: ProofChecker = PresentProofs(certificate.parent)
+    if arguments.recheck:
+        proofs = Rechecker(certificate.parent, checkpoint)
+    return verify(
+        bundle,
+        trusted=trusted,
+        expected_triple=expectation.triple,
+        clock=lambda: moment,
+        required_clauses=expectation.clauses,
+        stage=arguments.stage,
+        minimum_sequence=arguments.minimum_sequence,
+        proofs=proofs,
+        partial=not arguments.complete,
+        expected_inputs=expectation.inputs,
+    )
+
+
+def _compile(contract: Path) -> Program:
+    from kcdsl.check.compile import load_program
+
+    return load_program(contract)
+
+
+def _read(path: Path) -> bytes:
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import FILE_MISSING
+    from kcdsl_certs.envelope import LARGEST_BUNDLE
+
+    try:
+        with path.open("rb") as stream:
+            return stream.read(LARGEST_BUNDLE + 1)
+    except OSError as error:
+        raise refuse(
+            FILE_MISSING, f"the certificate {path} cannot be read: {error.strerror}"
+        ) from error
+
+
+def _moment(text: str | None) -> datetime:
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import BAD_TIME
+    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.strict import parse_time
+
+    if text is None:
+        return datetime.now(UTC)
+    try:
+        return parse_time(text)
+    except Reject as error:
+        raise refuse(BAD_TIME, f"--at: {error.detail}") from error
+
+
+def _kernels(given: str | None) -> Fingerprints | None:
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import FILE_MISSING, KERNELS_FILE
+    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.strict import strict_load
+
+    if given is None:
+        return None
+    limit = 1 << 20
+    try:
+        with Path(given).open("rb") as stream:
+            value: Any = strict_load(stream.read(limit + 1), limit)
+    except OSError as error:
+        raise refuse(FILE_MISSING, f"{given} cannot be read: {error.strerror}") from error
+    except Reject as error:
+        raise refuse(KERNELS_FILE, f"{given}: {error.detail} ({error.reason})") from error
+    if (
+        not isinstance(value, dict)
+        or value.keys() != {"train", "infer"}
+        or not all(isinstance(part, dict) for part in value.values())
+    ):
+        raise refuse(
+            KERNELS_FILE, f"{given} is not an object with exactly `train` and `infer` objects"
+        )
+    return value
+
+
+def _print_table(report: Report, name: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"ok": "green", "failed": "bold red", "not_run": "dim"}
+    table = Table(title=f"certificate {name}", title_justify="left", show_lines=False)
+    for heading in ("step", "outcome", "reason", "detail"):
+        table.add_column(heading, overflow="fold")
+    for check in report.checks:
+        outcome = check.outcome.value
+        table.add_row(
+            check.name,
+            Text(outcome.replace("_", " "), style=styles[outcome]),
+            Text(check.reason),
+            Text(check.detail),
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    style = "bold green" if report.accepted else "bold red"
+    console.print(Text(report.verdict, style=style), end="")
+    console.print(Text(f": {', '.join(report.reasons)}" if report.reasons else ""))
+    if report.accepted and report.outside:
+        console.print(Text(f"not covered by this certificate: {', '.join(report.outside)}"))

@@ -1,0 +1,340 @@
+"""`kcdsl verify`: decide the formal clauses and write certificates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from kcdsl.ir.terms import Program
+    from kcdsl.route.goals import Goal
+    from kcdsl.verdict.outcome import GoalOutcome
+    from kcdsl_certs.clauses import CertifiedClause
+
+HELP = "decide the clauses about every input of a region, and write certificates"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("contract", nargs="?", metavar="CONTRACT")
+    parser.add_argument("--block", action="append", metavar="NAME", help="only clauses on this block")
+    parser.add_argument("--clause", action="append", metavar="ID", help="only this clause")
+    parser.add_argument("--backend", metavar="NAME", help="decide with this backend")
+    parser.add_argument(
+        "--attack",
+        choices=("on", "off"),
+        default="on",
+        help="search for concrete runs beside the bounds (default: on)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--sign", metavar="KEY", help="private key (default: kcdsl.key beside CONTRACT)")
+    parser.add_argument("-o", "--output", metavar="DIR", help="folder of certificates (default: out)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> Exit:
+    """Run the command."""
+    from kcdsl.check.compile import load_program
+    from kcdsl.cli.discover import find_contract
+    from kcdsl.model.presets import resolve
+    from kcdsl.release.signing import signing_key
+    from kcdsl.verdict.goal_report import VERIFY_SCHEMA, goal_json
+
+    path = find_contract(arguments.contract, Path.cwd())
+    program, base = load_program(path), path.resolve().parent
+    _refuse_inconsistent(program)
+    chosen = _choose(program, arguments)
+    key = signing_key(arguments.sign, base)
+    outcomes = _decide(program, base, chosen, arguments)
+    implied = _implied(program, outcomes)
+    folder = Path(arguments.output) if arguments.output else base / "out"
+    certificate = None
+    if key is not None:
+        certificate = _write(program, base, folder, outcomes, key, arguments)
+    code = _exit(outcomes)
+    if arguments.json:
+        numerics = {"train": resolve(program.train), "infer": resolve(program.infer)}
+        shown = None if certificate is None else str(certificate)
+        document = {
+            "schema": VERIFY_SCHEMA,
+            "contract": {"name": program.name, "version": program.version},
+            "goals": [goal_json(outcome, numerics, shown) for outcome in outcomes],
+            "implied": [_implied_json(item) for item in implied],
+            "certificate": shown,
+            "exit": int(code),
+        }
+        print(json.dumps(document, indent=2, allow_nan=False))
+    else:
+        _print(outcomes, implied, certificate)
+    return code
+
+
+def _refuse_inconsistent(program: Program) -> None:
+    """Ask z3 whether all clauses can hold at once; refuse the contract if they cannot."""
+    from kcdsl.diagnostics import Refusal, Severity
+    from kcdsl.route.catalogue import catalogue
+
+    for spec in catalogue():
+        if spec.name == "smt" and not spec.missing():
+            found = [d for d in spec.load().consistency(program) if d.severity is Severity.ERROR]
+            if found:
+                raise Refusal(found)
+
+
+def _choose(program: Program, arguments: argparse.Namespace) -> tuple[Goal, ...]:
+    """Return the goals that the options select; refuse a selection that selects nothing."""
+    from difflib import get_close_matches
+
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import NO_GOAL, UNKNOWN_CLAUSE
+    from kcdsl.route.goals import goals
+
+    every = goals(program)
+    known = [clause.id for clause in program.clauses]
+    for wanted in arguments.clause or ():
+        if wanted not in known:
+            near = get_close_matches(wanted, known, n=1)
+            raise refuse(
+                UNKNOWN_CLAUSE,
+                f"the contract has no clause {wanted!r}",
+                help=f"did you mean {near[0]!r}?" if near else f"clauses: {', '.join(known)}",
+            )
+    chosen = tuple(
+        goal
+        for goal in every
+        if (not arguments.block or goal.block in arguments.block)
+        and (not arguments.clause or goal.clause.id in arguments.clause)
+    )
+    missing = [b for b in arguments.block or () if all(goal.block != b for goal in every)]
+    if missing or not chosen:
+        blocks = sorted({goal.block for goal in every})
+        what = f"block {missing[0]!r}" if missing else "a drift for all inputs of a region"
+        raise refuse(
+            NO_GOAL,
+            f"no clause of the contract speaks about {what}",
+            help=f"blocks with clauses: {', '.join(blocks) or 'none'}; "
+            "write `forall x in points(SLICE): norm_inf(drift(BLOCK, x)) <= LIMIT`",
+        )
+    return chosen
+
+
+def _decide(
+    program: Program, base: Path, chosen: Sequence[Goal], arguments: argparse.Namespace
+) -> tuple[GoalOutcome, ...]:
+    spec = _backend(arguments.backend)
+    with _progress() as progress:
+        outcomes: tuple[GoalOutcome, ...] = spec.load().decide(
+            program,
+            base,
+            chosen,
+            device=_device(arguments.device),
+            attacks=arguments.attack == "on",
+            progress=progress,
+        )
+    return outcomes
+
+
+def _backend(name: str | None) -> Any:
+    """Return the backend for drift goals: the named one, else the first of the catalogue."""
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import NO_BACKEND
+    from kcdsl.route.catalogue import Fragment, catalogue
+
+    specs = catalogue()
+    able = [s for s in specs if Fragment.UNIVERSAL_DRIFT in s.fragments and not s.missing()]
+    named = [s for s in able if name is None or s.name == name]
+    if named:
+        return named[0]
+    for spec in specs:
+        if spec.name == name:
+            lacking = ", ".join(spec.missing())
+            raise refuse(
+                NO_BACKEND,
+                f"backend {name!r} "
+                + (f"needs {lacking}" if lacking else "does not decide drift for all inputs"),
+                help="`kcdsl doctor` says how to install what is missing",
+            )
+    raise refuse(
+        NO_BACKEND,
+        f"there is no backend {name!r}" if name else "no installed backend decides drift clauses",
+        help=f"backends: {', '.join(s.name for s in able) or 'none; see kcdsl doctor'}",
+    )
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import NO_DEVICE
+
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise refuse(NO_DEVICE, "torch sees no CUDA device", help="use --device cpu")
+    return "cuda" if available and wanted != "cpu" else "cpu"
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """Show a bar on stderr while goals are decided (nothing where stderr is no terminal)."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(goal: str, done: int, total: int) -> None:
+            if goal not in tasks:
+                tasks[goal] = bar.add_task(goal, total=total)
+            bar.update(tasks[goal], completed=done)
+
+        yield report
+
+
+def _implied(program: Program, outcomes: Sequence[GoalOutcome]) -> tuple[Any, ...]:
+    """Return the empirical clauses that the proved drift bounds imply (bound chain, z3)."""
+    from kcdsl.route.catalogue import catalogue
+    from kcdsl.verdict.proved import proved_drifts
+
+    proved = proved_drifts(program, outcomes)
+    for spec in catalogue():
+        if spec.name == "smt" and not spec.missing() and proved:
+            return tuple(spec.load().derive(program, proved))
+    return ()
+
+
+def _implied_json(item: Any) -> dict[str, Any]:
+    return {"clause": item.clause_id, "slice": item.slice, "chain": list(item.chain)}
+
+
+def _write(
+    program: Program,
+    base: Path,
+    folder: Path,
+    outcomes: Sequence[GoalOutcome],
+    key: Any,
+    arguments: argparse.Namespace,
+) -> Path:
+    """Write proofs, then the certificate that names them."""
+    from kcdsl.release.issue import issue, write_certificate, write_proof
+
+    stem = "-".join(["verify", *(arguments.block or ()), *(arguments.clause or ())])
+    references = {}
+    for outcome in outcomes:
+        if outcome.proof is not None:
+            name = f"{outcome.goal.clause.id}.proof.json"
+            references[outcome.goal.clause.id] = write_proof(folder / name, outcome.proof)
+    results = _results(program, base, outcomes, references)
+    target = folder / f"{stem}.cert.json"
+    write_certificate(target, issue(program=program, base=base, clauses=results, keys=[key]))
+    return target
+
+
+def _results(
+    program: Program, base: Path, outcomes: Sequence[GoalOutcome], references: dict[str, Any]
+) -> list[CertifiedClause]:
+    from kcdsl.model.presets import resolve
+    from kcdsl.release.issue import results_for
+    from kcdsl.release.requirements import required_clauses
+    from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
+    from kcdsl_certs.canonical import canonical_digest
+    from kcdsl_certs.clauses import Evidence, Verdict
+
+    required = {r.id: r for r in required_clauses(program, base)}
+    digests = tuple(canonical_digest(resolve(k).to_json()) for k in (program.train, program.infer))
+    found = []
+    for outcome in outcomes:
+        verdict = outcome.verdict
+        word = (
+            Verdict.PASSED
+            if isinstance(verdict, Held)
+            else Verdict.FAILED
+            if isinstance(verdict, Violated)
+            else Verdict.INCONCLUSIVE
+        )
+        proof = references.get(outcome.goal.clause.id)
+        is_flip = outcome.goal.functional == "no_flip"
+        bound = outcome.margin if is_flip else outcome.bound
+        found.append(
+            results_for(
+                required[outcome.goal.clause.id],
+                evidence=Evidence.PROOF if proof is not None else Evidence.SAMPLE,
+                method=f"{outcome.backend}/1",
+                verdict=word,
+                numerics=digests,
+                bound=bound if proof is not None else None,
+                low=None if is_flip else outcome.attack,
+                value=outcome.attack if proof is None and not is_flip else None,
+                n=len(outcome.cases),
+                unit="region",
+                proof=proof,
+                assumptions=outcome.evidence.assumptions,
+                reason=verdict.reason
+                if isinstance(verdict, Inconclusive | InvalidEvidence)
+                else None,
+            )
+        )
+    return found
+
+
+def _exit(outcomes: Sequence[GoalOutcome]) -> Exit:
+    from kcdsl.verdict.model import Held, InvalidEvidence, Violated
+
+    if any(isinstance(o.verdict, Violated) for o in outcomes):
+        return Exit.VIOLATED
+    if any(isinstance(o.verdict, InvalidEvidence) for o in outcomes):
+        return Exit.COULD_NOT_RUN
+    if outcomes and all(isinstance(o.verdict, Held) for o in outcomes):
+        return Exit.HELD
+    return Exit.INCONCLUSIVE
+
+
+def _print(
+    outcomes: Sequence[GoalOutcome], implied: Sequence[Any], certificate: Path | None
+) -> None:
+    from rich.console import Console
+
+    from kcdsl.verdict.goal_report import goal_table
+    from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Violated
+
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(goal_table(outcomes))
+    for outcome in outcomes:
+        match outcome.verdict:
+            case Inconclusive(reason) | InvalidEvidence(reason):
+                console.print(f"{outcome.goal.clause.id}: {reason}", highlight=False, markup=False)
+            case Violated(counterexample):
+                text = json.dumps(counterexample)
+                console.print(
+                    f"{outcome.goal.clause.id}: counterexample {text}", highlight=False, markup=False
+                )
+            case _:
+                pass
+    for item in implied:
+        console.print(f"\n{item.clause_id} on {item.slice} is implied:", markup=False)
+        for step in item.chain:
+            console.print(f"  {step}", highlight=False, markup=False)
+    if certificate is None:
+        note = "not certified: no signing key (kcdsl keygen -o kcdsl.key makes one)"
+        print(note, file=sys.stderr)
+    else:
+        console.print(f"certificate: {certificate}", highlight=False, markup=False)

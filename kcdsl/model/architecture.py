@@ -1,0 +1,263 @@
+"""Models: a program (the module), its weights, its configuration and its tokenizer.
+
+Two architectures are built in. A user's own comes as `package.module:factory`, where
+`factory(config: dict) -> torch.nn.Module` and the names of the module's parameters are the keys of
+the checkpoint. Its forward pass takes token ids [T] and returns logits [T, V] (or hidden states,
+if it has an attribute `encoder_only = True`). It may offer
+
+- `blocks() -> dict[str, nn.Module]`: blocks by name, each taking hidden states [T, D];
+- `hidden(ids) -> Tensor`: the states [T, D] that enter the head;
+- `limits -> (vocabulary, longest sequence)`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.terms import ModelRef
+from kcdsl.model import bert, llama
+from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors, resolve_file
+from kcdsl.model.config import read_config
+from kcdsl.model.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+
+Factory = Callable[[dict[str, Any]], nn.Module]
+KeyRule = Callable[[str], "str | None"]
+
+ARCHITECTURES: dict[str, tuple[Factory, KeyRule]] = {
+    "llama": (llama.build, llama.canonical_key),
+    "bert": (bert.build, bert.canonical_key),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model: the training program in float32 on the CPU.
+
+    `keys` gives the checkpoint key of every parameter name; `built_in` says that the module is one
+    of `kcdsl.model`.
+    """
+
+    module: nn.Module
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    keys: Mapping[str, str]
+    tokenizer_source: Tokenizer | None
+    built_in: bool
+
+    @property
+    def encoder_only(self) -> bool:
+        """Say whether the model ends in hidden states instead of logits."""
+        return bool(getattr(self.module, "encoder_only", False))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Refuse where the contract and the checkpoint's folder have none."""
+        if self.tokenizer_source is None:
+            raise refuse(
+                codes.TOKENIZER,
+                "the model has no tokenizer",
+                help="give model.tokenizer: bytes, or the path of a tokenizer.json",
+            )
+        return self.tokenizer_source
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """Return the vocabulary size and the longest sequence, None where they are not known."""
+        own = getattr(self.module, "limits", None)
+        if own is not None:
+            return int(own[0]), int(own[1])
+        sizes = [self.config.get(name) for name in ("vocab_size", "max_position_embeddings")]
+        vocabulary, longest = (s if isinstance(s, int) else None for s in sizes)
+        return vocabulary, longest
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return every block by name."""
+        own = getattr(self.module, "blocks", None)
+        found: dict[str, nn.Module] = dict(own()) if own is not None else {}
+        return found | {"model": self.module}
+
+    def block_names(self) -> tuple[str, ...]:
+        """Return the names of the blocks in order of application, `model` last."""
+        return tuple(self.blocks())
+
+    def block(self, name: str) -> nn.Module:
+        """Return the block of this name, a module on hidden states [T, D] (`model`: on ids [T])."""
+        blocks = self.blocks()
+        if name not in blocks:
+            near = difflib.get_close_matches(name, blocks, n=1)
+            raise refuse(
+                codes.UNKNOWN_BLOCK,
+                f"the model has no block {name!r}; it has {_summary(tuple(blocks))}",
+                help=f"did you mean {near[0]!r}?" if near else None,
+            )
+        return blocks[name]
+
+    def ids(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Return token ids as a tensor [T]. Refuse a sequence that the model cannot take."""
+        ids = torch.as_tensor(tokens)
+        if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
+            raise refuse(codes.SEQUENCE, "a sequence must be a list of at least one token id")
+        vocabulary, longest = self.limits
+        if longest is not None and len(ids) > longest:
+            raise refuse(
+                codes.SEQUENCE, f"a sequence of {len(ids)} tokens; the model takes {longest}"
+            )
+        worst, least = int(ids.max()), int(ids.min())
+        if least < 0 or (vocabulary is not None and worst >= vocabulary):
+            bad = least if least < 0 else worst
+            raise refuse(codes.SEQUENCE, f"token {bad} is out of the vocabulary of {vocabulary}")
+        return ids.to(torch.long)
+
+    def block_inputs(self, tokens: Sequence[int] | Tensor, name: str) -> Tensor | None:
+        """Return what enters a block for this sequence in the training kernel, float32 [T, D].
+
+        For `model`, which takes the tokens themselves, return None.
+        """
+        return self.all_block_inputs(tokens, (name,))[name]
+
+    def all_block_inputs(
+        self, tokens: Sequence[int] | Tensor, names: Sequence[str]
+    ) -> dict[str, Tensor | None]:
+        """Return `block_inputs` for several blocks from one forward pass."""
+        ids = self.ids(tokens)
+        entries = getattr(self.module, "block_entries", dict)()
+        seen: dict[str, list[Tensor]] = {name: [] for name in names if name != "model"}
+        handles = []
+        for name, found in seen.items():
+            entry = entries.get(name, self.block(name))
+            handles.append(entry.register_forward_pre_hook(_remember(found)))
+        try:
+            with torch.no_grad():
+                self.module(ids)
+        finally:
+            for handle in handles:
+                handle.remove()
+        result: dict[str, Tensor | None] = dict.fromkeys(names)
+        for name, found in seen.items():
+            if len(found) != 1 or found[0].dim() != 2:
+                raise refuse(
+                    codes.UNKNOWN_BLOCK,
+                    f"block {name!r} ran {len(found)} times in the forward pass; it must run once,"
+                    " on hidden states [T, D]",
+                )
+            result[name] = found[0]
+        return result
+
+
+def _remember(found: list[Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found.append(args[0].detach().clone())
+
+    return hook
+
+
+def _summary(names: tuple[str, ...]) -> str:
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(name.rstrip("0123456789"), []).append(name)
+    spans = (g[0] if len(g) == 1 else f"{g[0]} … {g[-1]}" for g in kinds.values())
+    return ", ".join(spans)
+
+
+def load_model(ref: ModelRef, base: Path) -> Model:
+    """Load the model that a contract names; `base` is the folder of the contract.
+
+    Refuse every defect of the checkpoint, the configuration, the tokenizer or the factory.
+    """
+    path = resolve_file(ref.checkpoint, base)
+    if ref.config is not None:
+        config = read_config(resolve_file(ref.config, base))
+    elif ref.module is None or (path.parent / "config.json").is_file():
+        config = read_config(path.parent / "config.json")
+    else:
+        config = {}
+    module, rule = _build(ref, config, base)
+    checkpoint = load_checkpoint(path)
+    keys = _take_weights(module, checkpoint, rule)
+    module.eval().requires_grad_(False)
+    tokenizer = _tokenizer(ref, path, base, config)
+    return Model(module, checkpoint, config, keys, tokenizer, ref.module is None)
+
+
+def _build(ref: ModelRef, config: dict[str, Any], base: Path) -> tuple[nn.Module, KeyRule]:
+    if ref.module is not None:
+        return _from_factory(ref.module, config, base), lambda key: key
+    known = ARCHITECTURES.get(ref.architecture or "")
+    if known is None:
+        near = difflib.get_close_matches(ref.architecture or "", ARCHITECTURES, n=1)
+        raise refuse(
+            codes.UNKNOWN_ARCHITECTURE,
+            f"unknown architecture {ref.architecture!r}; known: {', '.join(ARCHITECTURES)}",
+            help=f"did you mean {near[0]!r}?" if near else "or give module: package.module:factory",
+        )
+    factory, rule = known
+    return factory(config), rule
+
+
+def _from_factory(target: str, config: dict[str, Any], base: Path) -> nn.Module:
+    """Call `package.module:factory`; the contract's folder is searched for the package as well."""
+    name, _, attribute = target.partition(":")
+    if not attribute:
+        raise refuse(codes.MODEL_FACTORY, f"{target!r} is not of the form package.module:factory")
+    sys.path.insert(0, str(base))
+    try:
+        factory = getattr(import_module(name), attribute)
+        module = factory(config)
+    except Exception as error:  # foreign code may raise anything
+        raise refuse(
+            codes.MODEL_FACTORY, f"{target} failed: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        sys.path.remove(str(base))
+    if not isinstance(module, nn.Module):
+        raise refuse(
+            codes.MODEL_FACTORY, f"{target} returned {type(module).__name__}, not a torch.nn.Module"
+        )
+    return module
+
+
+def _take_weights(module: nn.Module, checkpoint: Checkpoint, rule: KeyRule) -> dict[str, str]:
+    """Copy the tensors of the checkpoint into the module; return the key of each parameter."""
+    module.float()
+    stored = {n: t for n, t in module.state_dict(keep_vars=True).items() if t.is_floating_point()}
+    first: dict[int, str] = {}
+    optional: dict[str, str] = {}
+    for name, tensor in stored.items():
+        if first.setdefault(id(tensor), name) != name:
+            optional[name] = first[id(tensor)]
+    expected = {n: tuple(t.shape) for n, t in stored.items() if n not in optional}
+    plain = set(module.state_dict()) - set(stored)
+    names = {
+        key: None if (name := rule(key)) in plain else name
+        for key in (*checkpoint.tensors, *checkpoint.others)
+    }
+    keys = match_tensors(checkpoint, names, expected, optional)
+    with torch.no_grad():
+        for name, key in keys.items():
+            stored[name].copy_(checkpoint.tensors[key])
+    return keys
+
+
+def _tokenizer(
+    ref: ModelRef, checkpoint: Path, base: Path, config: Mapping[str, Any]
+) -> Tokenizer | None:
+    size = config.get("vocab_size")
+    byte_sized = isinstance(size, int) and size <= 256
+    if ref.tokenizer == "bytes":
+        return ByteTokenizer(min(size, 256) if isinstance(size, int) else 256)
+    if ref.tokenizer is not None:
+        return FileTokenizer(resolve_file(ref.tokenizer, base))
+    beside = checkpoint.parent / "tokenizer.json"
+    if beside.is_file():
+        return FileTokenizer(beside)
+    return ByteTokenizer(size) if byte_sized and isinstance(size, int) else None

@@ -1,0 +1,110 @@
+"""How a module evaluates attention: a value that the kernel adapter sets, not a global."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SDP_BACKENDS: dict[str, SDPBackend] = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+class AttentionProgram(Protocol):
+    """Evaluates softmax(q·kᵀ·scale + mask)·v."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, keys: Tensor | None
+    ) -> Tensor:
+        """Return [..., H, T, d] for q, k, v of that shape.
+
+        `keys` is a boolean mask [..., T], True where a key may be attended to; None means all.
+        Every row may attend to itself, so that rows of padding stay finite.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """Three separate operations: matmul, softmax, matmul."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, keys: Tensor | None
+    ) -> Tensor:
+        """Return the context; see `AttentionProgram`."""
+        scores = (q @ k.transpose(-2, -1)) * scale
+        mask = attention_mask(q.shape[-2], causal, keys, q.device)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return torch.softmax(scores, dim=-1) @ v
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledDotProduct:
+    """One call of `scaled_dot_product_attention`.
+
+    `backend` is a key of `SDP_BACKENDS`, or None for the one that PyTorch chooses.
+    """
+
+    backend: str | None = None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, keys: Tensor | None
+    ) -> Tensor:
+        """Return the context; see `AttentionProgram`."""
+        mask = attention_mask(q.shape[-2], causal, keys, q.device) if keys is not None else None
+        lead = q.shape[:-3]
+        folded = [t.reshape(-1, *t.shape[-3:]) for t in (q, k, v)]
+        if mask is not None:
+            mask = mask.reshape(-1, *mask.shape[-3:])
+        chosen = sdpa_kernel([SDP_BACKENDS[self.backend]]) if self.backend else nullcontext()
+        with chosen:
+            context = F.scaled_dot_product_attention(
+                *folded, attn_mask=mask, is_causal=causal and mask is None, scale=scale
+            )
+        return context.reshape(*lead, *context.shape[-3:])
+
+
+def attention_mask(
+    length: int, causal: bool, keys: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Return the boolean mask, [T, T] or [..., 1, T, T], True = takes part; None where all do."""
+    if not causal and keys is None:
+        return None
+    full = torch.ones(length, length, dtype=torch.bool, device=device)
+    mask = full.tril() if causal else full
+    if keys is None:
+        return mask
+    itself = torch.eye(length, dtype=torch.bool, device=device)
+    return (mask & (keys[..., None, :] | itself)).unsqueeze(-3)
+
+
+def use_attention(module: nn.Module, program: AttentionProgram) -> bool:
+    """Set the program of every attention inside `module`; say whether there was one to set.
+
+    An attention announces itself by an attribute `attention_program`.
+    """
+    found = False
+    for part in module.modules():
+        if hasattr(part, "attention_program"):
+            part.attention_program = program  # type: ignore[assignment]
+            found = True
+    return found
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Return [..., H, T, D/H] for [..., T, D]."""
+    return x.reshape(*x.shape[:-1], heads, -1).transpose(-3, -2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """Return [..., T, H*d] for [..., H, T, d]."""
+    return x.transpose(-3, -2).reshape(*x.shape[:-3], x.shape[-2], -1)

@@ -1,0 +1,85 @@
+"""Reading of config.json: typed fields, and a refusal that names the field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import Refusal, refuse
+from kcdsl.diagnostics import codes
+
+
+class Fields:
+    """The fields of one configuration. Each reader checks type and range."""
+
+    def __init__(self, raw: Mapping[str, Any], architecture: str) -> None:
+        self._raw = raw
+        self._architecture = architecture
+
+    def _refusal(self, message: str) -> Refusal:
+        return refuse(codes.MODEL_CONFIG, f"{self._architecture} configuration: {message}")
+
+    def check(self, holds: bool, message: str) -> None:
+        """Refuse with `message` unless `holds`."""
+        if not holds:
+            raise self._refusal(message)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a positive integer; a missing or null field takes the default."""
+        value = self._raw.get(name)
+        value = default if value is None else value
+        self.check(value is not None, f"the field {name!r} is missing")
+        good = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        self.check(good, f"{name!r} must be a positive integer, not {value!r}")
+        assert isinstance(value, int)
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """Return a finite positive number."""
+        value = self._raw.get(name, default)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        self.check(
+            good and math.isfinite(value) and value > 0,
+            f"{name!r} must be a positive number, not {value!r}",
+        )
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean."""
+        value = self._raw.get(name, default)
+        self.check(isinstance(value, bool), f"{name!r} must be true or false, not {value!r}")
+        return bool(value)
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Return a nested object; empty where the field is missing or null."""
+        value = self._raw.get(name)
+        value = {} if value is None else value
+        self.check(isinstance(value, dict), f"{name!r} must be an object, not {value!r}")
+        assert isinstance(value, dict)
+        return value
+
+    def require(self, name: str, allowed: Iterable[object], default: object) -> None:
+        """Refuse a value outside `allowed`."""
+        options = tuple(allowed)
+        value = self._raw.get(name, default)
+        shown = ", ".join(map(str, options))
+        self.check(value in options, f"{name!r} is {value!r}; supported: {shown}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file. Refuse a missing file, and what is no JSON object."""
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise refuse(
+            codes.FILE_MISSING, f"cannot read the configuration {path}: {reason}"
+        ) from None
+    except ValueError as error:
+        raise refuse(codes.MODEL_CONFIG, f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise refuse(codes.MODEL_CONFIG, f"{path} must hold a JSON object")
+    return raw

@@ -1,0 +1,118 @@
+"""Block graphs: operations on named tensors, the form in which a block is verified.
+
+A graph has no batch dimension: the block input is one sequence, shape [T, D]. Shapes are static.
+The leaves are the block input, parameters (named by their checkpoint key), constants (tables, masks)
+and token ids. Nodes stand in an order in which every node comes after its inputs.
+
+| op | inputs | attrs | value |
+|---|---|---|---|
+| input | – | – | the block input, float, [T, D] |
+| param | – | key | a checkpoint tensor |
+| constant | – | key | an array of `constants` (float32, or bool for masks) |
+| embedding | weight | ids (list of int) | weight[ids] |
+| linear | x, weight[, bias] | – | x @ weight.T + bias |
+| matmul | a, b | – | a @ b over the last two dimensions, leading dimensions broadcast |
+| add, sub, mul | a, b | – | elementwise, broadcast |
+| scale | x | factor | x * factor |
+| divide | x | divisor | x / divisor |
+| shift | x | offset | x + offset |
+| neg, relu, tanh, silu, gelu | x | – | elementwise; gelu is the erf form |
+| reshape, expand | x | shape | |
+| permute | x | dims | |
+| slice | x | dim, start, stop, step | |
+| concat | x… | dim | |
+| softmax | scores[, mask] | – | over the last dimension; mask is a bool constant, True = takes part |
+| rms_norm | x[, weight] | eps | x / sqrt(mean(x²) + eps) * weight, last dimension |
+| layer_norm | x[, weight, bias] | eps | (x - mean) / sqrt(var + eps) * weight + bias, last dimension |
+| rope | x, cos, sin | – | x * cos + concat(-x[…, h:], x[…, :h]) * sin, h half the last dimension |
+
+`role` marks the parts of an attention pattern, because numerics specifications speak of them:
+"scores" (the product q·kᵀ and every op between it and the softmax), "probabilities" (the softmax),
+"context" (the product with the values); otherwise "".
+Float attributes are exact doubles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import rfc8785
+from numpy.typing import NDArray
+
+GRAPH_SCHEMA = "kcdsl.block-graph/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation. `attrs` is plain JSON data (floats allowed)."""
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    role: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; floats become hexadecimal strings, so that no digit is lost."""
+        return {
+            "name": self.name,
+            "op": self.op,
+            "inputs": list(self.inputs),
+            "shape": list(self.shape),
+            "attrs": {k: v.hex() if isinstance(v, float) else v for k, v in self.attrs.items()},
+            "role": self.role,
+        }
+
+
+@dataclass(frozen=True)
+class BlockGraph:
+    """A block: its nodes in order, its output and its constants.
+
+    `input_shape` is [T, D] for a block on hidden states and None for a block on token ids.
+    """
+
+    block: str
+    nodes: tuple[Node, ...]
+    output: str
+    constants: Mapping[str, NDArray[Any]]
+    input_shape: tuple[int, ...] | None
+
+    def node(self, name: str) -> Node:
+        """Return the node of this name."""
+        return next(n for n in self.nodes if n.name == name)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Return the checkpoint keys that the block reads, sorted."""
+        return tuple(sorted({n.attrs["key"] for n in self.nodes if n.op == "param"}))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data with each constant replaced by its digest."""
+        return {
+            "schema": GRAPH_SCHEMA,
+            "block": self.block,
+            "nodes": [n.to_json() for n in self.nodes],
+            "output": self.output,
+            "constants": {k: array_digest(self.constants[k]) for k in sorted(self.constants)},
+            "input_shape": list(self.input_shape) if self.input_shape is not None else None,
+        }
+
+    @property
+    def digest(self) -> str:
+        """Return the sha256 (hex) of the canonical JSON."""
+        return hashlib.sha256(rfc8785.dumps(self.to_json())).hexdigest()
+
+
+def array_digest(array: NDArray[Any]) -> str:
+    """Return the sha256 (hex) of "dtype|shape|" and the little-endian bytes of an array."""
+    shape = ",".join(str(n) for n in array.shape)
+    data = np.ascontiguousarray(array)
+    little = data.astype(data.dtype.newbyteorder("<"), copy=False)
+    digest = hashlib.sha256(f"{data.dtype.name}|{shape}|".encode())
+    digest.update(little.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,235 @@
+"""Presets of numerics specifications and their resolution; the sources stand in docs/numerics.md.
+
+Imports neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
+
+COMPUTE_FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
+ACCUMULATORS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
+CASTS = ("nearest", "any")
+SCALED_FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8")
+WEIGHT_FORMATS = (*FORMATS, "int8")
+WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "mx")
+ACTIVATION_FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "int8", "uint8")
+ACTIVATION_SCALES = ("none", "per_tensor", "per_token", "mx")
+STYLES = ("composed", "fused")
+
+COMPOSED_EXP_ULPS = 4
+FUSED_EXP_ULPS = 32
+SMALLEST_TILE = 32
+WHOLE_ROW = 1 << 20
+LARGEST_TILE = 1 << 24
+LARGEST_EXP_ULPS = 1 << 16
+
+_E4M3_PER_CHANNEL = {"format": "fp8_e4m3", "scale": "per_channel"}
+_E4M3_PER_TENSOR = {"format": "fp8_e4m3", "scale": "per_tensor"}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "torch-eager": {},
+    "torch-sdpa-math": {
+        "attention": {
+            "style": "fused",
+            "probabilities": "accumulate",
+            "tile": WHOLE_ROW,
+            "exp_ulps": COMPOSED_EXP_ULPS,
+        }
+    },
+    "torch-sdpa-flash": {"attention": {"style": "fused"}},
+    "torch-sdpa-efficient": {"attention": {"style": "fused"}},
+    "flash-attention-2": {"compute": "bfloat16", "attention": {"style": "fused"}},
+    "flash-attention-3": {"compute": "bfloat16", "attention": {"style": "fused", "tile": 64}},
+    "fp8-weights": {"compute": "bfloat16", "weights": _E4M3_PER_CHANNEL},
+    "fp8-w8a8-per-tensor": {
+        "compute": "bfloat16",
+        "weights": _E4M3_PER_TENSOR,
+        "activations": {"format": "fp8_e4m3", "scale": "per_tensor"},
+    },
+    "fp8-w8a8-per-channel": {
+        "compute": "bfloat16",
+        "weights": _E4M3_PER_CHANNEL,
+        "activations": {"format": "fp8_e4m3", "scale": "per_token"},
+    },
+    "int8-weights": {"compute": "bfloat16", "weights": {"format": "int8", "scale": "per_channel"}},
+    "mxfp8": {
+        "compute": "bfloat16",
+        "weights": {"format": "fp8_e4m3", "scale": "mx"},
+        "activations": {"format": "fp8_e4m3", "scale": "mx"},
+    },
+    "onnxruntime-float32": {},
+    "onnxruntime-int8": {
+        "weights": {"format": "int8", "scale": "per_tensor"},
+        "activations": {"format": "uint8", "scale": "per_tensor"},
+    },
+}
+
+ADAPTER_PRESETS = {
+    "torch.eager": "torch-eager",
+    "torch.sdpa": "torch-sdpa-flash",
+    "torch.sdpa.math": "torch-sdpa-math",
+    "torch.sdpa.flash": "torch-sdpa-flash",
+    "torch.sdpa.efficient": "torch-sdpa-efficient",
+}
+"""The preset that a kernel has where its numerics name none."""
+
+
+def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
+    """Return the numerics of a kernel: the keys of the contract over those of its preset.
+
+    `spec` is a kernel, or its numerics as a mapping (which must name a preset). Refuse an unknown
+    preset, key, format or scale, saying what is allowed, and combinations without a meaning.
+    """
+    given = _plain(dict(spec.numerics) if isinstance(spec, KernelRef) else spec)
+    if isinstance(spec, KernelRef):
+        given.setdefault("preset", ADAPTER_PRESETS.get(spec.run))
+    _known_keys(given, "numerics", Numerics.__dataclass_fields__)
+    preset = given.pop("preset", None)
+    if preset is None:
+        raise _refusal("the numerics name no preset", PRESETS)
+    preset = _choice("preset", preset, PRESETS)
+    base = PRESETS[preset]
+    merged = {**base, **given}
+    compute = _choice("compute", merged.get("compute", "float32"), COMPUTE_FORMATS)
+    accumulate = _choice("accumulate", merged.get("accumulate", "float32"), ACCUMULATORS)
+    if "accumulate" not in merged and FORMATS[compute].precision > FORMATS[accumulate].precision:
+        accumulate = compute
+    if FORMATS[accumulate].precision < FORMATS[compute].precision:
+        raise _refusal(f"accumulate {accumulate} is coarser than compute {compute}")
+    return Numerics(
+        preset=preset,
+        compute=compute,
+        accumulate=accumulate,
+        casts=_choice("casts", merged.get("casts", "any"), CASTS),
+        weights=_weights(_merged(base, given, "weights"), compute),
+        activations=_activations(_merged(base, given, "activations")),
+        attention=_attention(base, given, compute, accumulate),
+    )
+
+
+def _weights(raw: dict[str, Any], compute: str) -> Weights:
+    _known_keys(raw, "weights", Weights.__dataclass_fields__)
+    format = _choice("weights.format", raw.get("format", compute), WEIGHT_FORMATS)
+    scale = _choice("weights.scale", raw.get("scale", "none"), WEIGHT_SCALES)
+    if scale == "none" and format == "int8":
+        raise _refusal("int8 weights need a scale", WEIGHT_SCALES[1:])
+    if scale != "none" and format not in SCALED_FORMATS:
+        raise _refusal(f"weights of format {format} have no scale", SCALED_FORMATS)
+    if scale == "mx" and format == "int8":
+        raise _refusal("the mx scale is for fp8 formats", ("fp8_e4m3", "fp8_e5m2"))
+    return Weights(format, scale)
+
+
+def _activations(raw: dict[str, Any]) -> Activations:
+    _known_keys(raw, "activations", Activations.__dataclass_fields__)
+    format = raw.get("format", "none")
+    if format in COMPUTE_FORMATS:
+        raise _refusal(
+            f"activations.format {format!r} is no quantisation; write the format of plain"
+            " activations as `compute`",
+            ACTIVATION_FORMATS,
+        )
+    format = _choice("activations.format", format, ACTIVATION_FORMATS)
+    scale = _choice("activations.scale", raw.get("scale", "none"), ACTIVATION_SCALES)
+    if format == "none" and scale != "none":
+        raise _refusal("activations have a scale but no format", ACTIVATION_FORMATS[1:])
+    if format in ("int8", "uint8") and scale in ("none", "mx"):
+        raise _refusal(f"{format} activations need a scale", ("per_tensor", "per_token"))
+    return Activations(format, scale)
+
+
+def _attention(
+    base: Mapping[str, Any], given: Mapping[str, Any], compute: str, accumulate: str
+) -> Attention:
+    mine = _mapping("attention", given.get("attention", {}))
+    theirs = dict(base.get("attention", {}))
+    _known_keys(mine, "attention", Attention.__dataclass_fields__)
+    if "style" in mine and mine["style"] != theirs.get("style", "composed"):
+        theirs = {}
+    raw = {**theirs, **mine}
+    style = _choice("attention.style", raw.get("style", "composed"), STYLES)
+    fused = style == "fused"
+    named = {"compute": compute, "accumulate": accumulate}
+
+    def stored(key: str, default: str) -> str:
+        value = raw.get(key, default)
+        return _choice(f"attention.{key}", named.get(value, value), FORMATS)
+
+    return Attention(
+        style=style,
+        scores=stored("scores", accumulate if fused else compute),
+        probabilities=stored("probabilities", compute),
+        tile=_count("attention.tile", raw.get("tile", SMALLEST_TILE), LARGEST_TILE),
+        exp_ulps=_count(
+            "attention.exp_ulps",
+            raw.get("exp_ulps", FUSED_EXP_ULPS if fused else COMPOSED_EXP_ULPS),
+            LARGEST_EXP_ULPS,
+        ),
+    )
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """Return nested mappings, or sorted pairs that stand for them, as dictionaries."""
+    items = value.items() if isinstance(value, Mapping) else value
+    return {str(k): _plain_value(v) for k, v in items}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _plain(value)
+    pairs = isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value)
+    return _plain(value) if pairs else value
+
+
+def _merged(base: Mapping[str, Any], given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a nested mapping; one that names a format replaces that of the preset."""
+    mine = _mapping(key, given.get(key, {}))
+    return mine if "format" in mine else {**base.get(key, {}), **mine}
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _refusal(f"{name} must be a mapping, not {value!r}")
+    return value
+
+
+def _known_keys(raw: Mapping[str, Any], name: str, known: Iterable[str]) -> None:
+    known = tuple(known)
+    for key in raw:
+        if key not in known:
+            raise _refusal(f"{name} has no key {key!r}", known, key)
+
+
+def _choice(name: str, value: Any, allowed: Iterable[str]) -> str:
+    options = tuple(allowed)
+    if not isinstance(value, str) or value not in options:
+        raise _refusal(f"{name} is {value!r}", options, value)
+    return value
+
+
+def _count(name: str, value: Any, largest: int) -> int:
+    whole = isinstance(value, int | Fraction) and not isinstance(value, bool) and value == int(value)
+    if not whole or not 1 <= value <= largest:
+        raise _refusal(f"{name} is {value!r}; it must be an integer from 1 to {largest}")
+    return int(value)
+
+
+def _refusal(message: str, allowed: Iterable[str] = (), tried: object = None) -> Refusal:
+    options = tuple(allowed)
+    near = difflib.get_close_matches(str(tried), options, n=1) if tried is not None else []
+    shown = f"; allowed: {', '.join(options)}" if options else ""
+    return refuse(
+        codes.NUMERICS, message + shown, help=f"did you mean {near[0]!r}?" if near else None
+    )

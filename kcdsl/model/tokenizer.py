@@ -1,0 +1,65 @@
+"""Tokenizers: bytes, and `tokenizer.json` files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from kcdsl.diagnostics import codes, refuse
+
+
+class Tokenizer(Protocol):
+    """Turns text into token ids and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, special tokens of the model included."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, special tokens left out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """One token per byte of UTF-8. A vocabulary below 256 takes only the bytes below its size."""
+
+    vocabulary: int = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of the text. Refuse a byte that is out of the vocabulary."""
+        ids = list(text.encode("utf-8", errors="surrogatepass"))
+        too_large = next((i for i in ids if i >= self.vocabulary), None)
+        if too_large is not None:
+            raise refuse(
+                codes.TOKENIZER,
+                f"byte {too_large} is out of the vocabulary of {self.vocabulary} bytes",
+            )
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text; bytes that are no UTF-8 become the replacement character."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer in the format of the `tokenizers` package, without padding or truncation."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Fast
+
+        try:
+            self._fast: Any = Fast.from_file(str(path))
+        except Exception as error:  # the package raises bare Exception for every defect of the file
+            raise refuse(codes.TOKENIZER, f"{path} is no tokenizer: {error}") from None
+        self._fast.no_padding()
+        self._fast.no_truncation()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, special tokens included."""
+        return list(self._fast.encode(text).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids."""
+        return str(self._fast.decode(ids))

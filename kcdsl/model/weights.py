@@ -1,0 +1,143 @@
+"""The exact parameter values of a kernel: rounding and quantisation of stored weights.
+
+Defined so that a second implementation can match bit for bit (docs/relational-interval.md,
+section 2). All arithmetic is float32, round to nearest even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics import Numerics
+
+QMAX = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0}
+MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
+MX_BLOCK = 32
+TILE = 128
+
+_TORCH_FORMATS = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def plain_parameter(w: Tensor, numerics: Numerics) -> Tensor:
+    """Return a parameter other than a linear weight: rounded to `compute`, as float32."""
+    return round_to(w, numerics.compute)
+
+
+def linear_weight(w: Tensor, numerics: Numerics) -> Tensor:
+    """Return the weight [out, in] of a linear as the kernel uses it, as float32.
+
+    Stored in the format and scale of `numerics.weights`, dequantised in float32, then rounded to
+    `compute`.
+    """
+    stored = numerics.weights
+    if stored.scale == "none":
+        return round_to(round_to(w, stored.format), numerics.compute)
+    w = w.to(torch.float32)
+    if stored.scale == "mx":
+        scale = _mx_scale(w, MX_EXPONENT[stored.format])
+    else:
+        amax = _AMAX[stored.scale](w.abs())
+        scale = amax / QMAX[stored.format]
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return round_to(_code(w / scale, stored.format) * scale, numerics.compute)
+
+
+def round_to(w: Tensor, format: str) -> Tensor:
+    """Return float32 values rounded to nearest even in a format, as float32.
+
+    Refuse a value that is beyond the largest finite number of the format.
+    """
+    w = w.to(torch.float32)
+    if format in ("float64", "float32"):
+        return w
+    if format == "tfloat32":
+        rounded = _drop_bits(w, 24 - FORMATS[format].precision)
+    else:
+        rounded = w.to(_TORCH_FORMATS[format]).to(torch.float32)
+    largest = FORMATS[format].largest
+    over = (rounded.abs() > largest) | ~torch.isfinite(rounded) | (w.abs() >= _overflow(format))
+    if bool(over.any()):
+        raise refuse(
+            codes.WEIGHT_OVERFLOW,
+            f"a weight of {float(w[over].abs().max()):.6g} does not fit {format}, whose largest"
+            f" number is {largest:.6g}",
+            help="give the weights a scale, or choose a format with a wider range",
+        )
+    return rounded
+
+
+def _overflow(format: str) -> float:
+    """Return the least magnitude that rounds beyond the largest number of a format.
+
+    The last significand of fp8_e4m3 is even, so the tie above it rounds down and does not count.
+    """
+    f = FORMATS[format]
+    half_step = 2.0 ** (_exponent(f.largest) - f.precision)
+    edge = f.largest + half_step
+    return edge if format != "fp8_e4m3" else float(torch.tensor(edge).nextafter(torch.tensor(1e9)))
+
+
+def _exponent(value: float) -> int:
+    """Return floor(log2(value)) for a positive number."""
+    return int(torch.frexp(torch.tensor(value, dtype=torch.float64)).exponent) - 1
+
+
+def _code(ratio: Tensor, format: str) -> Tensor:
+    """Return the codes of w/s as float32: nearest even in the format, saturating."""
+    limited = ratio.clamp(-QMAX[format], QMAX[format])
+    if format == "int8":
+        return limited.round()
+    return limited.to(_TORCH_FORMATS[format]).to(torch.float32)
+
+
+def _drop_bits(w: Tensor, bits: int) -> Tensor:
+    """Round float32 values to nearest even with `bits` fewer significand bits."""
+    raw = w.view(torch.int32)
+    half = (1 << (bits - 1)) - 1
+    kept = raw + half + ((raw >> bits) & 1)
+    return (kept & ~((1 << bits) - 1)).view(torch.float32)
+
+
+def _mx_scale(w: Tensor, largest_exponent: int) -> Tensor:
+    """Return 2^(floor(log2 amax) - emax) for each 32 consecutive inputs, spread over them.
+
+    The exponent stays within the range of E8M0, -127 to 127; the scale is 1 where amax is 0.
+    """
+    rows, columns = w.shape
+    blocks = -(-columns // MX_BLOCK)
+    padded = w.new_zeros(rows, blocks * MX_BLOCK)
+    padded[:, :columns] = w.abs()
+    amax = padded.view(rows, blocks, MX_BLOCK).amax(dim=-1)
+    exponent = (torch.frexp(amax).exponent - 1 - largest_exponent).clamp(-127, 127)
+    power = torch.exp2(exponent.to(torch.float64)).to(torch.float32)
+    scale = torch.where(amax == 0, torch.ones_like(power), power)
+    return scale.repeat_interleave(MX_BLOCK, dim=1)[:, :columns]
+
+
+def _tile_amax(magnitude: Tensor) -> Tensor:
+    """Return the largest magnitude of each 128x128 tile, spread over its elements."""
+    rows, columns = magnitude.shape
+    down, across = -(-rows // TILE), -(-columns // TILE)
+    padded = magnitude.new_zeros(down * TILE, across * TILE)
+    padded[:rows, :columns] = magnitude
+    amax = padded.view(down, TILE, across, TILE).amax(dim=(1, 3))
+    spread = amax.repeat_interleave(TILE, dim=0).repeat_interleave(TILE, dim=1)
+    return spread[:rows, :columns]
+
+
+_AMAX: dict[str, Callable[[Tensor], Tensor]] = {
+    "per_tensor": lambda magnitude: magnitude.amax(),
+    "per_channel": lambda magnitude: magnitude.amax(dim=1, keepdim=True),
+    "block_128": _tile_amax,
+}

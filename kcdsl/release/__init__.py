@@ -1,0 +1,1 @@
+"""From results to certificates: the triple of a contract, issuing, trust."""

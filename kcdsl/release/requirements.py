@@ -1,0 +1,243 @@
+"""What a certificate of a contract must cover, as the verifier reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from kcdsl.ir.terms import (
+    Abs,
+    AllOf,
+    AnyOf,
+    Arith,
+    Clause,
+    Compare,
+    Connective,
+    Drift,
+    FieldTest,
+    Formula,
+    HasFields,
+    Metric,
+    NoFlip,
+    NoneOf,
+    Norm,
+    Not,
+    Number,
+    Predicate,
+    Program,
+    Quantified,
+    Region,
+    Statistic,
+    Term,
+)
+from kcdsl.release.artefacts import data_file, digest_of
+from kcdsl_certs.canonical import canonical_digest
+from kcdsl_certs.clauses import Evidence
+from kcdsl_certs.reals import real_text
+from kcdsl_certs.requirements import Comparison, RequiredClause
+
+Alternatives = tuple[tuple[Comparison, ...], ...]
+
+_FLIPPED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
+_NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
+_MOST_ALTERNATIVES = 64
+
+
+def required_clauses(program: Program, base: Path) -> tuple[RequiredClause, ...]:
+    """Return every (clause, slice) that the contract names, in its order.
+
+    `base` is the folder of the contract; the data of the slices is hashed. Raises Refusal where a
+    data file is missing.
+    """
+    digests: dict[str, str | None] = {}
+    required: list[RequiredClause] = []
+    for clause in program.clauses:
+        region = region_of(clause.require)
+        for name in slices_of(clause):
+            if name is not None and name not in digests:
+                digests[name] = slice_digest(program, base, name)
+            required.append(
+                RequiredClause(
+                    id=clause.id,
+                    slice=name,
+                    alternatives=alternatives(clause.require),
+                    budget=None if clause.budget is None else clause.budget.rate,
+                    evidence=None if clause.evidence is None else Evidence(clause.evidence.value),
+                    slice_digest=None if name is None else digests[name],
+                    block=block_of(clause.require),
+                    region=None if region is None else region_text(region),
+                )
+            )
+    return tuple(required)
+
+
+def slices_of(clause: Clause) -> tuple[str | None, ...]:
+    """Return the slices a clause is decided on; (None,) where it names none."""
+    if clause.slices:
+        return clause.slices
+    region = region_of(clause.require)
+    return (None,) if region is None else (region.slice,)
+
+
+def slice_digest(program: Program, base: Path, name: str) -> str | None:
+    """Return the digest that pins a slice: its data file and its predicate; None without data."""
+    declared = program.slice(name)
+    data = declared.data if declared.data is not None else program.data
+    if data is None:
+        return None
+    record = {"data": digest_of(data_file(data, base)), "where": _predicate(declared.where)}
+    return canonical_digest(record)
+
+
+def _predicate(predicate: Predicate) -> Any:
+    match predicate:
+        case FieldTest(field, op, value):
+            stated = {"real": real_text(value)} if isinstance(value, Fraction) else value
+            return {"field": field, "op": op, "value": stated}
+        case AllOf(parts):
+            return {"all": [_predicate(part) for part in parts]}
+        case AnyOf(parts):
+            return {"any": [_predicate(part) for part in parts]}
+        case NoneOf(part):
+            return {"none": _predicate(part)}
+
+
+# --- formulas ------------------------------------------------------------------------------------
+
+
+def alternatives(formula: Formula) -> Alternatives:
+    """Return the requirement in disjunctive normal form over comparisons.
+
+    The quantity of `no_flip` is the certified margin between the kept and the other columns, that
+    of `has` the share of records that carry every field.
+    Empty where it has none: an existential quantifier, the negation of a quantifier, or more than
+    64 alternatives. Under `forall` a disjunction is read as one of universal statements, which
+    implies it.
+    """
+    return _normal_form(formula, negated=False)
+
+
+def _normal_form(formula: Formula, *, negated: bool) -> Alternatives:
+    match formula:
+        case Compare() if negated and formula.op not in _NEGATED:
+            return ()
+        case Compare(op, left, right):
+            return ((_comparison(_NEGATED[op] if negated else op, left, right),),)
+        case NoFlip() | HasFields() | Quantified() if negated:
+            return ()
+        case NoFlip(block, variable, k):
+            return ((Comparison(f"no_flip({block}, {variable}, {k})", ">", Fraction(0)),),)
+        case HasFields(names):
+            return ((Comparison(f"has(trace, [{', '.join(names)}])", ">=", Fraction(1)),),)
+        case Not(of):
+            return _normal_form(of, negated=not negated)
+        case Connective("implies", (antecedent, consequent)):
+            either = Connective("or", (Not(antecedent), consequent))
+            return _normal_form(either, negated=negated)
+        case Connective(op, parts):
+            inner = [_normal_form(part, negated=negated) for part in parts]
+            return _conjunction(inner) if (op == "and") != negated else _disjunction(inner)
+        case Quantified(quantifier, _, _, body):
+            return _normal_form(body, negated=False) if quantifier == "forall" else ()
+
+
+def _conjunction(parts: list[Alternatives]) -> Alternatives:
+    size = 1
+    for part in parts:
+        size *= len(part)
+    if size > _MOST_ALTERNATIVES:
+        return ()
+    return tuple(tuple(c for part in choice for c in part) for choice in product(*parts))
+
+
+def _disjunction(parts: list[Alternatives]) -> Alternatives:
+    found = tuple(choice for part in parts for choice in part)
+    return found if len(found) <= _MOST_ALTERNATIVES else ()
+
+
+def _comparison(op: str, left: Term, right: Term) -> Comparison:
+    if isinstance(right, Number):
+        return Comparison(term_text(left), op, right.value)
+    if isinstance(left, Number):
+        return Comparison(term_text(right), _FLIPPED[op], left.value)
+    return Comparison(f"({term_text(left)}) - ({term_text(right)})", op, Fraction(0))
+
+
+def term_text(term: Term) -> str:
+    """Write a term the one way that certificates use."""
+    match term:
+        case Number(value, dimension):
+            return real_text(value) if dimension == "1" else f"{real_text(value)} {dimension}"
+        case Metric(name):
+            return name
+        case Statistic("quantile", of, Fraction() as q):
+            percent = q * 100
+            if percent.denominator == 1:
+                return f"p{percent.numerator}({term_text(of)})"
+            return f"quantile({real_text(q)}, {term_text(of)})"
+        case Statistic("aggregate", of):
+            return term_text(of)
+        case Statistic(kind, of):
+            return f"{kind}({term_text(of)})"
+        case Norm(kind, Drift(block, variable, measured)):
+            inner = f"{'measured_drift' if measured else 'drift'}({block}, {variable})"
+            return f"{'span' if kind == 'span' else f'norm_{kind}'}({inner})"
+        case Abs(of):
+            return f"abs({term_text(of)})"
+        case Arith(op, left, right):
+            return f"({term_text(left)} {op} {term_text(right)})"
+
+
+def region_of(formula: Formula) -> Region | None:
+    """Return the region of the first quantifier, or None."""
+    return next((f.region for f in _walk(formula) if isinstance(f, Quantified)), None)
+
+
+def region_text(region: Region) -> str:
+    """Write a region the one way that certificates use."""
+    if region.radius == 0:
+        return f"{region.kind.value}({region.slice})"
+    return f"{region.kind.value}({region.slice}, {real_text(region.radius)})"
+
+
+def block_of(formula: Formula) -> str | None:
+    """Return the block that the formula speaks about, or None for none or several."""
+    found: set[str] = set()
+    for part in _walk(formula):
+        match part:
+            case NoFlip(block):
+                found.add(block)
+            case Compare(_, left, right):
+                found |= _blocks(left) | _blocks(right)
+            case _:
+                pass
+    return found.pop() if len(found) == 1 else None
+
+
+def _blocks(term: Term) -> set[str]:
+    match term:
+        case Norm(_, drift):
+            return {drift.block}
+        case Abs(of) | Statistic(_, of):
+            return _blocks(of)
+        case Arith(_, left, right):
+            return _blocks(left) | _blocks(right)
+        case Number() | Metric():
+            return set()
+
+
+def _walk(formula: Formula) -> Iterator[Formula]:
+    yield formula
+    match formula:
+        case Not(of):
+            yield from _walk(of)
+        case Connective(_, parts):
+            for part in parts:
+                yield from _walk(part)
+        case Quantified(_, _, _, body):
+            yield from _walk(body)
+        case _:
+            pass

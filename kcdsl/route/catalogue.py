@@ -1,0 +1,63 @@
+"""The catalogue of backends: names, fragments and needs, without importing anything heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any
+
+
+class Fragment(StrEnum):
+    """What kind of goal a clause makes; a backend lists those it decides."""
+
+    UNIVERSAL_DRIFT = "universal-drift"
+    """forall x in region: a norm of drift(block, x) is below a constant."""
+    UNIVERSAL_FLIP = "universal-flip"
+    """forall x in region: the top-k set cannot change."""
+    STATISTICAL = "statistical"
+    """A statistic of a measured metric over a slice is compared with a constant."""
+    TRACE_FIELDS = "trace-fields"
+    """Trace records carry the named fields."""
+    IMPLIED = "implied"
+    """Follows from a proved drift clause by the bound chain."""
+    OUTSIDE = "outside"
+    """No backend of the catalogue decides such a formula."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """One backend, described without importing it."""
+
+    name: str
+    target: str
+    """"package.module:ATTRIBUTE", imported only by `load`."""
+    fragments: frozenset[Fragment]
+    needs: tuple[str, ...] = ()
+    summary: str = ""
+    rank: int = 0
+    """Among able backends the least rank is taken."""
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the needed packages that are not installed, without importing them."""
+        return tuple(name for name in self.needs if find_spec(name) is None)
+
+    def load(self) -> Any:
+        """Import and return the backend."""
+        module, _, attribute = self.target.partition(":")
+        return getattr(import_module(module), attribute)
+
+
+def catalogue() -> tuple[BackendSpec, ...]:
+    """Return the backends of every installed distribution (entry-point group `kcdsl.backends`)."""
+    found: dict[str, tuple[str, BackendSpec]] = {}
+    for entry in sorted(entry_points(group="kcdsl.backends"), key=lambda e: e.value):
+        for spec in entry.load():
+            if spec.name in found:
+                raise ValueError(
+                    f"backend {spec.name!r} is offered by {found[spec.name][0]} and {entry.value}"
+                )
+            found[spec.name] = (entry.value, spec)
+    return tuple(spec for _, spec in sorted(found.values(), key=lambda p: (p[1].rank, p[1].name)))

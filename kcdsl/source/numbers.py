@@ -1,0 +1,51 @@
+"""Exact numbers from their decimal spelling."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+NUMBER_PATTERN = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+_DECIMAL = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?(?:[eE]([+-]?[0-9]+))?")
+_DIGITS_LIMIT = 60
+_EXPONENT_LIMIT = 400
+
+
+def exact(text: str) -> Fraction | None:
+    """Return the exact value of a decimal spelling such as `12`, `.5` or `1e-3`.
+
+    None where the spelling is no number, has more than 60 digits or an exponent beyond ±400:
+    such a number is never meant, and its exact value could fill the memory.
+    """
+    match = _DECIMAL.fullmatch(text)
+    if match is None:
+        return None
+    sign, whole, fraction, power = match[1], match[2], match[3] or "", match[4] or "0"
+    digits = whole + fraction
+    if not digits or len(digits) > _DIGITS_LIMIT or len(power) > 5:
+        return None
+    if abs(int(power)) > _EXPONENT_LIMIT:
+        return None
+    value = Fraction(int(digits)) * Fraction(10) ** (int(power) - len(fraction))
+    return -value if sign == "-" else value
+
+
+def spell(value: Fraction) -> str:
+    """Return the shortest plain decimal of a fraction, or `p/q` where no decimal is exact."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    rest, twos, fives = value.denominator, 0, 0
+    while rest % 2 == 0:
+        rest, twos = rest // 2, twos + 1
+    while rest % 5 == 0:
+        rest, fives = rest // 5, fives + 1
+    if rest != 1:
+        return f"{value.numerator}/{value.denominator}"
+    places = max(twos, fives)
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    sign = "-" if value < 0 else ""
+    if places > 12:
+        stripped = digits.lstrip("0")
+        mantissa = stripped[0] + ("." + stripped[1:] if len(stripped) > 1 else "")
+        return f"{sign}{mantissa}e{len(stripped) - 1 - places}"
+    return f"{sign}{digits[:-places]}.{digits[-places:]}"

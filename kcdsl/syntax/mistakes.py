@@ -1,0 +1,140 @@
+"""Syntax errors in words: what could stand at a place, and the classic mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_WORDS = {
+    "FORALL": "`forall`",
+    "EXISTS": "`exists`",
+    "IN": "`in`",
+    "OF": "`of`",
+    "AND": "`and`",
+    "OR": "`or`",
+    "NOT": "`not`",
+    "IMPLIES": "`implies`",
+    "TRUE": "`true`",
+    "FALSE": "`false`",
+    "NAME": "a name",
+    "UNIT": "a unit",
+    "NUMBER": "a number",
+    "STRING": "a text in quotation marks",
+    "COMPARE": "a comparison (<= < >= > ==)",
+    "PLUS": "`+`",
+    "MINUS": "`-`",
+    "STAR": "`*`",
+    "SLASH": "`/`",
+    "LPAR": "`(`",
+    "RPAR": "`)`",
+    "LSQB": "`[`",
+    "RSQB": "`]`",
+    "COMMA": "`,`",
+    "COLON": "`:`",
+    "$END": "the end of the expression",
+}
+TERMINALS = frozenset(_WORDS) - {"$END"}
+"""Every terminal of the grammar that can be expected; a test compares it with the grammar."""
+_OPERAND = {"NAME", "NUMBER", "LPAR"}
+_ARITHMETIC = {"PLUS", "MINUS", "STAR", "SLASH"}
+_LOGIC = {"AND", "OR", "IMPLIES"}
+
+_CHARACTERS: tuple[tuple[str, str], ...] = (
+    ("&&", "write `and`"),
+    ("||", "write `or`"),
+    ("&", "write `and`"),
+    ("|", "write `or`; a magnitude is `abs(...)`"),
+    ("^", "there are no powers; multiply instead"),
+    ("!", "write `not`"),
+    ("≤", "write `<=`"),
+    ("≥", "write `>=`"),
+    ("≠", "write `!=`"),
+    ("=>", "write `>=` for a bound, or `implies`"),
+    ("=<", "write `<=`"),
+    ("=", "write `==` for equality, or `<=`, `>=` for a bound"),
+    ("∀", "write `forall`"),
+    ("∃", "write `exists`"),
+    ("∈", "write `in`"),
+    ("∧", "write `and`"),
+    ("∨", "write `or`"),
+    ("¬", "write `not`"),
+    ("→", "write `implies`"),
+    ("⇒", "write `implies`"),
+    ("×", "write `*`"),
+    ("·", "write `*`"),
+    ("÷", "write `/`"),
+    ("−", "write the minus sign `-`"),
+    ("∞", "there is no infinite number; leave the clause out"),
+    ("‖", "write norm_2(...) or norm_inf(...)"),
+    ("µ", "write `us` for microseconds"),
+    ("{", "the language has no braces; lists are `[a, b]`"),
+    ("@", "the language has no `@`"),
+    (".", "names hold letters, digits and `_`; a number starts with a digit"),
+    ("“", 'use straight quotation marks: "text"'),
+    ("”", 'use straight quotation marks: "text"'),
+    ("'", "close the text with `'`"),
+    ('"', 'close the text with `"`'),
+)
+
+
+def expected_words(terminals: Iterable[str]) -> str:
+    """Return the expected terminals in words, the common groups as one word."""
+    left = {t for t in terminals if t in _WORDS}
+    words: list[str] = []
+    if left >= _OPERAND:
+        if left >= {"FORALL", "EXISTS", "NOT"}:
+            words.append("`forall`, `exists`, `not`")
+        words += ["a name", "a number", "`(`"]
+        left -= _OPERAND | {"MINUS", "STRING", "TRUE", "FALSE", "LSQB"}
+        left -= {"FORALL", "EXISTS", "NOT"}
+    if left >= _ARITHMETIC:
+        words.append("an operator (+ - * /)")
+        left -= _ARITHMETIC
+    if "COMPARE" in left:
+        words.insert(0, _WORDS["COMPARE"])
+        left -= {"COMPARE"}
+    if left >= _LOGIC:
+        words.append("`and`, `or`, `implies`")
+        left -= _LOGIC
+    closers = [t for t in ("RPAR", "RSQB", "COMMA", "COLON", "$END") if t in left]
+    rest = sorted(left - set(closers))
+    words = [_WORDS[t] for t in closers] + words + [_WORDS[t] for t in rest]
+    if not words:
+        return "something else"
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def advice_for_character(text: str, at: int) -> tuple[int, str | None]:
+    """Return the length of the unusable piece at `at` and what to write instead."""
+    for piece, help in _CHARACTERS:
+        if text.startswith(piece, at):
+            return len(piece), help
+    return 1, None
+
+
+def advice_for_token(
+    token: str, kind: str, text: str, at: int, expected: Iterable[str]
+) -> str | None:
+    """Return what to do about a token at the wrong place, for the classic mistakes."""
+    wanted = set(expected)
+    before = text[:at].rstrip()
+    if kind == "$END" and "RPAR" in wanted and text.count("(") > text.count(")"):
+        return "close the bracket with `)`"
+    if kind == "$END" and "RSQB" in wanted:
+        return "close the list with `]`"
+    if kind == "$END" and "OF" in wanted:
+        return "say what the budget counts: `of requests` or `of windows`"
+    if kind == "RPAR" and text.count(")") > text.count("("):
+        return "there is no `(` to this `)`"
+    if kind == "COMPARE" and before.endswith((">", "<", "=")):
+        return "write `<=` or `>=`; for an implication write `implies`"
+    if kind == "STAR" and before.endswith("*"):
+        return "there are no powers; multiply instead"
+    if kind == "NAME" and token in {"if", "then"}:
+        return "write `A implies B`"
+    if kind == "COLON" and "IN" not in wanted:
+        return "a `:` follows only the region of `forall` or `exists`"
+    if kind == "NAME" and "COLON" in wanted:
+        return "put `:` after the region"
+    if kind in {"NAME", "NUMBER"} and "COMMA" in wanted:
+        return "separate arguments with `,`"
+    return None

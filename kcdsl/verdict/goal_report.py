@@ -1,0 +1,115 @@
+"""How the outcomes of goals are shown: JSON for programs, a table for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.ir.terms import Region
+from kcdsl.model.numerics import Numerics
+from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name
+from kcdsl.verdict.outcome import GoalOutcome
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+VERIFY_SCHEMA = "kcdsl.verify/1"
+_SHOWN = {
+    "held": ("✓ held", "green"),
+    "violated": ("✗ violated", "red"),
+    "inconclusive": ("? inconclusive", "yellow"),
+    "invalid_evidence": ("! invalid evidence", "magenta"),
+}
+
+
+def region_text(region: Region) -> str:
+    """Return a region as the contract writes it."""
+    radius = f", {float(region.radius):g}" if region.radius else ""
+    return f"{region.kind.value}({region.slice}{radius})"
+
+
+def functional_text(outcome: GoalOutcome) -> str:
+    """Return the functional of a goal as the contract writes it."""
+    goal = outcome.goal
+    if goal.functional == "no_flip":
+        return f"no_flip({goal.block}, x, {goal.k})"
+    name = "span" if goal.functional == "span" else f"norm_{goal.functional}"
+    return f"{name}(drift({goal.block}, x))"
+
+
+def goal_json(
+    outcome: GoalOutcome, numerics: Mapping[str, Numerics], certificate: str | None
+) -> dict[str, Any]:
+    """Return one element of `goals` of `verify --json` (kcdsl/verdict/verify.schema.json)."""
+    goal, verdict = outcome.goal, outcome.verdict
+    reason = verdict.reason if isinstance(verdict, Inconclusive | InvalidEvidence) else None
+    threshold = None if goal.threshold is None else float(goal.threshold)
+    return {
+        "clause": goal.clause.id,
+        "block": goal.block,
+        "slice": goal.region.slice,
+        "region": region_text(goal.region),
+        "numerics": {side: spec.to_json() for side, spec in numerics.items()},
+        "functional": functional_text(outcome),
+        "threshold": threshold,
+        **outcome.numbers(),
+        "verdict": verdict_name(verdict),
+        "reason": reason,
+        "counterexample": getattr(verdict, "counterexample", None),
+        "evidence": {
+            "kind": outcome.evidence.kind.value,
+            "n": outcome.evidence.n,
+            "assumptions": list(outcome.evidence.assumptions),
+        },
+        "backend": outcome.backend,
+        "cases": [
+            {
+                "name": case.name,
+                "length": case.length,
+                "bound": case.bound if math.isfinite(case.bound) else None,
+                "attack": case.attack,
+                "stable": case.stable,
+                "reason": case.reason,
+            }
+            for case in outcome.cases
+        ],
+        "seconds": round(outcome.seconds, 6),
+        "peak_bytes": outcome.peak_bytes,
+        "certificate": certificate,
+    }
+
+
+def number_text(value: float | None) -> str:
+    """Return a number for a table cell; a dash where there is none."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:.3g}"
+
+
+def goal_table(outcomes: Sequence[GoalOutcome]) -> Table:
+    """Return the terminal table of `kcdsl verify`."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("clause", no_wrap=True)
+    table.add_column("goal", overflow="fold")
+    for name in ("bound", "limit", "attack", "bound/attack"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("n", justify="right")
+    table.add_column("seconds", justify="right")
+    table.add_column("verdict", no_wrap=True)
+    for outcome in outcomes:
+        word, colour = _SHOWN[verdict_name(outcome.verdict)]
+        limit = None if outcome.goal.threshold is None else float(outcome.goal.threshold)
+        table.add_row(
+            outcome.goal.clause.id,
+            f"{functional_text(outcome)}\nx in {region_text(outcome.goal.region)}",
+            number_text(outcome.bound),
+            number_text(limit),
+            number_text(outcome.attack),
+            number_text(outcome.tightness),
+            str(len(outcome.cases)),
+            f"{outcome.seconds:.2f}",
+            Text(word, style=colour),
+        )
+    return table

@@ -1,0 +1,81 @@
+"""What a formal backend says about a goal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from kcdsl.route.goals import Goal
+from kcdsl.verdict.model import Evidence, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class CaseOutcome:
+    """One input region of a goal, such as one prompt of the slice.
+
+    `bound` is infinite where no finite bound exists (then `reason` says why); `attack` is the
+    functional that a concrete admissible run attains, None where none was searched.
+    """
+
+    name: str
+    length: int
+    bound: float
+    attack: float | None = None
+    reason: str | None = None
+    stable: bool | None = None
+    """For no_flip: whether every row is shown to be stable."""
+    margin: float | None = None
+    """For no_flip: how far the lowest top column stays above the highest other one, in the
+    worst row and kernel; positive where `stable`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoalOutcome:
+    """The verdict on a goal, with the proof document where there is one."""
+
+    goal: Goal
+    verdict: Verdict
+    evidence: Evidence
+    backend: str
+    cases: tuple[CaseOutcome, ...]
+    seconds: float
+    peak_bytes: int
+    proof: bytes | None = None
+
+    @property
+    def bound(self) -> float:
+        """Return the largest bound of all cases (infinite where there is none)."""
+        return max((case.bound for case in self.cases), default=math.inf)
+
+    @property
+    def margin(self) -> float | None:
+        """Return the smallest margin of all cases of a no_flip goal, None if one is unknown."""
+        margins = [case.margin for case in self.cases]
+        known = [margin for margin in margins if margin is not None]
+        return min(known) if known and len(known) == len(margins) else None
+
+    @property
+    def attack(self) -> float | None:
+        """Return the largest functional that a concrete run attained."""
+        tried = [case.attack for case in self.cases if case.attack is not None]
+        return max(tried) if tried else None
+
+    @property
+    def tightness(self) -> float | None:
+        """Return bound / attack on the cases where both are known (the largest-bound one)."""
+        ratios = [
+            (case.bound, case.bound / case.attack)
+            for case in self.cases
+            if case.attack is not None and case.attack > 0 and math.isfinite(case.bound)
+        ]
+        return max(ratios)[1] if ratios else None
+
+    def numbers(self) -> dict[str, Any]:
+        """Return bound, attack and tightness as JSON numbers; null where there is none."""
+        bound = self.bound
+        return {
+            "bound": bound if math.isfinite(bound) else None,
+            "attack": self.attack,
+            "tightness": self.tightness,
+        }

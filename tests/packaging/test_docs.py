@@ -1,0 +1,126 @@
+"""The documentation says what is true: links resolve, tables equal the code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kcdsl.cli import COMMANDS
+from kcdsl.exits import Exit
+
+LINK = re.compile(r"\[[^\]\n]+\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def pages(project_files: tuple[Path, ...]) -> list[Path]:
+    """Return the Markdown files."""
+    return [path for path in project_files if path.suffix == ".md"]
+
+
+def links(page: Path) -> Iterator[str]:
+    """Yield the targets of the links of a page, code blocks left out."""
+    yield from LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that headings make."""
+    titles = HEADING.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken(page: Path) -> list[str]:
+    """Return the relative links of a page that lead nowhere."""
+    bad = []
+    for target in links(page):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        place = (page.parent / name) if name else page
+        if not place.exists() or (anchor and anchor not in anchors(place)):
+            bad.append(target)
+    return bad
+
+
+def table(text: str, header: str) -> list[list[str]]:
+    """Return the rows of the Markdown table whose header line starts with `header`."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(header))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_relative_links_resolve(repository: Path, pages: list[Path]) -> None:
+    assert repository / "README.md" in pages
+    assert {str(p.relative_to(repository)): broken(p) for p in pages if broken(p)} == {}
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One two\n[a](none.md) [b](#one-two) [c](#three) [d](https://x.y)\n")
+    assert broken(page) == ["none.md", "#three"]
+
+
+def test_exit_code_table_is_the_enumeration(repository: Path) -> None:
+    text = (repository / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    rows = table(text, "| code | name |")
+    assert [(int(code), name.strip("`")) for code, name, _ in rows] == [
+        (e.value, e.name) for e in Exit
+    ]
+
+
+def test_exit_code_table_has_every_command(repository: Path) -> None:
+    text = (repository / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    rows = table(text, "| command | may answer |")
+    assert {command.strip("`").removeprefix("kcdsl ") for command, _ in rows} == set(COMMANDS)
+    known = {str(e.value) for e in Exit}
+    assert all(set(codes.split()) <= known for _, codes in rows)
+
+
+def test_readme_names_every_command(repository: Path) -> None:
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    for name in COMMANDS:
+        assert f"`kcdsl {name}" in text
+
+
+def test_every_make_target_that_the_docs_name_exists(repository: Path, pages: list[Path]) -> None:
+    targets = set(
+        re.findall(
+            r"^([a-z][a-z-]*):", (repository / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
+    for page in pages:
+        named = set(
+            re.findall(r"(?:^|`)make ([a-z][a-z-]*)", page.read_text(encoding="utf-8"), re.M)
+        )
+        missing = {name for name in named if not name.startswith("bench-")} - targets
+        assert not missing, f"{page.name} names {missing}"
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_decision_records_have_their_three_parts(repository: Path, number: int) -> None:
+    (page,) = (repository / "docs" / "adr").glob(f"{number:04d}-*.md")
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith(f"# {number:04d} ")
+    positions = [text.index(f"## {part}") for part in ("Context", "Decision", "Consequences")]
+    assert positions == sorted(positions)
+    index = (repository / "docs" / "adr" / "README.md").read_text(encoding="utf-8")
+    assert f"({page.name})" in index
+
+
+def test_backend_documentation_lists_every_fragment_and_backend(repository: Path) -> None:
+    from kcdsl.route.catalogue import Fragment
+    from kcdsl_backends import CATALOGUE
+
+    text = (repository / "backends" / "README.md").read_text(encoding="utf-8")
+    assert [row[0].strip("`") for row in table(text, "| fragment |")] == [f.value for f in Fragment]
+    for spec in CATALOGUE:
+        assert f"`kcdsl_backends/{spec.name}/`" in text

@@ -1,0 +1,125 @@
+"""What is shipped: four packages with their data, the same from the tree and from the sdist."""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+SOURCES = {
+    "kcdsl": "kcdsl",
+    "kcdsl_grammar": "grammar/kcdsl_grammar",
+    "kcdsl_backends": "backends/kcdsl_backends",
+    "kcdsl_certs": "certs/kcdsl_certs",
+}
+
+
+def build(root: Path, target: str, into: Path) -> Path:
+    """Build the sdist or the wheel of the project in `root` and return its path."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(into)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    (made,) = into.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Return the wheel built from the tree."""
+    return zipfile.ZipFile(build(repository, "wheel", tmp_path_factory.mktemp("wheel")))
+
+
+@pytest.fixture(scope="module")
+def unpacked(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the root of the unpacked sdist."""
+    archive = build(repository, "sdist", tmp_path_factory.mktemp("sdist"))
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    (root,) = folder.iterdir()
+    return root
+
+
+def members(wheel: zipfile.ZipFile) -> set[str]:
+    """Return the files of the wheel apart from its metadata."""
+    return {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+
+def metadata_file(wheel: zipfile.ZipFile, name: str) -> str:
+    """Return the text of one metadata file."""
+    (path,) = [n for n in wheel.namelist() if n.endswith(f".dist-info/{name}")]
+    return wheel.read(path).decode("utf-8")
+
+
+def test_wheel_holds_exactly_the_four_packages(wheel: zipfile.ZipFile) -> None:
+    assert {name.split("/")[0] for name in members(wheel)} == set(SOURCES)
+
+
+@pytest.mark.parametrize("package", sorted(SOURCES))
+def test_wheel_holds_every_file_of_a_package(
+    wheel: zipfile.ZipFile, repository: Path, package: str
+) -> None:
+    folder = repository / SOURCES[package]
+    expected = {
+        f"{package}/{path.relative_to(folder).as_posix()}"
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".tmp"
+    }
+    assert f"{package}/py.typed" in expected
+    assert {name for name in members(wheel) if name.startswith(f"{package}/")} == expected
+
+
+def test_grammar_and_schemas_are_shipped(wheel: zipfile.ZipFile) -> None:
+    data = {name for name in members(wheel) if not name.endswith((".py", "py.typed"))}
+    assert any(name.startswith("kcdsl_grammar/") and name.endswith(".lark") for name in data)
+    assert any(name.startswith("kcdsl_grammar/") and name.endswith(".schema.json") for name in data)
+
+
+def test_metadata(wheel: zipfile.ZipFile) -> None:
+    from kcdsl import __version__
+
+    about = Parser().parsestr(metadata_file(wheel, "METADATA"))
+    assert about["Name"] == "kcdsl"
+    assert about["Version"] == __version__
+    assert about["License-Expression"] == "Apache-2.0"
+    assert about["Requires-Python"] == ">=3.11"
+    required = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert any(line.startswith("torch<2.14,>=2.8") for line in required)
+    assert metadata_file(wheel, "licenses/LICENSE").lstrip().startswith("Apache License")
+
+
+def test_entry_points(wheel: zipfile.ZipFile) -> None:
+    points = configparser.ConfigParser()
+    points.read_string(metadata_file(wheel, "entry_points.txt"))
+    assert points["console_scripts"]["kcdsl"] == "kcdsl.cli:main"
+    assert points["kcdsl.backends"]["kcdsl"] == "kcdsl_backends:CATALOGUE"
+
+
+def test_sdist_builds_the_same_wheel(
+    wheel: zipfile.ZipFile, unpacked: Path, tmp_path: Path
+) -> None:
+    again = zipfile.ZipFile(build(unpacked, "wheel", tmp_path))
+    assert {i.filename: i.CRC for i in again.infolist()} == {
+        i.filename: i.CRC for i in wheel.infolist()
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Makefile", "constraints.txt", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"),
+        *("tests/conftest.py", "examples/demo.sh", "docs/README.md", "bench/common.py"),
+    ],
+)
+def test_sdist_is_enough_to_work_on(unpacked: Path, name: str) -> None:
+    assert (unpacked / name).is_file()
+
+
+def test_sdist_leaves_out_what_runs_leave_behind(unpacked: Path) -> None:
+    names = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*")}
+    assert not [n for n in names if "__pycache__" in n or "/out/" in n or n.startswith(".venv")]

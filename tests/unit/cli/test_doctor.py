@@ -1,0 +1,271 @@
+"""`kcdsl doctor` tells the truth about what is installed, missing, out of range or broken."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import json
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib import metadata, resources
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jsonschema
+import pytest
+
+from kcdsl.cli import doctor, environment
+from kcdsl.cli.environment import Backend, Device, Environment, Package, examine, to_json
+from kcdsl.exits import Exit
+from kcdsl.route.catalogue import BackendSpec, Fragment
+
+SCHEMA = resources.files("kcdsl_grammar") / "doctor.schema.json"
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that makes one distribution look as if it were not installed."""
+    real = metadata.version
+
+    def hide(name: str) -> None:
+        def version(asked: str) -> str:
+            if asked == name:
+                raise metadata.PackageNotFoundError(asked)
+            return real(asked)
+
+        monkeypatch.setattr(environment, "version", version)
+
+    return hide
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the doctor believe that every module imports, so that the tests load no torch."""
+    monkeypatch.setattr(environment, "import_module", lambda name: ModuleType(name))
+    monkeypatch.setattr(environment, "_device", lambda: Device("cpu", "2 threads"))
+
+
+def package(found: Environment, name: str) -> Package:
+    return next(p for p in found.packages if p.name == name)
+
+
+def test_purposes_are_the_run_time_requirements(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {
+        environment._normalised(line.split(">=")[0].strip()) for line in project["dependencies"]
+    }
+    assert set(environment.PURPOSES) == names
+
+
+def test_a_complete_installation_is_ready() -> None:
+    found = examine()
+    assert found.ready
+    assert found.remedy is None
+    assert {b.name for b in found.backends} >= {"smt", "interval", "empirical"}
+    assert all(b.enabled for b in found.backends)
+
+
+def test_a_missing_package_names_the_command_and_the_backends_it_disables(
+    without: Callable[[str], None],
+) -> None:
+    without("torch")
+    found = examine()
+    torch = package(found, "torch")
+    assert (torch.installed, torch.problem) == (None, "missing")
+    assert torch.command is not None
+    words = shlex.split(torch.command)
+    assert words[:4] == [sys.executable, "-m", "pip", "install"]
+    assert words[4].startswith("torch")
+    assert ">=2.8" in words[4]
+    assert not found.ready
+    assert found.remedy is not None
+    assert "torch" in found.remedy
+    assert {b.name for b in found.backends if not b.enabled} == {"interval", "empirical"}
+    assert found.device.kind == "none"
+
+
+def test_a_version_outside_the_range_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+    monkeypatch.setattr(environment, "version", lambda n: "2.7.1" if n == "torch" else real(n))
+    found = examine()
+    problem = package(found, "torch").problem
+    assert problem is not None
+    assert problem.startswith("outside")
+    assert not found.ready
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.1"])
+def test_local_builds_of_a_version_in_range_are_in_range(version: str) -> None:
+    assert environment._out_of_range(version, "torch<2.14,>=2.8") is None
+
+
+@pytest.mark.parametrize("version", ["2.7.9", "2.14.0", "2.14.0+cpu", "1.0"])
+def test_versions_outside_the_range_are_found(version: str) -> None:
+    assert environment._out_of_range(version, "torch<2.14,>=2.8") == "outside <2.14,>=2.8"
+
+
+def test_a_package_that_does_not_import_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> ModuleType:
+        if name == "z3":
+            raise OSError("libz3.so: cannot open shared object file\nmore lines")
+        return ModuleType(name)
+
+    monkeypatch.setattr(environment, "import_module", load)
+    found = examine()
+    assert package(found, "z3-solver").problem == (
+        "does not import: OSError: libz3.so: cannot open shared object file"
+    )
+    assert [b.name for b in found.backends if not b.enabled] == ["smt"]
+    assert not found.ready
+
+
+def test_an_unregistered_installation_is_a_problem(
+    without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without("kcdsl")
+    monkeypatch.setattr("kcdsl.route.catalogue.catalogue", lambda: ())
+    found = examine()
+    assert found.version is None
+    assert found.backends == ()
+    assert not found.ready
+    assert any("install -e ." in problem for problem in found.problems)
+    assert any("no backend" in problem for problem in found.problems)
+
+
+def test_a_catalogue_that_fails_is_reported_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> tuple[BackendSpec, ...]:
+        raise ValueError("backend 'smt' is offered by a:X and b:Y")
+
+    monkeypatch.setattr("kcdsl.route.catalogue.catalogue", broken)
+    found = examine()
+    assert not found.ready
+    assert any("offered by a:X and b:Y" in problem for problem in found.problems)
+
+
+def test_a_backend_of_a_plug_in_with_a_missing_need_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = BackendSpec("oracle", "nowhere:X", frozenset({Fragment.STATISTICAL}), ("no_such_thing",))
+    monkeypatch.setattr("kcdsl.route.catalogue.catalogue", lambda: (spec,))
+    found = examine()
+    assert found.backends == (Backend("oracle", "", ("statistical",), ("no_such_thing",)),)
+    assert not found.ready
+
+
+@pytest.mark.parametrize(
+    ("installed", "usable"), [("0.3", False), ("0.2", False), ("0.7.1", True), (None, False)]
+)
+def test_auto_lirpa_is_optional_and_old_releases_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, usable: bool
+) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name != "auto_LiRPA":
+            return real(name)
+        if installed is None:
+            raise metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(environment, "version", version)
+    found = examine()
+    lirpa = package(found, "auto_LiRPA")
+    assert lirpa.usable is usable
+    assert found.ready, "an optional package never decides whether the main road works"
+    assert (lirpa.command is None) is usable
+    if lirpa.command is not None:
+        assert "--no-deps ./auto_LiRPA" in lirpa.command
+
+
+def test_python_that_is_too_old_is_a_problem() -> None:
+    assert environment._python_problem((3, 11)) is None
+    assert environment._python_problem((3, 14)) is None
+    assert environment._python_problem((3, 10)) == "Python 3.11 or newer is needed"
+
+
+def test_json_document(capsys: pytest.CaptureFixture[str], without: Callable[[str], None]) -> None:
+    without("z3-solver")
+    assert doctor.run(_arguments(json=True)) is Exit.COULD_NOT_RUN
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "kcdsl.doctor/1"
+    assert document["ready"] is False
+    (z3,) = [p for p in document["packages"] if p["name"] == "z3-solver"]
+    assert z3["installed"] is None
+    assert z3["command"] in document["remedy"]
+    assert [b["name"] for b in document["backends"] if not b["enabled"]] == ["smt"]
+    assert document == to_json(examine())
+    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+
+
+def test_commands_are_printed_on_one_line(
+    capsys: pytest.CaptureFixture[str], without: Callable[[str], None]
+) -> None:
+    without("torch")
+    assert doctor.run(_arguments()) is Exit.COULD_NOT_RUN
+    lines = capsys.readouterr().out.splitlines()
+    (run,) = [line for line in lines if line.startswith("run: ")]
+    assert shlex.split(run.removeprefix("run: "))[1:4] == ["-m", "pip", "install"]
+    assert "The main road does not work yet." in lines
+    assert max(len(line) for line in lines if "pip" not in line) <= 100
+
+
+def test_the_doctor_speaks_without_rich(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    without: Callable[[str], None],
+) -> None:
+    real = builtins.__import__
+
+    def refuse_rich(name: str, *rest: Any, **more: Any) -> ModuleType:
+        if name.split(".")[0] == "rich":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    without("rich")
+    monkeypatch.setattr(builtins, "__import__", refuse_rich)
+    assert doctor.run(_arguments()) is Exit.COULD_NOT_RUN
+    text = capsys.readouterr().out
+    assert "problem: rich: missing (tables and progress)" in text
+
+
+@pytest.mark.parametrize(
+    ("capability", "products"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((7, 5), False)]
+)
+def test_float8_products_need_compute_capability_8_9(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], products: bool
+) -> None:
+    class Cuda:
+        is_available = staticmethod(lambda: True)
+        get_device_capability = staticmethod(lambda index: capability)
+        get_device_name = staticmethod(lambda index: "GPU")
+
+        @staticmethod
+        def get_device_properties(index: int) -> Any:
+            return type("Properties", (), {"total_memory": 2**34})
+
+    torch = ModuleType("torch")
+    torch.__dict__.update(cuda=Cuda, float8_e4m3fn=object())
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    device = environment._device()
+    assert (device.kind, device.name, device.memory_bytes) == ("cuda", "GPU", 2**34)
+    assert device.capability == f"{capability[0]}.{capability[1]}"
+    assert device.float8_products is products
+
+
+def test_importing_the_command_loads_nothing_heavy() -> None:
+    script = "import sys, kcdsl.cli.doctor; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "kcdsl.cli.environment" in loaded
+    assert not loaded & {"torch", "numpy", "z3", "onnx", "scipy", "rich"}
+
+
+def _arguments(json: bool = False) -> argparse.Namespace:
+    return argparse.Namespace(json=json)

@@ -1,0 +1,89 @@
+"""Rounding to formats against independent implementations, and what storing admits."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
+from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.rounding import Rounding, nearest
+
+
+def numerics(compute: str, casts: str) -> Numerics:
+    return Numerics(
+        "test",
+        compute,
+        "float32",
+        casts,
+        Weights(compute),
+        Activations(),
+        Attention("composed", compute, compute, 128, 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bfloat16", ml_dtypes.bfloat16),
+        ("fp8_e4m3", ml_dtypes.float8_e4m3fn),
+        ("fp8_e5m2", ml_dtypes.float8_e5m2),
+        ("float16", np.float16),
+    ],
+)
+def test_nearest_agrees_with_the_format_on_a_dense_sample(name: str, dtype: type) -> None:
+    """All float16 patterns below the largest number, as exact float64 inputs, and ties between neighbours."""
+    limit = FORMATS[name].largest
+    patterns = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float64)
+    values = patterns[np.isfinite(patterns) & (np.abs(patterns) <= limit)]
+    values = np.concatenate([values, values * (1 + 2.0**-11), values * 2.0**-3])
+    values = values[np.abs(values) <= limit].astype(np.float32)
+    expected = values.astype(dtype).astype(np.float64)
+    got = nearest(torch.from_numpy(values.astype(np.float64)), FORMATS[name]).numpy()
+    keep = np.isfinite(expected)
+    np.testing.assert_array_equal(got[keep], expected[keep])
+
+
+def test_nearest_float32_agrees_with_numpy() -> None:
+    generator = np.random.default_rng(0)
+    values = generator.standard_normal(100_000) * np.exp(generator.uniform(-90, 80, 100_000))
+    got = nearest(torch.from_numpy(values), FORMATS["float32"]).numpy()
+    np.testing.assert_array_equal(got, values.astype(np.float32).astype(np.float64))
+
+
+@pytest.mark.parametrize("casts", ["any", "nearest"])
+@pytest.mark.parametrize("compute", ["bfloat16", "float16", "float32"])
+def test_storing_holds_every_rounded_value(compute: str, casts: str) -> None:
+    kernel = Rounding(numerics(compute, casts))
+    generator = torch.Generator().manual_seed(1)
+    centre = torch.randn(5000, generator=generator, dtype=torch.float64) * 3
+    radius = torch.rand(5000, generator=generator, dtype=torch.float64) * 2.0**-9
+    internal = torch.rand(5000, generator=generator, dtype=torch.float64) * 2.0**-20
+    exact = Box(centre - radius, centre + radius)
+    stored = kernel.store(exact, internal, kernel.compute, "n")
+    for _ in range(20):
+        v = centre + radius * (2 * torch.rand(5000, generator=generator, dtype=torch.float64) - 1)
+        held = v + internal * (2 * torch.rand(5000, generator=generator, dtype=torch.float64) - 1)
+        value = nearest(held, kernel.compute)
+        if casts == "nearest" and compute == "float32":
+            value = held
+        assert bool((stored.value.lo <= value).all() and (value <= stored.value.hi).all())
+        error = value - v
+        assert bool((stored.error.lo <= error).all() and (error <= stored.error.hi).all())
+
+
+def test_a_cast_that_straddles_no_boundary_is_known() -> None:
+    kernel = Rounding(numerics("bfloat16", "nearest"))
+    x = torch.tensor([1.001], dtype=torch.float64)
+    stored = kernel.store(Box(x, x + 1e-6), torch.zeros_like(x), kernel.compute, "n")
+    assert stored.value.lo.item() == stored.value.hi.item() == 1.0
+    assert float((stored.error.hi - stored.error.lo).max()) < 2e-6
+
+
+def test_overflow_names_the_element() -> None:
+    kernel = Rounding(numerics("float16", "any"))
+    x = torch.tensor([[1.0, 2.0], [65500.0, 3.0]], dtype=torch.float64)
+    with pytest.raises(NoBound, match=r"element \[1, 0\] may exceed 65504"):
+        kernel.store(Box.point(x), torch.zeros_like(x), kernel.compute, "scores")
