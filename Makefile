@@ -65,7 +65,7 @@ lint: setup ## ruff: rules and format
 
 type: setup ## mypy --strict
 	$(BIN)/mypy
-	$(BIN)/mypy -p bench
+	$(BIN)/mypy tests bench examples
 
 layers: setup ## import-linter: which package may import which
 	$(BIN)/lint-imports --no-logo
@@ -90,12 +90,13 @@ wheel: setup ## build sdist and wheel, check what is in them, try the wheel in a
 	$(BIN)/python -m hatchling build
 	$(BIN)/python -m pytest -q tests/packaging/test_wheel.py
 	$(PYTHON) -m venv $(VENV)-wheel
-	$(VENV)-wheel/bin/python -m pip --disable-pip-version-check --no-input -qq install --no-deps dist/*.whl
 	$(VENV)-wheel/bin/python -m pip --disable-pip-version-check --no-input -qq install \
 	  -c constraints.txt cryptography lark packaging pyyaml rfc8785 rich
+	$(VENV)-wheel/bin/python -m pip --disable-pip-version-check --no-input -qq install --no-deps dist/*.whl
 	$(VENV)-wheel/bin/kcdsl --help > /dev/null
 	$(VENV)-wheel/bin/kcdsl lint examples/tiny_lm/contract.yaml
-	$(VENV)-wheel/bin/python -c 'import kcdsl_certs'
+	$(VENV)-wheel/bin/python -m kcdsl_certs --help > /dev/null
+	$(VENV)-wheel/bin/kcdsl doctor > /dev/null; test $$? -eq 2
 
 changelog: setup ## show the changelog entry that the fragments make
 	$(BIN)/towncrier build --draft --version next

@@ -21,7 +21,7 @@ CATALOGUE: tuple[BackendSpec, ...] = (
     ),
     BackendSpec(
         name="empirical",
-        target="kcdsl_backends.empirical:BACKEND",
+        target="kcdsl_backends.empirical.backend:BACKEND",
         fragments=frozenset({Fragment.STATISTICAL, Fragment.TRACE_FIELDS}),
         needs=("torch", "numpy", "scipy"),
         summary="runs both kernels on the slices and measures",

@@ -105,5 +105,7 @@ class Measured:
 def decimal_text(value: float, rounding: Rounding) -> str:
     """Write a double with six significant digits, rounded in the given direction."""
     context = Context(prec=_SHOWN_DIGITS, rounding=_MODES[rounding])
-    rounded = context.create_decimal(Decimal(value + 0.0))
+    rounded = context.create_decimal(Decimal(value + 0.0)).normalize(context)
+    if -7 < rounded.adjusted() < 16:
+        return format(rounded, "f")
     return str(rounded).lower()

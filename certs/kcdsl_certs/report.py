@@ -55,10 +55,9 @@ class Report:
     @property
     def accepted(self) -> bool:
         """Say whether every step that must run is ok and none failed."""
-        outcomes = {c.name: c.outcome for c in self.checks}
-        return outcomes.keys() == set(STEPS) and all(
-            outcome is Outcome.OK or (outcome is Outcome.NOT_RUN and name in _OPTIONAL)
-            for name, outcome in outcomes.items()
+        return tuple(c.name for c in self.checks) == STEPS and all(
+            c.outcome is Outcome.OK or (c.outcome is Outcome.NOT_RUN and c.name in _OPTIONAL)
+            for c in self.checks
         )
 
     @property
@@ -123,6 +122,6 @@ class Log:
             return Check(name, Outcome.FAILED, "internal/error", f"{type(error).__name__}: {error}")
 
     def finish(self) -> tuple[Check, ...]:
-        done = {c.name for c in self.checks}
-        rest = (Check(n, Outcome.NOT_RUN, "step/earlier-failed") for n in STEPS if n not in done)
-        return (*self.checks, *rest)
+        done = {c.name: c for c in self.checks}
+        skipped = (Check(n, Outcome.NOT_RUN, "step/earlier-failed") for n in STEPS)
+        return tuple(done.get(check.name, check) for check in skipped)

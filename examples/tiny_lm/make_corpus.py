@@ -20,14 +20,36 @@ DOCUMENTS = 2600
 PROMPTS_PER_CATEGORY = 12
 LENGTHS = (8, 160)
 
-NAMES = "Ada Ben Clara David Emma Felix Grace Hugo Iris Jonas Kira Leo Mara Nils Olga Paul".split()
-PLACES = "harbour market library station garden bakery museum workshop valley island".split()
-THINGS = "lamp kettle violin bicycle letter whistle basket umbrella clock map ladder coat".split()
-COLOURS = "red blue green yellow black white silver brown".split()
-ANIMALS = "dog cat horse owl fox rabbit heron goat".split()
-WEATHER = "rain snow fog wind sunshine thunder".split()
-CITIES = "Lisbon Oslo Vienna Kyoto Quito Cairo Dublin Prague Nairobi Bogota".split()
-UNITS = {"minute": ("second", 60), "hour": ("minute", 60), "day": ("hour", 24), "week": ("day", 7)}
+NAMES = (
+    "Ada", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jonas", "Kira",
+    "Leo", "Mara", "Nils", "Olga", "Paul",
+)  # fmt: skip
+PLACES = (
+    "harbour", "market", "library", "station", "garden", "bakery", "museum", "workshop", "valley",
+    "island",
+)  # fmt: skip
+THINGS = (
+    "lamp", "kettle", "violin", "bicycle", "letter", "whistle", "basket", "umbrella", "clock",
+    "map", "ladder", "coat",
+)  # fmt: skip
+COLOURS = (
+    "red", "blue", "green", "yellow", "black", "white", "silver", "brown",
+)  # fmt: skip
+ANIMALS = (
+    "dog", "cat", "horse", "owl", "fox", "rabbit", "heron", "goat",
+)  # fmt: skip
+WEATHER = (
+    "rain", "snow", "fog", "wind", "sunshine", "thunder",
+)  # fmt: skip
+CITIES = (
+    "Lisbon", "Oslo", "Vienna", "Kyoto", "Quito", "Cairo", "Dublin", "Prague", "Nairobi", "Bogota",
+)  # fmt: skip
+UNITS = {
+    "minute": ("second", 60),
+    "hour": ("minute", 60),
+    "day": ("hour", 24),
+    "week": ("day", 7),
+}
 FACTS = {
     "What is rain": "Rain is water that falls from clouds in drops.",
     "What is a compass for": "A compass shows which way is north.",
@@ -36,7 +58,8 @@ FACTS = {
     "What is a prime number": "A prime number has exactly two divisors, one and itself.",
     "Why is the sky blue": "Air scatters blue light more than red light.",
     "What does a kettle do": "A kettle heats water until it boils.",
-    "How does a bicycle stay up": "A moving bicycle is steered into the direction in which it leans.",
+    "How does a bicycle stay up": "A moving bicycle is steered into"
+    " the direction in which it leans.",
     "What is a library": "A library is a house of books that anyone may borrow.",
     "What is ice": "Ice is water that is cold enough to be solid.",
 }
@@ -94,9 +117,9 @@ def story(r: random.Random) -> Document:
         f"Assistant: One day of {r.choice(WEATHER)} {name} found a {r.choice(COLOURS)} {thing}"
     )
     end = (
-        f" near the {place}. A {animal} sat beside it and would not move. {name} called {other}, and"
-        f" together they carried the {thing} home. The {animal} followed them, and from that day"
-        f" on it slept under the {r.choice(THINGS)}."
+        f" near the {place}. A {animal} sat beside it and would not move. {name} called {other},"
+        f" and together they carried the {thing} home. The {animal} followed them, and from that"
+        f" day on it slept under the {r.choice(THINGS)}."
     )
     return start, end
 
@@ -111,7 +134,8 @@ def code(r: random.Random) -> Document:
             op = {"add": "+", "scale": "*", "shift": "-"}[name]
             return (
                 f"def {name}_{thing}({thing}):\n    ",
-                f'"""Return all {thing}, {name} {n}."""\n    return [x {op} {n} for x in {thing}]\n',
+                f'"""Return all {thing}, {name} {n}."""\n'
+                f"    return [x {op} {n} for x in {thing}]\n",
             )
         case "clip":
             low, high = r.randrange(0, 20), r.randrange(21, 99)

@@ -80,7 +80,7 @@ def require_temperature(temperature: float | Fraction) -> Fraction:
 
 
 def _number(value: float | Fraction, what: str) -> float:
-    if isinstance(value, bool):
+    if isinstance(value, (bool, str, bytes)):
         raise ChainDomainError(f"{what} is {value!r}, not a number")
     try:
         return float(value)

@@ -63,8 +63,24 @@ def _direction(term: ir.Term) -> tuple[str | None, str]:
             return _direction(left)
         case ir.Arith(op="*", left=ir.Number(value=value), right=right) if value > 0:
             return _direction(right)
+        case ir.Arith(op="*" | "/", left=left, right=ir.Number(value=value)) if value < 0:
+            return _opposite(left)
+        case ir.Arith(op="*", left=ir.Number(value=value), right=right) if value < 0:
+            return _opposite(right)
+        case ir.Arith(op="+" | "-", left=left, right=ir.Number()):
+            return _direction(left)
+        case ir.Arith(op="+", left=ir.Number(), right=right):
+            return _direction(right)
+        case ir.Arith(op="-", left=ir.Number(), right=right):
+            return _opposite(right)
         case _:
             return None, "the term"
+
+
+def _opposite(term: ir.Term) -> tuple[str | None, str]:
+    better, subject = _direction(term)
+    turned = {"lower": "higher", "higher": "lower"}.get(better or "")
+    return turned, f"the term with {subject}"
 
 
 def _check_tail(term: ir.Term, reporter: Reporter) -> None:

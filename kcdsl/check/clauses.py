@@ -284,10 +284,11 @@ def _check_budget(
         elif statistic.kind == "quantile":
             reporter.warning(
                 PERCENTILE_WITH_BUDGET,
-                "a percentile with a budget of requests reads: the percentile over the tokens of "
-                "each request, in all but this share of requests",
+                "a budget of requests judges each request by itself, so the percentile no longer "
+                "ranges over the requests of the slice",
                 span,
-                "count the budget `of windows` if the percentile is meant over all requests",
+                "drop the budget to bound the percentile over all requests, or count it "
+                "`of windows`",
             )
 
 

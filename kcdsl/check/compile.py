@@ -33,6 +33,7 @@ def compile_contract(path: Path) -> tuple[ir.Program | None, Sink]:
             sink.add(diagnostic)
         return None, sink
     program = compile_source(source, sink, path.parent)
+    sink.found.sort(key=lambda d: d.span.start if d.span is not None else -1)
     return program, sink
 
 

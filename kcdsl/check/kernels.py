@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 from kcdsl.check.report import Reporter, suggest
@@ -14,7 +16,7 @@ from kcdsl.diagnostics.codes import (
     UNKNOWN_ADAPTER,
     WRONG_KIND,
 )
-from kcdsl.diagnostics.model import Label
+from kcdsl.diagnostics.model import Label, Refusal
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar
 
@@ -108,7 +110,33 @@ def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
     numerics: Pairs = ()
     if raw.numerics is not None:
         numerics = _pairs(raw.numerics, "", StructureReader(reporter))
-    return KernelRef(raw.run.text, numerics, raw.span)
+    kernel = KernelRef(raw.run.text, numerics, raw.span)
+    if not reporter.sink.has_errors:
+        _check_numerics(kernel, raw, reporter)
+    return kernel
+
+
+def _check_numerics(kernel: KernelRef, raw: RawKernel, reporter: Reporter) -> None:
+    """Report numerics that have no meaning, at the value that is named or the whole mapping."""
+    from kcdsl.model.presets import resolve
+
+    try:
+        resolve(kernel)
+    except Refusal as refusal:
+        for diagnostic in refusal.diagnostics:
+            span = raw.numerics.span if raw.numerics is not None else raw.run.span
+            for leaf in _leaves(raw.numerics) if raw.numerics is not None else ():
+                if f"'{leaf.text}'" in diagnostic.message:
+                    span = leaf.span
+            reporter.sink.add(replace(diagnostic, source=reporter.source, span=span))
+
+
+def _leaves(node: Mapping) -> Iterator[Scalar]:
+    for entry in node.entries:
+        if isinstance(entry.value, Mapping):
+            yield from _leaves(entry.value)
+        elif isinstance(entry.value, Scalar):
+            yield entry.value
 
 
 def _pairs(node: Mapping, section: str, reader: StructureReader) -> Pairs:

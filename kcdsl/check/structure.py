@@ -85,8 +85,9 @@ class RawClause:
         return node if isinstance(node, Scalar) else None
 
     def node(self, name: str) -> Node | None:
-        """Return the node under a field name, or None."""
-        return next((e.value for e in self.fields if e.key.text == name), None)
+        """Return the node under a field name; None where absent, or reported already."""
+        node = next((e.value for e in self.fields if e.key.text == name), None)
+        return None if isinstance(node, Scalar) and node.broken else node
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,8 @@ class StructureReader:
     def as_text(self, node: Node, name: str, numbers: bool = False) -> Scalar | None:
         """Return the node if it is a text, else report it."""
         if isinstance(node, Scalar):
+            if node.broken:
+                return None
             if isinstance(node.value, str) and node.text.strip():
                 return node
             if numbers and not isinstance(node.value, bool) and node.kind == "a number":
@@ -201,6 +204,8 @@ class StructureReader:
 
     def wrong_kind(self, node: Node, name: str, wanted: str, help: str | None = None) -> None:
         """Report that a field holds another kind of node than it takes."""
+        if isinstance(node, Scalar) and node.broken:
+            return
         found = node.kind if not (isinstance(node, Scalar) and node.text == "") else "empty"
         self.reporter.error(WRONG_KIND, f"`{name}` takes {wanted} and is {found}", node.span, help)
 

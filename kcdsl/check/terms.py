@@ -21,12 +21,12 @@ from kcdsl.check.metrics import (
 from kcdsl.check.report import Reporter, nearest, suggest
 from kcdsl.check.units import NAMED, ONE, UNITS, Dimension
 from kcdsl.diagnostics.codes import (
+    BLOCK_NAME,
     DIMENSION,
     DIVISION_BY_ZERO,
     OUT_OF_RANGE,
     SIGNED_METRIC,
     STATISTIC_NOT_ALLOWED,
-    UNKNOWN_BLOCK,
     UNKNOWN_FUNCTION,
     UNKNOWN_METRIC,
     UNKNOWN_NAME,
@@ -118,7 +118,7 @@ def block_name(expression: ast.Expression, reporter: Reporter) -> str | None:
         return None
     if not BLOCK.fullmatch(expression.id):
         reporter.error(
-            UNKNOWN_BLOCK,
+            BLOCK_NAME,
             f"there is no block `{expression.id}`",
             expression.span,
             suggest(expression.id, _BLOCK_EXAMPLES, "blocks, with any number"),

@@ -163,7 +163,8 @@ def _quantified(
             "choose another name",
             (Label(scope.variables[name.id], "bound here"),),
         )
-    elif find_metric(name.id) is not None or name.id in FUNCTIONS or BLOCK.fullmatch(name.id):
+        return None
+    if find_metric(name.id) is not None or name.id in FUNCTIONS or BLOCK.fullmatch(name.id):
         reporter.error(
             SHADOWED_NAME, f"`{name.id}` already has a meaning", name.span, "choose another name"
         )

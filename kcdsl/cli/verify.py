@@ -15,8 +15,10 @@ from kcdsl.exits import Exit
 if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
     from kcdsl.route.goals import Goal
+    from kcdsl.verdict.implied import Implied
     from kcdsl.verdict.outcome import GoalOutcome
     from kcdsl_certs.clauses import CertifiedClause
+    from kcdsl_certs.keys import SigningKey
 
 HELP = "decide the clauses about every input of a region, and write certificates"
 
@@ -24,7 +26,9 @@ HELP = "decide the clauses about every input of a region, and write certificates
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("contract", nargs="?", metavar="CONTRACT")
-    parser.add_argument("--block", action="append", metavar="NAME", help="only clauses on this block")
+    parser.add_argument(
+        "--block", action="append", metavar="NAME", help="only clauses on this block"
+    )
     parser.add_argument("--clause", action="append", metavar="ID", help="only this clause")
     parser.add_argument("--backend", metavar="NAME", help="decide with this backend")
     parser.add_argument(
@@ -34,8 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="search for concrete runs beside the bounds (default: on)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--sign", metavar="KEY", help="private key (default: kcdsl.key beside CONTRACT)")
-    parser.add_argument("-o", "--output", metavar="DIR", help="folder of certificates (default: out)")
+    parser.add_argument(
+        "--sign", metavar="KEY", help="private key (default: kcdsl.key beside CONTRACT)"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", help="folder of certificates (default: out)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -57,7 +65,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     folder = Path(arguments.output) if arguments.output else base / "out"
     certificate = None
     if key is not None:
-        certificate = _write(program, base, folder, outcomes, key, arguments)
+        certificate = _write(program, base, folder, outcomes, implied, key, arguments)
     code = _exit(outcomes)
     if arguments.json:
         numerics = {"train": resolve(program.train), "infer": resolve(program.infer)}
@@ -77,7 +85,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 
 
 def _refuse_inconsistent(program: Program) -> None:
-    """Ask z3 whether all clauses can hold at once; refuse the contract if they cannot."""
+    """Ask the SMT backend whether all clauses can hold at once; refuse if they cannot."""
     from kcdsl.diagnostics import Refusal, Severity
     from kcdsl.route.catalogue import catalogue
 
@@ -199,7 +207,9 @@ def _progress() -> Iterator[Any]:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         tasks: dict[str, Any] = {}
 
         def report(goal: str, done: int, total: int) -> None:
@@ -210,7 +220,7 @@ def _progress() -> Iterator[Any]:
         yield report
 
 
-def _implied(program: Program, outcomes: Sequence[GoalOutcome]) -> tuple[Any, ...]:
+def _implied(program: Program, outcomes: Sequence[GoalOutcome]) -> tuple[Implied, ...]:
     """Return the empirical clauses that the proved drift bounds imply (bound chain, z3)."""
     from kcdsl.route.catalogue import catalogue
     from kcdsl.verdict.proved import proved_drifts
@@ -222,8 +232,14 @@ def _implied(program: Program, outcomes: Sequence[GoalOutcome]) -> tuple[Any, ..
     return ()
 
 
-def _implied_json(item: Any) -> dict[str, Any]:
-    return {"clause": item.clause_id, "slice": item.slice, "chain": list(item.chain)}
+def _implied_json(item: Implied) -> dict[str, Any]:
+    return {
+        "clause": item.clause_id,
+        "slice": item.slice,
+        "by": item.by,
+        "chain": list(item.steps),
+        "assumptions": list(item.assumptions),
+    }
 
 
 def _write(
@@ -231,7 +247,8 @@ def _write(
     base: Path,
     folder: Path,
     outcomes: Sequence[GoalOutcome],
-    key: Any,
+    implied: Sequence[Implied],
+    key: SigningKey,
     arguments: argparse.Namespace,
 ) -> Path:
     """Write proofs, then the certificate that names them."""
@@ -244,6 +261,7 @@ def _write(
             name = f"{outcome.goal.clause.id}.proof.json"
             references[outcome.goal.clause.id] = write_proof(folder / name, outcome.proof)
     results = _results(program, base, outcomes, references)
+    results += _implied_results(program, base, implied)
     target = folder / f"{stem}.cert.json"
     write_certificate(target, issue(program=program, base=base, clauses=results, keys=[key]))
     return target
@@ -296,6 +314,36 @@ def _results(
     return found
 
 
+def _implied_results(
+    program: Program, base: Path, implied: Sequence[Implied]
+) -> list[CertifiedClause]:
+    """Return the implied clauses as certificate results, one for each comparison."""
+    from kcdsl.release.issue import results_for
+    from kcdsl.release.requirements import required_clauses
+    from kcdsl_certs.clauses import IMPLIED, Evidence, Verdict
+
+    required = {(r.id, r.slice): r for r in required_clauses(program, base)}
+    found = []
+    for item in implied:
+        wanted = required[item.clause_id, item.slice]
+        for index, stated in enumerate(wanted.alternatives[0] if wanted.alternatives else ()):
+            bounds = [b for b in item.bounds if (b.quantity, b.op) == (stated.quantity, stated.op)]
+            if bounds:
+                found.append(
+                    results_for(
+                        wanted,
+                        comparison=index,
+                        evidence=Evidence.PROOF,
+                        method=IMPLIED,
+                        verdict=Verdict.PASSED,
+                        bound=bounds[0].bound,
+                        implied_by=item.by,
+                        assumptions=item.assumptions,
+                    )
+                )
+    return found
+
+
 def _exit(outcomes: Sequence[GoalOutcome]) -> Exit:
     from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 
@@ -309,7 +357,7 @@ def _exit(outcomes: Sequence[GoalOutcome]) -> Exit:
 
 
 def _print(
-    outcomes: Sequence[GoalOutcome], implied: Sequence[Any], certificate: Path | None
+    outcomes: Sequence[GoalOutcome], implied: Sequence[Implied], certificate: Path | None
 ) -> None:
     from rich.console import Console
 
@@ -325,13 +373,15 @@ def _print(
             case Violated(counterexample):
                 text = json.dumps(counterexample)
                 console.print(
-                    f"{outcome.goal.clause.id}: counterexample {text}", highlight=False, markup=False
+                    f"{outcome.goal.clause.id}: counterexample {text}",
+                    highlight=False,
+                    markup=False,
                 )
             case _:
                 pass
     for item in implied:
         console.print(f"\n{item.clause_id} on {item.slice} is implied:", markup=False)
-        for step in item.chain:
+        for step in item.steps:
             console.print(f"  {step}", highlight=False, markup=False)
     if certificate is None:
         note = "not certified: no signing key (kcdsl keygen -o kcdsl.key makes one)"

@@ -113,6 +113,13 @@ BAD_NUMBER = _declare(
     "unusable number",
     "A number that is not finite, or too large or too small to be meant.",
 )
+UNQUOTED_EXPRESSION = _declare(
+    "KC015",
+    "expression without quotation marks",
+    """An expression holds `: `, or in a flow mapping a comma or square brackets, and stands
+    without quotation marks. kcdsl reads it as it is meant; other YAML readers do not. Put it in
+    quotation marks, or in a block scalar after `>-`, for their sake.""",
+)
 
 # --- KC1 structure -------------------------------------------------------------------------------
 UNKNOWN_FIELD = _declare(
@@ -178,7 +185,7 @@ UNKNOWN_METRIC = _declare(
     "unknown metric",
     "The metric is not registered. The registry is listed in the language reference.",
 )
-UNKNOWN_BLOCK = _declare(
+BLOCK_NAME = _declare(
     "KC204",
     "unknown block",
     "Blocks are named attn_0, mlp_0, norm_0, layer_0 and so on, head, or model.",
@@ -291,6 +298,35 @@ VACUOUS = _declare(
     "vacuous requirement",
     "The requirement holds, or fails, whatever the kernels do, so it says nothing.",
 )
+CONTRADICTION = _declare(
+    "KC410",
+    "contradicting clauses",
+    """The named clauses cannot hold together on the same slice, whatever the kernels do. The set is
+    the smallest one found: without any of its members the rest can hold.""",
+)
+NEVER_HOLDS = _declare(
+    "KC411",
+    "clause can never hold",
+    """No values of its quantities satisfy the requirement: its parts contradict each other or the
+    ranges of its metrics.""",
+)
+EMPTY_SLICE = _declare(
+    "KC412",
+    "empty slice",
+    "No request can satisfy the `where` of the slice, so every clause on it would be vacuous.",
+)
+ALWAYS_HOLDS = _declare(
+    "KC413",
+    "redundant clause",
+    """The requirement follows from the ranges of its metrics alone, so no kernel can violate
+    it.""",
+)
+SOLVER_UNDECIDED = _declare(
+    "KC414",
+    "not decided by the solver",
+    """The solver gave no answer in the time allowed. The clauses named were not shown to be
+    consistent; nor were they shown to contradict each other.""",
+)
 
 CHECKPOINT_FORMAT = _declare(
     "KC450",
@@ -383,12 +419,25 @@ KERNEL_NUMERICS = _declare(
 KERNEL_FAILED = _declare(
     "KC466",
     "kernel failed",
-    "The kernel could not run on this device, or returned values that are not finite.",
+    "The kernel could not run on this device or on this sequence.",
 )
 WEIGHT_OVERFLOW = _declare(
     "KC467",
     "weight out of the range of its format",
     "A weight is larger than the largest finite number of the format it is to be stored in.",
+)
+NO_GOAL = _declare(
+    "KC470",
+    "nothing to verify",
+    """No clause of the contract states a drift for all inputs of a region on the selected block.""",
+)
+UNKNOWN_CLAUSE = _declare("KC471", "unknown clause", "The contract has no clause of this name.")
+NO_DEVICE = _declare("KC472", "device missing", "The device asked for is not available.")
+REGION_OF_TOKENS = _declare(
+    "KC473",
+    "region of tokens",
+    """Token ids have no neighbourhood: the block `model` can be verified at points only. Blocks on
+    hidden states take balls and hulls.""",
 )
 
 # --- KC5 statistics ------------------------------------------------------------------------------
@@ -545,6 +594,12 @@ ARTEFACT_REFUSED = _declare(
     "artefact refused",
     """A checkpoint is a symbolic link, a special file, empty, or changed while it was read. Its
     digest would not bind what is loaded.""",
+)
+STORED_PROGRAM = _declare(
+    "KC607",
+    "unusable stored program",
+    """A stored intermediate representation is not JSON of the schema kcdsl.ir/1, or its digest
+    does not belong to it. Compile the contract again.""",
 )
 DATA_ABSENT = _declare(
     "KC606",

@@ -24,10 +24,11 @@ from kcdsl.ir.terms import (
     Not,
     Number,
     Quantified,
+    RegionKind,
     Statistic,
     Term,
 )
-from kcdsl.ir.walk import terms_of
+from kcdsl.ir.walk import subterms, terms_of, walk
 from kcdsl.route.catalogue import Fragment
 from kcdsl.source.text import SourceFile, Span
 
@@ -80,8 +81,8 @@ def outside_diagnostic(clause: Clause, placement: Placement, source: SourceFile)
         source,
         first.span,
         labels=tuple(Label(blame.span, blame.reason) for blame in rest),
-        help="decidable are: forall x in REGION: NORM <= NUMBER, forall x in REGION: no_flip(...), "
-        "STATISTIC <= NUMBER, has(trace, [...]), and conjunctions within one kind",
+        help="decidable are: forall x in REGION: NORM(drift(...)) <= NUMBER or no_flip(...), "
+        "joined by `and`; and any statement about statistics of metrics and has(trace, [...])",
     )
 
 
@@ -96,61 +97,86 @@ def _outside(reason: str, span: Span, *more: Blame) -> Placement:
 
 def _place(formula: Formula) -> Placement:
     match formula:
-        case Quantified(quantifier="exists", span=span):
-            return _outside("`exists` has no backend", span)
-        case Quantified(body=body):
-            return _universal(body)
+        case Quantified():
+            return _quantified(formula)
         case HasFields(span=span):
-            return Placement(Fragment.TRACE_FIELDS, (Blame("asks for trace fields", span),))
+            return Placement(Fragment.TRACE_FIELDS, (Blame("fields of every trace record", span),))
         case Compare():
-            return _statistical(formula)
-        case Connective(op="and", parts=parts, span=span):
-            return _together(parts, span, _place)
-        case Connective(op=op, span=span):
-            return _outside(f"`{op}` joins requirements", span)
-        case Not(span=span):
-            return _outside("a negation that cannot be moved inside", span)
+            return _measured(formula)
+        case Not(of=of, span=span):
+            inner = _place(of)
+            if inner.fragment in _UNIVERSAL:
+                return _outside("a negated claim about every input", span, *inner.blame)
+            return inner
+        case Connective(op=op, parts=parts, span=span):
+            return _together(op, [_place(part) for part in parts], span)
         case NoFlip(span=span):
             return _outside("`no_flip` speaks of an input that is not quantified", span)
 
 
-def _together(parts: tuple[Formula, ...], span: Span, place: object) -> Placement:
-    placements = [_place(part) if place is _place else _universal(part) for part in parts]
+_UNIVERSAL = {Fragment.UNIVERSAL_DRIFT, Fragment.UNIVERSAL_FLIP}
+_MEASURED = {Fragment.STATISTICAL, Fragment.TRACE_FIELDS}
+
+
+def _together(op: str, placements: list[Placement], span: Span) -> Placement:
+    """Join the parts of a connective: measured parts in any way, universal parts by `and`."""
     for placement in placements:
         if placement.fragment is Fragment.OUTSIDE:
             return placement
-    first = placements[0]
-    for other in placements[1:]:
-        if other.fragment is not first.fragment:
-            return _outside(
-                f"one part is {first.fragment}, another is {other.fragment}",
-                span,
-                Blame(str(first.fragment), first.blame[0].span),
-                Blame(str(other.fragment), other.blame[0].span),
-            )
-    return first
+    found = {placement.fragment for placement in placements}
+    blame = tuple(Blame(str(p.fragment), p.blame[0].span) for p in placements)
+    if found <= _MEASURED:
+        statistical = [p for p in placements if p.fragment is Fragment.STATISTICAL]
+        return (statistical or placements)[0]
+    if len(found) > 1:
+        return _outside("its parts need different backends", span, *blame)
+    if op != "and":
+        return _outside(f"`{op}` joins claims about every input", span, *blame)
+    return placements[0]
+
+
+def _quantified(formula: Quantified) -> Placement:
+    norms = [term for term in terms_of(formula.body) if isinstance(term, Norm)]
+    if norms and all(norm.of.measured for norm in norms):
+        return _observed(formula)
+    if formula.quantifier == "exists":
+        return _outside("`exists` over admissible runs has no backend", formula.span)
+    return _universal(formula.body)
+
+
+def _observed(formula: Quantified) -> Placement:
+    """A quantifier over the rows of a slice, about the drift that was observed on each."""
+    if formula.region.kind is not RegionKind.POINTS:
+        reason = "`measured_drift` is observed at points, and the region holds more"
+        return _outside(reason, formula.region.span)
+    for part in walk(formula.body):
+        if isinstance(part, Quantified | NoFlip | HasFields):
+            return _outside("more than observed drift under one quantifier", part.span)
+    for term in terms_of(formula.body):
+        if isinstance(term, Statistic):
+            return _outside("a statistic under a quantifier", term.span)
+    reason = f"observed drift on the rows of {formula.region.slice}"
+    return Placement(Fragment.STATISTICAL, (Blame(reason, formula.body.span),))
 
 
 def _universal(body: Formula) -> Placement:
     match body:
-        case NoFlip(span=span):
-            return Placement(Fragment.UNIVERSAL_FLIP, (Blame("asks about top-k sets", span),))
-        case Compare(op=op, left=Norm(of=drift, span=span), right=Number()):
+        case NoFlip(block=block, k=k, span=span):
+            reason = f"top-{k} of {block} for every input of a region"
+            return Placement(Fragment.UNIVERSAL_FLIP, (Blame(reason, span),))
+        case Compare(op=op, left=Norm(of=drift), right=Number()):
             if drift.measured:
-                return _outside(
-                    "`measured_drift` is one observed run, and a region holds more", drift.span
-                )
+                return _outside("observed and admissible drift in one claim", drift.span)
             if op not in {"<=", "<"}:
                 return _outside(f"`{op}` asks for drift; only upper bounds are proved", body.span)
-            return Placement(Fragment.UNIVERSAL_DRIFT, (Blame("bounds a drift", span),))
+            reason = f"drift of {drift.block} for every input of a region"
+            return Placement(Fragment.UNIVERSAL_DRIFT, (Blame(reason, body.span),))
         case Compare(left=left, right=right):
             culprit = _first_unusual(left) or _first_unusual(right)
-            reason, span = culprit if culprit is not None else ("not norm <= number", body.span)
+            reason, span = culprit or ("two norms are compared with each other", right.span)
             return _outside(reason, span)
-        case Connective(op="and", parts=parts, span=span):
-            return _together(parts, span, _universal)
-        case Connective(op=op, span=span):
-            return _outside(f"`{op}` under a quantifier", span)
+        case Connective(op=op, parts=parts, span=span):
+            return _together(op, [_universal(part) for part in parts], span)
         case Not(span=span):
             return _outside("a negation under a quantifier", span)
         case Quantified(quantifier=quantifier, span=span):
@@ -171,18 +197,14 @@ def _first_unusual(term: Term) -> tuple[str, Span] | None:
             return "arithmetic under a quantifier", term.span
 
 
-def _statistical(compare: Compare) -> Placement:
-    left, right = compare.left, compare.right
-    if not isinstance(right, Number):
-        return _outside("two measured terms are compared with each other", right.span)
-    match left:
-        case Statistic(of=Metric() | Abs(of=Metric()), span=span):
-            return Placement(Fragment.STATISTICAL, (Blame("a statistic of a metric", span),))
-        case Statistic(of=of):
-            return _outside("a statistic of more than one metric", of.span)
-        case Norm(span=span):
-            return _outside("the norm of a drift whose input is not quantified", span)
-        case Abs(span=span):
-            return _outside("`abs` outside a statistic", span)
-        case _:
-            return _outside("arithmetic of measured terms", left.span)
+def _measured(compare: Compare) -> Placement:
+    names: dict[str, Span] = {}
+    for term in (*subterms(compare.left), *subterms(compare.right)):
+        if isinstance(term, Norm):
+            return _outside("the norm of a drift whose input is not quantified", term.span)
+        if isinstance(term, Metric):
+            names.setdefault(term.name, term.span)
+    if not names:
+        return _outside("the comparison names no metric", compare.span)
+    reason = f"measured {' and '.join(names)}"
+    return Placement(Fragment.STATISTICAL, (Blame(reason, compare.left.span),))

@@ -130,7 +130,7 @@ class Model:
     ) -> dict[str, Tensor | None]:
         """Return `block_inputs` for several blocks from one forward pass."""
         ids = self.ids(tokens)
-        entries = getattr(self.module, "block_entries", dict)()
+        entries: dict[str, nn.Module] = getattr(self.module, "block_entries", dict)()
         seen: dict[str, list[Tensor]] = {name: [] for name in names if name != "model"}
         handles = []
         for name, found in seen.items():
@@ -236,11 +236,11 @@ def _take_weights(module: nn.Module, checkpoint: Checkpoint, rule: KeyRule) -> d
         if first.setdefault(id(tensor), name) != name:
             optional[name] = first[id(tensor)]
     expected = {n: tuple(t.shape) for n, t in stored.items() if n not in optional}
-    plain = set(module.state_dict()) - set(stored)
-    names = {
-        key: None if (name := rule(key)) in plain else name
-        for key in (*checkpoint.tensors, *checkpoint.others)
-    }
+    plain = {n for n in module.state_dict() if n not in stored}
+    names: dict[str, str | None] = {}
+    for key in (*checkpoint.tensors, *checkpoint.others):
+        own = rule(key)
+        names[key] = None if own in plain else own
     keys = match_tensors(checkpoint, names, expected, optional)
     with torch.no_grad():
         for name, key in keys.items():

@@ -62,13 +62,13 @@ class ScaledDotProduct:
         """Return the context; see `AttentionProgram`."""
         mask = attention_mask(q.shape[-2], causal, keys, q.device) if keys is not None else None
         lead = q.shape[:-3]
-        folded = [t.reshape(-1, *t.shape[-3:]) for t in (q, k, v)]
+        q, k, v = (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
         if mask is not None:
             mask = mask.reshape(-1, *mask.shape[-3:])
         chosen = sdpa_kernel([SDP_BACKENDS[self.backend]]) if self.backend else nullcontext()
         with chosen:
             context = F.scaled_dot_product_attention(
-                *folded, attn_mask=mask, is_causal=causal and mask is None, scale=scale
+                q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale
             )
         return context.reshape(*lead, *context.shape[-3:])
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kcdsl.diagnostics import Refusal, refuse
-from kcdsl.diagnostics import codes
+from kcdsl.diagnostics import Refusal, codes, refuse
 
 
 class Fields:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.graph import BlockGraph, Node, array_digest
 
-OPERATIONS = frozenset(
-    """input param constant embedding linear matmul add sub mul scale divide shift neg relu tanh
-    silu gelu reshape expand permute slice concat softmax rms_norm layer_norm rope""".split()
-)
+OPERATIONS = frozenset({
+    "input", "param", "constant", "embedding", "linear", "matmul", "add", "sub", "mul", "scale",
+    "divide", "shift", "neg", "relu", "tanh", "silu", "gelu", "reshape", "expand", "permute",
+    "slice", "concat", "softmax", "rms_norm", "layer_norm", "rope",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,7 @@ from kcdsl.model.graph import BlockGraph, Node
 Array = NDArray[Any]
 
 
-def run_graph(
-    graph: BlockGraph, params: Mapping[str, Array], x: Array | None
-) -> dict[str, Array]:
+def run_graph(graph: BlockGraph, params: Mapping[str, Array], x: Array | None) -> dict[str, Array]:
     """Return the value of every node, float64 (masks: bool).
 
     `params` holds the checkpoint tensors by key; `x` is the block input [T, D], None for a graph on

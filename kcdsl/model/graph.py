@@ -1,8 +1,8 @@
 """Block graphs: operations on named tensors, the form in which a block is verified.
 
 A graph has no batch dimension: the block input is one sequence, shape [T, D]. Shapes are static.
-The leaves are the block input, parameters (named by their checkpoint key), constants (tables, masks)
-and token ids. Nodes stand in an order in which every node comes after its inputs.
+The leaves are the block input, parameters (named by their checkpoint key), constants (tables,
+masks) and token ids. Nodes stand in an order in which every node comes after its inputs.
 
 | op | inputs | attrs | value |
 |---|---|---|---|
@@ -21,10 +21,10 @@ and token ids. Nodes stand in an order in which every node comes after its input
 | permute | x | dims | |
 | slice | x | dim, start, stop, step | |
 | concat | x… | dim | |
-| softmax | scores[, mask] | – | over the last dimension; mask is a bool constant, True = takes part |
+| softmax | scores[, mask] | – | last dimension; mask is a bool constant, True = takes part |
 | rms_norm | x[, weight] | eps | x / sqrt(mean(x²) + eps) * weight, last dimension |
-| layer_norm | x[, weight, bias] | eps | (x - mean) / sqrt(var + eps) * weight + bias, last dimension |
-| rope | x, cos, sin | – | x * cos + concat(-x[…, h:], x[…, :h]) * sin, h half the last dimension |
+| layer_norm | x[, weight, bias] | eps | (x - mean) / sqrt(var + eps) * weight + bias, likewise |
+| rope | x, cos, sin | – | x * cos + concat(-x[…, h:], x[…, :h]) * sin, h = half the last dim |
 
 `role` marks the parts of an attention pattern, because numerics specifications speak of them:
 "scores" (the product q·kᵀ and every op between it and the softmax), "probabilities" (the softmax),

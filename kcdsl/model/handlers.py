@@ -1,7 +1,7 @@
 """What each aten operation becomes; see `lowering.py`.
 
-A handler gets the state and the arguments by their names in the operator's schema, of which at least
-one is a `Ref`, and returns a `Ref` or a list of them.
+A handler gets the state and the arguments by their names in the operator's schema, of which at
+least one is a `Ref`, and returns a `Ref` or a list of them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def _stack(s: Lowering, a: Arguments) -> Any:
 def _repeat_interleave(s: Lowering, a: Arguments) -> Any:
     repeats, dim = a.get("repeats"), a.get("dim")
     s.need(isinstance(repeats, int) and dim is not None, "use repeats: int and dim: int")
-    assert isinstance(repeats, int) and isinstance(dim, int)
+    assert isinstance(repeats, int)
+    assert isinstance(dim, int)
     return repeated(s, a["self"], repeats, dim)
 
 

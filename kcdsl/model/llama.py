@@ -171,7 +171,8 @@ class LlamaLayer(nn.Module):
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """Return [..., T, D]."""
         x = x + self.self_attn(self.input_layernorm(x), keys)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        deeper: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return deeper
 
 
 class LlamaStack(nn.Module):
@@ -194,7 +195,7 @@ class LlamaStack(nn.Module):
 
 
 class Llama(nn.Module):
-    """A causal language model; the head is tied to the embedding where the configuration says so."""
+    """A causal language model; its head is tied to the embedding where the configuration says."""
 
     encoder_only = False
 

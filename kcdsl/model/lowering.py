@@ -20,8 +20,12 @@ from kcdsl.model.drafts import Drafts
 from kcdsl.model.handlers import HANDLERS
 from kcdsl.model.lowering_state import Lowering, Ref
 
+
 def lower(
-    program: ExportedProgram, keys: Mapping[int, str], ids: Tensor | None, targets: Mapping[str, Any]
+    program: ExportedProgram,
+    keys: Mapping[int, str],
+    ids: Tensor | None,
+    targets: Mapping[str, Any],
 ) -> Drafts:
     """Lower an exported program with one input.
 
@@ -38,7 +42,9 @@ def lower(
             outputs = node.args[0]
             result = values[outputs[0]] if len(outputs) == 1 else None
             state.origin = "the block"
-            state.need(isinstance(result, Ref), "it must return one tensor that depends on its input")
+            state.need(
+                isinstance(result, Ref), "it must return one tensor that depends on its input"
+            )
             assert isinstance(result, Ref)
             state.drafts.output = result.name
     return state.drafts
@@ -84,15 +90,15 @@ def _call(
     node: fx.Node,
     values: Mapping[fx.Node, Any],
 ) -> Any:
-    args = fx.map_arg(node.args, lambda n: values[n])
-    kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
+    args: Any = fx.map_arg(node.args, lambda n: values[n])
+    kwargs: Any = fx.map_arg(node.kwargs, lambda n: values[n])
     if node.target is operator.getitem:
         return args[0][args[1]]
     target: Any = node.target
     if not _has_reference((args, kwargs)):
         with torch.no_grad():
             return target(*args, **kwargs)
-    name = str(getattr(target, "_schema", None) and target._schema.name or target)
+    name = str((getattr(target, "_schema", None) and target._schema.name) or target)
     state.operator = name.removeprefix("aten::")
     state.origin = f"{name} in {_module_path(node)}"
     if name in ("aten::_assert_tensor_metadata",):
@@ -136,5 +142,3 @@ def _module_path(node: fx.Node) -> str:
     kind = kind if isinstance(kind, str) else kind.__name__
     where = f"{path or 'the block itself'} ({kind.rsplit('.', 1)[-1]})"
     return where if stack else "the block itself"
-
-

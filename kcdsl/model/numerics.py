@@ -9,8 +9,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Weights:
     """How parameters are stored: `format` a float format, or "int8"; `scale` "none" (a plain cast),
-    "per_tensor", "per_channel" (one per output row), "block_128" (128x128 tiles) or "mx" (32 inputs,
-    power of two). Dequantised values are rounded to float32 and then to the compute format."""
+    "per_tensor", "per_channel" (one per output row), "block_128" (128x128 tiles) or "mx" (32
+    inputs, power of two). Dequantised values are rounded to float32, then to the compute format."""
 
     format: str
     scale: str = "none"
@@ -19,7 +19,7 @@ class Weights:
 @dataclass(frozen=True, slots=True)
 class Activations:
     """Dynamic quantisation of the input of every linear: `format` "none", "fp8_e4m3", "fp8_e5m2",
-    "int8" (symmetric) or "uint8" (asymmetric); `scale` "none", "per_tensor", "per_token" or "mx"."""
+    "int8" (symmetric) or "uint8" (asymmetric); `scale` "none", "per_tensor", "per_token", "mx"."""
 
     format: str = "none"
     scale: str = "none"

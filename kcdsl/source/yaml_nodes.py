@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from enum import Enum
 from fractions import Fraction
 from typing import Any
 
@@ -26,10 +27,12 @@ from kcdsl.diagnostics.codes import (
     NOT_YAML,
     SEVERAL_DOCUMENTS,
     TOO_DEEP,
+    UNQUOTED_EXPRESSION,
     WRONG_KIND,
     Code,
 )
-from kcdsl.diagnostics.model import Diagnostic, Label, Sink
+from kcdsl.diagnostics.model import Diagnostic, Label, Severity, Sink
+from kcdsl.source.masking import Masked, mask_expressions
 from kcdsl.source.numbers import exact
 from kcdsl.source.text import SourceFile, Span
 
@@ -39,15 +42,26 @@ DEPTH_LIMIT = 40
 Value = str | int | Fraction | bool | None
 
 
+class _Broken(Enum):
+    """The value of a scalar that was reported."""
+
+    BROKEN = "broken"
+
+
+_BROKEN = _Broken.BROKEN
+
+
 @dataclass(frozen=True, slots=True)
 class Scalar:
     """A scalar: its resolved value, its decoded text, and its style
-    (`plain`, `'`, `"`, `|` or `>`)."""
+    (`plain`, `'`, `"`, `|` or `>`). `broken` says that it was reported already, so that later
+    passes stay silent about it."""
 
     value: Value
     text: str
     style: str
     span: Span
+    broken: bool = False
 
     @property
     def kind(self) -> str:
@@ -119,7 +133,7 @@ _CORE_BOOL = {w: w.lower() == "true" for w in ("true", "True", "TRUE", "false", 
 _CORE_INT = re.compile(r"[-+]?[0-9]+")
 _CORE_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
-_OLD_BOOL = re.compile(r"(?i:yes|no|on|off)|[yYnN]")
+_OLD_BOOL = re.compile(r"(?i:yes|no|on|off)")
 _BASE_60 = re.compile(r"[-+]?[0-9]+(?::[0-5]?[0-9])+(?:\.[0-9_]*)?")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt ].*)?")
 _OCTAL = re.compile(r"[-+]?0[0-9]+")
@@ -162,6 +176,7 @@ class _Builder:
         self._open: list[_Open] = []
         self._root: Node | None = None
         self._documents = 0
+        self._masked: Masked = mask_expressions(source.text[self._shift :])
 
     def build(self) -> Node | None:
         text = self._source.text[self._shift :]
@@ -172,7 +187,7 @@ class _Builder:
             self._error(NOT_YAML, f"the character {name} may not occur in YAML", Span(at, at + 1))
             return None
         try:
-            for event in yaml.parse(text, Loader=_LOADER):
+            for event in yaml.parse(self._masked.text, Loader=_LOADER):
                 if not self._take(event):
                     return None
         except yaml.MarkedYAMLError as error:
@@ -235,7 +250,7 @@ class _Builder:
                     self._span(event),
                     "write the value out",
                 )
-                self._attach(Scalar(None, "", "plain", self._span(event)))
+                self._attach(Scalar(None, "", "plain", self._span(event), broken=True))
             case yaml.ScalarEvent():
                 self._refuse_properties(event)
                 self._attach(self._scalar(event))
@@ -311,13 +326,24 @@ class _Builder:
         return tuple(entries)
 
     def _scalar(self, event: yaml.ScalarEvent) -> Scalar:
-        span, text = self._span(event), event.value
+        span, text = self._span(event), self._masked.restore(event.value)
         style = event.style or "plain"
+        if style == "plain" and self._masked.changed(event.value):
+            self._sink.add(
+                Diagnostic(
+                    UNQUOTED_EXPRESSION,
+                    "other YAML readers cannot read this expression without quotation marks",
+                    self._source,
+                    span,
+                    severity=Severity.NOTE,
+                )
+            )
         if style != "plain":
             return Scalar(text, text, style, span)
-        return Scalar(self._resolve(text, span), text, style, span)
+        value = self._resolve(text, span)
+        return Scalar(text if value is _BROKEN else value, text, style, span, value is _BROKEN)
 
-    def _resolve(self, text: str, span: Span) -> Value:
+    def _resolve(self, text: str, span: Span) -> Value | _Broken:
         if text in _CORE_NULL:
             return None
         if text in _CORE_BOOL:
@@ -330,16 +356,16 @@ class _Builder:
                 span,
                 f'write "{text}" if the text is meant',
             )
-            return text
+            return _BROKEN
         if _NOT_FINITE.fullmatch(text):
             self._error(BAD_NUMBER, f"`{text}` is not a finite number", span)
-            return text
+            return _BROKEN
         if not _CORE_FLOAT.fullmatch(text):
             return text
         value = exact(text)
         if value is None:
             self._error(BAD_NUMBER, "the number is too long, too large or too small", span)
-            return text
+            return _BROKEN
         return int(value) if _CORE_INT.fullmatch(text) else value
 
 

@@ -61,6 +61,8 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
     def report(code: Code, message: str, begin: int, end: int, help: str | None = None) -> None:
         sink.add(Diagnostic(code, message, source, places.span(begin, end), help=help))
 
+    if scalar.broken:
+        return None
     if not text.strip():
         sink.add(Diagnostic(EXPRESSION_SYNTAX, "the expression is empty", source, scalar.span))
         return None

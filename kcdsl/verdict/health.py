@@ -1,11 +1,12 @@
 """Health score and recommended action.
 
-v_c = max(0, m - tau)/tau (mirrored where a larger value is better), D = sum v_c >= 0, health = exp(-D).
-One clause counts once, with its worst slice. At tau = 0 any deviation is infinite: such a clause asks
-for equality. A clause that could not be measured deviates infinitely.
+v_c = max(0, m - tau)/tau (mirrored where a larger value is better), D = sum v_c >= 0, and
+health = exp(-D). One clause counts once, with its worst slice. Off tau = 0 a deviation is infinite:
+such a clause asks for equality. A clause that could not be measured deviates infinitely.
 
-The action of the score is log for D < 1, guard for D < 3, fallback beyond. The recommended action is
-the more severe of that and the action of the clauses: the score raises an action, never lowers it.
+The action of the score is log for D < 1, guard for D < 3, fallback beyond. The recommended action
+is the more severe of that and the action of the clauses: the score raises an action, never lowers
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ETA_FALLBACK = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The score: D >= 0 (infinite: not measurable), exp(-D) in [0, 1], and the action it asks for."""
+    """D >= 0 (infinite: not measurable), the score exp(-D), and the action that it asks for."""
 
     deviation: float
     action: str
@@ -49,7 +50,7 @@ class Health:
 
 
 def deviation(value: float, threshold: float, better: str) -> float:
-    """Return v_c >= 0 for `better` "lower" or "higher"; infinite for NaN and at a missed tau = 0."""
+    """Return v_c >= 0 for `better` "lower" or "higher"; infinite for NaN, and off tau = 0."""
     if not (math.isfinite(value) and math.isfinite(threshold)):
         return math.inf
     excess = value - threshold if better == "lower" else threshold - value

@@ -179,15 +179,22 @@ class CrossCheck:
 
 @dataclass(frozen=True, slots=True)
 class ImpliedClause:
-    """A clause that follows from proved drift clauses; `chain` is one step per line."""
+    """A clause on a slice that follows once the drift clause `by` is proved; `chain` is one step
+    per line."""
 
     clause: str
+    slice: str
     by: str
     chain: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"clause": self.clause, "by": self.by, "chain": list(self.chain)}
+        return {
+            "clause": self.clause,
+            "slice": self.slice,
+            "by": self.by,
+            "chain": list(self.chain),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kcdsl.cli import COMMANDS
 from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from tests.conftest import Cli
 
 LINK = re.compile(r"\[[^\]\n]+\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
@@ -103,6 +107,23 @@ def test_every_make_target_that_the_docs_name_exists(repository: Path, pages: li
         )
         missing = {name for name in named if not name.startswith("bench-")} - targets
         assert not missing, f"{page.name} names {missing}"
+
+
+def test_the_contract_of_the_readme_compiles_without_a_finding(
+    repository: Path, tmp_path: Path, cli: Cli
+) -> None:
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    (contract,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "contract.yaml").write_text(contract, encoding="utf-8")
+    for name in ("model.safetensors", "prompts.jsonl"):
+        (tmp_path / name).touch()
+    found = cli("lint", "contract.yaml", cwd=tmp_path)
+    assert found.code == 0
+    assert not re.search(r"^(error|warning|note)\b", found.stdout + found.stderr, re.MULTILINE)
+    compiled = cli("compile", cwd=tmp_path)
+    assert compiled.code == 0
+    assert re.search(r"N-ATTN-0 .* interval", compiled.stdout)
+    assert re.search(r"N-KL .* empirical", compiled.stdout)
 
 
 @pytest.mark.parametrize("number", range(1, 8))

@@ -31,7 +31,7 @@ def functional(drift: Tensor, kind: str) -> Tensor:
         case "inf":
             return drift.abs().amax(-1)
         case "2":
-            return torch.linalg.vector_norm(drift, dim=-1)
+            return drift.square().sum(-1).sqrt()
         case "span":
             return drift.amax(-1) - drift.amin(-1)
         case _:
@@ -118,7 +118,8 @@ class _Search:
     def symbols(self, generator: torch.Generator) -> dict[tuple[str, str], Tensor]:
         device = self.train.parameters.device
         return {
-            key: torch.randint(0, 2, self._shape(*key), generator=generator).to(device).double() * 2 - 1
+            key: torch.randint(0, 2, self._shape(*key), generator=generator).to(device).double() * 2
+            - 1
             for key in self.names
         }
 
@@ -144,7 +145,9 @@ class _Search:
             margin = 1e-12 * float(torch.maximum(out_train.abs(), out_infer.abs()).amax())
             value = max(0.0, float(rows[row]) * (1 - 1e-9) - margin)
             self.found.append(
-                Attack(value, row, column, float(out_train[row][column]), float(out_infer[row][column]))
+                Attack(
+                    value, row, column, float(out_train[row][column]), float(out_infer[row][column])
+                )
             )
         return drift
 
@@ -166,7 +169,9 @@ class _Search:
             return drift.flatten()[position]
         row = drift.reshape(-1, drift.shape[-1])[position // drift.shape[-1]]
         if self.kind == "2":
-            return row.square().sum() + 1e-3 * row.detach().abs().amax() * row[position % row.numel()]
+            return (
+                row.square().sum() + 1e-3 * row.detach().abs().amax() * row[position % row.numel()]
+            )
         return row[position % row.numel()] - row[row.detach().argmin()]
 
     def best(self) -> Attack:

@@ -24,10 +24,10 @@ from kcdsl_backends.parameters import StoredParameters
 
 SUMS = frozenset({"linear", "matmul"})
 """Operations that accumulate dot products."""
-STORED = frozenset(
-    "linear matmul add sub mul scale divide shift tanh silu gelu softmax rms_norm layer_norm rope"
-    .split()
-)
+STORED = SUMS | {
+    *("add", "sub", "mul", "scale", "divide", "shift", "tanh", "silu", "gelu"),
+    *("softmax", "rms_norm", "layer_norm", "rope"),
+}
 """Operations whose result a kernel stores."""
 
 
@@ -119,7 +119,9 @@ class Simulator:
             return value if symbol is None else value * (1 + format.unit_roundoff * symbol)
         return nearest_to(value, format)
 
-    def _operand(self, name: str, nodes: Mapping[str, Node], values: Mapping[str, Tensor]) -> Tensor:
+    def _operand(
+        self, name: str, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
+    ) -> Tensor:
         node = nodes[name]
         if node.op in ("param", "constant"):
             return self.parameters.plain(node)
@@ -189,17 +191,21 @@ class Simulator:
         limit = 127.0 if spec.format == "int8" else FORMATS[spec.format].largest
         if spec.scale == "mx":
             width = x.shape[-1]
-            blocks = F.pad(magnitude, (0, -width % 32)).unflatten(-1, (-1, 32))
+            blocks = F.pad(magnitude, (0, -width % 32)).reshape(*magnitude.shape[:-1], -1, 32)
             top = blocks.amax(-1, keepdim=True).expand_as(blocks).flatten(-2)[..., :width]
             exponent = {"fp8_e4m3": 8, "fp8_e5m2": 15}[spec.format]
             scale = torch.exp2(torch.floor(torch.log2(top.clamp_min(1e-300))) - exponent)
         elif spec.scale == "none":
             scale = torch.ones_like(magnitude[..., :1])
         else:
-            top = magnitude.amax(-1, keepdim=True) if spec.scale == "per_token" else magnitude.amax()
+            top = (
+                magnitude.amax(-1, keepdim=True) if spec.scale == "per_token" else magnitude.amax()
+            )
             scale = (top / limit).clamp_min(1e-300)
         code = (x.detach() / scale).clamp(-limit, limit)
-        code = torch.round(code) if spec.format == "int8" else nearest_to(code, FORMATS[spec.format])
+        code = (
+            torch.round(code) if spec.format == "int8" else nearest_to(code, FORMATS[spec.format])
+        )
         return x + (code * scale - x.detach())
 
 

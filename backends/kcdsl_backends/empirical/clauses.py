@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import assert_never
 
 from kcdsl.ir.terms import (
@@ -126,6 +127,24 @@ def slices_of(clause: Clause) -> tuple[str, ...]:
     """Return the slices that a clause is decided on, in the order of the contract."""
     named = [p.region.slice for p in subformulas(clause.require) if isinstance(p, Quantified)]
     return tuple(dict.fromkeys((*clause.slices, *named)))
+
+
+def conjuncts(clause: Clause) -> tuple[Clause, ...]:
+    """Return one clause for each part of a conjunction, so that each part has its own row.
+
+    A conjunction with a budget stays whole: a unit is beyond where any part of it fails.
+    """
+    if clause.budget is not None:
+        return (clause,)
+    return tuple(replace(clause, require=part) for part in _parts(clause.require))
+
+
+def _parts(formula: Formula) -> Iterator[Formula]:
+    if isinstance(formula, Connective) and formula.op == "and":
+        for part in formula.parts:
+            yield from _parts(part)
+    else:
+        yield formula
 
 
 def drift_blocks(program: Program) -> tuple[str, ...]:

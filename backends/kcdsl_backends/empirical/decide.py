@@ -1,9 +1,9 @@
 """From measured values to verdicts, clause by clause and slice by slice.
 
 A clause on a pinned file that was run whole is decided as a *census*: the exact value is compared
-with the threshold, a statement about these requests and no others. A clause with `evidence: sample`,
-and any clause about a noisy metric (times, sampled tokens), is decided on the limit of the interval
-that is worse for it: held or violated only where the limit agrees, else inconclusive.
+with the threshold, a statement about these requests and no others. A clause with `evidence:
+sample`, and any clause about a noisy metric (times, sampled tokens), is decided on the limit of the
+interval that is worse for it: held or violated only where the limit agrees, else inconclusive.
 Empty, missing and non-finite values are `InvalidEvidence`, whatever the rest says.
 """
 
@@ -179,9 +179,7 @@ def has_fields(formula: HasFields, record: object) -> bool:
 
 def _records(data: SliceData) -> Sequence[object]:
     if len(data.records) != len(data.requests) or not data.records:
-        raise NotMeasurable(
-            f"{len(data.records)} trace records for {len(data.requests)} requests"
-        )
+        raise NotMeasurable(f"{len(data.records)} trace records for {len(data.requests)} requests")
     return data.records
 
 

@@ -30,9 +30,7 @@ class Interval:
     @staticmethod
     def of(estimate: Estimate) -> Interval:
         """Return the interval of an estimate."""
-        return Interval(
-            Fraction(estimate.value), _fraction(estimate.low), _fraction(estimate.high)
-        )
+        return Interval(Fraction(estimate.value), _fraction(estimate.low), _fraction(estimate.high))
 
     def as_point(self) -> Interval:
         """Return the value alone, for statements about exactly what was measured."""
@@ -108,13 +106,19 @@ def compare(left: Interval, op: str, right: Interval) -> Outcome:
 
 
 def _order(small: Interval, large: Interval, *, strict: bool) -> Outcome:
-    if small.high is not None and large.low is not None:
-        if small.high < large.low or (not strict and small.high == large.low):
-            return "held"
-    if small.low is not None and large.high is not None:
-        if small.low > large.high or (strict and small.low == large.high):
-            return "violated"
+    if _below(small.high, large.low) or (not strict and _same(small.high, large.low)):
+        return "held"
+    if _below(large.high, small.low) or (strict and _same(large.high, small.low)):
+        return "violated"
     return "unknown"
+
+
+def _below(a: Fraction | None, b: Fraction | None) -> bool:
+    return a is not None and b is not None and a < b
+
+
+def _same(a: Fraction | None, b: Fraction | None) -> bool:
+    return a is not None and a == b
 
 
 def _equal(left: Interval, right: Interval) -> Outcome:

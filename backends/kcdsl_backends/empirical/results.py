@@ -261,8 +261,9 @@ def _counterexample(
         return {**example, "records": lacking[:5]}
     if found is None or comparison is None or not any(found.beyond):
         return example
-    units = [u for group, beyond in zip(found.groups, found.beyond, strict=True) if beyond
-             for u in group]
+    units = [
+        u for group, beyond in zip(found.groups, found.beyond, strict=True) if beyond for u in group
+    ]
     worst = _worst_unit(_inner(comparison), figures.op, units)
     return example if worst is None else {**example, **worst}
 
@@ -375,4 +376,3 @@ def _estimator(measure: Measure) -> Estimator:
         measure.better,
         measure.direction,
     )
-

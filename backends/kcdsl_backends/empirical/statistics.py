@@ -60,7 +60,7 @@ class NotMeasurable(ValueError):
 
 
 def check_values(values: Sequence[float] | Array, what: str) -> Array:
-    """Return the values as float64; raise `NotMeasurable` if there are none or one is not finite."""
+    """Return the values as float64; raise `NotMeasurable` for none, and for one not finite."""
     array = np.asarray(values, dtype=np.float64)
     if array.size == 0:
         raise NotMeasurable(f"{what}: there are no values")
@@ -128,7 +128,8 @@ def exceedance(beyond: Sequence[bool], confidence: float = CONFIDENCE) -> Exceed
     """Count the units beyond a threshold."""
     k, n = sum(beyond), len(beyond)
     limits = proportion(k, n, confidence)
-    assert limits.low is not None and limits.high is not None
+    assert limits.low is not None
+    assert limits.high is not None
     return Exceedance(k, n, limits.low, limits.high)
 
 

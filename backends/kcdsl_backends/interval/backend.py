@@ -77,9 +77,7 @@ class IntervalBackend:
             Refusal: the model, the kernels, the data or a block cannot be used.
         """
         model = load_model(program.model, base)
-        shop = Workshop(
-            model, resolve(program.train), resolve(program.infer), torch.device(device)
-        )
+        shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device(device))
         for goal in goals:
             model.block(goal.block)
         return tuple(self._decide(program, base, shop, goal, attacks, progress) for goal in goals)
@@ -146,7 +144,7 @@ def _cases(shop: Workshop, goal: Goal, rows: Sequence[Request]) -> list[_Case]:
         if goal.region.kind is not RegionKind.POINTS:
             raise refuse(
                 codes.REGION_OF_TOKENS,
-                f"clause {goal.clause.id}: block `model` reads token ids, which have no neighbourhood",
+                f"clause {goal.clause.id}: block `model` reads token ids, which have no ball",
                 help="use points(...), or name a block on hidden states such as attn_0",
             )
         return [_Case(row.id, row.tokens, None, zero) for row in rows]
@@ -244,7 +242,7 @@ def _verdict(goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None) -> 
     if worst.reason is not None:
         return Inconclusive(f"{worst.name}: {worst.reason}")
     return Inconclusive(
-        f"{worst.name}: the bound {worst.bound:.3g} exceeds the threshold; no admissible run found does"
+        f"{worst.name}: the bound {worst.bound:.3g} exceeds the threshold, no run found does"
     )
 
 

@@ -167,7 +167,7 @@ def exclusive_sums(terms: Tensor) -> Tensor:
 
 
 def exclusive_max(values: Tensor) -> Tensor:
-    """Return, for every i of the last dimension, the largest value j != i (-inf if there is none)."""
+    """Return, for every i of the last dimension, the largest value j != i (-inf for no other)."""
     nothing = torch.full_like(values[..., :1], -torch.inf)
     before = torch.cat([nothing, values.cummax(-1).values[..., :-1]], -1)
     after = torch.cat([values.flip(-1).cummax(-1).values.flip(-1)[..., 1:], nothing], -1)

@@ -107,7 +107,9 @@ def _input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Tensor) 
     if centre is None:
         raise NoBound(node.name, "the block reads hidden states but the region holds token ids")
     if tuple(centre.shape) != tuple(node.shape):
-        raise NoBound(node.name, f"the region has shape {list(centre.shape)}, not {list(node.shape)}")
+        raise NoBound(
+            node.name, f"the region has shape {list(centre.shape)}, not {list(node.shape)}"
+        )
     spread = radius.expand(centre.shape)
     exact = Box.point(centre) if not bool(spread.any()) else Box.point(centre).widen(spread)
     zero = torch.zeros_like(centre)

@@ -63,7 +63,7 @@ class Rounding:
 
     @property
     def u_function(self) -> float:
-        """Return the unit roundoff inside softmax, norms, activations and elementwise operations."""
+        """Return the unit roundoff inside softmax, norms, activations and elementwise maps."""
         return 2.0**-53 if self.numerics.compute == "float64" else 2.0**-24
 
     @property
@@ -127,6 +127,5 @@ class Rounding:
             return
         flat = int(torch.nan_to_num(magnitude, nan=torch.inf).argmax())
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), magnitude.shape))
-        raise NoBound(
-            node, f"overflow reachable: element {list(index)} may exceed {format.largest:g} ({format.name})"
-        )
+        limit = f"{format.largest:g} ({format.name})"
+        raise NoBound(node, f"overflow reachable: element {list(index)} may exceed {limit}")

@@ -89,13 +89,33 @@ class Translator:
     known: Mapping[str, Interval] = field(default_factory=dict)
     temperature: Fraction | None = None
     inside: Inside = _apart
-    witnesses: list[Witness] = field(default_factory=list)
+    _witnesses: list[Witness] = field(default_factory=list)
+    _flags: dict[tuple[object, ...], Expression] = field(default_factory=dict)
     _quantities: dict[Quantity, Expression] = field(default_factory=dict)
     _norms: dict[tuple[Witness, str, bool, str], tuple[Expression, ...]] = field(
         default_factory=dict
     )
 
     # --- formulas ---------------------------------------------------------------------------
+
+    def announce(self, formula: Formula, site: str = "") -> None:
+        """Make the inputs known at which universal statements are to be instantiated.
+
+        To be called for every formula before the first is translated.
+        """
+        match formula:
+            case Not(of):
+                self.announce(of, site)
+            case Connective(_, parts):
+                for n, part in enumerate(parts):
+                    self.announce(part, f"{site}.{n}")
+            case Quantified(quantifier, _, region, body):
+                self._instances(region)
+                if quantifier == "exists":
+                    self._witnesses.append(Witness(region, _site(site, {})))
+                self.announce(body, f"{site}.x")
+            case Compare() | NoFlip() | HasFields():
+                return
 
     def requirement(self, formula: Formula, slice_name: str, site: str = "") -> Expression:
         """Return a consequence of the formula on a slice; equivalent where no input is quantified.
@@ -117,11 +137,10 @@ class Translator:
             case NoFlip(block, variable, k):
                 if variable not in at:
                     return self._true()
-                flag = z3.Bool(f"no-flip {at[variable]} {block} {k}", self.context)
+                flag = self._flag((at[variable], block, k))
                 return flag if positive else z3.Not(flag)
             case HasFields(fields):
-                flags = [z3.Bool(f"has {name!r} {f}", self.context) for f in fields]
-                every = z3.And(self._true(), *flags)
+                every = z3.And(self._true(), *(self._flag((name, field)) for field in fields))
                 return every if positive else z3.Not(every)
             case Not(of):
                 return self._formula(of, name, at, not positive, site)
@@ -142,7 +161,7 @@ class Translator:
             case Quantified(quantifier, variable, region, body):
                 inside = self._instances(region)
                 if (quantifier == "forall") != positive:
-                    inside = [Witness(region, f"{site} {sorted(at.items(), key=str)}")]
+                    inside = [Witness(region, _site(site, at))]
                 return z3.And(
                     self._true(),
                     *(
@@ -154,9 +173,9 @@ class Translator:
     def _instances(self, region: Region) -> list[Witness]:
         """Return the known inputs that lie in the region; its own one always."""
         own = Witness(region)
-        if own not in self.witnesses:
-            self.witnesses.append(own)
-        return [w for w in self.witnesses if self._region_inside(w.region, region)]
+        if own not in self._witnesses:
+            self._witnesses.append(own)
+        return [w for w in self._witnesses if self._region_inside(w.region, region)]
 
     def _region_inside(self, inner: Region, outer: Region) -> bool:
         if (inner.kind, inner.slice, inner.radius) == (outer.kind, outer.slice, outer.radius):
@@ -189,6 +208,11 @@ class Translator:
             case _:
                 formula = compare(op, self._term(left, name, at), self._term(right, name, at))
                 return formula if positive else z3.Not(formula)
+
+    def _flag(self, key: tuple[object, ...]) -> Expression:
+        if key not in self._flags:
+            self._flags[key] = z3.Bool(f"b{len(self._flags)}", self.context)
+        return self._flags[key]
 
     def _true(self) -> Expression:
         return z3.BoolVal(True, self.context)
@@ -290,7 +314,11 @@ class Translator:
                 return None
 
     def _norm_facts(self) -> Iterator[Expression]:
-        factors = {("inf", "2"): Fraction(1), ("span", "inf"): Fraction(2), ("span", "2"): _SQRT2_UP}
+        factors = {
+            ("inf", "2"): Fraction(1),
+            ("span", "inf"): Fraction(2),
+            ("span", "2"): _SQRT2_UP,
+        }
         for least, some, largest in self._norms.values():
             yield z3.And(least >= 0, least <= some, some <= largest)
         for (witness, block, measured, kind), ends in self._norms.items():
@@ -299,6 +327,12 @@ class Translator:
                 if kind == small and other is not None:
                     scale = real(factor, self.context)
                     yield z3.And(*(a <= scale * b for a, b in zip(ends, other, strict=True)))
+
+
+def _site(site: str, at: Environment) -> str:
+    """Name the input that an existential quantifier chooses, given the inputs chosen outside."""
+    outside = sorted((variable, witness.site) for variable, witness in at.items())
+    return f"{site}{outside}"
 
 
 def _as_term(quantity: Quantity) -> Term:

@@ -63,6 +63,16 @@ class Block:
     input_shape: tuple[int, ...] | None
 
     @property
+    def weights(self) -> frozenset[str]:
+        """Return the param nodes that are read as the weight of a linear and as nothing else."""
+        weights: set[str] = set()
+        plain: set[str] = set()
+        for node in self.nodes:
+            for place, name in enumerate(node.inputs):
+                (weights if node.op == "linear" and place == 1 else plain).add(name)
+        return frozenset(weights - plain)
+
+    @property
     def parameters(self) -> frozenset[str]:
         """Return the checkpoint keys that the block reads."""
         return frozenset(n.attrs.text("key") for n in self.nodes if n.op == "param")

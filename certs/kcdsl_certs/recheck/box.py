@@ -133,6 +133,8 @@ def neg(a: Box) -> Box:
 
 def widen(a: Box, radius: Floats) -> Box:
     """Return a ± radius."""
+    if radius.shape == a.shape and not radius.any():
+        return a
     return Box(add_down(a.lo, -radius), add_up(a.hi, radius))
 
 
@@ -207,7 +209,7 @@ def _ends(a: Box) -> tuple[Floats, ...]:
 
 
 def _null(a: Box) -> Bools:
-    return (a.lo == 0) & (a.hi == 0)
+    return np.asarray((a.lo == 0) & (a.hi == 0))
 
 
 def _small(a: Box) -> bool:

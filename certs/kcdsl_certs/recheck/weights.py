@@ -124,7 +124,6 @@ def quantised(weight: Singles, kind: str, scale: str, name: str) -> Singles:
 def _scales(weight: Singles, kind: str, scale: str) -> Singles:
     """Return the scale of every element, float32, of the weight's shape."""
     size = np.abs(weight)
-    rows, columns = weight.shape
     match scale:
         case "per_tensor":
             amax = np.full(weight.shape, size.max(), dtype=np.float32)

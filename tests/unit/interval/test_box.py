@@ -35,9 +35,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Box, torch.Tensor]:
 
 def holds(box: Box, exact: list[Fraction]) -> bool:
     lo, hi = box.lo.flatten().tolist(), box.hi.flatten().tolist()
-    return all(
-        Fraction(a) <= e <= Fraction(b) for a, e, b in zip(lo, exact, hi, strict=True)
-    )
+    return all(Fraction(a) <= e <= Fraction(b) for a, e, b in zip(lo, exact, hi, strict=True))
 
 
 def fractions(x: torch.Tensor) -> list[Fraction]:

@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.bert import sentence_embedding
+from kcdsl_backends.empirical.metrics.norms import row_l2, row_linf
 
 
 def hidden_l2(train: Tensor, infer: Tensor) -> Tensor:
     """Return ||h_infer - h_train||_2 of each token; inputs [T, D], result [T]."""
-    return torch.linalg.vector_norm(_difference(train, infer), dim=-1)
+    return row_l2(_difference(train, infer))
 
 
 def hidden_linf(train: Tensor, infer: Tensor) -> Tensor:
     """Return max |h_infer - h_train| of each token; inputs [T, D], result [T]."""
-    return _difference(train, infer).abs().amax(dim=-1)
+    return row_linf(_difference(train, infer))
 
 
 def embedding_cosine(train: Tensor, infer: Tensor) -> Tensor:
@@ -28,8 +29,7 @@ def embedding_cosine(train: Tensor, infer: Tensor) -> Tensor:
 
 def embedding_l2(train: Tensor, infer: Tensor) -> Tensor:
     """Return the distance of the two unit sentence embeddings, shape [1]."""
-    distance = torch.linalg.vector_norm(sentence_embedding(infer) - sentence_embedding(train))
-    return distance.reshape(1)
+    return row_l2(sentence_embedding(infer) - sentence_embedding(train)).reshape(1)
 
 
 def _difference(train: Tensor, infer: Tensor) -> Tensor:

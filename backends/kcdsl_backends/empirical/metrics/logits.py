@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kcdsl_backends.empirical.metrics.norms import row_l2, row_linf, row_span
 from kcdsl_backends.empirical.metrics.policies import PolicyPair
 
 
@@ -16,24 +17,23 @@ def difference(pair: PolicyPair) -> Tensor:
 
 def logit_l2(pair: PolicyPair) -> Tensor:
     """Return ||dz||_2. Not shift invariant: adding c to every logit moves it by |c| sqrt(V)."""
-    return torch.linalg.vector_norm(difference(pair), dim=-1)
+    return row_l2(difference(pair))
 
 
 def logit_l2_centered(pair: PolicyPair) -> Tensor:
     """Return ||dz - mean(dz)||_2, unchanged when a constant is added to every logit."""
     d = difference(pair)
-    return torch.linalg.vector_norm(d - d.mean(dim=-1, keepdim=True), dim=-1)
+    return row_l2(d - d.mean(dim=-1, keepdim=True))
 
 
 def logit_linf(pair: PolicyPair) -> Tensor:
     """Return max |dz|."""
-    return difference(pair).abs().amax(dim=-1)
+    return row_linf(difference(pair))
 
 
 def logit_span(pair: PolicyPair) -> Tensor:
     """Return max dz - min dz, the quantity that every bound of the chain reads."""
-    d = difference(pair)
-    return d.amax(dim=-1) - d.amin(dim=-1)
+    return row_span(difference(pair))
 
 
 def margin(pair: PolicyPair) -> Tensor:

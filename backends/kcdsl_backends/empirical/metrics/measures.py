@@ -1,7 +1,7 @@
 """What each metric measures and how well: tier, estimator, bias class, unit counted, direction.
 
-The names are those of `kcdsl.check.metrics`. Tiers: A full logits or states of both kernels · C tokens
-sampled from the inference kernel · E the clock, the memory counter, repeated runs.
+The names are those of `kcdsl.check.metrics`. Tiers: A full logits or states of both kernels; C
+tokens sampled from the inference kernel; E the clock, the memory counter, repeated runs.
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ def _exact(
     high: float | None = None,
     direction: str = "",
 ) -> Measure:
-    return Measure(
-        name, source, "A", estimator, "exact", counted, better, low, high, direction
-    )
+    return Measure(name, source, "A", estimator, "exact", counted, better, low, high, direction)
 
 
 def _sampled(name: str, estimator: str, bias: Bias, direction: str, low: float | None) -> Measure:
@@ -131,9 +129,7 @@ def _runtime(
     high: float | None = None,
     noisy: bool = False,
 ) -> Measure:
-    return Measure(
-        name, "runtime", "E", estimator, bias, counted, better, 0.0, high, noisy=noisy
-    )
+    return Measure(name, "runtime", "E", estimator, bias, counted, better, 0.0, high, noisy=noisy)
 
 
 _TRAIN_INFER = "KL(train || infer)"
@@ -194,9 +190,7 @@ MEASURES: Mapping[str, Measure] = {
         _runtime(
             "latency", "wall time of one forward pass, synchronised", counted="request", noisy=True
         ),
-        _runtime(
-            "throughput", "tokens / seconds", counted="request", better="higher", noisy=True
-        ),
+        _runtime("throughput", "tokens / seconds", counted="request", better="higher", noisy=True),
         _runtime(
             "peak_memory",
             "largest memory of the process (CUDA: of the allocator)",

@@ -14,7 +14,9 @@ def top_tokens(logits: Tensor, k: int) -> Tensor:
     Raises ValueError if the vocabulary has fewer than k tokens.
     """
     if not 1 <= k <= logits.shape[-1]:
-        raise ValueError(f"top-{k} needs at least {k} tokens, the vocabulary has {logits.shape[-1]}")
+        raise ValueError(
+            f"top-{k} needs at least {k} tokens, the vocabulary has {logits.shape[-1]}"
+        )
     return torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
 
 

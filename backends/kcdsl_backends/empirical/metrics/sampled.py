@@ -1,6 +1,7 @@
 """Metrics of the importance ratio on tokens y sampled from the inference kernel (tier C).
 
-w = p(y)/q(y), training over inference; delta = ln w comes from log-probabilities, never from ln(p/q).
+w = p(y)/q(y), training over inference; delta = ln w is formed from log-probabilities, never as
+ln(p/q).
 What each per-token value estimates under y ~ q:
 
 | name | value | estimates |

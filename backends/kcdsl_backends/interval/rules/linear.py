@@ -81,7 +81,9 @@ def activation_error(x: Box, kernel: Rounding, node: str) -> Tensor | None:
     relative = target.unit_roundoff * _DIVISION * magnitude
     if spec.scale == "none":
         if not bool((magnitude <= target.largest).all()):
-            raise NoBound(node, f"overflow reachable: input above {target.largest:g} ({target.name})")
+            raise NoBound(
+                node, f"overflow reachable: input above {target.largest:g} ({target.name})"
+            )
         scale = torch.ones_like(largest)
         excess = torch.zeros_like(magnitude)
     elif spec.scale == "mx":
@@ -105,8 +107,8 @@ def _group_maximum(magnitude: Tensor, scale: str) -> Tensor:
         return magnitude.amax(-1, keepdim=True).expand_as(magnitude)
     width = magnitude.shape[-1]
     padded = torch.nn.functional.pad(magnitude, (0, -width % 32))
-    blocks = padded.unflatten(-1, (-1, 32)).amax(-1, keepdim=True)
-    return blocks.expand(*blocks.shape[:-1], 32).flatten(-2)[..., :width]
+    blocks = padded.reshape(*magnitude.shape[:-1], -1, 32).amax(-1)
+    return blocks.repeat_interleave(32, dim=-1)[..., :width]
 
 
 def product(step: Step) -> State:

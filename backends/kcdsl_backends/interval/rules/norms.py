@@ -17,7 +17,7 @@ from kcdsl_backends.interval.state import State
 
 @dataclass(frozen=True, slots=True)
 class _Normal:
-    """One kernel's normalisation: centred input c, variance v (eps included), r = v^-1/2, y = c·r."""
+    """One kernel: centred input c, variance v (eps included), r = v^-1/2 and y = c·r."""
 
     c: Box
     v: Box
@@ -55,7 +55,7 @@ def _norm(step: Step, *, centre: bool) -> State:
 
 
 def _centred(x: Box) -> Box:
-    """Return the range of x - mean(x): radius r(1 - 2/n) + mean(r), sharper than subtracting boxes."""
+    """Return the range of x - mean(x); radius r(1 - 2/n) + mean(r) is sharper than a difference."""
     n = x.shape[-1]
     if n < 2:
         return Box.point(torch.zeros_like(x.lo))
@@ -101,9 +101,7 @@ def _drift(train: _Normal, infer: _Normal, dc: Box) -> Box:
     def omega(r: Tensor, s: Tensor, slack: float) -> Tensor:
         return (r * s) ** 2 / (r + s) * (1 + slack)
 
-    weight = Box(
-        omega(train.r.lo, infer.r.lo, -32 * EPS), omega(train.r.hi, infer.r.hi, 32 * EPS)
-    )
+    weight = Box(omega(train.r.lo, infer.r.lo, -32 * EPS), omega(train.r.hi, infer.r.hi, 32 * EPS))
     dr = (-(dv * weight)).meet(infer.r - train.r)
     return (dc * infer.r + train.c * dr).meet(infer.y - train.y)
 
@@ -121,7 +119,9 @@ def _inside(x: Box, normal: _Normal, kernel: Rounding, centre: bool, node: str) 
         off = up(4 * u * magnitude + gamma(n + 6, u) * mean, 4)
         kappa = up(4 * gamma(n + 6, u) * mean_square / normal.v.lo, 4)
         if not bool((kappa < 1).all()):
-            raise NoBound(node, "the mean is too large against the variance for a computed variance")
+            raise NoBound(
+                node, "the mean is too large against the variance for a computed variance"
+            )
         theta = up(1 / torch.sqrt(1 - kappa) * (1 + 16 * EPS) - 1 + 8 * u, 4)
     else:
         off = torch.zeros_like(magnitude)

@@ -75,6 +75,7 @@ class Scene:
     infer: Kernel
     parameters: Parameters
     keys: Mapping[str, str]
+    weights: frozenset[str]
     centre: Floats | None
     radius: Floats | None
 
@@ -137,7 +138,9 @@ def stored(kernel: Kernel, form: Format, y: Box, error: Floats, inner: Format) -
     Raises:
         Rejection: "bound/overflow" if a stored number may leave the format.
     """
-    v = box.widen(y, error) if error.any() else y
+    v = box.widen(y, error)
+    if not (np.isfinite(v.lo).all() and np.isfinite(v.hi).all()):
+        raise Rejection("bound/not-finite", "the value has no finite bound")
     within = box.around(error)
     if not kernel.nearest:
         cast = box.up(form.u * box.mag(v) + form.eta)

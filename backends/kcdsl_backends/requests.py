@@ -26,6 +26,8 @@ SIZE_LIMIT = 256 * 2**20
 """Largest request file in bytes."""
 
 Tokenize = Callable[[str], Sequence[int]]
+Check = Callable[[Sequence[int]], object]
+"""Raises Refusal for tokens that the model cannot take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,13 @@ class RequestFile:
     source: SourceFile
 
 
-def load_requests(path: Path, name: str, tokenize: Tokenize | None) -> RequestFile:
+def load_requests(
+    path: Path, name: str, tokenize: Tokenize | None, check: Check = lambda tokens: None
+) -> RequestFile:
     """Read a JSONL file; `name` is how the contract calls it.
 
     Raises Refusal for a missing file, a malformed line, a duplicate id, text without a tokenizer,
-    and tokens that differ from those of the text beside them.
+    tokens that differ from those of the text beside them, and tokens that `check` refuses.
     """
     source = read_source(path, SIZE_LIMIT)
     digest = hashlib.sha256(source.text.encode("utf-8")).hexdigest()
@@ -69,7 +73,7 @@ def load_requests(path: Path, name: str, tokenize: Tokenize | None) -> RequestFi
         line = source.line(number)
         if not line.strip():
             continue
-        request = _read_row(source, number, line, name, tokenize)
+        request = _read_row(source, number, line, name, tokenize, check)
         if request.id in seen:
             raise _refuse_line(
                 codes.DUPLICATE_REQUEST,
@@ -94,7 +98,12 @@ def select(file: RequestFile, slice_: Slice) -> tuple[Request, ...]:
 
 
 def _read_row(
-    source: SourceFile, number: int, line: str, name: str, tokenize: Tokenize | None
+    source: SourceFile,
+    number: int,
+    line: str,
+    name: str,
+    tokenize: Tokenize | None,
+    check: Check,
 ) -> Request:
     def refusal(message: str, help: str | None = None) -> Refusal:
         return _refuse_line(codes.MALFORMED_REQUEST, message, source, number, help)
@@ -109,13 +118,20 @@ def _read_row(
     except (ValueError, RecursionError) as error:
         raise refusal(f"not a JSON object: {error}") from None
     if not isinstance(row, dict):
-        raise refusal("a request is a JSON object, such as {\"id\": \"a\", \"text\": \"...\"}")
+        raise refusal('a request is a JSON object, such as {"id": "a", "text": "..."}')
     identifier = row.get("id")
     if isinstance(identifier, int) and not isinstance(identifier, bool):
         identifier = str(identifier)
     if not isinstance(identifier, str) or not identifier:
         raise refusal("a request needs an `id`, a non-empty string")
-    tokens = _tokens(row, tokenize, refusal)
+    try:
+        tokens = _tokens(row, tokenize, refusal)
+        check(tokens)
+    except Refusal as error:
+        first = error.diagnostics[0]
+        if first.span is not None:
+            raise
+        raise refusal(first.message, first.help) from error
     fields = {key: value for key, raw in row.items() if (value := _plain(raw)) is not None}
     fields.setdefault("length", Fraction(len(tokens)))
     return Request(f"{name}:{identifier}", identifier, tokens, fields, number)
@@ -191,13 +207,20 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --- predicates ----------------------------------------------------------------------------------
 
 
+def _every(
+    parts: Sequence[Predicate], request: Request, file: RequestFile, slice_name: str
+) -> list[bool]:
+    return [_holds(part, request, file, slice_name) for part in parts]
+
+
 def _holds(predicate: Predicate, request: Request, file: RequestFile, slice_name: str) -> bool:
-    """Evaluate every part, so that a missing field is found wherever it stands."""
+    """Say whether a row satisfies a predicate; every part is evaluated, so that a missing field
+    is found wherever it stands."""
     match predicate:
         case AllOf(parts):
-            return all([_holds(part, request, file, slice_name) for part in parts])
+            return all(_every(parts, request, file, slice_name))
         case AnyOf(parts):
-            return any([_holds(part, request, file, slice_name) for part in parts])
+            return any(_every(parts, request, file, slice_name))
         case NoneOf(part):
             return not _holds(part, request, file, slice_name)
         case FieldTest(field, op, value):

@@ -1,0 +1,440 @@
+"""The evaluation of a contract: run, measure, cross-check, decide, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from kcdsl.diagnostics import codes
+from kcdsl.diagnostics.model import refuse
+from kcdsl.ir.terms import Clause, EvidenceKind, Family, Program
+from kcdsl.verdict.health import assess, recommend
+from kcdsl.verdict.model import InvalidEvidence, Violated
+from kcdsl.verdict.report import ClauseResult, CrossCheck, Precheck, Report, SliceSummary
+from kcdsl_backends.empirical import precheck, runtime
+from kcdsl_backends.empirical.clauses import (
+    conjuncts,
+    drift_blocks,
+    measured_norms,
+    metrics_of,
+    obstacle,
+    slices_of,
+)
+from kcdsl_backends.empirical.crosscheck import Certify, compare_request, summarise
+from kcdsl_backends.empirical.measured import SliceData
+from kcdsl_backends.empirical.metrics.measures import (
+    MEASURES,
+    STATE_FUNCTIONS,
+    gradient_function,
+)
+from kcdsl_backends.empirical.results import called, decide_clause
+from kcdsl_backends.empirical.run import BlockInput, Kernel, Plan, Run, run_request
+from kcdsl_backends.empirical.runtime import Timing
+from kcdsl_backends.empirical.statistics import CONFIDENCE, quantile_rank
+from kcdsl_backends.empirical.trace import trace_record
+from kcdsl_backends.requests import Request, RequestFile
+
+Progress = Callable[[str, int, int], None]
+"""Told (stage, done, total)."""
+
+_SUMMARY_METRICS = {
+    False: ("kl", "tv", "logit_linf", "logit_span", "top1_overlap"),
+    True: ("hidden_l2", "hidden_linf", "embedding_l2", "embedding_cosine"),
+}
+_PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything an evaluation reads: loaded, resolved, and replaceable by fakes."""
+
+    program: Program
+    train: Kernel
+    infer: Kernel
+    block_input: BlockInput
+    files: Mapping[str, RequestFile]
+    slices: Mapping[str, tuple[Request, ...]]
+    encoder: bool
+    blocks: frozenset[str]
+    weights: Mapping[str, str]
+    digests: Mapping[str, str]
+    """Digests of the fingerprints of `train` and `infer`."""
+    contract: Mapping[str, str]
+    model: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    device: Any
+    certify: Certify | None
+    seed: int = 0
+    seconds: float = 20.0
+    """How long runs may be timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The report, and one trace record per request."""
+
+    report: Report
+    traces: tuple[dict[str, Any], ...]
+
+
+def evaluate(setting: Setting, progress: Progress = lambda stage, done, total: None) -> Evaluation:
+    """Run both kernels on the slices of a contract and decide what that can decide.
+
+    Raises Refusal for a contract without such clauses, for a metric that the model cannot supply,
+    and where a measured block drift lies above its certified bound.
+    """
+    clauses, deferred = split(setting.program, frozenset(setting.slices))
+    check_metrics(setting, clauses)
+    plan = plan_for(setting, clauses)
+    requests = _distinct(setting)
+    runs = {}
+    for done, request in enumerate(requests, 1):
+        runs[request.key] = run_request(
+            request, setting.train, setting.infer, plan, setting.block_input
+        )
+        progress("both kernels", done, len(requests))
+    crosschecks, notes = _crosschecks(setting, requests, runs, progress)
+    prechecks = _prechecks(setting, requests, runs, plan)
+    timing = _time(setting, clauses, requests, progress)
+    traces = _traces(setting, requests, runs, timing, plan)
+    data = {name: _slice_data(name, setting, runs, timing, traces) for name in setting.slices}
+    results, demoted = _decide(setting, clauses, data, prechecks)
+    report = _report(setting, results, {**deferred, **demoted}, data, prechecks, crosschecks, notes)
+    return Evaluation(report, tuple(traces[request.key] for request in requests))
+
+
+# --- what to do ----------------------------------------------------------------------------------
+
+
+def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...], dict[str, str]]:
+    """Return the clauses that running the kernels decides on these slices, and why not the others.
+
+    Raises Refusal where none is left.
+    """
+    chosen: list[Clause] = []
+    deferred: dict[str, str] = {}
+    for clause in program.clauses:
+        reason = obstacle(clause)
+        named = slices_of(clause)
+        if reason is not None:
+            deferred[clause.id] = reason
+        elif named and not slices & set(named):
+            deferred[clause.id] = "no slice of it was selected"
+        else:
+            chosen.append(clause)
+    if not chosen:
+        raise refuse(
+            codes.NOTHING_TO_EVALUATE,
+            "the contract has no clause that running the kernels decides",
+            notes=tuple(f"{name}: {reason}" for name, reason in deferred.items()),
+            help="add a clause such as `p99(kl) <= 0.02`, or run `kcdsl verify`",
+        )
+    return tuple(chosen), deferred
+
+
+def check_metrics(setting: Setting, clauses: Sequence[Clause]) -> None:
+    """Refuse a clause whose metric the model or the constants cannot supply."""
+    for clause in clauses:
+        for name in sorted(metrics_of(clause.require)):
+            problem = _out_of_reach(name, setting)
+            if problem is not None:
+                raise refuse(
+                    codes.METRIC_OUT_OF_REACH,
+                    f"clause {clause.id} reads {name}, but {problem[0]}",
+                    help=problem[1],
+                    span=None,
+                )
+        for block, _ in sorted(measured_norms(clause.require)):
+            if block not in setting.blocks:
+                raise refuse(
+                    codes.METRIC_OUT_OF_REACH,
+                    f"clause {clause.id} measures the block {block}, which the model does not have",
+                    help=f"blocks: {', '.join(sorted(setting.blocks))}",
+                )
+
+
+def _out_of_reach(name: str, setting: Setting) -> tuple[str, str] | None:
+    measure = MEASURES.get(name)
+    if measure is None:
+        return None
+    if setting.encoder and measure.source in ("logits", "sampled", "calibration", "gradient"):
+        usable = ", ".join(sorted(STATE_FUNCTIONS))
+        return "the model is an encoder and has no logits", f"metrics of encoders: {usable}"
+    constants = setting.program.constants
+    if name == "grad_bias" and None in (constants.advantage_max, constants.score_norm_max):
+        return (
+            "the contract does not state its constants",
+            "add `constants: {advantage_max: ..., score_norm_max: ...}`",
+        )
+    return None
+
+
+def plan_for(setting: Setting, clauses: Sequence[Clause]) -> Plan:
+    """Return what to measure: what the clauses read, and the usual drifts of the summary."""
+    metrics = {name for clause in clauses for name in metrics_of(clause.require)}
+    metrics |= set(_SUMMARY_METRICS[setting.encoder])
+    if any(MEASURES[m].source == "sampled" for m in metrics if m in MEASURES):
+        metrics.add("importance_ratio")
+    constants = setting.program.constants
+    gradient = None
+    if "grad_bias" in metrics:
+        assert constants.advantage_max is not None
+        assert constants.score_norm_max is not None
+        gradient = gradient_function(
+            float(constants.advantage_max), float(constants.score_norm_max)
+        )
+    norms = frozenset(pair for clause in clauses for pair in measured_norms(clause.require))
+    return Plan(
+        frozenset(metrics),
+        float(constants.temperature),
+        setting.seed,
+        setting.encoder,
+        gradient,
+        norms,
+    )
+
+
+def _distinct(setting: Setting) -> tuple[Request, ...]:
+    found = {r.key: r for requests in setting.slices.values() for r in requests}
+    return tuple(found.values())
+
+
+# --- the stages ----------------------------------------------------------------------------------
+
+
+def _crosschecks(
+    setting: Setting,
+    requests: Sequence[Request],
+    runs: Mapping[str, Run],
+    progress: Progress,
+) -> tuple[tuple[CrossCheck, ...], tuple[str, ...]]:
+    if setting.certify is None:
+        return (), ("no certified bounds were available, so nothing was cross-checked",)
+    usable = [r for r in requests if runs[r.key].unit.failure is None]
+    blocks = [b for b in drift_blocks(setting.program) if b in setting.blocks and b != "model"]
+    checks: list[CrossCheck] = []
+    for block in blocks:
+        found = []
+        for done, request in enumerate(usable, 1):
+            found.append(
+                compare_request(
+                    request,
+                    block,
+                    setting.train,
+                    setting.infer,
+                    setting.block_input,
+                    setting.certify,
+                )
+            )
+            progress(f"cross-check {block}", done, len(usable))
+        if found:
+            checks.append(summarise(block, found))
+    notes = () if checks else ("no block could be cross-checked",)
+    return tuple(checks), notes
+
+
+def _prechecks(
+    setting: Setting, requests: Sequence[Request], runs: Mapping[str, Run], plan: Plan
+) -> tuple[Precheck, ...]:
+    long_enough = sorted(requests, key=lambda r: min(r.length, 16), reverse=True)
+    probes = [
+        precheck.probe(request, setting.train, setting.infer, setting.encoder)
+        for request in long_enough[: precheck.PROBES]
+    ]
+    return precheck.run_prechecks(
+        [runs[r.key].unit for r in requests],
+        probes,
+        encoder=setting.encoder,
+        checkpoints=setting.weights,
+        temperature=plan.temperature,
+    )
+
+
+def _time(
+    setting: Setting,
+    clauses: Sequence[Clause],
+    requests: Sequence[Request],
+    progress: Progress,
+) -> Timing:
+    timed = [clause for clause in clauses if runtime.is_runtime(clause)]
+    if not timed or not requests:
+        return Timing((), {}, None)
+    names = {name for c in timed for name in (slices_of(c) or tuple(setting.slices))}
+    chosen = {r.key: r for name in names if name in setting.slices for r in setting.slices[name]}
+    sizes = [len(setting.slices[name]) for name in names if name in setting.slices]
+    kernel = setting.infer
+    return runtime.time_requests(
+        lambda tokens: kernel.forward(kernel.tokens(tokens)),
+        tuple(chosen.values()),
+        rounds=runtime.rounds_needed(timed, sizes),
+        seconds=setting.seconds,
+        device=setting.device,
+        progress=lambda done, total: progress("timed runs", done, total),
+    )
+
+
+def _traces(
+    setting: Setting,
+    requests: Sequence[Request],
+    runs: Mapping[str, Run],
+    timing: Timing,
+    plan: Plan,
+) -> dict[str, dict[str, Any]]:
+    member = {name: {r.key for r in chosen} for name, chosen in setting.slices.items()}
+    timed: dict[str, list[Any]] = {}
+    for unit in timing.runs:
+        timed.setdefault(unit.key, []).append(unit)
+    return {
+        request.key: trace_record(
+            request,
+            runs[request.key],
+            slices=[name for name, keys in member.items() if request.key in keys],
+            kernels=setting.digests,
+            temperature=plan.temperature,
+            runs=timed.get(request.key, ()),
+        )
+        for request in requests
+    }
+
+
+def _slice_data(
+    name: str,
+    setting: Setting,
+    runs: Mapping[str, Run],
+    timing: Timing,
+    traces: Mapping[str, Mapping[str, Any]],
+) -> SliceData:
+    keys = [request.key for request in setting.slices[name]]
+    inside = set(keys)
+    repeats = [timing.repeats[key] for key in keys if key in timing.repeats]
+    return SliceData(
+        name,
+        tuple(runs[key].unit for key in keys),
+        tuple(unit for unit in timing.runs if unit.key in inside),
+        (sum(e for e, _ in repeats), sum(m for _, m in repeats)) if repeats else None,
+        timing.peak_memory,
+        tuple(traces[key] for key in keys),
+    )
+
+
+def _decide(
+    setting: Setting,
+    clauses: Sequence[Clause],
+    data: Mapping[str, SliceData],
+    prechecks: Sequence[Precheck],
+) -> tuple[tuple[ClauseResult, ...], dict[str, str]]:
+    """Decide every clause; one that demands a proof is only reported where it is violated."""
+    results: list[ClauseResult] = []
+    demoted: dict[str, str] = {}
+    for clause in clauses:
+        blocked = None if clause.family is Family.OBSERVABILITY else _blocked(clause, prechecks)
+        rows = [
+            decide_clause(part, setting.program, data[name], seed=setting.seed, blocked=blocked)
+            for name in slices_of(clause) or tuple(data)
+            if name in data
+            for part in conjuncts(clause)
+        ]
+        if clause.evidence in _PROOFS and not any(
+            isinstance(row.verdict, Violated | InvalidEvidence) for row in rows
+        ):
+            demoted[clause.id] = f"demands {clause.evidence}; `kcdsl verify` decides it"
+            continue
+        results.extend(rows)
+    if not results:
+        raise refuse(
+            codes.NOTHING_TO_EVALUATE,
+            "every clause demands a proof, and running the kernels only measures",
+            help="run `kcdsl verify`",
+        )
+    return tuple(results), demoted
+
+
+def _blocked(clause: Clause, prechecks: Sequence[Precheck]) -> str | None:
+    reason = precheck.blocking(prechecks)
+    sampled = any(
+        MEASURES[m].source == "sampled" for m in metrics_of(clause.require) if m in MEASURES
+    )
+    if reason is None and sampled:
+        for check in prechecks:
+            if check.name == "support_check" and check.outcome == "failed":
+                return f"precheck support_check failed: {check.detail}"
+    return reason
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def _report(
+    setting: Setting,
+    results: tuple[ClauseResult, ...],
+    deferred: Mapping[str, str],
+    data: Mapping[str, SliceData],
+    prechecks: tuple[Precheck, ...],
+    crosschecks: tuple[CrossCheck, ...],
+    notes: tuple[str, ...],
+) -> Report:
+    deviations: dict[str, list[float]] = {}
+    for result in results:
+        deviations.setdefault(result.clause, []).append(result.deviation)
+    health = assess(deviations)
+    kernels = {
+        side: {
+            "run": ref.run,
+            "digest": f"sha256:{setting.digests[side]}",
+            "fingerprint": kernel.fingerprint(),
+        }
+        for side, ref, kernel in (
+            ("train", setting.program.train, setting.train),
+            ("infer", setting.program.infer, setting.infer),
+        )
+    }
+    files = tuple(
+        {"name": f.name, "sha256": f.sha256, "rows": len(f.requests)}
+        for f in setting.files.values()
+    )
+    return Report(
+        contract=setting.contract,
+        model=setting.model,
+        kernels=kernels,
+        data=files,
+        environment={
+            **setting.environment,
+            "seed": setting.seed,
+            "confidence": CONFIDENCE,
+            "unit": "request",
+        },
+        clauses=results,
+        slices=tuple(summarise_slice(d, setting.encoder) for d in data.values()),
+        prechecks=prechecks,
+        crosschecks=crosschecks,
+        implied=(),
+        deferred=deferred,
+        health=health,
+        action=recommend(called(results), health),
+        notes=notes,
+    )
+
+
+def summarise_slice(data: SliceData, encoder: bool) -> SliceSummary:
+    """Return mean, percentiles and worst of the usual drifts; each request by its worst token."""
+    rows: dict[str, dict[str, float]] = {}
+    for name in _SUMMARY_METRICS[encoder]:
+        values = [u.values[name] for u in data.requests if name in u.values and u.failure is None]
+        if not values or len(values) != len(data.requests):
+            continue
+        higher = MEASURES[name].better == "higher"
+        worst = np.sort([float(v.min() if higher else v.max()) for v in values])
+        if higher:
+            worst = worst[::-1]
+        joined = np.concatenate(values)
+        rows[name] = {"mean": float(joined.mean())}
+        for percent in (50, 95, 99):
+            rank = quantile_rank(worst.size, Fraction(percent, 100))
+            rows[name][f"p{percent}"] = float(worst[rank - 1])
+        rows[name]["worst"] = float(worst[-1])
+    tokens = sum(unit.tokens for unit in data.requests)
+    return SliceSummary(data.name, len(data.requests), tokens, rows)

@@ -1,0 +1,234 @@
+"""The real kernels: PyTorch programs that run a model under the numerics they claim."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.architecture import Model
+from kcdsl.model.attention import AttentionProgram, Composed, ScaledDotProduct, use_attention
+from kcdsl.model.fingerprint import kernel_fingerprint
+from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.presets import resolve
+from kcdsl.model.weights import linear_weight
+from kcdsl_backends.empirical.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
+from kcdsl_backends.empirical.interception import Interception
+
+TORCH_TYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+__all__ = ["ADAPTERS", "TorchKernel", "load_kernel"]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchKernel:
+    """A model that runs as the contract says: in its precision, with its attention and weights."""
+
+    ref: KernelRef
+    numerics: Numerics
+    model: Model
+    device: torch.device
+    module: nn.Module
+    interception: Interception | None
+
+    def logits(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+        """Return the output for token ids [T], or [B, T] of equal length.
+
+        The logits [..., T, V] of a language model, the final hidden states [..., T, D] of an
+        encoder, as float64 on the CPU (exact: nothing is rounded on the way out).
+        """
+        return _out(self.forward(self.tokens(ids)))
+
+    def hidden(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+        """Return the states [..., T, D] that enter the head (encoder: the final ones), float64."""
+        program = getattr(self.module, "hidden", None)
+        if program is None:
+            raise refuse(
+                codes.MODEL_FACTORY,
+                "the model does not show its hidden states",
+                help="give the module a method hidden(ids)",
+            )
+        return _out(self._run(program, self.tokens(ids)))
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        """Run the real block on hidden states x [T, D] (float32); return float64 on the CPU."""
+        self.model.block(name)
+        if name == "model":
+            raise refuse(codes.UNKNOWN_BLOCK, "the block `model` takes token ids; use logits")
+        own = getattr(self.module, "blocks")()  # noqa: B009
+        entering = x.to(self.device, TORCH_TYPES[self.numerics.compute])
+        return _out(self._run(own[name], entering))
+
+    def tokens(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+        """Return checked token ids on the kernel's device."""
+        try:
+            given = torch.as_tensor(ids)
+        except (ValueError, TypeError):
+            raise refuse(codes.SEQUENCE, "the sequences of a batch must be equally long") from None
+        if given.dim() == 2 and len(given) > 0:
+            return torch.stack([self.model.ids(row) for row in given]).to(self.device)
+        return self.model.ids(given).to(self.device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Run the model on checked tokens; the result stays on the device in its own precision."""
+        return self._run(self.module, tokens)
+
+    def synchronise(self) -> None:
+        """Wait until the device has finished, so that times can be taken."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what certificates bind; see `kcdsl.model.fingerprint`."""
+        return kernel_fingerprint(self.ref, self.device.type)
+
+    def _run(self, program: Any, argument: Tensor) -> Tensor:
+        watch = self.interception if self.interception is not None else nullcontext()
+        try:
+            with torch.no_grad(), exact_settings(self.device), watch:
+                result = program(argument)
+        except RuntimeError as error:
+            raise refuse(
+                codes.KERNEL_FAILED,
+                f"{self.ref.run} ({self.numerics.compute}) failed on {self.device.type}:"
+                f" {_first_line(error)}",
+                help=f"other adapters: {', '.join(a for a in ADAPTERS if a != self.ref.run)}",
+            ) from error
+        if not isinstance(result, Tensor):
+            raise refuse(
+                codes.MODEL_FACTORY, f"the model returned {type(result).__name__}, not a tensor"
+            )
+        return result
+
+
+def load_kernel(
+    ref: KernelRef, model: Model, device: torch.device | str | None = None
+) -> TorchKernel:
+    """Prepare a kernel of a model; `device` None means CUDA where there is one, else the CPU.
+
+    Refuse an unknown adapter, numerics that the adapter does not compute in (the message names
+    those that do), a weight that does not fit its format, and a kernel that cannot run here.
+    """
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise refuse(codes.KERNEL_FAILED, "there is no CUDA device", help="use the device cpu")
+    numerics = resolve(ref)
+    adapter = find_adapter(ref.run)
+    refuse_unserved(ref.run, adapter, numerics, place.type)
+    module = copy.deepcopy(model.module).to(TORCH_TYPES[numerics.compute])
+    _refuse_overflow(module, numerics)
+    use_attention(module, _program(adapter))
+    module = module.to(place).eval().requires_grad_(False)
+    stored = _stored_weights(model, module, numerics)
+    interception = None
+    if model.built_in:
+        _replace_weights(module, stored)
+    else:
+        interception = Interception(module, stored, adapter)
+    kernel = TorchKernel(ref, numerics, model, place, module, interception)
+    _probe(kernel, adapter)
+    return kernel
+
+
+@contextmanager
+def exact_settings(device: torch.device) -> Iterator[None]:
+    """Turn off, for a while, every setting by which PyTorch may compute coarser than it claims:
+    TF32 or bfloat16 inside float32 products, and half-precision partial sums on CUDA."""
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        torch.set_float32_matmul_precision("highest")
+    products = torch.backends.cuda.matmul
+    names = (
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+    )
+    before = {n: getattr(products, n) for n in names} if device.type == "cuda" else {}
+    for name in before:
+        setattr(products, name, False)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(products, name, value)
+        if precision != "highest":
+            torch.set_float32_matmul_precision(precision)
+
+
+def _program(adapter: Adapter) -> AttentionProgram:
+    return Composed() if adapter.style == "composed" else ScaledDotProduct(adapter.backend)
+
+
+def _stored_weights(model: Model, module: nn.Module, numerics: Numerics) -> dict[str, Tensor]:
+    """Return the dequantised weight of every matrix by its name, empty for plain weights."""
+    if numerics.weights in [Weights(f) for f in (numerics.compute, "float32", "float64")]:
+        return {}
+    originals = dict(model.module.named_parameters(remove_duplicate=False))
+    matrices = {n: t for n, t in module.named_parameters(remove_duplicate=False) if t.dim() == 2}
+    linear = {f"{n}.weight" for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    wanted = [n for n in matrices if n in linear or not model.built_in]
+    return {
+        n: linear_weight(originals[n], numerics).to(matrices[n].device, matrices[n].dtype)
+        for n in wanted
+    }
+
+
+def _replace_weights(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Give every linear its stored weight; a head tied to the embedding is untied by that."""
+    for name, weight in stored.items():
+        linear = module.get_submodule(name.removesuffix(".weight"))
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _refuse_overflow(module: nn.Module, numerics: Numerics) -> None:
+    for name, tensor in module.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            raise refuse(
+                codes.WEIGHT_OVERFLOW, f"{name} does not fit {numerics.compute}: it overflows"
+            )
+
+
+def _probe(kernel: TorchKernel, adapter: Adapter) -> None:
+    """Run once on a short sequence, so that a kernel that cannot run as claimed is refused."""
+    longest = kernel.model.limits[1] or 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kernel.forward(kernel.tokens([0] * min(2, longest)))
+    watch = kernel.interception
+    if watch is None:
+        return
+    if adapter.style == "fused" and watch.softmax_calls:
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"the model composes its attention itself, so {kernel.ref.run} would not be used",
+            help="call torch.nn.functional.scaled_dot_product_attention in the model,"
+            " or run torch.eager",
+        )
+    if watch.matrix_products:
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            "the model multiplies by a weight outside torch.nn.functional.linear, where its stored"
+            f" form cannot be put in: {', '.join(sorted(watch.matrix_products))}",
+            help="use torch.nn.Linear or torch.nn.functional.linear",
+        )
+
+
+def _out(result: Tensor) -> Tensor:
+    return result.to("cpu", torch.float64)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

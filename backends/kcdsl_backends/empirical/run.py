@@ -1,0 +1,267 @@
+"""Running both kernels on one request and reading every metric the contract needs.
+
+Both kernels see the same tokens (teacher forcing), so every position compares like with like.
+Logits are widened to float64 a few rows at a time; only the values of the metrics are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics.model import Refusal
+from kcdsl.model.graph import array_digest
+from kcdsl_backends.empirical.clauses import norm_name
+from kcdsl_backends.empirical.measured import Array, Unit
+from kcdsl_backends.empirical.metrics import calibration, sampled
+from kcdsl_backends.empirical.metrics.calibration import Confidences
+from kcdsl_backends.empirical.metrics.measures import (
+    PAIR_FUNCTIONS,
+    SAMPLED_FUNCTIONS,
+    STATE_FUNCTIONS,
+    PairFunction,
+)
+from kcdsl_backends.empirical.metrics.norms import row_l2, row_linf, row_span
+from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
+from kcdsl_backends.requests import Request
+
+_ELEMENTS = 2**23
+"""Largest number of logits that are held in float64 at a time, per kernel and array."""
+
+
+class Kernel(Protocol):
+    """A program that runs the model: token ids [T] in, logits [T, V] or states [T, D] out."""
+
+    def logits(self, ids: Any) -> Tensor:
+        """Return the logits [T, V]."""
+        ...
+
+    def hidden(self, ids: Any) -> Tensor:
+        """Return the last hidden states [T, D]."""
+        ...
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        """Return what a block makes of the states x [T, D]."""
+        ...
+
+    def tokens(self, ids: Any) -> Tensor:
+        """Return checked token ids on the device of the kernel."""
+        ...
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Run the model on tokens of `tokens`; the result stays on the device."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the record that identifies the kernel."""
+        ...
+
+
+BlockInput = Callable[[Request, str], Tensor]
+"""What enters a block for a request in the training kernel, float32 [T, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    metrics: frozenset[str]
+    temperature: float
+    seed: int
+    encoder: bool
+    gradient: PairFunction | None = None
+    """The bound of the gradient bias, where the contract states its constants."""
+    norms: frozenset[tuple[str, str]] = frozenset()
+    """(block, norm) of every measured drift that a clause reads."""
+    needs_hidden: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "needs_hidden", self.encoder or bool(self.metrics & set(STATE_FUNCTIONS))
+        )
+
+    @property
+    def needs_logits(self) -> bool:
+        """Say whether logits are read at all."""
+        return not self.encoder
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one request gave: its unit, and the digests of the tensors at the audit points."""
+
+    unit: Unit
+    seed: int
+    digests: Mapping[str, str]
+    nonfinite: int
+
+    @property
+    def replay_signature(self) -> str:
+        """Return the sha256 over the digests at all audit points."""
+        lines = "\n".join(f"{name}={self.digests[name]}" for name in sorted(self.digests))
+        return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
+
+
+def run_request(
+    request: Request, train: Kernel, infer: Kernel, plan: Plan, block_input: BlockInput
+) -> Run:
+    """Run both kernels on a request; where one fails, the unit says so and has no values."""
+    seed = sampled.request_seed(plan.seed, request.key)
+    digests: dict[str, str] = {}
+    try:
+        with torch.no_grad():
+            values, confidences, nonfinite = _measure(
+                request, train, infer, plan, block_input, seed, digests
+            )
+    except (RuntimeError, ValueError, Refusal) as error:
+        unit = Unit(request.key, request.length, failure=str(error) or type(error).__name__)
+        return Run(unit, seed, digests, 0)
+    failure = None
+    if nonfinite:
+        failure = f"{nonfinite} of the numbers that the kernels returned are not finite"
+    return Run(
+        Unit(request.key, request.length, values, confidences, failure), seed, digests, nonfinite
+    )
+
+
+def _measure(
+    request: Request,
+    train: Kernel,
+    infer: Kernel,
+    plan: Plan,
+    block_input: BlockInput,
+    seed: int,
+    digests: dict[str, str],
+) -> tuple[dict[str, Array], Confidences | None, int]:
+    values: dict[str, Array] = {}
+    confidences: Confidences | None = None
+    nonfinite = 0
+    if plan.needs_hidden:
+        states = _both(request, "hidden", train.hidden, infer.hidden, digests)
+        nonfinite += sum(int((~torch.isfinite(s)).sum()) for s in states)
+        for name, function in STATE_FUNCTIONS.items():
+            values[name] = _array(function(*states))
+    if plan.needs_logits:
+        logits = _both(request, "logits", train.logits, infer.logits, digests)
+        nonfinite += sum(int((s.isnan() | s.isposinf()).sum()) for s in logits)
+        found, confidences = _policy_values(request, logits, plan, seed)
+        values.update(found)
+    for block in sorted({block for block, _ in plan.norms}):
+        drift = block_drift(train, infer, block, block_input(request, block))
+        nonfinite += int((~torch.isfinite(drift)).sum())
+        for kind in sorted(k for b, k in plan.norms if b == block):
+            values[norm_name(block, kind)] = _array(_row_norm(drift, kind))
+    return values, confidences, nonfinite
+
+
+def _both(
+    request: Request,
+    what: str,
+    train: Callable[[Any], Tensor],
+    infer: Callable[[Any], Tensor],
+    digests: dict[str, str],
+) -> tuple[Tensor, Tensor]:
+    outputs = (train(request.tokens), infer(request.tokens))
+    for side, output in zip(("train", "infer"), outputs, strict=True):
+        if output.ndim != 2 or output.shape[0] != request.length:
+            raise ValueError(
+                f"the {side} kernel returned {what} of shape {tuple(output.shape)} for "
+                f"{request.length} tokens"
+            )
+        digests[f"{side}.{what}"] = tensor_digest(output)
+    if outputs[0].shape != outputs[1].shape:
+        raise ValueError(
+            f"the kernels return {what} of shapes {tuple(outputs[0].shape)} and "
+            f"{tuple(outputs[1].shape)}"
+        )
+    return outputs
+
+
+def _policy_values(
+    request: Request, logits: tuple[Tensor, Tensor], plan: Plan, seed: int
+) -> tuple[dict[str, Array], Confidences | None]:
+    parts: list[dict[str, Array]] = []
+    confidences: list[Confidences] = []
+    rows = max(1, _ELEMENTS // logits[0].shape[1])
+    tokens = torch.tensor(request.tokens, dtype=torch.int64)
+    for start in range(0, request.length, rows):
+        pair = policy_pair(
+            logits[0][start : start + rows], logits[1][start : start + rows], plan.temperature
+        )
+        parts.append(_pair_values(pair, plan, sampled.request_seed(seed, str(start))))
+        labels = tokens[start + 1 : start + 1 + rows]
+        if "ece_gap" in plan.metrics and labels.numel():
+            confidences.append(_labelled(pair, labels))
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return joined, calibration.join(confidences) if confidences else None
+
+
+def _labelled(pair: PolicyPair, labels: Tensor) -> Confidences:
+    n = labels.numel()
+    head = PolicyPair(
+        pair.train_logits[:n], pair.infer_logits[:n], pair.train_log[:n], pair.infer_log[:n]
+    )
+    return calibration.confidences(head, labels)
+
+
+def _pair_values(pair: PolicyPair, plan: Plan, seed: int) -> dict[str, Array]:
+    found: dict[str, Array] = {}
+    for name in sorted(plan.metrics & set(PAIR_FUNCTIONS)):
+        found[name] = _array(PAIR_FUNCTIONS[name](pair))
+    if plan.gradient is not None:
+        found["grad_bias"] = _array(plan.gradient(pair))
+    wanted = sorted(plan.metrics & set(SAMPLED_FUNCTIONS))
+    if wanted:
+        delta = sampled.log_ratio(pair, sampled.sample_tokens(pair, seed))
+        for name in wanted:
+            found[name] = _array(SAMPLED_FUNCTIONS[name](delta))
+    return found
+
+
+def block_drift(train: Kernel, infer: Kernel, block: str, x: Tensor) -> Tensor:
+    """Return infer - train of a block on the same float32 input, float64 [T, D]."""
+    a, b = train.block(block, x), infer.block(block, x)
+    if a.shape != b.shape:
+        raise ValueError(f"block {block} returns shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    return (b.to(torch.float64) - a.to(torch.float64)).cpu()
+
+
+def _row_norm(drift: Tensor, kind: str) -> Tensor:
+    match kind:
+        case "inf":
+            return row_linf(drift)
+        case "2":
+            return row_l2(drift)
+        case "span":
+            return row_span(drift)
+    raise ValueError(f"unknown norm {kind!r}")
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Return the sha256 of a tensor; formats without a numpy type are widened exactly first."""
+    wide = tensor.detach().cpu()
+    if wide.dtype not in (torch.float32, torch.float64, torch.float16):
+        wide = wide.to(torch.float32)
+    return array_digest(wide.numpy())
+
+
+def summary(values: Array) -> dict[str, float | int | None]:
+    """Return what percentiles, maxima and means of a request need: n, sum, smallest, largest."""
+    finite = bool(np.isfinite(values).all())
+    return {
+        "n": int(values.size),
+        "sum": math.fsum(values) if finite else None,
+        "min": float(values.min()) if finite else None,
+        "max": float(values.max()) if finite else None,
+    }
+
+
+def _array(values: Tensor) -> Array:
+    return values.detach().to("cpu", torch.float64).numpy()

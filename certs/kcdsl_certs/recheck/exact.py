@@ -1,0 +1,117 @@
+"""The exact tier: the rules in rational arithmetic, with the standard library alone.
+
+It knows linear, matmul and the operations that are linear piece by piece, so there is nothing to
+trust but integers. It is slow: for small blocks, and as the measure of the float64 tier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.document import Case, Functional, Proof
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rationals import elementwise, linear, moves
+from kcdsl_certs.recheck.rationals.cells import Cells, Pair, add, ceiling, root, sub
+from kcdsl_certs.recheck.rationals.state import Known, Scene
+from kcdsl_certs.recheck.rationals.weights import RationalParameters
+from kcdsl_certs.recheck.safetensors import Tensor
+
+_RULES: dict[str, tuple[Callable[[Scene, Node, list[Known]], Known], int, int]] = {
+    "input": (moves.input_rule, 0, 0),
+    "param": (moves.param_rule, 0, 0),
+    "constant": (moves.constant_rule, 0, 0),
+    "embedding": (moves.embedding_rule, 1, 1),
+    "linear": (linear.linear_rule, 2, 3),
+    "matmul": (linear.matmul_rule, 2, 2),
+    "add": (elementwise.pairwise(add), 2, 2),
+    "sub": (elementwise.pairwise(sub), 2, 2),
+    "mul": (elementwise.mul_rule, 2, 2),
+    "scale": (elementwise.scaled("factor"), 1, 1),
+    "divide": (elementwise.scaled("divisor"), 1, 1),
+    "shift": (elementwise.shift, 1, 1),
+    "neg": (elementwise.neg, 1, 1),
+    "relu": (elementwise.relu, 1, 1),
+    "reshape": (moves.reshape_rule, 1, 1),
+    "expand": (moves.expand_rule, 1, 1),
+    "permute": (moves.permute_rule, 1, 1),
+    "slice": (moves.slice_rule, 1, 1),
+    "concat": (moves.concat_rule, 1, 10_000),
+}
+
+
+class Rational:
+    """Derives the cases of one proof exactly."""
+
+    def __init__(self, proof: Proof, tensors: Mapping[str, Tensor]) -> None:
+        """Check the parameters; raises what `RationalParameters` raises."""
+        self._proof = proof
+        self._parameters = RationalParameters(tensors, proof.parameters)
+
+    def derive(self, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
+        """Return the bound of a case and the largest T and D of every node, rounded up."""
+        states = self.states(case)
+        sizes = {n: (ceiling(max(s.t.mags)), ceiling(max(s.d.mags))) for n, s in states.items()}
+        output = states[self._proof.graphs[case.graph].output]
+        return _bound(self._proof.functional, output), sizes
+
+    def states(self, case: Case) -> dict[str, Known]:
+        """Return every node's enclosures."""
+        block = self._proof.graphs[case.graph]
+        scene = Scene(
+            block,
+            self._proof.train,
+            self._proof.infer,
+            self._parameters,
+            {n.name: n.attrs.text("key") for n in block.nodes if n.op == "param"},
+            block.weights,
+            (case.region.centre, case.region.radius),
+        )
+        found: dict[str, Known] = {}
+        for node in block.nodes:
+            try:
+                found[node.name] = _apply(scene, node, [found[name] for name in node.inputs])
+            except Rejection as rejection:
+                raise rejection.at(f"node {node.name[:80]!r}") from None
+        return found
+
+
+def _apply(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    if node.op not in _RULES:
+        raise Rejection("rule/unknown-op", f"there is no exact rule for {node.op[:80]!r}")
+    rule, least, most = _RULES[node.op]
+    if not least <= len(inputs) <= most:
+        raise Rejection("graph/field", f"{node.op} with {len(inputs)} inputs")
+    value = rule(scene, node, inputs)
+    if value.t.shape != node.shape:
+        raise Rejection("graph/shape", f"the shape is {list(value.t.shape)}")
+    return value
+
+
+def _bound(functional: Functional, output: Known) -> float:
+    """Return an upper bound of the functional; for no_flip 0 if the top k stay, else infinity."""
+    n = output.d.shape[-1]
+
+    def rows(cells: Cells) -> list[tuple[Pair, ...]]:
+        return [cells.pairs[k : k + n] for k in range(0, len(cells.pairs), n)]
+
+    match functional.kind:
+        case "inf":
+            return ceiling(max(output.d.mags))
+        case "2":
+            squares = [sum(max(-lo, hi) ** 2 for lo, hi in row) for row in rows(output.d)]
+            return ceiling(root(Fraction(max(squares))))
+        case "span":
+            spans = [max(p[1] for p in row) - min(p[0] for p in row) for row in rows(output.d)]
+            return ceiling(max(spans))
+    if functional.k >= n:
+        raise Rejection("document/field", f"no_flip {functional.k} needs more columns")
+    for t, i in zip(rows(output.t), rows(output.i), strict=True):
+        chosen = set(sorted(range(n), key=lambda k: t[k][0])[n - functional.k :])
+        for row in (t, i):
+            least = min(row[k][0] for k in chosen)
+            if not least > max(row[k][1] for k in range(n) if k not in chosen):
+                return math.inf
+    return 0.0

@@ -1,0 +1,55 @@
+"""The float64 tier: derive the bound of a case with outward rounded doubles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kcdsl_certs.recheck.block import Array
+from kcdsl_certs.recheck.document import Case, Proof
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.formats import Floats
+from kcdsl_certs.recheck.functionals import bound
+from kcdsl_certs.recheck.propagate import magnitudes, propagate
+from kcdsl_certs.recheck.rules.state import Scene, numeric
+from kcdsl_certs.recheck.safetensors import Tensor
+from kcdsl_certs.recheck.weights import Parameters
+
+
+class Doubles:
+    """Derives the cases of one proof."""
+
+    def __init__(self, proof: Proof, tensors: Mapping[str, Tensor]) -> None:
+        """Check the parameters; raises what `Parameters` raises."""
+        if not float(np.ldexp(np.ones(1), -1022)[0] * np.full(1, 0.5)[0]) > 0:
+            raise Rejection("internal", "this process flushes subnormal numbers to zero")
+        self._proof = proof
+        self._parameters = Parameters(tensors, proof.parameters)
+
+    def derive(self, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
+        """Return the bound of a case and the largest T and D of every node."""
+        scene = self.scene(case)
+        sizes = {}
+        found = float("inf")
+        with np.errstate(all="ignore"):
+            for node, value in propagate(scene):
+                sizes[node.name] = magnitudes(value)
+                if node.name == scene.block.output:
+                    found = bound(self._proof.functional, numeric(value))
+        return found, sizes
+
+    def scene(self, case: Case) -> Scene:
+        """Return what the rules read for a case."""
+        block = self._proof.graphs[case.graph]
+        keys = {n.name: n.attrs.text("key") for n in block.nodes if n.op == "param"}
+        centre, radius = _doubles(case.region.centre), _doubles(case.region.radius)
+        train, infer = self._proof.train, self._proof.infer
+        weights = block.weights
+        return Scene(block, train, infer, self._parameters, keys, weights, centre, radius)
+
+
+def _doubles(array: Array | None) -> Floats | None:
+    if array is None:
+        return None
+    return np.frombuffer(array.data, dtype="<f8").astype(np.float64).reshape(array.shape)

@@ -1,0 +1,101 @@
+"""Walk a block graph and derive the state of every node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules import attention, elementwise, linear, norms, structural
+from kcdsl_certs.recheck.rules.state import Mask, Probabilities, Scene, State, Value, numeric
+
+Rule = Callable[[Scene, Node, list[Value]], Value]
+
+_OPS_OF_ROLE = {"probabilities": ("softmax",), "context": ("matmul",)}
+
+# Each operation with its least and greatest number of inputs.
+_RULES: dict[str, tuple[Rule, int, int]] = {
+    "input": (structural.source, 0, 0),
+    "param": (structural.parameter, 0, 0),
+    "constant": (structural.constant, 0, 0),
+    "embedding": (structural.embedding, 1, 1),
+    "linear": (linear.linear, 2, 3),
+    "matmul": (linear.matmul, 2, 2),
+    "add": (elementwise.add, 2, 2),
+    "sub": (elementwise.sub, 2, 2),
+    "mul": (elementwise.mul, 2, 2),
+    "scale": (elementwise.scale, 1, 1),
+    "divide": (elementwise.divide, 1, 1),
+    "shift": (elementwise.shift, 1, 1),
+    "neg": (elementwise.neg, 1, 1),
+    "relu": (elementwise.relu, 1, 1),
+    "tanh": (elementwise.tanh, 1, 1),
+    "silu": (elementwise.silu, 1, 1),
+    "gelu": (elementwise.gelu, 1, 1),
+    "reshape": (structural.reshape, 1, 1),
+    "expand": (structural.expand, 1, 1),
+    "permute": (structural.permute, 1, 1),
+    "slice": (structural.slice_, 1, 1),
+    "concat": (structural.concat, 1, 10_000),
+    "softmax": (attention.softmax, 1, 2),
+    "rms_norm": (norms.rms_norm, 1, 2),
+    "layer_norm": (norms.layer_norm, 1, 3),
+    "rope": (elementwise.rope, 3, 3),
+}
+
+
+def propagate(scene: Scene) -> Iterator[tuple[Node, Value]]:
+    """Yield every node with its value, in order; a value is dropped after its last reader.
+
+    Raises:
+        Rejection: naming the node.
+    """
+    waiting = Counter(name for node in scene.block.nodes for name in node.inputs)
+    values: dict[str, Value] = {}
+    for node in scene.block.nodes:
+        try:
+            value = _apply(scene, node, [values[name] for name in node.inputs])
+        except Rejection as rejection:
+            raise rejection.at(f"node {node.name[:80]!r}") from None
+        values[node.name] = value
+        yield node, value
+        for name in node.inputs:
+            waiting[name] -= 1
+            if not waiting[name]:
+                values.pop(name, None)
+
+
+def _apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    if node.op not in _RULES:
+        raise Rejection("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
+    rule, least, most = _RULES[node.op]
+    if not least <= len(inputs) <= most:
+        raise Rejection("graph/field", f"{node.op} with {len(inputs)} inputs")
+    if node.role in ("probabilities", "context") and node.op not in _OPS_OF_ROLE[node.role]:
+        raise Rejection("graph/field", f"{node.op} in the role {node.role!r}")
+    try:
+        if node.role == "context" and isinstance(inputs[0], Probabilities):
+            value: Value = attention.context(scene, node, inputs[0], numeric(inputs[1]))
+        else:
+            value = rule(scene, node, inputs)
+    except ValueError as error:  # numpy refuses shapes that do not fit
+        raise Rejection("graph/shape", str(error)[:200]) from None
+    if value.shape != node.shape:
+        raise Rejection("graph/shape", f"the shape is {list(value.shape)}, not {list(node.shape)}")
+    if not isinstance(value, Mask):
+        state = numeric(value)
+        for part, what in ((state.t, "T"), (state.i, "I"), (state.d, "D")):
+            box.checked(part, what)
+    return value
+
+
+def magnitudes(value: Value) -> tuple[float, float]:
+    """Return the largest magnitudes of T and D; (0, 0) for a mask."""
+    if isinstance(value, Mask):
+        return 0.0, 0.0
+    state: State = numeric(value)
+    return float(np.max(box.magnitude(state.t))), float(np.max(box.magnitude(state.d)))

@@ -1,0 +1,1 @@
+"""The rules that rational arithmetic can follow exactly (standard library alone)."""

@@ -1,0 +1,104 @@
+"""Elementwise arithmetic in rational numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rationals.cells import ZERO, Cells, Pair, add, both, mul
+from kcdsl_certs.recheck.rationals.linear import middle
+from kcdsl_certs.recheck.rationals.state import Known, Scene, inner_formats, reduce, settle
+
+
+def pairwise(combine: Callable[[Pair, Pair], Pair]) -> Callable[..., Known]:
+    """Return the rule of an operation that is linear in both inputs."""
+
+    def rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+        node.attrs.exactly()
+        a, b = inputs
+        exact = both(a.t, b.t, combine), both(a.i, b.i, combine), both(a.d, b.d, combine)
+        return settle(scene, node, exact, _errors(scene, exact, 1, False), inner_formats(scene))
+
+    return rule
+
+
+def _errors(
+    scene: Scene, exact: tuple[Cells, Cells, Cells], count: int, faint: bool
+) -> tuple[list[Fraction], list[Fraction]]:
+    found = []
+    for form, y in zip(inner_formats(scene), exact, strict=False):
+        lost = Fraction(2) ** (form.least - form.precision + 1) if faint else ZERO
+        found.append([count * Fraction(form.u) * size + lost for size in y.mags])
+    return found[0], found[1]
+
+
+def mul_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return a * b."""
+    node.attrs.exactly()
+    a, b = inputs
+    d = both(both(middle(a), b.d, mul), both(a.d, middle(b), mul), add)
+    exact = both(a.t, b.t, mul), both(a.i, b.i, mul), d
+    return settle(scene, node, exact, _errors(scene, exact, 1, True), inner_formats(scene))
+
+
+def scaled(name: str) -> Callable[..., Known]:
+    """Return the rule of a product with, or a division by, an attribute."""
+
+    def rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+        number = _number(node, name)
+        if name == "divisor" and number == 0:
+            raise Rejection("graph/field", "a division by zero")
+        by = number if name == "factor" else 1 / number
+        x = inputs[0]
+        exact = tuple(part.each(lambda p: mul(p, (by, by))) for part in (x.t, x.i, x.d))
+        found = exact[0], exact[1], exact[2]
+        return settle(scene, node, found, _errors(scene, found, 2, True), inner_formats(scene))
+
+    return rule
+
+
+def shift(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return x + offset."""
+    by = _number(node, "offset")
+    x = inputs[0]
+    exact = x.t.each(lambda p: add(p, (by, by))), x.i.each(lambda p: add(p, (by, by))), x.d
+    errors = [
+        [Fraction(form.u) * (size + abs(by)) for size in y.mags]
+        for form, y in zip(inner_formats(scene), exact, strict=False)
+    ]
+    return settle(scene, node, exact, (errors[0], errors[1]), inner_formats(scene))
+
+
+def _number(node: Node, name: str) -> Fraction:
+    raw = node.attrs.exactly(name).raw(name)
+    whole = isinstance(raw, int) and not isinstance(raw, bool)
+    value = Fraction(raw) if whole else Fraction(node.attrs.real(name))
+    if value != 0 and not Fraction(1, 2**126) <= abs(value) <= 2**127:
+        raise Rejection("graph/field", f"{name} leaves the range of float32")
+    return value
+
+
+def neg(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return -x."""
+    node.attrs.exactly()
+    x = inputs[0]
+    t, i, d = (part.each(lambda p: (-p[1], -p[0])) for part in (x.t, x.i, x.d))
+    return Known(t, i, d)
+
+
+def relu(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return max(x, 0)."""
+    node.attrs.exactly()
+    x = inputs[0]
+    moved = []
+    for t, i, d in zip(x.t.pairs, x.i.pairs, x.d.pairs, strict=True):
+        if t[0] >= 0 and i[0] >= 0:
+            moved.append(d)
+        elif t[1] <= 0 and i[1] <= 0:
+            moved.append((ZERO, ZERO))
+        else:
+            moved.append((min(d[0], ZERO), max(d[1], ZERO)))
+    positive = [part.each(lambda p: (max(p[0], ZERO), max(p[1], ZERO))) for part in (x.t, x.i)]
+    return reduce(positive[0], positive[1], Cells(x.d.shape, tuple(moved)))

@@ -1,0 +1,173 @@
+"""linear and matmul in rational numbers."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rationals.cells import (
+    ZERO,
+    Cells,
+    Pair,
+    Shape,
+    add,
+    both,
+    matmul,
+    meet,
+    points,
+    product,
+    sub,
+    widened,
+)
+from kcdsl_certs.recheck.rationals.state import Known, Scene, eta, gamma, settle
+from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONENT, Format, Kernel
+
+_SMALL = Fraction(1, 2**20)
+
+
+def linear_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return x @ weight.T + bias."""
+    node.attrs.exactly()
+    key = scene.keys.get(node.inputs[1])
+    if key is None:
+        raise Rejection("rule/weight", "the weight of a linear must be a parameter")
+    x = inputs[0]
+    w_t, w_i = (_turned(scene.parameters.linear(key, k)) for k in (scene.train, scene.infer))
+    outputs = w_t.shape[1]
+    b_t, b_i = _bias(inputs[2:], outputs)
+    q_t, q_i = _quantisation(scene.train, x.t), _quantisation(scene.infer, x.i)
+    x_t, x_i = widened(x.t, q_t), widened(x.i, q_i)
+    drift = widened(x.d, [p + q for p, q in zip(q_t, q_i, strict=True)])
+    d = both(matmul(drift, w_i), matmul(x_t, both(w_i, w_t, sub)), add)
+    exact = (
+        both(matmul(x_t, w_t), b_t, add),
+        both(matmul(x_i, w_i), b_i, add),
+        both(d, both(b_i, b_t, sub), add),
+    )
+    biased = len(inputs) == 3
+    errors = (
+        _linear_error(scene.train, x_t, w_t, b_t, biased),
+        _linear_error(scene.infer, x_i, w_i, b_i, biased),
+    )
+    inner = scene.train.accumulate, scene.infer.accumulate
+    return settle(scene, node, exact, errors, inner)
+
+
+def _turned(weight: Cells) -> Cells:
+    rows, columns = weight.shape
+    order = [i * columns + j for j in range(columns) for i in range(rows)]
+    return weight.taken((columns, rows), order)
+
+
+def _bias(inputs: list[Known], outputs: int) -> tuple[Cells, Cells]:
+    if not inputs:
+        none = points((outputs,), [ZERO] * outputs)
+        return none, none
+    bias = inputs[0]
+    if any(lo != hi for lo, hi in bias.t.pairs + bias.i.pairs) or bias.t.shape != (outputs,):
+        raise Rejection("rule/weight", "the bias of a linear must be known and fit")
+    return bias.t, bias.i
+
+
+def _linear_error(kernel: Kernel, x: Cells, w: Cells, b: Cells, biased: bool) -> list[Fraction]:
+    n, bias = x.shape[-1], b.mags
+    sums = product(x.shape, x.mags, w.shape, w.mags)
+    sizes = [s + bias[k % len(bias)] for k, s in enumerate(sums)]
+    errors = _accumulated(kernel, sizes, n + 2, n + 2)
+    if biased and not kernel.nearest and kernel.coarse:
+        u, slack = Fraction(kernel.compute.u), max(Fraction(1, 1024), gamma(n + 2, _u(kernel)))
+        extra = [u * (1 + slack) * s + eta(kernel.compute) for s in sizes]
+        return [e + x for e, x in zip(errors, extra, strict=True)]
+    return errors
+
+
+def _u(kernel: Kernel) -> float:
+    return kernel.accumulate.u
+
+
+def _accumulated(
+    kernel: Kernel, sizes: list[Fraction], roundings: int, underflows: int
+) -> list[Fraction]:
+    form = kernel.accumulate
+    factor, lost = gamma(roundings, form.u), underflows * eta(form)
+    errors = [factor * size + lost for size in sizes]
+    if any(s + e > Fraction(form.largest) for s, e in zip(sizes, errors, strict=True)):
+        raise Rejection("bound/overflow", f"a partial sum may overflow {form.name}")
+    return errors
+
+
+def _quantisation(kernel: Kernel, x: Cells) -> list[Fraction]:
+    kind, scale = kernel.activations
+    sizes = x.mags
+    if kind == "none":
+        return [ZERO] * len(sizes)
+    if scale == "none":
+        if max(sizes) > CODE_LARGEST[kind]:
+            raise Rejection("bound/overflow", f"an activation may overflow {kind}")
+        return [_cast(FORMATS[kind], size, Fraction(1)) for size in sizes]
+    most = _largest(sizes, x.shape, scale)
+    pairs = list(zip(sizes, most, strict=True))
+    if kind == "int8":
+        return [(m / 254 + s * _SMALL) * (1 + _SMALL) for s, m in pairs]
+    if kind == "uint8":
+        return [2 * m / 255 * (1 + _SMALL) + s * _SMALL for s, m in pairs]
+    form, qmax = FORMATS[kind], CODE_LARGEST[kind]
+    if scale != "mx":
+        return [_cast(form, s, m / qmax) for s, m in pairs]
+    step = Fraction(1, 2 ** MX_EXPONENT[kind])
+    kept = qmax * step / 2
+    least = _largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, scale)
+    return [
+        max(
+            _cast(form, s, m * step),
+            min(s * (1 - kept), max(s - kept * low * (1 - _SMALL), ZERO)) + s * _SMALL,
+        )
+        for (s, m), low in zip(pairs, least, strict=True)
+    ]
+
+
+def _cast(form: Format, size: Fraction, scale: Fraction) -> Fraction:
+    return (Fraction(form.u) * size + scale * eta(form)) * (1 + _SMALL)
+
+
+def _largest(sizes: list[Fraction], shape: Shape, scale: str) -> list[Fraction]:
+    n = shape[-1]
+    width = {"per_tensor": len(sizes), "per_token": n, "mx": MX_BLOCK}[scale]
+    found: list[Fraction] = []
+    for start in range(0, len(sizes), len(sizes) if scale == "per_tensor" else n):
+        row = sizes[start : start + (len(sizes) if scale == "per_tensor" else n)]
+        for at in range(0, len(row), width):
+            part = row[at : at + width]
+            found += [max(part)] * len(part)
+    return found
+
+
+def middle(a: Known) -> Cells:
+    """Return a box of (a_t + a_i)/2."""
+    one = both(a.t, a.d.each(_half), add)
+    return both(one, both(a.t, a.i, add).each(_half), meet)
+
+
+def _half(pair: Pair) -> Pair:
+    return pair[0] / 2, pair[1] / 2
+
+
+def matmul_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return a @ b of two computed matrices."""
+    node.attrs.exactly()
+    a, b = inputs
+    n = a.t.shape[-1]
+    d = both(matmul(middle(a), b.d), matmul(a.d, middle(b)), add)
+    errors = []
+    for kernel, left, right in ((scene.train, a.t, b.t), (scene.infer, a.i, b.i)):
+        sizes = product(left.shape, left.mags, right.shape, right.mags)
+        roundings = underflows = n + 2
+        if kernel.fused and node.role == "scores":
+            roundings = n + 6
+        elif kernel.fused and node.role == "context":
+            roundings = underflows = n + 2 * -(-n // kernel.tile) + 4
+        errors.append(_accumulated(kernel, sizes, roundings, underflows))
+    inner = scene.train.accumulate, scene.infer.accumulate
+    exact = matmul(a.t, b.t), matmul(a.i, b.i), d
+    return settle(scene, node, exact, (errors[0], errors[1]), inner)

@@ -1,0 +1,176 @@
+"""Leaves and moves in rational numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Sequence
+from fractions import Fraction
+
+from kcdsl_certs.recheck.block import Array, Node
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rationals.cells import (
+    ZERO,
+    Cells,
+    Pair,
+    Shape,
+    both,
+    nearest,
+    points,
+    spread,
+    sub,
+    widened,
+)
+from kcdsl_certs.recheck.rationals.state import Known, Scene, reduce, stored
+from kcdsl_certs.recheck.spec import FLOAT32
+
+
+def input_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return the block input."""
+    node.attrs.exactly()
+    centre, radius = scene.region
+    if centre is None or radius is None or node.role:
+        raise Rejection("rule/input", "a block on token ids has no block input")
+    c, r = (_numbers(array, "d", 8) for array in (centre, radius))
+    wide = spread(radius.shape, centre.shape)
+    x = widened(points(centre.shape, c), [r[k] for k in wide])
+    sides = []
+    for kernel in (scene.train, scene.infer):
+        if kernel.compute.precision >= FLOAT32.precision:
+            sides.append((x, points(x.shape, [ZERO] * len(c))))
+        else:
+            sides.append(stored(kernel, kernel.compute, x, [ZERO] * len(c), FLOAT32))
+    (t, wrong_t), (i, wrong_i) = sides
+    return reduce(t, i, both(wrong_i, wrong_t, sub))
+
+
+def _numbers(array: Array, code: str, size: int) -> list[Fraction]:
+    try:
+        values = struct.unpack(f"<{len(array.data) // size}{code}", array.data)
+        return [Fraction(v) for v in values]
+    except (OverflowError, ValueError):
+        raise Rejection("parameter/not-finite", "an array holds NaN or infinity") from None
+
+
+def param_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return a checkpoint tensor as either kernel stores it."""
+    key = node.attrs.exactly("key").text("key")
+    held = scene.parameters
+    get = held.linear if node.name in scene.weights else held.plain
+    return _known(get(key, scene.train), get(key, scene.infer))
+
+
+def _known(t: Cells, i: Cells) -> Known:
+    return Known(t, i, both(i, t, sub))
+
+
+def constant_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return a float32 table as either kernel stores it."""
+    key = node.attrs.exactly("key").text("key")
+    array = scene.block.constants.get(key)
+    if array is None or array.dtype != "float32":
+        raise Rejection("graph/field", f"there is no float32 constant {key[:80]!r}")
+    values = _numbers(array, "f", 4)
+    t, i = (
+        points(array.shape, [nearest(v, k.compute) for v in values])
+        for k in (scene.train, scene.infer)
+    )
+    return _known(t, i)
+
+
+def embedding_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return rows of a table."""
+    ids = node.attrs.exactly("ids").integers("ids", 0)
+    key = scene.keys.get(node.inputs[0])
+    if key is None:
+        raise Rejection("rule/weight", "the table of an embedding must be a parameter")
+    t, i = (scene.parameters.plain(key, k) for k in (scene.train, scene.infer))
+    if not ids or len(t.shape) != 2 or max(ids) >= t.shape[0]:
+        raise Rejection("graph/shape", "an embedding needs ids within a matrix")
+    width = t.shape[1]
+    order = [k * width + j for k in ids for j in range(width)]
+    return _known(t.taken((len(ids), width), order), i.taken((len(ids), width), order))
+
+
+def _moved(x: Known, shape: Shape, order: Sequence[int]) -> Known:
+    return Known(*(part.taken(shape, order) for part in (x.t, x.i, x.d)))
+
+
+def reshape_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return the same elements in another shape."""
+    shape = _shape(node)
+    if math.prod(shape) != len(inputs[0].t.pairs):
+        raise Rejection("graph/shape", "the elements do not fit the shape")
+    return _moved(inputs[0], shape, range(math.prod(shape)))
+
+
+def expand_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return the input broadcast to a shape."""
+    shape = _shape(node)
+    return _moved(inputs[0], shape, spread(inputs[0].t.shape, shape))
+
+
+def _shape(node: Node) -> Shape:
+    shape = node.attrs.exactly("shape").integers("shape", 1)
+    if shape != node.shape:
+        raise Rejection("graph/shape", "'shape' differs from the shape of the node")
+    return shape
+
+
+def permute_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return the input with its dimensions in another order."""
+    old = inputs[0].t.shape
+    dims = [d % len(old) for d in node.attrs.exactly("dims").integers("dims", -len(old))]
+    if sorted(dims) != list(range(len(old))):
+        raise Rejection("graph/field", "'dims' must be an order of the dimensions")
+    strides = [math.prod(old[d + 1 :]) for d in dims]
+    return _selected(
+        inputs[0], [[k * s for k in range(old[d])] for d, s in zip(dims, strides, strict=True)]
+    )
+
+
+def slice_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return start:stop:step along one dimension."""
+    attrs = node.attrs.exactly("dim", "start", "stop", "step")
+    old = inputs[0].t.shape
+    dim = attrs.integer("dim", -len(old))
+    if dim >= len(old):
+        raise Rejection("graph/field", "'dim' is beyond the dimensions")
+    part = slice(attrs.integer("start", 0), attrs.integer("stop", 0), attrs.integer("step", 1))
+    kept = [range(size) for size in old]
+    kept[dim % len(old)] = range(*part.indices(old[dim % len(old)]))
+    places = [[k * math.prod(old[at + 1 :]) for k in keep] for at, keep in enumerate(kept)]
+    return _selected(inputs[0], places)
+
+
+def _selected(x: Known, places: list[list[int]]) -> Known:
+    """Return the elements at sums of one place from each list."""
+    order = [sum(index) for index in itertools.product(*places)]
+    return _moved(x, tuple(len(place) for place in places), order)
+
+
+def concat_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return the inputs one after another along one dimension."""
+    shapes = [x.t.shape for x in inputs]
+    rank = len(shapes[0])
+    dim = node.attrs.exactly("dim").integer("dim", -rank)
+    if dim >= rank or any(len(shape) != rank for shape in shapes):
+        raise Rejection("graph/shape", "the inputs of a concat do not fit")
+    dim %= rank
+    rests = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+    if len(rests) != 1:
+        raise Rejection("graph/shape", "the inputs of a concat do not fit")
+    total = sum(shape[dim] for shape in shapes)
+    shape = (*shapes[0][:dim], total, *shapes[0][dim + 1 :])
+
+    def joined(parts: list[Cells]) -> Cells:
+        pairs: list[Pair] = []
+        for outer in range(math.prod(shape[:dim])):
+            for part in parts:
+                length = math.prod(part.shape[dim:])
+                pairs += part.pairs[outer * length : (outer + 1) * length]
+        return Cells(shape, tuple(pairs))
+
+    t, i, d = (joined([getattr(x, part) for x in inputs]) for part in ("t", "i", "d"))
+    return Known(t, i, d)

@@ -1,0 +1,104 @@
+"""What is known of a node, and what storing a result adds, in rational numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kcdsl_certs.recheck.block import Array, Block, Node
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rationals.cells import Cells, Pair, add, both, meet, nearest, sub, widened
+from kcdsl_certs.recheck.rationals.weights import RationalParameters
+from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Enclosures of the training value, the inference value and inference minus training."""
+
+    t: Cells
+    i: Cells
+    d: Cells
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Everything that the rules may read beside their inputs."""
+
+    block: Block
+    train: Kernel
+    infer: Kernel
+    parameters: RationalParameters
+    keys: Mapping[str, str]
+    weights: frozenset[str]
+    region: tuple[Array | None, Array | None]
+
+
+def reduce(t: Cells, i: Cells, d: Cells) -> Known:
+    """Return the state after the boxes have been intersected with what the others imply."""
+    d = both(d, both(i, t, sub), meet)
+    i = both(i, both(t, d, add), meet)
+    return Known(both(t, both(i, d, sub), meet), i, d)
+
+
+def settle(
+    scene: Scene,
+    node: Node,
+    exact: tuple[Cells, Cells, Cells],
+    errors: tuple[Sequence[Fraction], Sequence[Fraction]],
+    inner: tuple[Format, Format],
+) -> Known:
+    """Return the state of a stored result from f_t, f_i, f_i - f_t and the errors inside."""
+    sides = zip((scene.train, scene.infer), exact, errors, inner, strict=False)
+    (t, wrong_t), (i, wrong_i) = (
+        stored(k, k.scores if node.role == "scores" else k.compute, y, e, f) for k, y, e, f in sides
+    )
+    return reduce(t, i, both(exact[2], both(wrong_i, wrong_t, sub), add))
+
+
+def stored(
+    kernel: Kernel, form: Format, y: Cells, error: Sequence[Fraction], inner: Format
+) -> tuple[Cells, Cells]:
+    """Return the stored value and its error against real arithmetic."""
+    v = widened(y, error)
+    if not kernel.nearest:
+        u, tiny = Fraction(form.u), eta(form)
+        cast = [u * size + tiny for size in v.mags]
+        wrong = [e + c for e, c in zip(error, cast, strict=True)]
+        value, away = widened(v, cast), Cells(y.shape, tuple((-w, w) for w in wrong))
+    elif form.precision >= max(FLOAT32.precision, inner.precision):
+        value, away = v, Cells(y.shape, tuple((-e, e) for e in error))
+    else:
+        steps = [_step(form, pair, e) for pair, e in zip(v.pairs, error, strict=True)]
+        value = Cells(y.shape, tuple(s[0] for s in steps))
+        away = Cells(y.shape, tuple(s[1] for s in steps))
+    if max(value.mags) > Fraction(form.largest):
+        raise Rejection("bound/overflow", f"a number may overflow {form.name}")
+    return value, away
+
+
+def _step(form: Format, v: Pair, error: Fraction) -> tuple[Pair, Pair]:
+    low, high = nearest(v[0], form), nearest(v[1], form)
+    if low == high:
+        return (low, high), (low - v[1] - error, low - v[0] + error)
+    free = max(Fraction(form.u) * max(abs(v[0]), abs(v[1])), eta(form)) + error
+    return (low, high), (-free, free)
+
+
+def eta(form: Format) -> Fraction:
+    """Return half the smallest subnormal number of a format."""
+    return Fraction(2) ** (form.least - form.precision)
+
+
+def gamma(count: int, u: float) -> Fraction:
+    """Return count·u / (1 - count·u)."""
+    product = count * Fraction(u)
+    if product >= 1:
+        raise Rejection("bound/not-finite", f"{count} roundings have no bound")
+    return product / (1 - product)
+
+
+def inner_formats(scene: Scene) -> tuple[Format, Format]:
+    """Return the formats of elementwise arithmetic in both kernels."""
+    return scene.train.inner, scene.infer.inner

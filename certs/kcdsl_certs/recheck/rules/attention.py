@@ -1,0 +1,233 @@
+"""Softmax and the product with the values (section 5)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import ULP, Bools, Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.linear import accumulated, check_product
+from kcdsl_certs.recheck.rules.state import (
+    Mask,
+    Probabilities,
+    Scene,
+    State,
+    Value,
+    numeric,
+    reduce,
+    settle,
+)
+from kcdsl_certs.recheck.spec import FLOAT32, Kernel
+
+_FAR = 600.0  # beyond this a drift of the logit counts as unbounded
+_TRUST = 2.0**-49
+_ZETA = 2.0**-120
+
+
+def softmax(scene: Scene, node: Node, inputs: list[Value]) -> Probabilities:
+    """Return softmax over the last dimension, over the columns that the mask allows."""
+    node.attrs.exactly()
+    scores = numeric(inputs[0])
+    allowed = _allowed(inputs[1:], scores.shape)
+    p_t, p_i = probabilities(scores.t, allowed), probabilities(scores.i, allowed)
+    drift = probability_drift(p_t, scores.d, allowed)
+    star = reduce(p_t, p_i, drift)
+    b_t = _rounding(scene.train, scores.t, star.t.hi, allowed)
+    b_i = _rounding(scene.infer, scores.i, star.i.hi, allowed)
+    stored = reduce(
+        box.widen(star.t, b_t), box.widen(star.i, b_i), box.widen(star.d, box.up(b_t + b_i))
+    )
+    return Probabilities(star, _variation(star.d, scores.d, allowed), b_t, b_i, allowed, stored)
+
+
+def _allowed(masks: list[Value], shape: tuple[int, ...]) -> Bools:
+    if not masks:
+        return np.ones(shape, dtype=np.bool_)
+    mask = masks[0]
+    if not isinstance(mask, Mask):
+        raise Rejection("rule/mask", "the mask of a softmax must be a bool constant")
+    try:
+        allowed = np.broadcast_to(mask.allowed, shape)
+    except ValueError:
+        raise Rejection("graph/shape", "the mask does not fit the scores") from None
+    if not allowed.any(axis=-1).all():
+        raise Rejection("rule/mask", "a row of the mask allows no column")
+    return allowed
+
+
+def probabilities(scores: Box, allowed: Bools) -> Box:
+    """Return the range of the exact softmax over the allowed columns; 0 elsewhere."""
+    top = np.where(allowed, scores.hi, -np.inf).max(axis=-1, keepdims=True)
+    high = np.where(allowed, _exp_up(box.add_up(scores.hi, -top)), 0.0)
+    low = np.where(allowed, _exp_down(box.add_down(scores.lo, -top)), 0.0)
+    slack = (scores.shape[-1] + 4) * ULP
+    least, most = others(low) * (1 - slack), others(high) * (1 + slack) + 2.0**-1060
+    lo = np.maximum(box.down(low / (low + most) * (1 - 4 * ULP)), 0.0)
+    hi = np.minimum(box.above(high / np.where(allowed, high + least, 1.0) * (1 + 4 * ULP)), 1.0)
+    single = allowed & (allowed.sum(axis=-1, keepdims=True) == 1)
+    lo, hi = np.where(allowed, lo, 0.0), np.where(allowed, hi, 0.0)
+    return Box(np.where(single, 1.0, lo), np.where(single, 1.0, hi))
+
+
+def _exp_up(x: Floats) -> Floats:
+    return np.asarray(np.exp(x) * (1 + _TRUST) + 2.0**-1060)
+
+
+def _exp_down(x: Floats) -> Floats:
+    return np.maximum(np.exp(x) * (1 - _TRUST) - 2.0**-1060, 0.0)
+
+
+def others(terms: Floats) -> Floats:
+    """Return for each element the sum of all others of its row, without a subtraction."""
+    none = np.zeros((*terms.shape[:-1], 1))
+    before = np.concatenate([none, np.cumsum(terms, axis=-1)[..., :-1]], axis=-1)
+    after = np.cumsum(terms[..., ::-1], axis=-1)[..., ::-1][..., 1:]
+    return np.asarray(before + np.concatenate([after, none], axis=-1))
+
+
+def _greatest_other(values: Floats) -> Floats:
+    """Return for each element the greatest of all others of its row (-inf where alone)."""
+    none = np.full((*values.shape[:-1], 1), -np.inf)
+    before = np.maximum.accumulate(values, axis=-1)[..., :-1]
+    after = np.maximum.accumulate(values[..., ::-1], axis=-1)[..., ::-1][..., 1:]
+    left, right = np.concatenate([none, before], axis=-1), np.concatenate([after, none], axis=-1)
+    return np.asarray(np.maximum(left, right))
+
+
+def probability_drift(p: Box, drift: Box, allowed: Bools) -> Box:
+    """Return a box of p_i - p_t from the range of p_t and the drift of the scores."""
+    several = allowed & (allowed.sum(axis=-1, keepdims=True) > 1)
+    high = _greatest_other(np.where(allowed, drift.hi, -np.inf))
+    low = -_greatest_other(np.where(allowed, -drift.lo, -np.inf))
+    t_lo = box.add_down(drift.lo, -np.where(several, high, 0.0))
+    t_hi = box.add_up(drift.hi, -np.where(several, low, 0.0))
+    t_lo, t_hi = np.where(several, t_lo, 0.0), np.where(several, t_hi, 0.0)
+    up_at = np.clip(_steepest(t_hi), p.lo, p.hi)
+    hi = np.where(
+        t_hi >= 0,
+        _moved(up_at, t_hi)[1],
+        np.maximum(_moved(p.lo, t_hi)[1], _moved(p.hi, t_hi)[1]),
+    )
+    down_at = np.clip(_steepest(t_lo), p.lo, p.hi)
+    lo = np.where(
+        t_lo <= 0,
+        _moved(down_at, t_lo)[0],
+        np.minimum(_moved(p.lo, t_lo)[0], _moved(p.hi, t_lo)[0]),
+    )
+    hi = np.where(t_hi > _FAR, box.add_up(np.ones(()), -p.lo), hi)
+    lo = np.where(t_lo < -_FAR, -p.hi, lo)
+    still = ~several | ((t_lo == 0) & (t_hi == 0))
+    return Box(np.where(still, 0.0, lo), np.where(still, 0.0, hi))
+
+
+def _steepest(t: Floats) -> Floats:
+    """Return p° = 1/(1 + e^{t/2}), where f(·, t) has its extremum."""
+    return np.asarray(1 / (1 + np.exp(np.clip(t, -_FAR, _FAR) / 2)))
+
+
+def _moved(p: Floats, t: Floats) -> tuple[Floats, Floats]:
+    """Return bounds of f(p, t) = p(1 - p)K / (1 + pK), K = expm1(t), for |t| ≤ 600.
+
+    1 + pK is formed as (1 - p) + p·e^t, whose terms are non-negative.
+    """
+    t = np.clip(t, -_FAR, _FAR)
+    rest = 1 - p
+    found = p * rest * np.expm1(t) / (rest + p * np.exp(t))
+    slack = np.abs(found) * 2.0**-47 + 2.0**-1000
+    return box.down(found - slack), box.above(found + slack)
+
+
+def _variation(star: Box, drift: Box, allowed: Bools) -> Floats:
+    """Return a bound of the total variation of each row, [..., T, 1]."""
+    n = star.shape[-1]
+    top = np.where(allowed, drift.hi, -np.inf).max(axis=-1, keepdims=True)
+    bottom = np.where(allowed, drift.lo, np.inf).min(axis=-1, keepdims=True)
+    spread = box.add_up(top, -bottom)
+    by_logits = np.minimum(box.up(np.tanh(box.lifted(spread) / 4), 8), 1.0)
+    total = box.up(box.mag(star).sum(axis=-1, keepdims=True), n + 8)
+    return np.minimum(by_logits, total / 2)
+
+
+def _rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) -> Floats:
+    """Return B_K ≥ |stored probability - exact softmax of the stored scores|.
+
+    Row sums formed from probabilities rounded to a coarse format lose up to u_p of themselves and
+    η_p at every column, measured against a sum that is at least about 1.
+
+    Raises:
+        Rejection: "bound/not-finite".
+    """
+    n, u, form = scores.shape[-1], kernel.inner.u, kernel.probabilities
+    top = np.where(allowed, scores.hi, -np.inf).max(axis=-1, keepdims=True)
+    bottom = np.where(allowed, scores.lo, np.inf).min(axis=-1, keepdims=True)
+    argument = u * box.add_up(top, -bottom)
+    epsilon = 2 * kernel.exp_ulps * u
+    lost = (1 + form.u) * n * form.eta
+    if not (epsilon < 1 and lost < 1):
+        raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
+    tiles = -(-n // kernel.tile) if kernel.fused else 1
+    once = u / (1 - u)
+    exponent = 2 * tiles * (argument + epsilon / (1 - epsilon) + once) + (n + 8) * once
+    if kernel.fused and form.precision < FLOAT32.precision:
+        exponent = exponent + form.u + lost / (1 - lost)
+    theta = box.up(np.expm1(box.up(exponent)), 16)
+    size = box.lifted(high)
+    wide = theta * size + _ZETA + form.u * (size * (1 + theta) + _ZETA) + form.eta
+    found = np.where(allowed, box.up(wide), 0.0)
+    if not bool(np.isfinite(found).all()):
+        raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
+    return found
+
+
+def context(scene: Scene, node: Node, p: Probabilities, v: State) -> State:
+    """Return the probabilities times the values."""
+    node.attrs.exactly()
+    n = check_product(p.shape, v.shape)
+    values_d, values_t = hull(v.d, p.allowed), hull(v.t, p.allowed)
+    carried = box.meet(box.matmul(p.star.i, v.d), values_d)
+    moved = box.around(box.up(p.variation * box.lifted(box.add_up(values_t.hi, -values_t.lo))))
+    for centre in _centres(v.t):
+        moved = box.meet(moved, box.matmul(p.star.d, box.sub(v.t, box.exact(centre))))
+    y_t = box.meet(box.matmul(p.star.t, v.t), values_t)
+    y_i = box.meet(box.matmul(p.star.i, v.i), hull(v.i, p.allowed))
+    errors = (
+        _context_error(scene.train, p.star.t, p.rounding_t, v.t, n),
+        _context_error(scene.infer, p.star.i, p.rounding_i, v.i, n),
+    )
+    inner = scene.train.accumulate, scene.infer.accumulate
+    return settle(scene, node, (y_t, y_i, box.add(carried, moved)), errors, inner)
+
+
+def _centres(v: Box) -> tuple[Floats, Floats]:
+    """Return two constants per column near its middle; any constant may be subtracted."""
+    low, high = v.lo.min(axis=-2, keepdims=True), v.hi.max(axis=-2, keepdims=True)
+    return low / 2 + high / 2, (v.lo / 2 + v.hi / 2).mean(axis=-2, keepdims=True)
+
+
+def _context_error(kernel: Kernel, p: Box, rounding: Floats, v: Box, n: int) -> Floats:
+    tiles = -(-n // kernel.tile) if kernel.fused else 1
+    count = n + 2 * tiles + 4
+    size = box.mag(v)
+    weights = box.up(box.lifted(p.hi) + box.lifted(rounding))
+    sums = accumulated(kernel, box.product_up(weights, size), count, count)
+    return box.up(box.product_up(box.lifted(rounding), size) + sums)
+
+
+def hull(v: Box, allowed: Bools) -> Box:
+    """Return for every row the hull of the rows of v [..., n, d] that its columns allow."""
+    if allowed.all():
+        shape = np.broadcast_shapes(allowed.shape[:-2], v.shape[:-2])
+        shape = (*shape, allowed.shape[-2], v.shape[-1])
+        lo, hi = v.lo.min(axis=-2, keepdims=True), v.hi.max(axis=-2, keepdims=True)
+        return Box(np.broadcast_to(lo, shape), np.broadcast_to(hi, shape))
+    rows: list[tuple[Floats, Floats]] = []
+    for row in range(allowed.shape[-2]):
+        if row and np.array_equal(allowed[..., row, :], allowed[..., row - 1, :]):
+            rows.append(rows[-1])
+            continue
+        part = allowed[..., row, :, None]
+        lo = np.where(part, v.lo, np.inf).min(axis=-2)
+        rows.append((lo, np.where(part, v.hi, -np.inf).max(axis=-2)))
+    return Box(np.stack([r[0] for r in rows], axis=-2), np.stack([r[1] for r in rows], axis=-2))

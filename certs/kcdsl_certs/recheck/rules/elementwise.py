@@ -1,0 +1,318 @@
+"""Elementwise arithmetic, activation functions and rotary embedding (section 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.state import (
+    Scene,
+    State,
+    Value,
+    gamma,
+    middle,
+    numeric,
+    reduce,
+    settle,
+)
+from kcdsl_certs.recheck.spec import FLOAT32, Kernel
+
+_SLACK = 2.0**-100
+_TRUST = 2.0**-48  # 4 ulp of a library function and the arithmetic around it
+_BELOW_NORMAL = 2.0**-126
+
+
+def add(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return a + b."""
+    return _linear_pair(scene, node, inputs, box.add)
+
+
+def sub(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return a - b."""
+    return _linear_pair(scene, node, inputs, box.sub)
+
+
+def _linear_pair(
+    scene: Scene, node: Node, inputs: list[Value], combine: Callable[[Box, Box], Box]
+) -> State:
+    node.attrs.exactly()
+    a, b = numeric(inputs[0]), numeric(inputs[1])
+    y_t, y_i = combine(a.t, b.t), combine(a.i, b.i)
+    errors = _relative(scene.train, y_t), _relative(scene.infer, y_i)
+    return settle(scene, node, (y_t, y_i, combine(a.d, b.d)), errors)
+
+
+def mul(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return a * b."""
+    node.attrs.exactly()
+    a, b = numeric(inputs[0]), numeric(inputs[1])
+    y_t, y_i = box.mul(a.t, b.t), box.mul(a.i, b.i)
+    d = box.add(box.mul(middle(a), b.d), box.mul(a.d, middle(b)))
+    errors = _relative(scene.train, y_t, 1, True), _relative(scene.infer, y_i, 1, True)
+    return settle(scene, node, (y_t, y_i, d), errors)
+
+
+def _relative(kernel: Kernel, y: Box, count: int = 1, faint: bool = False) -> Floats:
+    """Return count·u_f·mag(Y), and η_f where a product may underflow."""
+    form = kernel.inner
+    return box.up(count * form.u * box.mag(y) + (underflow(kernel) if faint else 0.0))
+
+
+def underflow(kernel: Kernel) -> float:
+    """Return η_f: one smallest subnormal of the inner format."""
+    return 2 * kernel.inner.eta if kernel.inner == FLOAT32 else kernel.inner.eta
+
+
+def scale(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x * factor."""
+    factor = _constant(node, "factor")
+    return _scaled(scene, node, inputs, lambda b: box.mul(b, box.exact(np.array(factor))))
+
+
+def divide(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x / divisor."""
+    divisor = _constant(node, "divisor")
+    if divisor == 0:
+        raise Rejection("graph/field", "a division by zero")
+    return _scaled(scene, node, inputs, lambda b: _divided(b, divisor))
+
+
+def _divided(b: Box, divisor: float) -> Box:
+    if divisor < 0:
+        b, divisor = box.neg(b), -divisor
+    lo, hi = b.lo / divisor, b.hi / divisor
+    return Box(np.where(b.lo == 0, 0.0, box.down(lo)), np.where(b.hi == 0, 0.0, box.above(hi)))
+
+
+def _scaled(scene: Scene, node: Node, inputs: list[Value], move: Callable[[Box], Box]) -> State:
+    x = numeric(inputs[0])
+    y_t, y_i = move(x.t), move(x.i)
+    errors = _relative(scene.train, y_t, 2, True), _relative(scene.infer, y_i, 2, True)
+    return settle(scene, node, (y_t, y_i, move(x.d)), errors)
+
+
+def shift(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x + offset."""
+    offset = _constant(node, "offset")
+    x = numeric(inputs[0])
+    moved = box.exact(np.array(offset))
+    y_t, y_i = box.add(x.t, moved), box.add(x.i, moved)
+    errors = (
+        box.up(scene.train.inner.u * (box.mag(y_t) + abs(offset))),
+        box.up(scene.infer.inner.u * (box.mag(y_i) + abs(offset))),
+    )
+    return settle(scene, node, (y_t, y_i, x.d), errors)
+
+
+def _constant(node: Node, name: str) -> float:
+    """Return a float attribute that float32 holds without losing precision to under- or overflow.
+
+    Raises:
+        Rejection: "graph/field".
+    """
+    raw = node.attrs.exactly(name).raw(name)
+    whole = isinstance(raw, int) and not isinstance(raw, bool)
+    value = float(raw) if whole else node.attrs.real(name)
+    if value != 0 and not _BELOW_NORMAL <= abs(value) <= 2.0**127:
+        raise Rejection("graph/field", f"{name} = {value} leaves the range of float32")
+    return value
+
+
+def relu(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return max(x, 0): no rounding, and where the sign is known no new drift."""
+    node.attrs.exactly()
+    x = numeric(inputs[0])
+    t = x.t.map(lambda v: np.maximum(v, 0.0))
+    i = x.i.map(lambda v: np.maximum(v, 0.0))
+    on = (x.t.lo >= 0) & (x.i.lo >= 0)
+    off = (x.t.hi <= 0) & (x.i.hi <= 0)
+    lo = np.where(on, x.d.lo, np.where(off, 0.0, np.minimum(x.d.lo, 0.0)))
+    hi = np.where(on, x.d.hi, np.where(off, 0.0, np.maximum(x.d.hi, 0.0)))
+    return reduce(t, i, Box(lo, hi))
+
+
+def neg(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return -x."""
+    node.attrs.exactly()
+    x = numeric(inputs[0])
+    return State(box.neg(x.t), box.neg(x.i), box.neg(x.d))
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A smooth function with its derivative, both as (lower, upper) at given doubles.
+
+    `valley` is where the function has its only minimum (None: it increases); `turns` are the
+    critical points of the derivative. Both are doubles next to the true points: there the functions
+    are so flat that the difference is far below the slack of the values.
+    """
+
+    value: Callable[[Floats], tuple[Floats, Floats]]
+    slope: Callable[[Floats], tuple[Floats, Floats]]
+    valley: float | None
+    turns: tuple[float, ...]
+
+
+def _gelu_value(x: Floats) -> tuple[Floats, Floats]:
+    return _about(x * _normal(x), np.abs(x) * 2.0**-50)
+
+
+def _gelu_slope(x: Floats) -> tuple[Floats, Floats]:
+    density = np.exp(-x * x / 2) * (1 / math.sqrt(2 * math.pi))
+    return _about(_normal(x) + x * density, np.full(x.shape, 2.0**-47))
+
+
+def _normal(x: Floats) -> Floats:
+    """Return Φ(x) with an absolute error below 2^-51."""
+    return np.clip(0.5 * (1 + _erf(x * math.sqrt(0.5))), 0.0, 1.0)
+
+
+def _erf(x: Floats) -> Floats:
+    return np.asarray(np.frompyfunc(math.erf, 1, 1)(x), dtype=np.float64)
+
+
+def _silu_value(x: Floats) -> tuple[Floats, Floats]:
+    return _about(x * _logistic(x), np.abs(x) * _logistic(x) * _TRUST)
+
+
+def _silu_slope(x: Floats) -> tuple[Floats, Floats]:
+    s, other = _logistic(x), _logistic(-x)
+    return _about(s + x * s * other, np.full(x.shape, 2.0**-47))
+
+
+def _logistic(x: Floats) -> Floats:
+    e = np.exp(-np.abs(x))
+    return np.asarray(np.where(x >= 0, 1.0, e) / (1 + e))
+
+
+def _tanh_value(x: Floats) -> tuple[Floats, Floats]:
+    y = np.tanh(x)
+    lo, hi = _about(y, np.abs(y) * _TRUST)
+    return np.maximum(lo, -1.0), np.minimum(hi, 1.0)
+
+
+def _tanh_slope(x: Floats) -> tuple[Floats, Floats]:
+    y = np.tanh(x)
+    return _about(1 - y * y, np.full(x.shape, 2.0**-47))
+
+
+def _about(y: Floats, radius: Floats) -> tuple[Floats, Floats]:
+    wide = radius * (1 + 2.0**-40) + 2.0**-1000
+    return box.down(y - wide), box.above(y + wide)
+
+
+_GELU = _Function(_gelu_value, _gelu_slope, -0.7517915246935645, (-math.sqrt(2), math.sqrt(2)))
+_SILU = _Function(
+    _silu_value, _silu_slope, -1.2784645427610738, (-2.3993572805154677, 2.3993572805154677)
+)
+_TANH = _Function(_tanh_value, _tanh_slope, None, (0.0,))
+
+
+def gelu(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x·Φ(x)."""
+    return _activation(scene, node, inputs, _GELU, lambda x, y: x)
+
+
+def silu(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x·σ(x)."""
+    return _activation(scene, node, inputs, _SILU, lambda x, y: y)
+
+
+def tanh(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return tanh(x)."""
+    return _activation(scene, node, inputs, _TANH, lambda x, y: y)
+
+
+def _activation(
+    scene: Scene,
+    node: Node,
+    inputs: list[Value],
+    function: _Function,
+    scaled_by: Callable[[Box, Box], Box],
+) -> State:
+    """Return the state of f(x); the error is 16·u_f of what `scaled_by` picks from x and Y."""
+    node.attrs.exactly()
+    x = numeric(inputs[0])
+    y_t, y_i = image(function, x.t), image(function, x.i)
+    d = box.mul(slopes(function, box.join(x.t, x.i)), x.d)
+    errors = (
+        box.up(16 * scene.train.inner.u * box.mag(scaled_by(x.t, y_t)) + _SLACK),
+        box.up(16 * scene.infer.inner.u * box.mag(scaled_by(x.i, y_i)) + _SLACK),
+    )
+    return settle(scene, node, (y_t, y_i, d), errors)
+
+
+def image(function: _Function, x: Box) -> Box:
+    """Return the range of a function on a box."""
+    low, high = function.value(x.lo), function.value(x.hi)
+    lo, hi = np.minimum(low[0], high[0]), np.maximum(low[1], high[1])
+    if function.valley is not None:
+        bottom = function.value(np.array(function.valley))[0]
+        lo = np.where(_holds(x, function.valley), np.minimum(lo, bottom), lo)
+    return Box(lo, hi)
+
+
+def slopes(function: _Function, x: Box) -> Box:
+    """Return the range of a function's derivative on a box."""
+    low, high = function.slope(x.lo), function.slope(x.hi)
+    lo, hi = np.minimum(low[0], high[0]), np.maximum(low[1], high[1])
+    for turn in function.turns:
+        at = function.slope(np.array(turn))
+        inside = _holds(x, turn)
+        lo = np.where(inside, np.minimum(lo, at[0]), lo)
+        hi = np.where(inside, np.maximum(hi, at[1]), hi)
+    return Box(lo, hi)
+
+
+def _holds(x: Box, point: float) -> box.Bools:
+    """Return where a box holds a point known to a few ulp."""
+    wide = abs(point) * 2.0**-40 + 2.0**-1000
+    found: box.Bools = (x.lo <= point + wide) & (x.hi >= point - wide)
+    return found
+
+
+def rope(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x * cos + concat(-x[…, h:], x[…, :h]) * sin."""
+    node.attrs.exactly()
+    x, cos, sin = (numeric(value) for value in inputs)
+    if x.shape[-1] % 2 or not (cos.t.point and cos.i.point and sin.t.point and sin.i.point):
+        raise Rejection("rule/rope", "rope needs an even last dimension and known tables")
+    turned = State(_rotate(x.t), _rotate(x.i), _rotate(x.d))
+    y_t = box.add(box.mul(x.t, cos.t), box.mul(turned.t, sin.t))
+    y_i = box.add(box.mul(x.i, cos.i), box.mul(turned.i, sin.i))
+    by_cos = box.add(box.mul(x.d, cos.i), box.mul(x.t, box.sub(cos.i, cos.t)))
+    by_sin = box.add(box.mul(turned.d, sin.i), box.mul(turned.t, box.sub(sin.i, sin.t)))
+    errors = (
+        _rope_error(scene.train, x.t, turned.t, cos.t.lo, sin.t.lo),
+        _rope_error(scene.infer, x.i, turned.i, cos.i.lo, sin.i.lo),
+    )
+    return settle(scene, node, (y_t, y_i, box.add(by_cos, by_sin)), errors)
+
+
+def _rotate(x: Box) -> Box:
+    h = x.shape[-1] // 2
+    lo = np.concatenate([-x.hi[..., h:], x.lo[..., :h]], axis=-1)
+    hi = lo if x.point else np.concatenate([-x.lo[..., h:], x.hi[..., :h]], axis=-1)
+    return Box(lo, hi)
+
+
+def _rope_error(kernel: Kernel, x: Box, turned: Box, cos: Floats, sin: Floats) -> Floats:
+    parts = (
+        box.up(box.mag(x) * box.lifted(np.abs(cos))),
+        box.up(box.mag(turned) * box.lifted(np.abs(sin))),
+    )
+    size = box.up(parts[0] + parts[1])
+    error = box.up(gamma(4, kernel.inner.u) * size + 2 * underflow(kernel))
+    if kernel.coarse:
+        if not bool((np.maximum(*parts) * (1 + 2.0**-10) <= kernel.compute.largest).all()):
+            raise Rejection("bound/overflow", f"a product may overflow {kernel.compute.name}")
+        cast = kernel.compute.u * (1 + 2.0**-10) * size + 2 * kernel.compute.eta
+        error = box.up(error + cast)
+    return error

@@ -1,0 +1,175 @@
+"""linear and matmul (section 3), with dynamic quantisation of a linear's input (section 2)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.state import (
+    Mask,
+    Scene,
+    State,
+    Value,
+    gamma,
+    middle,
+    numeric,
+    settle,
+)
+from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONENT, Format, Kernel
+
+_SMALL = 2.0**-20
+
+
+def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x @ weight.T + bias."""
+    node.attrs.exactly()
+    key = scene.keys.get(node.inputs[1])
+    if key is None:
+        raise Rejection("rule/weight", "the weight of a linear must be a parameter")
+    x = numeric(inputs[0])
+    weights = scene.parameters.linear(key, scene.train), scene.parameters.linear(key, scene.infer)
+    if len(x.shape) < 2 or x.shape[-1] != weights[0].shape[1]:
+        raise Rejection("graph/shape", "the input does not fit the weight")
+    bias = _bias(inputs[2:], weights[0].shape[0])
+    q_t, q_i = quantisation(scene.train, x.t), quantisation(scene.infer, x.i)
+    x_t, x_i = box.widen(x.t, q_t), box.widen(x.i, q_i)
+    drift = box.widen(x.d, box.up(q_t + q_i))
+    w_t, w_i = box.exact(weights[0].T), box.exact(weights[1].T)
+    y_t = box.add(box.matmul(x_t, w_t), bias[0])
+    y_i = box.add(box.matmul(x_i, w_i), bias[1])
+    d = box.add(box.matmul(drift, w_i), box.matmul(x_t, box.sub(w_i, w_t)))
+    d = box.add(d, box.sub(bias[1], bias[0]))
+    error_t = _error(scene.train, x_t, weights[0], bias[0].lo, len(inputs) == 3)
+    error_i = _error(scene.infer, x_i, weights[1], bias[1].lo, len(inputs) == 3)
+    inner = scene.train.accumulate, scene.infer.accumulate
+    return settle(scene, node, (y_t, y_i, d), (error_t, error_i), inner)
+
+
+def _bias(inputs: list[Value], outputs: int) -> tuple[Box, Box]:
+    """Return the bias of both kernels, which must be known numbers."""
+    if not inputs:
+        return box.zeros((outputs,)), box.zeros((outputs,))
+    bias = numeric(inputs[0])
+    if not (bias.t.point and bias.i.point):
+        raise Rejection("rule/weight", "the bias of a linear must be known")
+    if bias.shape != (outputs,):
+        raise Rejection("graph/shape", "the bias does not fit the weight")
+    return bias.t, bias.i
+
+
+def _error(kernel: Kernel, x: Box, weight: Floats, bias: Floats, biased: bool) -> Floats:
+    size = box.product_up(box.mag(x), box.lifted(np.abs(weight)).T)
+    size = box.up(size + box.lifted(np.abs(bias)))
+    error = accumulated(kernel, size, x.shape[-1] + 2, x.shape[-1] + 2)
+    if biased and not kernel.nearest and kernel.coarse:
+        # The product may be stored before the bias is added; it is at most (1 + γ) S.
+        slack = max(2.0**-10, gamma(x.shape[-1] + 2, kernel.accumulate.u))
+        error = box.up(error + kernel.compute.u * (1 + slack) * size + kernel.compute.eta)
+    return error
+
+
+def accumulated(kernel: Kernel, size: Floats, roundings: int, underflows: int) -> Floats:
+    """Return γ_k(u_a)·S + m·η_a for S = `size`, and refuse sums that may leave the accumulator.
+
+    Raises:
+        Rejection: "bound/not-finite" or "bound/overflow".
+    """
+    form = kernel.accumulate
+    factor = gamma(roundings, form.u)
+    if not np.isfinite(factor):
+        raise Rejection("bound/not-finite", f"{roundings} roundings in {form.name} have no bound")
+    error = box.up(factor * size + underflows * form.eta)
+    if not bool((size + error <= form.largest).all()):
+        raise Rejection("bound/overflow", f"a partial sum may overflow {form.name}")
+    return error
+
+
+def quantisation(kernel: Kernel, x: Box) -> Floats:
+    """Return Q ≥ |x̂ - x| of dynamic activation quantisation.
+
+    The mx scale is a power of two made from the block's actual maximum, which the box bounds from
+    both sides only: a number may saturate although others of its box are larger, but never by more
+    than 1 - qmax/2^(emax + 1) of itself.
+
+    Raises:
+        Rejection: "bound/overflow" where an unscaled format may overflow.
+    """
+    kind, scale = kernel.activations
+    size = box.mag(x)
+    if kind == "none":
+        return np.zeros(x.shape)
+    if scale == "none":
+        if not bool((size <= CODE_LARGEST[kind]).all()):
+            raise Rejection("bound/overflow", f"an activation may overflow {kind}")
+        return _cast(FORMATS[kind], size, np.ones(()))
+    most = _largest(size, scale)
+    match kind:
+        case "int8":
+            return box.up((most / 127 / 2 + size * _SMALL) * (1 + _SMALL))
+        case "uint8":
+            return box.up(2 * most / 255 * (1 + _SMALL) + size * _SMALL)
+    if scale != "mx":
+        return _cast(FORMATS[kind], size, most / CODE_LARGEST[kind])
+    kept = CODE_LARGEST[kind] * 2.0 ** -(MX_EXPONENT[kind] + 1)  # of the block's maximum
+    least = _largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), scale)
+    cut = np.minimum(size * (1 - kept), np.maximum(size - kept * least * (1 - _SMALL), 0.0))
+    rounding = _cast(FORMATS[kind], size, most * 2.0 ** -MX_EXPONENT[kind])
+    return np.maximum(rounding, box.up(cut + size * _SMALL))
+
+
+def _cast(form: Format, size: Floats, scale: Floats) -> Floats:
+    return box.up((form.u * size + scale * form.eta) * (1 + _SMALL))
+
+
+def _largest(size: Floats, scale: str) -> Floats:
+    """Return the maximum over the tensor, the row or the block of 32, at every element."""
+    if scale == "per_tensor":
+        return np.broadcast_to(size.max(), size.shape)
+    if scale == "per_token":
+        return np.broadcast_to(size.max(axis=-1, keepdims=True), size.shape)
+    n = size.shape[-1]
+    blocks = np.maximum.reduceat(size, np.arange(0, n, MX_BLOCK), axis=-1)
+    return np.repeat(blocks, MX_BLOCK, axis=-1)[..., :n]
+
+
+def matmul(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return a @ b of two computed matrices."""
+    node.attrs.exactly()
+    if any(isinstance(value, Mask) for value in inputs):
+        raise Rejection("rule/mask", "a product with a mask")
+    a, b = numeric(inputs[0]), numeric(inputs[1])
+    n = check_product(a.shape, b.shape)
+    y_t, y_i = box.matmul(a.t, b.t), box.matmul(a.i, b.i)
+    d = box.add(box.matmul(middle(a), b.d), box.matmul(a.d, middle(b)))
+    errors = []
+    for kernel, left, right in ((scene.train, a.t, b.t), (scene.infer, a.i, b.i)):
+        size = box.product_up(box.mag(left), box.mag(right))
+        errors.append(accumulated(kernel, size, *_roundings(kernel, node, n)))
+    inner = scene.train.accumulate, scene.infer.accumulate
+    return settle(scene, node, (y_t, y_i, d), (errors[0], errors[1]), inner)
+
+
+def _roundings(kernel: Kernel, node: Node, n: int) -> tuple[int, int]:
+    """Return how many roundings and underflows a product of n terms may take.
+
+    Operands may be scaled before a fused score product; a fused context product that does not read
+    a softmax directly is granted the rescaling of an online softmax all the same.
+    """
+    if kernel.fused and node.role == "scores":
+        return n + 6, n + 2
+    count = n + 2 * -(-n // kernel.tile) + 4 if kernel.fused and node.role == "context" else n + 2
+    return count, count
+
+
+def check_product(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Return the number of terms of a @ b.
+
+    Raises:
+        Rejection: "graph/shape".
+    """
+    if len(a) < 2 or len(b) < 2 or a[-1] != b[-2]:
+        raise Rejection("graph/shape", f"no matrix product of {list(a)} and {list(b)}")
+    return a[-1]

@@ -1,0 +1,190 @@
+"""layer_norm and rms_norm over the last dimension (section 6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import ULP, Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.attention import others
+from kcdsl_certs.recheck.rules.elementwise import underflow
+from kcdsl_certs.recheck.rules.state import Scene, State, Value, gamma, numeric, settle
+from kcdsl_certs.recheck.spec import Kernel
+
+# float32 arithmetic inside: a smaller variance may lose its squares to underflow, a greater sum of
+# squares may overflow.
+_LEAST_VARIANCE = 2.0**-100
+_MOST_SQUARES = 2.0**126
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One kernel's normalisation: c, the square sums, v, r (as boxes) and y = c·r."""
+
+    c: Box
+    v: Box
+    r: Box
+    y: Box
+
+
+def rms_norm(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x / sqrt(mean(x²) + eps) * weight."""
+    return _norm(scene, node, inputs, False)
+
+
+def layer_norm(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return (x - mean) / sqrt(var + eps) * weight + bias."""
+    return _norm(scene, node, inputs, True)
+
+
+def _norm(scene: Scene, node: Node, inputs: list[Value], centred: bool) -> State:
+    eps = node.attrs.exactly("eps").real("eps")
+    x = numeric(inputs[0])
+    n = x.shape[-1]
+    if not eps >= 0 or (centred and n < 2):
+        raise Rejection("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
+    weight = _affine(inputs[1:2], n, 1.0)
+    bias = _affine(inputs[2:3], n, 0.0)
+    t, i = _side(x.t, eps, centred), _side(x.i, eps, centred)
+    d_c = _centred(x.d) if centred else x.d
+    d_y = _drift(t, i, d_c, n)
+    exact = (
+        _map(t.y, weight[0], bias[0]),
+        _map(i.y, weight[1], bias[1]),
+        box.add(
+            box.add(box.mul(weight[1], d_y), box.mul(box.sub(weight[1], weight[0]), t.y)),
+            box.sub(bias[1], bias[0]),
+        ),
+    )
+    errors = (
+        _error(scene.train, x.t, t, weight[0].lo, bias[0].lo, centred),
+        _error(scene.infer, x.i, i, weight[1].lo, bias[1].lo, centred),
+    )
+    return settle(scene, node, exact, errors)
+
+
+def _affine(values: list[Value], n: int, otherwise: float) -> tuple[Box, Box]:
+    if not values:
+        known = box.exact(np.full((n,), otherwise))
+        return known, known
+    state = numeric(values[0])
+    if not (state.t.point and state.i.point):
+        raise Rejection("rule/weight", "the weight and bias of a norm must be known")
+    if state.shape != (n,):
+        raise Rejection("graph/shape", "the weight of a norm does not fit its input")
+    return state.t, state.i
+
+
+def _map(y: Box, weight: Box, bias: Box) -> Box:
+    return box.add(box.mul(y, weight), bias)
+
+
+def _centred(x: Box) -> Box:
+    """Return x - mean(x): midpoint m - mean(m), radius r(1 - 2/n) + mean(r)."""
+    n = x.shape[-1]
+    middle, radius = box.midpoint(x)
+    slack = (n + 8) * ULP
+    mean = middle.mean(axis=-1, keepdims=True)
+    wrong = np.abs(middle).mean(axis=-1, keepdims=True) * slack
+    spread = wrong * (1 + slack)
+    if radius is not None:
+        share = radius * (1 - 2 / n) * (1 + 4 * ULP)
+        spread = spread + share + radius.mean(axis=-1, keepdims=True) * (1 + slack)
+    spread = np.broadcast_to(np.where(spread == 0, 0.0, box.up(spread) + box.FLUSH), x.shape)
+    centre = box.sub(box.exact(middle), box.exact(mean))
+    return box.widen(centre, spread)
+
+
+def _side(x: Box, eps: float, centred: bool) -> _Side:
+    n = x.shape[-1]
+    c = _centred(x) if centred else x
+    least, most = _squares(c)
+    slack = (n + 8) * ULP
+    v_lo = least.mean(axis=-1, keepdims=True) * (1 - slack) - box.FLUSH
+    v_hi = most.mean(axis=-1, keepdims=True) * (1 + slack) + box.FLUSH
+    v = Box(box.add_down(np.maximum(v_lo, 0.0), np.array(eps)), box.add_up(v_hi, np.array(eps)))
+    sums = n * box.magnitude(x).max(axis=-1) ** 2
+    if not bool((v.lo >= _LEAST_VARIANCE).all() and (sums <= _MOST_SQUARES).all()):
+        raise Rejection("bound/not-finite", "the variance may leave the range of float32")
+    r = Box(1 / np.sqrt(v.hi) * (1 - 8 * ULP), 1 / np.sqrt(v.lo) * (1 + 8 * ULP))
+    cap = np.sqrt(n - 1 if centred else n) * (1 + 4 * ULP)
+    top = np.minimum(_greatest(c.hi, least, most, n, eps), cap)
+    bottom = np.maximum(-_greatest(-c.lo, least, most, n, eps), -cap)
+    return _Side(c, v, r, Box(bottom, top))
+
+
+def _squares(c: Box) -> tuple[Floats, Floats]:
+    """Return the range of c², element by element."""
+    inner = np.maximum(np.maximum(c.lo, -c.hi), 0.0)
+    outer = box.magnitude(c)
+    return np.maximum(box.down(inner * inner), 0.0), box.up(box.lifted(outer) ** 2)
+
+
+def _greatest(high: Floats, least: Floats, most: Floats, n: int, eps: float) -> Floats:
+    """Return an upper bound of c_i·r with c_i at `high` and the others where they help."""
+    slack = (n + 16) * ULP
+    rising = high >= 0
+    rest = np.where(rising, others(least) * (1 - slack), others(most) * (1 + slack))
+    below = (high * high + rest) / n + eps
+    found = high / np.sqrt(np.where(below > 0, below, 1.0))
+    return np.where(high == 0, 0.0, box.above(found + np.abs(found) * slack))
+
+
+def _drift(t: _Side, i: _Side, d_c: Box, n: int) -> Box:
+    """Return a box of the drift of y = c·r."""
+    slack = (n + 16) * ULP
+    twice = box.meet(box.add(box.add(t.c, t.c), d_c), box.add(t.c, i.c))
+    terms = box.mul(d_c, twice)
+    sizes = box.mag(terms).mean(axis=-1, keepdims=True)
+    mean = Box(
+        terms.lo.mean(axis=-1, keepdims=True) - sizes * slack,
+        terms.hi.mean(axis=-1, keepdims=True) + sizes * slack,
+    )
+    # Cauchy and Schwarz: |Σ a b| / n ≤ ‖a‖₂ ‖b‖₂ / n.
+    norms = [np.sqrt((box.mag(part) ** 2).sum(axis=-1, keepdims=True)) for part in (d_c, twice)]
+    product = box.up(norms[0] * norms[1] / n, n + 24)
+    d_v = box.meet(box.meet(mean, box.around(product)), box.sub(i.v, t.v))
+    omega = Box(_omega(t.r.lo, i.r.lo) * (1 - 8 * ULP), _omega(t.r.hi, i.r.hi) * (1 + 8 * ULP))
+    d_r = box.neg(box.mul(d_v, omega))
+    d_y = box.add(box.mul(d_c, i.r), box.mul(t.c, d_r))
+    return box.meet(d_y, box.sub(i.y, t.y))
+
+
+def _omega(a: Floats, b: Floats) -> Floats:
+    """Return (ab)²/(a + b), which increases in both."""
+    return (a * b) ** 2 / (a + b)
+
+
+def _error(
+    kernel: Kernel, x: Box, side: _Side, weight: Floats, bias: Floats, centred: bool
+) -> Floats:
+    """Return the error inside the norm, the affine map included."""
+    n, u = x.shape[-1], kernel.inner.u
+    size = box.mag(x)
+    if centred:
+        count = gamma(n + 6, u)
+        from_c = 4 * u * size + count * size.mean(axis=-1, keepdims=True) * (1 + n * ULP)
+        squares = (size**2).mean(axis=-1, keepdims=True) * (1 + (n + 8) * ULP)
+        kappa = 4 * count * squares / side.v.lo * (1 + 8 * ULP)
+        if not bool((kappa < 1).all()):
+            raise Rejection("bound/not-finite", "the mean is too large against the variance")
+        root = box.up(1 / np.sqrt(1 - kappa) - 1 + 8 * ULP / (1 - kappa))
+        # One relative error on top of another counts once the first is large.
+        theta = np.where(root > 1, root * (1 + 8 * u), root) + 8 * u
+    else:
+        from_c = np.zeros(x.shape)
+        theta = np.full((*x.shape[:-1], 1), gamma(n + 3, u) + 8 * u)
+    theta = box.up((1 + theta) * (1 + u) ** 2 - 1 + 16 * ULP)
+    y = box.mag(side.y)
+    error = box.up(theta * y + box.up(from_c) * side.r.hi * (1 + theta))
+    if kernel.coarse:
+        error = box.up(error + kernel.compute.u * (y + error) + kernel.compute.eta)
+    scale = box.lifted(np.abs(weight))
+    tiny = underflow(kernel)
+    lost = np.where(y == 0, 0.0, tiny * scale)  # the product c·r may underflow before the weight
+    parts = y * scale + error * scale + np.abs(bias)
+    return box.up(error * scale + 3 * u * parts + tiny + lost, 16)

@@ -1,0 +1,165 @@
+"""Leaves and moves: operations that round nothing, and the block input (sections 2 and 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.state import Mask, Scene, State, Value, numeric, reduce, stored
+from kcdsl_certs.recheck.spec import FLOAT32, Kernel
+from kcdsl_certs.recheck.weights import plain
+
+Move = Callable[[NDArray[Any]], NDArray[Any]]
+
+
+def source(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return the block input: one float32 tensor for both kernels, stored where compute is coarse.
+
+    Raises:
+        Rejection: "graph/shape" or "rule/input".
+    """
+    node.attrs.exactly()
+    if scene.centre is None or scene.radius is None or node.role:
+        raise Rejection("rule/input", "a block on token ids has no block input")
+    x = Box(box.add_down(scene.centre, -scene.radius), box.add_up(scene.centre, scene.radius))
+    if x.shape != scene.block.input_shape:
+        raise Rejection("graph/shape", "the region does not have the input's shape")
+    (t, wrong_t), (i, wrong_i) = _taken(scene.train, x), _taken(scene.infer, x)
+    return reduce(t, i, box.sub(wrong_i, wrong_t))
+
+
+def _taken(kernel: Kernel, x: Box) -> tuple[Box, Box]:
+    if kernel.compute.precision >= FLOAT32.precision:
+        return x, box.zeros(x.shape)
+    return stored(kernel, kernel.compute, x, np.zeros(x.shape), FLOAT32)
+
+
+def parameter(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return a checkpoint tensor as either kernel stores it.
+
+    A tensor that is read as a linear weight alone stands as that; any other reader sees it plain.
+    """
+    key = node.attrs.exactly("key").text("key")
+    stored_as = scene.parameters
+    get = stored_as.linear if node.name in scene.weights else stored_as.plain
+    return known(get(key, scene.train), get(key, scene.infer))
+
+
+def known(t: Floats, i: Floats) -> State:
+    """Return the state of numbers that are known exactly."""
+    t_box, i_box = box.exact(t), box.exact(i)
+    if np.array_equal(t, i):
+        return State(t_box, i_box, box.exact(np.zeros(t.shape)))
+    return State(t_box, i_box, box.sub(i_box, t_box))
+
+
+def constant(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return a constant: a mask, or a float32 table as either kernel stores it."""
+    key = node.attrs.exactly("key").text("key")
+    array = scene.block.constants.get(key)
+    if array is None:
+        raise Rejection("graph/field", f"there is no constant {key[:80]!r}")
+    if array.dtype == "bool":
+        return Mask(np.frombuffer(array.data, dtype=np.bool_).reshape(array.shape))
+    if array.dtype != "float32":
+        raise Rejection("graph/field", f"constant {key[:80]!r} is neither float32 nor bool")
+    values = np.frombuffer(array.data, dtype="<f4").astype(np.float64).reshape(array.shape)
+    if not np.isfinite(values).all():
+        raise Rejection("parameter/not-finite", f"constant {key[:80]!r} holds NaN or infinity")
+    return known(plain(values, scene.train.compute, key), plain(values, scene.infer.compute, key))
+
+
+def embedding(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return rows of a table."""
+    ids = np.array(node.attrs.exactly("ids").integers("ids", 0), dtype=np.int64)
+    key = scene.keys.get(node.inputs[0])
+    if key is None:
+        raise Rejection("rule/weight", "the table of an embedding must be a parameter")
+    if not ids.size or not len(scene.parameters.shape(key)) == 2:
+        raise Rejection("graph/shape", "an embedding needs ids and a matrix")
+    if int(ids.max()) >= scene.parameters.shape(key)[0]:
+        raise Rejection("graph/field", "an id is beyond the table")
+    get = scene.parameters.plain
+    return known(get(key, scene.train)[ids], get(key, scene.infer)[ids])
+
+
+def reshape(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return the same elements in another shape."""
+    shape = _shape(node)
+    return moved(inputs[0], lambda v: v.reshape(shape))
+
+
+def expand(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return the input broadcast to a shape."""
+    shape = _shape(node)
+    return moved(inputs[0], lambda v: np.broadcast_to(v, shape))
+
+
+def permute(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return the input with its dimensions in another order."""
+    rank = len(inputs[0].shape)
+    dims = [d % rank for d in node.attrs.exactly("dims").integers("dims", -rank)]
+    if sorted(dims) != list(range(rank)):
+        raise Rejection("graph/field", "'dims' must be an order of the dimensions")
+    return moved(inputs[0], lambda v: np.transpose(v, dims))
+
+
+def slice_(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return start:stop:step along one dimension."""
+    attrs = node.attrs.exactly("dim", "start", "stop", "step")
+    rank = len(inputs[0].shape)
+    dim = attrs.integer("dim", -rank)
+    if dim >= rank:
+        raise Rejection("graph/field", "'dim' is beyond the dimensions")
+    start, stop = attrs.integer("start", 0), attrs.integer("stop", 0)
+    index = (slice(None),) * (dim % rank) + (slice(start, stop, attrs.integer("step", 1)),)
+    return moved(inputs[0], lambda v: v[index])
+
+
+def concat(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return the inputs one after another along one dimension."""
+    rank = len(inputs[0].shape)
+    dim = node.attrs.exactly("dim").integer("dim", -rank)
+    if dim >= rank or any(len(value.shape) != rank for value in inputs):
+        raise Rejection("graph/shape", "the inputs of a concat do not fit")
+    if all(isinstance(value, Mask) for value in inputs):
+        masks = [value.allowed for value in inputs if isinstance(value, Mask)]
+        return Mask(np.concatenate(masks, axis=dim))
+    states = [numeric(value) for value in inputs]
+
+    def joined(boxes: list[Box]) -> Box:
+        lo = np.concatenate([b.lo for b in boxes], axis=dim)
+        if all(b.point for b in boxes):
+            return box.exact(lo)
+        return Box(lo, np.concatenate([b.hi for b in boxes], axis=dim))
+
+    return State(*(joined([getattr(s, part) for s in states]) for part in ("t", "i", "d")))
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    shape = node.attrs.exactly("shape").integers("shape", 1)
+    if shape != node.shape:
+        raise Rejection("graph/shape", "'shape' differs from the shape of the node")
+    return shape
+
+
+def moved(value: Value, move: Move) -> Value:
+    """Return a mask or state after a move of its elements.
+
+    Raises:
+        Rejection: "graph/shape" if numpy finds that the move does not fit.
+    """
+    try:
+        if isinstance(value, Mask):
+            return Mask(move(value.allowed))
+        state = numeric(value)
+        return State(state.t.map(move), state.i.map(move), state.d.map(move))
+    except ValueError as error:
+        raise Rejection("graph/shape", str(error)[:200]) from None

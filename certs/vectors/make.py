@@ -1,0 +1,87 @@
+"""Make the golden and tampered certificates of this folder; the same bytes every time.
+
+Run `python certs/vectors/make.py` after a change of the format. The keys are the public test keys
+of RFC 8032 (Ed25519 signatures are deterministic); they protect nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from building import Vector, certificate
+from claims import freshness, results, triples
+from envelopes import envelopes, statements, valid
+from golden import (
+    AT,
+    KEY_A,
+    KEY_B,
+    PROOF_NAME,
+    WEIGHTS_NAME,
+    expectation,
+    predicate,
+    proof,
+    weights,
+)
+
+HERE = Path(__file__).resolve().parent
+
+
+def vectors(folder: Path) -> list[Vector]:
+    """Return every vector."""
+    body = predicate(folder)
+    golden = certificate(body)
+    return [
+        *valid(body, golden),
+        *envelopes(body, golden),
+        *statements(body),
+        *triples(body),
+        *results(body),
+        *freshness(body, golden),
+    ]
+
+
+def build(folder: Path) -> dict[str, bytes]:
+    """Return every file of this folder but this one; the weights are read from `folder`."""
+    files = {
+        PROOF_NAME: proof(),
+        "a.pub": KEY_A.public.pem,
+        "b.pub": KEY_B.public.pem,
+        "expectation.json": _json(expectation(folder).to_json()),
+    }
+    index: list[dict[str, Any]] = []
+    for vector in vectors(folder):
+        name = f"{vector.name}.cert.json"
+        files[name] = vector.data
+        index.append(
+            {
+                "file": name,
+                "description": vector.description,
+                "expect": "invalid" if vector.reason else "valid",
+                "step": vector.step,
+                "reason": vector.reason,
+                "options": {"keys": ["a.pub"], "threshold": 1, "at": AT, **vector.options},
+            }
+        )
+    files["index.json"] = _json({"schema": "kcdsl.vectors/1", "vectors": index})
+    return files
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the files into this folder, or into the one that is given."""
+    folder = Path(arguments[0]) if arguments else HERE
+    (folder / WEIGHTS_NAME).write_bytes(weights())
+    for name, data in build(folder).items():
+        (folder / name).write_bytes(data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

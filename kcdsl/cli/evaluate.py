@@ -1,0 +1,210 @@
+"""`kcdsl evaluate`: run both kernels on the slices and decide the empirical clauses."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from kcdsl.ir.terms import Program
+    from kcdsl.verdict.report import ImpliedClause, Report
+
+HELP = "run both kernels on the slices and decide the measured clauses"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    from kcdsl.cli.devices import CHOICES
+
+    parser.add_argument("contract", nargs="?", metavar="CONTRACT")
+    parser.add_argument("--slice", action="append", metavar="NAME", help="only this slice")
+    parser.add_argument("--device", choices=CHOICES, default="auto")
+    parser.add_argument(
+        "--seed", type=_natural, default=0, metavar="N", help="of sampling and resampling"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_positive,
+        default=20.0,
+        metavar="S",
+        help="how long runs may be timed (default: 20)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="folder of report, traces and certificate (default: out beside the contract)",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="write the printed report as a picture")
+    parser.add_argument(
+        "--sign", metavar="KEY", help="private key (default: kcdsl.key beside the contract)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> Exit:
+    """Run the command: evaluate, write the files, print the report."""
+    from dataclasses import replace
+
+    from kcdsl.check.compile import load_program
+    from kcdsl.cli.devices import choose_device
+    from kcdsl.cli.discover import find_contract
+    from kcdsl.release.signing import signing_key
+
+    path = find_contract(arguments.contract, Path.cwd())
+    program, base = load_program(path), path.resolve().parent
+    key = signing_key(arguments.sign, base)
+    with _progress() as progress:
+        evaluation = _backend().evaluate(
+            program,
+            base,
+            device=choose_device(arguments.device),
+            slices=tuple(arguments.slice or ()),
+            seed=arguments.seed,
+            seconds=arguments.seconds,
+            progress=progress,
+        )
+    report: Report = replace(evaluation.report, implied=_implied(program))
+    bundle = None if key is None else _certificate(program, base, report, key)
+    folder = Path(arguments.output) if arguments.output else base / "out"
+    written = _write(folder, report, evaluation.traces, bundle, arguments.svg)
+    if arguments.json:
+        sys.stdout.write(report.dumps())
+    else:
+        from kcdsl.verdict.render import print_report
+
+        print_report(report, sys.stdout)
+    for name in written:
+        print(f"wrote {name}", file=sys.stderr)
+    if key is None:
+        print(
+            "not certified: no signing key (kcdsl keygen -o kcdsl.key makes one)", file=sys.stderr
+        )
+    return report.exit
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a positive number")
+    return value
+
+
+def _backend() -> Any:
+    """Return the backend that measures; refuse where what it needs is not installed."""
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import NO_BACKEND
+    from kcdsl.route.catalogue import Fragment, catalogue
+
+    able = [s for s in catalogue() if Fragment.STATISTICAL in s.fragments]
+    for spec in able:
+        if not spec.missing():
+            return spec.load()
+    lacking = ", ".join(sorted({name for spec in able for name in spec.missing()}))
+    raise refuse(
+        NO_BACKEND,
+        f"no installed backend measures: {lacking} missing" if lacking else "no backend measures",
+        help="`kcdsl doctor` says how to install what is missing",
+    )
+
+
+def _implied(program: Program) -> tuple[ImpliedClause, ...]:
+    """Return the clauses that would follow from drift clauses, were those proved at their limit."""
+    import math
+
+    from kcdsl.route.catalogue import catalogue
+    from kcdsl.route.goals import goals
+    from kcdsl.verdict.implied import ProvedDrift
+    from kcdsl.verdict.report import ImpliedClause
+
+    premises = tuple(
+        ProvedDrift(
+            clause_id=goal.clause.id,
+            block=goal.block,
+            slice=goal.region.slice,
+            region=goal.region.kind,
+            norm=goal.functional,
+            bound=math.nextafter(float(goal.threshold), math.inf),
+            temperature=program.constants.temperature,
+        )
+        for goal in goals(program)
+        if goal.threshold is not None
+    )
+    for spec in catalogue():
+        if spec.name == "smt" and not spec.missing() and premises:
+            return tuple(
+                ImpliedClause(item.clause_id, item.slice, item.by, tuple(item.steps))
+                for item in spec.load().derive(program, premises)
+            )
+    return ()
+
+
+def _certificate(program: Program, base: Path, report: Report, key: Any) -> bytes:
+    from kcdsl.release.issue import issue
+    from kcdsl.release.measured import certified_clauses
+
+    return issue(
+        program=program,
+        base=base,
+        clauses=certified_clauses(program, base, report),
+        keys=[key],
+        fingerprints={side: k["fingerprint"] for side, k in report.kernels.items()},
+    )
+
+
+def _write(
+    folder: Path, report: Report, traces: Any, bundle: bytes | None, svg: str | None
+) -> list[str]:
+    """Write all files of the evaluation, all or none; return their names."""
+    import json
+
+    from kcdsl.release.files import NewFile, write_together
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(t, allow_nan=False, separators=(",", ":")) + "\n" for t in traces)
+    files = [
+        NewFile(folder / "report.json", report.dumps().encode(), 0o644),
+        NewFile(folder / "trace.jsonl", "".join(lines).encode(), 0o644),
+    ]
+    if bundle is not None:
+        files.append(NewFile(folder / "evaluate.cert.json", bundle, 0o644))
+    if svg is not None:
+        from kcdsl.verdict.render import svg as picture
+
+        files.append(NewFile(Path(svg), picture(report).encode(), 0o644))
+    write_together(files, replace=True)
+    return [str(file.path) for file in files]
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """Show a bar for each stage on stderr (nothing where stderr is no terminal)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield report

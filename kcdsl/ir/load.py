@@ -1,0 +1,210 @@
+"""Stored programs: from the JSON of `kcdsl.ir/1` back to the IR."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from typing import Any
+
+from kcdsl.diagnostics.codes import STORED_PROGRAM
+from kcdsl.diagnostics.model import refuse
+from kcdsl.ir import terms as ir
+from kcdsl.ir.canonical import SCHEMA, digest
+
+
+def load_bytes(data: bytes, name: str = "stored program") -> ir.Program:
+    """Read what `compile --emit ir` wrote; raises Refusal where it is damaged.
+
+    Where the object has a member `digest`, it must be that of the program.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise refuse(STORED_PROGRAM, f"{name} is not JSON: {error}") from error
+    program = from_json(value, name)
+    stated = value.get("digest")
+    if stated is not None and stated != digest(program):
+        raise refuse(STORED_PROGRAM, f"{name}: the digest does not belong to the program")
+    return program
+
+
+def from_json(value: Any, name: str = "stored program") -> ir.Program:
+    """Return the program of plain JSON data; raises Refusal where it is not `kcdsl.ir/1`."""
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        raise refuse(STORED_PROGRAM, f"{name} is not a document of the schema {SCHEMA}")
+    try:
+        return _program(value)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        detail = f"{type(error).__name__}: {error}"
+        raise refuse(STORED_PROGRAM, f"{name} does not follow {SCHEMA} ({detail})") from error
+
+
+def _program(value: dict[str, Any]) -> ir.Program:
+    model, escalation, constants = value["model"], value["escalation"], value["constants"]
+    return ir.Program(
+        name=_text(value["name"]),
+        version=_text(value["version"]),
+        model=ir.ModelRef(
+            _text(model["checkpoint"]),
+            _optional_text(model["architecture"]),
+            _optional_text(model["module"]),
+            _optional_text(model["config"]),
+            _optional_text(model["tokenizer"]),
+        ),
+        train=_kernel(value["kernels"]["train"]),
+        infer=_kernel(value["kernels"]["infer"]),
+        data=_optional_text(value["data"]),
+        slices=tuple(
+            ir.Slice(_text(s["name"]), _optional_text(s["data"]), _predicate(s["where"]))
+            for s in value["slices"]
+        ),
+        clauses=tuple(_clause(c) for c in value["clauses"]),
+        escalation=ir.Escalation(
+            tuple((level, _text(escalation["by_level"][level.value])) for level in ir.Level),
+            tuple(
+                (family, level, _text(escalation["by_family"][family.value][level.value]))
+                for family in ir.Family
+                for level in ir.Level
+            ),
+        ),
+        constants=ir.Constants(
+            _fraction(constants["temperature"]),
+            _optional(constants["reward_range"]),
+            _optional(constants["advantage_max"]),
+            _optional(constants["score_norm_max"]),
+        ),
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a text is needed, not {value!r}")
+    return value
+
+
+def _optional_text(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _fraction(value: Any) -> Fraction:
+    top, _, bottom = _text(value).partition("/")
+    return Fraction(int(top), int(bottom))
+
+
+def _optional(value: Any) -> Fraction | None:
+    return None if value is None else _fraction(value)
+
+
+def _kernel(value: dict[str, Any]) -> ir.KernelRef:
+    return ir.KernelRef(_text(value["run"]), _pairs(value["numerics"]))
+
+
+def _pairs(value: dict[str, Any]) -> tuple[tuple[str, object], ...]:
+    return tuple(
+        (name, _pairs(item) if isinstance(item, dict) else item)
+        for name, item in sorted(value.items())
+    )
+
+
+def _predicate(value: dict[str, Any]) -> ir.Predicate:
+    match value:
+        case {"field": field, "op": op, "value": {"number": number}}:
+            return ir.FieldTest(_text(field), _one_of(op, _TESTS), _fraction(number))
+        case {"field": field, "op": op, "value": str() | bool() as plain}:
+            return ir.FieldTest(_text(field), _one_of(op, _TESTS), plain)
+        case {"all": list(parts)}:
+            return ir.AllOf(tuple(_predicate(part) for part in parts))
+        case {"any": list(parts)}:
+            return ir.AnyOf(tuple(_predicate(part) for part in parts))
+        case {"none": part}:
+            return ir.NoneOf(_predicate(part))
+        case _:
+            raise ValueError(f"unknown predicate {value!r}")
+
+
+_TESTS = ("==", "!=", "<=", "<", ">=", ">")
+_COMPARISONS = ("<=", "<", ">=", ">", "==")
+
+
+def _one_of(value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{value!r} is none of {', '.join(allowed)}")
+    return _text(value)
+
+
+def _clause(value: dict[str, Any]) -> ir.Clause:
+    budget, evidence = value["budget"], value["evidence"]
+    return ir.Clause(
+        _text(value["id"]),
+        ir.Family(value["family"]),
+        formula_from_json(value["require"]),
+        ir.Level(value["level"]),
+        tuple(_text(name) for name in value["slices"]),
+        None if budget is None else ir.Budget(_fraction(budget["rate"]), _text(budget["unit"])),
+        None if evidence is None else ir.EvidenceKind(evidence),
+        _optional_text(value["action"]),
+    )
+
+
+def formula_from_json(value: dict[str, Any]) -> ir.Formula:
+    """Return the formula of plain JSON data; raises ValueError, KeyError or TypeError."""
+    match value["kind"]:
+        case "compare":
+            op = _one_of(value["op"], _COMPARISONS)
+            return ir.Compare(op, term_from_json(value["left"]), term_from_json(value["right"]))
+        case "no_flip":
+            return ir.NoFlip(_text(value["block"]), _text(value["variable"]), _whole(value["k"]))
+        case "has":
+            return ir.HasFields(tuple(_text(name) for name in value["fields"]))
+        case "not":
+            return ir.Not(formula_from_json(value["of"]))
+        case "and" | "or" | "implies" as op:
+            return ir.Connective(op, tuple(formula_from_json(part) for part in value["parts"]))
+        case "forall" | "exists" as quantifier:
+            region = value["region"]
+            return ir.Quantified(
+                quantifier,
+                _text(value["variable"]),
+                ir.Region(
+                    ir.RegionKind(region["kind"]),
+                    _text(region["slice"]),
+                    _fraction(region["radius"]),
+                ),
+                formula_from_json(value["body"]),
+            )
+        case kind:
+            raise ValueError(f"unknown formula {kind!r}")
+
+
+def term_from_json(value: dict[str, Any]) -> ir.Term:
+    """Return the term of plain JSON data; raises ValueError, KeyError or TypeError."""
+    match value["kind"]:
+        case "number":
+            return ir.Number(_fraction(value["value"]), _text(value["dimension"]))
+        case "metric":
+            return ir.Metric(_text(value["name"]))
+        case "statistic":
+            of = term_from_json(value["of"])
+            return ir.Statistic(_text(value["statistic"]), of, _optional(value["q"]))
+        case "norm":
+            measured = value["measured"]
+            if not isinstance(measured, bool):
+                raise TypeError(f"a truth value is needed, not {measured!r}")
+            drift = ir.Drift(_text(value["block"]), _text(value["variable"]), measured)
+            return ir.Norm(_one_of(value["norm"], ("inf", "2", "span")), drift)
+        case "abs":
+            return ir.Abs(term_from_json(value["of"]))
+        case "arith":
+            return ir.Arith(
+                _one_of(value["op"], ("+", "-", "*", "/")),
+                term_from_json(value["left"]),
+                term_from_json(value["right"]),
+            )
+        case kind:
+            raise ValueError(f"unknown term {kind!r}")
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"a whole number is needed, not {value!r}")
+    return value

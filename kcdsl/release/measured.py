@@ -1,0 +1,67 @@
+"""From the rows of a report to the results of a certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import groupby
+from pathlib import Path
+
+from kcdsl.ir.terms import Program
+from kcdsl.release.issue import results_for
+from kcdsl.release.requirements import required_clauses
+from kcdsl.verdict.model import Held, InvalidEvidence, Violated
+from kcdsl.verdict.report import ClauseResult, Report, reason
+from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
+from kcdsl_certs.requirements import RequiredClause
+
+_METHODS = {"census": "census/1", "sample": "one-sided-limits/1"}
+_RATES = "clopper-pearson/1"
+
+
+def certified_clauses(program: Program, base: Path, report: Report) -> list[CertifiedClause]:
+    """Return the results of an evaluation as a certificate states them.
+
+    Every row is one comparison of its clause, in the order of the contract. A verdict that the
+    numbers of a certificate cannot show again is weakened to INCONCLUSIVE.
+    """
+    required = {(r.id, r.slice): r for r in required_clauses(program, base)}
+    return [
+        _result(required[row.clause, row.slice], position, row)
+        for position, row in _positions(report)
+    ]
+
+
+def _positions(report: Report) -> Iterator[tuple[int, ClauseResult]]:
+    """Yield every row with its position among the rows of its clause and slice."""
+    for _, rows in groupby(report.clauses, key=lambda row: (row.clause, row.slice)):
+        yield from enumerate(rows)
+
+
+def _result(required: RequiredClause, position: int, row: ClauseResult) -> CertifiedClause:
+    usable = not isinstance(row.verdict, InvalidEvidence)
+    counted = row.exceedance if row.budget is not None else None
+    sampled = row.evidence == "sample" and counted is not None
+    return results_for(
+        required,
+        comparison=position,
+        evidence=Evidence(row.evidence),
+        method=_RATES if sampled else _METHODS[row.evidence],
+        verdict=_verdict(row),
+        value=row.value if usable else None,
+        n=(counted.n if counted is not None else row.n) if usable else None,
+        exceed=counted.k if counted is not None and usable else None,
+        unit=row.counted,
+        alpha=Fraction(1, 20) if sampled else None,
+        reason=reason(row.verdict),
+    )
+
+
+def _verdict(row: ClauseResult) -> Verdict:
+    match row.verdict:
+        case Held():
+            return Verdict.PASSED
+        case Violated():
+            return Verdict.FAILED
+        case _:
+            return Verdict.INCONCLUSIVE

@@ -1,0 +1,233 @@
+"""The report for people: tables that fit 100 columns, and the same as a picture (SVG)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from io import StringIO
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kcdsl.verdict.model import Violated, verdict_name
+from kcdsl.verdict.report import ClauseResult, CrossCheck, Report, SliceSummary, reason
+
+WIDTH = 100
+
+SHOWN = {
+    "held": ("✓ held", "green"),
+    "violated": ("✗ violated", "bold red"),
+    "inconclusive": ("? inconclusive", "yellow"),
+    "invalid_evidence": ("! invalid", "magenta"),
+}
+"""Word with symbol, and colour, of each verdict: readable without colours too."""
+
+_UNREACHED = "–"
+
+
+def print_report(report: Report, stream: TextIO) -> None:
+    """Print the report; colours only where the stream is a terminal."""
+    terminal = stream.isatty()
+    console = Console(file=stream, width=None if terminal else WIDTH, highlight=False)
+    console.print(render(report))
+
+
+def svg(report: Report) -> str:
+    """Return the report as an SVG picture."""
+    console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
+    console.print(render(report))
+    return console.export_svg(title=f"kcdsl evaluate · {report.contract['name']}")
+
+
+def render(report: Report) -> RenderableType:
+    """Return the report as something that rich prints."""
+    parts: list[RenderableType] = [_heading(report), _clause_table(report.clauses)]
+    parts += _reasons(report.clauses)
+    if report.crosschecks:
+        parts.append(_crosscheck_table(report.crosschecks))
+    if any(s.statistics for s in report.slices):
+        parts.append(_slice_table(report.slices))
+    parts += list(_remarks(report))
+    parts.append(_conclusion(report))
+    return Group(*parts)
+
+
+def _heading(report: Report) -> Text:
+    text = Text()
+    text.append(f"{report.contract['name']} {report.contract['version']}", style="bold")
+    text.append(f"  {report.contract['digest'][:19]}\n", style="dim")
+    train, infer = report.kernels["train"], report.kernels["infer"]
+    text.append(
+        f"train {_kernel(train)} | infer {_kernel(infer)} | {report.environment.get('device', '')}"
+    )
+    return text
+
+
+def _kernel(kernel: object) -> str:
+    if not isinstance(kernel, dict):
+        return ""
+    numerics = kernel.get("fingerprint", {}).get("numerics", {})
+    words = [str(kernel.get("run", ""))]
+    words += [str(numerics[name]) for name in ("compute",) if name in numerics]
+    weights = numerics.get("weights", {}).get("format")
+    if weights not in (None, numerics.get("compute")):
+        words.append(f"weights {weights}")
+    return " ".join(words)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def _clause_table(clauses: Iterable[ClauseResult]) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="bold", expand=False)
+    table.add_column("clause", no_wrap=True, max_width=14, overflow="ellipsis")
+    table.add_column("slice", no_wrap=True, max_width=10, overflow="ellipsis")
+    table.add_column("requirement", max_width=27, overflow="fold")
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("limit", justify="right", no_wrap=True)
+    table.add_column("beyond", justify="right", no_wrap=True)
+    table.add_column("evidence", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for row in clauses:
+        word, style = SHOWN[verdict_name(row.verdict)]
+        table.add_row(
+            f"{row.clause} {row.level}",
+            row.slice,
+            requirement(row),
+            quantity(row.value, row.unit),
+            quantity(_worse_limit(row), row.unit),
+            beyond(row),
+            row.evidence,
+            Text(word, style=style),
+        )
+    return table
+
+
+def requirement(row: ClauseResult) -> str:
+    """Return what a clause asks for, in the units of people."""
+    if row.threshold is None:
+        return row.requirement
+    budget = "" if row.budget is None else f", up to {row.budget}"
+    return f"{row.metric} {row.op} {quantity(row.threshold, row.unit)}{budget}"
+
+
+def beyond(row: ClauseResult) -> str:
+    """Return how many units are beyond the threshold, as k/n."""
+    if row.exceedance is None:
+        return _UNREACHED
+    return f"{row.exceedance.k}/{row.exceedance.n}"
+
+
+def _worse_limit(row: ClauseResult) -> float | None:
+    return row.low if row.op in (">=", ">") else row.high
+
+
+def _crosscheck_table(checks: Iterable[CrossCheck]) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
+    table.title = "measured drift beside its certified bound"
+    for name, justify in (
+        ("block", "left"),
+        ("requests", "right"),
+        ("measured", "right"),
+        ("certified", "right"),
+        ("certified/measured", "right"),
+    ):
+        table.add_column(name, justify="right" if justify == "right" else "left")
+    for check in checks:
+        table.add_row(
+            check.block,
+            str(check.requests),
+            quantity(check.measured, "1"),
+            quantity(check.certified, "1"),
+            _UNREACHED if check.tightness is None else f"{check.tightness:.3g}",
+        )
+    return table
+
+
+def _slice_table(slices: Iterable[SliceSummary]) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
+    table.title = "drift by slice (each request by its worst token; mean over tokens)"
+    table.add_column("slice")
+    table.add_column("metric")
+    for name in ("mean", "p50", "p95", "p99", "worst"):
+        table.add_column(name, justify="right")
+    for row in slices:
+        label = f"{row.name} ({row.requests})"
+        for metric, values in row.statistics.items():
+            cells = [quantity(values.get(n), "1") for n in ("mean", "p50", "p95", "p99", "worst")]
+            table.add_row(label, metric, *cells)
+            label = ""
+    return table
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def _reasons(clauses: Iterable[ClauseResult]) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for row in clauses:
+        name = f"{row.clause} on {row.slice}"
+        why = reason(row.verdict)
+        if isinstance(row.verdict, Violated):
+            why = _counterexample(row.verdict)
+        if why:
+            style = SHOWN[verdict_name(row.verdict)][1]
+            lines.append(Text.assemble("  ", (name, style), f": {why}"))
+    return lines
+
+
+def _counterexample(verdict: Violated) -> str:
+    example = verdict.counterexample
+    if "request" in example:
+        token = f", token {example['token']}" if "token" in example else ""
+        return f"worst at {example['request']}{token}: {example['worst']:.4g}"
+    if example.get("records"):
+        return "without the fields: " + ", ".join(example["records"])
+    return ""
+
+
+def _remarks(report: Report) -> Iterator[RenderableType]:
+    failed = [p for p in report.prechecks if p.outcome == "failed"]
+    passed = [p.name for p in report.prechecks if p.outcome == "passed"]
+    for check in failed:
+        yield Text.assemble(("precheck ", "yellow"), f"{check.name} failed: {check.detail}")
+    if passed:
+        yield Text(f"prechecks passed: {', '.join(passed)}", style="dim")
+    for item in report.implied:
+        yield Text(f"{item.clause} on {item.slice} follows once {item.by} is proved")
+        for step in item.chain:
+            yield Text(f"  {step}", style="dim")
+    for clause, why in report.deferred.items():
+        yield Text(f"not decided here: {clause}: {why}", style="dim")
+    for note in report.notes:
+        yield Text(f"note: {note}", style="dim")
+
+
+def _conclusion(report: Report) -> Text:
+    word, style = SHOWN[report.verdict]
+    deviation = report.health.deviation
+    shown = f"{deviation:.3g}" if math.isfinite(deviation) else "unbounded"
+    return Text.assemble(
+        (word, style),
+        f"  health {report.health.score:.3f} (deviation {shown})  action ",
+        (report.action, "bold"),
+    )
+
+
+def quantity(value: float | None, unit: str) -> str:
+    """Return a value in base units as people read it: 12.3 ms, 1.5 GB, 99.2%, 4.1e-05."""
+    if value is None or not math.isfinite(value):
+        return _UNREACHED
+    match unit:
+        case "s":
+            return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+        case "B":
+            return f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
+        case "tok/s":
+            return f"{value:.4g} tok/s"
+        case "ratio":
+            return f"{value * 100:.4g}%"
+        case _:
+            return f"{value:.4g}"

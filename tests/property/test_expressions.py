@@ -1,0 +1,111 @@
+"""Parsing what the printer writes gives the same tree, and spans cut out what they name."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kcdsl.diagnostics import Sink
+from kcdsl.source.text import SourceFile, Span
+from kcdsl.source.yaml_nodes import Scalar
+from kcdsl.syntax import ast
+from kcdsl.syntax.parser import parse_budget, parse_expression
+from kcdsl.syntax.printer import print_budget, print_expression
+
+KEYWORDS = {"forall", "exists", "in", "of", "and", "or", "not", "implies", "true", "false"}
+NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True).filter(lambda n: n not in KEYWORDS)
+NAME = st.builds(ast.Name, NAMES)
+UNITS = st.sampled_from([None, "ms", "s", "GiB", "tok/s", "nats", "%", "min"])
+VALUES = st.builds(lambda n, e: Fraction(n) / 10**e, st.integers(0, 10**9), st.integers(0, 14))
+NUMBER = st.builds(ast.Num, VALUES, UNITS)
+TEXT = st.builds(ast.Text, st.text(st.characters(exclude_characters="\n\r", codec="utf-8")))
+TRUTH = st.builds(ast.Truth, st.booleans())
+LIST = st.builds(ast.ListOf, st.lists(st.one_of(NAME, NUMBER, TEXT, TRUTH), max_size=3).map(tuple))
+LEAF = st.one_of(NUMBER, NAME, TEXT, TRUTH, LIST)
+COMPARE = st.sampled_from(["<=", ">=", "<", ">", "==", "!="])
+
+
+def grow(inner: st.SearchStrategy[ast.Expression]) -> st.SearchStrategy[ast.Expression]:
+    """Build every kind of node over smaller expressions."""
+    calls = st.builds(ast.Call, NAME, st.lists(inner, max_size=3).map(tuple))
+    comparisons = st.integers(1, 2).flatmap(
+        lambda n: st.builds(
+            ast.Comparison,
+            st.tuples(*[COMPARE] * n),
+            st.tuples(*[inner] * (n + 1)),
+        )
+    )
+    return st.one_of(
+        calls,
+        st.builds(ast.Minus, inner),
+        st.builds(ast.Binary, st.sampled_from("+-*/"), inner, inner),
+        comparisons,
+        st.builds(ast.Membership, inner, LIST),
+        st.builds(ast.Negation, inner),
+        st.builds(ast.Logic, st.just("implies"), st.tuples(inner, inner)),
+        st.builds(
+            ast.Logic,
+            st.sampled_from(["and", "or"]),
+            st.lists(inner, min_size=2, max_size=3).map(tuple),
+        ),
+        st.builds(ast.Quantifier, st.sampled_from(["forall", "exists"]), NAME, calls, inner),
+    )
+
+
+EXPRESSIONS = st.recursive(LEAF, grow, max_leaves=12)
+
+
+def parsed(text: str) -> tuple[ast.Expression | None, Sink]:
+    """Parse a text as a literal scalar that fills the whole file."""
+    source, sink = SourceFile("text", text), Sink()
+    return parse_expression(source, Scalar(text, text, "plain", Span(0, len(text))), sink), sink
+
+
+@settings(max_examples=400)
+@given(EXPRESSIONS)
+def test_parse_after_print_is_the_identity(expression: ast.Expression) -> None:
+    text = print_expression(expression)
+    again, sink = parsed(text)
+    assert again == expression, (text, [d.message for d in sink])
+    assert print_expression(again) == text
+
+
+def nodes(value: object) -> list[ast.Expression]:
+    """Return every node of a tree."""
+    if isinstance(value, tuple):
+        return [node for item in value for node in nodes(item)]
+    if not isinstance(value, ast.Expression):
+        return []
+    fields = (getattr(value, name) for name in value.__dataclass_fields__)
+    return [value, *(node for field in fields for node in nodes(field))]
+
+
+@settings(max_examples=300)
+@given(EXPRESSIONS)
+def test_the_text_of_a_span_parses_to_its_node(expression: ast.Expression) -> None:
+    text = print_expression(expression)
+    root, _ = parsed(text)
+    assert root is not None
+    for node in nodes(root):
+        again, _ = parsed(text[node.span.start : node.span.end])
+        assert again == node
+
+
+@given(VALUES, st.sampled_from([None, "%"]), st.sampled_from(["requests", "windows"]))
+def test_budgets(rate: Fraction, unit: str | None, counted: str) -> None:
+    budget = ast.BudgetText(ast.Num(rate, unit), ast.Name(counted))
+    text = print_budget(budget)
+    scalar = Scalar(text, text, "plain", Span(0, len(text)))
+    assert parse_budget(SourceFile("text", text), scalar, Sink()) == budget
+
+
+@settings(max_examples=300)
+@given(st.text(st.sampled_from("ab1.()[],:<=>!&|+-*/%\"' \nforalin"), max_size=30))
+def test_any_text_gives_a_tree_or_one_diagnostic_inside_it(text: str) -> None:
+    tree, sink = parsed(text)
+    assert (tree is None) == sink.has_errors
+    for diagnostic in sink:
+        assert diagnostic.span is not None
+        assert 0 <= diagnostic.span.start <= diagnostic.span.end <= len(text)

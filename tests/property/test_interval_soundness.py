@@ -1,0 +1,161 @@
+"""No admissible run may leave the boxes: random models, adversarial and random roundings."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kcdsl.ir.terms import ModelRef
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.bert import build as build_bert
+from kcdsl.model.export import block_graph
+from kcdsl.model.graph import BlockGraph
+from kcdsl.model.llama import build as build_llama
+from kcdsl.model.numerics import Numerics
+from kcdsl.model.presets import resolve
+from kcdsl_backends.attack.search import attack, functional
+from kcdsl_backends.interval.certified import BlockProblem, Workshop
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.functionals import drift_bound
+from kcdsl_backends.parameters import StoredParameters
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32, "tie_word_embeddings": True, "attention_bias": True,
+}  # fmt: skip
+BERT = {
+    "model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 32,
+    "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
+}  # fmt: skip
+_MODELS: dict[int, Model] = {}
+TOKENS = (1, 5, 9, 2, 30, 7, 7)
+EAGER = {"preset": "torch-eager"}
+NUMERICS: dict[str, dict[str, str]] = {
+    "float32": {},
+    "float32 fused": {"preset": "torch-sdpa-flash"},
+    "bfloat16 any": {"compute": "bfloat16"},
+    "bfloat16 nearest": {"compute": "bfloat16", "casts": "nearest"},
+    "float16 nearest": {"compute": "float16", "casts": "nearest"},
+    "fp8 weights": {"preset": "fp8-weights", "casts": "nearest"},
+    "fp8 w8a8": {"preset": "fp8-w8a8-per-channel", "casts": "nearest"},
+    "int8 weights": {"preset": "int8-weights"},
+    "int8 dynamic": {"preset": "onnxruntime-int8"},
+    "mxfp8": {"preset": "mxfp8"},
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "bert"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A small model with random weights that are neither tiny nor symmetric."""
+    folder: Path = tmp_path_factory.mktemp(str(request.param))
+    torch.manual_seed(3)
+    config, build = (LLAMA, build_llama) if request.param == "llama" else (BERT, build_bert)
+    module = build(config)
+    state = {name: torch.randn_like(p) * 0.25 + 0.05 for name, p in module.named_parameters()}
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    ref = ModelRef("model.safetensors", architecture=str(request.param), tokenizer="bytes")
+    return load_model(ref, folder)
+
+
+def workshop(model: Model, infer: str) -> Workshop:
+    return Workshop(model, resolve(EAGER), resolve(EAGER | NUMERICS[infer]), torch.device("cpu"))
+
+
+@lru_cache(maxsize=None)
+def graph(model_id: int, block: str) -> BlockGraph:
+    return block_graph(_MODELS[model_id], block, len(TOKENS))
+
+
+def problem_of(model: Model, block: str, infer: str) -> BlockProblem:
+    """Export each block once, not once for every kernel."""
+    shop = workshop(model, infer)
+    _MODELS[id(model)] = model
+    exported, tensors = graph(id(model), block), model.checkpoint.tensors
+    train, infer_side = (
+        StoredParameters(tensors, exported.constants, numerics, shop.device)
+        for numerics in (shop.train, shop.infer)
+    )
+    return BlockProblem(exported, train, infer_side)
+
+
+@pytest.mark.parametrize("infer", sorted(NUMERICS))
+@pytest.mark.parametrize("block", ["attn_0", "mlp_1", "norm_1", "layer_0"])
+@pytest.mark.parametrize("radius", [0.0, 1e-3])
+def test_no_attacked_run_leaves_the_bounds(
+    model: Model, block: str, infer: str, radius: float
+) -> None:
+    problem = problem_of(model, block, infer)
+    centre = workshop(model, infer).centre(block, TOKENS)
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    try:
+        output = problem.bound(centre, spread).output
+    except NoBound as no:
+        # Intervals may give up on a second norm after coarse rounding, never on a single block.
+        assert block == "layer_0"
+        assert "norm" in no.node
+        assert radius > 0 or infer not in ("float32", "float32 fused")
+        return
+    train, infer_run = problem.simulators()
+    generator = torch.Generator().manual_seed(0)
+    for kind in ("inf", "2", "span"):
+        bound = drift_bound(output, kind)
+        found = attack(train, infer_run, kind, centre, spread, candidates=2, rounds=2)
+        assert 0 < found.value <= bound
+    for _ in range(6):
+        x = centre if centre is None else (centre + spread * _signs(centre.shape, generator))
+        outputs = []
+        for simulator in (train, infer_run):
+            symbols = {
+                name: _signs(shape, generator) * float(torch.rand((), generator=generator) < 0.7)
+                for name, shape in simulator.symbol_shapes().items()
+            }
+            outputs.append(simulator.run(x, symbols))
+        drift = outputs[1] - outputs[0]
+        margin = 1e-12
+        assert bool((drift <= output.drift.hi + margin).all())
+        assert bool((drift >= output.drift.lo - margin).all())
+        for box, value in zip((output.train, output.infer), outputs, strict=True):
+            assert bool(((box.lo - margin <= value) & (value <= box.hi + margin)).all())
+        assert float(functional(drift, "span").amax()) <= drift_bound(output, "span")
+
+
+def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 2, shape, generator=generator).double() * 2 - 1
+
+
+def test_whole_model_on_token_ids(model: Model) -> None:
+    """Float32 against another float32 program: the whole model has a finite bound that holds."""
+    shop = workshop(model, "float32 fused")
+    problem = shop.problem("model", TOKENS)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    output = problem.bound(None, zero).output
+    found = attack(*problem.simulators(), "inf", None, zero, candidates=2, rounds=2)
+    assert 0 < found.value <= drift_bound(output, "inf") < 10.0
+
+
+def test_a_larger_region_never_gets_a_smaller_bound(model: Model) -> None:
+    shop = workshop(model, "bfloat16 any")
+    problem, centre = shop.problem("attn_0", TOKENS), shop.centre("attn_0", TOKENS)
+    bounds = [
+        drift_bound(problem.bound(centre, torch.full((1, 1), r, dtype=torch.float64)).output, "inf")
+        for r in (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
+    ]
+    assert bounds == sorted(bounds)
+
+
+def test_drift_vanishes_only_with_the_perturbation(model: Model) -> None:
+    """A float64 kernel against itself: the bound is of the order of its own roundings."""
+    exact: Numerics = resolve(EAGER | {"compute": "float64", "accumulate": "float64"})
+    shop = Workshop(model, exact, exact, torch.device("cpu"))
+    centre = shop.centre("attn_0", TOKENS)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    bound = drift_bound(shop.problem("attn_0", TOKENS).bound(centre, zero).output, "inf")
+    assert 0 < bound < 1e-11

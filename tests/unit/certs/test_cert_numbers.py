@@ -1,0 +1,240 @@
+"""Exact reals, outward rounding, binomial tails, and the verdicts that numbers admit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+
+from kcdsl_certs.clauses import (
+    CertifiedClause,
+    Evidence,
+    ProofReference,
+    Verdict,
+    admissible,
+    check_verdict,
+    overall,
+)
+from kcdsl_certs.reals import Measured, Rounding, decimal_text, parse_hex, parse_real, real_text
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.tails import certifies, lower_tail
+
+_FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.fractions())
+def test_exact_numbers_are_read_back(value: Fraction) -> None:
+    assert parse_real(real_text(value)) == value
+
+
+@given(_FINITE, st.sampled_from(["up", "down", "nearest"]))
+def test_measured_numbers_are_read_back_and_rounded_outwards(
+    value: float, rounding: Rounding
+) -> None:
+    record = Measured(value, rounding).to_json()
+    again = Measured.from_json(record, rounding)
+    assert again.value == value
+    shown = Fraction(record["decimal"])
+    if rounding == "up":
+        assert shown >= Fraction(value)
+    if rounding == "down":
+        assert shown <= Fraction(value)
+    assert abs(shown - Fraction(value)) <= abs(Fraction(value)) / 10**5
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_no_evidence(value: float) -> None:
+    with pytest.raises(Reject, match="number/not-finite"):
+        Measured(value, "up")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " 1", "1 ", "+1", "01", "1.", ".5", "1e1000", "1E5", "nan", "inf", "0x1p3", "1/0",
+        "1_0", "１", "0/3", "1/-2", "--1", "0x1.0p+1024", "0x1.00p+0", "-0x0.0p+0", "1" * 3000, "0.1\n",
+    ],
+)  # fmt: skip
+def test_numbers_are_refused(text: str) -> None:
+    with pytest.raises(Reject):
+        parse_real(text)
+
+
+def test_hex_floats_are_canonical() -> None:
+    assert parse_hex((0.05).hex()) == 0.05
+    assert parse_hex("0x0.0000000000001p-1022") == 5e-324
+    assert parse_real((0.05).hex()) != parse_real("0.05")
+    for text in ("0x1.8p+0", "0x1.80000000000000p+0", "0X1.8000000000000p+0", "-0x0.0p+0"):
+        with pytest.raises(Reject):
+            parse_hex(text)
+
+
+def test_decimals_for_people() -> None:
+    assert decimal_text(0.05, "up") == "0.0500001"
+    assert decimal_text(0.05, "nearest") == "0.05"
+    assert decimal_text(-0.0, "down") == "0"
+    assert decimal_text(1.0, "up") == "1"
+    assert decimal_text(1e300, "nearest") == "1e+300"
+    assert decimal_text(1e300, "up") == "1.00001e+300"
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 59), (3, 100), (50, 1000), (611, 120_000)])
+@pytest.mark.parametrize("rate", [Fraction(1, 100), Fraction(1, 20), Fraction(1, 3)])
+def test_tails_agree_with_another_implementation(k: int, n: int, rate: Fraction) -> None:
+    expected = binomtest(k, n, float(rate), alternative="less").pvalue
+    assert float(lower_tail(k, n, rate)) == pytest.approx(expected, rel=1e-9, abs=1e-300)
+
+
+def test_zero_failures_need_as_many_units_as_the_tables_say() -> None:
+    alpha = Fraction(1, 20)
+    for rate, n in ((Fraction(1, 20), 59), (Fraction(1, 100), 299), (Fraction(1, 1000), 2995)):
+        assert certifies(0, n, rate, alpha)
+        assert not certifies(0, n - 1, rate, alpha)
+    assert not certifies(10, 100, Fraction(1, 10), Fraction(1, 2))
+    assert certifies(611, 120_000, Fraction(1, 100), alpha)
+
+
+@given(st.integers(1, 60), st.data())
+def test_a_certified_rate_is_rarely_wrong(n: int, data: st.DataObject) -> None:
+    """At the limit rate itself, the chance of certifying is at most alpha (exact sum)."""
+    rate = data.draw(st.fractions(Fraction(1, 50), Fraction(1, 2), max_denominator=50))
+    alpha = Fraction(1, 20)
+    chance = sum(
+        math.comb(n, k) * rate**k * (1 - rate) ** (n - k)
+        for k in range(n + 1)
+        if certifies(k, n, rate, alpha)
+    )
+    assert chance <= alpha
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "rate"), [(-1, 5, "1/2"), (6, 5, "1/2"), (1, 5, "0"), (1, 5, "1"), (0, 10**8, "1/2")]
+)
+def test_impossible_counts_are_refused(k: int, n: int, rate: str) -> None:
+    with pytest.raises(Reject, match="clause/counts"):
+        lower_tail(k, n, Fraction(rate))
+
+
+_PROOF = ProofReference("0" * 64, "x.proof.json")
+
+
+def _clause(**changes: Any) -> CertifiedClause:
+    stated: dict[str, Any] = {
+        "id": "C",
+        "quantity": "q",
+        "op": "<=",
+        "tau": Fraction(1, 2),
+        "evidence": Evidence.CENSUS,
+        "method": "m",
+        "verdict": Verdict.PASSED,
+        "slice": "all",
+        "slice_digest": "0" * 64,
+        "n": 10,
+    }
+    return CertifiedClause(**{**stated, **changes})
+
+
+_PROVED: dict[str, Any] = {"evidence": Evidence.PROOF, "proof": _PROOF, "n": None}
+_SAMPLED: dict[str, Any] = {
+    "evidence": Evidence.SAMPLE, "method": "clopper-pearson/1", "alpha": Fraction(1, 20),
+}  # fmt: skip
+_RATE: dict[str, Any] = {**_SAMPLED, "budget": Fraction(1, 10)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "admitted"),
+    [
+        ({**_PROVED, "bound": 0.5}, "PASSED INCONCLUSIVE"),
+        ({**_PROVED, "bound": 0.5, "op": "<"}, "INCONCLUSIVE"),
+        ({**_PROVED, "bound": math.nextafter(0.5, 1)}, "INCONCLUSIVE"),
+        ({**_PROVED}, "INCONCLUSIVE"),
+        ({**_PROVED, "low": 0.6}, "FAILED"),
+        ({**_PROVED, "bound": 0.7, "low": 0.6}, "FAILED"),
+        ({**_PROVED, "bound": 0.7, "low": 0.5}, "INCONCLUSIVE"),
+        ({**_PROVED, "bound": 0.6, "op": ">="}, "PASSED INCONCLUSIVE"),
+        ({**_PROVED, "bound": 0.4, "op": ">="}, "INCONCLUSIVE"),
+        ({**_PROVED, "high": 0.4, "op": ">="}, "FAILED"),
+        ({**_PROVED, "bound": 0.5, "op": "=="}, "INCONCLUSIVE"),
+        ({"value": 0.5}, "PASSED INCONCLUSIVE"),
+        ({"value": 0.6}, "FAILED"),
+        ({"value": 0.5, "n": 0}, "INCONCLUSIVE"),
+        ({"value": 0.5, "n": None}, "INCONCLUSIVE"),
+        ({}, "INCONCLUSIVE"),
+        ({"exceed": 0}, "PASSED INCONCLUSIVE"),
+        ({"exceed": 1}, "FAILED"),
+        ({"value": 0.5, "budget": Fraction(0)}, "PASSED INCONCLUSIVE"),
+        ({"exceed": 1, "budget": Fraction(1, 10)}, "PASSED INCONCLUSIVE"),
+        ({"exceed": 2, "budget": Fraction(1, 10)}, "FAILED"),
+        ({"value": 0.1, "budget": Fraction(1, 10)}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "budget": Fraction(0)}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.6}, "FAILED INCONCLUSIVE"),
+        ({**_SAMPLED, "exceed": 1}, "FAILED INCONCLUSIVE"),
+        ({**_RATE, "exceed": 0, "n": 29}, "PASSED INCONCLUSIVE"),
+        ({**_RATE, "exceed": 0, "n": 28}, "INCONCLUSIVE"),
+        ({**_RATE, "exceed": 9, "n": 100}, "INCONCLUSIVE"),
+        ({**_RATE, "exceed": 11, "n": 100}, "FAILED INCONCLUSIVE"),
+        ({**_RATE, "exceed": 0, "n": 29, "method": "eyeballing/1"}, "INCONCLUSIVE"),
+        ({**_RATE, "exceed": 0, "n": 29, "alpha": None}, "INCONCLUSIVE"),
+        ({**_RATE, "exceed": None, "n": 29}, "INCONCLUSIVE"),
+    ],
+)
+def test_numbers_admit(changes: dict[str, Any], admitted: str) -> None:
+    clause = _clause(**changes)
+    assert {v.value for v in admissible(clause)} == set(admitted.split())
+    for verdict in Verdict:
+        stated = dataclasses.replace(clause, verdict=verdict)
+        if verdict in admitted.split():
+            check_verdict(stated)
+        else:
+            with pytest.raises(Reject) as caught:
+                check_verdict(stated)
+            assert caught.value.reason in {
+                "clause/verdict-contradicts-numbers",
+                "clause/evidence-overstated",
+            }
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"exceed": 11}, "clause/counts"),
+        ({"budget": Fraction(1)}, "clause/budget"),
+        ({"budget": Fraction(-1, 10)}, "clause/budget"),
+        ({**_PROVED, "bound": 0.1, "budget": Fraction(1, 10)}, "clause/budget"),
+        ({**_PROVED, "proof": None}, "clause/proof-missing"),
+        ({"evidence": Evidence.PROBABILISTIC}, "clause/assumption-unnamed"),
+        ({**_PROVED, "bound": 0.1, "low": 0.2}, "clause/attack-beyond-bound"),
+        ({**_PROVED, "bound": 0.6, "high": 0.55, "op": ">="}, "clause/attack-beyond-bound"),
+        ({"value": 0.1, "slice_digest": None}, "clause/census-not-pinned"),
+        ({**_RATE, "exceed": 0, "n": 29, "alpha": Fraction(1, 4)}, "clause/alpha"),
+    ],
+)
+def test_records_that_contradict_themselves(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Reject) as caught:
+        admissible(_clause(**changes))
+    assert caught.value.reason == reason
+
+
+def test_the_worst_verdict_is_that_of_the_whole() -> None:
+    made = {v: _clause(verdict=v) for v in Verdict}
+    assert overall(()) is Verdict.INCONCLUSIVE
+    assert overall((made[Verdict.PASSED],)) is Verdict.PASSED
+    assert overall((made[Verdict.PASSED], made[Verdict.INCONCLUSIVE])) is Verdict.INCONCLUSIVE
+    assert overall(tuple(made.values())) is Verdict.FAILED
+
+
+def test_a_result_with_every_field_is_read_back() -> None:
+    clause = _clause(
+        block="attn_0", region="ball(all, 0.001)", numerics=("1" * 64, "2" * 64), bound=0.3,
+        value=0.25, low=0.2, high=0.3, unit="requests", exceed=0, budget=Fraction(1, 3),
+        alpha=Fraction(1, 20), proof=_PROOF, implied_by="N", assumptions=("a",), scope="s",
+        reason="r",
+    )  # fmt: skip
+    assert CertifiedClause.from_json(clause.to_json(), "c") == clause

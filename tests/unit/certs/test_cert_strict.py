@@ -1,0 +1,154 @@
+"""Strict JSON, base64, times and canonical JSON."""
+
+from __future__ import annotations
+
+import base64
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kcdsl_certs.canonical import canonical_json
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.strict import parse_time, strict_base64, strict_load, time_text
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b'{"a":1,"a":2}', "json/duplicate-key"),
+        (b'{"x":{"a":1,"a":1}}', "json/duplicate-key"),
+        (b"1.0", "json/float"),
+        (b"1e999", "json/float"),
+        (b"1e2", "json/float"),
+        (b"NaN", "json/float"),
+        (b"-Infinity", "json/float"),
+        (b"-0", "json/integer"),
+        (b"9007199254740992", "json/integer"),
+        (b"-9007199254740992", "json/integer"),
+        (b"1" * 5000, "json/integer"),
+        (b'"\\ud800"', "json/encoding"),
+        (b'{"\\udfff":1}', "json/encoding"),
+        ('"a"'.encode("utf-16"), "json/encoding"),
+        ('"a"'.encode("utf-32"), "json/encoding"),
+        (b'\xef\xbb\xbf"a"', "json/syntax"),
+        (b'"\xff"', "json/encoding"),
+        (b"{} {}", "json/syntax"),
+        (b"{} x", "json/syntax"),
+        (b"", "json/syntax"),
+        (b"{'a':1}", "json/syntax"),
+        (b'{"a":01}', "json/syntax"),
+        (b"[" * 100_000, "json/nesting"),
+        (b"[" * 80 + b"]" * 80, "json/nesting"),
+        (b'"' + b"a" * 200_001, "json/size"),
+    ],
+)
+def test_json_is_refused(raw: bytes, reason: str) -> None:
+    with pytest.raises(Reject) as caught:
+        strict_load(raw, 200_000)
+    assert caught.value.reason == reason
+
+
+def test_json_within_the_rules_is_read() -> None:
+    raw = '{"a":[1,-1,true,null,"\\ud83d\\ude00","ä"],"b":9007199254740991}'.encode()
+    expected = {"a": [1, -1, True, None, "😀", "ä"], "b": 2**53 - 1}
+    assert strict_load(raw, 1000) == expected
+    assert strict_load(b" \n{}\n", 5) == {}
+
+
+_PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53) + 1, 2**53 - 1)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=20,
+)
+
+
+@given(_PLAIN)
+def test_canonical_json_is_read_back_and_is_a_fixed_point(value: Any) -> None:
+    try:
+        raw = canonical_json(value)
+    except Reject:
+        assert any("\ud800" <= char <= "\udfff" for char in repr(value))
+        return
+    assert strict_load(raw, 10**6) == value
+    assert canonical_json(strict_load(raw, 10**6)) == raw
+
+
+@pytest.mark.parametrize(
+    "value", [1.0, {"a": [0.5]}, float("nan"), {1: 2}, 2**53, "\ud800", b"x", {"a": (1.0,)}, {1}]
+)
+def test_canonical_json_refuses(value: Any) -> None:
+    with pytest.raises(Reject) as caught:
+        canonical_json(value)
+    assert caught.value.reason.startswith("canonical/")
+
+
+def test_canonical_json_sorts_by_utf16_code_units() -> None:
+    assert canonical_json({"\ufb33": 1, "😀": 2}) == '{"😀":2,"\ufb33":1}'.encode()
+
+
+@given(st.binary(max_size=80))
+def test_base64_of_both_alphabets(data: bytes) -> None:
+    assert strict_base64(base64.b64encode(data).decode()) == data
+    assert strict_base64(base64.urlsafe_b64encode(data).decode()) == data
+
+
+@given(st.binary(min_size=1, max_size=20), st.data())
+def test_no_other_spelling_decodes_to_the_same_bytes(data: bytes, draw: st.DataObject) -> None:
+    text = base64.b64encode(data).decode()
+    place = draw.draw(st.integers(0, len(text) - 1))
+    char = draw.draw(st.characters(min_codepoint=0, max_codepoint=300))
+    other = text[:place] + char + text[place + 1 :]
+    try:
+        decoded = strict_base64(other)
+    except Reject:
+        return
+    same = other.replace("-", "+").replace("_", "/") == text
+    assert (decoded == data) == same
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("QR==", "base64/not-canonical"),
+        ("QQ=", "base64/padding"),
+        ("QQ", "base64/padding"),
+        ("QQ===", "base64/alphabet"),
+        ("QQ==\n", "base64/alphabet"),
+        (" QQ==", "base64/alphabet"),
+        ("QQ==AAAA", "base64/alphabet"),
+        ("+_==", "base64/alphabet"),
+        ("ＱＱ==", "base64/alphabet"),
+        ("=", "base64/padding"),
+    ],
+)
+def test_base64_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(Reject) as caught:
+        strict_base64(text)
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2026-11-30", "2026-11-30T12:00:00", "2026-11-30T12:00:00+00:00", "2026-11-30t12:00:00z",
+        "2026-11-30T12:00:00.5Z", "2026-02-30T12:00:00Z", "2026-11-30T24:00:00Z",
+        "2026-11-30T12:00:00Z\n", "２026-11-30T12:00:00Z", "0000-01-01T00:00:00Z",
+    ],
+)  # fmt: skip
+def test_times_are_refused(text: str) -> None:
+    with pytest.raises(Reject, match="time/malformed"):
+        parse_time(text)
+
+
+def test_times_are_written_in_utc_and_cut_to_the_second() -> None:
+    moment = datetime(2026, 11, 30, 13, 0, 59, 999999, timezone(timedelta(hours=1)))
+    assert time_text(moment) == "2026-11-30T12:00:59Z"
+    assert parse_time(time_text(moment)) == datetime(2026, 11, 30, 12, 0, 59, tzinfo=UTC)
+    with pytest.raises(Reject, match="time/no-zone"):
+        time_text(datetime(2026, 11, 30))

@@ -1,0 +1,82 @@
+"""Every vector of certs/vectors ends at the step and with the reason that its index names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from kcdsl_certs.__main__ import INVALID, VALID, main
+
+_HERE = Path(__file__).resolve().parents[3] / "certs" / "vectors"
+_VECTORS = json.loads((_HERE / "index.json").read_text())["vectors"]
+
+
+def _arguments(vector: dict[str, object]) -> list[str]:
+    options = vector["options"]
+    assert isinstance(options, dict)
+    words = ["check", str(_HERE / str(vector["file"])), "--json"]
+    words += ["--expect", str(_HERE / "expectation.json")]
+    words += ["--checkpoint", str(_HERE / "model.safetensors"), "--at", options["at"]]
+    words += ["--threshold", str(options["threshold"])]
+    for key in options["keys"]:
+        words += ["--key", str(_HERE / key)]
+    for name in ("stage", "minimum_sequence"):
+        if name in options:
+            words += [f"--{name.replace('_', '-')}", str(options[name])]
+    return [*words, "--complete"] if options.get("complete") else words
+
+
+@pytest.mark.parametrize("vector", _VECTORS, ids=[v["file"] for v in _VECTORS])
+def test_vector(vector: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(_arguments(vector))
+    report = json.loads(capsys.readouterr().out)
+    failed = [(c["name"], c["reason"]) for c in report["checks"] if c["outcome"] == "failed"]
+    assert report["verdict"] == vector["expect"]
+    if vector["expect"] == "valid":
+        assert code == VALID
+        assert failed == []
+    else:
+        assert code == INVALID
+        assert failed[0] == (vector["step"], vector["reason"])
+
+
+def test_there_are_valid_and_invalid_vectors_for_every_step() -> None:
+    steps = {v["step"] for v in _VECTORS}
+    assert {v["expect"] for v in _VECTORS} == {"valid", "invalid"}
+    assert steps >= {
+        "bundle", "encoding", "signatures", "threshold", "payload-type", "payload",
+        "statement-type", "subject", "components", "validity", "sequence", "clauses", "stage",
+    }  # fmt: skip
+
+
+def test_the_vectors_are_made_again_byte_for_byte(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-B", _HERE / "make.py", tmp_path], check=True)
+    made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    kept = {
+        path.name: path.read_bytes()
+        for path in _HERE.iterdir()
+        if path.is_file() and path.suffix not in {".py", ".md"}
+    }
+    assert made.keys() == kept.keys()
+    assert [name for name in made if made[name] != kept[name]] == []
+
+
+def test_the_golden_payload_satisfies_the_published_schema(repository: Path) -> None:
+    import base64
+
+    schema = json.loads(
+        (repository / "certs" / "kcdsl_certs" / "certificate.schema.json").read_text()
+    )
+    jsonschema.Draft7Validator.check_schema(schema)
+    validator = jsonschema.Draft7Validator(schema)
+    for name in ("valid.cert.json", "valid-partial.cert.json", "failed.cert.json"):
+        bundle = json.loads((_HERE / name).read_text())
+        payload = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+        assert list(validator.iter_errors(payload)) == []
+        payload["predicate"]["clauses"][0]["tau"] = 0.05
+        assert list(validator.iter_errors(payload)) != []

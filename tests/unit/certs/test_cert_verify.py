@@ -1,0 +1,468 @@
+"""Threats that the vectors do not show: keys, roles, replay, files, spoiled bytes."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kcdsl_certs.clauses import CertifiedClause, Verdict
+from kcdsl_certs.envelope import Signature, bundle_bytes, sign
+from kcdsl_certs.keys import Algorithm, TrustedKey, TrustPolicy, generate
+from kcdsl_certs.proofs import Outcome, PresentProofs, ProofResult
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.report import STEPS, Check, Report, refused
+from kcdsl_certs.requirements import Expectation, RequiredClause
+from kcdsl_certs.statement import (
+    PREDICATE_TYPE,
+    Predicate,
+    Scope,
+    certificate_id,
+    parse_predicate,
+    payload_bytes,
+)
+from kcdsl_certs.strict import parse_time
+from kcdsl_certs.triple import Triple
+
+Certify = Callable[..., bytes]
+CheckBundle = Callable[..., Report]
+AT = parse_time("2026-12-01T00:00:00Z")
+
+
+def _trust(key: Any, name: str = "k", **limits: Any) -> TrustedKey:
+    kinds = limits.pop("kinds", frozenset({PREDICATE_TYPE}))
+    return TrustedKey(name, key.public, kinds, **limits)
+
+
+def _failures(report: Report) -> list[tuple[str, str]]:
+    return [(c.name, c.reason) for c in report.checks if c.outcome is Outcome.FAILED]
+
+
+def test_the_golden_certificate_is_valid(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    report = check(certify(body), stage="offline-ci", minimum_sequence=41)
+    assert report.accepted
+    assert [c.name for c in report.checks] == list(STEPS)
+    assert {c.outcome for c in report.checks[:-1]} == {Outcome.OK}
+    assert report.predicate == body
+    assert report.certificate == hashlib.sha256(payload_bytes(body)).hexdigest()
+    assert report.to_json()["verdict"] == "valid"
+
+
+def test_a_body_is_read_back_as_it_was(body: Predicate) -> None:
+    again, stated = parse_predicate(json.loads(payload_bytes(body))["predicate"])
+    assert again == body
+    assert stated is Verdict.PASSED
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+def test_new_keys_of_both_kinds(
+    algorithm: Algorithm, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    key = generate(algorithm)
+    assert check(certify(body, key), trusted=TrustPolicy((_trust(key),))).accepted
+    stranger = TrustPolicy((_trust(generate(algorithm)),))
+    assert _failures(check(certify(body, key), trusted=stranger)) == [
+        ("signatures", "signature/none-trusted")
+    ]
+
+
+def test_the_identity_is_that_of_the_payload_whatever_the_signature(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    key = generate(Algorithm.ECDSA_P256)
+    policy = TrustPolicy((_trust(key),))
+    one, other = certify(body, key), certify(body, key)
+    assert one != other
+    first, second = check(one, trusted=policy), check(other, trusted=policy)
+    assert first.certificate == second.certificate == certificate_id(payload_bytes(body))
+
+
+def test_nothing_is_read_before_the_signature_verified(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    report = check(certify(body, generate()))
+    assert report.predicate is None
+    assert report.certificate is None
+    assert {c.outcome for c in report.checks[3:]} == {Outcome.NOT_RUN}
+
+
+# --- keys and roles ------------------------------------------------------------------------------
+
+
+def test_a_key_may_sign_only_the_types_of_its_role(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    other = TrustPolicy((_trust(golden.KEY_A, kinds=frozenset({"urn:example:other"})),))
+    assert _failures(check(certify(body), trusted=other)) == [
+        ("statement-type", "statement/key-not-allowed")
+    ]
+    statement = json.loads(payload_bytes(body))
+    statement["predicateType"] = "urn:example:other"
+    both = TrustPolicy(
+        (_trust(golden.KEY_A, kinds=frozenset({"urn:example:other", PREDICATE_TYPE})),)
+    )
+    swapped = bundle_bytes(sign(json.dumps(statement).encode(), [golden.KEY_A]), "x")
+    assert _failures(check(swapped, trusted=both)) == [
+        ("statement-type", "statement/predicate-type")
+    ]
+
+
+def test_a_second_key_counts_only_within_its_role(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    allowed, limited = _trust(golden.KEY_A), _trust(golden.KEY_B, "b", kinds=frozenset({"x"}))
+    policy = TrustPolicy((allowed, limited), 2)
+    report = check(certify(body, golden.KEY_A, golden.KEY_B), trusted=policy)
+    assert _failures(report) == [("statement-type", "statement/key-not-allowed")]
+
+
+def test_a_key_may_sign_only_its_stages(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    policy = TrustPolicy((_trust(golden.KEY_A, stages=frozenset({"shadow"})),))
+    assert _failures(check(certify(body), trusted=policy)) == [("stage", "stage/key-not-allowed")]
+
+
+def test_a_key_outside_its_own_validity_is_not_trusted(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    ended = _trust(golden.KEY_A, valid_until=AT)
+    later = _trust(golden.KEY_A, valid_from=AT + timedelta(seconds=1))
+    for key in (ended, later):
+        policy = TrustPolicy((key,))
+        assert _failures(check(certify(body), trusted=policy)) == [
+            ("signatures", "signature/key-not-valid-now")
+        ]
+
+
+def test_the_report_says_whether_a_known_key_is_named(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    spoiled = certify(body).replace(b'"payload":"eyJ', b'"payload":"eyK')
+    (named,) = [c for c in check(spoiled).checks if c.outcome is Outcome.FAILED]
+    (stranger,) = [
+        c for c in check(certify(body, golden.KEY_C)).checks if c.outcome is Outcome.FAILED
+    ]
+    assert "content or the signature was changed" in named.detail
+    assert "another key" in stranger.detail
+
+
+def test_a_spoiled_signature_beside_a_right_one_does_no_harm_and_does_not_count(
+    golden: ModuleType, body: Predicate, check: CheckBundle
+) -> None:
+    envelope = sign(payload_bytes(body), [golden.KEY_A])
+    more = dataclasses.replace(
+        envelope, signatures=(*envelope.signatures, Signature(b"\0" * 64, "b"))
+    )
+    bundle = bundle_bytes(more, "x")
+    assert check(bundle).accepted
+    policy = TrustPolicy((_trust(golden.KEY_A), _trust(golden.KEY_B, "b")), 2)
+    assert _failures(check(bundle, trusted=policy)) == [("threshold", "signature/threshold")]
+
+
+# --- triple --------------------------------------------------------------------------------------
+
+
+def test_a_mismatch_names_every_component_and_what_changed_in_it(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    own: Triple = body.triple
+    deployed = dataclasses.replace(
+        own,
+        checkpoint=dataclasses.replace(own.checkpoint, root_digest="0" * 64, digest="1" * 64),
+        infer=dataclasses.replace(
+            own.infer,
+            fingerprint={**own.infer.fingerprint, "numerics": golden.numerics("float16")},
+        ),
+        contract=dataclasses.replace(own.contract, version="2.0.0"),
+    )
+    report = check(certify(body), expected_triple=deployed)
+    subject = next(c for c in report.checks if c.name == "subject")
+    assert subject.reason == "triple/checkpoint-mismatch"
+    assert "the weights changed" in subject.detail
+    assert "numerics.compute 'bfloat16' is now 'float16'" in subject.detail
+    assert "version 1.0.0 is now 2.0.0" in subject.detail
+    assert ("contract", "triple/contract-mismatch") in _failures(report)
+
+
+def test_hints_take_no_part_in_the_digest(body: Predicate) -> None:
+    own = body.triple
+    renamed = dataclasses.replace(
+        own,
+        checkpoint=dataclasses.replace(own.checkpoint, name="other"),
+        train=dataclasses.replace(own.train, name="other"),
+    )
+    assert renamed.digest == own.digest
+
+
+def test_an_expectation_is_read_back(golden: ModuleType, vectors_folder: Path) -> None:
+    expected = golden.expectation(vectors_folder)
+    assert Expectation.from_json(json.loads(json.dumps(expected.to_json()))) == expected
+
+
+# --- freshness -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("moment", "reason"),
+    [
+        ("2026-11-30T12:00:00Z", None),
+        ("2026-11-30T11:59:59Z", "validity/not-yet"),
+        ("2027-02-28T11:59:59Z", None),
+        ("2027-02-28T12:00:00Z", "validity/expired"),
+        ("2036-01-01T00:00:00Z", "validity/expired"),
+    ],
+)
+def test_the_window(
+    moment: str, reason: str | None, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    report = check(certify(body), clock=lambda: parse_time(moment))
+    assert _failures(report) == ([] if reason is None else [("validity", reason)])
+
+
+def test_a_clock_that_fails_or_knows_no_zone_is_a_refusal(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    def broken() -> datetime:
+        raise OSError("no clock")
+
+    assert not check(certify(body), clock=broken).accepted
+    assert _failures(check(certify(body), clock=broken)) == [("validity", "clock/failed")]
+    naive = datetime(2026, 12, 1)
+    assert not check(certify(body), clock=lambda: naive).accepted
+
+
+def test_replay_and_revocation(body: Predicate, certify: Certify, check: CheckBundle) -> None:
+    bundle = certify(body)
+    assert check(bundle, minimum_sequence=41).accepted
+    assert _failures(check(bundle, minimum_sequence=42)) == [("sequence", "sequence/rollback")]
+    revoked = frozenset({certificate_id(payload_bytes(body))})
+    assert _failures(check(bundle, revoked=revoked)) == [("sequence", "sequence/revoked")]
+
+
+# --- coverage ------------------------------------------------------------------------------------
+
+
+def test_a_contract_without_clauses_accepts_nothing(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    report = check(certify(body), required_clauses=())
+    assert _failures(report) == [("clauses", "clause/nothing-required")]
+
+
+def test_a_form_that_cannot_be_rederived_is_never_accepted(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    first, *rest = golden.REQUIRED
+    odd = dataclasses.replace(first, alternatives=())
+    report = check(certify(body), required_clauses=(odd, *rest))
+    assert _failures(report) == [("clauses", "clause/not-rederivable")]
+
+
+def test_a_partial_certificate_covers_its_scope_and_says_what_it_leaves_out(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    partial = dataclasses.replace(body, clauses=body.clauses[:1], scope=Scope(False, ("N-ATTN-0",)))
+    assert _failures(check(certify(partial))) == [("clauses", "clause/missing")]
+    report = check(certify(partial), partial=True)
+    assert report.accepted
+    assert report.outside == ("N-KL", "O-TRACE", "R-LAT")
+    nothing = dataclasses.replace(body, clauses=(), scope=Scope(False, ()))
+    assert _failures(check(certify(nothing), partial=True)) == [
+        ("clauses", "clause/nothing-covered")
+    ]
+
+
+def test_a_scope_without_its_results_is_missing_them(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    hidden = dataclasses.replace(
+        body, clauses=body.clauses[:2], scope=Scope(False, ("N-ATTN-0", "N-KL"))
+    )
+    assert _failures(check(certify(hidden), partial=True)) == [("clauses", "clause/missing")]
+    boasting = dataclasses.replace(hidden, scope=Scope(True, ("N-ATTN-0", "N-KL")))
+    assert _failures(check(certify(boasting), partial=True)) == [("clauses", "scope/inconsistent")]
+
+
+def test_a_second_result_cannot_paint_over_a_failure(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    failed = dataclasses.replace(body.clauses[1], value=0.5, verdict=Verdict.FAILED)
+    both = dataclasses.replace(body, clauses=(*body.clauses, failed))
+    assert _failures(check(certify(both))) == [("clauses", "clause/not-passed")]
+
+
+def test_one_alternative_of_a_disjunction_is_enough_and_a_conjunction_needs_all(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    first, kl, *rest = golden.REQUIRED
+    mean = dataclasses.replace(kl.alternatives[0][0], quantity="mean(kl)")
+    either = dataclasses.replace(kl, alternatives=((mean,), kl.alternatives[0]))
+    every = dataclasses.replace(kl, alternatives=((*kl.alternatives[0], mean),))
+    assert check(certify(body), required_clauses=(first, either, *rest)).accepted
+    report = check(certify(body), required_clauses=(first, every, *rest))
+    assert _failures(report) == [("clauses", "clause/missing")]
+
+
+# --- proofs --------------------------------------------------------------------------------------
+
+
+def test_proofs_are_asked_for_each_clause_and_a_failure_denies(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    seen: list[str] = []
+
+    def checker(outcome: Outcome) -> Callable[[CertifiedClause, Triple], ProofResult]:
+        def run(clause: CertifiedClause, triple: Triple) -> ProofResult:
+            seen.append(clause.id)
+            assert triple == body.triple
+            return ProofResult(outcome, "proof/some-reason", "detail")
+
+        return run
+
+    assert check(certify(body), proofs=checker(Outcome.OK)).accepted
+    report = check(certify(body), proofs=checker(Outcome.FAILED))
+    assert _failures(report) == [("proofs", "proof/some-reason")]
+    assert seen == ["N-ATTN-0", "N-ATTN-0"]
+
+
+def test_a_checker_that_raises_denies(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    def broken(clause: CertifiedClause, triple: Triple) -> ProofResult:
+        raise RuntimeError("no")
+
+    assert _failures(check(certify(body), proofs=broken)) == [("proofs", "internal/error")]
+
+
+def test_a_changed_proof_file_denies_and_a_missing_one_is_said(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle, tmp_path: Path
+) -> None:
+    missing = check(certify(body), proofs=PresentProofs(tmp_path))
+    assert missing.accepted
+    assert missing.checks[-1].reason == "proof/missing"
+    (tmp_path / golden.PROOF_NAME).write_bytes(golden.proof())
+    present = check(certify(body), proofs=PresentProofs(tmp_path))
+    assert present.accepted
+    assert present.checks[-1].reason == "proof/not-rederived"
+    (tmp_path / golden.PROOF_NAME).write_bytes(golden.proof() + b" ")
+    changed = check(certify(body), proofs=PresentProofs(tmp_path))
+    assert _failures(changed) == [("proofs", "proof/digest-mismatch")]
+
+
+# --- failing closed ------------------------------------------------------------------------------
+
+
+def test_a_report_is_accepted_only_with_every_step() -> None:
+    fine = tuple(Check(name, Outcome.OK) for name in STEPS)
+    assert Report(fine).accepted
+    assert not Report(()).accepted
+    assert not Report(fine[:-1]).accepted
+    assert not Report((*fine, Check("subject", Outcome.OK))).accepted
+    for index, name in enumerate(STEPS):
+        for outcome in (Outcome.FAILED, Outcome.NOT_RUN):
+            spoiled = (*fine[:index], Check(name, outcome), *fine[index + 1 :])
+            optional = name in {"sequence", "stage", "proofs"} and outcome is Outcome.NOT_RUN
+            assert Report(spoiled).accepted is optional
+    assert not refused("components", Reject("checkpoint/symlink")).accepted
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{}", b"[]", b"null", b"0", b'"x"', b"{" * 100, b"\xff" * 10, b"[" * 100_000,
+        b'{"mediaType":1}', b'{"mediaType":"application/vnd.dev.sigstore.bundle.v0.3+json"}',
+    ],
+)  # fmt: skip
+def test_anything_else_is_denied_without_an_exception(raw: bytes, check: CheckBundle) -> None:
+    report = check(raw)
+    assert not report.accepted
+    assert report.checks[0].outcome is Outcome.FAILED
+
+
+def test_every_byte_of_a_bundle_matters_apart_from_hints(
+    golden: ModuleType, body: Predicate, check: CheckBundle
+) -> None:
+    """Flip every byte three ways. What may still be accepted: the two hints, which are ignored
+    (`verificationMaterial.publicKey.hint`, `signatures[].keyid`), the final line break among JSON
+    blanks, and + or / spelt in the URL-safe alphabet, which decodes to the same bytes."""
+    short = dataclasses.replace(
+        body, clauses=body.clauses[1:2], scope=Scope(False, ("N-KL",)), non_claims=()
+    )
+    required = (golden.REQUIRED[1],)
+    bundle = bundle_bytes(sign(payload_bytes(short), [golden.KEY_A]), golden.KEY_A.public.hint)
+    assert check(bundle, required_clauses=required, partial=True).accepted
+    hint = golden.KEY_A.public.hint.encode()
+    free = {
+        place
+        for start in (bundle.index(hint), bundle.rindex(hint))
+        for place in range(start, start + len(hint))
+    }
+    assert len(free) == 2 * len(hint)
+    original = _content(bundle)
+    for place in range(len(bundle)):
+        for mask in (0x01, 0x20, 0x80):
+            spoiled = bytearray(bundle)
+            spoiled[place] ^= mask
+            report = check(bytes(spoiled), required_clauses=required, partial=True)
+            if report.accepted and place not in free:
+                assert _content(bytes(spoiled)) == original
+
+
+def _content(bundle: bytes) -> tuple[bytes, list[bytes], str]:
+    inner = json.loads(bundle)["dsseEnvelope"]
+
+    def plain(text: str) -> bytes:
+        return base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=True)
+
+    signatures = [plain(s["sig"]) for s in inner["signatures"]]
+    return plain(inner["payload"]), signatures, inner["payloadType"]
+
+
+def test_every_prefix_of_a_bundle_is_denied(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    bundle = certify(body).rstrip(b"\n")
+    for length in range(0, len(bundle), 7):
+        assert not check(bundle[:length]).accepted
+
+
+def test_a_trusted_but_careless_signer_cannot_leave_out_what_counts(
+    golden: ModuleType, body: Predicate, check: CheckBundle
+) -> None:
+    """Each field removed in turn: only words for people and the attack's value may be absent."""
+    statement = json.loads(payload_bytes(body))
+    accepted: set[str] = set()
+
+    def visit(place: Any) -> None:
+        for key in list(place) if isinstance(place, dict) else range(len(place)):
+            value = place[key]
+            if isinstance(place, dict):
+                del place[key]
+                raw = json.dumps(statement, separators=(",", ":")).encode()
+                if check(bundle_bytes(sign(raw, [golden.KEY_A]), "x")).accepted:
+                    accepted.add(str(key))
+                place[key] = value
+            if isinstance(value, dict | list):
+                visit(value)
+
+    visit(statement)
+    # `name` is that of the subject; `n` counts the cases of a proof.
+    assert accepted == {"name", "unit", "low", "n"}
+
+
+def test_required_clauses_are_read_strictly() -> None:
+    with pytest.raises(Reject):
+        RequiredClause.from_json({"id": "x", "alternatives": [], "odd": 1})
+    with pytest.raises(Reject):
+        RequiredClause.from_json({"id": "x", "alternatives": [[{"quantity": "q"}]]})
