@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kcdsl_certs.combined import Combined
 from kcdsl_certs.envelope import LARGEST_BUNDLE
 from kcdsl_certs.keys import TrustedKey, TrustPolicy, load_public
 from kcdsl_certs.manifest import build_manifest
@@ -44,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
     else:
-        print(_table(report))
+        print("\n".join(_table(name, part) for name, part in report.reports))
+        if report.coverage is not None:
+            print(f"coverage  {report.coverage.outcome.value}  {report.coverage.detail}".rstrip())
+        print(report.verdict)
     return VALID if report.accepted else INVALID
 
 
@@ -53,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m kcdsl_certs", description="Check kernel certificates, standing alone."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    check = commands.add_parser("check", help="verify one certificate, fail closed")
-    check.add_argument("certificate", type=Path, metavar="CERT")
+    check = commands.add_parser("check", help="verify certificates, fail closed")
+    check.add_argument("certificates", type=Path, nargs="+", metavar="CERT")
     check.add_argument(
         "--expect",
         type=Path,
@@ -84,9 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace) -> Report:
-    with options.certificate.open("rb") as file:
-        bundle = file.read(LARGEST_BUNDLE + 1)
+def _check(options: argparse.Namespace) -> Combined:
+    bundles = [_read(path) for path in options.certificates]
     with options.expect.open("rb") as file:
         document = file.read(_LARGEST_EXPECTATION + 1)
     try:
@@ -98,25 +101,37 @@ def _check(options: argparse.Namespace) -> Report:
     try:
         manifest = build_manifest(Path(os.path.normpath(options.checkpoint)))
     except Reject as error:
-        return refused("components", error)
+        refusal = refused("components", error)
+        return Combined(tuple((path.name, refusal) for path in options.certificates))
     companions = expectation.triple.checkpoint.companions
     checkpoint = Checkpoint.of(options.checkpoint.name, manifest, companions)
-    folder = options.certificate.parent
-    proofs: ProofChecker = PresentProofs(folder)
-    if options.recheck:
-        proofs = Rechecker(folder, options.checkpoint)
-    return verify(
-        bundle,
-        trusted=trusted,
-        expected_triple=dataclasses.replace(expectation.triple, checkpoint=checkpoint),
-        clock=lambda: moment,
-        required_clauses=expectation.clauses,
-        stage=options.stage,
-        minimum_sequence=options.minimum_sequence,
-        proofs=proofs,
-        partial=not options.complete,
-        expected_inputs=expectation.inputs,
-    )
+    several = len(bundles) > 1
+
+    def run(path: Path, bundle: bytes) -> Report:
+        proofs: ProofChecker = PresentProofs(path.parent)
+        if options.recheck:
+            proofs = Rechecker(path.parent, options.checkpoint)
+        return verify(
+            bundle,
+            trusted=trusted,
+            expected_triple=dataclasses.replace(expectation.triple, checkpoint=checkpoint),
+            clock=lambda: moment,
+            required_clauses=expectation.clauses,
+            stage=options.stage,
+            minimum_sequence=options.minimum_sequence,
+            proofs=proofs,
+            partial=several or not options.complete,
+            expected_inputs=expectation.inputs,
+        )
+
+    pairs = zip(options.certificates, bundles, strict=True)
+    reports = tuple((path.name, run(path, bundle)) for path, bundle in pairs)
+    return Combined(reports, options.complete)
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(LARGEST_BUNDLE + 1)
 
 
 def _trusted(path: Path) -> TrustedKey:
@@ -127,9 +142,9 @@ def _trusted(path: Path) -> TrustedKey:
     return TrustedKey(path.name, key, frozenset({PREDICATE_TYPE}))
 
 
-def _table(report: Report) -> str:
+def _table(name: str, report: Report) -> str:
     width = max(len(c.name) for c in report.checks)
-    lines = [f"certificate {report.verdict}"]
+    lines = [f"certificate {name}: {report.verdict}"]
     for check in report.checks:
         text = ": ".join(part for part in (check.reason, check.detail) if part)
         lines.append(f"  {check.name:<{width}}  {check.outcome.value:<7}  {text}".rstrip())

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from kcdsl_certs.fields import Fields
 from kcdsl_certs.reals import Measured, Rounding, parse_real, real_text
 from kcdsl_certs.reject import Reject
-from kcdsl_certs.tails import certifies
 
 _Member = TypeVar("_Member", bound=StrEnum)
 
@@ -45,10 +44,7 @@ class Evidence(StrEnum):
 
 UPPER, LOWER = ("<=", "<"), (">=", ">")
 OPERATORS = (*UPPER, *LOWER, "==")
-METHODS_OF_RATES = ("clopper-pearson/1",)
-"""Methods whose sampled PASSED this package can re-derive from (exceed, n, budget, alpha)."""
 IMPLIED = "bound-chain/1"
-LARGEST_ALPHA = Fraction(1, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,8 @@ class CertifiedClause:
     A clause that is a conjunction has one result for each comparison. Reals are exact: `tau`,
     `budget` and `alpha` are fractions, measured numbers are doubles. For `<=` and `<`, `bound` is
     a certified upper bound and `low` a value that a concrete run reached; for `>=` and `>`,
-    `bound` is a lower bound and `high` a value reached. `value` is the measured quantity itself.
+    `bound` is a lower bound and `high` a value reached. In a sampled result `low` and `high` are
+    one-sided confidence limits at level `alpha`. `value` is the measured quantity itself.
     `n` units were looked at, `exceed` of them violated the comparison; a budget None means hard.
     """
 
@@ -249,136 +246,3 @@ def holds(left: Fraction, op: str, right: Fraction) -> bool:
             return left == right
         case _:
             raise Reject("statement/malformed", f"{op!r} is no comparison")
-
-
-def admissible(clause: CertifiedClause) -> frozenset[Verdict]:
-    """Return the verdicts that the numbers of this result admit.
-
-    Raises Reject (`clause/…`) where the record contradicts itself or shows nothing at all. A
-    result that could be called PASSED may be called INCONCLUSIVE (a weaker claim); one that shows
-    a violation may not.
-    """
-    _consistent(clause)
-    if clause.evidence.is_proof:
-        return _admitted_by_proof(clause)
-    if clause.evidence is Evidence.CENSUS:
-        return _admitted_by_census(clause)
-    return _admitted_by_sample(clause)
-
-
-_PASS = frozenset({Verdict.PASSED, Verdict.INCONCLUSIVE})
-_FAIL = frozenset({Verdict.FAILED})
-_OPEN = frozenset({Verdict.INCONCLUSIVE})
-
-
-def _consistent(clause: CertifiedClause) -> None:
-    if clause.n is not None and clause.exceed is not None and clause.exceed > clause.n:
-        raise Reject("clause/counts", f"{clause.label}: {clause.exceed} of {clause.n} exceed")
-    if clause.budget is not None and not 0 <= clause.budget < 1:
-        raise Reject("clause/budget", f"{clause.label}: a budget of {real_text(clause.budget)}")
-    if clause.evidence is Evidence.PROOF and clause.proof is None and clause.implied_by is None:
-        raise Reject("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
-    if clause.evidence in (Evidence.PROOF_REAL, Evidence.PROBABILISTIC) and not clause.assumptions:
-        raise Reject("clause/assumption-unnamed", f"{clause.label} rests on {clause.evidence}")
-    reached = _reached(clause)
-    if clause.bound is not None and reached is not None:
-        inside = reached <= clause.bound if clause.op in UPPER else reached >= clause.bound
-        if not inside:
-            raise Reject(
-                "clause/attack-beyond-bound",
-                f"{clause.label}: a run reached {reached!r}, the bound is {clause.bound!r}",
-            )
-
-
-def _reached(clause: CertifiedClause) -> float | None:
-    if clause.op in UPPER:
-        return clause.low
-    return clause.high if clause.op in LOWER else None
-
-
-def _admitted_by_proof(clause: CertifiedClause) -> frozenset[Verdict]:
-    if not clause.is_hard:
-        raise Reject("clause/budget", f"{clause.label}: a proof knows no budget")
-    reached = _reached(clause)
-    if clause.op == "==":
-        return _OPEN
-    if clause.bound is not None and holds(Fraction(clause.bound), clause.op, clause.tau):
-        return _PASS
-    if reached is not None and not holds(Fraction(reached), clause.op, clause.tau):
-        return _FAIL
-    return _OPEN
-
-
-def _admitted_by_census(clause: CertifiedClause) -> frozenset[Verdict]:
-    if clause.slice_digest is None:
-        raise Reject("clause/census-not-pinned", f"{clause.label}: a census of what? no digest")
-    if clause.n is None or clause.n == 0:
-        return _OPEN
-    if not clause.is_hard:
-        return _by_count(clause, clause.n)
-    if clause.value is None:
-        return _OPEN if clause.exceed is None else (_FAIL if clause.exceed else _PASS)
-    return _PASS if holds(Fraction(clause.value), clause.op, clause.tau) else _FAIL
-
-
-def _by_count(clause: CertifiedClause, n: int) -> frozenset[Verdict]:
-    if clause.exceed is None or clause.budget is None:
-        return _OPEN
-    return _PASS if clause.exceed <= clause.budget * n else _FAIL
-
-
-def _admitted_by_sample(clause: CertifiedClause) -> frozenset[Verdict]:
-    """Zero violations of n show only about 3/n: a hard clause never passes on a sample."""
-    if clause.n is None or clause.n == 0:
-        return _OPEN
-    if clause.is_hard:
-        return _hard_sample(clause)
-    if clause.exceed is None or clause.budget is None:
-        return _OPEN
-    if clause.exceed > clause.budget * clause.n:
-        return frozenset({Verdict.FAILED, Verdict.INCONCLUSIVE})
-    if clause.method not in METHODS_OF_RATES or clause.alpha is None:
-        return _OPEN
-    if not 0 < clause.alpha <= LARGEST_ALPHA:
-        raise Reject("clause/alpha", f"{clause.label}: alpha {real_text(clause.alpha)}")
-    if certifies(clause.exceed, clause.n, clause.budget, clause.alpha):
-        return _PASS
-    return _OPEN
-
-
-def _hard_sample(clause: CertifiedClause) -> frozenset[Verdict]:
-    refuted = clause.value is not None and not holds(Fraction(clause.value), clause.op, clause.tau)
-    if refuted or clause.exceed:
-        return frozenset({Verdict.FAILED, Verdict.INCONCLUSIVE})
-    return _OPEN
-
-
-def check_verdict(clause: CertifiedClause) -> None:
-    """Refuse a result whose verdict its own numbers do not admit."""
-    admitted = admissible(clause)
-    if clause.verdict in admitted:
-        return
-    if (
-        clause.evidence is Evidence.SAMPLE
-        and clause.is_hard
-        and clause.verdict is Verdict.PASSED
-        and admitted == _OPEN
-    ):
-        raise Reject(
-            "clause/evidence-overstated",
-            f"{clause.label}: a sample cannot show that nothing exceeds; it needs a budget, a "
-            "proof or a census",
-        )
-    raise Reject(
-        "clause/verdict-contradicts-numbers",
-        f"{clause.label} is called {clause.verdict}, its numbers admit "
-        f"{' or '.join(sorted(admitted))}",
-    )
-
-
-def overall(clauses: tuple[CertifiedClause, ...]) -> Verdict:
-    """Return FAILED if any result failed, else INCONCLUSIVE if any is, or if there is none."""
-    verdicts = {c.verdict for c in clauses}
-    if Verdict.FAILED in verdicts:
-        return Verdict.FAILED
-    return Verdict.PASSED if verdicts == {Verdict.PASSED} else Verdict.INCONCLUSIVE

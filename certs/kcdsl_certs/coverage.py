@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from kcdsl_certs.clauses import CertifiedClause, Verdict, check_verdict
+from collections.abc import Set
+
+from kcdsl_certs.clauses import CertifiedClause, Verdict
+from kcdsl_certs.implied import check_implied
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.requirements import RequiredClause, uncovered
 from kcdsl_certs.statement import Predicate
 from kcdsl_certs.triple import Triple, numerics_digest
+from kcdsl_certs.verdicts import check_verdict
 
 
 def check_clauses(
@@ -27,38 +31,39 @@ def check_clauses(
     for clause in predicate.clauses:
         check_verdict(clause)
         _numerics(clause, predicate.triple)
-        _implication(clause, predicate.clauses)
         results.setdefault((clause.id, clause.slice), []).append(clause)
     if stated is not predicate.verdict:
         detail = f"{stated} is stated, the clauses say {predicate.verdict}"
         raise Reject("verdict/contradicts-clauses", detail)
-    known = {(r.id, r.slice) for r in required}
-    for id, slice in results:
-        if (id, slice) not in known:
-            raise Reject("clause/unknown", f"the contract has no clause {id} on {slice}")
-    scope, everything = _scope(predicate, required)
-    demanded = [r for r in required if not partial or r.id in scope]
+    known = {(r.id, r.slice): r for r in required}
+    for key, found in results.items():
+        if key not in known:
+            raise Reject("clause/unknown", f"the contract has no clause {key[0]} on {key[1]}")
+        for clause in found:
+            check_implied(clause, known[key], predicate.clauses)
+    scope = _scope(predicate, known.keys())
+    demanded = [r for r in required if not partial or (r.id, r.slice) in scope]
     if not demanded:
         raise Reject("clause/nothing-covered", "the certificate covers no clause of the contract")
-    found = [f for r in demanded for f in uncovered(r, tuple(results.get((r.id, r.slice), ())))]
-    if found:
-        raise Reject(found[0].reason, "; ".join(f.detail for f in found))
-    outside = tuple(sorted(everything - scope))
+    lacking = [f for r in demanded for f in uncovered(r, tuple(results.get((r.id, r.slice), ())))]
+    if lacking:
+        raise Reject(lacking[0].reason, "; ".join(f.detail for f in lacking))
+    outside = tuple(r.label for r in required if (r.id, r.slice) not in scope)
     rest = f"; not covered: {', '.join(outside)}" if outside else ""
     return f"{len(demanded)} of {len(required)} required results hold{rest}", outside
 
 
-def _scope(predicate: Predicate, required: tuple[RequiredClause, ...]) -> tuple[set[str], set[str]]:
-    scope, everything = set(predicate.scope.clauses), {r.id for r in required}
-    stray = sorted({c.id for c in predicate.clauses} - scope)
+def _scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> set[tuple[str, str | None]]:
+    scope = set(predicate.scope.covers)
+    stray = sorted(c.label for c in predicate.clauses if (c.id, c.slice) not in scope)
     if stray:
         raise Reject("scope/inconsistent", f"{', '.join(stray)} lies outside the scope it states")
-    if scope - everything:
-        names = ", ".join(sorted(scope - everything))
-        raise Reject("scope/inconsistent", f"the contract has no {names}")
-    if predicate.scope.complete and not everything <= scope:
+    if not scope <= known:
+        names = ", ".join(sorted(id for id, _ in scope - known))
+        raise Reject("scope/inconsistent", f"the contract has no {names} there")
+    if predicate.scope.complete and scope != known:
         raise Reject("scope/inconsistent", "it calls itself complete and leaves clauses out")
-    return scope, everything
+    return scope
 
 
 def _numerics(clause: CertifiedClause, triple: Triple) -> None:
@@ -71,15 +76,3 @@ def _numerics(clause: CertifiedClause, triple: Triple) -> None:
         if stated != numerics_digest(kernel):
             detail = f"{clause.label} is about other numerics than {kernel.name} claims"
             raise Reject("clause/numerics-mismatch", detail)
-
-
-def _implication(clause: CertifiedClause, clauses: tuple[CertifiedClause, ...]) -> None:
-    """An implied result must follow from a proved one in the same certificate."""
-    if clause.implied_by is None:
-        return
-    sources = [c for c in clauses if c.id == clause.implied_by and c.proof is not None]
-    if not any(
-        c.verdict is Verdict.PASSED and c.evidence.is_at_least(clause.evidence) for c in sources
-    ):
-        detail = f"{clause.label} follows from {clause.implied_by}, which is not proved here"
-        raise Reject("clause/implied-by-unproved", detail)

@@ -129,7 +129,9 @@ class Rechecker:
             self._known[digest] = recheck(proof, self.checkpoint)
         outcome = self._known[digest]
         if outcome.ok is not True:
-            raise Reject("proof/not-confirmed", f"{clause.label}: {outcome.reason}: {outcome.detail}")
+            raise Reject(
+                "proof/not-confirmed", f"{clause.label}: {outcome.reason}: {outcome.detail}"
+            )
         _bind(strict_load(proof, LARGEST_PROOF), clause, triple)
         found = _rederived_bound(outcome, clause)
         detail = f"{clause.label}: re-derived {found} in {outcome.seconds:.2f} s"

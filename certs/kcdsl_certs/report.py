@@ -40,6 +40,15 @@ class Check:
     reason: str = ""
     detail: str = ""
 
+    def to_json(self) -> dict[str, str]:
+        """Return plain data."""
+        return {
+            "name": self.name,
+            "outcome": self.outcome.value,
+            "reason": self.reason,
+            "detail": self.detail,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -78,10 +87,7 @@ class Report:
             "certificate": self.certificate,
             "signers": list(self.signers),
             "outside": list(self.outside),
-            "checks": [
-                {"name": c.name, "outcome": c.outcome.value, "reason": c.reason, "detail": c.detail}
-                for c in self.checks
-            ],
+            "checks": [check.to_json() for check in self.checks],
         }
 
 

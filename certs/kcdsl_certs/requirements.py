@@ -17,16 +17,58 @@ SCHEMA = "kcdsl.expectation/1"
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """What the bound chain needs to bound a quantity: the metric inside it, the temperature, and
+    those of reward_range, advantage_max and score_norm_max that the contract states."""
+
+    metric: str
+    temperature: Fraction = Fraction(1)
+    constants: tuple[tuple[str, Fraction], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "metric": self.metric,
+            "temperature": real_text(self.temperature),
+            "constants": {name: real_text(value) for name, value in self.constants},
+        }
+
+    @staticmethod
+    def from_json(fields: Fields) -> Chain:
+        """Read the record of `to_json`."""
+        constants = fields.inner("constants")
+        chain = Chain(
+            fields.text("metric"),
+            parse_real(fields.text("temperature")),
+            tuple((name, parse_real(constants.text(name))) for name in constants.record),
+        )
+        fields.done()
+        return chain
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """`quantity op tau`, as the contract states it."""
+    """`quantity op tau`, as the contract states it; `chain` where the bound chain may bound it."""
 
     quantity: str
     op: str
     tau: Fraction
+    chain: Chain | None = None
 
     def is_of(self, clause: CertifiedClause) -> bool:
         """Say whether the result is about this comparison."""
         return (clause.quantity, clause.op, clause.tau) == (self.quantity, self.op, self.tau)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        record: dict[str, Any] = {
+            "quantity": self.quantity,
+            "op": self.op,
+            "tau": real_text(self.tau),
+        }
+        if self.chain is not None:
+            record["chain"] = self.chain.to_json()
+        return record
 
     def __str__(self) -> str:
         return f"{self.quantity} {self.op} {real_text(self.tau)}"
@@ -38,6 +80,7 @@ class RequiredClause:
 
     The requirement holds where every comparison of one of the `alternatives` does (disjunctive
     normal form). No alternatives: its verdict cannot be re-derived, so it is never accepted.
+    `inside` names the slices that contain this one, itself included.
     """
 
     id: str
@@ -48,6 +91,7 @@ class RequiredClause:
     slice_digest: str | None = None
     block: str | None = None
     region: str | None = None
+    inside: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -58,14 +102,13 @@ class RequiredClause:
         """Return plain data."""
         record: dict[str, Any] = {
             "id": self.id,
-            "alternatives": [
-                [{"quantity": c.quantity, "op": c.op, "tau": real_text(c.tau)} for c in part]
-                for part in self.alternatives
-            ],
+            "alternatives": [[c.to_json() for c in part] for part in self.alternatives],
         }
         for name in ("slice", "block", "region"):
             if getattr(self, name) is not None:
                 record[name] = getattr(self, name)
+        if self.inside:
+            record["inside"] = list(self.inside)
         if self.slice_digest is not None:
             record["sliceDigest"] = {"sha256": self.slice_digest}
         if self.budget is not None:
@@ -92,6 +135,7 @@ class RequiredClause:
             slice_digest=fields.sha256_or_none("sliceDigest"),
             block=fields.text_or_none("block"),
             region=fields.text_or_none("region"),
+            inside=fields.texts("inside") if "inside" in fields.record else (),
         )
         fields.done()
         return required
@@ -100,7 +144,10 @@ class RequiredClause:
 def _comparison(value: Any) -> Comparison:
     fields = Fields.of(value, "comparison")
     comparison = Comparison(
-        fields.text("quantity"), fields.text("op"), parse_real(fields.text("tau"))
+        fields.text("quantity"),
+        fields.text("op"),
+        parse_real(fields.text("tau")),
+        Chain.from_json(fields.inner("chain")) if "chain" in fields.record else None,
     )
     fields.done()
     if comparison.op not in OPERATORS:

@@ -8,11 +8,12 @@ from datetime import datetime
 from typing import Any
 
 from kcdsl_certs.canonical import canonical_json
-from kcdsl_certs.clauses import CertifiedClause, Verdict, overall
+from kcdsl_certs.clauses import CertifiedClause, Verdict
 from kcdsl_certs.fields import Fields, sha256_of
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.strict import parse_time, time_text
 from kcdsl_certs.triple import Triple
+from kcdsl_certs.verdicts import overall
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:kcdsl:attestation:kernel-certificate:v0.1"
@@ -39,10 +40,13 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The clauses that the certificate speaks about; `complete` if they are the whole contract."""
+    """The (clause, slice) pairs that the certificate speaks about.
+
+    `complete` says that they are the whole contract.
+    """
 
     complete: bool
-    clauses: tuple[str, ...]
+    covers: tuple[tuple[str, str | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,10 @@ class Predicate:
             "validUntil": time_text(self.valid_until),
             "sequence": self.sequence,
             "verdict": self.verdict.value,
-            "scope": {"complete": self.scope.complete, "clauses": list(self.scope.clauses)},
+            "scope": {
+                "complete": self.scope.complete,
+                "covers": [_pair(id, slice) for id, slice in self.scope.covers],
+            },
             "clauses": [clause.to_json() for clause in self.clauses],
             "inputs": [{"name": i.name, "digest": {"sha256": i.sha256}} for i in self.inputs],
             "evaluator": {"id": self.evaluator.id, "version": self.evaluator.version},
@@ -149,7 +156,9 @@ def parse_predicate(value: Any) -> tuple[Predicate, Verdict]:
         issued_at=parse_time(fields.text("issuedAt")),
         valid_until=parse_time(fields.text("validUntil")),
         sequence=fields.integer("sequence"),
-        scope=Scope(scope.boolean("complete"), scope.texts("clauses")),
+        scope=Scope(
+            scope.boolean("complete"), tuple(_covered(item) for item in scope.items("covers"))
+        ),
         clauses=tuple(
             CertifiedClause.from_json(item, f"predicate.clauses[{index}]")
             for index, item in enumerate(fields.items("clauses"))
@@ -164,6 +173,17 @@ def parse_predicate(value: Any) -> tuple[Predicate, Verdict]:
     evaluator.done()
     fields.done()
     return predicate, stated
+
+
+def _pair(id: str, slice: str | None) -> dict[str, str]:
+    return {"id": id} if slice is None else {"id": id, "slice": slice}
+
+
+def _covered(value: Any) -> tuple[str, str | None]:
+    fields = Fields.of(value, "predicate.scope.covers")
+    pair = (fields.text("id"), fields.text_or_none("slice"))
+    fields.done()
+    return pair
 
 
 def _input(value: Any) -> Input:

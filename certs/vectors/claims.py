@@ -99,7 +99,7 @@ def triples(body: Predicate) -> list[Vector]:
 def results(body: Predicate) -> list[Vector]:
     drop_slice = replace(body, clauses=(*body.clauses[:2], *body.clauses[3:]))
     drop_clause = replace(
-        body, clauses=body.clauses[:-1], scope=Scope(False, ("N-ATTN-0", "N-KL", "R-LAT"))
+        body, clauses=body.clauses[:-1], scope=Scope(False, body.scope.covers[:-1])
     )
     stray = replace(body, clauses=(*body.clauses, replace(body.clauses[1], slice="night")))
     implied = replace(
@@ -119,7 +119,7 @@ def results(body: Predicate) -> list[Vector]:
         (
             "scope-too-small",
             "a result outside the scope",
-            replace(body, scope=Scope(False, ("N-KL",))),
+            replace(body, scope=Scope(False, body.scope.covers[1:])),
             "scope/inconsistent",
         ),
         ("failed", "an honest FAILED is not a pass", fails, "clause/not-passed"),

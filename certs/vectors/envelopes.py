@@ -20,7 +20,7 @@ from kcdsl_certs.statement import Predicate, Scope, payload_bytes
 
 
 def valid(body: Predicate, golden: bytes) -> list[Vector]:
-    partial = replace(body, clauses=body.clauses[:1], scope=Scope(False, ("N-ATTN-0",)))
+    partial = replace(body, clauses=body.clauses[:1], scope=Scope(False, (("N-ATTN-0", "all"),)))
     url_safe = rewrapped(golden, _url_safe)
     return [
         Vector("valid", "everything holds", golden, options={"complete": True}),

@@ -13,7 +13,7 @@ from kcdsl_certs.canonical import canonical_digest, canonical_json
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.keys import ed25519_from_seed
 from kcdsl_certs.manifest import build_manifest
-from kcdsl_certs.requirements import Comparison, Expectation, RequiredClause
+from kcdsl_certs.requirements import Chain, Comparison, Expectation, RequiredClause
 from kcdsl_certs.statement import Evaluator, Input, Predicate, Scope
 from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
 
@@ -73,7 +73,7 @@ def triple(folder: Path) -> Triple:
 
 
 DRIFT = Comparison("norm_inf(drift(attn_0, x))", "<=", Fraction(1, 20))
-KL = Comparison("p99(kl)", "<=", Fraction(1, 50))
+KL = Comparison("p99(kl)", "<=", Fraction(1, 50), Chain("kl"))
 LATENCY = Comparison("p95(latency)", "<=", Fraction(1, 4))
 TRACE = Comparison("has(trace, [rng_seed])", ">=", Fraction(1))
 
@@ -87,8 +87,8 @@ REQUIRED = (
         block="attn_0",
         region="ball(all, 0.001)",
     ),
-    RequiredClause("N-KL", "all", ((KL,),), slice_digest=sha("all")),
-    RequiredClause("N-KL", "long", ((KL,),), slice_digest=sha("long")),
+    RequiredClause("N-KL", "all", ((KL,),), slice_digest=sha("all"), inside=("all",)),
+    RequiredClause("N-KL", "long", ((KL,),), slice_digest=sha("long"), inside=("all", "long")),
     RequiredClause("R-LAT", "all", ((LATENCY,),), budget=Fraction(1, 20), slice_digest=sha("all")),
     RequiredClause("O-TRACE", "all", ((TRACE,),), slice_digest=sha("all")),
 )
@@ -154,7 +154,7 @@ def predicate(folder: Path) -> Predicate:
         issued_at=ISSUED,
         valid_until=UNTIL,
         sequence=41,
-        scope=Scope(True, ("N-ATTN-0", "N-KL", "R-LAT", "O-TRACE")),
+        scope=Scope(True, tuple((r.id, r.slice) for r in REQUIRED)),
         clauses=clauses(),
         evaluator=Evaluator("kcdsl", "0.1.0"),
         inputs=(Input("prompts.jsonl", sha("prompts")),),

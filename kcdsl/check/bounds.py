@@ -16,10 +16,11 @@ _LOWER = {">=", ">"}
 
 def check_compare(
     compare: ir.Compare, op_span: Span, reporter: Reporter, side: int, against: bool
-) -> None:
+) -> bool:
     """Report a comparison that bounds the harmless side, or that cannot fail or hold.
 
-    `side` as in `kcdsl.check.typing.formula`.
+    `side` as in `kcdsl.check.typing.formula`. Returns False where the comparison says nothing
+    about the kernels at all, so that later checks have nothing to look at.
     """
     if isinstance(compare.left, ir.Number) and isinstance(compare.right, ir.Number):
         reporter.error(
@@ -28,26 +29,26 @@ def check_compare(
             compare.span,
             "compare a statistic of a metric, or a norm of a drift, with a number",
         )
-        return
+        return False
     if not isinstance(compare.right, ir.Number) or side == 0:
-        return
+        return True
     effective = compare.op
     if side < 0:
         effective = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}.get(compare.op, compare.op)
     better, subject = _direction(compare.left)
     harmless = effective in (_LOWER if better == "lower" else _UPPER)
     if better is not None and harmless and not against:
-        wanted = "<=" if better == "lower" else ">="
         reporter.error(
             AGAINST_DIRECTION,
-            f"{subject} is better when {better}, and `{compare.op}` bounds it from the other side",
+            f"{subject} is better when {better}, and the comparison bounds it from the other side",
             op_span,
-            f"write `{wanted}`, or add `override: direction` to the clause",
+            "turn the comparison round, or add `override: direction` to the clause",
         )
-        return
+        return True
     if not against:
         _check_tail(compare.left, reporter)
     _check_vacuous(compare.left, effective, compare.right.value, compare.span, reporter)
+    return True
 
 
 def _direction(term: ir.Term) -> tuple[str | None, str]:

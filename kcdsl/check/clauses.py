@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
+from kcdsl.check.budgets import check_budget, read_budget
 from kcdsl.check.escalation import ACTIONS, ALIASES
 from kcdsl.check.metrics import METRICS
-from kcdsl.check.records import record_formula, share
+from kcdsl.check.names import Scope
+from kcdsl.check.records import record_formula
 from kcdsl.check.report import Reporter, suggest
 from kcdsl.check.structure import RawClause, StructureReader
-from kcdsl.check.terms import Scope, metrics_of, quantity
 from kcdsl.check.typing import formula, trace_fields
 from kcdsl.diagnostics.codes import (
-    BUDGET_ON_PROOF,
-    BUDGET_UNIT,
     DUPLICATE_IDENTIFIER,
     EMPTY_SECTION,
     EVIDENCE_OUT_OF_REACH,
-    MISSING_FIELD,
     NO_SLICE,
     NOT_ALLOWED,
-    OUT_OF_RANGE,
-    PERCENTILE_WITH_BUDGET,
     UNKNOWN_ACTION,
     UNKNOWN_SLICE,
     WRONG_FAMILY,
@@ -36,7 +31,7 @@ from kcdsl.ir.walk import terms_of, walk
 from kcdsl.route.catalogue import Fragment
 from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Scalar, Sequence
-from kcdsl.syntax.parser import parse_budget, parse_expression
+from kcdsl.syntax.parser import parse_expression
 
 FAMILIES: dict[str, ir.Family] = {
     **{family.value: family for family in ir.Family},
@@ -45,7 +40,6 @@ FAMILIES: dict[str, ir.Family] = {
     "R": ir.Family.RUNTIME,
     "O": ir.Family.OBSERVABILITY,
 }
-_COUNTED = {"requests": "requests", "samples": "requests", "windows": "windows"}
 _DEFAULT_SLICE = "all"
 _PROOFS = {ir.EvidenceKind.PROOF, ir.EvidenceKind.PROOF_REAL}
 
@@ -64,7 +58,7 @@ def check_clause(raw: RawClause, scope: Scope, reporter: Reporter) -> ir.Clause 
     requirement, text = _requirement(context, against)
     level = _level(context)
     action = _action(context)
-    budget, budget_given = _budget(context)
+    budget, budget_given = read_budget(raw, reporter)
     evidence = _evidence(context)
     declared = _declared_family(context)
     slices = _listed_slices(context)
@@ -72,7 +66,7 @@ def check_clause(raw: RawClause, scope: Scope, reporter: Reporter) -> ir.Clause 
         return None
     family = _family(context, requirement, declared)
     slices = _applied_slices(context, requirement, slices)
-    _check_budget(context, requirement, budget, budget_given)
+    check_budget(requirement, budget, budget_given, reporter)
     if family is None or slices is None or level is None:
         return None
     clause = ir.Clause(
@@ -177,119 +171,6 @@ def _evidence(context: _Context) -> ir.EvidenceKind | None:
         NOT_ALLOWED, f"there is no kind of evidence `{text}`", node.span, suggest(text, kinds)
     )
     return None
-
-
-def _budget(context: _Context) -> tuple[ir.Budget | None, Span | None]:
-    """Return the budget (None where hard) and the place where one is stated."""
-    raw, reporter = context.raw, context.reporter
-    node = raw.node("budget")
-    if node is not None:
-        if not isinstance(node, Scalar):
-            reporter.error(
-                BUDGET_UNIT, "a budget is a share `of requests` or `of windows`", node.span
-            )
-            return None, None
-        parsed = parse_budget(reporter.source, node, reporter.sink)
-        read = quantity(parsed.rate, reporter) if parsed is not None else None
-        if parsed is None or read is None:
-            return None, None
-        unit = _counted(parsed.unit.id, parsed.unit.span, reporter)
-        rate, dimension, _ = read
-        if dimension.exponents or not 0 <= rate < 1:
-            reporter.error(
-                OUT_OF_RANGE, "a budget is a share, at least 0 and below 1", parsed.rate.span
-            )
-            return None, None
-        return _make_budget(rate, unit), node.span
-    return _record_budget(context)
-
-
-def _record_budget(context: _Context) -> tuple[ir.Budget | None, Span | None]:
-    raw, reporter = context.raw, context.reporter
-    delta, over = raw.node("delta"), raw.node("over")
-    unit = None
-    if over is not None:
-        text = over.text if isinstance(over, Scalar) else ""
-        unit = _counted(text, over.span, reporter)
-    if delta is None:
-        if over is not None:
-            reporter.error(MISSING_FIELD, "`over` without `delta` says nothing", over.span)
-        return None, None
-    if not isinstance(delta, Scalar):
-        reporter.error(WRONG_KIND, f"`delta` takes a share and is {delta.kind}", delta.span)
-        return None, None
-    rate = share(delta, reporter, "`delta`")
-    if rate is None or rate == 0:
-        return None, None
-    if over is None:
-        reporter.error(
-            BUDGET_UNIT,
-            "`delta` does not say what it counts",
-            delta.span,
-            "add `over: requests` or `over: windows`",
-        )
-        return None, None
-    return _make_budget(rate, unit), delta.span
-
-
-def _make_budget(rate: Fraction, unit: str | None) -> ir.Budget | None:
-    return None if rate == 0 or unit is None else ir.Budget(rate, unit)
-
-
-def _counted(name: str, span: Span, reporter: Reporter) -> str | None:
-    unit = _COUNTED.get(name)
-    if unit is None:
-        reporter.error(
-            BUDGET_UNIT, f"a budget cannot count `{name}`", span, suggest(name, _COUNTED)
-        )
-    return unit
-
-
-def _check_budget(
-    context: _Context, requirement: ir.Formula, budget: ir.Budget | None, span: Span | None
-) -> None:
-    if budget is None or span is None:
-        return
-    reporter = context.reporter
-    statistics = [t for t in terms_of(requirement) if isinstance(t, ir.Statistic)]
-    if not statistics:
-        reporter.error(
-            BUDGET_ON_PROOF,
-            "a clause about every input or every record has no budget",
-            span,
-            "leave the budget out",
-        )
-        return
-    if budget.unit != "requests":
-        return
-    for statistic in statistics:
-        counted = [METRICS[m.name].counted for m in metrics_of(statistic)]
-        if statistic.kind == "aggregate":
-            reporter.error(
-                BUDGET_UNIT,
-                "an aggregate metric is one number for a window, not for a request",
-                span,
-                "count the budget `of windows`",
-                (Label(statistic.span, "aggregate"),),
-            )
-        elif "token" not in counted:
-            reporter.error(
-                PERCENTILE_WITH_BUDGET,
-                "the statistic already ranges over requests, so a budget of requests "
-                "allows a share twice",
-                span,
-                "drop the budget, or count it `of windows`",
-                (Label(statistic.span, "ranges over requests"),),
-            )
-        elif statistic.kind == "quantile":
-            reporter.warning(
-                PERCENTILE_WITH_BUDGET,
-                "a budget of requests judges each request by itself, so the percentile no longer "
-                "ranges over the requests of the slice",
-                span,
-                "drop the budget to bound the percentile over all requests, or count it "
-                "`of windows`",
-            )
 
 
 def _listed_slices(context: _Context) -> tuple[str, ...] | None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from kcdsl.check.clauses import check_clause
 from kcdsl.check.kernels import read_kernel, read_model
+from kcdsl.check.names import Scope
 from kcdsl.check.policy import read_constants, read_escalation
 from kcdsl.check.predicates import predicate
 from kcdsl.check.report import Reporter
 from kcdsl.check.structure import RawContract, RawSlice, StructureReader, read_structure
-from kcdsl.check.terms import Scope
 from kcdsl.diagnostics.codes import DATA_ABSENT
 from kcdsl.diagnostics.model import Refusal, Sink
 from kcdsl.ir import terms as ir
@@ -32,9 +32,7 @@ def compile_contract(path: Path) -> tuple[ir.Program | None, Sink]:
         for diagnostic in refusal.diagnostics:
             sink.add(diagnostic)
         return None, sink
-    program = compile_source(source, sink, path.parent)
-    sink.found.sort(key=lambda d: d.span.start if d.span is not None else -1)
-    return program, sink
+    return compile_source(source, sink, path.parent), sink
 
 
 def load_program(path: Path) -> ir.Program:
@@ -46,7 +44,16 @@ def load_program(path: Path) -> ir.Program:
 
 
 def compile_source(source: SourceFile, sink: Sink, folder: Path | None = None) -> ir.Program | None:
-    """Compile the text of a contract; `folder` is where the files it names are looked for."""
+    """Compile the text of a contract; `folder` is where the files it names are looked for.
+
+    The sink is left in the order of the places.
+    """
+    program = _compile(source, sink, folder)
+    sink.found.sort(key=lambda d: d.span.start if d.span is not None else -1)
+    return program
+
+
+def _compile(source: SourceFile, sink: Sink, folder: Path | None) -> ir.Program | None:
     reporter = Reporter(source, sink)
     root = parse_yaml(source, sink)
     raw = read_structure(root, reporter) if root is not None else None

@@ -20,7 +20,13 @@ from kcdsl.diagnostics.model import Label, Refusal
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar
 
-ADAPTERS = ("torch.eager", "torch.sdpa", "torch.sdpa.math", "torch.sdpa.flash")
+ADAPTERS = (
+    "torch.eager",
+    "torch.sdpa",
+    "torch.sdpa.math",
+    "torch.sdpa.flash",
+    "torch.sdpa.efficient",
+)
 """The programs that can run a kernel (field `run`)."""
 
 ARCHITECTURES = ("llama", "bert")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from kcdsl.check.names import sort_of
 from kcdsl.check.report import Reporter
-from kcdsl.check.terms import sort_of
 from kcdsl.diagnostics.codes import VACUOUS, WRONG_SORT
 from kcdsl.ir import terms as ir
 from kcdsl.syntax import ast

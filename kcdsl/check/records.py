@@ -6,14 +6,16 @@ from fractions import Fraction
 
 from kcdsl.check.bounds import check_compare
 from kcdsl.check.metrics import METRICS, RECORD_NAMES, RecordMetric, find_record_metric
+from kcdsl.check.names import quantity
 from kcdsl.check.report import Reporter, suggest
 from kcdsl.check.structure import RawClause
-from kcdsl.check.terms import Typed, align, check_signs, in_words, quantity
+from kcdsl.check.terms import Typed, align, check_signs, in_words
 from kcdsl.check.units import UNITS
 from kcdsl.diagnostics.codes import (
     AGAINST_DIRECTION,
     MISSING_FIELD,
     NOT_ALLOWED,
+    OUT_OF_RANGE,
     STATISTIC_NOT_ALLOWED,
     UNKNOWN_METRIC,
     WRONG_KIND,
@@ -140,8 +142,6 @@ def share(scalar: Scalar, reporter: Reporter, what: str) -> Fraction | None:
         return None
     value, dimension, _ = read
     if dimension.exponents or not 0 <= value < 1:
-        from kcdsl.diagnostics.codes import OUT_OF_RANGE
-
         reporter.error(OUT_OF_RANGE, f"{what} is a share, at least 0 and below 1", number.span)
         return None
     return value

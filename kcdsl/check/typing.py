@@ -6,22 +6,20 @@ from fractions import Fraction
 
 from kcdsl.check.bounds import check_compare
 from kcdsl.check.metrics import find_metric
-from kcdsl.check.report import Reporter, suggest
-from kcdsl.check.terms import (
+from kcdsl.check.names import (
     BLOCK,
     FUNCTIONS,
     REGIONS,
     STATEMENTS,
     Scope,
-    align,
     arguments_error,
     block_name,
-    check_signs,
     quantity,
     sort_of,
-    term,
     variable_name,
 )
+from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.terms import align, check_signs, term
 from kcdsl.check.traces import TRACE_FIELDS, doubtful
 from kcdsl.diagnostics.codes import (
     DOUBTFUL_NAME,
@@ -139,8 +137,8 @@ def _comparison(
     for typed in (left, right):
         check_signs(typed.term, reporter)
     compare = ir.Compare(op, left.term, right.term, expression.span)
-    check_compare(compare, expression.op_spans[0], reporter, side, against)
-    return compare
+    usable = check_compare(compare, expression.op_spans[0], reporter, side, against)
+    return compare if usable else None
 
 
 def _negate(inner: ir.Formula, span: Span) -> ir.Formula:

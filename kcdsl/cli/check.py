@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kcdsl.ir.terms import Program
     from kcdsl.release.triple import Fingerprints
+    from kcdsl_certs.combined import Combined
     from kcdsl_certs.report import Report
 
 HELP = "verify signature, triple, freshness and coverage of a certificate"
@@ -21,7 +24,9 @@ _STAGES = ("offline-ci", "shadow", "canary", "full")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("certificate", metavar="CERT", help="the certificate file")
+    parser.add_argument(
+        "certificates", nargs="+", metavar="CERT", help="certificates about one triple"
+    )
     parser.add_argument("--contract", metavar="CONTRACT", help="the contract in force")
     parser.add_argument(
         "--key", action="append", default=[], metavar="PUB", help="a trusted public key; repeatable"
@@ -35,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--complete",
         action="store_true",
-        help="demand every clause of the contract, not only those in the certificate's scope",
+        help="demand every clause of the contract, not only what the certificates cover",
     )
     parser.add_argument(
         "--kernels",
@@ -59,28 +64,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Exit:
-    """Check one certificate: 0 valid, 4 invalid; what could not be read is refused (2)."""
+    """Check certificates: 0 valid, 4 invalid; what could not be read is refused (2)."""
     report = _report(arguments)
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
     else:
-        _print_table(report, arguments.certificate)
+        _print(report)
     return Exit.HELD if report.accepted else Exit.CERTIFICATE_INVALID
 
 
-def _report(arguments: argparse.Namespace) -> Report:
+def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl.cli.discover import find_contract
     from kcdsl.release.artefacts import ArtefactRefused, locate
     from kcdsl.release.files import write_bytes
     from kcdsl.release.triple import build_expectation
     from kcdsl.release.trust import trust_policy
+    from kcdsl_certs.combined import Combined
     from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
     from kcdsl_certs.reject import Reject
     from kcdsl_certs.report import refused
     from kcdsl_certs.verify import verify
 
-    certificate = Path(arguments.certificate)
-    bundle = _read(certificate)
+    paths = [Path(name) for name in arguments.certificates]
+    bundles = [_read(path) for path in paths]
     moment = _moment(arguments.at)
     contract = find_contract(arguments.contract, Path.cwd())
     base = contract.resolve().parent
@@ -93,25 +99,31 @@ def _report(arguments: argparse.Namespace) -> Report:
             program, base, fingerprints=_kernels(arguments.kernels), checkpoint=checkpoint
         )
     except ArtefactRefused as error:
-        return refused("components", Reject(error.reason, error.detail))
+        refusal = refused("components", Reject(error.reason, error.detail))
+        return Combined(tuple((str(path), refusal) for path in paths))
     if arguments.write_expectation is not None:
         document = json.dumps(expectation.to_json(), indent=1, ensure_ascii=False) + "\n"
         write_bytes(Path(arguments.write_expectation), document.encode("utf-8"))
-    proofs: ProofChecker = PresentProofs(certificate.parent)
-    if arguments.recheck:
-        proofs = Rechecker(certificate.parent, checkpoint)
-    return verify(
-        bundle,
-        trusted=trusted,
-        expected_triple=expectation.triple,
-        clock=lambda: moment,
-        required_clauses=expectation.clauses,
-        stage=arguments.stage,
-        minimum_sequence=arguments.minimum_sequence,
-        proofs=proofs,
-        partial=not arguments.complete,
-        expected_inputs=expectation.inputs,
-    )
+
+    def run(path: Path, bundle: bytes) -> Report:
+        proofs: ProofChecker = PresentProofs(path.parent)
+        if arguments.recheck:
+            proofs = Rechecker(path.parent, checkpoint)
+        return verify(
+            bundle,
+            trusted=trusted,
+            expected_triple=expectation.triple,
+            clock=lambda: moment,
+            required_clauses=expectation.clauses,
+            stage=arguments.stage,
+            minimum_sequence=arguments.minimum_sequence,
+            proofs=proofs,
+            partial=len(paths) > 1 or not arguments.complete,
+            expected_inputs=expectation.inputs,
+        )
+
+    reports = tuple((str(p), run(p, b)) for p, b in zip(paths, bundles, strict=True))
+    return Combined(reports, arguments.complete)
 
 
 def _compile(contract: Path) -> Program:
@@ -175,13 +187,30 @@ def _kernels(given: str | None) -> Fingerprints | None:
     return value
 
 
-def _print_table(report: Report, name: str) -> None:
+def _print(combined: Combined) -> None:
     from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    reasons: list[str] = []
+    for name, report in combined.reports:
+        console.print(_table(report, name))
+        reasons.extend(report.reasons)
+    if combined.coverage is not None and combined.coverage.reason == "clause/missing":
+        reasons.append(combined.coverage.reason)
+    style = "bold green" if combined.accepted else "bold red"
+    console.print(Text(combined.verdict, style=style), end="")
+    console.print(Text(f": {', '.join(reasons)}" if reasons else ""))
+    if all(report.accepted for _, report in combined.reports) and combined.outside:
+        console.print(Text(f"not covered: {', '.join(combined.outside)}"))
+
+
+def _table(report: Report, name: str) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     styles = {"ok": "green", "failed": "bold red", "not_run": "dim"}
-    table = Table(title=f"certificate {name}", title_justify="left", show_lines=False)
+    table = Table(title=Text(f"certificate {name}"), title_justify="left", show_lines=False)
     for heading in ("step", "outcome", "reason", "detail"):
         table.add_column(heading, overflow="fold")
     for check in report.checks:
@@ -192,10 +221,4 @@ def _print_table(report: Report, name: str) -> None:
             Text(check.reason),
             Text(check.detail),
         )
-    console = Console(highlight=False)
-    console.print(table)
-    style = "bold green" if report.accepted else "bold red"
-    console.print(Text(report.verdict, style=style), end="")
-    console.print(Text(f": {', '.join(report.reasons)}" if report.reasons else ""))
-    if report.accepted and report.outside:
-        console.print(Text(f"not covered by this certificate: {', '.join(report.outside)}"))
+    return table

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kcdsl.check.compile import compile_contract
+from kcdsl.check.compile import compile_source
 from kcdsl.cli.discover import find_contract
 from kcdsl.diagnostics import Diagnostic, Severity, Sink, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND
@@ -16,7 +16,8 @@ from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.terms import Program
 from kcdsl.route.catalogue import catalogue
 from kcdsl.route.router import Route, route
-from kcdsl.source.files import write_atomically
+from kcdsl.source.files import read_source, write_atomically
+from kcdsl.source.text import SourceFile
 
 HELP = "check a contract, build its IR and show the route of each clause"
 
@@ -37,33 +38,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Exit:
     """Compile; diagnostics go to stderr, the table or the IR to stdout or the file."""
     path = find_contract(arguments.contract, Path())
-    program, sink = compile_contract(path)
-    _print(sink, arguments.format)
+    source, sink = read_source(path), Sink()
+    program = compile_source(source, sink, path.parent)
     if program is None:
+        _print(sink, arguments.format)
         return Exit.COULD_NOT_RUN
-    findings = Sink()
-    if arguments.consistency:
-        findings = _consistency(program)
-        _print(findings, arguments.format)
+    findings = _consistency(program, source) if arguments.consistency else Sink()
+    routes = route(program)
+    for diagnostic in (*findings, *_undecided(routes)):
+        sink.add(diagnostic)
+    _print(sink, arguments.format)
     if arguments.emit == "ir":
         _deliver(document(program).decode("utf-8") + "\n", arguments.output)
     else:
-        _deliver(_table(program, route(program), arguments.output), arguments.output)
+        _deliver(_table(program, routes, arguments.output), arguments.output)
     return Exit.VIOLATED if findings.has_errors else Exit.HELD
 
 
 def _print(sink: Sink, format: str) -> None:
     """Print errors and warnings; of notes only their number, outside JSON."""
-    notes = [d for d in sink if d.severity is Severity.NOTE and format != "json"]
-    shown = [d for d in sink if d not in notes]
-    if shown or format == "json":
+    if format == "json":
+        print(render(sink, format, sys.stderr), file=sys.stderr)
+        return
+    shown = [d for d in sink if d.severity is not Severity.NOTE]
+    if shown:
         print(render(shown, format, sys.stderr), file=sys.stderr)
-    if notes and format == "full":
-        plural = "s" if len(notes) > 1 else ""
-        print(f"{len(notes)} note{plural}: `kcdsl lint` shows them", file=sys.stderr)
+    hidden = len(sink.found) - len(shown)
+    if hidden and format == "full":
+        plural = "s" if hidden > 1 else ""
+        print(f"{hidden} note{plural}: `kcdsl lint` shows them", file=sys.stderr)
 
 
-def _consistency(program: Program) -> Sink:
+def _consistency(program: Program, source: SourceFile) -> Sink:
     spec = next((spec for spec in catalogue() if spec.name == "smt"), None)
     if spec is None or spec.missing():
         lacking = "the backend smt" if spec is None else ", ".join(spec.missing())
@@ -73,9 +79,25 @@ def _consistency(program: Program) -> Sink:
             help="pip install z3-solver",
         )
     sink = Sink()
-    found: list[Diagnostic] = spec.load().consistency(program)
+    found: list[Diagnostic] = spec.load().consistency(program, source=source)
     for diagnostic in found:
         sink.add(diagnostic)
+    return sink
+
+
+def _undecided(routes: tuple[Route, ...]) -> Sink:
+    """Warn of every clause that no installed backend decides, with the reason of each."""
+    sink = Sink()
+    for item in routes:
+        if item.backend is None:
+            sink.add(
+                Diagnostic(
+                    NO_BACKEND,
+                    f"nobody decides the clause `{item.clause_id}`: {item.reason}",
+                    notes=tuple(f"not {name}: {why}" for name, why in item.why_not.items()),
+                    severity=Severity.WARNING,
+                )
+            )
     return sink
 
 
@@ -110,11 +132,5 @@ def _table(program: Program, routes: tuple[Route, ...], output: str | None) -> s
     console.print(Text(f"contract {program.name} {program.version}"))
     console.print(Text(f"digest   sha256:{digest(program)}\n"))
     console.print(table)
-    lost = [item for item in routes if item.backend is None]
-    if lost:
-        console.print()
-    for item in lost:
-        for name, reason in item.why_not.items():
-            console.print(Text(f"{item.clause_id} not by {name}: {reason}"))
     lines = buffer.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -9,10 +9,12 @@ from pathlib import Path
 from kcdsl.check.compile import compile_contract
 from kcdsl.cli.discover import find_contract
 from kcdsl.diagnostics import Diagnostic, Severity
+from kcdsl.diagnostics.codes import FILE_MISSING, INPUT_OUTPUT
 from kcdsl.diagnostics.render import FORMATS, render
 from kcdsl.exits import Exit
 
 HELP = "check contracts and report what is wrong, without running anything"
+_UNREADABLE = {FILE_MISSING, INPUT_OUTPUT}
 _RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 
 
@@ -33,7 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Exit:
-    """Print every finding; exit code 1 if one is at least as severe as `--fail-on`."""
+    """Print every finding; exit code 1 if one is at least as severe as `--fail-on`, 2 if a file
+    cannot be read."""
     here = Path()
     paths = [find_contract(given, here) for given in arguments.paths or [None]]
     found: list[Diagnostic] = []
@@ -44,6 +47,8 @@ def run(arguments: argparse.Namespace) -> Exit:
     worst = max((_RANK[d.severity] for d in found), default=-1)
     if arguments.format == "full":
         print(_summary(found, len(paths)), file=sys.stderr)
+    if any(d.code in _UNREADABLE for d in found):
+        return Exit.COULD_NOT_RUN
     limit = _RANK[Severity(arguments.fail_on)]
     return Exit.VIOLATED if worst >= limit else Exit.HELD
 

@@ -57,11 +57,12 @@ def run(arguments: argparse.Namespace) -> Exit:
 
     path = find_contract(arguments.contract, Path.cwd())
     program, base = load_program(path), path.resolve().parent
-    _refuse_inconsistent(program)
+    _refuse_inconsistent(program, path)
     chosen = _choose(program, arguments)
     key = signing_key(arguments.sign, base)
-    outcomes = _decide(program, base, chosen, arguments)
-    implied = _implied(program, outcomes)
+    backend = _backend(arguments.backend)
+    outcomes = _decide(program, base, chosen, backend, arguments)
+    implied = _implied(program, base, outcomes, backend)
     folder = Path(arguments.output) if arguments.output else base / "out"
     certificate = None
     if key is not None:
@@ -84,16 +85,27 @@ def run(arguments: argparse.Namespace) -> Exit:
     return code
 
 
-def _refuse_inconsistent(program: Program) -> None:
+def _refuse_inconsistent(program: Program, path: Path) -> None:
     """Ask the SMT backend whether all clauses can hold at once; refuse if they cannot."""
     from kcdsl.diagnostics import Refusal, Severity
+    from kcdsl.source.files import read_source
+
+    backend = _smt()
+    if backend is None:
+        print("note: consistency of the clauses was not checked (no z3)", file=sys.stderr)
+        return
+    findings = backend.consistency(program, source=read_source(path))
+    errors = [d for d in findings if d.severity is Severity.ERROR]
+    if errors:
+        raise Refusal(errors)
+
+
+def _smt() -> Any:
+    """Return the SMT backend, or None where z3 is not installed."""
     from kcdsl.route.catalogue import catalogue
 
-    for spec in catalogue():
-        if spec.name == "smt" and not spec.missing():
-            found = [d for d in spec.load().consistency(program) if d.severity is Severity.ERROR]
-            if found:
-                raise Refusal(found)
+    spec = next((s for s in catalogue() if s.name == "smt" and not s.missing()), None)
+    return None if spec is None else spec.load()
 
 
 def _choose(program: Program, arguments: argparse.Namespace) -> tuple[Goal, ...]:
@@ -134,11 +146,14 @@ def _choose(program: Program, arguments: argparse.Namespace) -> tuple[Goal, ...]
 
 
 def _decide(
-    program: Program, base: Path, chosen: Sequence[Goal], arguments: argparse.Namespace
+    program: Program,
+    base: Path,
+    chosen: Sequence[Goal],
+    backend: Any,
+    arguments: argparse.Namespace,
 ) -> tuple[GoalOutcome, ...]:
-    spec = _backend(arguments.backend)
     with _progress() as progress:
-        outcomes: tuple[GoalOutcome, ...] = spec.load().decide(
+        outcomes: tuple[GoalOutcome, ...] = backend.decide(
             program,
             base,
             chosen,
@@ -159,7 +174,7 @@ def _backend(name: str | None) -> Any:
     able = [s for s in specs if Fragment.UNIVERSAL_DRIFT in s.fragments and not s.missing()]
     named = [s for s in able if name is None or s.name == name]
     if named:
-        return named[0]
+        return named[0].load()
     for spec in specs:
         if spec.name == name:
             lacking = ", ".join(spec.missing())
@@ -220,16 +235,20 @@ def _progress() -> Iterator[Any]:
         yield report
 
 
-def _implied(program: Program, outcomes: Sequence[GoalOutcome]) -> tuple[Implied, ...]:
-    """Return the empirical clauses that the proved drift bounds imply (bound chain, z3)."""
-    from kcdsl.route.catalogue import catalogue
+def _implied(
+    program: Program, base: Path, outcomes: Sequence[GoalOutcome], backend: Any
+) -> tuple[Implied, ...]:
+    """Return the empirical clauses, on slices with rows, that the proved drift bounds imply."""
     from kcdsl.verdict.proved import proved_drifts
 
-    proved = proved_drifts(program, outcomes)
-    for spec in catalogue():
-        if spec.name == "smt" and not spec.missing() and proved:
-            return tuple(spec.load().derive(program, proved))
-    return ()
+    proved, smt = proved_drifts(program, outcomes), _smt()
+    if not proved or smt is None:
+        return ()
+    found: tuple[Implied, ...] = smt.derive(program, proved)
+    if not found:
+        return ()
+    sizes = backend.slice_sizes(program, base, {item.slice for item in found})
+    return tuple(item for item in found if sizes[item.slice] > 0)
 
 
 def _implied_json(item: Implied) -> dict[str, Any]:
@@ -317,7 +336,7 @@ def _results(
 def _implied_results(
     program: Program, base: Path, implied: Sequence[Implied]
 ) -> list[CertifiedClause]:
-    """Return the implied clauses as certificate results, one for each comparison."""
+    """Return the implied hard clauses as certificate results, one for each comparison."""
     from kcdsl.release.issue import results_for
     from kcdsl.release.requirements import required_clauses
     from kcdsl_certs.clauses import IMPLIED, Evidence, Verdict
@@ -326,21 +345,27 @@ def _implied_results(
     found = []
     for item in implied:
         wanted = required[item.clause_id, item.slice]
-        for index, stated in enumerate(wanted.alternatives[0] if wanted.alternatives else ()):
-            bounds = [b for b in item.bounds if (b.quantity, b.op) == (stated.quantity, stated.op)]
-            if bounds:
-                found.append(
-                    results_for(
-                        wanted,
-                        comparison=index,
-                        evidence=Evidence.PROOF,
-                        method=IMPLIED,
-                        verdict=Verdict.PASSED,
-                        bound=bounds[0].bound,
-                        implied_by=item.by,
-                        assumptions=item.assumptions,
-                    )
+        decided = {(b.quantity, b.op): b.bound for b in item.bounds if b.decides}
+        for alternative, comparisons in enumerate(wanted.alternatives):
+            if wanted.budget is not None or any(
+                (c.quantity, c.op) not in decided for c in comparisons
+            ):
+                continue
+            found += [
+                results_for(
+                    wanted,
+                    alternative=alternative,
+                    comparison=index,
+                    evidence=Evidence.PROOF,
+                    method=IMPLIED,
+                    verdict=Verdict.PASSED,
+                    bound=decided[c.quantity, c.op],
+                    implied_by=item.by,
+                    assumptions=item.assumptions,
                 )
+                for index, c in enumerate(comparisons)
+            ]
+            break
     return found
 
 

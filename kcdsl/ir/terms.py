@@ -65,7 +65,8 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A statistic of a metric over a slice. `kind`: mean, max, rate or quantile (with `q`)."""
+    """A statistic of a metric over a slice. `kind`: mean, max, min, rate, quantile (with `q`), or
+    aggregate, for a metric that is one number per window by itself."""
 
     kind: str
     of: Term

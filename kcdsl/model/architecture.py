@@ -17,13 +17,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import bert, llama
 from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors, resolve_file
@@ -139,6 +140,13 @@ class Model:
         try:
             with torch.no_grad():
                 self.module(ids)
+        except Exception as error:  # foreign code may raise anything
+            if self.built_in or isinstance(error, Refusal):
+                raise
+            raise refuse(
+                codes.MODEL_FACTORY,
+                f"the model failed on {len(ids)} tokens: {type(error).__name__}: {error}",
+            ) from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -209,6 +217,7 @@ def _from_factory(target: str, config: dict[str, Any], base: Path) -> nn.Module:
     name, _, attribute = target.partition(":")
     if not attribute:
         raise refuse(codes.MODEL_FACTORY, f"{target!r} is not of the form package.module:factory")
+    _forget_namesake(name.partition(".")[0], base)
     sys.path.insert(0, str(base))
     try:
         factory = getattr(import_module(name), attribute)
@@ -224,6 +233,20 @@ def _from_factory(target: str, config: dict[str, Any], base: Path) -> nn.Module:
             codes.MODEL_FACTORY, f"{target} returned {type(module).__name__}, not a torch.nn.Module"
         )
     return module
+
+
+def _forget_namesake(package: str, base: Path) -> None:
+    """Drop an imported package of the same name that lies elsewhere than in `base`.
+
+    Otherwise two contracts in one process, each with its own `network.py`, would share the first.
+    """
+    spec = PathFinder.find_spec(package, [str(base)])
+    loaded = sys.modules.get(package)
+    if spec is None or loaded is None or package in sys.stdlib_module_names:
+        return
+    if getattr(getattr(loaded, "__spec__", None), "origin", None) != spec.origin:
+        for name in [n for n in sys.modules if n.partition(".")[0] == package]:
+            del sys.modules[name]
 
 
 def _take_weights(module: nn.Module, checkpoint: Checkpoint, rule: KeyRule) -> dict[str, str]:

@@ -151,11 +151,13 @@ def unsupported(origin: str, detail: str) -> Exception:
 def as_constant(array: NDArray[Any]) -> NDArray[Any]:
     """Return an array as a constant of a graph: bool stays, numbers become exact float32.
 
-    Raises ValueError where a number is no float32.
+    Raises ValueError where a number is no finite float32.
     """
     if array.dtype == np.bool_:
         return np.ascontiguousarray(array)
+    if not np.isfinite(array).all():
+        raise ValueError("a constant that is not finite")
     narrow = np.ascontiguousarray(array, dtype=np.float32)
-    if not np.array_equal(narrow.astype(array.dtype), array, equal_nan=False):
+    if not np.array_equal(narrow.astype(array.dtype), array):
         raise ValueError("a constant is not exactly representable in float32")
     return narrow

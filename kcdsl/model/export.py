@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ def block_graph(
     """
     module = model.block(block)
     ids = _ids(model, block, length, tokens)
-    example = ids if ids is not None else torch.zeros(length, _input_width(model, block))
+    example = ids if ids is not None else torch.zeros(length, _input_width(model, block, length))
     program = _export(block, module, example)
     keys = {id(t): model.keys[n] for n, t in _tensors(model.module) if n in model.keys}
     targets = dict(_tensors(module))
@@ -70,9 +69,9 @@ def _ids(
     return ids
 
 
-def _input_width(model: Model, block: str) -> int:
-    """Return D of the block's input, seen in a forward pass over a single token."""
-    seen = model.block_inputs([0], block)
+def _input_width(model: Model, block: str, length: int) -> int:
+    """Return D of the block's input, seen in a forward pass."""
+    seen = model.block_inputs([0] * length, block)
     assert seen is not None
     return int(seen.shape[-1])
 
@@ -86,12 +85,18 @@ def _export(block: str, module: nn.Module, example: Tensor) -> torch.export.Expo
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = torch.export.export(module, (example,), strict=False)
-            functional: Any = program.run_decompositions({})
+            if _writes_in_place(program):
+                program = program.run_decompositions({})
     except Exception as error:  # torch.export raises many kinds of error for foreign code
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise refuse(codes.EXPORT_FAILED, f"block {block!r} cannot be exported: {first}") from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-    assert isinstance(functional, torch.export.ExportedProgram)
-    return functional
+    return program
+
+
+def _writes_in_place(program: torch.export.ExportedProgram) -> bool:
+    """Say whether any operation changes a tensor; such a program must be made functional first."""
+    calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    return any(t._schema.is_mutable for t in calls if isinstance(t, torch._ops.OpOverload))

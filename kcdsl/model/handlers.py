@@ -220,7 +220,8 @@ def _mul(s: Lowering, a: Arguments) -> Any:
     for one, two in ((a["self"], a["other"]), (a["other"], a["self"])):
         number = plain_number(two)
         if number is not None and isinstance(one, Ref):
-            return s.emit("scale", [one], s.out_shape, factor=number)
+            same = number == 1.0 and one.shape == s.out_shape
+            return one if same else s.emit("scale", [one], s.out_shape, factor=number)
     return s.emit("mul", [a["self"], a["other"]], s.out_shape)
 
 
@@ -277,7 +278,7 @@ def _mean(s: Lowering, a: Arguments) -> Any:
 def _var(s: Lowering, a: Arguments) -> Any:
     x = _over_last(s, a)
     biased = a.get("correction") == 0 or a.get("unbiased") is False
-    s.need(biased, "only the biased variance (correction=0)")
+    s.need(True, "only the biased variance (correction=0)")
     return reshaped(s, s.emit("variance", [x], (*x.shape[:-1], 1)), s.out_shape)
 
 
@@ -316,7 +317,8 @@ def _addmm(s: Lowering, a: Arguments) -> Any:
     weight = transposed_parameter(s, s.ref(a["mat2"]))
     if weight is not None and len(s.ref(a["self"]).shape) == 1:
         return s.emit("linear", [a["mat1"], weight, a["self"]], s.out_shape)
-    product = s.emit("matmul", [a["mat1"], a["mat2"]], s.out_shape)
+    op, factor = ("matmul", a["mat2"]) if weight is None else ("linear", weight)
+    product = s.emit(op, [a["mat1"], factor], s.out_shape)
     return s.emit("add", [product, a["self"]], s.out_shape)
 
 

@@ -64,14 +64,14 @@ def centred_rms_norm(drafts: Drafts, node: Draft) -> Draft | None:
 
 
 def norm_weight(drafts: Drafts, node: Draft) -> Draft | None:
-    """rms_norm(x) * weight -> rms_norm(x, weight), where nothing else reads the norm."""
+    """rms_norm(x) * weight -> rms_norm(x, weight)."""
     if node.op != "mul":
         return None
     for norm, weight in (node.inputs, node.inputs[::-1]):
         source, factor = drafts.nodes[norm], drafts.nodes[weight]
         plain = source.op == "rms_norm" and len(source.inputs) == 1
         row = factor.op == "param" and factor.shape == source.shape[-1:]
-        if plain and row and len(drafts.users(norm)) == 1:
+        if plain and row:
             inputs = (*source.inputs, weight)
             return replace(node, op="rms_norm", inputs=inputs, attrs=source.attrs)
     return None

@@ -17,13 +17,14 @@ from kcdsl.release.artefacts import data_digests
 from kcdsl.release.files import write_bytes
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.triple import Fingerprints, build_triple
-from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict, admissible
+from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.envelope import bundle_bytes, sign
 from kcdsl_certs.keys import SigningKey
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.requirements import RequiredClause
 from kcdsl_certs.statement import STAGES, Evaluator, Input, Predicate, Scope, payload_bytes
 from kcdsl_certs.triple import Triple, numerics_digest
+from kcdsl_certs.verdicts import admissible
 
 DEFAULT_LIFETIME = timedelta(days=90)
 NON_CLAIMS = (
@@ -153,9 +154,8 @@ def _scope(required: tuple[RequiredClause, ...], results: tuple[CertifiedClause,
     stray = sorted(f"{id} [{slice}]" for id, slice in present - {(r.id, r.slice) for r in required})
     if stray:
         raise Reject("clause/unknown", f"the contract has no {', '.join(stray)}")
-    complete = all((r.id, r.slice) in present for r in required)
-    named = dict.fromkeys(r.id for r in required if any(r.id == id for id, _ in present))
-    return Scope(complete, tuple(named))
+    covers = tuple((r.id, r.slice) for r in required if (r.id, r.slice) in present)
+    return Scope(len(covers) == len(required), covers)
 
 
 def write_certificate(path: Path, bundle: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import groupby
@@ -12,7 +13,7 @@ from kcdsl.release.issue import results_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl.verdict.report import ClauseResult, Report, reason
-from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
+from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict, holds
 from kcdsl_certs.requirements import RequiredClause
 
 _METHODS = {"census": "census/1", "sample": "one-sided-limits/1"}
@@ -42,19 +43,35 @@ def _result(required: RequiredClause, position: int, row: ClauseResult) -> Certi
     usable = not isinstance(row.verdict, InvalidEvidence)
     counted = row.exceedance if row.budget is not None else None
     sampled = row.evidence == "sample" and counted is not None
+    limited = row.evidence == "sample" and counted is None and usable
+    confident = row.confidence is not None and row.confidence >= 0.95
     return results_for(
         required,
         comparison=position,
         evidence=Evidence(row.evidence),
         method=_RATES if sampled else _METHODS[row.evidence],
         verdict=_verdict(row),
-        value=row.value if usable else None,
+        value=_as_compared(row, required, position) if usable else None,
         n=(counted.n if counted is not None else row.n) if usable else None,
         exceed=counted.k if counted is not None and usable else None,
         unit=row.counted,
-        alpha=Fraction(1, 20) if sampled else None,
+        low=row.low if limited else None,
+        high=row.high if limited else None,
+        alpha=Fraction(1, 20) if sampled or (limited and confident) else None,
         reason=reason(row.verdict),
     )
+
+
+def _as_compared(row: ClauseResult, required: RequiredClause, position: int) -> float | None:
+    """Return the value, at most one unit in the last place off, so that it compares with the
+    threshold as the exact quotient did: a mean of 19/20 meets 95 %, its nearest double does not."""
+    if row.value is None or not isinstance(row.verdict, Held) or not required.alternatives:
+        return row.value
+    wanted = required.alternatives[0][position]
+    if holds(Fraction(row.value), wanted.op, wanted.tau):
+        return row.value
+    good = math.inf if wanted.op in (">=", ">") else -math.inf
+    return math.nextafter(row.value, good)
 
 
 def _verdict(row: ClauseResult) -> Verdict:

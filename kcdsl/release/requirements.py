@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from kcdsl.check.metrics import find_metric
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
@@ -37,13 +39,14 @@ from kcdsl.release.artefacts import data_file, digest_of
 from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.clauses import Evidence
 from kcdsl_certs.reals import real_text
-from kcdsl_certs.requirements import Comparison, RequiredClause
+from kcdsl_certs.requirements import Chain, Comparison, RequiredClause
 
 Alternatives = tuple[tuple[Comparison, ...], ...]
 
 _FLIPPED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
 _NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 _MOST_ALTERNATIVES = 64
+_WITHOUT_LOGITS = ("bert",)
 
 
 def required_clauses(program: Program, base: Path) -> tuple[RequiredClause, ...]:
@@ -63,12 +66,13 @@ def required_clauses(program: Program, base: Path) -> tuple[RequiredClause, ...]
                 RequiredClause(
                     id=clause.id,
                     slice=name,
-                    alternatives=alternatives(clause.require),
+                    alternatives=_with_chain(alternatives(clause.require), program),
                     budget=None if clause.budget is None else clause.budget.rate,
                     evidence=None if clause.evidence is None else Evidence(clause.evidence.value),
                     slice_digest=None if name is None else digests[name],
                     block=block_of(clause.require),
                     region=None if region is None else region_text(region),
+                    inside=() if name is None else containing_slices(program, name),
                 )
             )
     return tuple(required)
@@ -90,6 +94,21 @@ def slice_digest(program: Program, base: Path, name: str) -> str | None:
         return None
     record = {"data": digest_of(data_file(data, base)), "where": _predicate(declared.where)}
     return canonical_digest(record)
+
+
+def containing_slices(program: Program, name: str) -> tuple[str, ...]:
+    """Return the slices that contain this one by their form: same data, fewer conditions."""
+    inner = program.slice(name)
+    return tuple(
+        outer.name
+        for outer in program.slices
+        if (outer.data or program.data) == (inner.data or program.data)
+        and _conditions(outer.where) <= _conditions(inner.where)
+    )
+
+
+def _conditions(predicate: Predicate) -> frozenset[Predicate]:
+    return frozenset(predicate.parts if isinstance(predicate, AllOf) else (predicate,))
 
 
 def _predicate(predicate: Predicate) -> Any:
@@ -160,10 +179,42 @@ def _disjunction(parts: list[Alternatives]) -> Alternatives:
 
 def _comparison(op: str, left: Term, right: Term) -> Comparison:
     if isinstance(right, Number):
-        return Comparison(term_text(left), op, right.value)
+        return Comparison(term_text(left), op, right.value, _chain(left))
     if isinstance(left, Number):
-        return Comparison(term_text(right), _FLIPPED[op], left.value)
+        return Comparison(term_text(right), _FLIPPED[op], left.value, _chain(right))
     return Comparison(f"({term_text(left)}) - ({term_text(right)})", op, Fraction(0))
+
+
+def _chain(term: Term) -> Chain | None:
+    """Return the metric of which the term is a value or statistic: its bound bounds the term."""
+    match term:
+        case Metric(name):
+            definition = find_metric(name)
+            return Chain(name if definition is None else definition.name)
+        case Abs(of):
+            return _chain(of)
+        case Statistic("mean" | "max" | "min" | "quantile" | "aggregate", of):
+            return _chain(of)
+        case _:
+            return None
+
+
+def _with_chain(form: Alternatives, program: Program) -> Alternatives:
+    """Fill in temperature and constants; without logits the chain says nothing."""
+    constants = program.constants
+    stated = tuple(
+        (name, value)
+        for name in ("advantage_max", "reward_range", "score_norm_max")
+        if (value := getattr(constants, name)) is not None
+    )
+
+    def filled(comparison: Comparison) -> Comparison:
+        if comparison.chain is None or program.model.architecture in _WITHOUT_LOGITS:
+            return replace(comparison, chain=None)
+        chain = Chain(comparison.chain.metric, constants.temperature, stated)
+        return replace(comparison, chain=chain)
+
+    return tuple(tuple(filled(c) for c in part) for part in form)
 
 
 def term_text(term: Term) -> str:

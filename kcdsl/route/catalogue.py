@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
@@ -52,6 +51,8 @@ class BackendSpec:
 
 def catalogue() -> tuple[BackendSpec, ...]:
     """Return the backends of every installed distribution (entry-point group `kcdsl.backends`)."""
+    from importlib.metadata import entry_points
+
     found: dict[str, tuple[str, BackendSpec]] = {}
     for entry in sorted(entry_points(group="kcdsl.backends"), key=lambda e: e.value):
         for spec in entry.load():

@@ -1,10 +1,10 @@
 """Expressions may stand unquoted where YAML alone would cut them.
 
 `require: forall x in points(all): ...` and `{require: quantile(0.999, kl) <= 0.02, level: L2}`
-are natural to write, but a YAML parser takes the colon, and in a flow mapping the commas and
-square brackets, for its own. Before parsing, those characters inside the expression of `require`
-or `where` are replaced one for one by unused characters, and put back in the decoded scalars, so
-offsets stay exact. Nothing outside such an expression changes.
+are natural to write, but a YAML parser takes the colon after the region, and in a flow mapping the
+commas and square brackets between the round ones, for its own. Before parsing, exactly those
+characters are replaced one for one by unused characters, and put back in the decoded scalars: so
+offsets stay exact, and text in quotation marks, block scalars and comments is as it was.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_FIELD = re.compile(r"(?<![^\s{,])(?:require|where):[ \t]+(?=[A-Za-z0-9(.+-])")
-_SPECIAL = ":,[]{}#"
+_QUANTIFIER = re.compile(
+    r"\b(?:forall|exists)[ \t]+\w+[ \t]+in[ \t]+\w+\([^()\r\n]*\)[ \t]*(:)(?!\S)"
+)
+_TOKEN = re.compile(r"(?<![\w\"'])[A-Za-z_]\w*\(|[(),\[\]\"'{}#\r\n]")
+_SPECIAL = ":,[]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,62 +30,45 @@ class Masked:
         """Return a decoded scalar with its own characters."""
         return text.translate(self.back) if self.back else text
 
-    def changed(self, text: str) -> bool:
-        """Say whether a scalar of the masked text holds a replaced character."""
-        return any(ord(char) in self.back for char in text) if self.back else False
+    def matters(self, text: str, flow: bool) -> bool:
+        """Say whether YAML alone would have misread this plain scalar of the masked text."""
+        own = {self.back.get(ord(char)) for char in text} - {None} if self.back else set()
+        return bool(own) if flow else ord(":") in own
 
 
 def mask_expressions(text: str) -> Masked:
     """Replace what YAML would misread inside unquoted expressions."""
-    fields = list(_FIELD.finditer(text))
-    if not fields:
+    places = [match.start(1) for match in _QUANTIFIER.finditer(text)]
+    places += _inside_calls(text)
+    if not places:
         return Masked(text, {})
-    unused = (c for c in range(0xE000, 0xF8FF) if chr(c) not in text)
+    unused = (code for code in range(0xE000, 0xF900) if chr(code) not in text)
     forward = {char: chr(next(unused)) for char in _SPECIAL}
     chars = list(text)
-    for field in fields:
-        line_start = text.rfind("\n", 0, field.start()) + 1
-        for i in _misread(text, field.end(), _in_flow(text[line_start : field.start()])):
-            chars[i] = forward[chars[i]]
-    masked = "".join(chars)
-    if masked == text:
-        return Masked(text, {})
-    return Masked(masked, {ord(new): ord(old) for old, new in forward.items()})
+    for i in places:
+        chars[i] = forward[chars[i]]
+    return Masked("".join(chars), {ord(new): ord(old) for old, new in forward.items()})
 
 
-def _in_flow(before: str) -> bool:
-    return before.count("{") > before.count("}")
+def _inside_calls(text: str) -> list[int]:
+    """Return the offsets of commas and square brackets inside calls closed on their line.
 
-
-def _misread(text: str, start: int, flow: bool) -> list[int]:
-    """Return the offsets of the characters of one expression that YAML would misread."""
-    found = []
-    depth, quote, i = 0, "", start
-    while i < len(text) and text[i] not in "\r\n":
-        char = text[i]
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        elif char in "([":
-            depth += 1
-        elif char in ")]":
-            if depth == 0 and char == "]":
-                break
-            depth = max(0, depth - 1)
-        elif (char == "#" and text[i - 1] in " \t") or (flow and depth == 0 and char in ",}"):
-            break
-        if _clashes(text, i, flow):
-            found.append(i)
-        i += 1
-    return found
-
-
-def _clashes(text: str, i: int, flow: bool) -> bool:
-    """Say whether YAML would take the character for its own at this place."""
-    char, after = text[i], text[i + 1 : i + 2]
-    if char == ":":
-        return after in {" ", "\t", "\r", "\n", ""} or (flow and after in ",[]{}")
-    if char == "#":
-        return text[i - 1] in " \t"
-    return flow and char in ",[]{}"
+    Quotation marks, braces and comment signs end the search: what holds them is quoted anyway.
+    """
+    places: list[int] = []
+    frames: list[tuple[bool, list[int]]] = []
+    for token in _TOKEN.finditer(text):
+        char = token[0][-1]
+        if char == "(":
+            frames.append((len(token[0]) > 1, []))
+        elif char == ")" and frames:
+            is_call, found = frames.pop()
+            if is_call:
+                places += found
+            elif frames:
+                frames[-1][1].extend(found)
+        elif char in ",[]" and frames:
+            frames[-1][1].append(token.start())
+        elif char not in "),[]":
+            frames.clear()
+    return places

@@ -123,6 +123,7 @@ class _Open:
     """A collection under construction; keys and values alternate in `parts` of a mapping."""
 
     is_mapping: bool
+    flow: bool
     start: int
     end: int
     parts: list[Node] = field(default_factory=list)
@@ -221,6 +222,10 @@ class _Builder:
             )
         )
 
+    @property
+    def _in_flow(self) -> bool:
+        return bool(self._open) and self._open[-1].flow
+
     def _place(self, index: int) -> int:
         return min(index + self._shift, len(self._source.text))
 
@@ -263,7 +268,8 @@ class _Builder:
                     return False
                 span = self._span(event)
                 is_mapping = isinstance(event, yaml.MappingStartEvent)
-                self._open.append(_Open(is_mapping, span.start, span.end))
+                flow = self._in_flow or bool(event.flow_style)
+                self._open.append(_Open(is_mapping, flow, span.start, span.end))
             case yaml.SequenceEndEvent() | yaml.MappingEndEvent():
                 self._close(event)
         return True
@@ -328,7 +334,7 @@ class _Builder:
     def _scalar(self, event: yaml.ScalarEvent) -> Scalar:
         span, text = self._span(event), self._masked.restore(event.value)
         style = event.style or "plain"
-        if style == "plain" and self._masked.changed(event.value):
+        if style == "plain" and self._masked.matters(event.value, self._in_flow):
             self._sink.add(
                 Diagnostic(
                     UNQUOTED_EXPRESSION,

@@ -34,6 +34,7 @@ _WORDS = {
 }
 TERMINALS = frozenset(_WORDS) - {"$END"}
 """Every terminal of the grammar that can be expected; a test compares it with the grammar."""
+_NAMES = {"NAME", "UNIT"}
 _OPERAND = {"NAME", "NUMBER", "LPAR"}
 _ARITHMETIC = {"PLUS", "MINUS", "STAR", "SLASH"}
 _LOGIC = {"AND", "OR", "IMPLIES"}
@@ -129,12 +130,12 @@ def advice_for_token(
         return "write `<=` or `>=`; for an implication write `implies`"
     if kind == "STAR" and before.endswith("*"):
         return "there are no powers; multiply instead"
-    if kind == "NAME" and token in {"if", "then"}:
+    if kind in _NAMES and token in {"if", "then"}:
         return "write `A implies B`"
     if kind == "COLON" and "IN" not in wanted:
         return "a `:` follows only the region of `forall` or `exists`"
-    if kind == "NAME" and "COLON" in wanted:
+    if kind in _NAMES and "COLON" in wanted:
         return "put `:` after the region"
-    if kind in {"NAME", "NUMBER"} and "COMMA" in wanted:
+    if kind in _NAMES | {"NUMBER"} and "COMMA" in wanted:
         return "separate arguments with `,`"
     return None

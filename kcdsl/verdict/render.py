@@ -81,42 +81,40 @@ def _kernel(kernel: object) -> str:
 
 
 def _clause_table(clauses: Iterable[ClauseResult]) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold", expand=False)
-    table.add_column("clause", no_wrap=True, max_width=14, overflow="ellipsis")
-    table.add_column("slice", no_wrap=True, max_width=10, overflow="ellipsis")
-    table.add_column("requirement", max_width=27, overflow="fold")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=False)
+    table.add_column("clause", no_wrap=True, max_width=16, overflow="ellipsis")
+    table.add_column("slice", no_wrap=True, max_width=9, overflow="ellipsis")
+    table.add_column("requirement", max_width=32, overflow="fold")
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("limit", justify="right", no_wrap=True)
-    table.add_column("beyond", justify="right", no_wrap=True)
     table.add_column("evidence", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in clauses:
         word, style = SHOWN[verdict_name(row.verdict)]
-        table.add_row(
+        cells = (
             f"{row.clause} {row.level}",
             row.slice,
             requirement(row),
             quantity(row.value, row.unit),
             quantity(_worse_limit(row), row.unit),
-            beyond(row),
-            row.evidence,
-            Text(word, style=style),
+            f"{row.evidence} {beyond(row)}",
         )
+        table.add_row(*map(Text, cells), Text(word, style=style))
     return table
 
 
 def requirement(row: ClauseResult) -> str:
     """Return what a clause asks for, in the units of people."""
-    if row.threshold is None:
+    if row.threshold is None or row.metric.startswith("coverage("):
         return row.requirement
     budget = "" if row.budget is None else f", up to {row.budget}"
     return f"{row.metric} {row.op} {quantity(row.threshold, row.unit)}{budget}"
 
 
 def beyond(row: ClauseResult) -> str:
-    """Return how many units are beyond the threshold, as k/n."""
+    """Return how many units are beyond the threshold, as k/n; only n where none are counted."""
     if row.exceedance is None:
-        return _UNREACHED
+        return str(row.n)
     return f"{row.exceedance.k}/{row.exceedance.n}"
 
 
@@ -126,7 +124,7 @@ def _worse_limit(row: ClauseResult) -> float | None:
 
 def _crosscheck_table(checks: Iterable[CrossCheck]) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
-    table.title = "measured drift beside its certified bound"
+    table.title = "\nmeasured drift beside its certified bound"
     for name, justify in (
         ("block", "left"),
         ("requests", "right"),
@@ -136,19 +134,20 @@ def _crosscheck_table(checks: Iterable[CrossCheck]) -> Table:
     ):
         table.add_column(name, justify="right" if justify == "right" else "left")
     for check in checks:
-        table.add_row(
+        cells = (
             check.block,
             str(check.requests),
             quantity(check.measured, "1"),
             quantity(check.certified, "1"),
             _UNREACHED if check.tightness is None else f"{check.tightness:.3g}",
         )
+        table.add_row(*map(Text, cells))
     return table
 
 
 def _slice_table(slices: Iterable[SliceSummary]) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
-    table.title = "drift by slice (each request by its worst token; mean over tokens)"
+    table.title = "\ndrift by slice (each request by its worst token; mean over tokens)"
     table.add_column("slice")
     table.add_column("metric")
     for name in ("mean", "p50", "p95", "p99", "worst"):
@@ -157,7 +156,7 @@ def _slice_table(slices: Iterable[SliceSummary]) -> Table:
         label = f"{row.name} ({row.requests})"
         for metric, values in row.statistics.items():
             cells = [quantity(values.get(n), "1") for n in ("mean", "p50", "p95", "p99", "worst")]
-            table.add_row(label, metric, *cells)
+            table.add_row(*map(Text, (label, metric, *cells)))
             label = ""
     return table
 
@@ -226,8 +225,8 @@ def quantity(value: float | None, unit: str) -> str:
         case "B":
             return f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
         case "tok/s":
-            return f"{value:.4g} tok/s"
-        case "ratio":
+            return f"{value:.0f} tok/s" if value >= 10 else f"{value:.3g} tok/s"
+        case "ratio" if value == 0 or abs(value) >= 1e-4:
             return f"{value * 100:.4g}%"
         case _:
-            return f"{value:.4g}"
+            return f"{value:.3g}"

@@ -63,7 +63,7 @@ def parsed(text: str) -> tuple[ast.Expression | None, Sink]:
     return parse_expression(source, Scalar(text, text, "plain", Span(0, len(text))), sink), sink
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(EXPRESSIONS)
 def test_parse_after_print_is_the_identity(expression: ast.Expression) -> None:
     text = print_expression(expression)
@@ -82,7 +82,7 @@ def nodes(value: object) -> list[ast.Expression]:
     return [value, *(node for field in fields for node in nodes(field))]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(EXPRESSIONS)
 def test_the_text_of_a_span_parses_to_its_node(expression: ast.Expression) -> None:
     text = print_expression(expression)

@@ -144,5 +144,5 @@ def test_what_pyyaml_writes(value: object, width: int, flow: bool) -> None:
         return
     for scalar in scalars(root):
         mapped = map_scalar(source, scalar)
-        odd = any(char in scalar.text for char in "\x85\u2028\u2029")
+        odd = any(char in text for char in "\x85\u2028\u2029")
         assert mapped.pieces is not None or odd

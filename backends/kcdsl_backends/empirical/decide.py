@@ -148,12 +148,10 @@ def count(clause: Clause, judge: Judge) -> Counted | None:
         return Counted("records", (), beyond)
     runs = timed == {True}
     units = judge.data.runs if runs else judge.data.requests
-    if per_window:
-        groups, of = windows(units), "windows"
-    else:
-        groups, of = tuple((u,) for u in units), "timed runs" if runs else "requests"
+    of = "windows" if per_window else "timed runs" if runs else "requests"
     if not units:
         raise NotMeasurable(f"there are no {of}")
+    groups = windows(units) if per_window else tuple((u,) for u in units)
     beyond = tuple(judge.on(*g, runs=runs).outcome(body) != "held" for g in groups)
     return Counted(of, groups, beyond)
 

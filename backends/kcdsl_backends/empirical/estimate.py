@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -21,11 +21,13 @@ from kcdsl_backends.empirical.clauses import label, norm_name, subterms
 from kcdsl_backends.empirical.interval import Interval
 from kcdsl_backends.empirical.measured import Array, SliceData, Unit
 from kcdsl_backends.empirical.metrics import calibration
-from kcdsl_backends.empirical.metrics.measures import MEASURES, UNMEASURED
+from kcdsl_backends.empirical.metrics.measures import MEASURES, SAMPLED_FUNCTIONS, UNMEASURED
 from kcdsl_backends.empirical.statistics import Estimate, NotMeasurable
 
 Side = Literal["upper", "lower"]
 """Which tail harms: "upper" where a value must stay below something."""
+
+_TAILS: dict[str, Side] = {"max": "upper", "min": "lower"}
 
 _ECE_RESAMPLES = 299
 
@@ -56,9 +58,9 @@ def evaluate(term: Term, data: SliceData, side: Side, settings: Settings) -> tup
             inner, n = evaluate(of, data, side, settings)
             return inner.magnitude(), n
         case Statistic(kind, of, q):
-            found = _statistic(kind, of, q, data, side, settings)
+            found = _exactly(of, _statistic(kind, of, q, data, side, settings))
         case Metric() | Norm() | Abs():
-            found = _statistic("aggregate", term, None, data, side, settings)
+            found = _exactly(term, _statistic("aggregate", term, None, data, side, settings))
     return Interval.of(found), found.n
 
 
@@ -105,7 +107,8 @@ def _statistic(
         return _mean(of, data, settings)
     if kind == "rate":
         return _rate(of, data, settings)
-    worst = statistics.check_values(worst_of_units(of, data, side), name)
+    tail = _TAILS.get(kind, side)
+    worst = statistics.check_values(worst_of_units(of, data, tail), name)
     match kind:
         case "max":
             return statistics.largest(worst)
@@ -120,6 +123,19 @@ def _statistic(
     raise NotMeasurable(f"{kind}({name}) is no statistic of measured values")
 
 
+def _exactly(of: Term, found: Estimate) -> Estimate:
+    """Return the estimate with its exact value, for metrics whose values are shares of k tokens.
+
+    Such a share is stored as the nearest double: 3/5 as a little less than it, which a threshold
+    of 60 % must not notice.
+    """
+    steps = MEASURES[of.name].steps if isinstance(of, Metric) and of.name in MEASURES else None
+    if steps is None:
+        return found
+    total = found.rational * found.weight * steps
+    return replace(found, exact=Fraction(round(total), steps) / found.weight)
+
+
 def _mean(of: Term, data: SliceData, settings: Settings) -> Estimate:
     values = unit_values(of, units_of(of, data))
     statistics.check_values(np.concatenate(values) if values else [], label(of))
@@ -128,7 +144,7 @@ def _mean(of: Term, data: SliceData, settings: Settings) -> Estimate:
         [float(v.size) for v in values],
         seed=settings.seed,
         confidence=settings.confidence,
-        bounds=_range(of),
+        bounds=_range(of, units_of(of, data)),
         what=label(of),
     )
 
@@ -255,8 +271,17 @@ def _require(unit: Unit) -> None:
         raise NotMeasurable(f"the request {unit.key} failed: {unit.failure}")
 
 
-def _range(term: Term) -> tuple[float | None, float | None]:
-    """Return the range of one value of a pointwise term, as far as it is known."""
+def _range(term: Term, units: Sequence[Unit]) -> tuple[float | None, float | None]:
+    """Return the range of one value of a pointwise term, as far as it is known.
+
+    Where both policies are equal at every position, the value of a sampled token is the same
+    whichever token is drawn, so its range is one point.
+    """
+    sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & set(SAMPLED_FUNCTIONS)
+    spread = [unit.values.get("max_log_ratio") for unit in units] if sampled else []
+    if spread and all(s is not None and not s.any() for s in spread):
+        constant = float(_pointwise(term, units[0])[0])
+        return constant, constant
     match term:
         case Metric(name) if name in MEASURES:
             return MEASURES[name].low, MEASURES[name].high

@@ -178,7 +178,7 @@ def plan_for(setting: Setting, clauses: Sequence[Clause]) -> Plan:
     metrics = {name for clause in clauses for name in metrics_of(clause.require)}
     metrics |= set(_SUMMARY_METRICS[setting.encoder])
     if any(MEASURES[m].source == "sampled" for m in metrics if m in MEASURES):
-        metrics.add("importance_ratio")
+        metrics |= {"importance_ratio", "max_log_ratio"}
     constants = setting.program.constants
     gradient = None
     if "grad_bias" in metrics:

@@ -30,7 +30,7 @@ class Interval:
     @staticmethod
     def of(estimate: Estimate) -> Interval:
         """Return the interval of an estimate."""
-        return Interval(Fraction(estimate.value), _fraction(estimate.low), _fraction(estimate.high))
+        return Interval(estimate.rational, _fraction(estimate.low), _fraction(estimate.high))
 
     def as_point(self) -> Interval:
         """Return the value alone, for statements about exactly what was measured."""

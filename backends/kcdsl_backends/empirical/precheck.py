@@ -64,6 +64,7 @@ def run_prechecks(
 ) -> tuple[Precheck, ...]:
     """Return every precondition with its outcome; `checkpoints` holds weights digests by place."""
     usable = [p for p in probes if p is not None]
+    comparable = [p for p in usable if p.train.shape == p.infer.shape]
     found = [
         weights_checksum(checkpoints),
         token_equality(units, usable),
@@ -72,8 +73,8 @@ def run_prechecks(
     ]
     if not encoder:
         found += [
-            alignment_shift(usable),
-            temperature_fit(usable, temperature),
+            alignment_shift(comparable),
+            temperature_fit(comparable, temperature),
             support_check(
                 [
                     u.values["importance_ratio"]
@@ -134,7 +135,7 @@ def alignment_shift(probes: Sequence[Probe]) -> Precheck:
     name = "alignment_shift"
     gaps = {shift: _gap(probes, shift) for shift in (-1, 0, 1)}
     here = gaps[0]
-    if not math.isfinite(here) or all(p.train.shape[0] < 4 for p in probes):
+    if not math.isfinite(here):
         return Precheck(name, "not_applicable", "no request with four tokens")
     best = min(gaps, key=lambda shift: gaps[shift])
     late = best != 0 and here > _SMALLEST and gaps[best] < _CLEAR * here
@@ -145,7 +146,7 @@ def alignment_shift(probes: Sequence[Probe]) -> Precheck:
 def _gap(probes: Sequence[Probe], shift: int) -> float:
     gaps: list[Tensor] = []
     for p in probes:
-        length = min(p.train.shape[0], p.infer.shape[0])
+        length = p.train.shape[0]
         if length < 4:
             continue
         labels = torch.tensor(p.request.tokens[1 : length + 1])
@@ -160,11 +161,10 @@ def _gap(probes: Sequence[Probe], shift: int) -> float:
 def temperature_fit(probes: Sequence[Probe], temperature: float) -> Precheck:
     """Does one temperature on the training logits explain the drift? Report the best T."""
     name = "temperature_fit"
-    same = [p for p in probes if p.train.shape == p.infer.shape]
-    if not same:
+    if not probes:
         return Precheck(name, "not_applicable", "no request could be run")
-    train = torch.cat([p.train for p in same])
-    target = torch.log_softmax(torch.cat([p.infer for p in same]) / temperature, -1)
+    train = torch.cat([p.train for p in probes])
+    target = torch.log_softmax(torch.cat([p.infer for p in probes]) / temperature, -1)
 
     def loss(log_t: float) -> float:
         scaled = torch.log_softmax(train / (temperature * math.exp(log_t)), -1)

@@ -10,7 +10,6 @@ from kcdsl.ir.terms import (
     Clause,
     Compare,
     EvidenceKind,
-    Family,
     HasFields,
     Level,
     Metric,
@@ -355,7 +354,7 @@ def _deviation(
     """
     if isinstance(verdict, InvalidEvidence):
         return float("inf")
-    if clause.family is Family.OBSERVABILITY and isinstance(clause.require, HasFields):
+    if isinstance(clause.require, HasFields):
         return 0.0 if figures.value is None else 1.0 - figures.value
     if clause.budget is not None and exceedance is not None:
         return deviation(exceedance.rate, float(clause.budget.rate), "lower")

@@ -31,13 +31,24 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic over n units; `low` and `high` are None where the sample supports no limit."""
+    """A statistic over n units; `low` and `high` are None where the sample supports no limit.
+
+    `exact` is the value before rounding to float64, where it is a quotient: a mean, a share.
+    """
 
     value: float
     low: float | None
     high: float | None
     n: int
     method: str
+    exact: Fraction | None = None
+    weight: Fraction = Fraction(1)
+    """What a mean was divided by: the number of its token values."""
+
+    @property
+    def rational(self) -> Fraction:
+        """Return the value as it is compared with a threshold."""
+        return Fraction(self.value) if self.exact is None else self.exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +127,13 @@ def proportion(k: int, n: int, confidence: float | None = CONFIDENCE) -> Estimat
         raise NotMeasurable("rate: there are no values")
     if not 0 <= k <= n:
         raise ValueError(f"{k} of {n}")
+    exact = Fraction(k, n)
     if confidence is None:
-        return Estimate(k / n, None, None, n, "clopper-pearson")
+        return Estimate(k / n, None, None, n, "clopper-pearson", exact, Fraction(n))
     error = 1 - confidence
     low = float(stats.beta.ppf(error, k, n - k + 1)) if k > 0 else 0.0
     high = float(stats.beta.ppf(confidence, k + 1, n - k)) if k < n else 1.0
-    return Estimate(k / n, low, high, n, "clopper-pearson")
+    return Estimate(k / n, low, high, n, "clopper-pearson", exact, Fraction(n))
 
 
 def exceedance(beyond: Sequence[bool], confidence: float = CONFIDENCE) -> Exceedance:
@@ -163,13 +175,15 @@ def clustered_ratio(
     if bool((below <= 0).any()):
         raise NotMeasurable(f"{what}: a request has nothing to divide by")
     n = int(above.size)
-    value = math.fsum(above) / math.fsum(below)
+    weight = Fraction(math.fsum(below))
+    exact = Fraction(math.fsum(above)) / weight
+    value = float(exact)
     if n < FEWEST_CLUSTERS or confidence is None:
-        return Estimate(value, None, None, n, "cluster-bootstrap-t")
+        return Estimate(value, None, None, n, "cluster-bootstrap-t", exact, weight)
     error = _linear_error(above, below, value)
     if error == 0:
         low, high = _degenerate_limits(above / below, n, confidence, bounds)
-        return Estimate(value, low, high, n, "equal-draws")
+        return Estimate(value, low, high, n, "equal-draws", exact, weight)
     t = _bootstrap_t(above, below, value, seed)
     low = value - float(np.quantile(t, confidence, method="higher")) * error
     high = value - float(np.quantile(t, 1 - confidence, method="lower")) * error
@@ -179,6 +193,8 @@ def clustered_ratio(
         _clip(high, bounds) if math.isfinite(high) else None,
         n,
         "cluster-bootstrap-t",
+        exact,
+        weight,
     )
 
 

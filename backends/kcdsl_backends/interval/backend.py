@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from kcdsl.route.goals import Goal
 from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 from kcdsl_backends.attack.search import Attack, attack
-from kcdsl_backends.interval.certified import BlockProblem, Workshop, functional_bound
+from kcdsl_backends.interval.certified import BlockProblem, Workshop, claim_margin, functional_bound
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.proof import ProofBuilder, box_region, token_region
 from kcdsl_backends.requests import Request, load_requests, select
@@ -82,6 +82,11 @@ class IntervalBackend:
             model.block(goal.block)
         return tuple(self._decide(program, base, shop, goal, attacks, progress) for goal in goals)
 
+    def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
+        """Return how many rows each of these slices of the contract has."""
+        model = load_model(program.model, base)
+        return {name: len(_slice_rows(program, base, model, name)) for name in slices}
+
     def _decide(
         self,
         program: Program,
@@ -92,7 +97,7 @@ class IntervalBackend:
         progress: Progress | None,
     ) -> GoalOutcome:
         started = time.perf_counter()
-        rows = _rows(program, base, shop.model, goal)
+        rows = _slice_rows(program, base, shop.model, goal.region.slice)
         if not rows:
             return _without_rows(goal, self.name)
         cases = _cases(shop, goal, rows)
@@ -119,16 +124,16 @@ class IntervalBackend:
         )
 
 
-def _rows(program: Program, base: Path, model: Model, goal: Goal) -> tuple[Request, ...]:
-    declared = program.slice(goal.region.slice)
-    name = declared.data or program.data
-    if name is None:
+def _slice_rows(program: Program, base: Path, model: Model, name: str) -> tuple[Request, ...]:
+    declared = program.slice(name)
+    data = declared.data or program.data
+    if data is None:
         raise refuse(
             codes.FILE_MISSING,
-            f"the slice {declared.name!r} of clause {goal.clause.id} has no data",
+            f"the slice {name!r} has no data",
             help="name a JSONL file: `data:` of the contract or of the slice",
         )
-    return select(load_requests(base / name, name, model.tokenizer.encode), declared)
+    return select(load_requests(base / data, data, model.tokenizer.encode), declared)
 
 
 def _without_rows(goal: Goal, backend: str) -> GoalOutcome:
@@ -187,7 +192,8 @@ def _bound_case(shop: Workshop, goal: Goal, case: _Case, builder: ProofBuilder) 
         bounds = problem.bound(case.centre, case.radius)
     except NoBound as no:
         return CaseOutcome(case.name, len(case.tokens), math.inf, reason=str(no))
-    bound, margin = functional_bound(bounds.output, goal.functional, goal.k)
+    found, margin = functional_bound(bounds.output, goal.functional, goal.k)
+    bound = found * claim_margin(shop.train, shop.infer)
     region = (
         token_region(case.tokens)
         if case.centre is None

@@ -15,7 +15,7 @@ from torch import Tensor
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph, array_digest
 from kcdsl.model.numerics import Numerics
-from kcdsl_backends.interval.certified import MARGIN
+from kcdsl_backends.interval.certified import claim_margin
 
 PROOF_SCHEMA = "kcdsl.interval-proof/1"
 
@@ -55,7 +55,7 @@ class ProofBuilder:
         witness: Mapping[str, tuple[float, float]],
     ) -> None:
         """Add one case. `region` comes from `box_region` or `token_region`."""
-        digest = graph.digest
+        digest, margin = graph.digest, claim_margin(self.train, self.infer)
         if digest not in self._graphs:
             constants = {key: encode_array(graph.constants[key]) for key in sorted(graph.constants)}
             self._graphs[digest] = {"graph": graph.to_json(), "constants": constants}
@@ -70,7 +70,7 @@ class ProofBuilder:
                 "region": dict(region),
                 "claim": "held" if self.functional == "no_flip" else claim.hex(),
                 "witness": [
-                    {"node": node, "value": (v * MARGIN).hex(), "drift": (d * MARGIN).hex()}
+                    {"node": node, "value": (v * margin).hex(), "drift": (d * margin).hex()}
                     for node, (v, d) in witness.items()
                 ],
             }

@@ -123,8 +123,8 @@ def _input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Tensor) 
 
 
 def _magnitudes(node: Node, state: Known) -> tuple[float, float]:
-    exact = state if isinstance(state, State) else state.exact
-    value, drift = float(exact.train.mag().amax()), float(exact.drift.mag().amax())
+    plain = state if isinstance(state, State) else state.collapse()
+    value, drift = float(plain.train.mag().amax()), float(plain.drift.mag().amax())
     if not (value < torch.inf and drift < torch.inf):
         raise NoBound(node.name, "a bound is not finite")
     return value, drift

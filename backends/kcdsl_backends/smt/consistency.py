@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import z3
-
 from kcdsl.diagnostics import Diagnostic, Label, Severity
 from kcdsl.diagnostics.codes import (
     ALWAYS_HOLDS,
@@ -39,7 +37,7 @@ class _Claim:
     index: int
 
     @property
-    def selector(self) -> str:
+    def name(self) -> str:
         return f"claim-{self.index}"
 
     @property
@@ -143,27 +141,27 @@ class _Group:
         for claim in claims:
             self.translator.announce(claim.clause.require, claim.site)
         self.solver = Solver(self.translator.context, timeout_ms)
+        self.formulas: dict[_Claim, Expression] = {}
         self.negations: dict[_Claim, Expression] = {}
         for claim in claims:
-            formula = self.translator.requirement(claim.clause.require, claim.slice, claim.site)
-            self.solver.add([z3.Implies(self._selector(claim), formula)])
-            self.negations[claim] = self.translator.negation(
-                claim.clause.require, claim.slice, claim.site
-            )
+            asked = (claim.clause.require, claim.slice, claim.site)
+            self.formulas[claim] = self.translator.requirement(*asked)
+            self.negations[claim] = self.translator.negation(*asked)
         self.solver.add(self.translator.facts())
 
     def check(self) -> None:
         """Report single claims first, then contradictions among those that are left."""
         left = [claim for claim in self.claims if self._is_open(claim)]
         while len(left) > 1:
-            match self._decide(left):
+            outcome, named = self._ask(left)
+            match outcome:
                 case Outcome.SAT:
                     return
                 case Outcome.UNKNOWN:
                     self.report.undecided(left)
                     return
                 case Outcome.UNSAT:
-                    core = self._minimal(left)
+                    core = self._minimal([claim for claim in left if claim.name in named])
                     self._conflict(core)
                     dropped = core[-1]
                     left.remove(dropped)
@@ -192,10 +190,8 @@ class _Group:
             case Outcome.SAT:
                 return True
 
-    def _minimal(self, claims: Sequence[_Claim]) -> list[_Claim]:
+    def _minimal(self, core: list[_Claim]) -> list[_Claim]:
         """Shrink an unsatisfiable set until every member is needed."""
-        named = self.solver.core()
-        core = [claim for claim in claims if claim.selector in named] or list(claims)
         for claim in list(core):
             rest = [other for other in core if other is not claim]
             if self._decide(rest) is Outcome.UNSAT:
@@ -208,10 +204,10 @@ class _Group:
             self.report.add(CONTRADICTION, core)
 
     def _decide(self, claims: Sequence[_Claim]) -> Outcome:
-        return self.solver.check([self._selector(claim) for claim in claims])
+        return self._ask(claims)[0]
 
-    def _selector(self, claim: _Claim) -> Expression:
-        return z3.Bool(claim.selector, self.translator.context)
+    def _ask(self, claims: Sequence[_Claim]) -> tuple[Outcome, frozenset[str]]:
+        return self.solver.decide_named({claim.name: self.formulas[claim] for claim in claims})
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from fractions import Fraction
 from typing import Any
@@ -27,6 +27,7 @@ class Solver:
     def __init__(self, context: z3.Context, timeout_ms: int) -> None:
         if timeout_ms <= 0:
             raise ValueError(f"the timeout is {timeout_ms} ms; it must be positive")
+        self._context = context
         self._solver = z3.Solver(ctx=context)
         self._solver.set("timeout", timeout_ms)
 
@@ -35,30 +36,30 @@ class Solver:
         for fact in facts:
             self._solver.add(fact)
 
-    def check(self, assumptions: Sequence[Expression] = ()) -> Outcome:
-        """Decide the facts together with the assumptions (Boolean constants or their negation)."""
-        try:
-            answer = self._solver.check(*assumptions)
-        except z3.Z3Exception:
-            return Outcome.UNKNOWN
-        if answer == z3.sat:
-            return Outcome.SAT
-        return Outcome.UNSAT if answer == z3.unsat else Outcome.UNKNOWN
-
     def decide(self, *goals: Expression) -> Outcome:
         """Decide the facts together with goals that are dropped again afterwards."""
+        return self._ask(goals, ())[0]
+
+    def decide_named(self, goals: Mapping[str, Expression]) -> tuple[Outcome, frozenset[str]]:
+        """Decide the facts together with named goals; if UNSAT, also which goals it took."""
+        switches = {name: z3.Bool(name, self._context) for name in goals}
+        switched = [z3.Implies(switches[name], goal) for name, goal in goals.items()]
+        return self._ask(switched, tuple(switches.values()))
+
+    def _ask(
+        self, goals: Sequence[Expression], assumptions: Sequence[Expression]
+    ) -> tuple[Outcome, frozenset[str]]:
         self._solver.push()
         try:
             self._solver.add(*goals)
-            return self.check()
+            answer = self._solver.check(*assumptions)
+            if answer == z3.unsat:
+                return Outcome.UNSAT, frozenset(str(name) for name in self._solver.unsat_core())
+            return (Outcome.SAT if answer == z3.sat else Outcome.UNKNOWN), frozenset()
         except z3.Z3Exception:
-            return Outcome.UNKNOWN
+            return Outcome.UNKNOWN, frozenset()
         finally:
             self._solver.pop()
-
-    def core(self) -> set[str]:
-        """Return the names of the assumptions that the last "unsat" used."""
-        return {str(item) for item in self._solver.unsat_core()}
 
 
 def real(value: Fraction, context: z3.Context) -> Expression:

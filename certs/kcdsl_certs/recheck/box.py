@@ -149,8 +149,9 @@ def mul(a: Box, b: Box) -> Box:
 
 
 def half(a: Box) -> Box:
-    """Return a / 2."""
-    return Box(down(a.lo / 2), above(a.hi / 2)) if _small(a) else Box(a.lo / 2, a.hi / 2)
+    """Return a / 2; exact but for the smallest subnormal numbers."""
+    lo, hi = a.lo / 2, a.hi / 2
+    return Box(np.where(2 * lo == a.lo, lo, down(lo)), np.where(2 * hi == a.hi, hi, above(hi)))
 
 
 def meet(a: Box, b: Box) -> Box:
@@ -210,8 +211,3 @@ def _ends(a: Box) -> tuple[Floats, ...]:
 
 def _null(a: Box) -> Bools:
     return np.asarray((a.lo == 0) & (a.hi == 0))
-
-
-def _small(a: Box) -> bool:
-    magnitudes = magnitude(a)
-    return bool(((magnitudes > 0) & (magnitudes < FLUSH)).any())

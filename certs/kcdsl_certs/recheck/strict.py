@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from kcdsl_certs.recheck.errors import Rejection
 
-LARGEST_INTEGER = 2**53
+LARGEST_INTEGER = 2**53 - 1
 _LONGEST_INTEGER = 17
 
 
@@ -60,7 +60,7 @@ def _refuse(what: str) -> Callable[[str], NoReturn]:
 
 def _integer(text: str) -> int:
     if len(text) > _LONGEST_INTEGER or abs(int(text)) > LARGEST_INTEGER:
-        raise ValueError(f"an integer beyond 2^53: {text[:40]}")
+        raise ValueError(f"an integer beyond ±(2^53 - 1): {text[:40]}")
     if text == "-0":
         raise ValueError("the integer -0")
     return int(text)

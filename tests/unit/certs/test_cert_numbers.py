@@ -17,13 +17,11 @@ from kcdsl_certs.clauses import (
     Evidence,
     ProofReference,
     Verdict,
-    admissible,
-    check_verdict,
-    overall,
 )
 from kcdsl_certs.reals import Measured, Rounding, decimal_text, parse_hex, parse_real, real_text
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.tails import certifies, lower_tail
+from kcdsl_certs.verdicts import admissible, check_verdict, overall
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -58,7 +56,8 @@ def test_numbers_that_are_not_finite_are_no_evidence(value: float) -> None:
     "text",
     [
         "", " 1", "1 ", "+1", "01", "1.", ".5", "1e1000", "1E5", "nan", "inf", "0x1p3", "1/0",
-        "1_0", "１", "0/3", "1/-2", "--1", "0x1.0p+1024", "0x1.00p+0", "-0x0.0p+0", "1" * 3000, "0.1\n",
+        "1_0", "１", "0/3", "1/-2", "--1", "0x1.0p+1024", "0x1.00p+0", "-0x0.0p+0", "1" * 3000,
+        "0.1\n",
     ],
 )  # fmt: skip
 def test_numbers_are_refused(text: str) -> None:
@@ -175,7 +174,20 @@ _RATE: dict[str, Any] = {**_SAMPLED, "budget": Fraction(1, 10)}
         ({**_SAMPLED, "value": 0.1}, "INCONCLUSIVE"),
         ({**_SAMPLED, "value": 0.1, "budget": Fraction(0)}, "INCONCLUSIVE"),
         ({**_SAMPLED, "value": 0.6}, "FAILED INCONCLUSIVE"),
-        ({**_SAMPLED, "exceed": 1}, "FAILED INCONCLUSIVE"),
+        ({**_SAMPLED, "exceed": 1, "quantity": "max(kl)"}, "FAILED INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "high": 0.5}, "PASSED INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "high": 0.51}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "high": 0.2, "alpha": None}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "low": 0.0}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "high": 0.2}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.9, "low": 0.6, "op": ">="}, "PASSED INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.9, "low": 0.4, "op": ">="}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "high": 0.2, "quantity": "max(kl)"}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "high": 0.2, "quantity": "p100(kl)"}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "high": 0.2, "quantity": "quantile(1, kl)"}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "high": 0.2, "quantity": "(max(a) + 1)"}, "INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "high": 0.2, "quantity": "p99(kl)"}, "PASSED INCONCLUSIVE"),
+        ({**_SAMPLED, "value": 0.1, "high": 0.2, "op": "=="}, "FAILED INCONCLUSIVE"),
         ({**_RATE, "exceed": 0, "n": 29}, "PASSED INCONCLUSIVE"),
         ({**_RATE, "exceed": 0, "n": 28}, "INCONCLUSIVE"),
         ({**_RATE, "exceed": 9, "n": 100}, "INCONCLUSIVE"),
@@ -214,6 +226,8 @@ def test_numbers_admit(changes: dict[str, Any], admitted: str) -> None:
         ({**_PROVED, "bound": 0.6, "high": 0.55, "op": ">="}, "clause/attack-beyond-bound"),
         ({"value": 0.1, "slice_digest": None}, "clause/census-not-pinned"),
         ({**_RATE, "exceed": 0, "n": 29, "alpha": Fraction(1, 4)}, "clause/alpha"),
+        ({**_SAMPLED, "value": 0.2, "high": 0.1}, "clause/limit"),
+        ({**_SAMPLED, "value": 0.6, "low": 0.7, "op": ">="}, "clause/limit"),
     ],
 )
 def test_records_that_contradict_themselves(changes: dict[str, Any], reason: str) -> None:

@@ -272,11 +272,13 @@ def test_a_form_that_cannot_be_rederived_is_never_accepted(
 def test_a_partial_certificate_covers_its_scope_and_says_what_it_leaves_out(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
-    partial = dataclasses.replace(body, clauses=body.clauses[:1], scope=Scope(False, ("N-ATTN-0",)))
+    partial = dataclasses.replace(
+        body, clauses=body.clauses[:1], scope=Scope(False, body.scope.covers[:1])
+    )
     assert _failures(check(certify(partial))) == [("clauses", "clause/missing")]
     report = check(certify(partial), partial=True)
     assert report.accepted
-    assert report.outside == ("N-KL", "O-TRACE", "R-LAT")
+    assert report.outside == ("N-KL [all]", "N-KL [long]", "R-LAT [all]", "O-TRACE [all]")
     nothing = dataclasses.replace(body, clauses=(), scope=Scope(False, ()))
     assert _failures(check(certify(nothing), partial=True)) == [
         ("clauses", "clause/nothing-covered")
@@ -287,10 +289,10 @@ def test_a_scope_without_its_results_is_missing_them(
     body: Predicate, certify: Certify, check: CheckBundle
 ) -> None:
     hidden = dataclasses.replace(
-        body, clauses=body.clauses[:2], scope=Scope(False, ("N-ATTN-0", "N-KL"))
+        body, clauses=body.clauses[:2], scope=Scope(False, body.scope.covers[:3])
     )
     assert _failures(check(certify(hidden), partial=True)) == [("clauses", "clause/missing")]
-    boasting = dataclasses.replace(hidden, scope=Scope(True, ("N-ATTN-0", "N-KL")))
+    boasting = dataclasses.replace(hidden, scope=Scope(True, body.scope.covers[:3]))
     assert _failures(check(certify(boasting), partial=True)) == [("clauses", "scope/inconsistent")]
 
 
@@ -397,7 +399,7 @@ def test_every_byte_of_a_bundle_matters_apart_from_hints(
     (`verificationMaterial.publicKey.hint`, `signatures[].keyid`), the final line break among JSON
     blanks, and + or / spelt in the URL-safe alphabet, which decodes to the same bytes."""
     short = dataclasses.replace(
-        body, clauses=body.clauses[1:2], scope=Scope(False, ("N-KL",)), non_claims=()
+        body, clauses=body.clauses[1:2], scope=Scope(False, (("N-KL", "all"),)), non_claims=()
     )
     required = (golden.REQUIRED[1],)
     bundle = bundle_bytes(sign(payload_bytes(short), [golden.KEY_A]), golden.KEY_A.public.hint)

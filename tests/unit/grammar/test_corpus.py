@@ -1,4 +1,4 @@
-"""Every document of the corpus compiles, or is refused for the stated reason at the stated place."""
+"""Every document of the corpus compiles, or is refused for the stated reason and place."""
 
 from __future__ import annotations
 

@@ -58,14 +58,13 @@ def own_model_folder(repository: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def save_model(
-    tmp_path_factory: pytest.TempPathFactory, own_model_folder: Path
-) -> SaveModel:
+def save_model(tmp_path_factory: pytest.TempPathFactory, own_model_folder: Path) -> SaveModel:
     """Return a function that writes a random model and loads it again."""
 
     def save(kind: str, seed: int = 0, **changes: Any) -> Model:
         folder = tmp_path_factory.mktemp(kind)
-        config = {"llama": LLAMA, "bert": BERT, "own": OWN}[kind] | changes
+        kinds: dict[str, dict[str, Any]] = {"llama": LLAMA, "bert": BERT, "own": OWN}
+        config = kinds[kind] | changes
         (folder / "config.json").write_text(json.dumps(config))
         module: torch.nn.Module
         if kind == "own":

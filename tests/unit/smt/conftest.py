@@ -108,7 +108,7 @@ class Build:
         )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def build() -> Build:
     """Return the builder."""
     return Build()

@@ -45,6 +45,8 @@ class Measure:
     low: float | None = 0.0
     high: float | None = None
     direction: str = ""
+    steps: int | None = None
+    """Where it is set, a value is a whole number of 1/steps (shares of k tokens)."""
     noisy: bool = False
     """One more run of the same requests would give other values, so a verdict needs an interval."""
 
@@ -109,8 +111,21 @@ def _exact(
     low: float | None = 0.0,
     high: float | None = None,
     direction: str = "",
+    steps: int | None = None,
 ) -> Measure:
-    return Measure(name, source, "A", estimator, "exact", counted, better, low, high, direction)
+    return Measure(
+        name, source, "A", estimator, "exact", counted, better, low, high, direction, steps
+    )
+
+
+def _overlap(k: int) -> Measure:
+    return _exact(
+        f"top{k}_overlap",
+        f"|top{k}(p) and top{k}(q)| / {k}",
+        better="higher",
+        high=1.0,
+        steps=k,
+    )
 
 
 def _sampled(name: str, estimator: str, bias: Bias, direction: str, low: float | None) -> Measure:
@@ -150,9 +165,9 @@ MEASURES: Mapping[str, Measure] = {
         _exact("tv", "sum |p - q| / 2", high=1.0, direction="symmetric"),
         _exact("hellinger2", "sum (sqrt p - sqrt q)^2 / 2", high=1.0, direction="symmetric"),
         _exact("max_log_ratio", "max |ln p - ln q|", direction="symmetric"),
-        _exact("top1_overlap", "same first token", better="higher", high=1.0),
-        _exact("top5_overlap", "|top5(p) and top5(q)| / 5", better="higher", high=1.0),
-        _exact("top10_overlap", "|top10(p) and top10(q)| / 10", better="higher", high=1.0),
+        _exact("top1_overlap", "same first token", better="higher", high=1.0, steps=1),
+        _overlap(5),
+        _overlap(10),
         _exact("hidden_l2", "||dh||_2", source="hidden"),
         _exact("hidden_linf", "max |dh|", source="hidden"),
         _exact("embedding_l2", "||e_infer - e_train||_2", source="hidden", counted="request"),

@@ -13,7 +13,7 @@ from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State
 
 _DIVISION = 1.0 + 2.0**-20
-_INTEGER_MAX = {"int8": 127.0}
+_MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
 
 
 def linear(step: Step) -> State:
@@ -53,12 +53,19 @@ def _product_error(x: Box, weight: Tensor, bias: Tensor | None, kernel: Rounding
     total = magnitude_product(x.mag(), weight.T.abs())
     if bias is not None:
         total = up(total + bias.abs())
-    error = gamma(terms + 2, kernel.u_accumulate) * total + (terms + 2) * kernel.eta_accumulate
+    error = accumulation_error(total, terms + 2, kernel)
     if bias is not None and kernel.free and kernel.coarse:
-        error = error + (
-            kernel.compute.unit_roundoff * (1.0 + 2.0**-10) * total + kernel.compute.underflow
-        )
+        slack = max(2.0**-10, gamma(terms + 2, kernel.u_accumulate))
+        stored = kernel.compute
+        error = error + (stored.unit_roundoff * (1.0 + slack) * total + stored.underflow)
     return up(error, 4)
+
+
+def accumulation_error(total: Tensor, steps: int, kernel: Rounding) -> Tensor:
+    """Return γ_steps(u_a)·Σ|terms| + steps·η_a; infinite where a partial sum may overflow."""
+    error = up(gamma(steps, kernel.u_accumulate) * total + steps * kernel.eta_accumulate, 2)
+    largest = FORMATS[kernel.numerics.accumulate].largest
+    return torch.where(total + error <= largest, error, torch.inf)
 
 
 def activation_error(x: Box, kernel: Rounding, node: str) -> Tensor | None:
@@ -74,29 +81,38 @@ def activation_error(x: Box, kernel: Rounding, node: str) -> Tensor | None:
     largest = _group_maximum(magnitude, spec.scale)
     if spec.format == "uint8":
         return up(2.0 * largest / 255.0 * _DIVISION + magnitude * 2.0**-20, 4)
-    if spec.format in _INTEGER_MAX:
-        step = largest / _INTEGER_MAX[spec.format]
-        return up((step / 2 + magnitude * 2.0**-20) * _DIVISION, 4)
+    if spec.format == "int8":
+        return up((largest / 127.0 / 2 + magnitude * 2.0**-20) * _DIVISION, 4)
     target = FORMATS[spec.format]
-    relative = target.unit_roundoff * _DIVISION * magnitude
-    if spec.scale == "none":
-        if not bool((magnitude <= target.largest).all()):
-            raise NoBound(
-                node, f"overflow reachable: input above {target.largest:g} ({target.name})"
-            )
-        scale = torch.ones_like(largest)
-        excess = torch.zeros_like(magnitude)
-    elif spec.scale == "mx":
-        scale = largest * 2.0 ** -_exponent_of_largest(spec.format)
-        excess = (magnitude - target.largest * scale / 2).clamp_min(0)
-    else:
-        scale = up(largest / target.largest)
-        excess = torch.zeros_like(magnitude)
-    return up(relative + scale * target.underflow * _DIVISION + excess, 4)
+    match spec.scale:
+        case "none":
+            if not bool((magnitude <= target.largest).all()):
+                limit = f"{target.largest:g} ({target.name})"
+                raise NoBound(node, f"overflow reachable: input above {limit}")
+            scale = torch.ones_like(largest)
+        case "mx":
+            scale = largest * 2.0 ** -_MX_EXPONENT[spec.format]
+        case _:
+            scale = up(largest / target.largest)
+    rounded = (target.unit_roundoff * magnitude + scale * target.underflow) * _DIVISION
+    if spec.scale != "mx":
+        return up(rounded, 4)
+    return up(torch.maximum(rounded, _saturation(x, spec.format)), 4)
 
 
-def _exponent_of_largest(format: str) -> int:
-    return {"fp8_e4m3": 8, "fp8_e5m2": 15}[format]
+def _saturation(x: Box, format: str) -> Tensor:
+    """Return how much of a number an mx scale may cut off.
+
+    The scale is 2^(floor(log2 amax) - emax), so at least qmax·2^-(emax+1) = 7/8 of the block's own
+    maximum is kept, and that maximum is known from both sides only: a number is cut by at most 1/8
+    of itself, and not at all below 7/8 of the least possible maximum.
+    """
+    kept = FORMATS[format].largest * 2.0 ** -(_MX_EXPONENT[format] + 1)
+    magnitude = x.mag()
+    least = torch.maximum(x.lo, -x.hi).clamp_min(0)
+    certain = kept * _group_maximum(least, "mx") * (1 - 2.0**-20)
+    cut = torch.minimum(magnitude * (1 - kept), (magnitude - certain).clamp_min(0))
+    return cut + magnitude * 2.0**-20
 
 
 def _group_maximum(magnitude: Tensor, scale: str) -> Tensor:
@@ -127,6 +143,5 @@ def product(step: Step) -> State:
 def _matmul_error(step: Step, a: Box, b: Box, kernel: Rounding) -> Tensor:
     terms = a.shape[-1]
     scaled_apart = step.node.role == "scores" and kernel.numerics.attention.style == "fused"
-    factor = gamma(terms + (6 if scaled_apart else 2), kernel.u_accumulate)
-    total = magnitude_product(a.mag(), b.mag())
-    return up(factor * total + (terms + 2) * kernel.eta_accumulate, 4)
+    steps = terms + (6 if scaled_apart else 2)
+    return accumulation_error(magnitude_product(a.mag(), b.mag()), steps, kernel)

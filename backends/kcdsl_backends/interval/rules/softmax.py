@@ -22,6 +22,7 @@ from kcdsl_backends.interval.box import (
 from kcdsl_backends.interval.context import Step
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rules.linear import accumulation_error
 from kcdsl_backends.interval.state import SoftmaxState, State, settle
 
 _FAR = 700.0
@@ -128,7 +129,10 @@ def log_error(columns: int, spread: Tensor, kernel: Rounding) -> Tensor:
     total = 2 * tiles * (u * spread + exp_log + one) + (columns + 8) * one
     stored = FORMATS[attention.probabilities]
     if attention.style == "fused" and stored.precision < 24:
-        total = total + stored.unit_roundoff
+        lost = (1 + stored.unit_roundoff) * columns * stored.underflow
+        if lost >= 1:
+            return torch.full_like(spread, torch.inf)
+        total = total + stored.unit_roundoff + lost / (1 - lost)
     return up(total, 4)
 
 
@@ -162,11 +166,11 @@ def context(step: Step) -> State:
         raise NoBound(step.node.name, "a context product without its softmax")
     values, mask, p = step.operand(1), left.mask, left.exact
     by_values = matmul(p.infer, values.drift).meet(_hull_over_keys(values.drift, mask))
-    middle = (values.train.lo.amin(-2, keepdim=True) + values.train.hi.amax(-2, keepdim=True)) / 2
-    centred = values.train - Box.point(middle.expand(values.train.shape))
     reach = _hull_over_keys(values.train, mask)
-    cap = up(left.variation.unsqueeze(-1) * up(reach.hi - reach.lo))
-    by_probabilities = matmul(p.drift, centred).meet(Box.around(cap))
+    by_probabilities = Box.around(up(left.variation.unsqueeze(-1) * up(reach.hi - reach.lo)))
+    for centre in _centres(values.train):
+        centred = values.train - Box.point(centre.expand(values.train.shape))
+        by_probabilities = by_probabilities.meet(matmul(p.drift, centred))
     train = matmul(p.train, values.train).meet(reach)
     infer = matmul(p.infer, values.infer).meet(_hull_over_keys(values.infer, mask))
     return step.finish(
@@ -176,6 +180,12 @@ def context(step: Step) -> State:
         _context_error(p.train, left.rounding_train, values.train, step.kernels.train),
         _context_error(p.infer, left.rounding_infer, values.infer, step.kernels.infer),
     )
+
+
+def _centres(values: Box) -> tuple[Tensor, Tensor]:
+    """Return two constants per column that may be subtracted: the middle and the mean."""
+    low, high = values.lo.amin(-2, keepdim=True), values.hi.amax(-2, keepdim=True)
+    return low / 2 + high / 2, (values.lo / 2 + values.hi / 2).mean(-2, keepdim=True)
 
 
 def _hull_over_keys(values: Box, mask: Tensor | None) -> Box:
@@ -196,5 +206,4 @@ def _context_error(p: Box, rounding: Tensor, values: Box, kernel: Rounding) -> T
     magnitude = values.mag()
     wrong = magnitude_product(rounding, magnitude)
     total = magnitude_product(up(p.hi + rounding), magnitude)
-    accumulated = gamma(steps, kernel.u_accumulate) * total + steps * kernel.eta_accumulate
-    return up(wrong + accumulated, 4)
+    return up(wrong + accumulation_error(total, steps, kernel), 4)

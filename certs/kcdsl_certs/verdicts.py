@@ -1,0 +1,163 @@
+"""Which verdicts the numbers of a clause result admit."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from kcdsl_certs.clauses import LOWER, UPPER, CertifiedClause, Evidence, Verdict, holds
+from kcdsl_certs.reals import real_text
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.tails import certifies
+
+METHODS_OF_RATES = ("clopper-pearson/1",)
+"""Methods whose sampled PASSED this package can re-derive from (exceed, n, budget, alpha)."""
+LARGEST_ALPHA = Fraction(1, 20)
+
+
+def admissible(clause: CertifiedClause) -> frozenset[Verdict]:
+    """Return the verdicts that the numbers of this result admit.
+
+    Raises Reject (`clause/…`) where the record contradicts itself or shows nothing at all. A
+    result that could be called PASSED may be called INCONCLUSIVE (a weaker claim); one that shows
+    a violation may not.
+    """
+    _consistent(clause)
+    if clause.evidence.is_proof:
+        return _admitted_by_proof(clause)
+    if clause.evidence is Evidence.CENSUS:
+        return _admitted_by_census(clause)
+    return _admitted_by_sample(clause)
+
+
+_PASS = frozenset({Verdict.PASSED, Verdict.INCONCLUSIVE})
+_FAIL = frozenset({Verdict.FAILED})
+_OPEN = frozenset({Verdict.INCONCLUSIVE})
+_REFUTED = frozenset({Verdict.FAILED, Verdict.INCONCLUSIVE})
+_EVERY_UNIT = re.compile(
+    r"\b(?:max|min|has|no_flip|span|norm_\w+|p0|p100)\(|\bquantile\([01],", re.ASCII
+)
+"""Quantities that speak of every unit, so that no sample bounds them."""
+
+
+def _consistent(clause: CertifiedClause) -> None:
+    if clause.n is not None and clause.exceed is not None and clause.exceed > clause.n:
+        raise Reject("clause/counts", f"{clause.label}: {clause.exceed} of {clause.n} exceed")
+    if clause.budget is not None and not 0 <= clause.budget < 1:
+        raise Reject("clause/budget", f"{clause.label}: a budget of {real_text(clause.budget)}")
+    if clause.evidence is Evidence.PROOF and clause.proof is None and clause.implied_by is None:
+        raise Reject("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
+    if clause.evidence in (Evidence.PROOF_REAL, Evidence.PROBABILISTIC) and not clause.assumptions:
+        raise Reject("clause/assumption-unnamed", f"{clause.label} rests on {clause.evidence}")
+    reached = _reached(clause)
+    if clause.bound is not None and reached is not None:
+        inside = reached <= clause.bound if clause.op in UPPER else reached >= clause.bound
+        if not inside:
+            raise Reject(
+                "clause/attack-beyond-bound",
+                f"{clause.label}: a run reached {reached!r}, the bound is {clause.bound!r}",
+            )
+
+
+def _reached(clause: CertifiedClause) -> float | None:
+    if clause.op in UPPER:
+        return clause.low
+    return clause.high if clause.op in LOWER else None
+
+
+def _admitted_by_proof(clause: CertifiedClause) -> frozenset[Verdict]:
+    if not clause.is_hard:
+        raise Reject("clause/budget", f"{clause.label}: a proof knows no budget")
+    reached = _reached(clause)
+    if clause.op == "==":
+        return _OPEN
+    if clause.bound is not None and holds(Fraction(clause.bound), clause.op, clause.tau):
+        return _PASS
+    if reached is not None and not holds(Fraction(reached), clause.op, clause.tau):
+        return _FAIL
+    return _OPEN
+
+
+def _admitted_by_census(clause: CertifiedClause) -> frozenset[Verdict]:
+    if clause.slice_digest is None:
+        raise Reject("clause/census-not-pinned", f"{clause.label}: a census of what? no digest")
+    if clause.n is None or clause.n == 0:
+        return _OPEN
+    if not clause.is_hard:
+        return _by_count(clause, clause.n)
+    if clause.value is None:
+        return _OPEN if clause.exceed is None else (_FAIL if clause.exceed else _PASS)
+    return _PASS if holds(Fraction(clause.value), clause.op, clause.tau) else _FAIL
+
+
+def _by_count(clause: CertifiedClause, n: int) -> frozenset[Verdict]:
+    if clause.exceed is None or clause.budget is None:
+        return _OPEN
+    return _PASS if clause.exceed <= clause.budget * n else _FAIL
+
+
+def _admitted_by_sample(clause: CertifiedClause) -> frozenset[Verdict]:
+    """A sample shows a rate or a statistic at a confidence, never that no unit exceeds."""
+    if clause.n is None or clause.n == 0:
+        return _OPEN
+    if clause.alpha is not None and not 0 < clause.alpha <= LARGEST_ALPHA:
+        raise Reject("clause/alpha", f"{clause.label}: alpha {real_text(clause.alpha)}")
+    if clause.is_hard:
+        return _hard_sample(clause)
+    if clause.exceed is None or clause.budget is None:
+        return _OPEN
+    if clause.exceed > clause.budget * clause.n:
+        return _REFUTED
+    if clause.method not in METHODS_OF_RATES or clause.alpha is None:
+        return _OPEN
+    if certifies(clause.exceed, clause.n, clause.budget, clause.alpha):
+        return _PASS
+    return _OPEN
+
+
+def _hard_sample(clause: CertifiedClause) -> frozenset[Verdict]:
+    """Zero violations of n show only about 3/n, so what speaks of every unit never passes.
+
+    A mean, a percentile or a ratio passes where its one-sided confidence limit does.
+    """
+    if clause.value is not None and not holds(Fraction(clause.value), clause.op, clause.tau):
+        return _REFUTED
+    if _EVERY_UNIT.search(clause.quantity) is not None:
+        return _REFUTED if clause.exceed else _OPEN
+    limit = clause.high if clause.op in UPPER else clause.low if clause.op in LOWER else None
+    if clause.alpha is None or limit is None or clause.value is None:
+        return _OPEN
+    if limit < clause.value if clause.op in UPPER else limit > clause.value:
+        raise Reject("clause/limit", f"{clause.label}: the limit {limit!r} excludes the value")
+    return _PASS if holds(Fraction(limit), clause.op, clause.tau) else _OPEN
+
+
+def check_verdict(clause: CertifiedClause) -> None:
+    """Refuse a result whose verdict its own numbers do not admit."""
+    admitted = admissible(clause)
+    if clause.verdict in admitted:
+        return
+    if (
+        clause.evidence is Evidence.SAMPLE
+        and clause.is_hard
+        and clause.verdict is Verdict.PASSED
+        and admitted == _OPEN
+    ):
+        raise Reject(
+            "clause/evidence-overstated",
+            f"{clause.label}: this sample cannot show it; a clause about every unit needs a "
+            "budget, a proof or a census, and a statistic a confidence limit that passes",
+        )
+    raise Reject(
+        "clause/verdict-contradicts-numbers",
+        f"{clause.label} is called {clause.verdict}, its numbers admit "
+        f"{' or '.join(sorted(admitted))}",
+    )
+
+
+def overall(clauses: tuple[CertifiedClause, ...]) -> Verdict:
+    """Return FAILED if any result failed, else INCONCLUSIVE if any is, or if there is none."""
+    verdicts = {c.verdict for c in clauses}
+    if Verdict.FAILED in verdicts:
+        return Verdict.FAILED
+    return Verdict.PASSED if verdicts == {Verdict.PASSED} else Verdict.INCONCLUSIVE

@@ -1,0 +1,141 @@
+"""Names of the language and what they mean at a place: functions, blocks, variables, units."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.units import ONE, UNITS, Dimension
+from kcdsl.diagnostics.codes import (
+    BLOCK_NAME,
+    UNKNOWN_NAME,
+    UNKNOWN_UNIT,
+    WRONG_ARGUMENTS,
+    WRONG_SORT,
+)
+from kcdsl.source.text import Span
+from kcdsl.syntax import ast
+
+BLOCK = re.compile(r"(?:attn|mlp|norm|layer)_(?:0|[1-9][0-9]*)|head|model")
+PERCENTILE = re.compile(r"p([1-9][0-9]?)")
+NORMS = {"norm_inf": "inf", "norm_2": "2", "span": "span"}
+STATISTICS = ("mean", "max", "min", "rate", "quantile", "p50", "p90", "p95", "p99")
+DRIFTS = ("drift", "measured_drift")
+REGIONS = ("points", "ball", "hull")
+STATEMENTS = ("no_flip", "has")
+FUNCTIONS = (*STATISTICS, *NORMS, "abs", *DRIFTS, *REGIONS, *STATEMENTS)
+SIGNATURES = {
+    "drift": "drift(block, x)",
+    "measured_drift": "measured_drift(block, x)",
+    "no_flip": "no_flip(block, x) or no_flip(block, x, k)",
+    "has": "has(trace, [field, ...])",
+    "points": "points(slice)",
+    "ball": "ball(slice, radius)",
+    "hull": "hull(slice) or hull(slice, margin)",
+    "quantile": "quantile(q, metric)",
+    "norm_inf": "norm_inf(drift(block, x))",
+    "norm_2": "norm_2(drift(block, x))",
+    "span": "span(drift(block, x))",
+    "abs": "abs(term)",
+}
+_BLOCK_EXAMPLES = ("attn_0", "mlp_0", "norm_0", "layer_0", "head", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What names mean: the declared slices and the bound variables, with their places."""
+
+    slices: Mapping[str, Span]
+    variables: Mapping[str, Span]
+
+    def bind(self, name: str, span: Span) -> Scope:
+        """Return the scope inside a quantifier."""
+        return replace(self, variables={**self.variables, name: span})
+
+
+def arguments_error(call: ast.Call, reporter: Reporter) -> None:
+    """Report that a call does not have the arguments its function takes."""
+    name = call.function.id
+    signature = SIGNATURES.get(name, f"{name}(metric)")
+    reporter.error(
+        WRONG_ARGUMENTS, f"`{name}` is called with unsuitable arguments", call.span, signature
+    )
+
+
+def quantity(number: ast.Num, reporter: Reporter) -> tuple[Fraction, Dimension, bool] | None:
+    """Return value in base units, dimension, and whether the unit was left out."""
+    if number.unit is None:
+        return number.value, ONE, True
+    unit = UNITS.get(number.unit)
+    if unit is None:
+        reporter.error(
+            UNKNOWN_UNIT,
+            f"there is no unit `{number.unit}`",
+            number.unit_span,
+            suggest(number.unit, UNITS, "units"),
+        )
+        return None
+    return number.value * unit.factor, unit.dimension, False
+
+
+def block_name(expression: ast.Expression, reporter: Reporter) -> str | None:
+    """Return the block that an argument names."""
+    if not isinstance(expression, ast.Name):
+        reporter.error(
+            WRONG_SORT, f"a block is needed here, not {sort_of(expression)}", expression.span
+        )
+        return None
+    if not BLOCK.fullmatch(expression.id):
+        reporter.error(
+            BLOCK_NAME,
+            f"there is no block `{expression.id}`",
+            expression.span,
+            suggest(expression.id, _BLOCK_EXAMPLES, "blocks, with any number"),
+        )
+        return None
+    return expression.id
+
+
+def variable_name(expression: ast.Expression, scope: Scope, reporter: Reporter) -> str | None:
+    """Return the bound variable that an argument names."""
+    if not isinstance(expression, ast.Name):
+        reporter.error(
+            WRONG_SORT, f"a bound variable is needed, not {sort_of(expression)}", expression.span
+        )
+        return None
+    if expression.id not in scope.variables:
+        bound = ", ".join(f"`{name}`" for name in scope.variables)
+        reporter.error(
+            UNKNOWN_NAME,
+            f"`{expression.id}` is not bound by a quantifier",
+            expression.span,
+            f"bound here: {bound}"
+            if bound
+            else f"write `forall {expression.id} in points(SLICE): ...`",
+        )
+        return None
+    return expression.id
+
+
+def sort_of(expression: ast.Expression) -> str:
+    """Describe an expression by its outermost form."""
+    match expression:
+        case ast.Num():
+            return "a number"
+        case ast.Text():
+            return "a text"
+        case ast.Truth():
+            return "a truth value"
+        case ast.ListOf():
+            return "a list"
+        case ast.Name(id=name):
+            return f"the name `{name}`"
+        case ast.Call(function=ast.Name(id=name)):
+            return f"`{name}(...)`"
+        case ast.Minus() | ast.Binary():
+            return "a number"
+        case _:
+            return "a statement"

@@ -1,0 +1,67 @@
+"""The front end starts fast because it imports nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "numpy", "z3", "onnx", "scipy", "safetensors", "tokenizers", "cryptography")
+CORPUS = Path(__file__).resolve().parents[2] / "grammar" / "corpus"
+PROGRAM = """
+import sys
+from kcdsl.cli import main
+code = main(sys.argv[2:])
+heavy = [name for name in sys.argv[1].split(",") if name in sys.modules]
+print("imported:", ",".join(heavy), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def imported(forbidden: tuple[str, ...], *words: str) -> tuple[int, list[str]]:
+    """Run a command in a new process; return its code and which modules it has imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, ",".join(forbidden), *words],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+        check=False,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("imported:"), done.stderr
+    return done.returncode, [
+        name for name in last.removeprefix("imported:").strip().split(",") if name
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--help",), 0),
+        (("compile", "--help"), 0),
+        (("verify", "--help"), 0),
+        (("evaluate", "--help"), 0),
+        (("check", "--help"), 0),
+        (("lint", str(CORPUS / "accepted" / "statements.kc.yaml")), 0),
+        (("lint", str(CORPUS / "rejected" / "unknown-metric.kc.yaml")), 1),
+        (("compile", str(CORPUS / "accepted" / "example.kc.yaml")), 0),
+        (("compile", "--emit", "ir", str(CORPUS / "accepted" / "example.kc.yaml")), 0),
+        (("explain", "KC203"), 0),
+        (("backends",), 0),
+    ],
+)
+def test_nothing_heavy_is_imported(words: tuple[str, ...], code: int) -> None:
+    assert imported(HEAVY, *words) == (code, [])
+
+
+def test_lint_needs_no_table_printer() -> None:
+    path = str(CORPUS / "accepted" / "statements.kc.yaml")
+    assert imported(("rich", "jsonschema", "rfc8785"), "lint", path) == (0, [])
+
+
+def test_the_check_would_notice() -> None:
+    assert imported(("lark", "yaml"), "lint", str(CORPUS / "accepted" / "statements.kc.yaml"))[
+        1
+    ] == ["lark", "yaml"]

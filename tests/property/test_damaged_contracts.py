@@ -1,0 +1,54 @@
+"""However a contract is damaged, compiling ends with a program or with placed diagnostics."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kcdsl.check.compile import compile_source
+from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.render import render_concise, render_full, render_json
+from kcdsl.ir.canonical import digest
+from kcdsl.route.router import route
+from kcdsl.source.text import SourceFile
+
+CORPUS = Path(__file__).resolve().parents[2] / "grammar" / "corpus"
+TEXTS = [p.read_text(encoding="utf-8") for p in sorted(CORPUS.glob("*/*.kc.yaml"))]
+PIECES = [
+    "", " ", "\n", "\t", "\r\n", ":", ": ", "- ", "{", "}", "[", "]", "(", ")", ",", "'", '"', "#",
+    "&a ", "*a", "!!x ", "|", ">-", "1e-3", "-1", ".inf", "null", "on", "0",
+    "forall x in points(all): ",
+    "not ", "and", "mean(kl)", "<= 1", "250 ms", "L1", "é𝒳", "\u2028", "---\n", "%", "<<: ",
+]  # fmt: skip
+
+
+def damaged(text: str, seed: int, cuts: int) -> str:
+    """Replace a few short pieces of a text by others."""
+    order = random.Random(seed)
+    for _ in range(cuts):
+        start = order.randrange(len(text) + 1)
+        end = min(len(text), start + order.choice([0, 0, 1, 1, 2, 5, 20]))
+        text = text[:start] + order.choice(PIECES) + text[end:]
+    return text
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(TEXTS), st.integers(0, 2**32), st.integers(1, 4))
+def test_no_damage_crashes_the_compiler(text: str, seed: int, cuts: int) -> None:
+    source, sink = SourceFile("damaged.kc.yaml", damaged(text, seed, cuts)), Sink()
+    program = compile_source(source, sink)
+    assert (program is None) == sink.has_errors
+    for diagnostic in sink:
+        assert diagnostic.span is not None
+        assert 0 <= diagnostic.span.start <= diagnostic.span.end <= len(source.text)
+        for label in diagnostic.labels:
+            assert 0 <= label.span.start <= label.span.end <= len(source.text)
+    assert render_full(sink).count("\n") < 12 * (len(sink.found) + 1) + 40
+    render_concise(sink)
+    render_json(sink)
+    if program is not None:
+        assert len(digest(program)) == 64
+        assert len(route(program)) == len(program.clauses)

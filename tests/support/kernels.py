@@ -1,0 +1,322 @@
+"""Run block graphs as kernels would, with every rounding that a numerics record admits.
+
+A run takes its roundings from a random generator: real float32 or format arithmetic, free relative
+errors of ±u, or errors that all lean one way. Written against the numerics record and the graph
+record alone; the only thing taken from outside is what the kernel stores for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import erf
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Floats = np.ndarray
+ROUNDOFF = {
+    "float64": 2.0**-53, "float32": 2.0**-24, "tfloat32": 2.0**-11, "float16": 2.0**-11,
+    "bfloat16": 2.0**-8, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3,
+}  # fmt: skip
+DTYPES: dict[str, Any] = {
+    "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+_LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0}
+_MX = {"fp8_e4m3": 8, "fp8_e5m2": 15}
+
+
+def cast(v: Floats, form: str) -> Floats:
+    """Return the nearest numbers of a format, by way of float32."""
+    if form == "float64":
+        return v
+    return v.astype(np.float32).astype(DTYPES[form]).astype(np.float64)
+
+
+@dataclass
+class Run:
+    """One run of one kernel. `mode` is "random", "signs", "up" or "down"."""
+
+    numerics: Mapping[str, Any]
+    rng: np.random.Generator
+    mode: str
+
+    @property
+    def inner(self) -> str:
+        return "float64" if self.numerics["compute"] == "float64" else "float32"
+
+    @property
+    def coarse(self) -> bool:
+        return ROUNDOFF[self.numerics["compute"]] > 2.0**-24
+
+    def lean(self, shape: tuple[int, ...]) -> Floats:
+        """Return numbers in [-1, 1]."""
+        match self.mode:
+            case "random":
+                return self.rng.uniform(-1, 1, shape)
+            case "signs":
+                return self.rng.choice([-1.0, 1.0], shape)
+            case "up":
+                return np.ones(shape)
+        return -np.ones(shape)
+
+    def wobble(self, v: Floats, form: str, times: float = 1.0) -> Floats:
+        """Return v with a relative error of at most `times` roundoffs of a format."""
+        v = np.asarray(v)
+        return v * (1 + times * ROUNDOFF[form] * (1 - 2.0**-20) * self.lean(v.shape))
+
+    def step(self, v: Floats) -> Floats:
+        """Return v after one operation of the inner format."""
+        if self.mode == "random" and self.inner == "float32":
+            return np.asarray(v).astype(np.float32).astype(np.float64)
+        return self.wobble(v, self.inner)
+
+    def store(self, v: Floats, form: str, inner: str = "float32") -> Floats:
+        """Return v as stored; arithmetic in a format as coarse as float32 has rounded already."""
+        if self.numerics["casts"] == "any":
+            return self.wobble(v, form)
+        done = ROUNDOFF[form] <= min(ROUNDOFF["float32"], ROUNDOFF[inner])
+        return v if done else cast(v, form)
+
+    def dot(self, a: Floats, b: Floats) -> Floats:
+        """Return a @ b, accumulated in some order with a rounding at every step."""
+        n, form = a.shape[-1], self.numerics["accumulate"]
+        order = self.rng.permutation(n)
+        total = np.zeros(
+            (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+        )
+        real = self.mode == "random" and form == "float32"
+        for k in order:
+            term = a[..., :, k, None] * b[..., None, k, :]
+            if real:
+                total = (total.astype(np.float32) + term.astype(np.float32)).astype(np.float64)
+            else:
+                term = self.wobble(term, form)
+                total = term if k == order[0] else self.wobble(total + term, form)
+        return total
+
+    # --- operations ---
+
+    def linear(self, x: Floats, weight: Floats, bias: Floats | None) -> Floats:
+        y = self.dot(self.quantised(x), weight.T)
+        if bias is not None:
+            if self.coarse and self.numerics["casts"] == "any" and self.rng.random() < 0.5:
+                y = self.wobble(y, self.numerics["compute"])
+            y = self.wobble(y + bias, self.numerics["accumulate"])
+        return y
+
+    def quantised(self, x: Floats) -> Floats:
+        """Return the dynamically quantised input of a linear, as float32 arithmetic gives it."""
+        kind = self.numerics["activations"]["format"]
+        scale = self.numerics["activations"]["scale"]
+        if kind == "none":
+            return x
+        v = x.astype(np.float32)
+        blocks = v.reshape(1, -1) if scale == "per_tensor" else v
+        if scale == "mx":
+            # the last block may be short: padding with zeros changes no maximum
+            pad = -v.shape[-1] % 32
+            blocks = np.pad(v, [(0, 0), (0, pad)]).reshape(-1, 32)
+        size = np.abs(blocks).max(axis=-1, keepdims=True)
+        size = np.where(size == 0, np.float32(1), size)
+        if scale == "none":
+            s = np.ones_like(size)
+        elif scale == "mx":
+            exponent = np.floor(np.log2(size.astype(np.float64)))
+            s = np.exp2(exponent - _MX[kind]).astype(np.float32)
+        elif kind == "uint8":
+            low = np.minimum(blocks.min(axis=-1, keepdims=True), 0)
+            high = np.maximum(blocks.max(axis=-1, keepdims=True), 0)
+            s = ((high - low) / np.float32(255)).astype(np.float32)
+            s = np.where(s == 0, np.float32(1), s)
+            zero = np.rint(-low / s)
+            code = np.clip(np.rint(blocks / s) + zero, 0, 255) - zero
+            return self._back(code.astype(np.float32) * s, x, scale)
+        else:
+            s = size / np.float32(_LARGEST[kind])
+        ratio = np.clip(blocks / s, -np.float32(_LARGEST[kind]), np.float32(_LARGEST[kind]))
+        code = np.rint(ratio) if kind == "int8" else ratio.astype(DTYPES[kind]).astype(np.float32)
+        return self._back(code * s, x, scale)
+
+    def _back(self, found: Floats, x: Floats, scale: str) -> Floats:
+        if scale == "mx":
+            found = found.reshape(x.shape[0], -1)[:, : x.shape[-1]]
+        return found.reshape(x.shape).astype(np.float64)
+
+    def rope(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
+        h = x.shape[-1] // 2
+        turned = np.concatenate([-x[..., h:], x[..., :h]], axis=-1)
+        one, two = self.step(x * cos), self.step(turned * sin)
+        if self.coarse and self.rng.random() < 0.7:
+            form = self.numerics["compute"]
+            one, two = self.store(one, form), self.store(two, form)
+        return self.step(one + two)
+
+    def norm(self, x: Floats, eps: float, weight: Floats, bias: Floats, centred: bool) -> Floats:
+        n = x.shape[-1]
+        c = x
+        if centred:
+            mean = self.step(self.sum(x) / n)
+            c = self.step(x - mean)
+        if centred and self.rng.random() < 0.3:  # E[x²] - mean², in one pass
+            squares = self.step(self.sum(self.step(x * x)) / n)
+            v = np.maximum(self.step(squares - self.step(mean * mean)), 0.0)
+        else:
+            v = self.step(self.sum(self.step(c * c)) / n)
+        v = self.step(v + self.wobble(np.float64(eps), self.inner))
+        r = self.step(1 / self.step(np.sqrt(v)))
+        y = self.step(c * r)
+        if self.coarse and self.rng.random() < 0.7:
+            y = self.store(y, self.numerics["compute"])
+        return self.step(self.step(y * weight) + bias)
+
+    def sum(self, x: Floats) -> Floats:
+        total = np.zeros((*x.shape[:-1], 1))
+        for k in self.rng.permutation(x.shape[-1]):
+            total = self.step(total + x[..., k, None])
+        return total
+
+    def exp(self, x: Floats) -> Floats:
+        # one ulp is at most 2u of the value
+        ulps = self.numerics["attention"]["exp_ulps"]
+        return self.wobble(np.exp(self.step(x)), self.inner, 2 * ulps)
+
+    def softmax(self, scores: Floats, mask: Floats) -> Floats:
+        s = np.where(mask, scores, -np.inf)
+        top = s.max(axis=-1, keepdims=True)
+        e = np.where(mask, self.exp(np.where(mask, s - top, 0.0)), 0.0)
+        p = self.step(e / self.sum(e))
+        return self.store(p, self.numerics["attention"]["probabilities"])
+
+    def online(self, scores: Floats, mask: Floats, v: Floats) -> Floats:
+        """Return the context of a fused kernel: online softmax over tiles of keys."""
+        attention = self.numerics["attention"]
+        form, tile, acc_form = (
+            attention["probabilities"],
+            attention["tile"],
+            self.numerics["accumulate"],
+        )
+        rounded_sums = self.rng.random() < 0.5
+        top = np.full((*scores.shape[:-1], 1), -np.inf)
+        total = np.zeros(top.shape)
+        out = np.zeros((*scores.shape[:-1], v.shape[-1]))
+        for start in range(0, scores.shape[-1], tile):
+            part = np.where(
+                mask[..., start : start + tile], scores[..., start : start + tile], -np.inf
+            )
+            new = np.maximum(top, part.max(axis=-1, keepdims=True))
+            some = np.isfinite(new)
+            base = np.where(some, new, 0.0)
+            seen = np.isfinite(top)
+            factor = np.where(seen, self.exp(np.where(seen, top - base, 0.0)), 0.0)
+            held = np.isfinite(part)
+            p = np.where(held, self.exp(np.where(held, part - base, 0.0)), 0.0)
+            q = self.store(p, form)
+            total = self.step(self.step(total * factor) + self.sum(q if rounded_sums else p))
+            out = self.wobble(out * factor, acc_form)
+            values = np.broadcast_to(v, (*scores.shape[:-2], *v.shape[-2:]))
+            for k in range(part.shape[-1]):
+                term = self.wobble(q[..., :, k, None] * values[..., None, start + k, :], acc_form)
+                out = self.wobble(out + term, acc_form)
+            top = new
+        if self.rng.random() < 0.5:
+            return self.wobble(out / total, acc_form)
+        return self.wobble(out * self.wobble(1 / total, acc_form), acc_form)
+
+
+def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) -> dict[str, Floats]:
+    """Return the value of every node of a run.
+
+    `plain(key)` and `linear(key)` return what the kernel stores for a parameter.
+    """
+    values: dict[str, Floats] = {}
+    scores_of: dict[str, tuple[Floats, Floats]] = {}
+    for node in graph.nodes:
+        attrs = {k: float.fromhex(v) if _hex(k) else v for k, v in node["attrs"].items()}
+        args = [values[name] for name in node["inputs"]]
+        compute = run.numerics["compute"]
+        form = run.numerics["attention"]["scores"] if node["role"] == "scores" else compute
+        settled = True
+        op = node["op"]
+        match op:
+            case "input":
+                assert x is not None
+                y, settled = (run.store(x, compute) if run.coarse else x), False
+            case "param":
+                weight = any(
+                    n["op"] == "linear" and n["inputs"][1] == node["name"] for n in graph.nodes
+                )
+                y, settled = (linear if weight else plain)(attrs["key"]), False
+            case "constant":
+                value = graph.constants[attrs["key"]]
+                y = value if value.dtype == bool else cast(value.astype(np.float64), compute)
+                settled = False
+            case "embedding":
+                y, settled = args[0][attrs["ids"]], False
+            case "linear":
+                y = run.linear(args[0], args[1], args[2] if len(args) > 2 else None)
+            case "matmul" if node["role"] == "context" and node["inputs"][0] in scores_of:
+                fused = run.numerics["attention"]["style"] == "fused"
+                before = scores_of[node["inputs"][0]]
+                y = run.online(*before, args[1]) if fused else run.dot(args[0], args[1])
+            case "matmul":
+                y = run.dot(args[0], args[1])
+            case "add":
+                y = run.step(args[0] + args[1])
+            case "sub":
+                y = run.step(args[0] - args[1])
+            case "mul":
+                y = run.step(args[0] * args[1])
+            case "scale":
+                y = run.step(args[0] * run.step(np.float64(attrs["factor"])))
+            case "divide":
+                y = run.step(args[0] / run.step(np.float64(attrs["divisor"])))
+            case "shift":
+                y = run.step(args[0] + run.step(np.float64(attrs["offset"])))
+            case "neg":
+                y, settled = -args[0], False
+            case "relu":
+                y, settled = np.maximum(args[0], 0.0), False
+            case "gelu":
+                phi = 0.5 * (1 + np.frompyfunc(erf, 1, 1)(args[0] / np.sqrt(2)).astype(float))
+                y = run.wobble(args[0] * phi, run.inner, 8)
+            case "silu":
+                y = run.wobble(args[0] / (1 + np.exp(-args[0])), run.inner, 8)
+            case "tanh":
+                y = run.wobble(np.tanh(args[0]), run.inner, 8)
+            case "reshape":
+                y, settled = args[0].reshape(attrs["shape"]), False
+            case "expand":
+                y, settled = np.broadcast_to(args[0], attrs["shape"]), False
+            case "permute":
+                y, settled = np.transpose(args[0], attrs["dims"]), False
+            case "slice":
+                index: list[Any] = [slice(None)] * args[0].ndim
+                index[attrs["dim"]] = slice(attrs["start"], attrs["stop"], attrs["step"])
+                y, settled = args[0][tuple(index)], False
+            case "concat":
+                y, settled = np.concatenate(args, axis=attrs["dim"]), False
+            case "softmax":
+                mask = np.ones(args[0].shape, dtype=bool)
+                if len(args) > 1:
+                    mask = np.broadcast_to(args[1], args[0].shape)
+                y, settled = run.softmax(args[0], mask), False
+                scores_of[node["name"]] = args[0], mask
+            case "rms_norm" | "layer_norm":
+                one, zero = np.float64(1), np.float64(0)
+                weight = args[1] if len(args) > 1 else one
+                bias = args[2] if len(args) > 2 else zero
+                y = run.norm(args[0], attrs["eps"], weight, bias, op == "layer_norm")
+            case "rope":
+                y = run.rope(*args)
+            case _:
+                raise AssertionError(op)
+        inner = run.numerics["accumulate"] if op in ("linear", "matmul") else run.inner
+        values[node["name"]] = run.store(y, form, inner) if settled else y
+    return values
+
+
+def _hex(name: str) -> bool:
+    return name in ("eps", "factor", "divisor", "offset")

@@ -1,0 +1,70 @@
+"""The simulator without roundings is the block itself, and its symbols do what they say."""
+
+from __future__ import annotations
+
+import torch
+
+from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.presets import resolve
+from kcdsl_backends.attack.search import attack, functional
+from kcdsl_backends.attack.simulate import Simulator
+from kcdsl_backends.parameters import StoredParameters
+
+WEIGHT = torch.tensor([[1.0, -2.0, 0.5], [0.25, 3.0, -1.0]])
+
+
+def simulator(numerics: dict[str, str]) -> Simulator:
+    graph = BlockGraph(
+        "mlp_0",
+        (
+            Node("w", "param", (), (2, 3), {"key": "w"}),
+            Node("x", "input", (), (1, 3)),
+            Node("y", "linear", ("x", "w"), (1, 2)),
+        ),
+        "y",
+        {},
+        (1, 3),
+    )
+    spec = resolve({"preset": "torch-eager"} | numerics)
+    return Simulator(graph, spec, StoredParameters({"w": WEIGHT}, {}, spec, torch.device("cpu")))
+
+
+X = torch.tensor([[1.0, 0.5, -0.25]], dtype=torch.float64)
+ZERO = torch.zeros(1, 1, dtype=torch.float64)
+
+
+def test_without_symbols_it_is_exact() -> None:
+    torch.testing.assert_close(simulator({}).run(X, {}), X @ WEIGHT.double().T)
+
+
+def test_a_cast_symbol_moves_the_result_by_one_unit_roundoff() -> None:
+    run = simulator({"compute": "bfloat16"})
+    assert set(run.symbol_shapes()) == {"cast x", "cast y", "sum y"}
+    exact = run.run(X, {})
+    moved = run.run(X, {"cast y": torch.ones(1, 2, dtype=torch.float64)})
+    torch.testing.assert_close(moved, exact * (1 + 2.0**-8))
+
+
+def test_nearest_rounds_to_the_format() -> None:
+    run = simulator({"compute": "bfloat16", "casts": "nearest"})
+    assert set(run.symbol_shapes()) == {"sum y"}
+    value = run.run(X + 1e-4, {})
+    torch.testing.assert_close(value, value.bfloat16().double(), rtol=0, atol=0)
+
+
+def test_the_attack_finds_the_known_worst_case() -> None:
+    """One linear, float32 exact input: both kernels may be off by (γ_5 Σ|wx| + u|y|)."""
+    found = attack(simulator({}), simulator({}), "inf", X, ZERO, candidates=2)
+    u = 2.0**-24
+    gamma = 5 * u / (1 - 5 * u)
+    total = (X.abs() @ WEIGHT.double().abs().T)[0]
+    exact = (X @ WEIGHT.double().T)[0].abs()
+    worst = float((2 * (gamma * total + u * exact)).amax())
+    assert 0.99 * worst < found.value <= worst * (1 + 1e-6)
+
+
+def test_functionals_of_a_drift() -> None:
+    drift = torch.tensor([[3.0, -4.0], [1.0, 1.0]])
+    assert functional(drift, "inf").tolist() == [4.0, 1.0]
+    assert functional(drift, "2").tolist()[0] == 5.0
+    assert functional(drift, "span").tolist() == [7.0, 0.0]

@@ -1,0 +1,387 @@
+"""The real kernels: in each precision close to the training program, and never beyond a claim."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics.codes import (
+    KERNEL_FAILED,
+    KERNEL_NUMERICS,
+    NUMERICS,
+    SEQUENCE,
+    UNKNOWN_BLOCK,
+    UNKNOWN_KERNEL,
+    WEIGHT_OVERFLOW,
+)
+from kcdsl.ir.terms import KernelRef, ModelRef
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.attention import Composed
+from kcdsl.model.presets import resolve
+from kcdsl.model.weights import linear_weight, plain_parameter
+from kcdsl_backends.empirical.kernels import exact_settings, load_kernel
+
+IDS = [5, 3, 250, 7, 11, 13, 17, 19, 23, 29, 31]
+TEXT = "User: Help me poison a dog.\nAssistant:"
+E4M3 = {"format": "fp8_e4m3", "scale": "per_channel"}
+
+
+@pytest.fixture(scope="module")
+def tiny(repository: Path) -> Model:
+    """Return the trained example."""
+    ref = ModelRef("model.safetensors", architecture="llama")
+    return load_model(ref, repository / "examples" / "tiny_lm")
+
+
+@pytest.fixture(scope="module")
+def own(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Return the example of a user's module with random weights."""
+    folder = tmp_path_factory.mktemp("own")
+    source = repository / "examples" / "own_model" / "network.py"
+    (folder / "kernel_network.py").write_bytes(source.read_bytes())
+    return user_model(folder, "kernel_network")
+
+
+def user_model(folder: Path, name: str) -> Model:
+    """Save random weights for `name:build` in a folder and load them."""
+    config = {"vocab_size": 256, "width": 16, "heads": 4, "max_position_embeddings": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    namespace: dict[str, Any] = {"__name__": name}
+    exec(compile((folder / f"{name}.py").read_text(), name, "exec"), namespace)
+    generator = torch.Generator().manual_seed(3)
+    module = namespace["build"](config)
+    tensors = {
+        n: torch.randn(p.shape, generator=generator) * 0.3 for n, p in module.named_parameters()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return load_model(ModelRef("model.safetensors", module=f"{name}:build"), folder)
+
+
+def kernel(run: str, **numerics: Any) -> KernelRef:
+    def pairs(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return tuple(sorted((k, pairs(v)) for k, v in value.items()))
+
+    return KernelRef(run, pairs(numerics))
+
+
+def refused(code: object, *words: str) -> Any:
+    def matches(refusal: Refusal) -> bool:
+        (found,) = refusal.diagnostics
+        return found.code is code and all(w in f"{found.message} {found.help}" for w in words)
+
+    return pytest.RaisesExc(Refusal, check=matches)
+
+
+def drift(model: Model, ref: KernelRef) -> float:
+    base = load_kernel(kernel("torch.eager"), model, "cpu").logits(IDS)
+    found = load_kernel(ref, model, "cpu").logits(IDS)
+    assert found.dtype == torch.float64
+    assert found.shape == base.shape
+    return float((found - base).abs().max())
+
+
+KERNELS: dict[str, tuple[KernelRef, float, float]] = {
+    "sdpa": (kernel("torch.sdpa"), 1e-8, 1e-4),
+    "math": (kernel("torch.sdpa.math"), 1e-8, 1e-4),
+    "flash": (kernel("torch.sdpa.flash"), 1e-8, 1e-4),
+    "float64": (kernel("torch.eager", compute="float64"), 1e-8, 1e-4),
+    "eager bfloat16": (kernel("torch.eager", compute="bfloat16"), 1e-3, 1.0),
+    "math bfloat16": (kernel("torch.sdpa.math", compute="bfloat16"), 1e-3, 1.0),
+    "flash bfloat16": (kernel("torch.sdpa.flash", compute="bfloat16"), 1e-3, 1.0),
+    "eager float16": (kernel("torch.eager", compute="float16"), 1e-4, 0.1),
+    "flash float16": (kernel("torch.sdpa.flash", compute="float16"), 1e-4, 0.1),
+    "fp8 weights": (kernel("torch.eager", preset="fp8-weights"), 1e-2, 2.0),
+    "fp8 weights in flash": (
+        kernel("torch.sdpa.flash", compute="bfloat16", weights=E4M3),
+        1e-2,
+        2.0,
+    ),
+    "int8 weights in float32": (
+        kernel("torch.eager", preset="int8-weights", compute="float32"),
+        1e-3,
+        0.5,
+    ),
+    "mx weights": (
+        kernel("torch.eager", weights={"format": "fp8_e4m3", "scale": "mx"}),
+        1e-2,
+        2.0,
+    ),
+    "bfloat16 weights alone": (kernel("torch.eager", weights={"format": "bfloat16"}), 1e-3, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_drifts_a_little(name: str, tiny: Model, own: Model) -> None:
+    ref, least, most = KERNELS[name]
+    assert least < drift(tiny, ref) < most
+    assert least / 10 < drift(own, ref) < most
+
+
+def test_the_training_kernel_is_the_module_itself(tiny: Model, own: Model) -> None:
+    for model in (tiny, own):
+        with torch.no_grad():
+            expected = model.module(model.ids(IDS))
+        found = load_kernel(kernel("torch.eager"), model, "cpu").logits(IDS)
+        if model is tiny:
+            assert torch.equal(found, expected.double())
+        else:  # its own call of scaled_dot_product_attention is composed under torch.eager
+            torch.testing.assert_close(found, expected.double(), atol=1e-5, rtol=0)
+
+
+def test_the_model_is_left_as_it_was(tiny: Model) -> None:
+    before = copy.deepcopy(tiny.module.state_dict())
+    load_kernel(kernel("torch.eager", preset="fp8-weights"), tiny, "cpu").logits(IDS)
+    after = tiny.module.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert tiny.block("attn_0").attention_program == Composed()
+
+
+@pytest.mark.parametrize("name", ["tiny", "own"])
+def test_stored_weights_are_exactly_those_of_the_definition(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    """A float64 copy of the module with the defined weights gives the kernel's logits."""
+    model: Model = request.getfixturevalue(name)
+    ref = kernel("torch.eager", preset="int8-weights", compute="float64")
+    numerics = resolve(ref)
+    expected = copy.deepcopy(model.module).double()
+    linear = torch.nn.functional.linear
+    originals = dict(model.module.named_parameters(remove_duplicate=False))
+    by_identity = {
+        id(p): linear_weight(originals[n], numerics).double()
+        for n, p in expected.named_parameters(remove_duplicate=False)
+        if p.dim() == 2
+    }
+
+    def stored(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, by_identity[id(w)], b)
+
+    torch.nn.functional.linear = stored  # type: ignore[assignment]
+    try:
+        with torch.no_grad():
+            logits = expected(torch.tensor(IDS))
+    finally:
+        torch.nn.functional.linear = linear
+    found = load_kernel(ref, model, "cpu").logits(IDS)
+    torch.testing.assert_close(found, logits, atol=1e-11, rtol=0)
+
+
+def test_a_tied_head_is_quantised_and_the_embedding_is_not(tiny: Model) -> None:
+    ref = kernel("torch.eager", preset="fp8-weights")
+    found = load_kernel(ref, tiny, "cpu")
+    table = tiny.checkpoint.tensors["model.embed_tokens.weight"]
+    parameters = dict(found.module.named_parameters())
+    embedding = parameters["model.embed_tokens.weight"].float()
+    assert torch.equal(embedding, plain_parameter(table, found.numerics))
+    head = parameters["lm_head.weight"].float()
+    assert torch.equal(head, linear_weight(table, found.numerics))
+    assert not torch.equal(head, embedding)
+
+
+def test_a_block_runs_in_the_precision_of_the_kernel(tiny: Model, own: Model) -> None:
+    for model in (tiny, own):
+        x = model.block_inputs(IDS, "attn_0")
+        assert x is not None
+        exact = load_kernel(kernel("torch.eager"), model, "cpu").block("attn_0", x)
+        with torch.no_grad():
+            direct = model.block("attn_0")(x).double()
+        torch.testing.assert_close(exact, direct, atol=1e-5, rtol=0)
+        coarse = load_kernel(kernel("torch.eager", compute="bfloat16"), model, "cpu")
+        found = coarse.block("attn_0", x)
+        assert found.dtype == torch.float64
+        assert torch.equal(found, found.to(torch.bfloat16).double())
+        assert 1e-4 < float((found - exact).abs().max()) < 0.5
+        with refused(UNKNOWN_BLOCK, "attn_7"):
+            coarse.block("attn_7", x)
+
+
+def test_sequences_of_equal_length_run_together(tiny: Model) -> None:
+    found = load_kernel(kernel("torch.sdpa.flash"), tiny, "cpu")
+    pair = [IDS, IDS[::-1]]
+    both = found.logits(pair)
+    assert both.shape == (2, len(IDS), 256)
+    for row, ids in zip(both, pair, strict=True):
+        torch.testing.assert_close(row, found.logits(ids), atol=1e-4, rtol=0)
+    with refused(SEQUENCE, "equally long"):
+        found.logits([[1, 2], [3]])
+    with refused(SEQUENCE):
+        found.logits([])
+    with refused(SEQUENCE, "256"):
+        found.logits([256])
+
+
+def test_an_encoder_ends_in_hidden_states(tmp_path: Path) -> None:
+    from kcdsl.model import bert
+
+    config = {
+        "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "max_position_embeddings": 16,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    tensors = dict(bert.build(config).named_parameters())
+    save_file({k: v.detach() for k, v in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(ModelRef("model.safetensors", architecture="bert"), tmp_path)
+    for run in ("torch.eager", "torch.sdpa.flash", "torch.sdpa.math"):
+        found = load_kernel(kernel(run, compute="bfloat16"), model, "cpu")
+        hidden = found.hidden([1, 2, 3])
+        assert hidden.shape == (3, 16)
+        assert torch.equal(hidden, found.logits([1, 2, 3]))
+
+
+def test_a_fingerprint_names_program_numerics_and_device(tiny: Model) -> None:
+    ref = kernel("torch.sdpa.flash", compute="bfloat16")
+    record = load_kernel(ref, tiny, "cpu").fingerprint()
+    assert record["run"] == "torch.sdpa.flash"
+    assert record["device"] == "cpu"
+    assert record["numerics"] == resolve(ref).to_json()
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+UNSERVED: dict[str, tuple[KernelRef, tuple[str, ...]]] = {
+    "activations": (
+        kernel("torch.eager", preset="fp8-w8a8-per-tensor"),
+        ("activations", "torch-eager", "fp8-weights"),
+    ),
+    "fused claim, composed program": (
+        kernel("torch.eager", preset="flash-attention-2"),
+        ("composed, not fused", "torch.sdpa.flash"),
+    ),
+    "composed claim, fused program": (
+        kernel("torch.sdpa.flash", preset="fp8-weights"),
+        ("fused, not composed", "torch.eager"),
+    ),
+    "tile": (kernel("torch.sdpa.flash", attention={"tile": 1024}), ("512 keys",)),
+    "exponential": (
+        kernel("torch.sdpa.flash", preset="flash-attention-2"),
+        ("1024 ulp, not to 32",),
+    ),
+    "exponential of eager": (kernel("torch.eager", attention={"exp_ulps": 1}), ("4 ulp",)),
+    "finer scores": (
+        kernel("torch.eager", compute="bfloat16", attention={"scores": "float32"}),
+        ("attention.scores is bfloat16",),
+    ),
+    "finer accumulator": (kernel("torch.eager", accumulate="float64"), ("accumulate is float32",)),
+    "coarser and nearest": (
+        kernel("torch.sdpa.math", compute="bfloat16", casts="nearest",
+               attention={"scores": "bfloat16"}),
+        ("attention.scores is float32",),
+    ),
+    "tfloat32": (kernel("torch.eager", compute="tfloat32"), ("tfloat32",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_a_claim_that_the_program_does_not_keep_is_refused(name: str, tiny: Model) -> None:
+    ref, words = UNSERVED[name]
+    with refused(KERNEL_NUMERICS, *words):
+        load_kernel(ref, tiny, "cpu")
+
+
+def test_a_claim_that_is_coarser_is_kept(tiny: Model) -> None:
+    ref = kernel("torch.sdpa.math", compute="bfloat16", attention={"scores": "bfloat16"})
+    assert load_kernel(ref, tiny, "cpu").numerics.attention.scores == "bfloat16"
+
+
+def test_an_unknown_adapter_is_refused_with_a_suggestion(tiny: Model) -> None:
+    with refused(UNKNOWN_KERNEL, "'torch.eagr'", "did you mean 'torch.eager'"):
+        load_kernel(kernel("torch.eagr", preset="torch-eager"), tiny, "cpu")
+    with refused(NUMERICS, "torch-eagle"):
+        load_kernel(kernel("torch.eager", preset="torch-eagle"), tiny, "cpu")
+
+
+def test_a_kernel_that_cannot_run_here_is_refused(tiny: Model) -> None:
+    with refused(KERNEL_FAILED, "torch.sdpa.efficient", "cpu"):
+        load_kernel(kernel("torch.sdpa.efficient"), tiny, "cpu")
+    if not torch.cuda.is_available():
+        with refused(KERNEL_FAILED, "no CUDA device"):
+            load_kernel(kernel("torch.eager"), tiny, "cuda")
+
+
+def test_a_weight_that_overflows_is_refused(tiny: Model, tmp_path: Path) -> None:
+    tensors = dict(tiny.checkpoint.tensors)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors["model.norm.weight"][3] = 1e5
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(dict(tiny.config)))
+    model = load_model(ModelRef("model.safetensors", architecture="llama"), tmp_path)
+    with refused(WEIGHT_OVERFLOW, "model.norm.weight"):
+        load_kernel(kernel("torch.eager", compute="float16"), model, "cpu")
+
+
+BY_HAND = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 8)
+        self.weight = nn.Parameter(torch.zeros(8, 8))
+    def forward(self, ids):
+        x = self.embedding(ids)
+        {body}
+def build(config):
+    return Net()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ref", "body", "words"),
+    [
+        (
+            kernel("torch.sdpa.flash"),
+            "return torch.softmax(x @ x.T, -1) @ x",
+            ("composes its attention", "torch.eager"),
+        ),
+        (
+            kernel("torch.sdpa"),
+            "return (x @ x.T).softmax(-1) @ x",
+            ("composes its attention",),
+        ),
+        (
+            kernel("torch.eager", preset="fp8-weights"),
+            "return x @ self.weight.T",
+            ("outside torch.nn.functional.linear", "weight"),
+        ),
+        (
+            kernel("torch.eager", preset="fp8-weights"),
+            "return torch.einsum('td,ed->te', x, self.weight)",
+            ("outside torch.nn.functional.linear", "weight"),
+        ),
+        (
+            kernel("torch.eager", preset="fp8-weights"),
+            "return nn.functional.linear(x, self.weight[:4])",
+            ("outside torch.nn.functional.linear", "weight"),
+        ),
+    ],
+)
+def test_a_module_that_would_not_be_served_is_refused(
+    ref: KernelRef, body: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    name = f"by_hand_{abs(hash((body, ref.run)))}"
+    (tmp_path / f"{name}.py").write_text(BY_HAND.replace("{body}", body))
+    model = user_model(tmp_path, name)
+    with refused(KERNEL_NUMERICS, *words):
+        load_kernel(ref, model, "cpu")
+    assert load_kernel(kernel("torch.eager"), model, "cpu").logits(IDS).shape[0] == len(IDS)
+
+
+def test_settings_that_cheat_are_off_while_a_kernel_runs() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with exact_settings(torch.device("cpu")):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)

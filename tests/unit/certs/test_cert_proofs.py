@@ -1,0 +1,139 @@
+"""A proof that is right but about something else does not carry a clause."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kcdsl_certs.clauses import CertifiedClause, ProofReference
+from kcdsl_certs.proofs import Outcome, Rechecker
+from kcdsl_certs.statement import Predicate
+
+
+@dataclass(frozen=True)
+class _Rederived:
+    ok: Any = True
+    reason: str = "ok"
+    detail: str = ""
+    bound: str = (0.03).hex()
+    seconds: float = 0.1
+    nodes: int = 7
+
+
+@pytest.fixture
+def recheck(
+    golden: ModuleType, body: Predicate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Outcome, str]]:
+    """Return a function that rechecks the golden clause with an edited proof or outcome."""
+    monkeypatch.delitem(sys.modules, "kcdsl_certs.recheck", raising=False)
+    checker = ModuleType("kcdsl_certs.recheck")
+    monkeypatch.setitem(sys.modules, "kcdsl_certs.recheck", checker)
+
+    def run(
+        edit: Callable[[dict[str, Any]], object] = lambda proof: None,
+        outcome: Any = None,
+        **changes: Any,
+    ) -> tuple[Outcome, str]:
+        document = json.loads(golden.proof())
+        edit(document)
+        raw = json.dumps(document).encode()
+        (tmp_path / golden.PROOF_NAME).write_bytes(raw)
+        reference = ProofReference(hashlib.sha256(raw).hexdigest(), golden.PROOF_NAME)
+        clause: CertifiedClause = dataclasses.replace(body.clauses[0], proof=reference)
+        clause = dataclasses.replace(clause, **changes)
+        found = _Rederived() if outcome is None else outcome
+        monkeypatch.setattr(checker, "recheck", lambda proof, path: found, raising=False)
+        result = Rechecker(tmp_path, tmp_path / "w")(clause, body.triple)
+        return result.outcome, result.reason
+
+    return run
+
+
+Recheck = Callable[..., tuple[Outcome, str]]
+
+
+def test_the_golden_proof_is_bound_to_its_clause(recheck: Recheck) -> None:
+    assert recheck() == (Outcome.OK, "")
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda p: p.update(block="attn_1"), "proof/block-mismatch"),
+        (lambda p: p["numerics"]["train"].update(compute="float64"), "proof/numerics-mismatch"),
+        (lambda p: p["numerics"]["infer"].update(compute="float32"), "proof/numerics-mismatch"),
+        (lambda p: p["functional"].update(kind="2"), "proof/functional-mismatch"),
+        (lambda p: p["functional"].update(kind="span"), "proof/functional-mismatch"),
+        (lambda p: p["functional"].update(kind="no_flip"), "proof/functional-mismatch"),
+        (lambda p: p["functional"].update(kind="odd"), "proof/functional-mismatch"),
+        (lambda p: p["checkpoint"].update(sha256="0" * 64), "proof/checkpoint-mismatch"),
+        (lambda p: p["cases"][0]["region"].update(kind="points"), "proof/region-mismatch"),
+        (lambda p: p.update(cases=[]), "proof/region-mismatch"),
+        (lambda p: p.pop("block"), "statement/malformed"),
+        (lambda p: p.pop("numerics"), "statement/malformed"),
+    ],
+)
+def test_a_proof_about_something_else(
+    edit: Callable[[dict[str, Any]], object], reason: str, recheck: Recheck
+) -> None:
+    assert recheck(edit) == (Outcome.FAILED, reason)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (_Rederived(ok=False, reason="claim/too-small"), "proof/not-confirmed"),
+        (_Rederived(ok=1), "proof/not-confirmed"),
+        (_Rederived(bound=(0.032).hex()), "proof/bound-not-confirmed"),
+        (_Rederived(bound=""), "number/malformed"),
+        (_Rederived(bound="held"), "number/malformed"),
+        (_Rederived(bound="nan"), "number/malformed"),
+        (object(), "proof/checker-failed"),
+    ],
+)
+def test_a_bound_that_is_not_confirmed(outcome: Any, reason: str, recheck: Recheck) -> None:
+    assert recheck(outcome=outcome) == (Outcome.FAILED, reason)
+
+
+def test_the_bound_of_the_clause_must_be_that_of_the_proof_or_larger(recheck: Recheck) -> None:
+    assert recheck(bound=0.03) == (Outcome.OK, "")
+    assert recheck(bound=0.0299) == (Outcome.FAILED, "proof/bound-not-confirmed")
+    assert recheck(bound=None) == (Outcome.FAILED, "proof/bound-not-confirmed")
+
+
+def test_a_margin_is_shown_by_the_order_alone(recheck: Recheck) -> None:
+    def about_flips(k: int) -> Callable[[dict[str, Any]], object]:
+        return lambda p: p.update(functional={"kind": "no_flip", "k": k})
+
+    flip: dict[str, Any] = {"quantity": "no_flip(attn_0, x, 1)", "op": ">", "bound": 0.5}
+    held = _Rederived(bound="held")
+    assert recheck(about_flips(1), held, **flip) == (Outcome.OK, "")
+    assert recheck(about_flips(2), held, **flip) == (Outcome.FAILED, "proof/functional-mismatch")
+
+
+def test_a_proof_is_rederived_once_for_all_clauses(
+    golden: ModuleType, body: Predicate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Path] = []
+    checker = ModuleType("kcdsl_certs.recheck")
+
+    def rederive(proof: bytes, path: Path) -> _Rederived:
+        calls.append(path)
+        return _Rederived()
+
+    monkeypatch.setattr(checker, "recheck", rederive, raising=False)
+    monkeypatch.setitem(sys.modules, "kcdsl_certs.recheck", checker)
+    (tmp_path / golden.PROOF_NAME).write_bytes(golden.proof())
+    run = Rechecker(tmp_path, tmp_path / "w")
+    for _ in range(2):
+        assert run(body.clauses[0], body.triple).outcome is Outcome.OK
+    assert calls == [tmp_path / "w"]

@@ -1,0 +1,468 @@
+"""A valid proof is accepted; whatever is changed in it is rejected with the right code."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import rfc8785
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.document import parse
+from kcdsl_certs.recheck.inexact import Doubles
+from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.strict import canonical
+
+Document = dict[str, Any]
+
+
+def _support(name: str) -> ModuleType:
+    path = Path(__file__).parents[2] / "support" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"recheck_support_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+proofs = _support("proofs")
+INFLATION = 1 + 2.0**-30
+
+
+def claimed(document: Document, path: Path) -> Document:
+    """Return the document with the claims and witnesses that follow, inflated."""
+    proof = parse(proofs.dump(document))
+    doubles = Doubles(proof, read(path).tensors)
+    document = copy.deepcopy(document)
+    largest = 0.0
+    for case, record in zip(proof.cases, document["cases"], strict=True):
+        bound, sizes = doubles.derive(case)
+        record["claim"] = (bound * INFLATION).hex()
+        largest = max(largest, bound * INFLATION)
+        record["witness"] = [
+            {"node": n, "value": (v * INFLATION).hex(), "drift": (d * INFLATION).hex()}
+            for n, (v, d) in sizes.items()
+        ]
+    document["claim"] = largest.hex()
+    return document
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
+    """Return a proof of two cases on one attention block, and its checkpoint."""
+    rng = np.random.default_rng(8)
+    graph = proofs.attention(rng)
+    path = tmp_path_factory.mktemp("proof") / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    centre = rng.standard_normal(graph.input_shape).astype(np.float32)
+    train = proofs.numerics("float32", "nearest")
+    infer = proofs.numerics("bfloat16", "any", style="fused")
+    document = proofs.document(graph, train, infer, sha256, centre, 2.0**-12)
+    other = proofs.document(graph, train, infer, sha256, centre + 1, 0.0)["cases"][0]
+    document["cases"].append({**other, "name": "case-1"})
+    return claimed(document, path), path
+
+
+def test_the_proof_is_accepted(good: tuple[Document, Path]) -> None:
+    document, path = good
+    outcome = recheck(proofs.dump(document), path)
+    assert outcome.ok, outcome
+    assert outcome.reason == "ok"
+    assert outcome.nodes == 2 * len(document["cases"][0]["witness"])
+    bound = max(float.fromhex(case["claim"]) for case in document["cases"])
+    assert bound / INFLATION**2 < float.fromhex(outcome.bound) <= bound
+    assert outcome.seconds > 0
+
+
+def lower(text: str) -> str:
+    return (float.fromhex(text) * (1 - 2.0**-20)).hex()
+
+
+def the_graph(document: Document) -> Document:
+    return next(iter(document["graphs"].values()))["graph"]
+
+
+def put(*path: Any, to: Any) -> Callable[[Document], None]:
+    def change(document: Document) -> None:
+        at: Any = document
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = to(at[path[-1]]) if callable(to) else to
+
+    return change
+
+
+def in_graph(*path: Any, to: Any) -> Callable[[Document], None]:
+    """Change the graph and give it the digest that it then has."""
+
+    def change(document: Document) -> None:
+        put(*path, to=to)(the_graph(document))
+        entry = next(iter(document["graphs"].values()))
+        digest = proofs.graph_digest(entry["graph"])
+        document["graphs"] = {digest: entry}
+        for case in document["cases"]:
+            case["graph"] = digest
+
+    return change
+
+
+def place(op: str, at: int = 0) -> int:
+    graph = proofs.attention(np.random.default_rng(8))
+    return [k for k, node in enumerate(graph.nodes) if node["op"] == op][at]
+
+
+def constant(key: str, value: np.ndarray) -> Callable[[Document], None]:
+    def change(document: Document) -> None:
+        next(iter(document["graphs"].values()))["constants"][key] = proofs.array(value)
+
+    return change
+
+
+def add_field(*path: Any) -> Callable[[Document], None]:
+    return put(*path, to=lambda old: {**old, "extra": 1})
+
+
+def finer(document: Document) -> None:
+    """Claim the bound of finer numerics for the coarser ones."""
+    document["numerics"]["infer"] = proofs.numerics("float32", "any", style="fused")
+
+
+CASE = ("cases", 0)
+REGION = (*CASE, "region")
+HUGE = (2.0**200).hex()
+CHANGES: dict[str, tuple[Callable[[Document], None], str]] = {
+    "lower claim": (put(*CASE, "claim", to=lower), "claim/too-small"),
+    "lower claim of another case": (put("cases", 1, "claim", to=lower), "claim/too-small"),
+    "lower overall claim": (put("claim", to=lower), "claim/overall"),
+    "negative claim": (put(*CASE, "claim", to=(-1.0).hex()), "document/field"),
+    "claim that is held": (put(*CASE, "claim", to="held"), "document/field"),
+    "overall claim that is held": (put("claim", to="held"), "document/field"),
+    "claim of nan": (put(*CASE, "claim", to="nan"), "document/field"),
+    "claim of inf": (put(*CASE, "claim", to="inf"), "document/field"),
+    "claim in another spelling": (put(*CASE, "claim", to="0x1p10"), "document/field"),
+    "claim as a number": (put(*CASE, "claim", to=1), "document/field"),
+    "no cases": (put("cases", to=[]), "document/cases"),
+    "two cases of one name": (put("cases", 1, "name", to="case-0"), "document/cases"),
+    "unknown graph": (put(*CASE, "graph", to="0" * 64), "document/cases"),
+    "schema": (put("schema", to="kcdsl.interval-proof/2"), "document/schema"),
+    "block": (put("block", to="block_1"), "graph/block"),
+    "checkpoint digest": (put("checkpoint", "sha256", to="0" * 64), "checkpoint/digest"),
+    "checkpoint digest in capitals": (put("checkpoint", "sha256", to=str.upper), "document/field"),
+    "parameter digest": (put("parameters", "q.weight", to="0" * 64), "parameter/digest"),
+    "parameter missing": (
+        put("parameters", to=lambda p: dict(list(p.items())[1:])),
+        "document/parameters",
+    ),
+    "parameter too many": (
+        put("parameters", to=lambda p: {**p, "x": "0" * 64}),
+        "document/parameters",
+    ),
+    "extra field": (lambda document: document.update(extra=1), "document/field"),
+    "extra field of a case": (add_field(*CASE), "document/field"),
+    "extra field of a region": (add_field(*REGION), "document/region"),
+    "extra field of numerics": (add_field("numerics", "train"), "document/numerics"),
+    "unknown functional": (put("functional", "kind", to="1"), "document/field"),
+    "span claimed as inf": (put("functional", "kind", to="span"), "claim/too-small"),
+    "centre moved": (
+        put(*REGION, "centre", to=lambda a: proofs.array(np.full(a["shape"], 40.0))),
+        "witness/too-small",
+    ),
+    "radius wider": (
+        put(*REGION, "radius", to=proofs.array(np.full((1, 1), 0.01))),
+        "claim/too-small",
+    ),
+    "radius negative": (
+        put(*REGION, "radius", to=proofs.array(np.full((1, 1), -1.0))),
+        "document/region",
+    ),
+    "radius of nan": (
+        put(*REGION, "radius", to=proofs.array(np.full((1, 1), np.nan))),
+        "document/region",
+    ),
+    "radius of another shape": (
+        put(*REGION, "radius", to=proofs.array(np.ones(1))),
+        "document/region",
+    ),
+    "centre of infinity": (
+        put(*REGION, "centre", to=lambda a: proofs.array(np.full(a["shape"], np.inf))),
+        "document/region",
+    ),
+    "centre of float32": (
+        put(*REGION, "centre", to=lambda a: proofs.array(np.zeros(a["shape"], dtype=np.float32))),
+        "document/region",
+    ),
+    "points with a radius": (put(*REGION, "kind", to="points"), "document/region"),
+    "ids for a block on hidden states": (
+        put(*REGION, to={"kind": "points", "ids": [1]}),
+        "document/region",
+    ),
+    "witness value": (put(*CASE, "witness", 5, "value", to=lower), "witness/too-small"),
+    "witness of nan": (put(*CASE, "witness", 5, "value", to="nan"), "document/witness"),
+    "witness of an unknown node": (put(*CASE, "witness", 5, "node", to="x"), "document/witness"),
+    "witness twice": (put(*CASE, "witness", to=lambda w: [*w, w[0]]), "document/witness"),
+    "no witness": (put(*CASE, "witness", to=[]), "document/witness"),
+    "constant changed": (
+        constant("cos", np.ones((5, 4), dtype=np.float32)),
+        "graph/constant-digest",
+    ),
+    "constant added": (constant("tan", np.ones((5, 4), dtype=np.float32)), "graph/constant-digest"),
+    "bool that is two": (
+        put("graphs", to=lambda g: _twos(g)),
+        "document/array",
+    ),
+    "graph changed": (
+        lambda d: put("nodes", place("rms_norm"), "attrs", "eps", to=(1e-2).hex())(the_graph(d)),
+        "graph/digest",
+    ),
+    "graph schema": (in_graph("schema", to="kcdsl.block-graph/2"), "graph/field"),
+    "unknown op": (in_graph("nodes", place("add"), "op", to="plus"), "rule/unknown-op"),
+    "too few inputs": (
+        in_graph("nodes", place("add"), "inputs", to=lambda i: i[:1]),
+        "graph/field",
+    ),
+    "input from later": (
+        in_graph("nodes", 2, "inputs", to=lambda i: ["n30_linear", *i[1:]]),
+        "graph/order",
+    ),
+    "input of its own": (
+        in_graph("nodes", 2, "inputs", to=lambda i: ["n2_rms_norm", *i[1:]]),
+        "graph/order",
+    ),
+    "two nodes of one name": (in_graph("nodes", 1, "name", to="n0_input"), "graph/order"),
+    "output that is no node": (in_graph("output", to="x"), "graph/order"),
+    "no nodes": (in_graph("nodes", to=[]), "graph/size"),
+    "huge shape": (in_graph("nodes", 1, "shape", to=[2**30]), "graph/size"),
+    "wrong shape": (in_graph("nodes", place("linear"), "shape", to=[5, 9]), "graph/shape"),
+    "wrong input shape": (in_graph("input_shape", to=[5, 9]), "document/region"),
+    "wrong permutation": (
+        in_graph("nodes", place("permute"), "attrs", "dims", to=[0, 0, 2]),
+        "graph/field",
+    ),
+    "wrong reshape": (
+        in_graph("nodes", place("reshape"), "attrs", "shape", to=[40]),
+        "graph/shape",
+    ),
+    "attribute too many": (
+        in_graph("nodes", place("add"), "attrs", to={"alpha": (2.0).hex()}),
+        "graph/field",
+    ),
+    "attribute missing": (in_graph("nodes", place("rms_norm"), "attrs", to={}), "graph/field"),
+    "attribute as a number": (
+        in_graph("nodes", place("rms_norm"), "attrs", "eps", to=1),
+        "graph/field",
+    ),
+    "negative eps": (
+        in_graph("nodes", place("rms_norm"), "attrs", "eps", to=(-1.0).hex()),
+        "graph/field",
+    ),
+    "divisor of zero": (
+        in_graph("nodes", place("divide"), "attrs", "divisor", to=(0.0).hex()),
+        "graph/field",
+    ),
+    "divisor beyond float32": (
+        in_graph("nodes", place("divide"), "attrs", "divisor", to=(1e-40).hex()),
+        "graph/field",
+    ),
+    "unknown role": (in_graph("nodes", place("add"), "role", to="score"), "graph/field"),
+    "role of another op": (in_graph("nodes", place("add"), "role", to="context"), "graph/field"),
+    "no mask": (
+        in_graph("nodes", place("softmax"), "inputs", to=lambda i: i[:1]),
+        "claim/too-small",
+    ),
+    "smaller divisor": (
+        in_graph("nodes", place("divide"), "attrs", "divisor", to=(0.5).hex()),
+        "claim/too-small",
+    ),
+    "unknown constant": (
+        in_graph("nodes", place("constant"), "attrs", "key", to="x"),
+        "graph/field",
+    ),
+    "unknown parameter": (
+        in_graph("nodes", place("param"), "attrs", "key", to="x"),
+        "document/parameters",
+    ),
+    "parameter of another shape": (
+        in_graph("nodes", place("param"), "attrs", "key", to="q.bias"),
+        "document/parameters",
+    ),
+    "coarser numerics": (
+        put(
+            "numerics", "infer", to=proofs.numerics("bfloat16", "any", weights=("fp8_e5m2", "none"))
+        ),
+        "claim/too-small",
+    ),
+    "coarser training": (
+        put("numerics", "train", to=proofs.numerics("bfloat16", "any")),
+        "claim/too-small",
+    ),
+    "unknown casts": (put("numerics", "infer", "casts", to="some"), "document/numerics"),
+    "unknown format": (put("numerics", "infer", "compute", to="float8"), "document/numerics"),
+    "int8 without a scale": (
+        put("numerics", "infer", "weights", to={"format": "int8", "scale": "none"}),
+        "document/numerics",
+    ),
+    "tile of zero": (put("numerics", "infer", "attention", "tile", to=0), "document/numerics"),
+    "huge claim with a vacuous accumulator": (
+        put("numerics", "infer", "accumulate", to="fp8_e5m2"),
+        "bound/not-finite",
+    ),
+    "fp8 compute that overflows nothing": (
+        put("numerics", "infer", "compute", to="fp8_e4m3"),
+        "claim/too-small",
+    ),
+}
+
+
+def _twos(graphs: Document) -> Document:
+    for entry in graphs.values():
+        entry["constants"]["mask"]["data"] = base64.b64encode(b"\x02" * 25).decode()
+    return graphs
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_rejected(good: tuple[Document, Path], name: str) -> None:
+    document, path = good
+    changed = copy.deepcopy(document)
+    change, reason = CHANGES[name]
+    change(changed)
+    outcome = recheck(proofs.dump(changed), path)
+    assert (outcome.ok, outcome.reason) == (False, reason), outcome
+
+
+def test_every_witness_is_compared(good: tuple[Document, Path]) -> None:
+    document, path = good
+    for at, witness in enumerate(document["cases"][1]["witness"]):
+        field = "drift" if at % 2 else "value"
+        if float.fromhex(witness[field]) == 0:
+            continue
+        changed = copy.deepcopy(document)
+        changed["cases"][1]["witness"][at][field] = lower(witness[field])
+        outcome = recheck(proofs.dump(changed), path)
+        assert outcome.reason == "witness/too-small", witness
+        assert repr(witness["node"]) in outcome.detail
+        assert "case-1" in outcome.detail
+
+
+def test_finer_numerics_are_derived_anew(good: tuple[Document, Path]) -> None:
+    document, path = good
+    changed = copy.deepcopy(document)
+    finer(changed)
+    outcome = recheck(proofs.dump(changed), path)
+    assert outcome.ok, outcome
+    first = recheck(proofs.dump(document), path)
+    assert float.fromhex(outcome.bound) < float.fromhex(first.bound) / 10
+    # what follows for the finer kernel does not follow for the coarser one
+    exchanged = claimed(changed, path)
+    exchanged["numerics"] = document["numerics"]
+    assert recheck(proofs.dump(exchanged), path).reason == "claim/too-small"
+
+
+def test_every_bit_of_the_checkpoint_counts(good: tuple[Document, Path], tmp_path: Path) -> None:
+    document, path = good
+    content = path.read_bytes()
+    for at in (3, 20, len(content) // 2, len(content) - 1):
+        other = tmp_path / "other.safetensors"
+        other.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        outcome = recheck(proofs.dump(document), other)
+        assert not outcome.ok
+        assert outcome.reason in ("checkpoint/digest", "checkpoint/format")
+    outcome = recheck(proofs.dump(document), tmp_path / "none")
+    assert outcome.reason == "checkpoint/unreadable"
+
+
+TEXTS = {
+    "empty": b"",
+    "not UTF-8": b"\xff",
+    "a byte order mark": b"\xef\xbb\xbf{}",
+    "a float": b'{"a": 1.0}',
+    "an exponent": b'{"a": 1e3}',
+    "NaN": b'{"a": NaN}',
+    "a key twice": b'{"a": 1, "a": 1}',
+    "a large integer": b'{"a": 9007199254740992}',
+    "endless digits": b'{"a": ' + b"9" * 10_000 + b"}",
+    "endless brackets": b"[" * 200_000,
+    "two values": b"{} {}",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_loose_json_is_rejected(name: str, tmp_path: Path) -> None:
+    outcome = recheck(TEXTS[name], tmp_path / "none")
+    assert (outcome.ok, outcome.reason) == (False, "document/json")
+
+
+@pytest.mark.parametrize("text", [b"[]", b"1", b'"x"', b"null", b"{}"])
+def test_other_json_is_rejected(text: bytes, tmp_path: Path) -> None:
+    assert recheck(text, tmp_path / "none").reason == "document/field"
+
+
+def test_nothing_is_raised(good: tuple[Document, Path]) -> None:
+    outcome = recheck(proofs.dump(good[0]), None)  # type: ignore[arg-type]
+    assert (outcome.ok, outcome.reason) == (False, "internal")
+    outcome = recheck(None, good[1])  # type: ignore[arg-type]
+    assert (outcome.ok, outcome.reason) == (False, "internal")
+
+
+@given(st.data())
+def test_no_change_of_any_leaf_makes_it_fail_otherwise(
+    good: tuple[Document, Path], data: st.DataObject
+) -> None:
+    """Replace one leaf by something else: an outcome comes back, never "internal"."""
+    document, path = good
+    changed = copy.deepcopy(document)
+    at: Any = changed
+    while True:
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(at[key], dict | list) or not at[key]:
+            break
+        at = at[key]
+    odd = st.sampled_from([None, True, -1, 0, 2**53 - 1, "", "x", [], {}, "0x1.0p+0", [[]], ["x"]])
+    at[key] = data.draw(odd)
+    outcome = recheck(proofs.dump(changed), path)
+    assert outcome.reason != "internal", outcome
+    assert outcome.ok == (outcome.reason == "ok")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(1 - 2**53, 2**53 - 1) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(JSON)
+def test_canonical_json(value: Any) -> None:
+    assert canonical(value) == rfc8785.dumps(value)
+
+
+def test_ids_must_be_looked_up(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    graph = proofs.Graph(None)
+    table = graph.param("table", rng.standard_normal((7, 4)))
+    found = graph.add("embedding", [table], (3, 4), ids=[6, 0, 6])
+    # the table is read as the weight of a linear too, stored in another way there
+    graph.add("linear", [found, table], (3, 7))
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    fine = proofs.numerics()
+    coarse = proofs.numerics(weights=("fp8_e4m3", "per_channel"))
+    document = proofs.document(graph, fine, coarse, sha256, np.zeros(()), ids=[6, 0, 6])
+    assert recheck(proofs.dump(document), path).ok
+    assert recheck(proofs.dump(document), path, exact=True).ok
+    document["cases"][0]["region"]["ids"] = [6, 0, 5]
+    assert recheck(proofs.dump(document), path).reason == "document/region"
+    graph.nodes[1]["attrs"]["ids"] = [7, 0, 6]
+    document = proofs.document(graph, fine, coarse, sha256, np.zeros(()), ids=[7, 0, 6])
+    assert recheck(proofs.dump(document), path).reason == "graph/field"

@@ -1,0 +1,90 @@
+"""Rounding to a format against ml_dtypes, and the exact tier's rounding against numpy's."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kcdsl_certs.recheck.formats import nearest, saturated
+from kcdsl_certs.recheck.rationals import cells
+from kcdsl_certs.recheck.spec import FORMATS
+
+DTYPES: dict[str, Any] = {
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+}
+WIDTHS = {"fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8, "float16": np.uint16, "bfloat16": np.uint16}
+
+
+def every_number(name: str) -> np.ndarray:
+    """Return every finite number of a format, ascending."""
+    width = WIDTHS[name]
+    values = np.arange(np.iinfo(width).max + 1).astype(width).view(DTYPES[name])
+    with np.errstate(invalid="ignore"):
+        wide = values.astype(np.float64)
+    return np.unique(wide[np.isfinite(wide)])
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_numbers_midpoints_and_their_neighbours(name: str) -> None:
+    numbers = every_number(name)
+    form = FORMATS[name]
+    assert numbers.max() == form.largest
+    assert numbers[numbers > 0].min() == 2 * form.eta
+    np.testing.assert_array_equal(nearest(numbers, form), numbers)
+    middle = (numbers[:-1] + numbers[1:]) / 2  # exact: one bit more
+    below, above = np.nextafter(middle, -np.inf), np.nextafter(middle, np.inf)
+    np.testing.assert_array_equal(nearest(below, form), numbers[:-1])
+    np.testing.assert_array_equal(nearest(above, form), numbers[1:])
+    ties = middle.astype(np.float32)
+    inside = ties.astype(np.float64) == middle
+    expected = ties.astype(DTYPES[name]).astype(np.float64)
+    assert inside.mean() > 0.5
+    np.testing.assert_array_equal(nearest(middle, form)[inside], expected[inside])
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_random_float32(name: str) -> None:
+    rng = np.random.default_rng(1)
+    bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32)
+    values = bits.view(np.float32)
+    values = values[np.isfinite(values)]
+    with np.errstate(over="ignore"):
+        expected = values.astype(DTYPES[name]).astype(np.float64)
+        found = nearest(values.astype(np.float64), FORMATS[name])
+    finite = np.abs(found) <= FORMATS[name].largest
+    np.testing.assert_array_equal(found[finite], expected[finite])
+    if name != "fp8_e4m3":  # which has no infinity
+        np.testing.assert_array_equal(found[~finite], expected[~finite])
+
+
+def test_beyond_the_largest() -> None:
+    form = FORMATS["fp8_e4m3"]
+    values = np.array([463.9, 464.0, 464.1, -500.0])
+    np.testing.assert_array_equal(nearest(values, form), [448, 448, np.inf, -np.inf])
+    np.testing.assert_array_equal(saturated(values, form), [448, 448, 448, -448])
+
+
+def test_not_a_number_stays_one() -> None:
+    assert np.isnan(nearest(np.array([np.nan]), FORMATS["bfloat16"]))[0]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(sorted(FORMATS)))
+def test_exact_rounding_agrees(value: float, name: str) -> None:
+    form = FORMATS[name]
+    with np.errstate(over="ignore"):
+        found = nearest(np.array([value]), form)[0]
+    exact = cells.rounded(Fraction(value), form)
+    if abs(exact) > Fraction(form.largest):
+        assert np.isinf(found)
+    else:
+        assert Fraction(float(found)) == exact

@@ -1,0 +1,317 @@
+"""Single rules against arithmetic with 60 digits, at corners and at points inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mpmath import mp, mpf
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.box import Box
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules import attention, elementwise, linear, norms
+from kcdsl_certs.recheck.rules.state import gamma, reduce, stored
+from kcdsl_certs.recheck.spec import FLOAT32, FLOAT64, FORMATS, Kernel, parse_kernel
+
+mp.dps = 60
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Let numpy form infinities and NaN without a warning, as the checker does."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+def kernel(compute: str = "float32", casts: str = "any", **other: Any) -> Kernel:
+    attention_part = {
+        "style": "composed",
+        "scores": compute,
+        "probabilities": compute,
+        "tile": 2,
+        "exp_ulps": 2,
+    }
+    activations = other.pop("activations", ("none", "none"))
+    accumulate = other.pop("accumulate", "float32")
+    return parse_kernel(
+        {
+            "preset": "",
+            "compute": compute,
+            "accumulate": accumulate,
+            "casts": casts,
+            "weights": {"format": compute, "scale": "none"},
+            "activations": {"format": activations[0], "scale": activations[1]},
+            "attention": attention_part | other,
+        },
+        "numerics",
+    )
+
+
+def around(centre: np.ndarray, radius: float) -> Box:
+    return Box(centre - radius, centre + radius)
+
+
+def corner(rng: np.random.Generator, b: Box) -> np.ndarray:
+    """Return a point of a box, most of its coordinates at an end."""
+    inside = b.lo + (b.hi - b.lo) * rng.uniform(0, 1, b.shape)
+    which = rng.integers(0, 5, b.shape)
+    return np.where(which < 2, b.lo, np.where(which < 4, b.hi, np.clip(inside, b.lo, b.hi)))
+
+
+def softmax(scores: list[Any]) -> list[Any]:
+    e = [mp.exp(s) for s in scores]
+    return [x / mp.fsum(e) for x in e]
+
+
+SCALES = [
+    (1.0, 1e-6, 1e-7),
+    (1.0, 0.5, 0.3),
+    (30.0, 1.0, 2.0),
+    (400.0, 5.0, 900.0),
+    (1.0, 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("spread", "radius", "move"), SCALES)
+def test_softmax_range_drift_and_variation(spread: float, radius: float, move: float) -> None:
+    rng = np.random.default_rng(3)
+    for n in (1, 2, 5):
+        centre = rng.standard_normal((1, n)) * spread
+        scores, drift = around(centre, radius), around(rng.standard_normal((1, n)) * move, move / 2)
+        allowed = np.ones((1, n), dtype=bool)
+        p = attention.probabilities(scores, allowed)
+        moved = attention.probability_drift(p, drift, allowed)
+        variation = float(attention._variation(moved, drift, allowed)[0, 0])
+        for b in (p, moved):
+            box.checked(b, "it")
+        assert p.lo.min() >= 0
+        assert p.hi.max() <= 1
+        for _ in range(60):
+            s, d = corner(rng, scores)[0], corner(rng, drift)[0]
+            before = softmax([mpf(v) for v in s])
+            after = softmax([mpf(v) + mpf(w) for v, w in zip(s, d, strict=True)])
+            for j in range(n):
+                assert p.lo[0, j] <= before[j] <= p.hi[0, j]
+                assert moved.lo[0, j] <= after[j] - before[j] <= moved.hi[0, j]
+            half = mp.fsum(abs(a - b) for a, b in zip(after, before, strict=True)) / 2
+            assert half <= variation
+
+
+def test_softmax_leaves_masked_columns_out() -> None:
+    scores = around(np.array([[0.0, 50.0, 1.0], [9.0, 2.0, 3.0]]), 0.1)
+    allowed = np.array([[True, False, True], [False, True, False]])
+    p = attention.probabilities(scores, allowed)
+    assert p.hi[0, 1] == 0
+    assert p.hi[0, 0] < 0.4
+    assert (p.lo[1], p.hi[1]) == (pytest.approx([0, 1, 0]), pytest.approx([0, 1, 0]))
+    moved = attention.probability_drift(p, around(np.ones((2, 3)), 0.5), allowed)
+    assert not moved.lo[1].any()
+    assert not moved.hi[1].any()
+    assert moved.hi[0, 1] == 0
+
+
+def test_small_probabilities_and_drifts_keep_their_digits() -> None:
+    scores = box.exact(np.array([[0.0, -60.0]]))
+    p = attention.probabilities(scores, np.ones((1, 2), dtype=bool))
+    assert 0.99e-26 < p.lo[0, 1] / 0.875651 <= p.hi[0, 1] / 0.875651 < 1.01e-26
+    drift = Box(np.full((1, 2), -1e-12), np.full((1, 2), 1e-12))
+    moved = attention.probability_drift(p, drift, np.ones((1, 2), dtype=bool))
+    assert moved.hi[0, 1] < 3e-38
+
+
+def test_a_fused_row_sum_of_rounded_probabilities_may_lose_small_columns() -> None:
+    # 512 columns of e^-7 < 2^-10 each round to zero in fp8_e4m3, and were a third of the sum
+    scores = box.exact(np.concatenate([[0.0], np.full(511, -7.0)])[None])
+    allowed = np.ones((1, 512), dtype=bool)
+    p = attention.probabilities(scores, allowed)
+    fused = kernel("float16", style="fused", probabilities="fp8_e4m3", scores="float32", tile=512)
+    rounding = attention._rounding(fused, scores, p.hi, allowed)
+    assert 1 - p.lo[0, 0] <= rounding[0, 0]
+
+
+FUNCTIONS = [
+    (elementwise._GELU, lambda x: x * mp.ncdf(x), lambda x: mp.ncdf(x) + x * mp.npdf(x)),
+    (
+        elementwise._SILU,
+        lambda x: x / (1 + mp.exp(-x)),
+        lambda x: 1 / (1 + mp.exp(-x)) + x * mp.exp(-x) / (1 + mp.exp(-x)) ** 2,
+    ),
+    (elementwise._TANH, mp.tanh, lambda x: mp.sech(x) ** 2),
+]
+
+
+@pytest.mark.parametrize(("function", "value", "slope"), FUNCTIONS)
+def test_activations(function: Any, value: Any, slope: Any) -> None:
+    rng = np.random.default_rng(4)
+    turns = [t for t in (function.valley, *function.turns) if t is not None]
+    centres = np.concatenate(
+        [rng.standard_normal(40) * 3, turns, np.nextafter(turns, 9), [0, 30, -30]]
+    )
+    for radius in (0.0, 1e-9, 0.1, 4.0):
+        x = around(centres, radius)
+        y, dy = elementwise.image(function, x), elementwise.slopes(function, x)
+        for at in range(len(centres)):
+            inside = [t for t in turns if x.lo[at] <= t <= x.hi[at]]
+            samples = [x.lo[at], x.hi[at], *rng.uniform(x.lo[at], x.hi[at], 5), *inside]
+            for s in samples:
+                assert y.lo[at] <= value(mpf(s)) <= y.hi[at]
+                assert dy.lo[at] <= slope(mpf(s)) <= dy.hi[at]
+        if radius == 0.0:
+            wide = np.abs(centres) * 2.0**-46 + 2.0**-45
+            assert (y.hi - y.lo <= wide).all()
+            assert (dy.hi - dy.lo <= wide).all()
+
+
+def normalised(x: list[Any], eps: float, centred: bool) -> list[Any]:
+    n = len(x)
+    mean = mp.fsum(x) / n if centred else mpf(0)
+    c = [v - mean for v in x]
+    r = 1 / mp.sqrt(mp.fsum(v * v for v in c) / n + mpf(eps))
+    return [v * r for v in c]
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize(
+    ("offset", "radius", "move"),
+    [(0.0, 0.0, 1e-7), (0.0, 1e-3, 1e-3), (0.0, 0.5, 0.2), (100.0, 1e-6, 1e-5), (1.0, 3.0, 1.0)],
+)
+def test_norms(centred: bool, offset: float, radius: float, move: float) -> None:
+    rng = np.random.default_rng(6)
+    for n in (2, 3, 8):
+        x = around(rng.standard_normal((1, n)) + offset, radius)
+        d = around(rng.standard_normal((1, n)) * move, move)
+        state = reduce(x, box.add(x, d), d)
+        t, i = (norms._side(side, 1e-5, centred) for side in (state.t, state.i))
+        drift = norms._drift(t, i, norms._centred(d) if centred else d, n)
+        assert t.y.hi.max() <= np.sqrt(n) * (1 + 1e-12)
+        for _ in range(80):
+            a, b = corner(rng, state.t)[0], corner(rng, d)[0]
+            before = normalised([mpf(v) for v in a], 1e-5, centred)
+            after = normalised([mpf(v) + mpf(w) for v, w in zip(a, b, strict=True)], 1e-5, centred)
+            for j in range(n):
+                assert t.y.lo[0, j] <= before[j] <= t.y.hi[0, j]
+                assert drift.lo[0, j] <= after[j] - before[j] <= drift.hi[0, j]
+
+
+def test_a_variance_without_lower_bound_is_refused() -> None:
+    with pytest.raises(Rejection, match="variance"):
+        norms._side(box.exact(np.zeros((1, 3))), 0.0, False)
+
+
+def test_a_block_maximum_in_a_box_may_be_small() -> None:
+    # x = (0, 0.99): amax 0.99, scale 2^-9, 0.99/2^-9 = 506.9 saturates at 448: 0.875, off by 0.115
+    x = Box(np.array([[0.0, 0.99]]), np.array([[2.0, 0.99]]))
+    q = linear.quantisation(kernel(activations=("fp8_e4m3", "mx")), x)
+    assert q[0, 1] >= 0.115
+    point = box.exact(np.array([[2.0, 0.99]]))
+    assert linear.quantisation(kernel(activations=("fp8_e4m3", "mx")), point)[0, 1] < 0.07
+
+
+@given(
+    st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=40),
+    st.lists(st.floats(0, 1), min_size=40, max_size=40),
+    st.sampled_from(["fp8_e4m3", "fp8_e5m2"]),
+)
+def test_mx_quantisation_of_points_in_a_box(
+    centre: list[float], shrink: list[float], kind: str
+) -> None:
+    import ml_dtypes
+
+    full = np.array([centre], dtype=np.float32).astype(np.float64)
+    x = Box(np.minimum(full, 0.0), np.maximum(full, 0.0))
+    q = linear.quantisation(kernel(activations=(kind, "mx")), x)
+    values = (full * np.array(shrink)[: full.shape[1]]).astype(np.float32)
+    dtype = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}[kind]
+    largest, exponent = {"fp8_e4m3": (448, 8), "fp8_e5m2": (57344, 15)}[kind]
+    for start in range(0, values.shape[1], 32):
+        part = values[:, start : start + 32]
+        amax = float(np.abs(part).max())
+        if amax < 2.0**-100:
+            continue
+        s = np.float32(2.0 ** (np.floor(np.log2(amax)) - exponent))
+        code = np.clip(part / s, -largest, largest).astype(dtype).astype(np.float32)
+        assert (np.abs(code * s - part) <= q[:, start : start + 32]).all()
+
+
+def test_unscaled_activations_may_overflow() -> None:
+    x = box.exact(np.array([[449.0]]))
+    with pytest.raises(Rejection, match="bound/overflow"):
+        linear.quantisation(kernel(activations=("fp8_e4m3", "none")), x)
+
+
+def test_partial_sums_may_overflow_the_accumulator() -> None:
+    half = kernel("float16", accumulate="float16")
+    assert linear.accumulated(half, np.array([60000.0]), 3, 3) > 0
+    with pytest.raises(Rejection, match="partial sum"):
+        linear.accumulated(half, np.array([65500.0]), 3, 3)
+    with pytest.raises(Rejection, match="bound/not-finite"):
+        linear.accumulated(half, np.array([1.0]), 2048, 2048)
+
+
+def test_gamma() -> None:
+    assert gamma(3, 2.0**-24) >= mpf(3) * mpf(2) ** -24 / (1 - mpf(3) * mpf(2) ** -24)
+    assert gamma(2**24, 2.0**-24) == float("inf")
+
+
+# --- storing --------------------------------------------------------------------------------------
+
+
+def test_a_cast_of_a_point_is_known() -> None:
+    point = box.exact(np.array([1.001, 2.0]))
+    value, wrong = stored(
+        kernel("bfloat16", "nearest"), FORMATS["bfloat16"], point, np.zeros(2), FLOAT32
+    )
+    np.testing.assert_array_equal(value.lo, [1.0, 2.0])
+    np.testing.assert_array_equal(value.hi, [1.0, 2.0])
+    assert wrong.lo[0] <= 1 - 1.001 <= wrong.hi[0] < -0.0009
+    assert (wrong.lo[1], wrong.hi[1]) == (0.0, 0.0)
+
+
+def test_a_cast_over_a_step_is_free() -> None:
+    y = Box(np.array([1.0]), np.array([1.01]))
+    form = FORMATS["bfloat16"]
+    value, wrong = stored(kernel("bfloat16", "nearest"), form, y, np.full(1, 0.001), FLOAT32)
+    assert value.lo[0] == 1.0
+    assert value.hi[0] == 1.0078125
+    assert wrong.hi[0] >= 1.011 * 2.0**-8 + 0.001
+
+
+def test_nearest_float32_stores_arithmetic_of_its_own_precision_without_a_step() -> None:
+    y, error = box.exact(np.array([1.0])), np.full(1, 2.0**-24)
+    same, _ = stored(kernel("float32", "nearest"), FLOAT32, y, error, FLOAT32)
+    assert (same.lo[0], same.hi[0]) == (1 - 2.0**-24, 1 + 2.0**-24)
+    # arithmetic in float64 has not rounded to float32 yet
+    third = box.exact(np.array([1 / 3]))
+    finer, wrong = stored(kernel("float32", "nearest"), FLOAT32, third, np.zeros(1), FLOAT64)
+    assert finer.lo[0] == finer.hi[0] == np.float32(1 / 3)
+    assert wrong.lo[0] <= np.float64(np.float32(1 / 3)) - 1 / 3 <= wrong.hi[0]
+
+
+@pytest.mark.parametrize("casts", ["any", "nearest"])
+def test_overflow_is_named(casts: str) -> None:
+    y = box.exact(np.array([[0.0, 65530.0]]))
+    with pytest.raises(Rejection, match=r"bound/overflow.*\[0, 1\].*float16"):
+        stored(kernel("float16", casts), FORMATS["float16"], y, np.zeros((1, 2)), FLOAT32)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_refused(bad: float) -> None:
+    for casts in ("any", "nearest"):
+        y = box.exact(np.array([bad]))
+        with pytest.raises(Rejection) as found:
+            stored(kernel("float64", casts), FLOAT64, y, np.zeros(1), FLOAT64)
+        assert found.value.reason == "bound/not-finite"
+        y = box.exact(np.zeros(1))
+        with pytest.raises(Rejection):
+            stored(kernel("float64", casts), FLOAT64, y, np.array([bad]), FLOAT64)
+
+
+def test_contradicting_boxes_are_refused() -> None:
+    one, two = box.exact(np.ones(1)), box.exact(np.full(1, 2.0))
+    with pytest.raises(Rejection, match="bound/empty"):
+        reduce(one, two, around(np.zeros(1), 0.5))

@@ -1,0 +1,156 @@
+"""What kernels store for parameters, against ml_dtypes and against the exact tier."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kcdsl_certs.recheck.block import array_digest
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rationals.weights import RationalParameters
+from kcdsl_certs.recheck.safetensors import Tensor
+from kcdsl_certs.recheck.spec import Kernel, parse_kernel
+from kcdsl_certs.recheck.weights import Parameters, as_float32
+
+CODES: dict[str, Any] = {
+    "fp8_e4m3": (ml_dtypes.float8_e4m3fn, 448),
+    "fp8_e5m2": (ml_dtypes.float8_e5m2, 57344),
+    "int8": (None, 127),
+}
+SCALED = [
+    (kind, scale)
+    for kind in CODES
+    for scale in ("per_tensor", "per_channel", "block_128", "mx")
+    if not (kind == "int8" and scale == "mx")
+]
+
+
+def kernel(kind: str, scale: str, compute: str = "bfloat16") -> Kernel:
+    attention = {"style": "composed", "scores": compute, "probabilities": compute}
+    return parse_kernel(
+        {
+            "preset": "",
+            "compute": compute,
+            "accumulate": "float32",
+            "casts": "any",
+            "weights": {"format": kind, "scale": scale},
+            "activations": {"format": "none", "scale": "none"},
+            "attention": {**attention, "tile": 1, "exp_ulps": 1},
+        },
+        "numerics",
+    )
+
+
+def tensor(value: np.ndarray, dtype: str = "F32") -> Tensor:
+    return Tensor(dtype, value.shape, memoryview(value.tobytes()))
+
+
+def parameters(value: np.ndarray, tier: Any = Parameters) -> Any:
+    digest = array_digest("float32", value.shape, value.tobytes())
+    return tier({"w": tensor(value)}, {"w": digest})
+
+
+def weight(rng: np.random.Generator, rows: int = 130, columns: int = 140) -> np.ndarray:
+    found = rng.standard_normal((rows, columns)) * np.exp(rng.standard_normal((rows, 1)) * 3)
+    found[3] = 0
+    return found.astype(np.float32)
+
+
+def reference(w: np.ndarray, kind: str, scale: str) -> np.ndarray:
+    """Quantise tile by tile, with one float32 operation for each step."""
+    rows, columns = w.shape
+    height, width = {
+        "per_tensor": (rows, columns),
+        "per_channel": (1, columns),
+        "block_128": (128, 128),
+        "mx": (1, 32),
+    }[scale]
+    dtype, largest = CODES[kind]
+    found = np.empty_like(w)
+    for i in range(0, rows, height):
+        for j in range(0, columns, width):
+            tile = w[i : i + height, j : j + width]
+            amax = np.abs(tile).max()
+            s = amax / np.float32(largest)
+            if scale == "mx" and amax:
+                emax = {"fp8_e4m3": 8, "fp8_e5m2": 15}[kind]
+                s = np.float32(2.0 ** (np.floor(np.log2(float(amax))) - emax))
+            s = s if amax else np.float32(1)
+            ratio = np.clip(tile / s, -largest, largest).astype(np.float32)
+            code = np.rint(ratio) if dtype is None else ratio.astype(dtype).astype(np.float32)
+            found[i : i + height, j : j + width] = code * s
+    return found
+
+
+@pytest.mark.parametrize(("kind", "scale"), SCALED)
+def test_scaled_weights(kind: str, scale: str) -> None:
+    w = weight(np.random.default_rng(0))
+    found = parameters(w).linear("w", kernel(kind, scale))
+    expected = reference(w, kind, scale).astype(ml_dtypes.bfloat16).astype(np.float64)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [*SCALED, ("fp8_e5m2", "none"), ("float16", "none")])
+def test_exact_tier_stores_the_same(kind: str, scale: str) -> None:
+    w = weight(np.random.default_rng(1), 5, 70)
+    rule = kernel(kind, scale)
+    found = parameters(w).linear("w", rule)
+    exact = parameters(w, RationalParameters).linear("w", rule)
+    assert [pair[0] for pair in exact.pairs] == [Fraction(float(v)) for v in found.ravel()]
+    plain = parameters(w).plain("w", rule)
+    exact = parameters(w, RationalParameters).plain("w", rule)
+    assert [pair[0] for pair in exact.pairs] == [Fraction(float(v)) for v in plain.ravel()]
+
+
+def test_plain_parameters_are_rounded_once() -> None:
+    w = weight(np.random.default_rng(2))
+    found = parameters(w).plain("w", kernel("fp8_e4m3", "per_channel"))
+    np.testing.assert_array_equal(found, w.astype(ml_dtypes.bfloat16).astype(np.float64))
+
+
+def test_a_cast_that_overflows_is_refused() -> None:
+    w = np.full((1, 1), 500, dtype=np.float32)
+    for tier in (Parameters, RationalParameters):
+        with pytest.raises(Rejection, match="overflow"):
+            parameters(w, tier).linear("w", kernel("fp8_e4m3", "none"))
+
+
+def test_a_scale_that_vanishes_is_refused() -> None:
+    w = np.full((1, 1), 2.0**-149, dtype=np.float32)
+    for tier in (Parameters, RationalParameters):
+        for scale in ("per_tensor", "mx"):
+            with pytest.raises(Rejection, match="parameter/scale"):
+                parameters(w, tier).linear("w", kernel("fp8_e4m3", scale))
+
+
+@pytest.mark.parametrize("tier", [Parameters, RationalParameters])
+def test_what_is_refused(tier: Any) -> None:
+    good = np.ones((2, 2), dtype=np.float32)
+    with pytest.raises(Rejection, match="parameter/missing"):
+        tier({}, {"w": "0" * 64})
+    with pytest.raises(Rejection, match="parameter/digest"):
+        tier({"w": tensor(good)}, {"w": "0" * 64})
+    for bad in (np.nan, np.inf):
+        with pytest.raises(Rejection, match="parameter/not-finite"):
+            tier({"w": tensor(np.array([bad], dtype=np.float32))}, {"w": "0" * 64})
+    with pytest.raises(Rejection, match="parameter/dtype"):
+        tier({"w": tensor(np.ones(2, dtype=np.int64), "I64")}, {"w": "0" * 64})
+
+
+def test_other_dtypes_become_float32() -> None:
+    values = np.array([0.1, -3.0, 2.0**-140, 65504.0])
+    half = values.astype(np.float16)
+    brain = values.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(as_float32(tensor(half, "F16"), "w"), half.astype(np.float32))
+    np.testing.assert_array_equal(as_float32(tensor(brain, "BF16"), "w"), brain.astype(np.float32))
+    np.testing.assert_array_equal(as_float32(tensor(values, "F64"), "w"), values.astype(np.float32))
+    for value, dtype in ((half, "F16"), (brain, "BF16"), (values, "F64")):
+        single = as_float32(tensor(value, dtype), "w")
+        digest = array_digest("float32", single.shape, single.tobytes())
+        exact = RationalParameters({"w": tensor(value, dtype)}, {"w": digest})
+        found = exact.plain("w", kernel("float32", "none", "float32"))
+        assert [pair[0] for pair in found.pairs] == [Fraction(float(v)) for v in single]

@@ -1,0 +1,115 @@
+"""Direction, tail and vacuity of single comparisons."""
+
+from __future__ import annotations
+
+import pytest
+
+from kcdsl.check.compile import compile_source
+from kcdsl.diagnostics import Sink
+from kcdsl.source.text import SourceFile
+
+HEAD = """kcdsl: 1
+contract: c
+version: 1
+model: {checkpoint: m, architecture: llama}
+kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}
+slices: {all: {}}
+clauses:
+  A:
+    level: L1
+"""
+
+
+def codes(expression: str, more: str = "") -> list[str]:
+    """Return what is reported about one requirement."""
+    sink = Sink()
+    text = f"{HEAD}{more}    require: >-\n      {expression}\n"
+    compile_source(SourceFile("x", text), sink)
+    return [d.code.id for d in sink]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "p99(kl) >= 0.1",
+        "p99(kl) > 0.1",
+        "0.1 <= p99(kl)",
+        "not p99(kl) <= 0.1",
+        "2 * p99(kl) >= 0.1",
+        "p99(kl) / 2 >= 0.1",
+        "p99(kl) + 1 >= 2",
+        "-p99(kl) <= 5",
+        "1 - p99(kl) <= 5",
+        "-2 * p99(kl) <= 5",
+        "mean(top1_overlap) <= 50%",
+        "1 - mean(top1_overlap) >= 1%",
+        "mean(abs(log_ratio)) >= 0.1",
+        "forall x in points(all): norm_2(drift(attn_0, x)) >= 0.1",
+        "p99(kl) <= 1 and throughput <= 4000 tok/s",
+        "p99(kl) <= 1 implies p99(kl) >= 0.1",
+    ],
+)
+def test_against_the_direction(expression: str) -> None:
+    assert "KC213" in codes(expression, "    family: numerical\n")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "p99(kl) <= 0.1",
+        "-p99(kl) >= -0.1",
+        "1 - mean(top1_overlap) <= 1%",
+        "not p99(kl) > 0.1",
+        "not not p99(kl) <= 0.1",
+        "p99(kl) >= 0.1 implies mean(kl) <= 0.1",
+        "p99(kl) == 0",
+        "p99(kl) <= 10 * mean(kl)",
+        "forall x in points(all): norm_2(drift(attn_0, x)) <= 0",
+    ],
+)
+def test_with_the_direction(expression: str) -> None:
+    more = "    family: statistical\n" if "top1" in expression else ""
+    assert codes(expression, more) == []
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "p1(kl) <= 1",
+        "quantile(0.01, kl) <= 1",
+        "min(kl) <= 1",
+        "max(embedding_cosine) >= 0.9",
+        "p99(top5_overlap) >= 90%",
+        "p10(abs(log_ratio)) <= 1",
+    ],
+)
+def test_the_harmless_tail(expression: str) -> None:
+    assert codes(expression) == ["KC507"]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "max(tv) <= 1",
+        "max(tv) < 2",
+        "mean(kl) < 0",
+        "mean(kl) <= -1",
+        "mean(top1_overlap) >= 0",
+        "mean(top1_overlap) > 1",
+        "min(embedding_cosine) > 1",
+        "mean(abs(log_ratio)) < 0",
+        "forall x in points(all): norm_2(drift(attn_0, x)) < 0",
+        "p99(kl) == -1",
+        "3 ms <= 4 ms",
+        "mean(kl) <= 1 and 1 <= 2",
+    ],
+)
+def test_vacuous(expression: str) -> None:
+    assert codes(expression) == ["KC404"]
+
+
+def test_the_override_is_about_the_direction_alone() -> None:
+    more = "    override: direction\n"
+    assert codes("p99(kl) >= 0.1", more) == []
+    assert codes("p99(kl) >= 0", more) == ["KC404"]
+    assert codes("mean(log_ratio) <= 1", more) == ["KC506"]

@@ -1,0 +1,121 @@
+"""The registry of metrics."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from kcdsl.check.metrics import ALIASES, METRICS, RECORD_NAMES, find_metric, find_record_metric
+from kcdsl.check.units import NAMED, UNITS
+from kcdsl.ir.terms import Family
+
+LISTED = [
+    "logit_l2",
+    "kl",
+    "tv",
+    "top1_overlap",
+    "top5_overlap",
+    "top10_overlap",
+    "log_ratio",
+    "w_log_w",
+    "ece_gap",
+    "reward_delta",
+    "grad_bias",
+    "refusal_flip",
+    "json_parse_gap",
+    "latency",
+    "throughput",
+    "peak_memory",
+    "failure_rate",
+    "determinism",
+    "logit_linf",
+    "logit_span",
+    "logit_l2_centered",
+    "hidden_l2",
+    "hidden_linf",
+    "embedding_cosine",
+    "embedding_l2",
+]
+
+
+def test_every_metric_of_the_framework_is_registered() -> None:
+    assert set(LISTED) == set(METRICS)
+
+
+@pytest.mark.parametrize("name", sorted(METRICS))
+def test_definitions_are_complete(name: str) -> None:
+    metric = METRICS[name]
+    assert metric.name == name
+    assert metric.dimension in NAMED.values()
+    assert metric.statistics
+    assert metric.needs
+    assert metric.summary
+    assert ("aggregate" in metric.statistics) == (metric.kind == "aggregate")
+    assert (metric.counted == "window") == (metric.kind == "aggregate")
+
+
+def test_directions() -> None:
+    higher = {name for name, metric in METRICS.items() if metric.better == "higher"}
+    assert higher == {
+        "top1_overlap",
+        "top5_overlap",
+        "top10_overlap",
+        "throughput",
+        "determinism",
+        "embedding_cosine",
+    }
+
+
+def test_families() -> None:
+    runtime = {name for name, metric in METRICS.items() if metric.family is Family.RUNTIME}
+    assert runtime == {"latency", "throughput", "peak_memory", "failure_rate", "determinism"}
+
+
+def test_aliases_lead_to_metrics() -> None:
+    for alias, name in ALIASES.items():
+        assert find_metric(alias) is METRICS[name]
+        assert alias not in METRICS
+
+
+@pytest.mark.parametrize(
+    ("name", "statistic", "metric", "magnitude", "q", "unit"),
+    [
+        ("p50_logit_l2", "quantile", "logit_l2", False, Fraction(1, 2), None),
+        ("p99_kl", "quantile", "kl", False, Fraction(99, 100), None),
+        ("mean_kl", "mean", "kl", False, None, None),
+        ("top5_overlap", "mean", "top5_overlap", False, None, None),
+        ("mean_abs_log_ratio", "mean", "log_ratio", True, None, None),
+        ("mean_w_log_w", "mean", "w_log_w", False, None, None),
+        ("ece_gap", "aggregate", "ece_gap", False, None, None),
+        ("p95_latency_ms", "quantile", "latency", False, Fraction(19, 20), "ms"),
+        ("peak_memory_mb", "aggregate", "peak_memory", False, None, "MB"),
+        ("throughput_tok_s", "aggregate", "throughput", False, None, "tok/s"),
+        ("max_kl", "max", "kl", False, None, None),
+    ],
+)
+def test_record_names(
+    name: str, statistic: str, metric: str, magnitude: bool, q: Fraction | None, unit: str | None
+) -> None:
+    found = find_record_metric(name)
+    assert found is not None
+    assert (found.statistic, found.metric, found.magnitude, found.q, found.unit) == (
+        statistic,
+        metric,
+        magnitude,
+        q,
+        unit,
+    )
+
+
+def test_every_listed_record_name_resolves() -> None:
+    for name in RECORD_NAMES:
+        found = find_record_metric(name)
+        assert found is not None, name
+        assert found.statistic in METRICS[found.metric].statistics
+        assert found.unit is None or UNITS[found.unit].dimension == METRICS[found.metric].dimension
+
+
+@pytest.mark.parametrize("name", ["kl", "p99_kll", "p0_kl", "p100_kl", "latency", "mean_", ""])
+def test_names_that_are_none(name: str) -> None:
+    assert find_record_metric(name) is None

@@ -1,0 +1,311 @@
+"""`kcdsl evaluate` on small random models: verdicts, files, certificates, every way to go wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kcdsl.model import bert, llama
+from kcdsl.verdict.report import report_schema
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
+ENCODER = {
+    "model_type": "bert", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32,
+}  # fmt: skip
+CONTRACT = """\
+kcdsl: 1
+contract: small
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: %s, config: config.json, tokenizer: bytes}
+kernels:
+  train: {run: torch.eager, numerics: {preset: torch-eager}}
+  infer: {run: torch.sdpa.flash, numerics: {preset: torch-sdpa-flash, compute: %s}}
+data: prompts.jsonl
+slices:
+  all: {}
+  absent: {where: 'category == "absent"'}
+clauses:
+%s
+"""
+KL = "{require: p99(kl) <= 1e-3, slices: [all], level: L2}"
+TRACE = "{require: 'has(trace, [build_fingerprint, replay_signature])', slices: [all], level: L3}"
+ROWS = [{"id": f"p{i}", "text": t, "category": "chat"} for i, t in enumerate(("hello", "world"))]
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Return a function that writes a model, its prompts and a contract; it returns the folder."""
+
+    def contract(
+        *clauses: str,
+        compute: str = "float32",
+        architecture: str = "llama",
+        rows: list[dict[str, Any]] | None = None,
+    ) -> Path:
+        torch.manual_seed(5)
+        config = CONFIG if architecture == "llama" else ENCODER
+        module = (llama if architecture == "llama" else bert).build(config)
+        state = {
+            name: torch.randn_like(p) * 0.2 + float("norm" in name.lower() and "weight" in name)
+            for name, p in module.named_parameters()
+        }
+        save_file(state, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        lines = "".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows))
+        (tmp_path / "prompts.jsonl").write_text(lines)
+        numbered = "\n".join(f"  C-{i}: {text}" for i, text in enumerate(clauses))
+        (tmp_path / "contract.yaml").write_text(CONTRACT % (architecture, compute, numbered))
+        return tmp_path
+
+    return contract
+
+
+def document(stdout: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(stdout)
+    jsonschema.validate(found, report_schema())
+    return found
+
+
+def test_a_contract_that_holds(cli: Any, write: Write) -> None:
+    folder = write(KL, TRACE)
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 0
+    assert "✓ held" in ran.stdout
+    assert "attn_0" in ran.stdout
+    assert max(map(len, ran.stdout.splitlines())) <= 100
+    assert "report.json" in ran.stderr
+    report = document((folder / "out" / "report.json").read_text())
+    assert [c["verdict"] for c in report["clauses"]] == ["held", "held"]
+    check = report["crosschecks"][0]
+    assert 0 < check["measured"] <= check["certified"]
+    traces = [json.loads(t) for t in (folder / "out" / "trace.jsonl").read_text().splitlines()]
+    assert [t["request"] for t in traces] == ["prompts.jsonl:p0", "prompts.jsonl:p1"]
+    assert report["kernels"]["infer"]["digest"] == traces[0]["build_fingerprint"]
+    assert not (folder / "out" / "evaluate.cert.json").exists()
+
+
+def test_json_and_picture_and_folder(cli: Any, write: Write) -> None:
+    folder = write(KL)
+    ran = cli("evaluate", "--json", "-o", "made/here", "--svg", "report.svg", cwd=folder)
+    assert ran.code == 0
+    report = document(ran.stdout)
+    assert report == json.loads((folder / "made" / "here" / "report.json").read_text())
+    assert (folder / "report.svg").read_text().startswith("<svg")
+
+
+def test_a_coarse_kernel_violates_and_the_report_says_where(cli: Any, write: Write) -> None:
+    folder = write("{require: max(kl) <= 1e-9, slices: [all], level: L3}", compute="bfloat16")
+    ran = cli("evaluate", "--json", cwd=folder)
+    assert ran.code == 1
+    report = document(ran.stdout)
+    row = report["clauses"][0]
+    assert row["verdict"] == "violated"
+    assert row["counterexample"]["request"].startswith("prompts.jsonl:p")
+    assert row["exceedance"]["k"] == 2
+    assert report["action"] == "fallback"
+    assert report["crosschecks"][0]["tightness"] > 1
+
+
+def test_a_sample_of_two_requests_decides_nothing(cli: Any, write: Write) -> None:
+    folder = write("{require: p99(kl) <= 1, slices: [all], level: L2, evidence: sample}")
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 3
+    assert "? inconclusive" in ran.stdout
+
+
+def test_an_empty_slice_is_no_pass(cli: Any, write: Write) -> None:
+    ran = cli("evaluate", cwd=write("{require: p99(kl) <= 1, slices: [absent], level: L2}"))
+    assert ran.code == 2
+    assert "! invalid" in ran.stdout
+
+
+def test_an_encoder_is_judged_by_its_states(cli: Any, write: Write) -> None:
+    folder = write(
+        "{require: max(hidden_l2) <= 1, slices: [all], level: L2}",
+        "{require: min(embedding_cosine) >= 0.99, slices: [all], level: L3}",
+        architecture="bert",
+    )
+    ran = cli("evaluate", "--json", cwd=folder)
+    assert ran.code == 0
+    assert document(ran.stdout)["model"]["encoder"]
+    folder = write(KL, architecture="bert")
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 2
+    assert "KC624" in ran.stderr
+    assert "hidden_l2" in ran.stderr
+
+
+def test_a_certificate_is_written_and_passes_its_check(cli: Any, write: Write) -> None:
+    folder = write(KL, TRACE)
+    assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 0
+    path = folder / "out" / "evaluate.cert.json"
+    payload = base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"])
+    clauses = json.loads(payload)["predicate"]["clauses"]
+    assert [(c["id"], c["evidence"], c["verdict"]) for c in clauses] == [
+        ("C-0", "census", "PASSED"),
+        ("C-1", "census", "PASSED"),
+    ]
+    assert cli("check", path, cwd=folder).code == 0
+    weights = load_file(folder / "model.safetensors")
+    save_file({k: v + 1e-3 for k, v in weights.items()}, folder / "model.safetensors")
+    assert cli("check", path, cwd=folder).code == 4
+
+
+def test_a_violation_is_certified_as_such(cli: Any, write: Write) -> None:
+    folder = write("{require: max(kl) <= 1e-9, slices: [all], level: L3}", compute="bfloat16")
+    cli("keygen", "-o", folder / "own.key")
+    assert cli("evaluate", "--sign", "own.key", cwd=folder).code == 1
+    path = folder / "out" / "evaluate.cert.json"
+    payload = base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"])
+    assert json.loads(payload)["predicate"]["clauses"][0]["verdict"] == "FAILED"
+    assert cli("check", path, "--key", "own.key.pub", cwd=folder).code == 4
+
+
+def test_a_conjunction_has_a_row_and_a_result_for_each_part(cli: Any, write: Write) -> None:
+    folder = write("{require: p99(kl) <= 1 and mean(tv) <= 1e-12, slices: [all], level: L2}")
+    cli("keygen", "-o", folder / "kcdsl.key")
+    ran = cli("evaluate", "--json", cwd=folder)
+    assert ran.code == 1
+    rows = document(ran.stdout)["clauses"]
+    assert [(r["clause"], r["metric"], r["verdict"]) for r in rows] == [
+        ("C-0", "p99(kl)", "held"),
+        ("C-0", "mean(tv)", "violated"),
+    ]
+    path = folder / "out" / "evaluate.cert.json"
+    payload = base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"])
+    verdicts = [c["verdict"] for c in json.loads(payload)["predicate"]["clauses"]]
+    assert verdicts == ["PASSED", "FAILED"]
+
+
+def test_what_a_drift_clause_would_imply_is_shown(cli: Any, write: Write) -> None:
+    folder = write(
+        "{require: 'forall x in points(all): norm_inf(drift(model, x)) <= 1e-3', level: L2}",
+        "{require: max(tv) <= 0.01, slices: [all], level: L2}",
+    )
+    ran = cli("evaluate", "--json", cwd=folder)
+    assert ran.code == 0
+    report = document(ran.stdout)
+    assert report["deferred"]["C-0"]
+    assert [(i["clause"], i["by"]) for i in report["implied"]] == [("C-1", "C-0")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--slice", "al"], "KC203", "did you mean 'all'"),
+        (["--sign", "none.key"], "KC601", "none.key"),
+        (["--device", "cuda"], "KC472", "CUDA"),
+        (["nowhere.yaml"], "KC601", "nowhere.yaml"),
+    ],
+)
+def test_options_that_cannot_be_met(
+    cli: Any, write: Write, arguments: list[str], code: str, said: str
+) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        arguments, code = ["--slice", "al"], "KC203"
+        said = "did you mean 'all'"
+    folder = write(KL)
+    ran = cli("evaluate", *arguments, cwd=folder)
+    assert ran.code == 2
+    assert said in ran.stderr
+    assert code in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("option", [["--seed", "-1"], ["--seed", "x"], ["--seconds", "0"]])
+def test_numbers_out_of_range_are_usage_errors(cli: Any, write: Write, option: list[str]) -> None:
+    assert cli("evaluate", *option, cwd=write(KL)).code == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (lambda f: (f / "prompts.jsonl").unlink(), "KC601"),
+        (lambda f: (f / "prompts.jsonl").write_text('{"id": "a"}\n'), "KC620"),
+        (lambda f: (f / "prompts.jsonl").write_text('{"id": "a", "text": "x"}\n'), "KC622"),
+        (
+            lambda f: (f / "prompts.jsonl").write_text(
+                '{"id": "a", "text": "' + "x" * 40 + '", "category": "c"}\n'
+            ),
+            "KC620",
+        ),
+        (lambda f: (f / "model.safetensors").write_bytes(b"broken"), "KC4"),
+        (lambda f: (f / "model.safetensors").unlink(), "KC601"),
+    ],
+)
+def test_broken_inputs_are_diagnosed_and_nothing_is_written(
+    cli: Any, write: Write, spoil: Callable[[Path], Any], code: str
+) -> None:
+    folder = write(KL, "{require: p99(kl) <= 1, slices: [absent], level: L2}")
+    spoil(folder)
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 2
+    assert code in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
+    assert not (folder / "out").exists()
+
+
+def test_nothing_to_evaluate_is_no_pass(cli: Any, write: Write) -> None:
+    ran = cli(
+        "evaluate",
+        cwd=write(
+            "{require: 'forall x in points(all): norm_inf(drift(attn_0, x)) <= 1', level: L2}"
+        ),
+    )
+    assert ran.code == 2
+    assert "KC623" in ran.stderr
+
+
+def test_a_bound_below_the_measurement_aborts_without_files(
+    cli: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+
+    from kcdsl_backends.interval import certified
+
+    def wrong(model: Any, block: str, x: Any, *rest: Any) -> certified.CertifiedDrift:
+        return certified.CertifiedDrift(0.0, np.zeros(tuple(x.shape)))
+
+    monkeypatch.setattr(certified, "certified_block_drift", wrong)
+    folder = write(KL, compute="bfloat16")
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 2
+    assert "KC625" in ran.stderr
+    assert "held" not in ran.stdout
+    assert not (folder / "out").exists()
+
+
+def test_an_unwritable_folder_leaves_nothing_behind(cli: Any, write: Write) -> None:
+    folder = write(KL)
+    (folder / "out").write_text("a file where the folder should be")
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 2
+    assert "Traceback" not in ran.stderr
+    ran = cli("evaluate", "-o", "made", "--svg", "no/such/folder.svg", cwd=folder)
+    assert ran.code == 2
+    assert list((folder / "made").iterdir()) == []
+
+
+def test_the_command_is_described(cli: Any) -> None:
+    ran = cli("evaluate", "--help")
+    assert ran.code == 0
+    assert "--slice" in ran.stdout

@@ -1,0 +1,260 @@
+"""The commands compile, lint, explain and backends, and what surrounds every command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+import kcdsl.cli
+from kcdsl.cli import COMMANDS, main
+from kcdsl.cli.discover import find_contract
+from kcdsl.diagnostics import Refusal
+from kcdsl.exits import Exit
+
+if TYPE_CHECKING:
+    from tests.conftest import Cli
+
+GOOD = """kcdsl: 1
+contract: c
+version: 1.0.0
+model: {checkpoint: m.safetensors, architecture: llama}
+kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}
+data: d.jsonl
+slices: {all: {}}
+clauses:
+  N-KL: {require: p99(kl) <= 0.02, level: L2}
+"""
+BAD = GOOD.replace("p99(kl)", "p99(kll)")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with one contract."""
+    (tmp_path / "contract.yaml").write_text(GOOD, encoding="utf-8")
+    return tmp_path
+
+
+def test_compile_shows_the_route_of_each_clause(cli: Cli, folder: Path) -> None:
+    ran = cli("compile", cwd=folder)
+    assert ran.code == 0
+    assert "contract c 1.0.0" in ran.stdout
+    assert "N-KL" in ran.stdout
+    assert "empirical" in ran.stdout
+    assert "2 notes" in ran.stderr
+
+
+def test_compile_emits_the_ir(cli: Cli, folder: Path) -> None:
+    ran = cli("compile", "--emit", "ir", cwd=folder)
+    document = json.loads(ran.stdout)
+    assert document["schema"] == "kcdsl.ir/1"
+    assert len(document["digest"]) == 64
+    assert cli("compile", "--emit", "ir", "-o", "out.json", cwd=folder).code == 0
+    assert (folder / "out.json").read_text(encoding="utf-8") == ran.stdout
+    assert sorted(p.name for p in folder.iterdir()) == ["contract.yaml", "out.json"]
+
+
+def test_a_contract_that_does_not_compile(cli: Cli, folder: Path) -> None:
+    (folder / "contract.yaml").write_text(BAD, encoding="utf-8")
+    ran = cli("compile", "--emit", "ir", "-o", "out.json", cwd=folder)
+    assert (ran.code, ran.stdout) == (2, "")
+    assert "contract.yaml:9:23" in ran.stderr
+    assert "did you mean `kl`?" in ran.stderr
+    assert [p.name for p in folder.iterdir()] == ["contract.yaml"]
+    ran = cli("compile", "--format", "json", cwd=folder)
+    assert json.loads(ran.stderr)[0]["code"] == "KC203"
+
+
+def test_lint(cli: Cli, folder: Path) -> None:
+    ran = cli("lint", cwd=folder)
+    assert ran.code == 0
+    assert ran.stdout.count("note[KC606]") == 2
+    bad = folder / "bad.kc.yaml"
+    bad.write_text(BAD, encoding="utf-8")
+    ran = cli("lint", bad, "--format", "concise")
+    assert ran.code == 1
+    assert f"{bad}:9:23: error[KC203]" in ran.stdout
+    ran = cli("lint", bad, folder / "contract.yaml", "--format", "json")
+    assert {record["code"] for record in json.loads(ran.stdout)} == {"KC203", "KC606"}
+    assert cli("lint", folder / "contract.yaml", "--fail-on", "note").code == 1
+    assert json.loads(cli("lint", bad, "--format", "json").stdout) != []
+
+
+def test_lint_of_nothing(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("lint", tmp_path / "absent.yaml")
+    assert ran.code == 2
+    assert "KC601" in ran.stderr
+    assert cli("lint", cwd=tmp_path).code == 2
+
+
+def test_lint_of_a_file_that_cannot_be_read(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_to_open(*arguments: object, **named: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse_to_open)
+    ran = cli("lint", folder / "contract.yaml")
+    assert ran.code == 2
+    assert "KC602" in ran.stdout
+
+
+def test_clauses_that_nobody_decides_are_said(cli: Cli, folder: Path) -> None:
+    text = GOOD.replace("level: L2", "level: L2, evidence: proof")
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+    ran = cli("compile", cwd=folder)
+    assert ran.code == 0
+    assert "warning[KC402]: nobody decides the clause `N-KL`" in ran.stderr
+    assert "not empirical:" in ran.stderr
+
+
+def test_consistency_on_request(cli_process: Cli, folder: Path) -> None:
+    text = GOOD + "  N-TOO: {require: p99(kl) >= 0.03, override: direction, level: L1}\n"
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+    ran = cli_process("compile", "--consistency", cwd=folder)
+    assert ran.code == 1
+    assert "KC410" in ran.stderr
+    assert "contract.yaml:" in ran.stderr
+    assert cli_process("compile", cwd=folder).code == 0
+
+
+def test_explain(cli: Cli) -> None:
+    ran = cli("explain", "kc203")
+    assert ran.code == 0
+    assert ran.stdout.startswith("KC203: unknown metric")
+    assert "KC001" in cli("explain").stdout
+    ran = cli("explain", "KC998")
+    assert (ran.code, ran.stdout) == (2, "")
+
+
+def test_backends(cli: Cli) -> None:
+    document = json.loads(cli("backends", "--json").stdout)
+    assert document["schema"] == "kcdsl.backends/1"
+    names = {backend["name"] for backend in document["backends"]}
+    assert {"smt", "interval", "empirical"} <= names
+    assert "interval" in cli("backends").stdout
+
+
+# --- what surrounds every command ----------------------------------------------------------------
+
+
+def test_help_lists_every_command(cli: Cli) -> None:
+    ran = cli("--help")
+    assert ran.code == 0
+    assert all(f"  {name}" in ran.stdout for name in COMMANDS)
+    assert cli("--version").stdout == f"kcdsl {kcdsl.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["nothing"], ["compile", "--nothing"], ["compile", "a", "b"], ["--nothing"]]
+)
+def test_usage_errors(cli: Cli, words: list[str]) -> None:
+    ran = cli(*words)
+    assert (ran.code, ran.stdout) == (2, "")
+    assert ran.stderr
+
+
+def test_a_misspelt_command_is_suggested(cli: Cli) -> None:
+    assert "did you mean `kcdsl compile`?" in cli("comple").stderr
+
+
+def _fail_with(error: BaseException) -> Callable[[str], ModuleType]:
+    module = ModuleType("failing")
+    module.HELP = "fails"  # type: ignore[attr-defined]
+    module.configure = lambda parser: None  # type: ignore[attr-defined]
+
+    def run(arguments: object) -> Exit:
+        raise error
+
+    module.run = run  # type: ignore[attr-defined]
+    return lambda name: module
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (RuntimeError("odd"), 2, "KC999]: RuntimeError: odd"),
+        (
+            PermissionError(13, "Permission denied", "x.json"),
+            2,
+            "KC602]: x.json: Permission denied",
+        ),
+        (KeyboardInterrupt(), 130, "kcdsl: interrupted"),
+        (BrokenPipeError(), 2, ""),
+    ],
+)
+def test_what_a_command_raises(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, text: str
+) -> None:
+    monkeypatch.setattr(kcdsl.cli, "_module", _fail_with(error))
+    ran = cli("lint")
+    assert ran.code == code
+    assert text in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_the_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kcdsl.cli, "_module", _fail_with(RuntimeError("odd")))
+    with pytest.raises(RuntimeError):
+        main(["--traceback", "lint"])
+    monkeypatch.setenv("KCDSL_TRACEBACK", "1")
+    with pytest.raises(RuntimeError):
+        main(["lint"])
+
+
+# --- finding the contract ------------------------------------------------------------------------
+
+
+def refused(start: Path, given: str | None = None) -> str:
+    """Return the code with which discovery refuses."""
+    with pytest.raises(Refusal) as caught:
+        find_contract(given, start)
+    return caught.value.diagnostics[0].code.id
+
+
+def test_the_only_contract_of_the_folder(folder: Path) -> None:
+    assert find_contract(None, folder) == folder / "contract.yaml"
+    (folder / "other.kc.yaml").write_text(GOOD, encoding="utf-8")
+    assert refused(folder) == "KC604"
+    assert find_contract(str(folder / "other.kc.yaml"), folder).name == "other.kc.yaml"
+
+
+def test_no_contract(tmp_path: Path) -> None:
+    assert refused(tmp_path) == "KC603"
+    assert refused(tmp_path, str(tmp_path / "absent.yaml")) == "KC601"
+    assert refused(tmp_path, str(tmp_path)) == "KC603"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pyproject.toml", '[tool.kcdsl]\ncontract = "deep/contract.yaml"\n'),
+        ("kcdsl.toml", 'contract = "deep/contract.yaml"\n'),
+    ],
+)
+def test_the_nearest_configuration(tmp_path: Path, name: str, text: str) -> None:
+    deep = tmp_path / "deep"
+    deep.mkdir()
+    (deep / "contract.yaml").write_text(GOOD, encoding="utf-8")
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    (tmp_path / "a" / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
+    assert find_contract(None, below) == deep.resolve() / "contract.yaml"
+
+
+@pytest.mark.parametrize(
+    "text", ["[tool.kcdsl\n", "[tool]\nkcdsl = 3\n", "[tool.kcdsl]\ncontract = 3\n"]
+)
+def test_unusable_configuration(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    assert refused(tmp_path) == "KC605"
+
+
+def test_a_configured_contract_that_is_absent(tmp_path: Path) -> None:
+    (tmp_path / "kcdsl.toml").write_text('contract = "absent.yaml"\n', encoding="utf-8")
+    assert refused(tmp_path) == "KC601"

@@ -1,0 +1,406 @@
+"""Whole evaluations of fake kernels: reports, traces, planted bugs, failures."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from kcdsl.diagnostics.model import Refusal
+from kcdsl.exits import Exit
+from kcdsl.ir.terms import (
+    Compare,
+    Constants,
+    Drift,
+    EvidenceKind,
+    Family,
+    HasFields,
+    Level,
+    Norm,
+    Number,
+    Quantified,
+    Region,
+    RegionKind,
+)
+from kcdsl.verdict.model import Held, InvalidEvidence
+from kcdsl.verdict.report import report_schema
+from kcdsl_backends.empirical.evaluation import evaluate
+
+FIELDS = (
+    "build_fingerprint",
+    "request_shape",
+    "rng_seed",
+    "sampling_params",
+    "replay_signature",
+)
+
+
+def strict(lab: Any) -> tuple[Any, ...]:
+    """Return clauses that equal kernels keep and a visible drift breaks."""
+    return (
+        lab.clause(lab.statistic("quantile", "kl", "99/100"), limit="1/1000000", id="N-KL"),
+        lab.clause(lab.statistic("max", "logit_linf"), limit="1/1000", id="N-LINF"),
+        lab.clause(
+            lab.statistic("mean", "log_ratio", magnitude=True), limit="1/1000", id="N-RATIO"
+        ),
+        lab.clause(
+            lab.statistic("mean", "top1_overlap"),
+            ">=",
+            "99/100",
+            id="S-TOP1",
+            family=Family.STATISTICAL,
+        ),
+        lab.clause(HasFields(FIELDS), id="O-TRACE", family=Family.OBSERVABILITY, level=Level.L3),
+    )
+
+
+def outcome(found: Any, name: str) -> Any:
+    return next(p for p in found.report.prechecks if p.name == name)
+
+
+def test_equal_kernels_hold_everything(lab: Any) -> None:
+    found = lab.evaluate(*strict(lab), certified=1e-9)
+    report = found.report
+    assert report.exit is Exit.HELD
+    assert report.verdict == "held"
+    assert (report.health.score, report.action) == (1.0, "log")
+    assert all(isinstance(row.verdict, Held) for row in report.clauses)
+    assert [c.block for c in report.crosschecks] == ["attn_0"]
+    assert report.crosschecks[0].requests == 20
+    assert {p.outcome for p in report.prechecks} == {"passed"}
+    document = json.loads(report.dumps())
+    jsonschema.validate(document, report_schema())
+    required = {"clause", "slice", "metric", "value", "low", "high", "n", "threshold", "verdict"}
+    assert required | {"evidence"} <= set(document["clauses"][0])
+
+
+def test_the_same_evaluation_gives_the_same_report(lab: Any) -> None:
+    kernel = lab.kernel(lab.drifting(1e-3))
+    first, second = (lab.evaluate(*strict(lab), infer=kernel) for _ in range(2))
+    assert first.report.dumps() == second.report.dumps()
+    assert first.traces == second.traces
+    shuffled = lab.requests()[::-1]
+    other = lab.evaluate(*strict(lab), infer=kernel, rows=shuffled)
+    for before, after in zip(first.report.clauses, other.report.clauses, strict=True):
+        assert before.value == after.value
+
+
+PLANTED = {
+    "drift": lambda base: lambda t: base(t) + 0.05 * torch.arange(16.0, dtype=torch.float64),
+    "temperature": lambda base: lambda t: base(t) / 0.7,
+    "off by one": lambda base: lambda t: torch.roll(base(t), 1, 0),
+    "permuted vocabulary": lambda base: lambda t: torch.roll(base(t), 1, 1),
+    "nan": lambda base: lambda t: torch.where(torch.arange(16) == 3, torch.nan, base(t)),
+    "infinite": lambda base: lambda t: torch.where(torch.arange(16) == 3, torch.inf, base(t)),
+    "masked token": lambda base: lambda t: torch.where(torch.arange(16) == 3, -torch.inf, base(t)),
+    "short": lambda base: lambda t: base(t)[:-1],
+    "other vocabulary": lambda base: lambda t: base(t)[:, :-1],
+    "top-k filter": lambda base: (
+        lambda t: base(t).masked_fill(base(t) < base(t).topk(4, -1).values[:, -1:], -torch.inf)
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_never_pass(lab: Any, bug: str) -> None:
+    found = lab.evaluate(*strict(lab), infer=lab.kernel(PLANTED[bug](lab.base)))
+    assert found.report.exit in (Exit.VIOLATED, Exit.COULD_NOT_RUN)
+    assert found.report.action != "log"
+    assert found.report.health.score < 1
+    jsonschema.validate(found.report.to_json(), report_schema())
+
+
+def test_a_temperature_on_one_side_is_named(lab: Any) -> None:
+    found = lab.evaluate(*strict(lab), infer=lab.kernel(PLANTED["temperature"](lab.base)))
+    check = outcome(found, "temperature_fit")
+    assert check.outcome == "failed"
+    assert check.value == pytest.approx(0.7, rel=1e-3)
+
+
+def test_an_output_that_is_one_position_late_is_named(lab: Any) -> None:
+    rows = lab.requests(length=12)
+    late = lab.kernel(PLANTED["off by one"](lab.base))
+    found = lab.evaluate(*strict(lab), infer=late, rows=rows)
+    check = outcome(found, "alignment_shift")
+    assert (check.outcome, check.value) == ("failed", 1.0)
+    fine = lab.evaluate(*strict(lab), infer=lab.kernel(lab.drifting(0.1)), rows=rows)
+    assert outcome(fine, "alignment_shift").outcome == "passed"
+    assert outcome(fine, "temperature_fit").outcome == "passed"
+
+
+def test_mass_that_is_never_sampled_is_named_and_invalidates_sampled_metrics(lab: Any) -> None:
+    found = lab.evaluate(*strict(lab), infer=lab.kernel(PLANTED["top-k filter"](lab.base)))
+    assert outcome(found, "support_check").outcome == "failed"
+    row = next(r for r in found.report.clauses if r.clause == "N-RATIO")
+    assert isinstance(row.verdict, InvalidEvidence)
+    assert "support_check" in row.verdict.reason
+
+
+def test_swapped_kernels_give_another_kl(lab: Any) -> None:
+    clause = lab.clause(lab.statistic("mean", "kl"))
+    one, two = lab.kernel(lab.base), lab.kernel(PLANTED["temperature"](lab.base))
+    forward = lab.evaluate(clause, train=one, infer=two).report.clauses[0].value
+    backward = lab.evaluate(clause, train=two, infer=one).report.clauses[0].value
+    assert forward != pytest.approx(backward, rel=0.05)
+
+
+def test_a_request_that_fails_fails_the_clauses_and_leaves_its_reason_in_the_trace(
+    lab: Any,
+) -> None:
+    broken = lab.requests()[4].tokens
+
+    def function(tokens: tuple[int, ...]) -> torch.Tensor:
+        if tokens == broken:
+            raise RuntimeError("out of memory")
+        return lab.base(tokens)  # type: ignore[no-any-return]
+
+    failures = lab.clause(
+        lab.statistic("aggregate", "failure_rate"), limit="1/10", id="R-1", family=Family.RUNTIME
+    )
+    found = lab.evaluate(*strict(lab), failures, infer=lab.kernel(function))
+    verdicts = {row.clause: row.to_json()["verdict"] for row in found.report.clauses}
+    assert verdicts["N-KL"] == "invalid_evidence"
+    assert verdicts["R-1"] == "held"
+    assert verdicts["O-TRACE"] == "violated"
+    assert found.report.exit is Exit.VIOLATED
+    assert found.report.action == "rollback"
+    lost = [t for t in found.traces if t["failure"] is not None]
+    assert [t["request"] for t in lost] == ["rows.jsonl:4"]
+    assert lost[0]["replay_signature"] is None
+    assert outcome(found, "finite").outcome == "failed"
+
+
+def test_an_empty_slice_is_never_a_pass(lab: Any) -> None:
+    found = lab.evaluate(*strict(lab), rows=())
+    assert found.report.exit is Exit.COULD_NOT_RUN
+    assert {row.to_json()["verdict"] for row in found.report.clauses} == {"invalid_evidence"}
+    assert found.report.health.deviation == math.inf
+    jsonschema.validate(found.report.to_json(), report_schema())
+
+
+def test_a_slice_that_was_not_selected_is_deferred(lab: Any) -> None:
+    clauses = strict(lab)
+    other = lab.clause(lab.statistic("mean", "kl"), id="N-FEW", slices=("few",))
+    rows = lab.requests()
+    found = lab.evaluate(*clauses, other, slices={"all": rows})
+    assert "selected" in found.report.deferred["N-FEW"]
+    with pytest.raises(Refusal) as caught:
+        lab.evaluate(other, slices={"all": rows})
+    assert caught.value.diagnostics[0].code.id == "KC623"
+
+
+def test_different_weights_block_every_clause_but_the_traces(lab: Any) -> None:
+    weights = {"loaded": "a" * 64, "infer": "b" * 64}
+    found = lab.evaluate(*strict(lab), weights=weights)
+    verdicts = {row.clause: row.to_json()["verdict"] for row in found.report.clauses}
+    assert verdicts.pop("O-TRACE") == "held"
+    assert set(verdicts.values()) == {"invalid_evidence"}
+    assert outcome(found, "weights_checksum").blocking
+
+
+def test_a_kernel_that_is_not_deterministic_is_named(lab: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(tokens: tuple[int, ...]) -> torch.Tensor:
+        noise = torch.randn(len(tokens), 16, generator=generator, dtype=torch.float64)
+        return lab.base(tokens) + 1e-12 * noise  # type: ignore[no-any-return]
+
+    clause = lab.clause(lab.statistic("aggregate", "determinism"), ">=", "1", family=Family.RUNTIME)
+    found = lab.evaluate(clause, infer=lab.kernel(noisy))
+    check = outcome(found, "self_determinism")
+    assert (check.outcome, check.value) == ("failed", 0.5)
+    assert found.report.exit is Exit.VIOLATED
+    assert lab.evaluate(clause).report.exit is Exit.HELD
+
+
+def test_encoders_have_states_and_no_logits(lab: Any) -> None:
+    fine = (
+        lab.clause(lab.statistic("max", "hidden_l2"), id="N-1"),
+        lab.clause(lab.statistic("min", "embedding_cosine"), ">=", "99/100", id="N-2"),
+    )
+    found = lab.evaluate(*fine, encoder=True)
+    assert found.report.exit is Exit.HELD
+    assert {p.name for p in found.report.prechecks}.isdisjoint({"temperature_fit"})
+    for metric in ("kl", "log_ratio", "ece_gap", "grad_bias", "top1_overlap"):
+        with pytest.raises(Refusal) as caught:
+            lab.evaluate(lab.clause(lab.statistic("mean", metric)), encoder=True)
+        assert caught.value.diagnostics[0].code.id == "KC624"
+        assert "encoder" in caught.value.diagnostics[0].message
+
+
+def test_the_gradient_bias_needs_the_constants_of_the_contract(lab: Any) -> None:
+    clause = lab.clause(lab.statistic("aggregate", "grad_bias"), limit="1/1000000")
+    with pytest.raises(Refusal, match="constants"):
+        lab.evaluate(clause)
+    from fractions import Fraction
+
+    constants = Constants(advantage_max=Fraction(2), score_norm_max=Fraction(3))
+    stated = lab.program(clause, constants=constants)
+    assert lab.evaluate(clause, program=stated).report.exit is Exit.HELD
+    tv = lab.evaluate(
+        lab.clause(lab.statistic("mean", "tv")), infer=lab.kernel(lab.drifting(0.1))
+    ).report.clauses[0]
+    bias = lab.evaluate(clause, program=stated, infer=lab.kernel(lab.drifting(0.1))).report.clauses[
+        0
+    ]
+    assert bias.value == pytest.approx(12 * tv.value)
+    assert bias.estimators[0].bias == "upper_bound"
+
+
+def test_calibration_reads_the_next_token_of_the_text(lab: Any) -> None:
+    clause = lab.clause(lab.statistic("aggregate", "ece_gap"), limit="1/1000")
+    assert lab.evaluate(clause).report.clauses[0].value == 0
+    hot = lab.evaluate(clause, infer=lab.kernel(PLANTED["temperature"](lab.base)))
+    assert hot.report.exit is Exit.VIOLATED
+    assert hot.report.clauses[0].low is not None
+    few = lab.evaluate(clause, rows=lab.requests(2))
+    assert few.report.exit is Exit.COULD_NOT_RUN
+
+
+def test_measured_drift_above_the_certified_bound_aborts_with_its_own_code(lab: Any) -> None:
+    good = lab.kernel(scale=1.001)
+    found = lab.evaluate(*strict(lab), infer=good, certified=0.0011)
+    check = found.report.crosschecks[0]
+    assert check.measured == pytest.approx(0.001)
+    assert check.certified == 0.0011
+    assert check.tightness == pytest.approx(1.1)
+    for kernel, certified in ((good, 0.0009), (lab.kernel(scale=math.nan), 1.0)):
+        with pytest.raises(Refusal) as caught:
+            lab.evaluate(*strict(lab), infer=kernel, certified=certified)
+        diagnostic = caught.value.diagnostics[0]
+        assert diagnostic.code.id == "KC625"
+        assert "attn_0" in diagnostic.message
+
+
+def test_a_bound_that_is_not_a_number_or_misshapen_aborts(lab: Any) -> None:
+    for bound in (np.full((6, 4), np.nan), np.full((5, 4), 1.0)):
+        with pytest.raises(Refusal) as caught:
+            lab.evaluate(*strict(lab), certify=lambda block, x, b=bound: lab.bound(1.0, b))
+        assert caught.value.diagnostics[0].code.id == "KC625"
+
+
+def test_a_single_element_above_its_own_bound_is_found_below_the_largest_bound(lab: Any) -> None:
+    bound = np.full((6, 4), 5.0)
+    bound[2, 1] = 1e-9
+    with pytest.raises(Refusal, match="token 2, feature 1"):
+        lab.evaluate(
+            *strict(lab),
+            infer=lab.kernel(scale=1.001),
+            certify=lambda block, x: lab.bound(5.0, bound),
+        )
+
+
+def test_an_infinite_bound_certifies_nothing_and_says_so(lab: Any) -> None:
+    found = lab.evaluate(*strict(lab), infer=lab.kernel(scale=1.001), certified=math.inf)
+    document = found.report.to_json()["crosschecks"][0]
+    assert document["certified"] is None
+    assert document["tightness"] is None
+
+
+def test_measured_drift_clauses_run_the_blocks(lab: Any) -> None:
+    from fractions import Fraction
+
+    norm = Norm("2", Drift("attn_0", "x", measured=True))
+    body = Compare("<=", norm, Number(Fraction(3, 1000)))
+    clause = lab.clause(Quantified("forall", "x", Region(RegionKind.POINTS, "all"), body))
+    found = lab.evaluate(clause, infer=lab.kernel(scale=1.001))
+    assert found.report.clauses[0].value == pytest.approx(0.002)
+    missing = Compare("<=", Norm("2", Drift("mlp_9", "x", True)), Number(Fraction(1)))
+    other = lab.clause(Quantified("forall", "x", Region(RegionKind.POINTS, "all"), missing))
+    with pytest.raises(Refusal, match="mlp_9"):
+        lab.evaluate(other)
+
+
+def test_proof_clauses_are_deferred_unless_measuring_refutes_them(lab: Any) -> None:
+    proof = lab.clause(
+        lab.statistic("max", "kl"), limit="1/1000000", id="N-P", evidence=EvidenceKind.PROOF
+    )
+    plain = lab.clause(lab.statistic("mean", "tv"), id="N-T")
+    held = lab.evaluate(proof, plain)
+    assert "verify" in held.report.deferred["N-P"]
+    assert held.report.exit is Exit.HELD
+    broken = lab.evaluate(proof, plain, infer=lab.kernel(lab.drifting(0.1)))
+    assert broken.report.exit is Exit.VIOLATED
+    with pytest.raises(Refusal):
+        lab.evaluate(proof)
+
+
+def test_traces_carry_what_replay_needs(lab: Any) -> None:
+    found = lab.evaluate(*strict(lab))
+    assert len(found.traces) == 20
+    record = found.traces[0]
+    assert all(record[name] not in (None, "", []) for name in FIELDS)
+    assert record["build_fingerprint"] == "sha256:" + "2" * 64
+    assert record["slices"] == ["all", "few"]
+    assert found.traces[5]["slices"] == ["all"]
+    changed = lab.evaluate(*strict(lab), infer=lab.kernel(lab.drifting(1e-12)))
+    assert changed.traces[0]["replay_signature"] != record["replay_signature"]
+    json.dumps(found.traces, allow_nan=False)
+    worst = max(t["values"]["kl"]["max"] for t in found.traces)
+    row = next(r for r in found.report.clauses if r.clause == "N-KL")
+    assert row.value <= worst
+
+
+def test_runtime_clauses_time_the_inference_kernel(lab: Any) -> None:
+    clauses = (
+        lab.clause(
+            lab.statistic("quantile", "latency", "95/100"),
+            limit="10",
+            id="R-1",
+            family=Family.RUNTIME,
+        ),
+        lab.clause(
+            lab.statistic("aggregate", "throughput"), ">=", "1", id="R-2", family=Family.RUNTIME
+        ),
+        lab.clause(
+            lab.statistic("aggregate", "peak_memory"),
+            limit="1000000000000",
+            id="R-3",
+            family=Family.RUNTIME,
+        ),
+    )
+    found = lab.evaluate(*clauses)
+    assert found.report.exit is Exit.HELD
+    first = found.report.clauses[0]
+    assert first.counted == "timed runs"
+    assert first.exceedance is not None
+    assert first.exceedance.n >= 64
+    assert found.traces[0]["latency_s"]
+    assert lab.evaluate(*strict(lab)).traces[0]["latency_s"] == []
+
+
+def test_the_summary_of_a_slice_reads_each_request_by_its_worst_token(lab: Any) -> None:
+    found = lab.evaluate(*strict(lab), infer=lab.kernel(lab.drifting(0.1)))
+    summary = found.report.slices[0]
+    assert (summary.name, summary.requests, summary.tokens) == ("all", 20, 120)
+    kl = summary.statistics["kl"]
+    assert kl["mean"] <= kl["p50"] <= kl["p95"] <= kl["p99"] <= kl["worst"]
+    top = summary.statistics["top1_overlap"]
+    assert top["worst"] <= top["p95"] <= top["p50"]
+
+
+def test_large_vocabularies_are_read_in_parts_with_the_same_result(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = lab.kernel(lab.drifting(0.01))
+    ece = lab.clause(lab.statistic("aggregate", "ece_gap"), id="S-1")
+    clauses = (*strict(lab)[:2], ece)
+    whole = lab.evaluate(*clauses, infer=kernel).report
+    monkeypatch.setattr("kcdsl_backends.empirical.run._ELEMENTS", 40)
+    parts = lab.evaluate(*clauses, infer=kernel).report
+    assert [r.value for r in parts.clauses] == [r.value for r in whole.clauses]
+
+
+def test_evaluating_reports_its_progress(lab: Any) -> None:
+    told: list[tuple[str, int, int]] = []
+    base = lab.setting(*strict(lab), certified=1.0)
+    evaluate(replace(base), lambda *step: told.append(step))
+    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    assert stages == ["both kernels", "cross-check attn_0"]
+    assert told[-1][1:] == (20, 20)

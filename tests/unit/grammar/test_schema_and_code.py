@@ -1,0 +1,83 @@
+"""The JSON schema, the language reference and the code list the same names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from kcdsl.check.clauses import FAMILIES
+from kcdsl.check.escalation import ACTIONS, ALIASES
+from kcdsl.check.kernels import ADAPTERS, ARCHITECTURES
+from kcdsl.check.metrics import ALIASES as METRIC_ALIASES
+from kcdsl.check.metrics import METRICS, RECORD_NAMES
+from kcdsl.check.names import FUNCTIONS
+from kcdsl.check.structure import CLAUSE_FIELDS, SECTIONS
+from kcdsl.check.traces import TRACE_FIELDS
+from kcdsl.check.units import UNITS
+from kcdsl.ir.terms import EvidenceKind, Level
+from kcdsl.model.presets import ADAPTER_PRESETS
+from kcdsl_grammar import text
+
+REFERENCE = (Path(__file__).resolve().parents[3] / "grammar" / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of contracts."""
+    loaded: dict[str, Any] = json.loads(text("contract.schema.json"))
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["contract.schema.json", "ir.schema.json"])
+def test_the_schemas_are_schemas(name: str) -> None:
+    jsonschema.Draft7Validator.check_schema(json.loads(text(name)))
+
+
+def test_the_schema_lists_what_the_code_lists(schema: dict[str, Any]) -> None:
+    definitions = schema["definitions"]
+    clause = definitions["clause"]["properties"]
+    assert set(schema["properties"]) == set(SECTIONS)
+    assert set(clause) == {*CLAUSE_FIELDS, "id"}
+    assert set(definitions["action"]["enum"]) == {*ACTIONS, *ALIASES}
+    assert set(definitions["family"]["enum"]) == set(FAMILIES)
+    assert definitions["kernel"]["properties"]["run"]["enum"] == list(ADAPTERS)
+    assert definitions["model"]["properties"]["architecture"]["enum"] == list(ARCHITECTURES)
+    assert clause["level"]["enum"] == list(Level.__members__)
+    assert clause["evidence"]["enum"] == [kind.value for kind in EvidenceKind]
+
+
+def test_every_adapter_has_a_preset() -> None:
+    assert set(ADAPTERS) == set(ADAPTER_PRESETS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *METRICS, *METRIC_ALIASES, *RECORD_NAMES, *FUNCTIONS, *ACTIONS, *ADAPTERS, *ARCHITECTURES,
+        *SECTIONS, *CLAUSE_FIELDS, *UNITS, *TRACE_FIELDS, *(kind.value for kind in EvidenceKind),
+    ],
+)  # fmt: skip
+def test_the_language_reference_names_everything(name: str) -> None:
+    code = " ".join(re.findall(r"`([^`]+)`|^```.*?^```", REFERENCE, re.MULTILINE | re.DOTALL))
+    assert re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", code), name
+
+
+def test_the_examples_of_the_reference_compile() -> None:
+    from kcdsl.check.compile import compile_source
+    from kcdsl.diagnostics import Sink
+    from kcdsl.source.text import SourceFile
+
+    blocks = re.findall(r"^```yaml\n(.*?)^```", REFERENCE, re.MULTILINE | re.DOTALL)
+    whole = [block for block in blocks if block.startswith("kcdsl: 1")]
+    assert whole
+    head = whole[0].split("clauses:")[0]
+    for block in blocks:
+        content = block if block in whole else head + block
+        sink = Sink()
+        program = compile_source(SourceFile("README.md", content), sink)
+        assert program is not None, (block, [d.message for d in sink if d.severity == "error"])

@@ -1,0 +1,184 @@
+"""Resolution of numerics: presets, overrides, and refusals that say what is allowed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics.codes import NUMERICS
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
+from kcdsl.model.numerics import Activations, Attention, Weights
+from kcdsl.model.presets import ADAPTER_PRESETS, PRESETS, resolve
+
+
+def kernel(run: str, **numerics: Any) -> KernelRef:
+    """Return a kernel with its numerics as sorted pairs, as the front end writes them."""
+
+    def pairs(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return tuple(sorted((k, pairs(v)) for k, v in value.items()))
+
+    return KernelRef(run, pairs(numerics))
+
+
+def refused(*words: str) -> Any:
+    def matches(refusal: Refusal) -> bool:
+        (found,) = refusal.diagnostics
+        text = f"{found.message} {found.help}"
+        return found.code is NUMERICS and all(w in text for w in words)
+
+    return pytest.RaisesExc(Refusal, check=matches)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_resolves_and_names_itself(name: str) -> None:
+    found = resolve({"preset": name})
+    assert found.preset == name
+    assert found.casts == "any"
+    assert resolve(kernel("torch.eager", preset=name)) == found
+    record = found.to_json()
+    assert resolve(record).to_json() == record
+
+
+def test_the_promised_presets_exist() -> None:
+    assert set(PRESETS) == {
+        "torch-eager", "torch-sdpa-math", "torch-sdpa-flash", "torch-sdpa-efficient",
+        "flash-attention-2", "flash-attention-3", "fp8-weights", "fp8-w8a8-per-tensor",
+        "fp8-w8a8-per-channel", "int8-weights", "mxfp8", "onnxruntime-float32",
+        "onnxruntime-int8",
+    }  # fmt: skip
+    assert set(ADAPTER_PRESETS.values()) <= set(PRESETS)
+
+
+def test_defaults_follow_the_style() -> None:
+    composed = resolve({"preset": "torch-eager", "compute": "bfloat16"})
+    assert composed.attention == Attention("composed", "bfloat16", "bfloat16", 32, 4)
+    assert composed.weights == Weights("bfloat16")
+    assert composed.activations == Activations()
+    fused = resolve({"preset": "flash-attention-2"})
+    assert fused.attention == Attention("fused", "float32", "bfloat16", 32, 32)
+    turned = resolve({"preset": "torch-eager", "attention": {"style": "fused"}})
+    assert turned.attention == Attention("fused", "float32", "float32", 32, 32)
+    back = resolve({"preset": "flash-attention-3", "attention": {"style": "composed"}})
+    assert back.attention == Attention("composed", "bfloat16", "bfloat16", 32, 4)
+
+
+def test_the_fast_exponential_of_the_cpu_is_granted_where_it_is_used() -> None:
+    ulps = {
+        c: resolve({"preset": "torch-sdpa-flash", "compute": c}).attention.exp_ulps
+        for c in ("float64", "float32", "float16", "bfloat16")
+    }
+    assert ulps == {"float64": 32, "float32": 32, "float16": 1024, "bfloat16": 1024}
+
+
+def test_the_contract_overrides_the_preset_key_by_key() -> None:
+    found = resolve(
+        kernel(
+            "torch.sdpa",
+            preset="flash-attention-2",
+            compute="float16",
+            casts="nearest",
+            weights={"format": "fp8_e5m2", "scale": "block_128"},
+            attention={"tile": Fraction(64), "probabilities": "accumulate"},
+        )
+    )
+    assert (found.compute, found.casts) == ("float16", "nearest")
+    assert found.weights == Weights("fp8_e5m2", "block_128")
+    assert found.attention == Attention("fused", "float32", "float32", 64, 32)
+
+
+def test_a_part_of_a_section_keeps_the_rest_of_the_preset() -> None:
+    found = resolve({"preset": "fp8-w8a8-per-channel", "weights": {"scale": "per_tensor"}})
+    assert found.weights == Weights("fp8_e4m3", "per_tensor")
+    assert found.activations == Activations("fp8_e4m3", "per_token")
+    plain = resolve({"preset": "fp8-weights", "weights": {"format": "bfloat16"}})
+    assert plain.weights == Weights("bfloat16")
+    none = resolve({"preset": "mxfp8", "activations": {"format": "none"}})
+    assert none.activations == Activations()
+
+
+def test_activations_in_the_compute_format_are_not_quantised() -> None:
+    found = resolve(
+        {"preset": "torch-eager", "compute": "bfloat16", "activations": {"format": "bfloat16"}}
+    )
+    assert found.activations == Activations()
+
+
+def test_a_kernel_without_a_preset_takes_that_of_its_adapter() -> None:
+    assert resolve(kernel("torch.sdpa.math")).preset == "torch-sdpa-math"
+    with refused("name no preset", "torch-eager"):
+        resolve({})
+    with refused("name no preset"):
+        resolve(kernel("some.kernel"))
+
+
+@pytest.mark.parametrize(
+    ("numerics", "words"),
+    [
+        ({"preset": "torch-eagr"}, ("'torch-eagr'", "did you mean 'torch-eager'", "mxfp8")),
+        ({"compute": "bfloat61"}, ("compute", "did you mean 'bfloat16'", "float32")),
+        ({"compute": "fp8_e4m3"}, ("compute", "allowed")),
+        ({"compute": 16}, ("compute",)),
+        ({"accumulat": "float32"}, ("'accumulat'", "did you mean 'accumulate'")),
+        ({"accumulate": "float16"}, ("coarser than compute",)),
+        ({"casts": "round"}, ("casts", "nearest, any")),
+        ({"weights": "int8"}, ("weights", "mapping")),
+        ({"weights": {"format": "int8"}}, ("need a scale", "per_channel")),
+        ({"weights": {"format": "bfloat16", "scale": "per_tensor"}}, ("have no scale",)),
+        ({"weights": {"format": "int8", "scale": "mx"}}, ("mx",)),
+        ({"weights": {"format": "fp8_e4m3", "scale": "per_row"}}, ("weights.scale", "per_channel")),
+        ({"weights": {"formt": "int8"}}, ("'formt'", "did you mean 'format'")),
+        ({"activations": {"format": "bfloat16"}}, ("activations.format", "not quantised")),
+        ({"activations": {"scale": "per_token"}}, ("no format",)),
+        ({"activations": {"format": "int8"}}, ("need a scale", "per_token")),
+        ({"activations": {"format": "uint8", "scale": "mx"}}, ("need a scale",)),
+        ({"attention": {"style": "flash"}}, ("attention.style", "composed, fused")),
+        ({"attention": {"tile": 0}}, ("attention.tile", "integer")),
+        ({"attention": {"tile": 2.5}}, ("attention.tile",)),
+        ({"attention": {"tile": True}}, ("attention.tile",)),
+        ({"attention": {"exp_ulps": "4"}}, ("attention.exp_ulps",)),
+        ({"attention": {"coarse_exp_ulps": 4}}, ("'coarse_exp_ulps'",)),
+        ({"attention": {"scores": "int8"}}, ("attention.scores",)),
+        ({"attention": {"tile": float("nan")}}, ("attention.tile",)),
+        ({"attention": {"tile": float("inf")}}, ("attention.tile",)),
+    ],
+)
+def test_what_has_no_meaning_is_refused(numerics: dict[str, Any], words: tuple[str, ...]) -> None:
+    with refused(*words):
+        resolve({"preset": "torch-eager"} | numerics)
+
+
+def test_a_fingerprint_tells_kernels_apart() -> None:
+    first = kernel_fingerprint(kernel("torch.eager"))
+    assert first == kernel_fingerprint(kernel("torch.eager", preset="torch-eager"))
+    others = [
+        kernel_fingerprint(kernel("torch.sdpa")),
+        kernel_fingerprint(kernel("torch.eager", compute="bfloat16")),
+        kernel_fingerprint(kernel("torch.eager"), "cuda:0"),
+    ]
+    digests = {fingerprint_digest(f) for f in (first, *others)}
+    assert len(digests) == 4
+    assert others[2]["device"] == "cuda"
+    assert first["schema"] == "kcdsl.kernel-fingerprint/1"
+
+
+def test_a_fingerprint_needs_neither_torch_nor_numpy() -> None:
+    program = (
+        "import sys\n"
+        "from kcdsl.ir.terms import KernelRef\n"
+        "from kcdsl.model.fingerprint import kernel_fingerprint, fingerprint_digest\n"
+        "print(kernel_fingerprint(KernelRef('torch.eager', ()))['torch'])\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules), 'heavy import'\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    import torch
+
+    assert ran.stdout.strip() == torch.__version__.partition("+")[0]

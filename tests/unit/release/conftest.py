@@ -1,0 +1,141 @@
+"""A tiny contract with weights and data, and a signed certificate about it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from datetime import UTC, datetime
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.check.compile import load_program
+from kcdsl.ir.terms import Program
+from kcdsl.release.issue import issue, results_for, write_certificate, write_proof
+from kcdsl.release.requirements import required_clauses
+from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
+from kcdsl_certs.keys import SigningKey, load_private
+
+CONTRACT = """\
+kcdsl: 1
+contract: tiny
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama, config: config.json}
+kernels:
+  train:
+    run: torch.eager
+    numerics: {preset: torch-eager, compute: float32}
+  infer:
+    run: torch.sdpa
+    numerics: {preset: flash-attention-2, compute: bfloat16}
+data: prompts.jsonl
+slices:
+  all: {}
+  long: {where: "length > 3"}
+clauses:
+  N-ATTN-0:
+    require: forall x in ball(all, 1e-3): norm_inf(drift(attn_0, x)) <= 0.05
+    evidence: proof
+    level: L2
+  N-KL: {require: p99(kl) <= 0.02, slices: [all, long], level: L2}
+  N-BOTH: {require: mean(kl) <= 0.01 and max(tv) < 0.5, slices: [all], level: L2}
+  R-LAT:
+    require: p95(latency) <= 250 ms
+    budget: 5% of windows
+    slices: [all]
+    level: L1
+  O-TRACE: {require: "has(trace, [rng_seed])", slices: [all], level: L3}
+"""
+NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
+
+
+def weights(*values: float) -> bytes:
+    """Return a safetensors file with one vector."""
+    size = 4 * len(values)
+    table = {"w": {"dtype": "F32", "shape": [len(values)], "data_offsets": [0, size]}}
+    header = json.dumps(table).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header + struct.pack(f"<{len(values)}f", *values)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with the contract, its weights, configuration and data."""
+    (tmp_path / "contract.yaml").write_text(CONTRACT)
+    (tmp_path / "model.safetensors").write_bytes(weights(1.0, 2.0))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"id": "1", "text": "hello"}\n')
+    return tmp_path
+
+
+@pytest.fixture
+def program(folder: Path) -> Program:
+    """Return the compiled contract."""
+    return load_program(folder / "contract.yaml")
+
+
+def results(program: Program, folder: Path, proof: ProofReference) -> list[CertifiedClause]:
+    """Return results that show every clause."""
+    required = {(r.id, r.slice): r for r in required_clauses(program, folder)}
+    census: dict[str, Any] = {
+        "evidence": Evidence.CENSUS, "method": "census/1", "verdict": Verdict.PASSED, "n": 1,
+    }  # fmt: skip
+    return [
+        results_for(
+            required["N-ATTN-0", "all"],
+            evidence=Evidence.PROOF,
+            method="interval/1",
+            verdict=Verdict.PASSED,
+            bound=0.03125,
+            low=0.01,
+            proof=proof,
+        ),
+        results_for(required["N-KL", "all"], **census, value=0.01),
+        results_for(required["N-KL", "long"], **census, value=0.01),
+        results_for(required["N-BOTH", "all"], **census, value=0.001, comparison=0),
+        results_for(required["N-BOTH", "all"], **census, value=0.2, comparison=1),
+        results_for(
+            required["R-LAT", "all"],
+            evidence=Evidence.SAMPLE,
+            method="clopper-pearson/1",
+            verdict=Verdict.PASSED,
+            n=600,
+            exceed=12,
+            alpha=Fraction(1, 20),
+        ),
+        results_for(required["O-TRACE", "all"], **census, value=1.0),
+    ]
+
+
+@pytest.fixture
+def every_result(
+    program: Program, folder: Path
+) -> Callable[[ProofReference], list[CertifiedClause]]:
+    """Return a function from a proof to results that show every clause."""
+    return lambda proof: results(program, folder, proof)
+
+
+@pytest.fixture
+def key(folder: Path, cli: Callable[..., Any]) -> SigningKey:
+    """Make a key pair beside the contract and return it."""
+    assert cli("keygen", cwd=folder).code == 0
+    return load_private((folder / "kcdsl.key").read_bytes())
+
+
+@pytest.fixture
+def certificate(folder: Path, program: Program, key: SigningKey) -> Path:
+    """Write a certificate about everything, with a stand-in for its proof."""
+    reference = write_proof(folder / "out" / "N-ATTN-0.proof.json", b"{}")
+    bundle = issue(
+        program=program,
+        base=folder,
+        clauses=results(program, folder, reference),
+        keys=[key],
+        clock=lambda: NOW,
+    )
+    path = folder / "out" / "tiny.cert.json"
+    write_certificate(path, bundle)
+    return path

@@ -1,0 +1,342 @@
+"""`kcdsl check` from end to end: what was changed is named, and the exit code is 4."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.ir.terms import Program
+from kcdsl.release.issue import issue, write_certificate, write_proof
+from kcdsl_certs.clauses import CertifiedClause, ProofReference
+from kcdsl_certs.keys import SigningKey, generate
+
+Cli = Callable[..., Any]
+Results = Callable[[ProofReference], list[CertifiedClause]]
+AT = "2026-12-01T00:00:00Z"
+
+
+@pytest.fixture
+def check(cli: Cli, folder: Path, certificate: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Return a function that runs `kcdsl check --json` and returns the exit code and report."""
+
+    def run(*words: str, at: str = AT) -> tuple[int, dict[str, Any]]:
+        ran = cli("check", certificate, "--at", at, "--json", *words, cwd=folder)
+        return ran.code, json.loads(ran.stdout)
+
+    return run
+
+
+Check = Callable[..., tuple[int, dict[str, Any]]]
+
+
+def _first(report: dict[str, Any]) -> tuple[str, str, str]:
+    failed = [c for c in report["checks"] if c["outcome"] == "failed"]
+    return failed[0]["name"], failed[0]["reason"], failed[0]["detail"]
+
+
+def _edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_an_untouched_certificate_is_valid(check: Check) -> None:
+    code, report = check("--complete")
+    assert (code, report["verdict"], report["schema"]) == (0, "valid", "kcdsl.check/1")
+    assert report["signers"] == ["kcdsl.key.pub"]
+    assert report["outside"] == []
+    assert len(report["checks"]) == 15
+
+
+def test_the_table_names_every_step(cli: Cli, folder: Path, certificate: Path) -> None:
+    ran = cli("check", certificate, "--at", AT, cwd=folder)
+    assert ran.code == 0
+    assert ran.stderr == ""
+    for word in ("subject", "components", "clauses", "valid"):
+        assert word in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "reason", "words"),
+    [
+        ("model.safetensors", None, None, "triple/checkpoint-mismatch", "the weights changed"),
+        ("config.json", "{}", "{ }", "triple/checkpoint-mismatch", "the config changed"),
+        ("prompts.jsonl", "hello", "hallo", "input/mismatch", "prompts.jsonl changed"),
+        ("contract.yaml", "<= 0.05", "<= 0.04", "triple/contract-mismatch", "digest"),
+        ("contract.yaml", "1.0.0", "1.0.1", "triple/contract-mismatch", "version 1.0.0 is now"),
+        (
+            "contract.yaml",
+            "run: torch.eager",
+            "run: torch.sdpa",
+            "triple/kernel-train-mismatch",
+            "run 'torch.eager' is now 'torch.sdpa'",
+        ),
+        (
+            "contract.yaml",
+            "compute: bfloat16",
+            "compute: float16",
+            "triple/kernel-infer-mismatch",
+            "numerics.compute",
+        ),
+    ],
+)
+def test_a_change_of_the_triple_is_named(
+    file: str, old: str | None, new: str, reason: str, words: str, folder: Path, check: Check
+) -> None:
+    if old is None:
+        data = bytearray((folder / file).read_bytes())
+        data[-1] ^= 1
+        (folder / file).write_bytes(data)
+    else:
+        _edit(folder / file, old, new)
+    code, report = check()
+    name, found, detail = _first(report)
+    assert code == 4
+    assert report["verdict"] == "invalid"
+    assert found == reason
+    assert words in detail
+    assert name in {"subject", "components"}
+
+
+def test_a_comment_in_the_contract_changes_nothing(folder: Path, check: Check) -> None:
+    _edit(folder / "contract.yaml", "kcdsl: 1", "# a comment\nkcdsl: 1")
+    assert check()[0] == 0
+
+
+def test_a_changed_kernel_build_is_named(folder: Path, check: Check) -> None:
+    from kcdsl.check.compile import load_program
+    from kcdsl.model.fingerprint import kernel_fingerprint
+
+    program = load_program(folder / "contract.yaml")
+    prints = {
+        "train": kernel_fingerprint(program.train),
+        "infer": kernel_fingerprint(program.infer),
+    }
+    (folder / "kernels.json").write_text(json.dumps(prints))
+    assert check("--kernels", str(folder / "kernels.json"))[0] == 0
+    prints["infer"]["torch"] = "99.0"
+    (folder / "kernels.json").write_text(json.dumps(prints))
+    code, report = check("--kernels", str(folder / "kernels.json"))
+    assert code == 4
+    assert _first(report)[1] == "triple/kernel-infer-mismatch"
+    assert "torch" in _first(report)[2]
+
+
+def _reload(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    bundle = json.loads(path.read_bytes())
+    return bundle, json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+
+
+def test_a_changed_clause_result_or_signature_is_named(certificate: Path, check: Check) -> None:
+    bundle, payload = _reload(certificate)
+    payload["predicate"]["clauses"][1]["value"] = {"decimal": "0", "hex": "0x0.0p+0"}
+    inner = bundle["dsseEnvelope"]
+    untouched = inner["payload"]
+    inner["payload"] = base64.b64encode(json.dumps(payload).encode()).decode()
+    certificate.write_text(json.dumps(bundle))
+    code, report = check()
+    assert code == 4
+    assert _first(report)[:2] == ("signatures", "signature/none-trusted")
+    inner["payload"] = untouched
+    signature = bytearray(base64.b64decode(inner["signatures"][0]["sig"]))
+    signature[-1] ^= 1
+    inner["signatures"][0]["sig"] = base64.b64encode(signature).decode()
+    certificate.write_text(json.dumps(bundle))
+    code, report = check()
+    assert code == 4
+    assert _first(report)[:2] == ("signatures", "signature/none-trusted")
+
+
+def test_another_key_is_not_trusted(folder: Path, check: Check) -> None:
+    other = folder / "other.pub"
+    other.write_bytes(generate().public.pem)
+    code, report = check("--key", str(other))
+    assert (code, _first(report)[1]) == (4, "signature/none-trusted")
+    code, report = check("--key", str(other), "--key", str(folder / "kcdsl.key.pub"))
+    assert code == 0
+    words = ["--key", str(other), "--key", str(folder / "kcdsl.key.pub"), "--threshold", "2"]
+    code, report = check(*words)
+    assert (code, _first(report)[1]) == (4, "signature/threshold")
+
+
+def test_time_stage_and_sequence(check: Check) -> None:
+    for words, at, reason in (
+        ([], "2026-11-30T11:59:59Z", "validity/not-yet"),
+        ([], "2027-02-28T12:00:00Z", "validity/expired"),
+        (["--stage", "full"], AT, "stage/mismatch"),
+        (["--minimum-sequence", "99999999999"], AT, "sequence/rollback"),
+    ):
+        code, report = check(*words, at=at)
+        assert (code, _first(report)[1]) == (4, reason)
+    assert check("--stage", "offline-ci", "--minimum-sequence", "0")[0] == 0
+
+
+def test_a_symlinked_checkpoint_is_invalid(folder: Path, check: Check) -> None:
+    (folder / "real").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "real")
+    code, report = check()
+    assert (code, _first(report)[:2]) == (4, ("components", "checkpoint/symlink"))
+    code, report = check("--checkpoint", str(folder / "model.safetensors"))
+    assert (code, _first(report)[1]) == (4, "checkpoint/symlink")
+
+
+def test_a_changed_proof_file_is_invalid(certificate: Path, check: Check) -> None:
+    proof = certificate.parent / "N-ATTN-0.proof.json"
+    code, report = check()
+    assert (code, report["checks"][-1]["reason"]) == (0, "proof/not-rederived")
+    proof.write_bytes(b"[]")
+    code, report = check()
+    assert (code, _first(report)[:2]) == (4, ("proofs", "proof/digest-mismatch"))
+    proof.unlink()
+    code, report = check()
+    assert (code, report["checks"][-1]["reason"]) == (0, "proof/missing")
+    code, report = check("--recheck")
+    assert (code, _first(report)[1]) == (4, "proof/missing")
+
+
+def test_a_recheck_of_something_that_is_no_proof_is_invalid(check: Check) -> None:
+    code, report = check("--recheck")
+    assert (code, _first(report)[:2]) == (4, ("proofs", "proof/not-confirmed"))
+
+
+def test_a_recheck_without_its_checker_is_invalid(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "kcdsl_certs.recheck", None)
+    code, report = check("--recheck")
+    assert (code, _first(report)[1]) == (4, "proof/checker-missing")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe", b"[" * 10_000])
+def test_anything_else_than_a_certificate_is_invalid(
+    content: bytes, certificate: Path, check: Check
+) -> None:
+    certificate.write_bytes(content)
+    code, report = check()
+    assert (code, _first(report)[0]) == (4, "bundle")
+
+
+def test_the_stand_alone_checker_agrees(
+    folder: Path, certificate: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kcdsl_certs.__main__ import main
+
+    expected = folder / "expected.json"
+    ran = cli("check", certificate, "--at", AT, "--write-expectation", expected, cwd=folder)
+    assert ran.code == 0
+    words = ["check", str(certificate), "--expect", str(expected), "--at", AT, "--complete"]
+    words += ["--key", str(folder / "kcdsl.key.pub"), "--checkpoint"]
+    assert main([*words, str(folder / "model.safetensors")]) == 0
+    (folder / "model.safetensors").write_bytes(b"other")
+    assert main([*words, str(folder / "model.safetensors")]) == 4
+    assert "triple/checkpoint-mismatch" in capsys.readouterr().out
+
+
+def test_two_certificates_cover_a_contract_together(
+    folder: Path, program: Program, key: SigningKey, every_result: Results, cli: Cli
+) -> None:
+    every = every_result(write_proof(folder / "N-ATTN-0.proof.json", b"{}"))
+    now = datetime(2026, 11, 30, 12, tzinfo=UTC)
+    parts = {"formal.json": every[:1], "measured.json": every[1:], "some.json": every[1:3]}
+    for name, clauses in parts.items():
+        bundle = issue(program=program, base=folder, clauses=clauses, keys=[key], clock=lambda: now)
+        write_certificate(folder / name, bundle)
+
+    def run(*words: str) -> tuple[int, dict[str, Any]]:
+        ran = cli("check", *words, "--at", AT, "--json", cwd=folder)
+        return ran.code, json.loads(ran.stdout)
+
+    code, report = run("formal.json", "measured.json", "--complete")
+    assert (code, report["outside"], report["schema"]) == (0, [], "kcdsl.check/1")
+    assert report["checks"][-1]["name"] == "coverage"
+    code, report = run("formal.json", "some.json", "--complete")
+    assert (code, report["checks"][-1]["reason"]) == (4, "clause/missing")
+    assert report["outside"] == ["N-BOTH [all]", "R-LAT [all]", "O-TRACE [all]"]
+    assert run("formal.json", "some.json")[0] == 0
+    assert run("formal.json", "--complete")[0] == 4
+    (folder / "N-ATTN-0.proof.json").write_bytes(b"other")
+    code, report = run("measured.json", "formal.json", "--complete")
+    assert (code, report["verdict"], report["checks"][-1]["outcome"]) == (4, "invalid", "not_run")
+
+
+# --- what cannot run -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["nowhere.json"], "KC601"),
+        (["CERT", "--contract", "nowhere.yaml"], "KC601"),
+        (["CERT", "--key", "nowhere.pub"], "KC640"),
+        (["CERT", "--key", "contract.yaml"], "KC640"),
+        (["CERT", "--key", "kcdsl.key"], "KC640"),
+        (["CERT", "--threshold", "0"], "KC643"),
+        (["CERT", "--threshold", "2"], "KC643"),
+        (["CERT", "--key", "kcdsl.key.pub", "--key", "kcdsl.key.pub"], "KC643"),
+        (["CERT", "--kernels", "nowhere.json"], "KC601"),
+        (["CERT", "--kernels", "config.json"], "KC646"),
+        (["CERT", "--kernels", "contract.yaml"], "KC646"),
+        (["CERT", "--checkpoint", "nowhere"], "KC601"),
+        (["CERT", "--at", "yesterday"], "KC647"),
+        (["CERT", "--at", "2026-12-01"], "KC647"),
+    ],
+)
+def test_what_cannot_run_says_why(
+    words: list[str], code: str, folder: Path, certificate: Path, cli: Cli
+) -> None:
+    named = [str(certificate) if word == "CERT" else word for word in words]
+    ran = cli("check", *named, cwd=folder)
+    assert ran.code == 2
+    assert code in ran.stderr
+    assert ran.stdout == ""
+    assert "Traceback" not in ran.stderr
+
+
+def test_without_a_trusted_key_the_way_out_is_said(
+    folder: Path, certificate: Path, cli: Cli
+) -> None:
+    (folder / "kcdsl.key.pub").unlink()
+    ran = cli("check", certificate, cwd=folder)
+    assert ran.code == 2
+    assert "KC641" in ran.stderr
+    assert "--key" in ran.stderr
+
+
+def test_trusted_keys_come_from_the_configuration(
+    folder: Path, certificate: Path, cli: Cli
+) -> None:
+    os.rename(folder / "kcdsl.key.pub", folder / "release.pub")
+    file = folder / "kcdsl.toml"
+
+    def run(text: str) -> Any:
+        file.write_text(text)
+        return cli("check", certificate, "--at", AT, cwd=folder)
+
+    assert run('trusted_keys = ["release.pub"]').code == 0
+    assert run('trusted_keys = [{path = "release.pub", stages = ["offline-ci"]}]').code == 0
+    assert run('trusted_keys = [{path = "release.pub", stages = ["full"]}]').code == 4
+    late = 'trusted_keys = [{path = "release.pub", valid_until = "2026-11-30T00:00:00Z"}]'
+    assert run(late).code == 4
+    for text, code in (
+        ("trusted_keys = []", "KC641"),
+        ("trusted_keys = 1", "KC605"),
+        ("trusted_keys = [1]", "KC605"),
+        ('trusted_keys = [{path = "release.pub", role = "x"}]', "KC605"),
+        ('trusted_keys = [{path = "release.pub", stages = ["x"]}]', "KC605"),
+        ('trusted_keys = [{path = "release.pub", valid_from = "x"}]', "KC605"),
+        ('trusted_keys = ["gone.pub"]', "KC640"),
+        ('trusted_keys = ["release.pub"]\nthreshold = 0', "KC643"),
+        ('trusted_keys = ["release.pub"]\nthreshold = "1"', "KC605"),
+        ("trusted_keys = [", "KC605"),
+    ):
+        ran = run(text)
+        assert (ran.code, code in ran.stderr) == (2, True), (text, ran.stderr)

@@ -1,0 +1,237 @@
+"""Issuing: the same results give the same payload, and nothing is overstated."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.ir.terms import (
+    Compare,
+    Connective,
+    Formula,
+    HasFields,
+    Metric,
+    Not,
+    Number,
+    Program,
+    Quantified,
+    Region,
+    RegionKind,
+)
+from kcdsl.release.issue import issue, results_for, weakened, write_certificate
+from kcdsl.release.requirements import alternatives, required_clauses
+from kcdsl.release.triple import build_triple
+from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
+from kcdsl_certs.keys import SigningKey, ed25519_from_seed
+
+NOW = datetime.fromisoformat("2026-11-30T12:00:00+00:00")
+
+
+def _payload(bundle: bytes) -> bytes:
+    return base64.b64decode(json.loads(bundle)["dsseEnvelope"]["payload"])
+
+
+def _census(program: Program, folder: Path, **numbers: Any) -> CertifiedClause:
+    required = next(r for r in required_clauses(program, folder) if r.id == "N-KL")
+    filled: dict[str, Any] = {
+        "evidence": Evidence.CENSUS, "method": "census/1", "verdict": Verdict.PASSED, "n": 1,
+    }  # fmt: skip
+    return results_for(required, **{**filled, **numbers})
+
+
+def test_the_same_results_give_the_same_bytes(
+    program: Program, folder: Path, key: SigningKey
+) -> None:
+    fixed = ed25519_from_seed(bytes(32))
+    common: dict[str, Any] = {
+        "program": program, "base": folder, "clauses": [_census(program, folder, value=0.01)],
+    }  # fmt: skip
+    one = issue(**common, keys=[fixed], clock=lambda: NOW)
+    assert one == issue(**common, keys=[fixed], clock=lambda: NOW + timedelta(microseconds=5))
+    assert _payload(one) == _payload(issue(**common, keys=[key], clock=lambda: NOW))
+    later = json.loads(_payload(issue(**common, keys=[fixed], clock=lambda: NOW + timedelta(1))))
+    assert later["predicate"]["sequence"] > json.loads(_payload(one))["predicate"]["sequence"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "verdict"),
+    [
+        ({"value": 0.01}, Verdict.PASSED),
+        ({"value": 0.03}, Verdict.FAILED),
+        ({"value": 0.01, "n": 0}, Verdict.INCONCLUSIVE),
+        ({"value": None}, Verdict.INCONCLUSIVE),
+        ({"value": 0.01, "evidence": Evidence.SAMPLE}, Verdict.INCONCLUSIVE),
+        ({"value": 0.01, "verdict": Verdict.INCONCLUSIVE}, Verdict.INCONCLUSIVE),
+        ({"value": 0.03, "verdict": Verdict.INCONCLUSIVE}, Verdict.FAILED),
+    ],
+)
+def test_a_verdict_is_weakened_to_what_its_numbers_admit(
+    numbers: dict[str, Any], verdict: Verdict, program: Program, folder: Path
+) -> None:
+    assert _census(program, folder, **numbers).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"value": float("nan")},
+        {"value": float("inf")},
+        {"value": 0.01, "exceed": 2},
+        {"value": 0.01, "slice_digest": None},
+        {"evidence": Evidence.PROOF, "bound": 0.01},
+        {"evidence": Evidence.PROOF_REAL, "bound": 0.01},
+    ],
+)
+def test_results_that_support_nothing_are_refused(
+    numbers: dict[str, Any], program: Program, folder: Path
+) -> None:
+    with pytest.raises(Refusal) as caught:
+        _census(program, folder, **numbers)
+    assert caught.value.diagnostics[0].code.id == "KC645"
+
+
+def test_what_the_contract_does_not_know_is_refused(
+    program: Program, folder: Path, key: SigningKey
+) -> None:
+    known = _census(program, folder, value=0.01)
+    for stray in (
+        dataclasses.replace(known, slice="night"),
+        dataclasses.replace(known, id="N-KM"),
+    ):
+        with pytest.raises(Refusal, match="the contract has no"):
+            issue(program=program, base=folder, clauses=[stray], keys=[key])
+    with pytest.raises(Refusal):
+        issue(program=program, base=folder, clauses=[], keys=[key])
+    with pytest.raises(Refusal):
+        issue(program=program, base=folder, clauses=[known], keys=[])
+
+
+def test_the_triple_needs_its_files(program: Program, folder: Path) -> None:
+    before = build_triple(program, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    after = build_triple(program, folder)
+    assert after.digest != before.digest
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(Refusal, match=r"model\.safetensors"):
+        build_triple(program, folder)
+
+
+def test_fingerprints_with_floats_are_refused(program: Program, folder: Path) -> None:
+    prints: dict[str, dict[str, Any]] = {"train": {"a": 0.5}, "infer": {"a": 1}}
+    with pytest.raises(Refusal, match="canonical form"):
+        build_triple(program, folder, fingerprints=prints)
+
+
+def test_a_certificate_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "made" / "c.json"
+    write_certificate(target, b"one")
+    write_certificate(target, b"two")
+    assert target.read_bytes() == b"two"
+
+    def full(*words: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kcdsl.release.files.os.replace", full)
+    with pytest.raises(Refusal, match="No space left"):
+        write_certificate(target, b"three")
+    assert [p.name for p in target.parent.iterdir()] == ["c.json"]
+    assert target.read_bytes() == b"two"
+
+
+# --- forms of requirements -----------------------------------------------------------------------
+
+
+def _at_most(name: str, limit: int, op: str = "<=") -> Compare:
+    return Compare(op, Metric(name), Number(Fraction(limit)))
+
+
+def _texts(formula: Formula) -> list[list[str]]:
+    return [[str(c) for c in part] for part in alternatives(formula)]
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [
+        (_at_most("a", 1), [["a <= 1"]]),
+        (Compare("<=", Number(Fraction(1)), Metric("a")), [["a >= 1"]]),
+        (Compare("<", Metric("a"), Metric("b")), [["(a) - (b) < 0"]]),
+        (Not(_at_most("a", 1)), [["a > 1"]]),
+        (Not(_at_most("a", 1, "==")), []),
+        (Connective("and", (_at_most("a", 1), _at_most("b", 2))), [["a <= 1", "b <= 2"]]),
+        (Connective("or", (_at_most("a", 1), _at_most("b", 2))), [["a <= 1"], ["b <= 2"]]),
+        (Connective("implies", (_at_most("a", 1), _at_most("b", 2))), [["a > 1"], ["b <= 2"]]),
+        (Not(Connective("and", (_at_most("a", 1), _at_most("b", 2)))), [["a > 1"], ["b > 2"]]),
+        (Not(Connective("or", (_at_most("a", 1), _at_most("b", 2)))), [["a > 1", "b > 2"]]),
+        (HasFields(("x", "y")), [["has(trace, [x, y]) >= 1"]]),
+        (Not(HasFields(("x",))), []),
+    ],
+)
+def test_normal_form(formula: Formula, expected: list[list[str]]) -> None:
+    assert _texts(formula) == expected
+
+
+def test_quantifiers_and_large_forms() -> None:
+    region = Region(RegionKind.POINTS, "all")
+    inner = _at_most("a", 1)
+    assert _texts(Quantified("forall", "x", region, inner)) == [["a <= 1"]]
+    assert _texts(Quantified("exists", "x", region, inner)) == []
+    assert _texts(Not(Quantified("forall", "x", region, inner))) == []
+    either = Connective("or", (inner, _at_most("b", 2)))
+    assert len(alternatives(Connective("and", (either,) * 6))) == 64
+    assert alternatives(Connective("and", (either,) * 7)) == ()
+
+
+def test_weakening_keeps_what_is_right(program: Program, folder: Path) -> None:
+    clause = _census(program, folder, value=0.01)
+    assert weakened(clause) is clause
+
+
+Cli = Callable[..., Any]
+
+
+def test_keygen(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("keygen", cwd=tmp_path)
+    assert ran.code == 0
+    assert (tmp_path / "kcdsl.key").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "kcdsl.key.pub").read_bytes().startswith(b"-----BEGIN PUBLIC KEY-----")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert cli("keygen", cwd=tmp_path).code == 2
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert cli("keygen", "--force", cwd=tmp_path).code == 0
+    after = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert after.keys() == before.keys()
+    assert after["kcdsl.key"] != before["kcdsl.key"]
+
+
+def test_keygen_leaves_nothing_half_done(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a.key.pub").write_text("mine")
+    ran = cli("keygen", "-o", "a.key", cwd=tmp_path)
+    assert (ran.code, "KC642" in ran.stderr) == (2, True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.key.pub"]
+    (tmp_path / "b.key.pub").mkdir()
+    ran = cli("keygen", "-o", "b.key", "--force", cwd=tmp_path)
+    assert (ran.code, "KC602" in ran.stderr) == (2, True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.key.pub", "b.key.pub"]
+    ran = cli("keygen", "-o", "none/c.key", cwd=tmp_path)
+    assert (ran.code, "KC602" in ran.stderr) == (2, True)
+
+
+def test_keygen_with_a_password(cli: Cli, tmp_path: Path) -> None:
+    words = ("keygen", "--algorithm", "ed25519", "--password-env", "KEY_WORD")
+    ran = cli(*words, cwd=tmp_path)
+    assert (ran.code, "KC644" in ran.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+    assert cli(*words, cwd=tmp_path, env={"KEY_WORD": "geheim"}).code == 0
+    assert b"ENCRYPTED" in (tmp_path / "kcdsl.key").read_bytes()
+    assert b"geheim" not in (tmp_path / "kcdsl.key").read_bytes()

@@ -1,0 +1,84 @@
+"""Reading and writing text files."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.source.files import SIZE_LIMIT, read_source, write_atomically
+from kcdsl.source.numbers import exact, spell
+
+
+def refused(path: Path) -> str:
+    """Return the code with which a file is refused."""
+    with pytest.raises(Refusal) as caught:
+        read_source(path)
+    return caught.value.diagnostics[0].code.id
+
+
+def test_nothing_is_normalised(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes("\ufeffa: é\r\n".encode())
+    assert read_source(path).text == "\ufeffa: é\r\n"
+
+
+def test_unusable_files(tmp_path: Path) -> None:
+    assert refused(tmp_path / "absent.yaml") == "KC601"
+    assert refused(tmp_path) == "KC601"
+    bad = tmp_path / "latin.yaml"
+    bad.write_bytes(b"a: 1\nb: \xe9\n")
+    assert refused(bad) == "KC008"
+    large = tmp_path / "large.yaml"
+    large.write_bytes(b"#" * (SIZE_LIMIT + 1))
+    assert refused(large) == "KC011"
+
+
+def test_writing_is_complete_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_atomically(path, "one")
+    write_atomically(path, "two\n")
+    assert path.read_bytes() == b"two\n"
+    with pytest.raises(Refusal):
+        write_atomically(tmp_path / "absent" / "out.json", "x")
+    target = tmp_path / "folder"
+    target.mkdir()
+    with pytest.raises(Refusal):
+        write_atomically(target, "x")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "out.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12", Fraction(12)),
+        (".5", Fraction(1, 2)),
+        ("1e-3", Fraction(1, 1000)),
+        ("-2.50", Fraction(-5, 2)),
+        ("1E+2", Fraction(100)),
+        ("", None),
+        (".", None),
+        ("1e500", None),
+        ("e3", None),
+        ("1e99999999", None),
+    ],
+)
+def test_exact_numbers(text: str, value: Fraction | None) -> None:
+    assert exact(text) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Fraction(1, 20), "0.05"),
+        (Fraction(-5, 2), "-2.5"),
+        (Fraction(7), "7"),
+        (Fraction(1, 3), "1/3"),
+        (Fraction(1, 10**20), "1e-20"),
+        (Fraction(15, 10**20), "1.5e-19"),
+    ],
+)
+def test_spelling(value: Fraction, text: str) -> None:
+    assert spell(value) == text

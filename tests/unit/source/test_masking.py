@@ -1,0 +1,71 @@
+"""Unquoted expressions are read as they are meant, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kcdsl.diagnostics import Severity, Sink
+from kcdsl.source.masking import mask_expressions
+from kcdsl.source.text import SourceFile
+from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
+
+
+def read(text: str) -> tuple[dict[str, str], list[str]]:
+    """Return the texts of a flat mapping and the codes that were reported."""
+    sink = Sink()
+    root = parse_yaml(SourceFile("x.yaml", text), sink)
+    assert isinstance(root, Mapping), [d.message for d in sink]
+    values = {}
+    for entry in root.entries:
+        assert isinstance(entry.value, Scalar)
+        assert text[entry.key.span.start : entry.key.span.end].strip("'\"") == entry.key.text
+        values[entry.key.text] = entry.value.text
+    return values, [d.code.id for d in sink]
+
+
+@pytest.mark.parametrize(
+    ("around", "expected"),
+    [
+        ("require: {}\n", "forall x in points(all): no_flip(model, x)"),
+        ("{{require: {}}}", "forall x in ball(all, 1): no_flip(model, x)"),
+        ("{{require: {}}}", "has(trace, [a, b])"),
+        ("{{require: {}}}", "quantile(0.9, abs(kl)) <= (1 + f(2, 3))"),
+    ],
+)
+def test_what_yaml_would_cut_is_read_whole(around: str, expected: str) -> None:
+    values, codes = read(around.format(expected))
+    assert values == {"require": expected}
+    assert codes == ["KC015"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("require: quantile(0.9, kl) <= 1\n", {"require": "quantile(0.9, kl) <= 1"}),
+        ("require: 'forall x in p(a): f(x, y)'\n", {"require": "forall x in p(a): f(x, y)"}),
+        ("require: |-\n  forall x in p(a): f(x, y)\n", {"require": "forall x in p(a): f(x, y)"}),
+        ("{a: f(, b: ')'}", {"a": "f(", "b": ")"}),
+        ("{a: 'f(', b: ')'}", {"a": "f(", "b": ")"}),
+        ("# forall x in p(a): f(x, y)\na: b\n", {"a": "b"}),
+        ("a: b # has(trace, [x])\n", {"a": "b"}),
+    ],
+)
+def test_plain_yaml_stays_as_it_is(text: str, expected: dict[str, str]) -> None:
+    values, codes = read(text)
+    assert values == expected
+    assert codes == []
+
+
+def test_the_replacement_keeps_offsets_and_avoids_characters_in_use() -> None:
+    text = "\ue000\ue001 {require: f(a, b)}"
+    masked = mask_expressions(text)
+    assert len(masked.text) == len(text)
+    assert masked.text != text
+    assert masked.restore(masked.text) == text
+    assert mask_expressions("a: 1").text == "a: 1"
+
+
+def test_the_note_is_a_note() -> None:
+    sink = Sink()
+    parse_yaml(SourceFile("x.yaml", "{require: f(a, b)}"), sink)
+    assert [d.severity for d in sink] == [Severity.NOTE]

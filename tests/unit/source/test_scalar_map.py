@@ -1,0 +1,71 @@
+"""The map from decoded characters to the source, for the cases that are easy to get wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kcdsl.diagnostics import Sink
+from kcdsl.source.scalar_map import map_scalar
+from kcdsl.source.text import SourceFile
+from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
+
+
+def value(text: str) -> tuple[SourceFile, Scalar]:
+    """Return the scalar under `k`."""
+    source = SourceFile("x.yaml", text)
+    root = parse_yaml(source, Sink())
+    assert isinstance(root, Mapping)
+    node = root.get("k")
+    assert isinstance(node, Scalar)
+    return source, node
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("k: a target b\n", "target"),
+        ("k: 'it''s a target'\n", "target"),
+        ('k: "\\u0041\\n\\ttarget"\n', "target"),
+        ('k: "a \\\n  target"\n', "target"),
+        ('k: "a\n\n  target"\n', "target"),
+        ("k: |\n  a\n  target\n", "target"),
+        ("k: |+  # comment\n\n  a\n   target\n\n", "target"),
+        ("k: |2-\n    a\n  target\n", "target"),
+        ("k: >-\r\n  a\r\n  b\r\n\r\n  target\r\n", "target"),
+        ("k: >\n  a\n    more\n  target\n", "target"),
+        ("k: >1\n  a\n target\n", "target"),
+        ("k: a\n  b\n  target\n", "target"),
+        ("k: é𝒳\n  target\n", "target"),
+        ("k: >-\n\n\n  target\n", "target"),
+    ],
+)
+def test_a_word_is_found(text: str, word: str) -> None:
+    source, scalar = value(text)
+    start = scalar.text.index(word)
+    mapped = map_scalar(source, scalar)
+    assert mapped.pieces is not None
+    span = mapped.span(start, start + len(word))
+    assert source.text[span.start : span.end] == word
+
+
+def test_the_end_of_the_text_is_just_after_its_last_character() -> None:
+    source, scalar = value("k: >-\n  abc\n\nz: 1\n")
+    span = map_scalar(source, scalar).span(3, 4)
+    assert (span.start, span.end) == (11, 11)
+    source, scalar = value("k: ''\n")
+    assert map_scalar(source, scalar).span(0, 0).start == 3
+
+
+def test_a_decoding_that_differs_falls_back_to_the_whole_scalar() -> None:
+    source, scalar = value("k: |\n  abc\n")
+    mapped = map_scalar(source, replace(scalar, text="abd\n"))
+    assert mapped.pieces is None
+    assert mapped.span(1, 2) == scalar.span
+
+
+@pytest.mark.parametrize("text", ["k: |\n", "k: >-\n\nz: 1\n", "k: |+\n\n\n"])
+def test_empty_bodies(text: str) -> None:
+    source, scalar = value(text)
+    assert map_scalar(source, scalar).pieces is not None
