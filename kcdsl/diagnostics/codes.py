@@ -374,8 +374,8 @@ MODEL_FACTORY = _declare(
 TOKENIZER = _declare(
     "KC458",
     "tokenizer not usable",
-    """The tokenizer file cannot be read, the text cannot be encoded with it, or a token lies outside
-    the vocabulary of the model.""",
+    """The tokenizer file cannot be read, the text cannot be encoded with it, or a token lies
+    outside the vocabulary of the model.""",
 )
 UNKNOWN_BLOCK = _declare(
     "KC459",
@@ -402,7 +402,8 @@ EXPORT_FAILED = _declare(
 NUMERICS = _declare(
     "KC463",
     "numerics specification not usable",
-    """The numerics of a kernel name an unknown preset, format, scale or key, or combine them in a way
+    """The numerics of a kernel name an unknown preset, format, scale or key, or combine them in a
+    way
     that has no meaning.""",
 )
 UNKNOWN_KERNEL = _declare(
@@ -413,7 +414,8 @@ UNKNOWN_KERNEL = _declare(
 KERNEL_NUMERICS = _declare(
     "KC465",
     "kernel cannot serve the numerics",
-    """The adapter named by `run` computes in another way than the numerics claim, so measurements of
+    """The adapter named by `run` computes in another way than the numerics claim, so measurements
+    of
     it would say nothing about the specification.""",
 )
 KERNEL_FAILED = _declare(
@@ -429,7 +431,7 @@ WEIGHT_OVERFLOW = _declare(
 NO_GOAL = _declare(
     "KC470",
     "nothing to verify",
-    """No clause of the contract states a drift for all inputs of a region on the selected block.""",
+    "No clause of the contract states a drift for all inputs of a region on the selected block.",
 )
 UNKNOWN_CLAUSE = _declare("KC471", "unknown clause", "The contract has no clause of this name.")
 NO_DEVICE = _declare("KC472", "device missing", "The device asked for is not available.")
@@ -529,7 +531,7 @@ REQUEST_FIELD = _declare(
 NOTHING_TO_EVALUATE = _declare(
     "KC623",
     "nothing to evaluate",
-    "The contract, or what was selected of it, has no clause that running the kernels could decide.",
+    "The contract, or what was selected of it, has no clause that running kernels could decide.",
 )
 METRIC_OUT_OF_REACH = _declare(
     "KC624",

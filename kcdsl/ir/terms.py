@@ -286,8 +286,9 @@ class ModelRef:
     """Where the weights are and which program they belong to.
 
     Exactly one of `architecture` (a module of kcdsl.model: "llama", "bert") and `module`
-    ("package.module:factory") is set. `checkpoint` and `tokenizer` are paths relative to the contract;
-    a checkpoint may also be `package:NAME/path/inside`, a file inside an installed distribution.
+    ("package.module:factory") is set. `checkpoint` and `tokenizer` are paths relative to the
+    contract; a checkpoint may also be `package:NAME/path/inside`, a file inside an installed
+    distribution.
     """
 
     checkpoint: str

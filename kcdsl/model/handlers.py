@@ -278,7 +278,7 @@ def _mean(s: Lowering, a: Arguments) -> Any:
 def _var(s: Lowering, a: Arguments) -> Any:
     x = _over_last(s, a)
     biased = a.get("correction") == 0 or a.get("unbiased") is False
-    s.need(True, "only the biased variance (correction=0)")
+    s.need(biased, "only the biased variance (correction=0)")
     return reshaped(s, s.emit("variance", [x], (*x.shape[:-1], 1)), s.out_shape)
 
 

@@ -44,7 +44,8 @@ class Numerics:
     """A resolved specification: nothing is left to defaults.
 
     `compute` is the format of parameters, constants and of every operation's result;
-    `accumulate` that of dot products and of the arithmetic inside softmax, norms and activations.
+    `accumulate` that of dot products; inside softmax, norms, activations and elementwise maps the
+    arithmetic is float32 (float64 where `compute` is).
     `casts` is "nearest" (one rounding to nearest at each result) or "any" (a free relative error of
     one unit roundoff there, wherever a fused kernel may put it).
     """

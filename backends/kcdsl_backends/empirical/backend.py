@@ -21,9 +21,10 @@ from kcdsl.model.checkpoint import file_digest
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.crosscheck import Certify
-from kcdsl_backends.empirical.evaluation import Evaluation, Progress, Setting, evaluate
+from kcdsl_backends.empirical.evaluation import Evaluation, Progress, evaluate
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.empirical.precheck import weights_digests
+from kcdsl_backends.empirical.setting import Setting
 from kcdsl_backends.requests import Request, RequestFile, load_requests, select
 
 PREPARE_STEPS = 3

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
-
-import numpy as np
 
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.terms import Clause, EvidenceKind, Family, Program
-from kcdsl.verdict.health import assess, recommend
 from kcdsl.verdict.model import InvalidEvidence, Violated
-from kcdsl.verdict.report import ClauseResult, CrossCheck, Precheck, Report, SliceSummary
+from kcdsl.verdict.report import ClauseResult, CrossCheck, Precheck, Report
 from kcdsl_backends.empirical import precheck, runtime
 from kcdsl_backends.empirical.clauses import (
     conjuncts,
@@ -24,53 +20,25 @@ from kcdsl_backends.empirical.clauses import (
     obstacle,
     slices_of,
 )
-from kcdsl_backends.empirical.crosscheck import Certify, compare_request, summarise
+from kcdsl_backends.empirical.crosscheck import compare_request, summarise
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics.measures import (
     MEASURES,
     STATE_FUNCTIONS,
     gradient_function,
 )
-from kcdsl_backends.empirical.results import called, decide_clause
-from kcdsl_backends.empirical.run import BlockInput, Kernel, Plan, Run, run_request
+from kcdsl_backends.empirical.reporting import build_report
+from kcdsl_backends.empirical.results import decide_clause
+from kcdsl_backends.empirical.run import Plan, Run, run_request
 from kcdsl_backends.empirical.runtime import Timing
-from kcdsl_backends.empirical.statistics import CONFIDENCE, quantile_rank
+from kcdsl_backends.empirical.setting import SUMMARY_METRICS, Setting
 from kcdsl_backends.empirical.trace import trace_record
-from kcdsl_backends.requests import Request, RequestFile
+from kcdsl_backends.requests import Request
 
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total)."""
 
-_SUMMARY_METRICS = {
-    False: ("kl", "tv", "logit_linf", "logit_span", "top1_overlap"),
-    True: ("hidden_l2", "hidden_linf", "embedding_l2", "embedding_cosine"),
-}
 _PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Everything an evaluation reads: loaded, resolved, and replaceable by fakes."""
-
-    program: Program
-    train: Kernel
-    infer: Kernel
-    block_input: BlockInput
-    files: Mapping[str, RequestFile]
-    slices: Mapping[str, tuple[Request, ...]]
-    encoder: bool
-    blocks: frozenset[str]
-    weights: Mapping[str, str]
-    digests: Mapping[str, str]
-    """Digests of the fingerprints of `train` and `infer`."""
-    contract: Mapping[str, str]
-    model: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    device: Any
-    certify: Certify | None
-    seed: int = 0
-    seconds: float = 20.0
-    """How long runs may be timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +71,9 @@ def evaluate(setting: Setting, progress: Progress = lambda stage, done, total: N
     traces = _traces(setting, requests, runs, timing, plan)
     data = {name: _slice_data(name, setting, runs, timing, traces) for name in setting.slices}
     results, demoted = _decide(setting, clauses, data, prechecks)
-    report = _report(setting, results, {**deferred, **demoted}, data, prechecks, crosschecks, notes)
+    report = build_report(
+        setting, results, {**deferred, **demoted}, data, prechecks, crosschecks, notes
+    )
     return Evaluation(report, tuple(traces[request.key] for request in requests))
 
 
@@ -176,7 +146,7 @@ def _out_of_reach(name: str, setting: Setting) -> tuple[str, str] | None:
 def plan_for(setting: Setting, clauses: Sequence[Clause]) -> Plan:
     """Return what to measure: what the clauses read, and the usual drifts of the summary."""
     metrics = {name for clause in clauses for name in metrics_of(clause.require)}
-    metrics |= set(_SUMMARY_METRICS[setting.encoder])
+    metrics |= set(SUMMARY_METRICS[setting.encoder])
     if any(MEASURES[m].source == "sampled" for m in metrics if m in MEASURES):
         metrics |= {"importance_ratio", "max_log_ratio"}
     constants = setting.program.constants
@@ -363,78 +333,3 @@ def _blocked(clause: Clause, prechecks: Sequence[Precheck]) -> str | None:
             if check.name == "support_check" and check.outcome == "failed":
                 return f"precheck support_check failed: {check.detail}"
     return reason
-
-
-# --- the report ----------------------------------------------------------------------------------
-
-
-def _report(
-    setting: Setting,
-    results: tuple[ClauseResult, ...],
-    deferred: Mapping[str, str],
-    data: Mapping[str, SliceData],
-    prechecks: tuple[Precheck, ...],
-    crosschecks: tuple[CrossCheck, ...],
-    notes: tuple[str, ...],
-) -> Report:
-    deviations: dict[str, list[float]] = {}
-    for result in results:
-        deviations.setdefault(result.clause, []).append(result.deviation)
-    health = assess(deviations)
-    kernels = {
-        side: {
-            "run": ref.run,
-            "digest": f"sha256:{setting.digests[side]}",
-            "fingerprint": kernel.fingerprint(),
-        }
-        for side, ref, kernel in (
-            ("train", setting.program.train, setting.train),
-            ("infer", setting.program.infer, setting.infer),
-        )
-    }
-    files = tuple(
-        {"name": f.name, "sha256": f.sha256, "rows": len(f.requests)}
-        for f in setting.files.values()
-    )
-    return Report(
-        contract=setting.contract,
-        model=setting.model,
-        kernels=kernels,
-        data=files,
-        environment={
-            **setting.environment,
-            "seed": setting.seed,
-            "confidence": CONFIDENCE,
-            "unit": "request",
-        },
-        clauses=results,
-        slices=tuple(summarise_slice(d, setting.encoder) for d in data.values()),
-        prechecks=prechecks,
-        crosschecks=crosschecks,
-        implied=(),
-        deferred=deferred,
-        health=health,
-        action=recommend(called(results), health),
-        notes=notes,
-    )
-
-
-def summarise_slice(data: SliceData, encoder: bool) -> SliceSummary:
-    """Return mean, percentiles and worst of the usual drifts; each request by its worst token."""
-    rows: dict[str, dict[str, float]] = {}
-    for name in _SUMMARY_METRICS[encoder]:
-        values = [u.values[name] for u in data.requests if name in u.values and u.failure is None]
-        if not values or len(values) != len(data.requests):
-            continue
-        higher = MEASURES[name].better == "higher"
-        worst = np.sort([float(v.min() if higher else v.max()) for v in values])
-        if higher:
-            worst = worst[::-1]
-        joined = np.concatenate(values)
-        rows[name] = {"mean": float(joined.mean())}
-        for percent in (50, 95, 99):
-            rank = quantile_rank(worst.size, Fraction(percent, 100))
-            rows[name][f"p{percent}"] = float(worst[rank - 1])
-        rows[name]["worst"] = float(worst[-1])
-    tokens = sum(unit.tokens for unit in data.requests)
-    return SliceSummary(data.name, len(data.requests), tokens, rows)

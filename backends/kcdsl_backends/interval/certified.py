@@ -24,7 +24,7 @@ from kcdsl_backends.parameters import StoredParameters
 
 
 def claim_margin(train: Numerics, infer: Numerics) -> float:
-    """Return the factor by which claims are inflated, so that a second implementation confirms them.
+    """Return the factor by which claims are inflated so that both programs agree.
 
     Two float64 implementations differ by their own roundings. Against kernels that round to float32
     or coarser these are negligible; against float64 kernels they are as large as what is bounded.

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from mpmath import mp, mpf
 
 from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules import attention, elementwise, linear, norms
-from kcdsl_certs.recheck.rules.state import gamma, reduce, stored
+from kcdsl_certs.recheck.rules.state import Mask, Scene, State, gamma, reduce, stored
 from kcdsl_certs.recheck.spec import FLOAT32, FLOAT64, FORMATS, Kernel, parse_kernel
+from kcdsl_certs.recheck.strict import Reader
 
 mp.dps = 60
 
@@ -315,3 +317,136 @@ def test_contradicting_boxes_are_refused() -> None:
     one, two = box.exact(np.ones(1)), box.exact(np.full(1, 2.0))
     with pytest.raises(Rejection, match="bound/empty"):
         reduce(one, two, around(np.zeros(1), 0.5))
+
+
+# --- whole rules ----------------------------------------------------------------------------------
+
+
+def scene(train: Kernel, infer: Kernel) -> Scene:
+    """Return a scene for rules that read the kernels alone."""
+    nothing: Any = None
+    return Scene(nothing, train, infer, nothing, {}, frozenset(), None, None)
+
+
+def node(op: str, shape: tuple[int, ...], attrs: dict[str, Any] | None = None) -> Node:
+    return Node("x", op, (), shape, Reader(attrs or {}, "x"), "")
+
+
+def test_relu_of_a_drift_that_may_be_cut_off() -> None:
+    # both ends below zero: no drift; training below and inference above: part of it
+    t, d = Box(np.array([-1.0]), np.array([1.0])), box.exact(np.array([0.5]))
+    state = reduce(t, box.add(t, d), d)
+    found = elementwise.relu(scene(kernel(), kernel()), node("relu", (1,)), [state])
+    assert (found.d.lo[0], found.d.hi[0]) == (0.0, 0.5)
+    moved = State(box.neg(state.t), box.neg(state.i), box.neg(state.d))
+    found = elementwise.relu(scene(kernel(), kernel()), node("relu", (1,)), [moved])
+    assert (found.d.lo[0], found.d.hi[0]) == (-0.5, 0.0)
+
+
+def test_rope_tables_that_differ() -> None:
+    known = [box.exact(np.array([v])) for v in ([3.0, 5.0], [0.5, 0.25], [0.75, 0.125])]
+    x, one, two = known
+    still = box.zeros((1, 2))
+    point = State(x, x, still)
+    same, other = State(one, one, still), State(one, two, box.sub(two, one))
+    where = scene(kernel(), kernel())
+    for cos, sin, drift in (
+        (other, same, [3 * 0.25, 5 * -0.125]),
+        (same, other, [-5 * 0.25, 3 * -0.125]),
+    ):
+        found = elementwise.rope(where, node("rope", (1, 2)), [point, cos, sin])
+        np.testing.assert_allclose(found.d.lo[0], drift, atol=1e-5)
+        np.testing.assert_allclose(found.d.hi[0], drift, atol=1e-5)
+        assert (found.d.lo[0] <= drift).all()
+        assert (drift <= found.d.hi[0]).all()
+
+
+def test_softmax_rounding_covers_the_argument_of_exp() -> None:
+    scores = box.exact(np.array([[0.0, -60.0]]))
+    allowed = np.ones((1, 2), dtype=bool)
+    p = attention.probabilities(scores, allowed)
+    found = attention._rounding(kernel(exp_ulps=2), scores, p.hi, allowed)
+    u = mpf(2) ** -24
+    off = mp.exp(mpf(-60) * (1 - u)) * (1 + 4 * u) - mp.exp(mpf(-60))
+    assert off * (1 - mpf(10) ** -10) <= found[0, 1] < 10 * off
+
+
+def test_softmax_rounding_covers_long_sums() -> None:
+    n, u = 2000, mpf(2) ** -24
+    scores = box.exact(np.zeros((1, n)))
+    allowed = np.ones((1, n), dtype=bool)
+    p = attention.probabilities(scores, allowed)
+    found = attention._rounding(kernel(exp_ulps=2), scores, p.hi, allowed)
+    total = mpf(0)
+    for _ in range(n):
+        total = (total + 1) * (1 + u)
+    off = mpf(1) / n - 1 / total
+    assert off <= found[0, 0] < 10 * off
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_norm_rounding_covers_long_sums(centred: bool) -> None:
+    # a large mean against the variance: the sum of squares is off by n·u of mean(x²)
+    n, u = 64, mpf(2) ** -24
+    x = np.where(np.arange(n) % 2 == 0, 1.0, -1.0)[None] + (5.0 if centred else 0.0)
+    side = norms._side(box.exact(x), 0.0, centred)
+    args = kernel(), box.exact(x), side, np.ones(n), np.zeros(n), centred
+    found = norms._error(*args)
+    squares = [mpf(v) ** 2 for v in x[0]]
+    total = mpf(0)
+    for square in squares:
+        total = (total + square * (1 + u)) * (1 + u)
+    mean = mp.fsum(mpf(v) for v in x[0]) / n if centred else mpf(0)
+    variance = total / n - mean**2
+    off = abs(1 - 1 / mp.sqrt(variance))
+    assert off <= found.min()
+    assert found.max() < 40 * off
+
+
+def test_norm_weights_that_differ() -> None:
+    x = np.array([[1.0, -1.0]])
+    still = box.zeros((2,))
+    weight = State(
+        box.exact(np.array([1.0, 2.0])),
+        box.exact(np.array([1.5, 2.0])),
+        box.exact(np.array([0.5, 0])),
+    )
+    bias = State(box.exact(np.zeros(2)), box.exact(np.array([0.0, 0.25])), still)
+    point = State(box.exact(x), box.exact(x), box.zeros((1, 2)))
+    inputs: list[Any] = [point, weight, bias]
+    attrs = {"eps": (0.0).hex()}
+    where = scene(kernel(), kernel())
+    found = norms.layer_norm(where, node("layer_norm", (1, 2), attrs), inputs)
+    np.testing.assert_allclose(found.d.lo[0], [0.5, 0.25], atol=1e-4)
+    np.testing.assert_allclose(found.d.hi[0], [0.5, 0.25], atol=1e-4)
+    assert found.d.lo[0, 0] <= 0.5 <= found.d.hi[0, 0]
+    assert found.d.lo[0, 1] <= 0.25 <= found.d.hi[0, 1]
+
+
+def test_the_context_of_moved_probabilities() -> None:
+    rng = np.random.default_rng(9)
+    allowed = np.array([[[True, True, False], [True, True, True]]])
+    s = around(rng.standard_normal((1, 2, 3)), 0.01)
+    d = around(rng.standard_normal((1, 2, 3)) * 0.5, 0.1)
+    state = reduce(s, box.add(s, d), d)
+    v_t = around(rng.standard_normal((1, 3, 2)) + 5, 0.01)
+    v_d = around(rng.standard_normal((1, 3, 2)) * 0.1, 0.01)
+    v = reduce(v_t, box.add(v_t, v_d), v_d)
+    where = scene(kernel("float64", accumulate="float64"), kernel("float64", accumulate="float64"))
+    p = attention.softmax(where, node("softmax", (1, 2, 3)), [state, Mask(allowed)])
+    found = attention.context(where, node("matmul", (1, 2, 2)), p, v)
+    for _ in range(300):
+        a, b = corner(rng, state.t), corner(rng, d)
+        w, m = corner(rng, v.t), corner(rng, v_d)
+        results = []
+        for scores, values in ((a, w), (a + b, w + m)):
+            e = np.where(allowed, np.exp(scores), 0.0)
+            results.append(e / e.sum(axis=-1, keepdims=True) @ values)
+        slack = 1e-13
+        for part, value in (
+            (found.t, results[0]),
+            (found.i, results[1]),
+            (found.d, results[1] - results[0]),
+        ):
+            assert (part.lo - slack <= value).all()
+            assert (value <= part.hi + slack).all()

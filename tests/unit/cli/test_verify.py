@@ -102,7 +102,7 @@ def test_a_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder
     assert goal["counterexample"]["case"] in ("p0", "p1")
 
 
-def test_a_limit_between_run_and_bound_is_inconclusive(cli: Any, write: Write, folder: Path) -> None:
+def test_a_limit_between_both_is_inconclusive(cli: Any, write: Write, folder: Path) -> None:
     write(HELD)
     (goal,) = goals(cli("verify", "--json", cwd=folder).stdout)
     middle = (goal["attack"] * goal["bound"]) ** 0.5
@@ -207,7 +207,7 @@ def test_an_unknown_block_of_the_model_is_named(cli: Any, write: Write, folder: 
     assert "attn_0" in ran.stderr
 
 
-def test_contradicting_clauses_are_refused_before_any_work(cli: Any, write: Write, folder: Path) -> None:
+def test_contradicting_clauses_are_refused_first(cli: Any, write: Write, folder: Path) -> None:
     path = write(HELD)
     path.write_text(
         path.read_text()

@@ -33,8 +33,9 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.source.text import SourceFile
-from kcdsl_backends.empirical.evaluation import Evaluation, Setting, evaluate
+from kcdsl_backends.empirical.evaluation import Evaluation, evaluate
 from kcdsl_backends.empirical.measured import SliceData, Unit
+from kcdsl_backends.empirical.setting import Setting
 from kcdsl_backends.requests import Request, RequestFile
 
 VOCABULARY = 16

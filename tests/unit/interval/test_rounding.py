@@ -34,7 +34,7 @@ def numerics(compute: str, casts: str) -> Numerics:
     ],
 )
 def test_nearest_agrees_with_the_format_on_a_dense_sample(name: str, dtype: type) -> None:
-    """All float16 patterns below the largest number, as exact float64 inputs, and ties between neighbours."""
+    """All float16 patterns in range, as exact float64 inputs, and ties between neighbours."""
     limit = FORMATS[name].largest
     patterns = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float64)
     values = patterns[np.isfinite(patterns) & (np.abs(patterns) <= limit)]

@@ -1,0 +1,43 @@
+"""What an evaluation reads, loaded and resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kcdsl.ir.terms import Program
+from kcdsl_backends.empirical.crosscheck import Certify
+from kcdsl_backends.empirical.run import BlockInput, Kernel
+from kcdsl_backends.requests import Request, RequestFile
+
+SUMMARY_METRICS = {
+    False: ("kl", "tv", "logit_linf", "logit_span", "top1_overlap"),
+    True: ("hidden_l2", "hidden_linf", "embedding_l2", "embedding_cosine"),
+}
+"""The usual drifts of models with a head (False) and of encoders (True)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything an evaluation reads: loaded, resolved, and replaceable by fakes."""
+
+    program: Program
+    train: Kernel
+    infer: Kernel
+    block_input: BlockInput
+    files: Mapping[str, RequestFile]
+    slices: Mapping[str, tuple[Request, ...]]
+    encoder: bool
+    blocks: frozenset[str]
+    weights: Mapping[str, str]
+    digests: Mapping[str, str]
+    """Digests of the fingerprints of `train` and `infer`."""
+    contract: Mapping[str, str]
+    model: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    device: Any
+    certify: Certify | None
+    seed: int = 0
+    seconds: float = 20.0
+    """How long runs may be timed."""
