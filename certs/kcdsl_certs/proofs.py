@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,9 +15,9 @@ from typing import Any, Protocol
 
 from kcdsl_certs.clauses import CertifiedClause, Verdict, holds
 from kcdsl_certs.fields import Fields, sha256_of
-from kcdsl_certs.reals import parse_hex
+from kcdsl_certs.reals import parse_hex, parse_real
 from kcdsl_certs.reject import Reject
-from kcdsl_certs.strict import strict_load
+from kcdsl_certs.strict import strict_base64, strict_load
 from kcdsl_certs.triple import Triple
 
 LARGEST_PROOF = 512 * 1024 * 1024
@@ -173,10 +174,28 @@ def _bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
         raise Reject(
             "proof/checkpoint-mismatch", f"{clause.label}: the proof is about other weights"
         )
-    kinds = {Fields.of(c, "case").inner("region").text("kind") for c in proof.items("cases")}
+    _bind_regions(proof, clause)
+
+
+def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
+    """Refuse other kinds of region, smaller balls, and another number of cases than are stated."""
+    cases = [Fields.of(item, "case") for item in proof.items("cases")]
+    kinds = {case.inner("region").text("kind") for case in cases}
     if clause.region is None or kinds != {clause.region.partition("(")[0]}:
         detail = f"{clause.label}: the proof is about {', '.join(sorted(kinds)) or 'nothing'}"
         raise Reject("proof/region-mismatch", detail)
+    names = [case.text("name") for case in cases]
+    if len(set(names)) != len(names) or (kinds != {"hull"} and len(names) != clause.n):
+        detail = f"{clause.label}: {len(set(names))} regions are proved, {clause.n} are stated"
+        raise Reject("proof/region-mismatch", detail)
+    if kinds != {"ball"}:
+        return
+    wanted = parse_real(clause.region.rpartition(", ")[2].removesuffix(")"))
+    for case in cases:
+        data = strict_base64(case.inner("region").inner("radius").text("data"))
+        if len(data) % 8 or not all(r >= wanted for (r,) in struct.iter_unpack("<d", data)):
+            detail = f"{clause.label}: a ball of the proof is smaller than {clause.region}"
+            raise Reject("proof/region-mismatch", detail)
 
 
 def _speaks_of(quantity: str, kind: str, block: str, k: int) -> bool:

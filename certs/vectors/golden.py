@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import struct
 from datetime import UTC, datetime
@@ -50,6 +51,12 @@ INFER = Kernel("torch.sdpa", {"run": "torch.sdpa", "numerics": numerics("bfloat1
 CONTRACT = Contract("vectors", "1.0.0", sha("contract"))
 
 
+def radius(value: float) -> dict[str, object]:
+    """Return a radius as it stands in a proof."""
+    data = base64.b64encode(struct.pack("<d", value)).decode("ascii")
+    return {"dtype": "float64", "shape": [1, 1], "data": data}
+
+
 def proof() -> bytes:
     """Return a proof document with the fields by which it is bound to its clause (no cases)."""
     return canonical_json(
@@ -59,7 +66,7 @@ def proof() -> bytes:
             "checkpoint": {"sha256": hashlib.sha256(weights()).hexdigest()},
             "numerics": {"train": numerics("float32"), "infer": numerics("bfloat16")},
             "functional": {"kind": "inf", "k": 1},
-            "cases": [{"region": {"kind": "ball"}}],
+            "cases": [{"name": "a", "region": {"kind": "ball", "radius": radius(0.001)}}],
             "claim": (0.03125).hex(),
         }
     )
@@ -127,7 +134,7 @@ def clauses() -> tuple[CertifiedClause, ...]:
             ),
             bound=0.03125,
             low=0.0123,
-            n=12,
+            n=1,
             unit="region",
             proof=ProofReference(hashlib.sha256(proof()).hexdigest(), PROOF_NAME),
         ),

@@ -62,12 +62,12 @@ class Run:
                 return np.ones(shape)
         return -np.ones(shape)
 
-    def wobble(self, v: Floats, form: str, times: float = 1.0) -> Floats:
+    def wobble(self, v: Floats | float, form: str, times: float = 1.0) -> Floats:
         """Return v with a relative error of at most `times` roundoffs of a format."""
         v = np.asarray(v)
         return v * (1 + times * ROUNDOFF[form] * (1 - 2.0**-20) * self.lean(v.shape))
 
-    def step(self, v: Floats) -> Floats:
+    def step(self, v: Floats | float) -> Floats:
         """Return v after one operation of the inner format."""
         if self.mode == "random" and self.inner == "float32":
             return np.asarray(v).astype(np.float32).astype(np.float64)
@@ -234,7 +234,9 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
     values: dict[str, Floats] = {}
     scores_of: dict[str, tuple[Floats, Floats]] = {}
     for node in graph.nodes:
-        attrs = {k: float.fromhex(v) if _hex(k) else v for k, v in node["attrs"].items()}
+        attrs: dict[str, Any] = {
+            k: float.fromhex(v) if _hex(k) else v for k, v in node["attrs"].items()
+        }
         args = [values[name] for name in node["inputs"]]
         compute = run.numerics["compute"]
         form = run.numerics["attention"]["scores"] if node["role"] == "scores" else compute
@@ -305,10 +307,9 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
                 y, settled = run.softmax(args[0], mask), False
                 scores_of[node["name"]] = args[0], mask
             case "rms_norm" | "layer_norm":
-                one, zero = np.float64(1), np.float64(0)
-                weight = args[1] if len(args) > 1 else one
-                bias = args[2] if len(args) > 2 else zero
-                y = run.norm(args[0], attrs["eps"], weight, bias, op == "layer_norm")
+                gain = args[1] if len(args) > 1 else np.ones(())
+                bias = args[2] if len(args) > 2 else np.zeros(())
+                y = run.norm(args[0], attrs["eps"], gain, bias, op == "layer_norm")
             case "rope":
                 y = run.rope(*args)
             case _:

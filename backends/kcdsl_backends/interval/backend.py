@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,17 @@ def _cases(shop: Workshop, goal: Goal, rows: Sequence[Request]) -> list[_Case]:
             )
         return [_Case(row.id, row.tokens, None, zero) for row in rows]
     centres = [(row, shop.centre(goal.block, row.tokens)) for row in rows]
-    kind, radius = goal.region.kind, float(goal.region.radius)
+    kind, radius = goal.region.kind, _at_least(goal.region.radius)
     if kind is RegionKind.HULL:
         return _hulls(centres, radius)
     spread = torch.full_like(zero, radius if kind is RegionKind.BALL else 0.0)
     return [_Case(row.id, row.tokens, centre, spread) for row, centre in centres]
+
+
+def _at_least(value: Fraction) -> float:
+    """Return a float64 that is not below an exact number."""
+    nearest = float(value)
+    return nearest if Fraction(nearest) >= value else math.nextafter(nearest, math.inf)
 
 
 def _hulls(centres: Sequence[tuple[Request, Tensor | None]], margin: float) -> list[_Case]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +63,12 @@ def recheck(
 Recheck = Callable[..., tuple[Outcome, str]]
 
 
+def radius(value: float) -> dict[str, object]:
+    """Return the radius of a ball as it stands in a proof."""
+    data = base64.b64encode(struct.pack("<d", value)).decode("ascii")
+    return {"dtype": "float64", "shape": [1, 1], "data": data}
+
+
 def test_the_golden_proof_is_bound_to_its_clause(recheck: Recheck) -> None:
     assert recheck() == (Outcome.OK, "")
 
@@ -78,6 +86,13 @@ def test_the_golden_proof_is_bound_to_its_clause(recheck: Recheck) -> None:
         (lambda p: p["checkpoint"].update(sha256="0" * 64), "proof/checkpoint-mismatch"),
         (lambda p: p["cases"][0]["region"].update(kind="points"), "proof/region-mismatch"),
         (lambda p: p.update(cases=[]), "proof/region-mismatch"),
+        (lambda p: p["cases"].append(p["cases"][0]), "proof/region-mismatch"),
+        (lambda p: p["cases"].append(p["cases"][0] | {"name": "b"}), "proof/region-mismatch"),
+        (lambda p: p["cases"][0]["region"].update(radius=radius(0.0009)), "proof/region-mismatch"),
+        (
+            lambda p: p["cases"][0]["region"].update(radius=radius(float("nan"))),
+            "proof/region-mismatch",
+        ),
         (lambda p: p.pop("block"), "statement/malformed"),
         (lambda p: p.pop("numerics"), "statement/malformed"),
     ],

@@ -450,3 +450,40 @@ def test_the_context_of_moved_probabilities() -> None:
         ):
             assert (part.lo - slack <= value).all()
             assert (value <= part.hi + slack).all()
+
+
+def test_probabilities_move_most_between_the_ends() -> None:
+    p = Box(np.full((1, 2), 0.1), np.full((1, 2), 0.9))
+    drift = box.exact(np.array([[1.0, 0.0]]))  # t = 1 and -1
+    moved = attention.probability_drift(p, drift, np.ones((1, 2), dtype=bool))
+    best = 1 / (1 + mp.exp(mpf(1) / 2))
+    gain = best * (1 - best) * mp.expm1(1) / (1 + best * mp.expm1(1))
+    for found in (moved.hi[0, 0], -moved.lo[0, 1]):
+        assert gain <= found < gain + mpf(10) ** -9
+
+
+def test_probabilities_that_only_fall_or_rise() -> None:
+    p = Box(np.full((1, 2), 0.1), np.full((1, 2), 0.2))
+    moved = attention.probability_drift(
+        p, box.exact(np.array([[1.0, 0.0]])), np.ones((1, 2), dtype=bool)
+    )
+    k = mp.expm1(-1)
+    least = mpf(0.1) * (1 - mpf(0.1)) * k / (1 + mpf(0.1) * k)
+    assert least <= moved.hi[0, 1] < least + mpf(10) ** -9
+
+
+def test_the_context_carries_the_rounding_of_probabilities() -> None:
+    ones = box.exact(np.ones((1, 1)))
+    found = attention._context_error(kernel(), ones, np.full((1, 1), 0.1), ones, 1)
+    assert 0.1 <= found[0, 0] < 0.1001
+
+
+def test_norm_rounding_covers_the_affine_map() -> None:
+    x = box.exact(np.array([[1.0, -1.0]]))
+    side = norms._side(x, 0.0, False)
+    zero, big = np.zeros(2), np.full(2, 1000.0)
+    plain = norms._error(kernel(), x, side, np.ones(2), zero, False)
+    shifted = norms._error(kernel(), x, side, np.ones(2), big, False)
+    assert (shifted - plain >= 999 * 2.0**-24).all()
+    scaled = norms._error(kernel(), x, side, big, zero, False)
+    assert (scaled >= 1000 * plain * (1 - 2.0**-20)).all()

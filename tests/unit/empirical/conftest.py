@@ -115,8 +115,7 @@ def clause(
     action: str | None = None,
 ) -> Clause:
     """Return `left op limit`, or a clause whose requirement is the formula `left`."""
-    terms = Number | Metric | Statistic | Abs
-    formula = Compare(op, left, Number(Fraction(limit))) if isinstance(left, terms) else left
+    formula = left if isinstance(left, Formula) else Compare(op, left, Number(Fraction(limit)))
     return Clause(
         id,
         family,

@@ -262,7 +262,10 @@ def test_trace_clauses_need_every_field_of_every_record(lab: Any) -> None:
         return decided(lab, clause, SliceData("all", units, records=records))
 
     assert isinstance(found(good, good, good).verdict, Held)
-    for lacking in ({}, {"rng_seed": None}, {"replay_signature": ""}, {"replay_signature": []}):
+    spoiled: list[dict[str, Any]] = [
+        {}, {"rng_seed": None}, {"replay_signature": ""}, {"replay_signature": []},
+    ]  # fmt: skip
+    for lacking in spoiled:
         bad = {**good, **lacking} if lacking else {"request": "b"}
         result = found(good, bad, good)
         assert isinstance(result.verdict, Violated)

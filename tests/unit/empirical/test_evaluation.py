@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_the_same_evaluation_gives_the_same_report(lab: Any) -> None:
         assert before.value == after.value
 
 
-PLANTED = {
+PLANTED: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     "drift": lambda base: lambda t: base(t) + 0.05 * torch.arange(16.0, dtype=torch.float64),
     "temperature": lambda base: lambda t: base(t) / 0.7,
     "off by one": lambda base: lambda t: torch.roll(base(t), 1, 0),
@@ -158,7 +159,7 @@ def test_a_request_that_fails_fails_the_clauses_and_leaves_its_reason_in_the_tra
     def function(tokens: tuple[int, ...]) -> torch.Tensor:
         if tokens == broken:
             raise RuntimeError("out of memory")
-        return lab.base(tokens)  # type: ignore[no-any-return]
+        return lab.base(tokens)
 
     failures = lab.clause(
         lab.statistic("aggregate", "failure_rate"), limit="1/10", id="R-1", family=Family.RUNTIME
@@ -209,7 +210,7 @@ def test_a_kernel_that_is_not_deterministic_is_named(lab: Any) -> None:
 
     def noisy(tokens: tuple[int, ...]) -> torch.Tensor:
         noise = torch.randn(len(tokens), 16, generator=generator, dtype=torch.float64)
-        return lab.base(tokens) + 1e-12 * noise  # type: ignore[no-any-return]
+        return lab.base(tokens) + 1e-12 * noise
 
     clause = lab.clause(lab.statistic("aggregate", "determinism"), ">=", "1", family=Family.RUNTIME)
     found = lab.evaluate(clause, infer=lab.kernel(noisy))

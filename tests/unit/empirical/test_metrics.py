@@ -212,7 +212,8 @@ def test_sampled_estimators_agree_with_what_they_estimate() -> None:
     q = pair.infer_log.exp()[0]
     tokens = torch.arange(3)
     rows = PolicyPair(
-        *(t.expand(3, 3) for t in (pair.train_logits, pair.infer_logits)),
+        pair.train_logits.expand(3, 3),
+        pair.infer_logits.expand(3, 3),
         pair.train_log.expand(3, 3),
         pair.infer_log.expand(3, 3),
     )
