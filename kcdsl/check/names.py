@@ -81,6 +81,22 @@ def quantity(number: ast.Num, reporter: Reporter) -> tuple[Fraction, Dimension, 
     return number.value * unit.factor, unit.dimension, False
 
 
+def single_comparison(
+    expression: ast.Comparison, reporter: Reporter
+) -> tuple[str, ast.Expression, ast.Expression] | None:
+    """Return operator, left and right side; report a chain such as `a <= b <= c`."""
+    if len(expression.ops) > 1:
+        reporter.error(
+            WRONG_SORT,
+            "comparisons cannot be chained",
+            expression.op_spans[1],
+            "write `a <= b and b <= c`",
+        )
+        return None
+    (op,), (left, right) = expression.ops, expression.operands
+    return op, left, right
+
+
 def block_name(expression: ast.Expression, reporter: Reporter) -> str | None:
     """Return the block that an argument names."""
     if not isinstance(expression, ast.Name):

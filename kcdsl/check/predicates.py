@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kcdsl.check.names import sort_of
+from kcdsl.check.names import single_comparison, sort_of
 from kcdsl.check.report import Reporter
 from kcdsl.diagnostics.codes import VACUOUS, WRONG_SORT
 from kcdsl.ir import terms as ir
@@ -42,15 +42,10 @@ def predicate(expression: ast.Expression, reporter: Reporter) -> ir.Predicate | 
 
 
 def _comparison(expression: ast.Comparison, reporter: Reporter) -> ir.Predicate | None:
-    if len(expression.ops) > 1:
-        reporter.error(
-            WRONG_SORT,
-            "comparisons cannot be chained",
-            expression.op_spans[1],
-            "write `a <= b and b <= c`",
-        )
+    parts = single_comparison(expression, reporter)
+    if parts is None:
         return None
-    (op,), (left, right) = expression.ops, expression.operands
+    op, left, right = parts
     if not isinstance(left, ast.Name) and isinstance(right, ast.Name):
         left, right, op = right, left, _MIRRORED[op]
     if not isinstance(left, ast.Name):

@@ -15,6 +15,7 @@ from kcdsl.check.names import (
     arguments_error,
     block_name,
     quantity,
+    single_comparison,
     sort_of,
     variable_name,
 )
@@ -108,15 +109,10 @@ def _not_a_statement(expression: ast.Expression, scope: Scope, reporter: Reporte
 def _comparison(
     expression: ast.Comparison, scope: Scope, reporter: Reporter, side: int, against: bool
 ) -> ir.Formula | None:
-    if len(expression.ops) > 1:
-        reporter.error(
-            WRONG_SORT,
-            "comparisons cannot be chained",
-            expression.op_spans[1],
-            "write `a <= b and b <= c`",
-        )
+    parts = single_comparison(expression, reporter)
+    if parts is None:
         return None
-    (op,), (first, second) = expression.ops, expression.operands
+    op, first, second = parts
     if op == "!=":
         reporter.error(
             WRONG_SORT,

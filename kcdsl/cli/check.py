@@ -76,9 +76,9 @@ def run(arguments: argparse.Namespace) -> Exit:
 def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl.cli.discover import find_contract
     from kcdsl.release.artefacts import ArtefactRefused, locate
-    from kcdsl.release.files import write_bytes
     from kcdsl.release.triple import build_expectation
     from kcdsl.release.trust import trust_policy
+    from kcdsl.source.writing import write_bytes
     from kcdsl_certs.combined import Combined
     from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
     from kcdsl_certs.reject import Reject

@@ -16,7 +16,7 @@ from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.terms import Program
 from kcdsl.route.catalogue import catalogue
 from kcdsl.route.router import Route, route
-from kcdsl.source.files import read_source, write_atomically
+from kcdsl.source.files import read_source
 from kcdsl.source.text import SourceFile
 
 HELP = "check a contract, build its IR and show the route of each clause"
@@ -105,7 +105,9 @@ def _deliver(text: str, output: str | None) -> None:
     if output is None:
         sys.stdout.write(text)
     else:
-        write_atomically(Path(output), text)
+        from kcdsl.source.writing import write_bytes
+
+        write_bytes(Path(output), text.encode("utf-8"))
 
 
 def _table(program: Program, routes: tuple[Route, ...], output: str | None) -> str:

@@ -171,7 +171,7 @@ def _write(
     """Write all files of the evaluation, all or none; return their names."""
     import json
 
-    from kcdsl.release.files import NewFile, write_together
+    from kcdsl.source.writing import NewFile, write_together
 
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(t, allow_nan=False, separators=(",", ":")) + "\n" for t in traces)

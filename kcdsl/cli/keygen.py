@@ -35,8 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Exit:
     """Write both files or none; the private one is readable by its owner alone."""
-    from kcdsl.release.files import NewFile, write_together
-    from kcdsl.release.trust import password_from
+    from kcdsl.release.keys import password_from
+    from kcdsl.source.writing import NewFile, write_together
     from kcdsl_certs.keys import Algorithm, generate
 
     variable = arguments.password_env

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import assert_never
 
 from kcdsl.ir.terms import (
     Abs,
@@ -10,7 +11,12 @@ from kcdsl.ir.terms import (
     Compare,
     Connective,
     Formula,
+    HasFields,
+    Metric,
+    NoFlip,
+    Norm,
     Not,
+    Number,
     Quantified,
     Statistic,
     Term,
@@ -28,8 +34,10 @@ def walk(formula: Formula) -> Iterator[Formula]:
                 yield from walk(part)
         case Quantified(body=body):
             yield from walk(body)
-        case _:
+        case Compare() | NoFlip() | HasFields():
             return
+        case _:
+            assert_never(formula)
 
 
 def terms_of(formula: Formula) -> Iterator[Term]:
@@ -49,5 +57,7 @@ def subterms(term: Term) -> Iterator[Term]:
         case Arith(left=left, right=right):
             yield from subterms(left)
             yield from subterms(right)
-        case _:
+        case Number() | Metric() | Norm():
             return
+        case _:
+            assert_never(term)

@@ -14,9 +14,9 @@ from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import CANNOT_CERTIFY
 from kcdsl.ir.terms import Program
 from kcdsl.release.artefacts import data_digests
-from kcdsl.release.files import write_bytes
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.triple import Fingerprints, build_triple
+from kcdsl.source.writing import write_bytes
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.envelope import bundle_bytes, sign
 from kcdsl_certs.keys import SigningKey

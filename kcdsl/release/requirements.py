@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
@@ -35,6 +34,7 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
+from kcdsl.ir.walk import terms_of, walk
 from kcdsl.release.artefacts import data_file, digest_of
 from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.clauses import Evidence
@@ -244,7 +244,7 @@ def term_text(term: Term) -> str:
 
 def region_of(formula: Formula) -> Region | None:
     """Return the region of the first quantifier, or None."""
-    return next((f.region for f in _walk(formula) if isinstance(f, Quantified)), None)
+    return next((f.region for f in walk(formula) if isinstance(f, Quantified)), None)
 
 
 def region_text(region: Region) -> str:
@@ -256,39 +256,6 @@ def region_text(region: Region) -> str:
 
 def block_of(formula: Formula) -> str | None:
     """Return the block that the formula speaks about, or None for none or several."""
-    found: set[str] = set()
-    for part in _walk(formula):
-        match part:
-            case NoFlip(block):
-                found.add(block)
-            case Compare(_, left, right):
-                found |= _blocks(left) | _blocks(right)
-            case _:
-                pass
+    found = {part.block for part in walk(formula) if isinstance(part, NoFlip)}
+    found |= {term.of.block for term in terms_of(formula) if isinstance(term, Norm)}
     return found.pop() if len(found) == 1 else None
-
-
-def _blocks(term: Term) -> set[str]:
-    match term:
-        case Norm(_, drift):
-            return {drift.block}
-        case Abs(of) | Statistic(_, of):
-            return _blocks(of)
-        case Arith(_, left, right):
-            return _blocks(left) | _blocks(right)
-        case Number() | Metric():
-            return set()
-
-
-def _walk(formula: Formula) -> Iterator[Formula]:
-    yield formula
-    match formula:
-        case Not(of):
-            yield from _walk(of)
-        case Connective(_, parts):
-            for part in parts:
-                yield from _walk(part)
-        case Quantified(_, _, _, body):
-            yield from _walk(body)
-        case _:
-            pass

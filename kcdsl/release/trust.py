@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,23 +10,14 @@ from typing import Any
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
-    NO_PASSWORD,
     NO_TRUSTED_KEY,
     TRUST_POLICY,
-    UNREADABLE_KEY,
 )
-from kcdsl_certs.keys import (
-    PublicKey,
-    TrustedKey,
-    TrustPolicy,
-    load_public,
-)
+from kcdsl.release.keys import PUBLIC_KEY, read_public_key
+from kcdsl_certs.keys import TrustedKey, TrustPolicy
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
 from kcdsl_certs.strict import parse_time
-
-PUBLIC_KEY = "kcdsl.key.pub"
-_LARGEST_KEY = 64 * 1024
 
 
 def trust_policy(given: Sequence[str], threshold: int | None, folder: Path) -> TrustPolicy:
@@ -63,32 +53,8 @@ def trust_policy(given: Sequence[str], threshold: int | None, folder: Path) -> T
         raise refuse(TRUST_POLICY, error.detail) from error
 
 
-def password_from(variable: str) -> bytes:
-    """Return the password in an environment variable; raises Refusal where it is empty."""
-    value = os.environ.get(variable, "")
-    if not value:
-        raise refuse(NO_PASSWORD, f"the environment variable {variable} is not set or empty")
-    return value.encode("utf-8")
-
-
-def load_public_key(path: Path) -> PublicKey:
-    """Read a public key; raises Refusal where that fails."""
-    try:
-        return load_public(_read(path))
-    except Reject as error:
-        raise refuse(UNREADABLE_KEY, f"{path}: {error.detail} ({error.reason})") from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as stream:
-            return stream.read(_LARGEST_KEY + 1)
-    except OSError as error:
-        raise refuse(UNREADABLE_KEY, f"{path} cannot be read: {error.strerror}") from error
-
-
 def _trusted(path: Path, **limits: Any) -> TrustedKey:
-    return TrustedKey(path.name, load_public_key(path), frozenset({PREDICATE_TYPE}), **limits)
+    return TrustedKey(path.name, read_public_key(path), frozenset({PREDICATE_TYPE}), **limits)
 
 
 def _entries(value: Any, origin: Path) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from kcdsl.diagnostics.codes import FILE_MISSING, INPUT_OUTPUT, NOT_UTF8, TOO_LARGE
@@ -37,16 +36,3 @@ def read_source(path: Path, limit: int = SIZE_LIMIT) -> SourceFile:
             f"line {line}",
             help="save the file as UTF-8",
         ) from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that it is either complete or untouched; raises Refusal."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            temporary.write_text(text, encoding="utf-8", newline="")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise refuse(INPUT_OUTPUT, f"{path} cannot be written: {error.strerror}") from error

@@ -14,11 +14,9 @@ from kcdsl.ir.terms import (
     Connective,
     Drift,
     Formula,
-    HasFields,
     Metric,
     NoFlip,
     Norm,
-    Not,
     Number,
     Program,
     Quantified,
@@ -26,46 +24,7 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
-
-
-def subterms(term: Term) -> Iterator[Term]:
-    """Yield a term and everything inside it."""
-    yield term
-    match term:
-        case Statistic(_, of) | Abs(of):
-            yield from subterms(of)
-        case Arith(_, left, right):
-            yield from subterms(left)
-            yield from subterms(right)
-        case Number() | Metric() | Norm():
-            pass
-        case _:
-            assert_never(term)
-
-
-def subformulas(formula: Formula) -> Iterator[Formula]:
-    """Yield a formula and everything inside it."""
-    yield formula
-    match formula:
-        case Not(of):
-            yield from subformulas(of)
-        case Connective(_, parts):
-            for part in parts:
-                yield from subformulas(part)
-        case Quantified():
-            yield from subformulas(formula.body)
-        case Compare() | NoFlip() | HasFields():
-            pass
-        case _:
-            assert_never(formula)
-
-
-def terms_of(formula: Formula) -> Iterator[Term]:
-    """Yield every term of a formula."""
-    for part in subformulas(formula):
-        if isinstance(part, Compare):
-            yield from subterms(part.left)
-            yield from subterms(part.right)
+from kcdsl.ir.walk import terms_of, walk
 
 
 def metrics_of(formula: Formula) -> frozenset[str]:
@@ -88,7 +47,7 @@ def norm_name(block: str, kind: str) -> str:
 def statistic_count(formula: Formula) -> int:
     """Return how many estimates a formula compares, at least 1."""
     estimates = 0
-    for part in subformulas(formula):
+    for part in walk(formula):
         if isinstance(part, Compare):
             estimates += _estimates(part.left) + _estimates(part.right)
     return max(1, estimates)
@@ -110,7 +69,7 @@ def _estimates(term: Term) -> int:
 
 def obstacle(clause: Clause) -> str | None:
     """Return why running the kernels cannot decide a clause, or None where it can."""
-    for part in subformulas(clause.require):
+    for part in walk(clause.require):
         match part:
             case NoFlip():
                 return "speaks of every admissible run (no_flip); `kcdsl verify` decides it"
@@ -125,7 +84,7 @@ def obstacle(clause: Clause) -> str | None:
 
 def slices_of(clause: Clause) -> tuple[str, ...]:
     """Return the slices that a clause is decided on, in the order of the contract."""
-    named = [p.region.slice for p in subformulas(clause.require) if isinstance(p, Quantified)]
+    named = [p.region.slice for p in walk(clause.require) if isinstance(p, Quantified)]
     return tuple(dict.fromkeys((*clause.slices, *named)))
 
 

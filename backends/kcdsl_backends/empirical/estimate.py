@@ -16,8 +16,9 @@ from typing import Literal
 import numpy as np
 
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, Term
+from kcdsl.ir.walk import subterms
 from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.clauses import label, norm_name, subterms
+from kcdsl_backends.empirical.clauses import label, norm_name
 from kcdsl_backends.empirical.interval import Interval
 from kcdsl_backends.empirical.measured import Array, SliceData, Unit
 from kcdsl_backends.empirical.metrics import calibration

@@ -18,11 +18,12 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
+from kcdsl.ir.walk import subterms
 from kcdsl.verdict.health import deviation
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.report import ClauseResult, Estimator, ExceedanceCount
 from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.clauses import label, metrics_of, statistic_count, subterms
+from kcdsl_backends.empirical.clauses import label, metrics_of, statistic_count
 from kcdsl_backends.empirical.decide import (
     Counted,
     Judge,

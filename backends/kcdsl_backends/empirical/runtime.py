@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.ir.terms import Clause, Statistic
-from kcdsl_backends.empirical.clauses import metrics_of, terms_of
+from kcdsl.ir.walk import terms_of
+from kcdsl_backends.empirical.clauses import metrics_of
 from kcdsl_backends.empirical.measured import WINDOW, Unit
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.run import tensor_digest

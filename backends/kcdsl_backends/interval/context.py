@@ -75,6 +75,8 @@ class Step:
         drift: Box,
         error_train: Tensor,
         error_infer: Tensor,
+        *,
+        accumulates: bool = False,
     ) -> State:
         """Store the exact results of both kernels and combine them.
 
@@ -82,8 +84,14 @@ class Step:
             train, infer: exact results on the operands of each kernel.
             drift: exact difference.
             error_train, error_infer: internal error of each kernel before storing (>= 0).
+            accumulates: whether the results come out of the dot-product accumulator.
         """
         name, role, k = self.node.name, self.node.role, self.kernels
-        stored_train = k.train.store(train, error_train, k.train.format_for(role), name)
-        stored_infer = k.infer.store(infer, error_infer, k.infer.format_for(role), name)
-        return combine(name, drift, stored_train, stored_infer)
+        stored = [
+            kernel.store(exact, error, kernel.format_for(role), name, kernel.inner(accumulates))
+            for kernel, exact, error in (
+                (k.train, train, error_train),
+                (k.infer, infer, error_infer),
+            )
+        ]
+        return combine(name, drift, *stored)

@@ -117,7 +117,7 @@ def _input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Tensor) 
     def taken(kernel: Rounding) -> Stored:
         if not kernel.coarse:
             return Stored(exact, Box(zero, zero))
-        return kernel.store(exact, zero, kernel.compute, node.name)
+        return kernel.store(exact, zero, kernel.compute, node.name, kernel.inner(False))
 
     return combine(node.name, Box(zero, zero), taken(kernels.train), taken(kernels.infer))
 

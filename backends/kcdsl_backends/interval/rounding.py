@@ -87,8 +87,19 @@ class Rounding:
             return FORMATS[self.numerics.attention.scores]
         return self.compute
 
-    def store(self, exact: Box, internal: Tensor, format: Format, node: str) -> Stored:
+    def inner(self, accumulates: bool) -> Format:
+        """Return the format of an operation's arithmetic: the accumulator, or float32 (float64)."""
+        if accumulates:
+            return FORMATS[self.numerics.accumulate]
+        return FORMATS["float64" if self.numerics.compute == "float64" else "float32"]
+
+    def store(
+        self, exact: Box, internal: Tensor, format: Format, node: str, inner: Format
+    ) -> Stored:
         """Store v = exact + e, |e| <= internal, in a format.
+
+        `inner` is the format in which v was formed; storing it in one at least as precise as that
+        and as float32 takes no further rounding where casts are to nearest.
 
         Raises:
             NoBound: the stored value may exceed the largest finite number of the format.
@@ -99,7 +110,7 @@ class Rounding:
             cast = up(format.unit_roundoff * magnitude + format.underflow, 2)
             value = before.widen(cast)
             error = Box.around(up(internal + cast))
-        elif format.precision >= 24:
+        elif format.precision >= max(24, inner.precision):
             value, error = before, Box.around(internal)
         else:
             value, error = self._to_nearest(before, internal, format)

@@ -32,6 +32,7 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
+from kcdsl.ir.walk import subterms
 from kcdsl.release.requirements import term_text
 from kcdsl_backends.smt.intervals import Interval, canonical, interval
 from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
@@ -243,26 +244,11 @@ def _bound(compare: Compare, known: Mapping[str, Interval]) -> ImpliedBound | No
 
 
 def _metrics(term: Term) -> Iterator[str]:
-    match term:
-        case Metric(name):
-            yield canonical(name)
-        case Abs(of) | Statistic(_, of):
-            yield from _metrics(of)
-        case Arith(_, left, right):
-            yield from _metrics(left)
-            yield from _metrics(right)
-        case Number() | Norm():
-            return
+    return (canonical(part.name) for part in subterms(term) if isinstance(part, Metric))
 
 
 def _is_compound(term: Term) -> bool:
-    match term:
-        case Arith():
-            return True
-        case Abs(of) | Statistic(_, of):
-            return _is_compound(of)
-        case Number() | Metric() | Norm():
-            return False
+    return any(isinstance(part, Arith) for part in subterms(term))
 
 
 def _assumptions(name: str, used: Sequence[str]) -> tuple[str, ...]:

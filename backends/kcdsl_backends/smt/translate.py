@@ -35,6 +35,7 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
+from kcdsl.ir.walk import subterms
 from kcdsl_backends.smt.intervals import Interval, canonical, interval
 from kcdsl_backends.smt.solving import Expression, compare, real
 
@@ -370,16 +371,7 @@ def _canonical(term: Term) -> Term:
 
 
 def _norms(term: Term) -> Iterator[Norm]:
-    match term:
-        case Norm():
-            yield term
-        case Abs(of) | Statistic(_, of):
-            yield from _norms(of)
-        case Arith(_, left, right):
-            yield from _norms(left)
-            yield from _norms(right)
-        case Number() | Metric():
-            return
+    return (part for part in subterms(term) if isinstance(part, Norm))
 
 
 def _has_norm(term: Term) -> bool:

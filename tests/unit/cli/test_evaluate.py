@@ -210,7 +210,7 @@ def test_what_a_drift_clause_would_imply_is_shown(cli: Any, write: Write) -> Non
     ("arguments", "code", "said"),
     [
         (["--slice", "al"], "KC202", "did you mean 'all'"),
-        (["--sign", "none.key"], "KC601", "none.key"),
+        (["--sign", "none.key"], "KC640", "none.key"),
         (["--device", "cuda"], "KC472", "CUDA"),
         (["nowhere.yaml"], "KC601", "nowhere.yaml"),
     ],

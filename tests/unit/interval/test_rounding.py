@@ -62,7 +62,7 @@ def test_storing_holds_every_rounded_value(compute: str, casts: str) -> None:
     radius = torch.rand(5000, generator=generator, dtype=torch.float64) * 2.0**-9
     internal = torch.rand(5000, generator=generator, dtype=torch.float64) * 2.0**-20
     exact = Box(centre - radius, centre + radius)
-    stored = kernel.store(exact, internal, kernel.compute, "n")
+    stored = kernel.store(exact, internal, kernel.compute, "n", kernel.inner(False))
     for _ in range(20):
         v = centre + radius * (2 * torch.rand(5000, generator=generator, dtype=torch.float64) - 1)
         held = v + internal * (2 * torch.rand(5000, generator=generator, dtype=torch.float64) - 1)
@@ -77,7 +77,8 @@ def test_storing_holds_every_rounded_value(compute: str, casts: str) -> None:
 def test_a_cast_that_straddles_no_boundary_is_known() -> None:
     kernel = Rounding(numerics("bfloat16", "nearest"))
     x = torch.tensor([1.001], dtype=torch.float64)
-    stored = kernel.store(Box(x, x + 1e-6), torch.zeros_like(x), kernel.compute, "n")
+    inner = kernel.inner(False)
+    stored = kernel.store(Box(x, x + 1e-6), torch.zeros_like(x), kernel.compute, "n", inner)
     assert stored.value.lo.item() == stored.value.hi.item() == 1.0
     assert float((stored.error.hi - stored.error.lo).max()) < 2e-6
 
@@ -86,4 +87,6 @@ def test_overflow_names_the_element() -> None:
     kernel = Rounding(numerics("float16", "any"))
     x = torch.tensor([[1.0, 2.0], [65500.0, 3.0]], dtype=torch.float64)
     with pytest.raises(NoBound, match=r"element \[1, 0\] may exceed 65504"):
-        kernel.store(Box.point(x), torch.zeros_like(x), kernel.compute, "scores")
+        kernel.store(
+            Box.point(x), torch.zeros_like(x), kernel.compute, "scores", kernel.inner(False)
+        )

@@ -142,7 +142,7 @@ def test_a_certificate_is_written_whole_or_not_at_all(
     def full(*words: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kcdsl.release.files.os.replace", full)
+    monkeypatch.setattr("kcdsl.source.writing.os.replace", full)
     with pytest.raises(Refusal, match="No space left"):
         write_certificate(target, b"three")
     assert [p.name for p in target.parent.iterdir()] == ["c.json"]

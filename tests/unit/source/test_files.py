@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.source.files import SIZE_LIMIT, read_source, write_atomically
+from kcdsl.source.files import SIZE_LIMIT, read_source
 from kcdsl.source.numbers import exact, spell
+from kcdsl.source.writing import NewFile, write_bytes, write_together
 
 
 def refused(path: Path) -> str:
@@ -38,16 +39,34 @@ def test_unusable_files(tmp_path: Path) -> None:
 
 def test_writing_is_complete_or_nothing(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    write_atomically(path, "one")
-    write_atomically(path, "two\n")
+    write_bytes(path, b"one")
+    write_bytes(path, b"two\n")
     assert path.read_bytes() == b"two\n"
     with pytest.raises(Refusal):
-        write_atomically(tmp_path / "absent" / "out.json", "x")
+        write_bytes(path / "below" / "a file.json", b"x")
     target = tmp_path / "folder"
     target.mkdir()
     with pytest.raises(Refusal):
-        write_atomically(target, "x")
+        write_bytes(target, b"x")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "out.json"]
+    write_bytes(target / "made" / "x.json", b"x")
+    assert [p.name for p in (target / "made").iterdir()] == ["x.json"]
+
+
+def test_several_files_are_written_together_or_none_is(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    files = [NewFile(one, b"1", 0o600), NewFile(two, b"2", 0o644)]
+    write_together(files, replace=False)
+    assert (one.read_bytes(), two.read_bytes()) == (b"1", b"2")
+    assert one.stat().st_mode & 0o777 == 0o600
+    one.unlink()
+    with pytest.raises(Refusal) as caught:
+        write_together(files, replace=False)
+    assert caught.value.diagnostics[0].code.id == "KC642"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["two"]
+    with pytest.raises(Refusal):
+        write_together([files[0], NewFile(tmp_path / "no" / "x", b"", 0o644)], replace=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["two"]
 
 
 @pytest.mark.parametrize(

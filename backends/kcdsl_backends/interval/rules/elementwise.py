@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kcdsl_backends.interval.box import Box, gamma, up
 from kcdsl_backends.interval.context import Step
+from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State, settle
 
@@ -58,22 +59,25 @@ def mul(step: Step) -> State:
     )
 
 
-def _by_constant(step: Step, apply: Callable[[Box], Box]) -> State:
+def _by_constant(step: Step, constant: float, apply: Callable[[Box], Box]) -> State:
+    """Bound x·c or x/c: c may be rounded, and a quotient may be a product with 1/c: 3 roundings."""
+    if not 2.0**-126 <= abs(constant) <= 2.0**127:
+        raise NoBound(step.node.name, f"the constant {constant!r} leaves the range of float32")
     x = step.operand(0)
     train, infer = apply(x.train), apply(x.infer)
     return step.finish(
         train,
         infer,
         apply(x.drift),
-        up(_relative(step.kernels.train, train, 2) + step.kernels.train.eta_function),
-        up(_relative(step.kernels.infer, infer, 2) + step.kernels.infer.eta_function),
+        up(_relative(step.kernels.train, train, 3) + step.kernels.train.eta_function),
+        up(_relative(step.kernels.infer, infer, 3) + step.kernels.infer.eta_function),
     )
 
 
 def scale(step: Step) -> State:
     """Bound x * factor."""
     factor = float(step.node.attrs["factor"])
-    return _by_constant(step, lambda box: box.scaled(factor))
+    return _by_constant(step, factor, lambda box: box.scaled(factor))
 
 
 def divide(step: Step) -> State:
@@ -85,7 +89,7 @@ def divide(step: Step) -> State:
         ordered = ends if divisor > 0 else Box(ends.hi, ends.lo)
         return ordered.widen(torch.zeros_like(ordered.lo))
 
-    return _by_constant(step, apply)
+    return _by_constant(step, divisor, apply)
 
 
 def shift(step: Step) -> State:
@@ -231,6 +235,8 @@ def rope(step: Step) -> State:
         terms = up(box.mag() * c.abs() + rotate(box).mag() * s.abs(), 2)
         total = gamma(4, kernel.u_function) * terms + 2 * kernel.eta_function
         if kernel.coarse:
+            if not bool((terms <= kernel.compute.largest).all()):
+                raise NoBound(step.node.name, "overflow reachable: a product of the rotation")
             u, eta = kernel.compute.unit_roundoff, kernel.compute.underflow
             total = total + u * (1.0 + 2.0**-10) * terms + 2 * eta
         return up(total, 4)

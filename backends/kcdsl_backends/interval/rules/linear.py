@@ -44,6 +44,7 @@ def linear(step: Step) -> State:
         drift,
         _product_error(x_train, weight.train, bias.train if bias else None, step.kernels.train),
         _product_error(x_infer, weight.infer, bias.infer if bias else None, step.kernels.infer),
+        accumulates=True,
     )
 
 
@@ -137,6 +138,7 @@ def product(step: Step) -> State:
         drift,
         _matmul_error(step, a.train, b.train, step.kernels.train),
         _matmul_error(step, a.infer, b.infer, step.kernels.infer),
+        accumulates=True,
     )
 
 

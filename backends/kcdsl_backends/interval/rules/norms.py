@@ -14,6 +14,9 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State
 
+_LEAST_VARIANCE, _MOST_SQUARES = 2.0**-100, 2.0**126
+"""Outside, squares underflow or their sum overflows in the float32 inside of a norm."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Normal:
@@ -72,8 +75,10 @@ def _normalise(x: Box, eps: float, centre: bool, node: str) -> _Normal:
     squares = c.square()
     mean = squares.mean()
     v = Box((mean.lo + eps) * (1 - 4 * EPS), (mean.hi + eps) * (1 + 4 * EPS))
-    if not bool((v.lo > 0).all()):
+    if not bool((v.lo >= _LEAST_VARIANCE).all()):
         raise NoBound(node, "the variance may be zero")
+    if not bool((n * x.mag().amax(-1) ** 2 <= _MOST_SQUARES).all()):
+        raise NoBound(node, "overflow reachable: the sum of squares may leave float32")
     r = Box(torch.rsqrt(v.hi) * (1 - 16 * EPS), torch.rsqrt(v.lo) * (1 + 16 * EPS))
     least, most = exclusive_sums(squares.lo), exclusive_sums(squares.hi)
     relative = 2 * gamma(n + 16)
@@ -122,7 +127,7 @@ def _inside(x: Box, normal: _Normal, kernel: Rounding, centre: bool, node: str) 
             raise NoBound(
                 node, "the mean is too large against the variance for a computed variance"
             )
-        theta = up(1 / torch.sqrt(1 - kappa) * (1 + 16 * EPS) - 1 + 8 * u, 4)
+        theta = up((1 + 8 * u) / torch.sqrt(1 - kappa) * (1 + 16 * EPS) - 1, 4)
     else:
         off = torch.zeros_like(magnitude)
         theta = torch.full_like(magnitude, gamma(n + 3, u) + 8 * u)
@@ -166,4 +171,4 @@ def _affine_error(
     shift = one * 0 if bias is None else _side(bias, train_side).abs()
     scaled = inside * factor
     rounding = 3 * kernel.u_function * (y.mag() * factor + scaled + shift)
-    return up(scaled + rounding + kernel.eta_function, 8)
+    return up(scaled + rounding + kernel.eta_function * (1 + factor), 8)

@@ -118,21 +118,25 @@ def _variation(scores: Box, probabilities: Box, mask: Tensor | None) -> Tensor:
     return up(torch.minimum(cap, l1) + 1e-300, 2)
 
 
-def log_error(columns: int, spread: Tensor, kernel: Rounding) -> Tensor:
-    """Return Λ: how far the logarithm of a computed probability may be off (section 5)."""
+def log_error(columns: int, argument: Tensor, kernel: Rounding) -> Tensor:
+    """Return Λ: how far the logarithm of a computed probability may be off (section 5).
+
+    `argument` bounds the size of the numbers that are rounded on the way to the argument of exp.
+    """
     attention = kernel.numerics.attention
     tiles = tile_count(columns, kernel)
     u = kernel.u_function
     exp_error = 2 * attention.exp_ulps * u
     exp_log = exp_error / (1 - exp_error)
     one = u / (1 - u)
-    total = 2 * tiles * (u * spread + exp_log + one) + (columns + 8) * one
+    total = 2 * tiles * (u * argument + exp_log + one) + (columns + 8) * one
     stored = FORMATS[attention.probabilities]
     if attention.style == "fused" and stored.precision < 24:
         lost = (1 + stored.unit_roundoff) * columns * stored.underflow
         if lost >= 1:
-            return torch.full_like(spread, torch.inf)
-        total = total + stored.unit_roundoff + lost / (1 - lost)
+            return torch.full_like(argument, torch.inf)
+        u_stored = stored.unit_roundoff
+        total = total + u_stored / (1 - u_stored) + lost / (1 - lost)
     return up(total, 4)
 
 
@@ -148,7 +152,11 @@ def _rounding(scores: Box, p: Box, mask: Tensor | None, kernel: Rounding) -> Ten
         _fill(scores.hi, mask, -torch.inf).amax(-1, keepdim=True)
         - _fill(scores.lo, mask, torch.inf).amin(-1, keepdim=True)
     )
-    theta = up(torch.expm1(log_error(scores.shape[-1], spread, kernel)) * (1 + 32 * EPS), 2)
+    argument = spread
+    if kernel.numerics.attention.style == "fused":
+        largest = _fill(scores.mag(), mask, 0.0).amax(-1, keepdim=True)
+        argument = up(spread + 2 * largest, 2)
+    theta = up(torch.expm1(log_error(scores.shape[-1], argument, kernel)) * (1 + 32 * EPS), 2)
     stored = FORMATS[kernel.numerics.attention.probabilities]
     formed = p.hi * (1 + theta) + 2.0**-120
     error = theta * p.hi + 2.0**-120 + stored.unit_roundoff * formed + stored.underflow
@@ -179,6 +187,7 @@ def context(step: Step) -> State:
         by_values + by_probabilities,
         _context_error(p.train, left.rounding_train, values.train, step.kernels.train),
         _context_error(p.infer, left.rounding_infer, values.infer, step.kernels.infer),
+        accumulates=True,
     )
 
 

@@ -54,7 +54,7 @@ def scaled(name: str) -> Callable[..., Known]:
         x = inputs[0]
         exact = tuple(part.each(lambda p: mul(p, (by, by))) for part in (x.t, x.i, x.d))
         found = exact[0], exact[1], exact[2]
-        return settle(scene, node, found, _errors(scene, found, 2, True), inner_formats(scene))
+        return settle(scene, node, found, _errors(scene, found, 3, True), inner_formats(scene))
 
     return rule
 

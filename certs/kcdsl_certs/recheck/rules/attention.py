@@ -163,6 +163,10 @@ def _rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) -> Floa
     top = np.where(allowed, scores.hi, -np.inf).max(axis=-1, keepdims=True)
     bottom = np.where(allowed, scores.lo, np.inf).min(axis=-1, keepdims=True)
     argument = u * box.add_up(top, -bottom)
+    if kernel.fused:
+        # exp(s·c - m·c) with m·c rounded by itself: an error of the size, not of the range.
+        size_of = np.where(allowed, box.magnitude(scores), 0.0).max(axis=-1, keepdims=True)
+        argument = box.up(argument + 2 * u * size_of, 2)
     epsilon = 2 * kernel.exp_ulps * u
     lost = (1 + form.u) * n * form.eta
     if not (epsilon < 1 and lost < 1):
@@ -171,7 +175,7 @@ def _rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) -> Floa
     once = u / (1 - u)
     exponent = 2 * tiles * (argument + epsilon / (1 - epsilon) + once) + (n + 8) * once
     if kernel.fused and form.precision < FLOAT32.precision:
-        exponent = exponent + form.u + lost / (1 - lost)
+        exponent = exponent + form.u / (1 - form.u) + lost / (1 - lost)
     theta = box.up(np.expm1(box.up(exponent)), 16)
     size = box.lifted(high)
     wide = theta * size + _ZETA + form.u * (size * (1 + theta) + _ZETA) + form.eta

@@ -94,7 +94,7 @@ def _divided(b: Box, divisor: float) -> Box:
 def _scaled(scene: Scene, node: Node, inputs: list[Value], move: Callable[[Box], Box]) -> State:
     x = numeric(inputs[0])
     y_t, y_i = move(x.t), move(x.i)
-    errors = _relative(scene.train, y_t, 2, True), _relative(scene.infer, y_i, 2, True)
+    errors = _relative(scene.train, y_t, 3, True), _relative(scene.infer, y_i, 3, True)
     return settle(scene, node, (y_t, y_i, move(x.d)), errors)
 
 
