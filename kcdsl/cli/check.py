@@ -6,7 +6,7 @@ import argparse
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kcdsl.exits import Exit
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kcdsl.ir.terms import Program
-    from kcdsl.release.triple import Fingerprints
     from kcdsl_certs.combined import Combined
     from kcdsl_certs.report import Report
 
@@ -45,7 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels",
         metavar="FILE",
-        help='kernel fingerprints {"train": …, "infer": …} instead of those of this machine',
+        help="kernel fingerprints, the kernels.json of `kcdsl evaluate`, instead of those of this "
+        "machine",
     )
     parser.add_argument(
         "--checkpoint", metavar="FILE", help="the weights, instead of those the contract names"
@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl.cli.discover import find_contract
     from kcdsl.release.artefacts import ArtefactRefused, locate
+    from kcdsl.release.kernels import read_kernels
     from kcdsl.release.triple import build_expectation
     from kcdsl.release.trust import trust_policy
     from kcdsl.source.writing import write_bytes
@@ -94,10 +95,9 @@ def _report(arguments: argparse.Namespace) -> Combined:
     trusted = trust_policy(arguments.key, arguments.threshold, base)
     given = None if arguments.checkpoint is None else Path(arguments.checkpoint)
     checkpoint = locate(program.model.checkpoint, base) if given is None else given
+    kernels = None if arguments.kernels is None else read_kernels(Path(arguments.kernels))
     try:
-        expectation = build_expectation(
-            program, base, fingerprints=_kernels(arguments.kernels), checkpoint=checkpoint
-        )
+        expectation = build_expectation(program, base, fingerprints=kernels, checkpoint=checkpoint)
     except ArtefactRefused as error:
         refusal = refused("components", Reject(error.reason, error.detail))
         return Combined(tuple((str(path), refusal) for path in paths))
@@ -158,33 +158,6 @@ def _moment(text: str | None) -> datetime:
         return parse_time(text)
     except Reject as error:
         raise refuse(BAD_TIME, f"--at: {error.detail}") from error
-
-
-def _kernels(given: str | None) -> Fingerprints | None:
-    from kcdsl.diagnostics import refuse
-    from kcdsl.diagnostics.codes import FILE_MISSING, KERNELS_FILE
-    from kcdsl_certs.reject import Reject
-    from kcdsl_certs.strict import strict_load
-
-    if given is None:
-        return None
-    limit = 1 << 20
-    try:
-        with Path(given).open("rb") as stream:
-            value: Any = strict_load(stream.read(limit + 1), limit)
-    except OSError as error:
-        raise refuse(FILE_MISSING, f"{given} cannot be read: {error.strerror}") from error
-    except Reject as error:
-        raise refuse(KERNELS_FILE, f"{given}: {error.detail} ({error.reason})") from error
-    if (
-        not isinstance(value, dict)
-        or value.keys() != {"train", "infer"}
-        or not all(isinstance(part, dict) for part in value.values())
-    ):
-        raise refuse(
-            KERNELS_FILE, f"{given} is not an object with exactly `train` and `infer` objects"
-        )
-    return value
 
 
 def _print(combined: Combined) -> None:

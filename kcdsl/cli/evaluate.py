@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
+    from kcdsl.release.triple import Fingerprints
     from kcdsl.verdict.report import ImpliedClause, Report
 
 HELP = "run both kernels on the slices and decide the measured clauses"
@@ -40,7 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="DIR",
-        help="folder of report, traces and certificate (default: out beside the contract)",
+        help="folder of report, traces, fingerprints and certificate (default: out beside the "
+        "contract)",
     )
     parser.add_argument("--svg", metavar="FILE", help="write the printed report as a picture")
     parser.add_argument(
@@ -55,12 +55,13 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.check.compile import load_program
     from kcdsl.cli.devices import choose_device
     from kcdsl.cli.discover import find_contract
+    from kcdsl.cli.progress import progress_bars
     from kcdsl.release.signing import signing_key
 
     path = find_contract(arguments.contract, Path.cwd())
     program, base = load_program(path), path.resolve().parent
     key = signing_key(arguments.sign, base)
-    with _progress() as progress:
+    with progress_bars() as progress:
         evaluation = _backend().evaluate(
             program,
             base,
@@ -161,8 +162,13 @@ def _certificate(program: Program, base: Path, report: Report, key: Any) -> byte
         base=base,
         clauses=certified_clauses(program, base, report),
         keys=[key],
-        fingerprints={side: k["fingerprint"] for side, k in report.kernels.items()},
+        fingerprints=_fingerprints(report),
     )
+
+
+def _fingerprints(report: Report) -> Fingerprints:
+    """Return what identifies the kernels that ran, with the device they ran on."""
+    return {side: report.kernels[side]["fingerprint"] for side in ("train", "infer")}
 
 
 def _write(
@@ -171,6 +177,7 @@ def _write(
     """Write all files of the evaluation, all or none; return their names."""
     import json
 
+    from kcdsl.release.kernels import kernels_document
     from kcdsl.source.writing import NewFile, write_together
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,6 +185,7 @@ def _write(
     files = [
         NewFile(folder / "report.json", report.dumps().encode(), 0o644),
         NewFile(folder / "trace.jsonl", "".join(lines).encode(), 0o644),
+        NewFile(folder / "kernels.json", kernels_document(_fingerprints(report)), 0o644),
     ]
     if bundle is not None:
         files.append(NewFile(folder / "evaluate.cert.json", bundle, 0o644))
@@ -187,24 +195,3 @@ def _write(
         files.append(NewFile(Path(svg), picture(report).encode(), 0o644))
     write_together(files, replace=True)
     return [str(file.path) for file in files]
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """Show a bar for each stage on stderr (nothing where stderr is no terminal)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        tasks: dict[str, Any] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        yield report

@@ -37,6 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="search for concrete runs beside the bounds (default: on)",
     )
+    parser.add_argument(
+        "--confirm",
+        choices=("on", "off"),
+        default="on",
+        help="have the independent checker re-derive every proof (default: on)",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--sign", metavar="KEY", help="private key (default: kcdsl.key beside CONTRACT)"
@@ -159,6 +165,7 @@ def _decide(
             chosen,
             device=_device(arguments.device),
             attacks=arguments.attack == "on",
+            confirm=arguments.confirm == "on",
             progress=progress,
         )
     return outcomes

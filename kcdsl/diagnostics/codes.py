@@ -583,8 +583,8 @@ CANNOT_CERTIFY = _declare(
 KERNELS_FILE = _declare(
     "KC646",
     "unusable kernel fingerprints",
-    """The file of kernel fingerprints is not a JSON object with the entries `train` and `infer`,
-    or a fingerprint has no canonical form.""",
+    """The file of kernel fingerprints is no document of the schema kcdsl.kernels/1, with the
+    entries `train` and `infer`, or a fingerprint has no canonical form.""",
 )
 BAD_TIME = _declare(
     "KC647",

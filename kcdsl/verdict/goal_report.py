@@ -60,6 +60,7 @@ def goal_json(
         "evidence": {
             "kind": outcome.evidence.kind.value,
             "n": outcome.evidence.n,
+            "confirmed": outcome.confirmed,
             "assumptions": list(outcome.evidence.assumptions),
         },
         "backend": outcome.backend,

@@ -42,6 +42,8 @@ class GoalOutcome:
     seconds: float
     peak_bytes: int
     proof: bytes | None = None
+    confirmed: bool = False
+    """Whether a second implementation re-derived the proof."""
 
     @property
     def bound(self) -> float:

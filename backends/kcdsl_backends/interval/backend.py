@@ -27,6 +27,7 @@ from kcdsl_backends.interval.certified import BlockProblem, Workshop, claim_marg
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.proof import ProofBuilder, box_region, token_region
 from kcdsl_backends.requests import Request, load_requests, select
+from kcdsl_certs.recheck import recheck
 
 ASSUMPTIONS = (
     "float64 exp, expm1, erf and tanh of the verifier are within 4 ulp",
@@ -49,6 +50,15 @@ class _Case:
     radius: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """How goals are decided."""
+
+    attacks: bool
+    confirm: bool
+    progress: Progress | None
+
+
 class IntervalBackend:
     """The `interval` backend of the catalogue."""
 
@@ -62,6 +72,7 @@ class IntervalBackend:
         *,
         device: str = "cpu",
         attacks: bool = True,
+        confirm: bool = True,
         progress: Progress | None = None,
     ) -> tuple[GoalOutcome, ...]:
         """Decide goals in order.
@@ -72,6 +83,8 @@ class IntervalBackend:
             goals: what to decide.
             device: "cpu" or "cuda".
             attacks: search for concrete runs beside the bounds.
+            confirm: have every proof re-derived by the independent checker; what it does not
+                confirm is inconclusive.
             progress: told after every case.
 
         Raises:
@@ -81,7 +94,8 @@ class IntervalBackend:
         shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device(device))
         for goal in goals:
             model.block(goal.block)
-        return tuple(self._decide(program, base, shop, goal, attacks, progress) for goal in goals)
+        options = _Options(attacks, confirm, progress)
+        return tuple(self._decide(program, base, shop, goal, options) for goal in goals)
 
     def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
         """Return how many rows each of these slices of the contract has."""
@@ -94,8 +108,7 @@ class IntervalBackend:
         base: Path,
         shop: Workshop,
         goal: Goal,
-        attacks: bool,
-        progress: Progress | None,
+        options: _Options,
     ) -> GoalOutcome:
         started = time.perf_counter()
         rows = _slice_rows(program, base, shop.model, goal.region.slice)
@@ -108,11 +121,19 @@ class IntervalBackend:
         outcomes: list[CaseOutcome] = []
         for done, case in enumerate(cases):
             outcomes.append(_bound_case(shop, goal, case, builder))
-            if progress is not None:
-                progress(goal.clause.id, done + 1, len(cases))
-        outcomes, found = _attack(shop, goal, cases, outcomes, attacks)
+            if options.progress is not None:
+                options.progress(goal.clause.id, done + 1, len(cases))
+        outcomes, found = _attack(shop, goal, cases, outcomes, options.attacks)
         verdict = _verdict(goal, outcomes, found)
-        proved = isinstance(verdict, Held)
+        proof = builder.document() if isinstance(verdict, Held) else None
+        if proof is not None and options.confirm:
+            confirmation = recheck(proof, shop.model.checkpoint.path)
+            if not confirmation.ok:
+                proof = None
+                verdict = Inconclusive(
+                    "the independent checker does not confirm the proof: "
+                    f"{confirmation.reason}: {confirmation.detail}"
+                )
         return GoalOutcome(
             goal=goal,
             verdict=verdict,
@@ -121,7 +142,8 @@ class IntervalBackend:
             cases=tuple(outcomes),
             seconds=time.perf_counter() - started,
             peak_bytes=_peak_bytes(),
-            proof=builder.document() if proved else None,
+            proof=proof,
+            confirmed=proof is not None and options.confirm,
         )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +169,61 @@ def test_a_certificate_is_written_and_passes_its_check(cli: Any, write: Write) -
     weights = load_file(folder / "model.safetensors")
     save_file({k: v + 1e-3 for k, v in weights.items()}, folder / "model.safetensors")
     assert cli("check", path, cwd=folder).code == 4
+
+
+GATE = """
+import sys
+for name in ("torch", "numpy", "z3", "safetensors", "scipy", "kcdsl.model.fingerprint"):
+    sys.modules[name] = None  # importing it raises ImportError
+from kcdsl.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def gate(folder: Path, *words: str) -> int:
+    """Run `kcdsl check` where nothing that runs kernels can be imported."""
+    command = [sys.executable, "-c", GATE, "check", "out/evaluate.cert.json", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode
+
+
+def test_a_release_gate_checks_against_the_recorded_fingerprints(cli: Any, write: Write) -> None:
+    folder = write(KL)
+    cli("keygen", "-o", folder / "kcdsl.key")
+    assert cli("evaluate", cwd=folder).code == 0
+    recorded = folder / "out" / "kernels.json"
+    kernels = json.loads(recorded.read_text())
+    schema = resources.files("kcdsl.release") / "kernels.schema.json"
+    jsonschema.validate(kernels, json.loads(schema.read_text()))
+    report = json.loads((folder / "out" / "report.json").read_text())
+    for side in ("train", "infer"):
+        assert kernels[side] == report["kernels"][side]["fingerprint"]
+    assert gate(folder) == 2
+    assert gate(folder, "--kernels", "out/kernels.json") == 0
+    kernels["infer"]["device"] = "other"
+    recorded.write_text(json.dumps(kernels))
+    assert gate(folder, "--kernels", "out/kernels.json") == 4
+    for spoiled in (
+        {**kernels, "schema": "kcdsl.kernels/2"},
+        {**kernels, "more": {}},
+        {**kernels, "train": None},
+        {side: kernels[side] for side in ("train", "infer")},
+        [],
+    ):
+        recorded.write_text(json.dumps(spoiled))
+        ran = cli("check", "out/evaluate.cert.json", "--kernels", recorded, cwd=folder)
+        assert (ran.code, "KC646" in ran.stderr) == (2, True)
+
+
+@pytest.mark.gpu
+def test_a_certificate_binds_the_device_that_was_used(cli: Any, write: Write) -> None:
+    folder = write("{require: p99(kl) <= 1, slices: [all], level: L2}")
+    cli("keygen", "-o", folder / "kcdsl.key")
+    assert cli("evaluate", "--device", "cuda", cwd=folder).code == 0
+    path = folder / "out" / "evaluate.cert.json"
+    assert json.loads((folder / "out" / "kernels.json").read_text())["infer"]["device"] == "cuda"
+    assert cli("check", path, cwd=folder).code == 4
+    assert cli("check", path, "--kernels", folder / "out" / "kernels.json", cwd=folder).code == 0
 
 
 def test_a_violation_is_certified_as_such(cli: Any, write: Write) -> None:

@@ -116,7 +116,8 @@ def test_a_changed_kernel_build_is_named(folder: Path, check: Check) -> None:
     from kcdsl.model.fingerprint import kernel_fingerprint
 
     program = load_program(folder / "contract.yaml")
-    prints = {
+    prints: dict[str, Any] = {
+        "schema": "kcdsl.kernels/1",
         "train": kernel_fingerprint(program.train),
         "infer": kernel_fingerprint(program.infer),
     }

@@ -1,0 +1,48 @@
+"""The file of kernel fingerprints: written where kernels ran, read where a release is checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics.codes import FILE_MISSING, KERNELS_FILE
+from kcdsl.release.triple import Fingerprints
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.strict import strict_load
+
+KERNELS_SCHEMA = "kcdsl.kernels/1"
+_LARGEST = 2**20
+
+
+def kernels_document(fingerprints: Fingerprints) -> bytes:
+    """Return the document `kcdsl.kernels/1` (kernels.schema.json) of both kernels."""
+    document = {
+        "schema": KERNELS_SCHEMA,
+        "train": dict(fingerprints["train"]),
+        "infer": dict(fingerprints["infer"]),
+    }
+    return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def read_kernels(path: Path) -> Fingerprints:
+    """Read the fingerprints of `train` and `infer`; raises Refusal where that fails."""
+    try:
+        with path.open("rb") as stream:
+            value: Any = strict_load(stream.read(_LARGEST + 1), _LARGEST)
+    except OSError as error:
+        raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error
+    except Reject as error:
+        raise refuse(KERNELS_FILE, f"{path}: {error.detail} ({error.reason})") from error
+    match value:
+        case {"schema": schema, "train": dict(train), "infer": dict(infer), **rest}:
+            if schema == KERNELS_SCHEMA and not rest:
+                return {"train": train, "infer": infer}
+        case _:
+            pass
+    raise refuse(
+        KERNELS_FILE,
+        f"{path} is no document of the schema {KERNELS_SCHEMA}",
+        help="`kcdsl evaluate` writes one, kernels.json; it has the objects `train` and `infer`",
+    )

@@ -1,0 +1,121 @@
+"""The backend and the checker implement the same page twice: their bounds must agree."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kcdsl.ir.terms import ModelRef
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.bert import build as build_bert
+from kcdsl.model.export import block_graph
+from kcdsl.model.graph import BlockGraph
+from kcdsl.model.llama import build as build_llama
+from kcdsl.model.numerics import Numerics
+from kcdsl.model.presets import resolve
+from kcdsl_backends.interval.certified import BlockProblem, claim_margin, functional_bound
+from kcdsl_backends.interval.proof import ProofBuilder, box_region, token_region
+from kcdsl_backends.parameters import StoredParameters
+from kcdsl_certs.recheck import recheck
+
+TOKENS = (1, 5, 9, 2, 30, 7)
+CONFIGS = {
+    "llama": {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 64, "max_position_embeddings": 32, "tie_word_embeddings": True,
+    },
+    "bert": {
+        "model_type": "bert", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64,
+        "max_position_embeddings": 32,
+    },
+}  # fmt: skip
+NUMERICS: dict[str, dict[str, object]] = {
+    "float32": {"preset": "torch-eager"},
+    "float32 fused": {"preset": "torch-sdpa-flash"},
+    "bfloat16": {"preset": "torch-sdpa-flash", "compute": "bfloat16"},
+    "bfloat16 nearest": {"preset": "torch-eager", "compute": "bfloat16", "casts": "nearest"},
+    "float16 nearest": {"preset": "torch-sdpa-flash", "compute": "float16", "casts": "nearest"},
+    "coarse accumulator": {"preset": "torch-eager", "compute": "bfloat16", "accumulate": "float16"},
+    "fp8 weights": {"preset": "fp8-weights"},
+    "fp8 everywhere": {"preset": "fp8-w8a8-per-tensor", "casts": "nearest"},
+    "mxfp8": {"preset": "mxfp8"},
+    "int8": {"preset": "int8-weights", "casts": "nearest"},
+    "int8 dynamic": {"preset": "onnxruntime-int8"},
+}
+
+
+@cache
+def model(kind: str, folder: Path) -> Model:
+    torch.manual_seed(11)
+    module = (build_llama if kind == "llama" else build_bert)(CONFIGS[kind])
+    state = {
+        name: torch.randn_like(p) * 0.2 + (1.0 if "orm" in name and name.endswith("weight") else 0)
+        for name, p in module.named_parameters()
+    }
+    save_file(state, folder / f"{kind}.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIGS[kind]))
+    ref = ModelRef(f"{kind}.safetensors", architecture=kind, tokenizer="bytes")
+    return load_model(ref, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the weights of this module."""
+    return tmp_path_factory.mktemp("models")
+
+
+@cache
+def exported(kind: str, block: str, folder: Path) -> BlockGraph:
+    tokens = TOKENS if block == "model" else None
+    return block_graph(model(kind, folder), block, len(TOKENS), tokens)
+
+
+def compare(
+    kind: str, block: str, train: Numerics, infer: Numerics, radius: float, folder: Path
+) -> float:
+    """Return re-derived bound / found bound; fail unless the checker confirms the proof."""
+    loaded, graph = model(kind, folder), exported(kind, block, folder)
+    sides = (
+        StoredParameters(loaded.checkpoint.tensors, graph.constants, n, torch.device("cpu"))
+        for n in (train, infer)
+    )
+    problem = BlockProblem(graph, *sides)
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    inputs = loaded.block_inputs(list(TOKENS), block)
+    centre = None if inputs is None else inputs.double()
+    bounds = problem.bound(centre, spread)
+    found, _ = functional_bound(bounds.output, "inf", 1)
+    builder = ProofBuilder(loaded, block, train, infer, "inf", 1)
+    region = (
+        token_region(TOKENS)
+        if centre is None
+        else box_region("ball" if radius else "points", centre, spread)
+    )
+    builder.add("a", graph, region, found * claim_margin(train, infer), bounds.witness)
+    outcome = recheck(builder.document(), loaded.checkpoint.path)
+    assert outcome.ok, (outcome.reason, outcome.detail)
+    return float.fromhex(outcome.bound) / found
+
+
+@pytest.mark.parametrize("name", sorted(NUMERICS))
+@pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_1"])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_both_find_the_same_bound(kind: str, block: str, name: str, folder: Path) -> None:
+    train, infer = resolve({"preset": "torch-eager"}), resolve(NUMERICS[name])
+    for radius in (0.0, 1e-3):
+        assert compare(kind, block, train, infer, radius, folder) == pytest.approx(1, rel=1e-4)
+
+
+@pytest.mark.parametrize("block", ["attn_0", "layer_0", "layer_1", "model"])
+def test_float64_kernels_are_confirmed_within_the_margin(block: str, folder: Path) -> None:
+    """There the roundings of both programs are as large as what they bound."""
+    train = resolve({"preset": "torch-eager", "compute": "float64", "accumulate": "float64"})
+    infer = resolve({"preset": "torch-sdpa-flash", "compute": "float64", "accumulate": "float64"})
+    assert 0.2 < compare("llama", block, train, infer, 0.0, folder) < 4
