@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -57,6 +58,34 @@ class Cli(Protocol):
 def repository() -> Path:
     """Return the root of the repository."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def schemas(repository: Path) -> dict[str, dict[str, Any]]:
+    """Return the published JSON schemas by their names, such as "kcdsl.verify/1"."""
+    places = ("kcdsl", "grammar", "backends", "certs", "bench")
+    files = [file for place in places for file in (repository / place).rglob("*.schema.json")]
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        schema = json.loads(file.read_text(encoding="utf-8"))
+        assert schema["$id"] not in found, file
+        found[schema["$id"]] = schema
+    return found
+
+
+@pytest.fixture(scope="session")
+def follows(schemas: dict[str, dict[str, Any]]) -> Callable[..., None]:
+    """Return a function that validates a document against the schema that it names, or `name`."""
+
+    def validate(document: Any, name: str | None = None) -> None:
+        import jsonschema
+
+        schema = schemas[document["schema"] if name is None else name]
+        kind = jsonschema.validators.validator_for(schema)
+        kind.check_schema(schema)
+        kind(schema).validate(document)
+
+    return validate
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ PURPOSES: Mapping[str, Purpose] = {
     "cryptography": Purpose("cryptography", "keygen, signatures, check"),
     "lark": Purpose("lark", "expressions of contracts"),
     "numpy": Purpose("numpy", "block graphs, interval backend, check --recheck"),
-    "onnx": Purpose("onnx", "interchange; no command reads it yet"),
+    "onnx": Purpose("onnx", "not used yet: no command reads ONNX files"),
     "packaging": Purpose("packaging", "version ranges in this report"),
     "pyyaml": Purpose("yaml", "contracts"),
     "rfc8785": Purpose("rfc8785", "canonical JSON: digests, certificates"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.implied import Implied
     from kcdsl.verdict.outcome import GoalOutcome
-    from kcdsl_certs.clauses import CertifiedClause
     from kcdsl_certs.keys import SigningKey
 
 HELP = "decide the clauses about every input of a region, and write certificates"
@@ -25,6 +23,8 @@ HELP = "decide the clauses about every input of a region, and write certificates
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    from kcdsl.cli.devices import CHOICES
+
     parser.add_argument("contract", nargs="?", metavar="CONTRACT")
     parser.add_argument(
         "--block", action="append", metavar="NAME", help="only clauses on this block"
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="have the independent checker re-derive every proof (default: on)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=CHOICES, default="auto")
     parser.add_argument(
         "--sign", metavar="KEY", help="private key (default: kcdsl.key beside CONTRACT)"
     )
@@ -158,12 +158,15 @@ def _decide(
     backend: Any,
     arguments: argparse.Namespace,
 ) -> tuple[GoalOutcome, ...]:
-    with _progress() as progress:
+    from kcdsl.cli.devices import choose_device
+    from kcdsl.cli.progress import progress_bars
+
+    with progress_bars() as progress:
         outcomes: tuple[GoalOutcome, ...] = backend.decide(
             program,
             base,
             chosen,
-            device=_device(arguments.device),
+            device=choose_device(arguments.device),
             attacks=arguments.attack == "on",
             confirm=arguments.confirm == "on",
             progress=progress,
@@ -196,50 +199,6 @@ def _backend(name: str | None) -> Any:
         f"there is no backend {name!r}" if name else "no installed backend decides drift clauses",
         help=f"backends: {', '.join(s.name for s in able) or 'none; see kcdsl doctor'}",
     )
-
-
-def _device(wanted: str) -> str:
-    import torch
-
-    from kcdsl.diagnostics import refuse
-    from kcdsl.diagnostics.codes import NO_DEVICE
-
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise refuse(NO_DEVICE, "torch sees no CUDA device", help="use --device cpu")
-    return "cuda" if available and wanted != "cpu" else "cpu"
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """Show a bar on stderr while goals are decided (nothing where stderr is no terminal)."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        tasks: dict[str, Any] = {}
-
-        def report(goal: str, done: int, total: int) -> None:
-            if goal not in tasks:
-                tasks[goal] = bar.add_task(goal, total=total)
-            bar.update(tasks[goal], completed=done)
-
-        yield report
 
 
 def _implied(
@@ -279,6 +238,7 @@ def _write(
 ) -> Path:
     """Write proofs, then the certificate that names them."""
     from kcdsl.release.issue import issue, write_certificate, write_proof
+    from kcdsl.release.proved import implied_clauses, proved_clauses
 
     stem = "-".join(["verify", *(arguments.block or ()), *(arguments.clause or ())])
     references = {}
@@ -286,94 +246,11 @@ def _write(
         if outcome.proof is not None:
             name = f"{outcome.goal.clause.id}.proof.json"
             references[outcome.goal.clause.id] = write_proof(folder / name, outcome.proof)
-    results = _results(program, base, outcomes, references)
-    results += _implied_results(program, base, implied)
+    results = proved_clauses(program, base, outcomes, references)
+    results += implied_clauses(program, base, implied)
     target = folder / f"{stem}.cert.json"
     write_certificate(target, issue(program=program, base=base, clauses=results, keys=[key]))
     return target
-
-
-def _results(
-    program: Program, base: Path, outcomes: Sequence[GoalOutcome], references: dict[str, Any]
-) -> list[CertifiedClause]:
-    from kcdsl.model.presets import resolve
-    from kcdsl.release.issue import results_for
-    from kcdsl.release.requirements import required_clauses
-    from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
-    from kcdsl_certs.canonical import canonical_digest
-    from kcdsl_certs.clauses import Evidence, Verdict
-
-    required = {r.id: r for r in required_clauses(program, base)}
-    digests = tuple(canonical_digest(resolve(k).to_json()) for k in (program.train, program.infer))
-    found = []
-    for outcome in outcomes:
-        verdict = outcome.verdict
-        word = (
-            Verdict.PASSED
-            if isinstance(verdict, Held)
-            else Verdict.FAILED
-            if isinstance(verdict, Violated)
-            else Verdict.INCONCLUSIVE
-        )
-        proof = references.get(outcome.goal.clause.id)
-        is_flip = outcome.goal.functional == "no_flip"
-        bound = outcome.margin if is_flip else outcome.bound
-        found.append(
-            results_for(
-                required[outcome.goal.clause.id],
-                evidence=Evidence.PROOF if proof is not None else Evidence.SAMPLE,
-                method=f"{outcome.backend}/1",
-                verdict=word,
-                numerics=digests,
-                bound=bound if proof is not None else None,
-                low=None if is_flip else outcome.attack,
-                value=outcome.attack if proof is None and not is_flip else None,
-                n=len(outcome.cases),
-                unit="region",
-                proof=proof,
-                assumptions=outcome.evidence.assumptions,
-                reason=verdict.reason
-                if isinstance(verdict, Inconclusive | InvalidEvidence)
-                else None,
-            )
-        )
-    return found
-
-
-def _implied_results(
-    program: Program, base: Path, implied: Sequence[Implied]
-) -> list[CertifiedClause]:
-    """Return the implied hard clauses as certificate results, one for each comparison."""
-    from kcdsl.release.issue import results_for
-    from kcdsl.release.requirements import required_clauses
-    from kcdsl_certs.clauses import IMPLIED, Evidence, Verdict
-
-    required = {(r.id, r.slice): r for r in required_clauses(program, base)}
-    found = []
-    for item in implied:
-        wanted = required[item.clause_id, item.slice]
-        decided = {(b.quantity, b.op): b.bound for b in item.bounds if b.decides}
-        for alternative, comparisons in enumerate(wanted.alternatives):
-            if wanted.budget is not None or any(
-                (c.quantity, c.op) not in decided for c in comparisons
-            ):
-                continue
-            found += [
-                results_for(
-                    wanted,
-                    alternative=alternative,
-                    comparison=index,
-                    evidence=Evidence.PROOF,
-                    method=IMPLIED,
-                    verdict=Verdict.PASSED,
-                    bound=decided[c.quantity, c.op],
-                    implied_by=item.by,
-                    assumptions=item.assumptions,
-                )
-                for index, c in enumerate(comparisons)
-            ]
-            break
-    return found
 
 
 def _exit(outcomes: Sequence[GoalOutcome]) -> Exit:

@@ -77,7 +77,16 @@ def test_wheel_holds_every_file_of_a_package(
 def test_grammar_and_schemas_are_shipped(wheel: zipfile.ZipFile) -> None:
     data = {name for name in members(wheel) if not name.endswith((".py", "py.typed"))}
     assert any(name.startswith("kcdsl_grammar/") and name.endswith(".lark") for name in data)
-    assert any(name.startswith("kcdsl_grammar/") and name.endswith(".schema.json") for name in data)
+    schemas = {name for name in data if name.endswith(".schema.json")}
+    assert {name for name in schemas if name.startswith("kcdsl_grammar/")} == {
+        "kcdsl_grammar/contract.schema.json",
+        "kcdsl_grammar/ir.schema.json",
+    }
+    assert schemas >= {
+        "kcdsl/verdict/verify.schema.json",
+        "kcdsl/verdict/report.schema.json",
+        "kcdsl_certs/check.schema.json",
+    }
 
 
 def test_metadata(wheel: zipfile.ZipFile) -> None:

@@ -23,7 +23,7 @@ from kcdsl.cli.environment import Backend, Device, Environment, Package, examine
 from kcdsl.exits import Exit
 from kcdsl.route.catalogue import BackendSpec, Fragment
 
-SCHEMA = resources.files("kcdsl_grammar") / "doctor.schema.json"
+SCHEMA = resources.files("kcdsl.cli") / "doctor.schema.json"
 
 
 @pytest.fixture

@@ -48,11 +48,12 @@ def test_compile_shows_the_route_of_each_clause(cli: Cli, folder: Path) -> None:
     assert "2 notes" in ran.stderr
 
 
-def test_compile_emits_the_ir(cli: Cli, folder: Path) -> None:
+def test_compile_emits_the_ir(cli: Cli, folder: Path, follows: Callable[..., None]) -> None:
     ran = cli("compile", "--emit", "ir", cwd=folder)
     document = json.loads(ran.stdout)
     assert document["schema"] == "kcdsl.ir/1"
     assert len(document["digest"]) == 64
+    follows(document)
     assert cli("compile", "--emit", "ir", "-o", "out.json", cwd=folder).code == 0
     assert (folder / "out.json").read_text(encoding="utf-8") == ran.stdout
     assert sorted(p.name for p in folder.iterdir()) == ["contract.yaml", "out.json"]
@@ -69,7 +70,7 @@ def test_a_contract_that_does_not_compile(cli: Cli, folder: Path) -> None:
     assert json.loads(ran.stderr)[0]["code"] == "KC203"
 
 
-def test_lint(cli: Cli, folder: Path) -> None:
+def test_lint(cli: Cli, folder: Path, follows: Callable[..., None]) -> None:
     ran = cli("lint", cwd=folder)
     assert ran.code == 0
     assert ran.stdout.count("note[KC606]") == 2
@@ -79,7 +80,9 @@ def test_lint(cli: Cli, folder: Path) -> None:
     assert ran.code == 1
     assert f"{bad}:9:23: error[KC203]" in ran.stdout
     ran = cli("lint", bad, folder / "contract.yaml", "--format", "json")
-    assert {record["code"] for record in json.loads(ran.stdout)} == {"KC203", "KC606"}
+    records = json.loads(ran.stdout)
+    assert {record["code"] for record in records} == {"KC203", "KC606"}
+    follows(records, "kcdsl.diagnostics/1")
     assert cli("lint", folder / "contract.yaml", "--fail-on", "note").code == 1
     assert json.loads(cli("lint", bad, "--format", "json").stdout) != []
 
@@ -131,8 +134,9 @@ def test_explain(cli: Cli) -> None:
     assert (ran.code, ran.stdout) == (2, "")
 
 
-def test_backends(cli: Cli) -> None:
+def test_backends(cli: Cli, follows: Callable[..., None]) -> None:
     document = json.loads(cli("backends", "--json").stdout)
+    follows(document)
     assert document["schema"] == "kcdsl.backends/1"
     names = {backend["name"] for backend in document["backends"]}
     assert {"smt", "interval", "empirical"} <= names

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,6 +35,7 @@ slices:
 clauses:
 %s
 """
+SCHEMA = resources.files("kcdsl.verdict") / "verify.schema.json"
 HELD = "forall x in points(all): norm_inf(drift(attn_0, x)) <= 0.01"
 
 
@@ -73,6 +76,7 @@ def write(folder: Path) -> Write:
 def goals(stdout: str) -> list[dict[str, Any]]:
     document = json.loads(stdout)
     assert document["schema"] == "kcdsl.verify/1"
+    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
     found = document["goals"]
     assert isinstance(found, list)
     return found

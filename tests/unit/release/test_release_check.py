@@ -24,12 +24,16 @@ AT = "2026-12-01T00:00:00Z"
 
 
 @pytest.fixture
-def check(cli: Cli, folder: Path, certificate: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
+def check(
+    cli: Cli, folder: Path, certificate: Path, follows: Callable[..., None]
+) -> Callable[..., tuple[int, dict[str, Any]]]:
     """Return a function that runs `kcdsl check --json` and returns the exit code and report."""
 
     def run(*words: str, at: str = AT) -> tuple[int, dict[str, Any]]:
         ran = cli("check", certificate, "--at", at, "--json", *words, cwd=folder)
-        return ran.code, json.loads(ran.stdout)
+        report = json.loads(ran.stdout)
+        follows(report)
+        return ran.code, report
 
     return run
 
@@ -243,7 +247,12 @@ def test_the_stand_alone_checker_agrees(
 
 
 def test_two_certificates_cover_a_contract_together(
-    folder: Path, program: Program, key: SigningKey, every_result: Results, cli: Cli
+    folder: Path,
+    program: Program,
+    key: SigningKey,
+    every_result: Results,
+    cli: Cli,
+    follows: Callable[..., None],
 ) -> None:
     every = every_result(write_proof(folder / "N-ATTN-0.proof.json", b"{}"))
     now = datetime(2026, 11, 30, 12, tzinfo=UTC)
@@ -254,7 +263,9 @@ def test_two_certificates_cover_a_contract_together(
 
     def run(*words: str) -> tuple[int, dict[str, Any]]:
         ran = cli("check", *words, "--at", AT, "--json", cwd=folder)
-        return ran.code, json.loads(ran.stdout)
+        found = json.loads(ran.stdout)
+        follows(found)
+        return ran.code, found
 
     code, report = run("formal.json", "measured.json", "--complete")
     assert (code, report["outside"], report["schema"]) == (0, [], "kcdsl.check/1")

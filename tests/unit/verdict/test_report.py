@@ -14,7 +14,7 @@ import pytest
 
 from kcdsl.exits import Exit
 from kcdsl.verdict.health import Health
-from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
+from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.render import print_report, quantity, svg
 from kcdsl.verdict.report import (
     ClauseResult,
@@ -28,7 +28,7 @@ from kcdsl.verdict.report import (
     report_schema,
 )
 
-VERDICTS = (
+VERDICTS: tuple[Verdict, ...] = (
     Held(),
     Violated({"request": "rows.jsonl:17", "token": 3, "worst": 0.4, "value": 0.4}),
     Inconclusive("the threshold lies between the limits"),
