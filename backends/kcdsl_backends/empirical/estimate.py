@@ -170,15 +170,7 @@ def _aggregate(metric: Metric, data: SliceData, settings: Settings) -> Estimate 
         case "grad_bias":
             return _mean(Metric("grad_bias"), data, settings)
         case "throughput":
-            seconds = unit_values(Metric("latency"), data.runs)
-            return statistics.clustered_ratio(
-                [float(run.tokens) for run in data.runs],
-                [float(v[0]) for v in seconds],
-                seed=settings.seed,
-                confidence=settings.confidence,
-                bounds=(0.0, None),
-                what="throughput",
-            )
+            return _throughput(data, settings)
         case "peak_memory":
             if data.peak_memory is None:
                 raise NotMeasurable("peak_memory: not measured")
@@ -195,6 +187,36 @@ def _aggregate(metric: Metric, data: SliceData, settings: Settings) -> Estimate 
             raise NotMeasurable(f"{name}: this backend does not measure it")
         case _:
             return None
+
+
+def _throughput(data: SliceData, settings: Settings) -> Estimate:
+    """Return tokens per second; its limits are those of the seconds per token, inverted.
+
+    A single stalled run stretches the seconds per token upwards without end, and so the limits of
+    their inverse towards zero, but never to zero or below.
+    """
+    seconds = [float(v[0]) for v in unit_values(Metric("latency"), data.runs)]
+    tokens = [float(run.tokens) for run in data.runs]
+    slow = statistics.clustered_ratio(
+        seconds,
+        tokens,
+        seed=settings.seed,
+        confidence=settings.confidence,
+        bounds=(0.0, None),
+        what="throughput",
+    )
+    if slow.rational == 0:
+        raise NotMeasurable("throughput: the runs took no time")
+    exact = 1 / slow.rational
+    return Estimate(
+        float(exact),
+        1 / slow.high if slow.high else None,
+        1 / slow.low if slow.low else None,
+        slow.n,
+        slow.method,
+        exact,
+        Fraction(math.fsum(seconds)),
+    )
 
 
 def _ece_gap(data: SliceData, settings: Settings) -> Estimate:

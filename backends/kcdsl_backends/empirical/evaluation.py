@@ -9,7 +9,7 @@ from typing import Any
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.terms import Clause, EvidenceKind, Family, Program
-from kcdsl.verdict.model import InvalidEvidence, Violated
+from kcdsl.verdict.model import Violated
 from kcdsl.verdict.report import ClauseResult, CrossCheck, Precheck, Report
 from kcdsl_backends.empirical import precheck, runtime
 from kcdsl_backends.empirical.clauses import (
@@ -308,9 +308,8 @@ def _decide(
             if name in data
             for part in conjuncts(clause)
         ]
-        if clause.evidence in _PROOFS and not any(
-            isinstance(row.verdict, Violated | InvalidEvidence) for row in rows
-        ):
+        refuted = any(isinstance(row.verdict, Violated) for row in rows)
+        if clause.evidence in _PROOFS and not refuted and blocked is None:
             demoted[clause.id] = f"demands {clause.evidence}; `kcdsl verify` decides it"
             continue
         results.extend(rows)
