@@ -44,6 +44,7 @@ demo: setup ## compile, verify, evaluate and check examples/tiny_lm
 	@sh examples/demo.sh examples/tiny_lm
 
 demo-minilm: setup ## the same road on real weights, all-MiniLM-L6-v2
+	@$(BIN)/python examples/minilm/check_weights.py
 	@sh examples/demo.sh examples/minilm
 
 # --- tests ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -164,7 +165,7 @@ def _print(combined: Combined) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     reasons: list[str] = []
     for name, report in combined.reports:
         console.print(_table(report, name))

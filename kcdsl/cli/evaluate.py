@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> Exit:
         )
     report: Report = replace(evaluation.report, implied=_implied(program))
     bundle = None if key is None else _certificate(program, base, report, key)
-    folder = Path(arguments.output) if arguments.output else base / "out"
+    folder = Path(arguments.output) if arguments.output else path.parent / "out"
     written = _write(folder, report, evaluation.traces, bundle, arguments.svg)
     if arguments.json:
         sys.stdout.write(report.dumps())

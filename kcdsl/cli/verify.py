@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     backend = _backend(arguments.backend)
     outcomes = _decide(program, base, chosen, backend, arguments)
     implied = _implied(program, base, outcomes, backend)
-    folder = Path(arguments.output) if arguments.output else base / "out"
+    folder = Path(arguments.output) if arguments.output else path.parent / "out"
     certificate = None
     if key is not None:
         certificate = _write(program, base, folder, outcomes, implied, key, arguments)
@@ -237,6 +237,8 @@ def _write(
     arguments: argparse.Namespace,
 ) -> Path:
     """Write proofs, then the certificate that names them."""
+    from kcdsl.cli.devices import choose_device
+    from kcdsl.model.fingerprint import kernel_fingerprint
     from kcdsl.release.issue import issue, write_certificate, write_proof
     from kcdsl.release.proved import implied_clauses, proved_clauses
 
@@ -249,7 +251,15 @@ def _write(
     results = proved_clauses(program, base, outcomes, references)
     results += implied_clauses(program, base, implied)
     target = folder / f"{stem}.cert.json"
-    write_certificate(target, issue(program=program, base=base, clauses=results, keys=[key]))
+    device = choose_device(arguments.device)
+    fingerprints = {
+        "train": kernel_fingerprint(program.train, device),
+        "infer": kernel_fingerprint(program.infer, device),
+    }
+    bundle = issue(
+        program=program, base=base, clauses=results, keys=[key], fingerprints=fingerprints
+    )
+    write_certificate(target, bundle)
     return target
 
 

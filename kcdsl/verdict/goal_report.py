@@ -87,17 +87,15 @@ def number_text(value: float | None) -> str:
 
 
 def goal_table(outcomes: Sequence[GoalOutcome]) -> Table:
-    """Return the terminal table of `kcdsl verify`."""
+    """Return the terminal table of `kcdsl verify`; `ratio` is bound / attack."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     table.add_column("clause", no_wrap=True)
     table.add_column("goal", overflow="fold")
-    for name in ("bound", "limit", "attack", "bound/attack"):
+    for name in ("bound", "limit", "attack", "ratio", "n", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("n", justify="right")
-    table.add_column("seconds", justify="right")
     table.add_column("verdict", no_wrap=True)
     for outcome in outcomes:
         word, colour = _SHOWN[verdict_name(outcome.verdict)]

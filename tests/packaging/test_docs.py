@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -135,6 +136,20 @@ def test_decision_records_have_their_three_parts(repository: Path, number: int) 
     assert positions == sorted(positions)
     index = (repository / "docs" / "adr" / "README.md").read_text(encoding="utf-8")
     assert f"({page.name})" in index
+
+
+def test_every_published_schema_is_listed(
+    repository: Path, schemas: dict[str, dict[str, Any]]
+) -> None:
+    text = (repository / "docs" / "README.md").read_text(encoding="utf-8")
+    rows = table(text, "| document | schema | file |")
+    listed = {}
+    for _, name, link in rows:
+        (target,) = LINK.findall(link)
+        schema = json.loads((repository / "docs" / target).read_text(encoding="utf-8"))
+        listed[schema["$id"]] = schema
+        assert name.startswith("(") or name == f"`{schema['$id']}`"
+    assert listed == schemas
 
 
 def test_backend_documentation_lists_every_fragment_and_backend(repository: Path) -> None:

@@ -22,7 +22,12 @@ DTYPES: dict[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
 }
-WIDTHS = {"fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8, "float16": np.uint16, "bfloat16": np.uint16}
+WIDTHS: dict[str, Any] = {
+    "fp8_e4m3": np.uint8,
+    "fp8_e5m2": np.uint8,
+    "float16": np.uint16,
+    "bfloat16": np.uint16,
+}
 
 
 def every_number(name: str) -> np.ndarray:

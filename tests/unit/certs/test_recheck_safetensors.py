@@ -25,7 +25,7 @@ def entry(start: int = 0, stop: int = 8, dtype: str = "F32", shape: Any = (2,)) 
 
 
 def test_what_the_library_writes(tmp_path: Path) -> None:
-    values = {
+    values: dict[str, np.ndarray[Any, Any]] = {
         "a": np.arange(6, dtype=np.float32).reshape(2, 3),
         "b": np.array(1.5, dtype=np.float64),
         "c": np.zeros((0, 4), dtype=np.float16),

@@ -231,13 +231,18 @@ def test_anything_else_than_a_certificate_is_invalid(
 
 
 def test_the_stand_alone_checker_agrees(
-    folder: Path, certificate: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    certificate: Path,
+    cli: Cli,
+    capsys: pytest.CaptureFixture[str],
+    follows: Callable[..., None],
 ) -> None:
     from kcdsl_certs.__main__ import main
 
     expected = folder / "expected.json"
     ran = cli("check", certificate, "--at", AT, "--write-expectation", expected, cwd=folder)
     assert ran.code == 0
+    follows(json.loads(expected.read_text()))
     words = ["check", str(certificate), "--expect", str(expected), "--at", AT, "--complete"]
     words += ["--key", str(folder / "kcdsl.key.pub"), "--checkpoint"]
     assert main([*words, str(folder / "model.safetensors")]) == 0

@@ -121,7 +121,7 @@ def _inside(x: Box, normal: _Normal, kernel: Rounding, centre: bool, node: str) 
     if centre:
         mean = magnitude.mean(-1, keepdim=True) * (1 + 2 * gamma(n + 4))
         mean_square = (magnitude * magnitude).mean(-1, keepdim=True) * (1 + 2 * gamma(n + 4))
-        off = up(4 * u * magnitude + gamma(n + 6, u) * mean, 4)
+        off = up(4 * u * magnitude + gamma(n + 6, u) * mean + (n + 6) * kernel.eta_function, 4)
         kappa = up(4 * gamma(n + 6, u) * mean_square / normal.v.lo, 4)
         if not bool((kappa < 1).all()):
             raise NoBound(

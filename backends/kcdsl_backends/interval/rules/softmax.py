@@ -27,6 +27,8 @@ from kcdsl_backends.interval.state import SoftmaxState, State, settle
 
 _FAR = 700.0
 """Beyond this score drift a probability is taken to be 0 or 1 instead of forming exp."""
+_NEAR = 2.0**-40
+"""More than the relative error of an extremum's place."""
 
 
 def softmax(step: Step) -> SoftmaxState:
@@ -68,7 +70,7 @@ def _range(scores: Box, mask: Tensor | None) -> Box:
     above = most / (most + exclusive_sums(least) * (1 - relative))
     below = least / (least + exclusive_sums(most) * (1 + relative) + 1e-300)
     return Box(
-        _zero_outside((below * (1 - 8 * EPS)).clamp_min(0), mask),
+        _zero_outside((below * (1 - 8 * EPS) - 1e-300).clamp_min(0), mask),
         _zero_outside((above * (1 + 8 * EPS)).clamp_max(1), mask),
     )
 
@@ -91,14 +93,19 @@ def _drift(p: Box, scores: Box, mask: Tensor | None) -> Box:
     t_hi = torch.where(alone, torch.zeros_like(most_others), up(scores.hi - least_others))
     t_lo, t_hi = torch.minimum(t_lo, t_hi), torch.maximum(t_lo, t_hi)
 
-    def turning(t: Tensor) -> Tensor:
-        place = 1 / (1 + torch.exp((t / 2).clamp(-_FAR, _FAR)))
-        return torch.minimum(torch.maximum(place, p.lo), p.hi)
+    def extreme(t: Tensor) -> Tensor:
+        """Return f(p, t) at its extremum in p, tanh(t/4), or 0 where no p of the box attains it.
 
-    ends_hi = torch.maximum(_moved(p.lo, t_hi), _moved(p.hi, t_hi))
-    ends_lo = torch.minimum(_moved(p.lo, t_lo), _moved(p.hi, t_lo))
-    hi = torch.where(t_hi >= 0, _moved(turning(t_hi), t_hi), ends_hi)
-    lo = torch.where(t_lo <= 0, _moved(turning(t_lo), t_lo), ends_lo)
+        Never formed as f(p°, t): next to 1, p° rounds to 1, and 1 - p° is lost.
+        """
+        place = 1 / (1 + torch.exp((t / 2).clamp(-_FAR, _FAR)))
+        attained = (p.lo <= place * (1 + _NEAR)) & (place * (1 - _NEAR) <= p.hi)
+        return torch.where(attained, torch.tanh(t / 4), torch.zeros_like(t))
+
+    hi = torch.maximum(_moved(p.lo, t_hi), _moved(p.hi, t_hi))
+    lo = torch.minimum(_moved(p.lo, t_lo), _moved(p.hi, t_lo))
+    hi = torch.where(t_hi >= 0, torch.maximum(hi, extreme(t_hi)), hi)
+    lo = torch.where(t_lo <= 0, torch.minimum(lo, extreme(t_lo)), lo)
     hi = torch.where(t_hi > _FAR, 1 - p.lo, hi)
     lo = torch.where(t_lo < -_FAR, -p.hi, lo)
     slack = 1.0 + 256 * EPS

@@ -24,6 +24,7 @@ from kcdsl_certs.recheck.spec import FLOAT32, Kernel
 _FAR = 600.0  # beyond this a drift of the logit counts as unbounded
 _TRUST = 2.0**-49
 _ZETA = 2.0**-120
+_MARGIN = 2.0**-40  # more than the relative error of p°
 
 
 def softmax(scene: Scene, node: Node, inputs: list[Value]) -> Probabilities:
@@ -104,27 +105,28 @@ def probability_drift(p: Box, drift: Box, allowed: Bools) -> Box:
     t_lo = box.add_down(drift.lo, -np.where(several, high, 0.0))
     t_hi = box.add_up(drift.hi, -np.where(several, low, 0.0))
     t_lo, t_hi = np.where(several, t_lo, 0.0), np.where(several, t_hi, 0.0)
-    up_at = np.clip(_steepest(t_hi), p.lo, p.hi)
-    hi = np.where(
-        t_hi >= 0,
-        _moved(up_at, t_hi)[1],
-        np.maximum(_moved(p.lo, t_hi)[1], _moved(p.hi, t_hi)[1]),
-    )
-    down_at = np.clip(_steepest(t_lo), p.lo, p.hi)
-    lo = np.where(
-        t_lo <= 0,
-        _moved(down_at, t_lo)[0],
-        np.minimum(_moved(p.lo, t_lo)[0], _moved(p.hi, t_lo)[0]),
-    )
+    hi = np.maximum(_moved(p.lo, t_hi)[1], _moved(p.hi, t_hi)[1])
+    lo = np.minimum(_moved(p.lo, t_lo)[0], _moved(p.hi, t_lo)[0])
+    hi = np.where((t_hi >= 0) & _steepest_inside(p, t_hi), _greatest_move(t_hi), hi)
+    lo = np.where((t_lo <= 0) & _steepest_inside(p, t_lo), -_greatest_move(-t_lo), lo)
     hi = np.where(t_hi > _FAR, box.add_up(np.ones(()), -p.lo), hi)
     lo = np.where(t_lo < -_FAR, -p.hi, lo)
     still = ~several | ((t_lo == 0) & (t_hi == 0))
     return Box(np.where(still, 0.0, lo), np.where(still, 0.0, hi))
 
 
-def _steepest(t: Floats) -> Floats:
-    """Return p° = 1/(1 + e^{t/2}), where f(·, t) has its extremum."""
-    return np.asarray(1 / (1 + np.exp(np.clip(t, -_FAR, _FAR) / 2)))
+def _steepest_inside(p: Box, t: Floats) -> Bools:
+    """Say where p may hold p° = 1/(1 + e^{t/2}), at which |f(·, t)| is greatest: tanh(|t|/4).
+
+    f itself cannot be formed there: for t far below 0, p° is nearer to 1 than float64 can tell.
+    """
+    place = 1 / (1 + np.exp(np.clip(t, -_FAR, _FAR) / 2))
+    return np.asarray((p.lo * (1 - _MARGIN) <= place) & (place <= p.hi * (1 + _MARGIN)))
+
+
+def _greatest_move(t: Floats) -> Floats:
+    """Return an upper bound of tanh(t/4) for t ≥ 0."""
+    return box.above(np.tanh(t / 4) * (1 + 2.0**-47) + 2.0**-1000)
 
 
 def _moved(p: Floats, t: Floats) -> tuple[Floats, Floats]:

@@ -168,6 +168,7 @@ def _error(
     if centred:
         count = gamma(n + 6, u)
         from_c = 4 * u * size + count * size.mean(axis=-1, keepdims=True) * (1 + n * ULP)
+        from_c = from_c + (n + 6) * underflow(kernel)
         squares = (size**2).mean(axis=-1, keepdims=True) * (1 + (n + 8) * ULP)
         kappa = 4 * count * squares / side.v.lo * (1 + 8 * ULP)
         if not bool((kappa < 1).all()):

@@ -1,0 +1,38 @@
+"""Progress bars: on a terminal alone, on stderr alone."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from kcdsl.cli.progress import progress_bars
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
+def test_a_bar_for_each_stage(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress_bars() as progress:
+        progress("N-KL [all]", 0, 3)
+        progress("N-KL [all]", 3, 3)
+        progress("other", 1, 2)
+    shown = stream.getvalue()
+    if stream.isatty():
+        assert "N-KL [all]" in shown
+        assert "3/3" in shown
+        assert "other" in shown
+    else:
+        assert shown == ""
+    assert capsys.readouterr().out == ""
