@@ -27,6 +27,7 @@ from kcdsl_backends.interval.certified import BlockProblem, Workshop, claim_marg
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.proof import ProofBuilder, box_region, token_region
 from kcdsl_backends.requests import Request, load_requests, select
+from kcdsl_backends.threads import threads_for
 from kcdsl_certs.recheck import recheck
 
 ASSUMPTIONS = (
@@ -250,9 +251,10 @@ def _attack(
     for index in dict.fromkeys([widest, *open_cases]):
         problem: BlockProblem = shop.problem(goal.block, cases[index].tokens)
         train, infer = problem.simulators()
-        found = attack(
-            train, infer, goal.functional, cases[index].centre, cases[index].radius, seed=index
-        )
+        with threads_for(problem.size):
+            found = attack(
+                train, infer, goal.functional, cases[index].centre, cases[index].radius, seed=index
+            )
         results[index] = replace(results[index], attack=found.value)
         if strongest is None or found.value > strongest.value:
             strongest = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,7 @@ from kcdsl_backends.interval.propagate import Bounds, propagate
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State
 from kcdsl_backends.parameters import StoredParameters
+from kcdsl_backends.threads import threads_for
 
 
 def claim_margin(train: Numerics, infer: Numerics) -> float:
@@ -58,7 +60,13 @@ class BlockProblem:
 
     def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
         """Propagate the region through the graph; see `propagate`."""
-        return propagate(self.graph, self.kernels(), centre, radius)
+        with threads_for(self.size):
+            return propagate(self.graph, self.kernels(), centre, radius)
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements of the largest node."""
+        return max(math.prod(node.shape) for node in self.graph.nodes)
 
     def simulators(self) -> tuple[Simulator, Simulator]:
         """Return simulators of both kernels for the attack."""
@@ -82,11 +90,10 @@ class Workshop:
         """Return the problem of a block for a sequence; `model` depends on the ids themselves."""
         key = (block, len(tokens))
         if block == "model" or key not in self._problems:
-            graph = (
-                block_graph(self.model, block, len(tokens), tokens)
-                if block == "model"
-                else block_graph(self.model, block, len(tokens))
-            )
+            with threads_for(0):
+                graph = block_graph(
+                    self.model, block, len(tokens), tokens if block == "model" else None
+                )
             tensors = self.model.checkpoint.tensors
             problem = BlockProblem(
                 graph,
@@ -100,7 +107,8 @@ class Workshop:
 
     def centre(self, block: str, tokens: tuple[int, ...]) -> Tensor | None:
         """Return what enters the block in the training kernel, float64 [T, D]; None for `model`."""
-        x = self.model.block_inputs(list(tokens), block)
+        with threads_for(1024 * len(tokens)):
+            x = self.model.block_inputs(list(tokens), block)
         return None if x is None else x.to(self.device, torch.float64)
 
 
