@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from io import StringIO
 from typing import TextIO
@@ -25,6 +26,7 @@ SHOWN = {
 """Word with symbol, and colour, of each verdict: readable without colours too."""
 
 _UNREACHED = "–"
+_FONT = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 
 
 def print_report(report: Report, stream: TextIO) -> None:
@@ -35,10 +37,11 @@ def print_report(report: Report, stream: TextIO) -> None:
 
 
 def svg(report: Report) -> str:
-    """Return the report as an SVG picture."""
+    """Return the report as an SVG picture that fetches nothing: no font from elsewhere."""
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
     console.print(render(report))
-    return console.export_svg(title=f"kcdsl evaluate · {report.contract['name']}")
+    picture = console.export_svg(title=f"kcdsl evaluate · {report.contract['name']}")
+    return _FONT.sub("", picture)
 
 
 def render(report: Report) -> RenderableType:

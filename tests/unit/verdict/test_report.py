@@ -199,6 +199,8 @@ def test_missing_fields_are_listed() -> None:
 def test_the_picture_is_an_svg_of_the_same_report() -> None:
     picture = svg(report(ROW))
     assert picture.startswith("<svg")
+    assert "url(http" not in picture
+    assert "@font-face" not in picture
     assert "N-KL" in picture
 
 
