@@ -13,7 +13,7 @@ SHELL   := /bin/sh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-minilm test test-fast test-slow test-gpu lint type layers format \
+.PHONY: help setup tools demo demo-minilm test test-fast test-slow test-gpu lint type layers format \
         docs wheel changelog clean distclean
 
 help: ## list the targets
@@ -49,7 +49,12 @@ demo-minilm: setup ## the same road on real weights, all-MiniLM-L6-v2
 
 # --- tests ----------------------------------------------------------------------------------------
 
-test: setup lint type layers test-fast ## everything that must pass before a change goes in
+test: setup tools lint type layers test-fast ## everything that must pass before a change goes in
+
+# A second opinion that some tests ask: installed where it is missing and this may be done.
+tools:
+	@command -v openssl > /dev/null || { apt-get -qq update && apt-get -qq -y install openssl; } || { \
+	  echo "The tests ask the openssl command for a second opinion: please install openssl." >&2; exit 1; }
 
 test-fast: setup ## the fast tests alone
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not gpu"

@@ -209,7 +209,12 @@ def _build(ref: ModelRef, config: dict[str, Any], base: Path) -> tuple[nn.Module
             help=f"did you mean {near[0]!r}?" if near else "or give module: package.module:factory",
         )
     factory, rule = known
-    return factory(config), rule
+    try:
+        return factory(config), rule
+    except (RuntimeError, MemoryError) as error:
+        raise refuse(
+            codes.MODEL_CONFIG, f"no model can be built from the configuration: {error}"
+        ) from error
 
 
 def _from_factory(target: str, config: dict[str, Any], base: Path) -> nn.Module:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
-from kcdsl.model.config import Fields
+from kcdsl.model.config import LARGEST_DEPTH, Fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class BertConfig:
             vocabulary=f.count("vocab_size"),
             width=width,
             inner_width=f.count("intermediate_size"),
-            layers=f.count("num_hidden_layers"),
+            layers=f.count("num_hidden_layers", most=LARGEST_DEPTH),
             heads=heads,
             eps=f.number("layer_norm_eps", 1e-12),
             positions=f.count("max_position_embeddings", 512),

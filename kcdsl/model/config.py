@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+
+
+LARGEST_COUNT = 1 << 24
+"""No width, vocabulary or length is greater; a number beyond would only fill the memory."""
+LARGEST_DEPTH = 1 << 12
+"""The greatest number of layers."""
 
 
 class Fields:
@@ -26,14 +32,15 @@ class Fields:
         if not holds:
             raise self._refusal(message)
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer; a missing or null field takes the default."""
+    def count(self, name: str, default: int | None = None, most: int = LARGEST_COUNT) -> int:
+        """Return a positive integer up to `most`; a missing or null field takes the default."""
         value = self._raw.get(name)
         value = default if value is None else value
         self.check(value is not None, f"the field {name!r} is missing")
         good = isinstance(value, int) and not isinstance(value, bool) and value > 0
         self.check(good, f"{name!r} must be a positive integer, not {value!r}")
         assert isinstance(value, int)
+        self.check(value <= most, f"{name!r} is greater than {most}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -41,7 +48,7 @@ class Fields:
         value = self._raw.get(name, default)
         good = isinstance(value, int | float) and not isinstance(value, bool)
         self.check(
-            good and math.isfinite(value) and value > 0,
+            good and 0 < value <= sys.float_info.max,
             f"{name!r} must be a positive number, not {value!r}",
         )
         return float(value)
@@ -77,7 +84,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise refuse(
             codes.FILE_MISSING, f"cannot read the configuration {path}: {reason}"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise refuse(codes.MODEL_CONFIG, f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise refuse(codes.MODEL_CONFIG, f"{path} must hold a JSON object")

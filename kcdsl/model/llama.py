@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
-from kcdsl.model.config import Fields
+from kcdsl.model.config import LARGEST_DEPTH, Fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class LlamaConfig:
             vocabulary=f.count("vocab_size"),
             width=width,
             inner_width=f.count("intermediate_size"),
-            layers=f.count("num_hidden_layers"),
+            layers=f.count("num_hidden_layers", most=LARGEST_DEPTH),
             heads=heads,
             kv_heads=kv_heads,
             head_width=head_width,

@@ -9,13 +9,15 @@ NUMBER_PATTERN = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _DECIMAL = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?(?:[eE]([+-]?[0-9]+))?")
 _DIGITS_LIMIT = 60
 _EXPONENT_LIMIT = 400
+_MAGNITUDE_LIMIT = Fraction(10) ** 100
 
 
 def exact(text: str) -> Fraction | None:
     """Return the exact value of a decimal spelling such as `12`, `.5` or `1e-3`.
 
-    None where the spelling is no number, has more than 60 digits or an exponent beyond ±400:
-    such a number is never meant, and its exact value could fill the memory.
+    None where the spelling is no number, has more than 60 digits, or is beyond 1e100 or (but for
+    0) below 1e-100: such a number is never meant, its exact value could fill the memory, and a
+    product of a few would leave the range of float64.
     """
     match = _DECIMAL.fullmatch(text)
     if match is None:
@@ -27,6 +29,8 @@ def exact(text: str) -> Fraction | None:
     if abs(int(power)) > _EXPONENT_LIMIT:
         return None
     value = Fraction(int(digits)) * Fraction(10) ** (int(power) - len(fraction))
+    if value and not 1 / _MAGNITUDE_LIMIT <= value <= _MAGNITUDE_LIMIT:
+        return None
     return -value if sign == "-" else value
 
 

@@ -133,7 +133,7 @@ def _crosscheck_table(checks: Iterable[CrossCheck]) -> Table:
         ("requests", "right"),
         ("measured", "right"),
         ("certified", "right"),
-        ("certified/measured", "right"),
+        ("smallest ratio", "right"),
     ):
         table.add_column(name, justify="right" if justify == "right" else "left")
     for check in checks:
