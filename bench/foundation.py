@@ -1,8 +1,9 @@
 """Forward time, verification time, memory, bound and attack of one real attention block.
 
 MiniLM `attn_0` (D = 384, 12 heads, published weights) on one sentence of 17 tokens, at the point,
-the training kernel float32 torch eager, the inference kernel in three numerics. Each numerics is
-measured in a process of its own.
+the training kernel float32 torch eager, the inference kernel in float32, bfloat16 and with float8
+weights, and the coarse ones once more with casts to nearest. Each numerics is measured in a process
+of its own.
 
     make bench-foundation
 """
@@ -30,6 +31,8 @@ NUMERICS: dict[str, dict[str, Any]] = {
         "compute": "float32",
         "weights": {"format": "fp8_e4m3", "scale": "per_channel"},
     },
+    "bfloat16 nearest": {"preset": "torch-eager", "compute": "bfloat16", "casts": "nearest"},
+    "fp8-weights bfloat16 nearest": {"preset": "fp8-weights", "casts": "nearest"},
 }
 
 
@@ -49,6 +52,9 @@ class Measured:
 
 def main() -> int:
     """Measure every numerics and report."""
+    import torch
+
+    torch.set_num_threads(1)
     figures: list[Figure] = []
     for name in NUMERICS:
         # A fresh process each: peak memory cannot be reset.
@@ -60,7 +66,7 @@ def main() -> int:
 
 
 def _figures(name: str, found: Measured) -> list[Figure]:
-    where = f"MiniLM attn_0, {TOKENS} tokens, point, {name}, casts any, 1 thread"
+    where = f"MiniLM attn_0, {TOKENS} tokens, point, 1 thread"
     lower, mib = Better.LOWER, 2.0**20
     return [
         Figure(f"{name}: forward seconds", found.forward, lower, None, where),

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Refusal as refusal:
         _report(refusal.diagnostics)
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(Exit.COULD_NOT_RUN)
+        _report((Diagnostic(INTERNAL, f"a program asked to end the process: {stop.code!r}"),))
     except KeyboardInterrupt:
         print("kcdsl: interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -76,7 +76,11 @@ def _run(words: list[str]) -> int:
         hint = f"did you mean `kcdsl {close[0]}`?" if close else "`kcdsl --help` lists the commands"
         raise refuse(USAGE, f"there is no command `{name}`", help=hint)
     parser = _parser((name,) if name is not None else tuple(COMMANDS))
-    arguments = parser.parse_args(words)
+    try:
+        arguments = parser.parse_args(words)
+    except SystemExit as stop:
+        # --help, --version, or words that make no command; nothing that runs may end the process.
+        return stop.code if isinstance(stop.code, int) else int(Exit.COULD_NOT_RUN)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return int(Exit.COULD_NOT_RUN)

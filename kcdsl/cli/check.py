@@ -90,7 +90,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
     paths = [Path(name) for name in arguments.certificates]
     bundles = [_read(path) for path in paths]
     moment = _moment(arguments.at)
-    contract = find_contract(arguments.contract, Path.cwd())
+    contract = find_contract(arguments.contract, Path())
     base = contract.resolve().parent
     program = _compile(contract)
     trusted = trust_policy(arguments.key, arguments.threshold, base)

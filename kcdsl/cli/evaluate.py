@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.progress import progress_bars
     from kcdsl.release.signing import signing_key
 
-    path = find_contract(arguments.contract, Path.cwd())
+    path = find_contract(arguments.contract, Path())
     program, base = load_program(path), path.resolve().parent
     key = signing_key(arguments.sign, base)
     with progress_bars() as progress:

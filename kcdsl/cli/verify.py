@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.release.signing import signing_key
     from kcdsl.verdict.goal_report import VERIFY_SCHEMA, goal_json
 
-    path = find_contract(arguments.contract, Path.cwd())
+    path = find_contract(arguments.contract, Path())
     program, base = load_program(path), path.resolve().parent
     _refuse_inconsistent(program, path)
     chosen = _choose(program, arguments)

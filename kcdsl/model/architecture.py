@@ -84,7 +84,17 @@ class Model:
     def blocks(self) -> dict[str, nn.Module]:
         """Return every block by name."""
         own = getattr(self.module, "blocks", None)
-        found: dict[str, nn.Module] = dict(own()) if own is not None else {}
+        try:
+            found: dict[str, nn.Module] = dict(own()) if own is not None else {}
+        except (Exception, SystemExit) as error:  # foreign code may raise anything
+            raise refuse(
+                codes.MODEL_FACTORY,
+                f"blocks() of the model failed: {type(error).__name__}: {error}",
+                help="return a mapping from names to parts of the module",
+            ) from error
+        foreign = [name for name, part in found.items() if not isinstance(part, nn.Module)]
+        if foreign:
+            raise refuse(codes.MODEL_FACTORY, f"the block {foreign[0]!r} is no torch.nn.Module")
         return found | {"model": self.module}
 
     def block_names(self) -> tuple[str, ...]:
@@ -140,7 +150,7 @@ class Model:
         try:
             with torch.no_grad():
                 self.module(ids)
-        except Exception as error:  # foreign code may raise anything
+        except (Exception, SystemExit) as error:  # foreign code may raise anything
             if self.built_in or isinstance(error, Refusal):
                 raise
             raise refuse(
@@ -227,7 +237,7 @@ def _from_factory(target: str, config: dict[str, Any], base: Path) -> nn.Module:
     try:
         factory = getattr(import_module(name), attribute)
         module = factory(config)
-    except Exception as error:  # foreign code may raise anything
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
         raise refuse(
             codes.MODEL_FACTORY, f"{target} failed: {type(error).__name__}: {error}"
         ) from error

@@ -10,7 +10,6 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 
-
 LARGEST_COUNT = 1 << 24
 """No width, vocabulary or length is greater; a number beyond would only fill the memory."""
 LARGEST_DEPTH = 1 << 12

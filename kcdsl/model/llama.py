@@ -18,6 +18,17 @@ from torch.nn import functional as F
 from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
 from kcdsl.model.config import LARGEST_DEPTH, Fields
 
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""The positive numbers that each form of RoPE scaling needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
@@ -57,7 +68,14 @@ class LlamaConfig:
         positions = f.count("max_position_embeddings", 2048)
         if f.flag("use_sliding_window", True):
             positions = min(positions, f.count("sliding_window", positions))
-        theta = f.number("rope_theta", float(rope.get("rope_theta", 10000.0)))
+        scaling = Fields(rope, "llama RoPE")
+        for name in _ROPE_FIELDS.get(kind, ()):
+            scaling.check(name in rope, f"the field {name!r} is missing")
+            scaling.number(name, 1.0)
+        if kind == "llama3":
+            ordered = rope["low_freq_factor"] < rope["high_freq_factor"]
+            scaling.check(ordered, "'low_freq_factor' must be less than 'high_freq_factor'")
+        theta = f.number("rope_theta", scaling.number("rope_theta", 10000.0))
         return cls(
             vocabulary=f.count("vocab_size"),
             width=width,

@@ -23,7 +23,7 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.crosscheck import Certify
 from kcdsl_backends.empirical.evaluation import Evaluation, Progress, evaluate
 from kcdsl_backends.empirical.kernels import load_kernel
-from kcdsl_backends.empirical.precheck import weights_digests
+from kcdsl_backends.empirical.precheck import watch_weights, weights_digests
 from kcdsl_backends.empirical.setting import Setting
 from kcdsl_backends.requests import Request, RequestFile, load_requests, select
 
@@ -105,6 +105,7 @@ class EmpiricalBackend:
             certify=_certify(program, model) if crosscheck else None,
             seed=seed,
             seconds=seconds,
+            changed_weights=watch_weights({"train": train, "infer": infer}),
         )
         return evaluate(setting, progress)
 

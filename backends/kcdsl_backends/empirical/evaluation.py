@@ -219,7 +219,7 @@ def _prechecks(
         [runs[r.key].unit for r in requests],
         probes,
         encoder=setting.encoder,
-        checkpoints=setting.weights,
+        checkpoints={**setting.weights, **setting.changed_weights()},
         temperature=plan.temperature,
     )
 

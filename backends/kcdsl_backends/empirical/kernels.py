@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import AttentionProgram, Composed, ScaledDotProduct, use_attention
@@ -95,6 +96,14 @@ class TorchKernel:
         """Return what certificates bind; see `kcdsl.model.fingerprint`."""
         return kernel_fingerprint(self.ref, self.device.type)
 
+    def weights_digest(self) -> str:
+        """Return the sha256 of the parameters that the kernel holds now."""
+        found = hashlib.sha256()
+        for name, tensor in self.module.named_parameters():
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return found.hexdigest()
+
     def _run(self, program: Any, argument: Tensor) -> Tensor:
         watch = self.interception if self.interception is not None else nullcontext()
         try:
@@ -106,6 +115,12 @@ class TorchKernel:
                 f"{self.ref.run} ({self.numerics.compute}) failed on {self.device.type}:"
                 f" {_first_line(error)}",
                 help=f"other adapters: {', '.join(a for a in ADAPTERS if a != self.ref.run)}",
+            ) from error
+        except (Exception, SystemExit) as error:  # foreign code may raise anything
+            if self.model.built_in or isinstance(error, Refusal):
+                raise
+            raise refuse(
+                codes.MODEL_FACTORY, f"the model failed: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(result, Tensor):
             raise refuse(

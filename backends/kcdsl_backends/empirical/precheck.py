@@ -228,6 +228,13 @@ def _outcome(
     return Precheck(name, "passed" if good else "failed", detail, value, blocking)
 
 
+def watch_weights(kernels: Mapping[str, Kernel]) -> Callable[[], Mapping[str, str]]:
+    """Return a function that names the kernels whose weights are other than they are now."""
+    readers = {s: r for s, k in kernels.items() if (r := getattr(k, "weights_digest", None))}
+    before = {side: read() for side, read in readers.items()}
+    return lambda: {s: "changed" for s, read in readers.items() if read() != before[s]}
+
+
 def weights_digests(train: Kernel, infer: Kernel, loaded: str, now: str) -> dict[str, str]:
     """Return the digests that must agree: of the weights as loaded, of the file as it is now, and
     of the weights each kernel was built from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -195,11 +196,11 @@ def _figures(clause: Clause, judge: Judge) -> _Figures:
         label(term),
         _unit(term),
         op,
-        float(left.value),
+        _double(left.value),
         _float(left.low),
         _float(left.high),
         n,
-        float(threshold.value),
+        _double(threshold.value),
     )
 
 
@@ -221,7 +222,7 @@ def _nothing(clause: Clause) -> _Figures:
     swapped = isinstance(comparison.left, Number)
     term = comparison.right if swapped else comparison.left
     other = comparison.left if swapped else comparison.right
-    threshold = float(other.value) if isinstance(other, Number) else None
+    threshold = _double(other.value) if isinstance(other, Number) else None
     op = _FLIPPED[comparison.op] if swapped else comparison.op
     return _Figures(label(term), _unit(term), op, None, None, None, 0, threshold)
 
@@ -240,7 +241,15 @@ def _unit(term: Term) -> str:
 
 
 def _float(limit: Fraction | None) -> float | None:
-    return None if limit is None else float(limit)
+    return None if limit is None else _double(limit)
+
+
+def _double(value: Fraction) -> float:
+    """Return the nearest float64; infinite beyond the greatest."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 # --- counterexamples -----------------------------------------------------------------------------

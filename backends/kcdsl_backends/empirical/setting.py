@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,3 +41,5 @@ class Setting:
     seed: int = 0
     seconds: float = 20.0
     """How long runs may be timed."""
+    changed_weights: Callable[[], Mapping[str, str]] = dict
+    """Names the kernels whose weights are no longer those that were loaded."""

@@ -1,0 +1,91 @@
+"""Configurations and modules that would crash, hang or end the process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics.codes import MODEL_CONFIG, MODEL_FACTORY
+from kcdsl.ir.terms import KernelRef, ModelRef
+from kcdsl.model.architecture import load_model
+from kcdsl.model.config import read_config
+from kcdsl.model.llama import LlamaConfig
+from kcdsl_backends.empirical.kernels import load_kernel
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 1, "high_freq_factor": "x"}}, "high_freq"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 1, "high_freq_factor": 1}}, "less than"),
+        ({"rope_parameters": {"rope_theta": "abc"}}, "rope_theta"),
+    ],
+)
+def test_a_number_that_no_model_has_is_refused(change: dict[str, Any], word: str) -> None:
+    with pytest.raises(Refusal) as refusal:
+        LlamaConfig.read(CONFIG | change)
+    (diagnostic,) = refusal.value.diagnostics
+    assert diagnostic.code == MODEL_CONFIG
+    assert word in diagnostic.message
+
+
+def test_a_deep_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(Refusal) as refusal:
+        read_config(tmp_path / "config.json")
+    assert refusal.value.diagnostics[0].code == MODEL_CONFIG
+
+
+SOURCE = """
+import torch
+class Net(torch.nn.Module):
+    encoder_only = True
+    def forward(self, ids):
+        {forward}
+        return torch.zeros(len(ids), 4)
+    def blocks(self):
+        {blocks}
+        return {{"attn_0": self}}
+def build(config):
+    {build}
+    return Net()
+"""
+
+
+@pytest.mark.parametrize("statement", ["raise SystemExit(0)", "raise ValueError('no')", "1 / 0"])
+@pytest.mark.parametrize("place", ["forward", "blocks", "build"])
+def test_a_module_may_neither_end_the_process_nor_crash_it(
+    place: str, statement: str, tmp_path: Path
+) -> None:
+    body = {"forward": "", "blocks": "", "build": ""} | {place: statement}
+    (tmp_path / "hostile.py").write_text(SOURCE.format(**body))
+    save_file({}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
+    ref = ModelRef("model.safetensors", module="hostile:build", tokenizer="bytes")
+    with pytest.raises(Refusal) as refusal:
+        use(ref, tmp_path)
+    assert refusal.value.diagnostics[0].code == MODEL_FACTORY
+
+
+def use(ref: ModelRef, folder: Path) -> None:
+    """Do with a model what every command does."""
+    model = load_model(ref, folder)
+    model.block_names()
+    load_kernel(KernelRef("torch.eager", {"preset": "torch-eager"}), model, "cpu")
