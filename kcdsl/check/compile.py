@@ -106,8 +106,13 @@ def _slice(raw: RawSlice, reporter: Reporter) -> ir.Slice | None:
 def _note_absent_files(raw: RawContract, folder: Path, reporter: Reporter) -> None:
     named: list[Scalar] = []
     if isinstance(raw.model, Mapping):
-        nodes = (raw.model.get(name) for name in ("checkpoint", "config", "tokenizer"))
-        named += [node for node in nodes if isinstance(node, Scalar)]
+        fields = ("checkpoint", "config", "tokenizer")
+        nodes = {name: raw.model.get(name) for name in fields}
+        named += [
+            node
+            for name, node in nodes.items()
+            if isinstance(node, Scalar) and (name, node.text) != ("tokenizer", "bytes")
+        ]
     named += [node for node in (raw.data, *(s.data for s in raw.slices)) if node is not None]
     for node in named:
         if node.text.startswith("package:"):

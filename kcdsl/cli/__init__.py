@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
+from io import TextIOWrapper
 from types import ModuleType
 
 from kcdsl import __version__
 from kcdsl.diagnostics import Diagnostic, Refusal, refuse
-from kcdsl.diagnostics.codes import INPUT_OUTPUT, INTERNAL, USAGE
+from kcdsl.diagnostics.codes import INPUT_OUTPUT, INTERNAL, NO_PACKAGE, USAGE
 from kcdsl.exits import Exit
 
 COMMANDS: dict[str, str] = {
@@ -35,6 +36,7 @@ _INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `kcdsl.exits`; 130 when interrupted)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _mend_streams()
     traceback = "--traceback" in words or os.environ.get("KCDSL_TRACEBACK") == "1"
     try:
         code = _run(words)
@@ -57,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if traceback:
             raise
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("kcdsl"):
+            missing = f"the package {error.name} is not installed"
+            _report((Diagnostic(NO_PACKAGE, missing, help="`kcdsl doctor` says how to get it"),))
+            return int(Exit.COULD_NOT_RUN)
         _report(
             (
                 Diagnostic(
@@ -125,6 +131,17 @@ def _report(diagnostics: Sequence[Diagnostic]) -> None:
     from kcdsl.diagnostics.render.full import render_full
 
     print(render_full(diagnostics, sys.stderr), file=sys.stderr)
+
+
+def _mend_streams() -> None:
+    """Make both streams able to take any text: one that is closed takes it to nowhere, and one
+    whose encoding lacks a character shows its escape."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _abandon_stdout() -> None:

@@ -617,6 +617,12 @@ UNKNOWN_CODE = _declare(
     "unknown code",
     "No diagnostic has this code.",
 )
+NO_PACKAGE = _declare(
+    "KC903",
+    "package missing",
+    """A Python package that kcdsl depends on is not installed. `kcdsl doctor` names the command
+    that installs it.""",
+)
 INTERNAL = _declare(
     "KC999",
     "internal error",

@@ -40,7 +40,7 @@ FLUSHED = 1e-35
 
 
 def kernel(program: tuple[str, str], **numerics: Any) -> KernelRef:
-    return KernelRef(program[0], {"preset": program[1], **numerics})
+    return KernelRef(program[0], tuple({"preset": program[1], **numerics}.items()))
 
 
 KERNELS: dict[str, KernelRef] = {

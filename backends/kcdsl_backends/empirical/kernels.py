@@ -101,7 +101,7 @@ class TorchKernel:
         found = hashlib.sha256()
         for name, tensor in self.module.named_parameters():
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return found.hexdigest()
 
     def _run(self, program: Any, argument: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from kcdsl.ir.terms import (
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl.verdict.report import report_schema
 from kcdsl_backends.empirical.evaluation import evaluate
+from kcdsl_backends.empirical.precheck import watch_weights
 
 FIELDS = (
     "build_fingerprint",
@@ -203,6 +204,27 @@ def test_different_weights_block_every_clause_but_the_traces(lab: Any) -> None:
     assert verdicts.pop("O-TRACE") == "held"
     assert set(verdicts.values()) == {"invalid_evidence"}
     assert outcome(found, "weights_checksum").blocking
+
+
+def test_a_kernel_that_changes_its_weights_while_it_runs_is_blocked(lab: Any) -> None:
+    class Learning(lab.kernel):  # type: ignore[misc,name-defined]
+        runs = 0
+
+        def weights_digest(self) -> str:
+            return str(self.runs)
+
+    train, infer = Learning(name="train"), lab.kernel(name="infer")
+    watch = watch_weights({"train": train, "infer": infer})
+    assert watch() == {}
+    found = lab.evaluate(*strict(lab), train=train, infer=infer, changed_weights=watch)
+    assert outcome(found, "weights_checksum").outcome == "passed"
+    Learning.runs = 1
+    assert watch() == {"train": "changed"}
+    found = lab.evaluate(*strict(lab), train=train, infer=infer, changed_weights=watch)
+    assert outcome(found, "weights_checksum").outcome == "failed"
+    verdicts = {row.clause: row.to_json()["verdict"] for row in found.report.clauses}
+    assert set(verdicts.values()) == {"held", "invalid_evidence"}
+    assert verdicts["O-TRACE"] == "held"
 
 
 def test_a_kernel_that_is_not_deterministic_is_named(lab: Any) -> None:

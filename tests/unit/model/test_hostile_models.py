@@ -88,4 +88,4 @@ def use(ref: ModelRef, folder: Path) -> None:
     """Do with a model what every command does."""
     model = load_model(ref, folder)
     model.block_names()
-    load_kernel(KernelRef("torch.eager", {"preset": "torch-eager"}), model, "cpu")
+    load_kernel(KernelRef("torch.eager", (("preset", "torch-eager"),)), model, "cpu")

@@ -1,0 +1,77 @@
+"""Whatever stdout and stderr are, a command ends with its own exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kcdsl.cli import main
+
+ENTRY = "import sys; from kcdsl.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def run(redirection: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[bytes]:
+    """Run the command line through a shell that closes or redirects a stream."""
+    line = f'exec "$0" -c "$1" {" ".join(arguments)} {redirection}'
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    return subprocess.run(
+        ["sh", "-c", line, sys.executable, ENTRY],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("redirection", ["", ">&-", "2>&-", ">&- 2>&-", "<&-"])
+def test_a_closed_stream_changes_no_exit_code(redirection: str, tmp_path: Path) -> None:
+    listed = run(redirection, "explain", folder=tmp_path)
+    assert listed.returncode == 0
+    refused = run(redirection, "lint", "none.yaml", folder=tmp_path)
+    assert refused.returncode == 2
+    for ran in (listed, refused):
+        assert b"error[KC999]" not in ran.stdout + ran.stderr
+    assert b"error" not in refused.stdout
+
+
+def test_a_full_disc_is_an_answer(tmp_path: Path) -> None:
+    ran = run(">/dev/full", "explain", folder=tmp_path)
+    assert ran.returncode == 2
+    assert b"KC602" in ran.stderr
+
+
+def test_a_character_that_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+    ran = run("", "lint", "n\u00f6.yaml", folder=tmp_path)
+    assert ran.returncode == 2
+    assert b"n\\xf6.yaml" in ran.stderr or b"n\\udcc3" in ran.stderr
+
+
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(arguments: object) -> int:
+        raise ModuleNotFoundError("No module named 'cryptography.x'", name="cryptography.x")
+
+    monkeypatch.setattr("kcdsl.cli.backends.run", load)
+    assert main(["backends"]) == 2
+    told = capsys.readouterr().err
+    assert "KC903" in told
+    assert "cryptography.x" in told
+    assert "kcdsl doctor" in told
+
+
+def test_a_command_cannot_end_the_process_with_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(arguments: object) -> int:
+        raise SystemExit(0)
+
+    monkeypatch.setattr("kcdsl.cli.backends.run", leave)
+    assert main(["backends"]) == 2
+    assert "KC999" in capsys.readouterr().err
+    assert main(["backends", "--help"]) == 0
