@@ -55,6 +55,7 @@ def _product_error(x: Box, weight: Tensor, bias: Tensor | None, kernel: Rounding
     if bias is not None:
         total = up(total + bias.abs())
     error = accumulation_error(total, terms + 2, kernel)
+    error = error + flushing_error(x.mag(), weight.T.abs(), kernel)
     if bias is not None and kernel.free and kernel.coarse:
         slack = max(2.0**-10, gamma(terms + 2, kernel.u_accumulate))
         stored = kernel.compute
@@ -67,6 +68,18 @@ def accumulation_error(total: Tensor, steps: int, kernel: Rounding) -> Tensor:
     error = up(gamma(steps, kernel.u_accumulate) * total + steps * kernel.eta_accumulate, 2)
     largest = FORMATS[kernel.numerics.accumulate].largest
     return torch.where(total + error <= largest, error, torch.inf)
+
+
+def flushing_error(left: Tensor, right: Tensor, kernel: Rounding) -> Tensor | float:
+    """Return how much a product loses where subnormal numbers count as zero.
+
+    Matrix units of coarse formats may do so with operands, products and partial sums:
+    2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Nothing for kernels that compute in float32.
+    """
+    if not kernel.coarse:
+        return 0.0
+    sizes = left.sum(-1, keepdim=True) + right.sum(-2, keepdim=True) + (2 * left.shape[-1] + 4)
+    return up(2.0**-126 * (sizes * _DIVISION), 2)
 
 
 def activation_error(x: Box, kernel: Rounding, node: str) -> Tensor | None:
@@ -146,4 +159,5 @@ def _matmul_error(step: Step, a: Box, b: Box, kernel: Rounding) -> Tensor:
     terms = a.shape[-1]
     scaled_apart = step.node.role == "scores" and kernel.numerics.attention.style == "fused"
     steps = terms + (6 if scaled_apart else 2)
-    return accumulation_error(magnitude_product(a.mag(), b.mag()), steps, kernel)
+    summed = accumulation_error(magnitude_product(a.mag(), b.mag()), steps, kernel)
+    return up(summed + flushing_error(a.mag(), b.mag(), kernel), 2)

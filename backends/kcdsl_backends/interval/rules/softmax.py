@@ -22,7 +22,7 @@ from kcdsl_backends.interval.box import (
 from kcdsl_backends.interval.context import Step
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.linear import accumulation_error
+from kcdsl_backends.interval.rules.linear import accumulation_error, flushing_error
 from kcdsl_backends.interval.state import SoftmaxState, State, settle
 
 _FAR = 700.0
@@ -221,5 +221,6 @@ def _context_error(p: Box, rounding: Tensor, values: Box, kernel: Rounding) -> T
     steps = keys + 2 * tile_count(keys, kernel) + 4
     magnitude = values.mag()
     wrong = magnitude_product(rounding, magnitude)
-    total = magnitude_product(up(p.hi + rounding), magnitude)
-    return up(wrong + accumulation_error(total, steps, kernel), 4)
+    weights = up(p.hi + rounding)
+    summed = accumulation_error(magnitude_product(weights, magnitude), steps, kernel)
+    return up(wrong + summed + flushing_error(weights, magnitude, kernel), 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Node
@@ -75,11 +76,25 @@ def _linear_error(kernel: Kernel, x: Cells, w: Cells, b: Cells, biased: bool) ->
     sums = product(x.shape, x.mags, w.shape, w.mags)
     sizes = [s + bias[k % len(bias)] for k, s in enumerate(sums)]
     errors = _accumulated(kernel, sizes, n + 2, n + 2)
+    lost = _flushed(kernel, x.shape, x.mags, w.shape, w.mags)
+    errors = [e + f for e, f in zip(errors, lost, strict=True)]
     if biased and not kernel.nearest and kernel.coarse:
         u, slack = Fraction(kernel.compute.u), max(Fraction(1, 1024), gamma(n + 2, _u(kernel)))
         extra = [u * (1 + slack) * s + eta(kernel.compute) for s in sizes]
         return [e + x for e, x in zip(errors, extra, strict=True)]
     return errors
+
+
+def _flushed(
+    kernel: Kernel, a: Shape, x: Sequence[Fraction], b: Shape, y: Sequence[Fraction]
+) -> list[Fraction]:
+    """Return 2^-126·(Σ|a| + Σ|b| + 2n + 4) for compute coarser than float32, else zeros."""
+    left = product(a, x, b, [Fraction(1)] * len(y))
+    if not kernel.coarse:
+        return [ZERO] * len(left)
+    right = product(a, [Fraction(1)] * len(x), b, y)
+    more = 2 * a[-1] + 4
+    return [(i + j + more) * (1 + _SMALL) / 2**126 for i, j in zip(left, right, strict=True)]
 
 
 def _u(kernel: Kernel) -> float:
@@ -167,7 +182,9 @@ def matmul_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
             roundings = n + 6
         elif kernel.fused and node.role == "context":
             roundings = underflows = n + 2 * -(-n // kernel.tile) + 4
-        errors.append(_accumulated(kernel, sizes, roundings, underflows))
+        lost = _flushed(kernel, left.shape, left.mags, right.shape, right.mags)
+        sums = _accumulated(kernel, sizes, roundings, underflows)
+        errors.append([e + f for e, f in zip(sums, lost, strict=True)])
     inner = scene.train.accumulate, scene.infer.accumulate
     exact = matmul(a.t, b.t), matmul(a.i, b.i), d
     return settle(scene, node, exact, (errors[0], errors[1]), inner)

@@ -8,7 +8,7 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import ULP, Bools, Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rules.linear import accumulated, check_product
+from kcdsl_certs.recheck.rules.linear import accumulated, check_product, flushed
 from kcdsl_certs.recheck.rules.state import (
     Mask,
     Probabilities,
@@ -218,6 +218,7 @@ def _context_error(kernel: Kernel, p: Box, rounding: Floats, v: Box, n: int) -> 
     size = box.mag(v)
     weights = box.up(box.lifted(p.hi) + box.lifted(rounding))
     sums = accumulated(kernel, box.product_up(weights, size), count, count)
+    sums = sums + flushed(kernel, weights, size)
     return box.up(box.product_up(box.lifted(rounding), size) + sums)
 
 

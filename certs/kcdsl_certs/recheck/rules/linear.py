@@ -21,6 +21,7 @@ from kcdsl_certs.recheck.rules.state import (
 from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONENT, Format, Kernel
 
 _SMALL = 2.0**-20
+_FLUSHED = 2.0**-126
 
 
 def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -64,11 +65,23 @@ def _error(kernel: Kernel, x: Box, weight: Floats, bias: Floats, biased: bool) -
     size = box.product_up(box.mag(x), box.lifted(np.abs(weight)).T)
     size = box.up(size + box.lifted(np.abs(bias)))
     error = accumulated(kernel, size, x.shape[-1] + 2, x.shape[-1] + 2)
+    error = error + flushed(kernel, box.mag(x), box.lifted(np.abs(weight)).T)
     if biased and not kernel.nearest and kernel.coarse:
         # The product may be stored before the bias is added; it is at most (1 + γ) S.
         slack = max(2.0**-10, gamma(x.shape[-1] + 2, kernel.accumulate.u))
         error = box.up(error + kernel.compute.u * (1 + slack) * size + kernel.compute.eta)
     return error
+
+
+def flushed(kernel: Kernel, left: Floats, right: Floats) -> Floats | float:
+    """Return what kernels coarser than float32 lose by reading and storing subnormals as zero.
+
+    Each operand, product and partial sum may lose up to 2^-126: an operand times what it meets.
+    """
+    if not kernel.coarse:
+        return 0.0
+    rows, columns = left.sum(axis=-1, keepdims=True), right.sum(axis=-2, keepdims=True)
+    return box.up((rows + columns + 2 * left.shape[-1] + 4) * (1 + _SMALL)) * _FLUSHED
 
 
 def accumulated(kernel: Kernel, size: Floats, roundings: int, underflows: int) -> Floats:
@@ -147,7 +160,8 @@ def matmul(scene: Scene, node: Node, inputs: list[Value]) -> State:
     errors = []
     for kernel, left, right in ((scene.train, a.t, b.t), (scene.infer, a.i, b.i)):
         size = box.product_up(box.mag(left), box.mag(right))
-        errors.append(accumulated(kernel, size, *_roundings(kernel, node, n)))
+        error = accumulated(kernel, size, *_roundings(kernel, node, n))
+        errors.append(box.up(error + flushed(kernel, box.mag(left), box.mag(right))))
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, (y_t, y_i, d), (errors[0], errors[1]), inner)
 
