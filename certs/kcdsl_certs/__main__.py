@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from kcdsl_certs.combined import Combined
@@ -89,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> Combined:
+    if options.recheck and find_spec("numpy") is None:
+        raise Reject("recheck/no-numpy", "--recheck needs numpy: pip install numpy")
     bundles = [_read(path) for path in options.certificates]
     with options.expect.open("rb") as file:
         document = file.read(_LARGEST_EXPECTATION + 1)

@@ -87,6 +87,8 @@ def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl_certs.report import refused
     from kcdsl_certs.verify import verify
 
+    if arguments.recheck:
+        _refuse_without_numpy()
     paths = [Path(name) for name in arguments.certificates]
     bundles = [_read(path) for path in paths]
     moment = _moment(arguments.at)
@@ -125,6 +127,19 @@ def _report(arguments: argparse.Namespace) -> Combined:
 
     reports = tuple((str(p), run(p, b)) for p, b in zip(paths, bundles, strict=True))
     return Combined(reports, arguments.complete)
+
+
+def _refuse_without_numpy() -> None:
+    """Refuse a re-derivation that cannot run, instead of calling the certificate invalid."""
+    from importlib.util import find_spec
+
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import NO_PACKAGE
+
+    if find_spec("numpy") is None:
+        raise refuse(
+            NO_PACKAGE, "--recheck needs numpy, which is not installed", help="pip install numpy"
+        )
 
 
 def _compile(contract: Path) -> Program:

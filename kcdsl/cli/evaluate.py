@@ -178,9 +178,9 @@ def _write(
     import json
 
     from kcdsl.release.kernels import kernels_document
-    from kcdsl.source.writing import NewFile, write_together
+    from kcdsl.source.writing import NewFile, make_folder, write_together
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lines = (json.dumps(t, allow_nan=False, separators=(",", ":")) + "\n" for t in traces)
     files = [
         NewFile(folder / "report.json", report.dumps().encode(), 0o644),

@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Exit:
     """Write both files or none; the private one is readable by its owner alone."""
     from kcdsl.release.keys import password_from
-    from kcdsl.source.writing import NewFile, write_together
+    from kcdsl.source.writing import NewFile, make_folder, write_together
     from kcdsl_certs.keys import Algorithm, generate
 
     variable = arguments.password_env
@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     key = generate(Algorithm(arguments.algorithm))
     private = Path(arguments.output)
     public = private.with_name(private.name + ".pub")
+    make_folder(private.parent)
     write_together(
         [
             NewFile(private, key.to_pem(password), 0o600),

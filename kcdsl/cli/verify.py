@@ -302,6 +302,8 @@ def _print(
         console.print(f"\n{item.clause_id} on {item.slice} is implied:", markup=False)
         for step in item.steps:
             console.print(f"  {step}", highlight=False, markup=False)
+    for text in dict.fromkeys(note for outcome in outcomes for note in outcome.notes):
+        print(f"note: {text}", file=sys.stderr)
     if certificate is None:
         note = "not certified: no signing key (kcdsl keygen -o kcdsl.key makes one)"
         print(note, file=sys.stderr)

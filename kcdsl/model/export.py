@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Sequence
@@ -82,7 +84,9 @@ def _export(block: str, module: nn.Module, example: Tensor) -> torch.export.Expo
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        # A failing export prints the whole graph; the refusal below says what matters.
+        quiet = contextlib.redirect_stderr(io.StringIO())
+        with warnings.catch_warnings(), torch.no_grad(), quiet:
             warnings.simplefilter("ignore")
             program = torch.export.export(module, (example,), strict=False)
             if _writes_in_place(program):

@@ -17,11 +17,16 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o644) -> None:
 
     Raises Refusal where that fails.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise refuse(INPUT_OUTPUT, f"{path.parent} cannot be made: {error.strerror}") from error
+    make_folder(path.parent)
     write_together([NewFile(path, data, mode)], replace=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and what is above it; raises Refusal where that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refuse(INPUT_OUTPUT, f"{folder} cannot be made: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)

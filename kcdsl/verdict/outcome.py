@@ -44,6 +44,8 @@ class GoalOutcome:
     proof: bytes | None = None
     confirmed: bool = False
     """Whether a second implementation re-derived the proof."""
+    notes: tuple[str, ...] = ()
+    """What people should know beside the verdict, such as numerics that no adapter here keeps."""
 
     @property
     def bound(self) -> float:

@@ -106,9 +106,13 @@ def _parts(formula: Formula) -> Iterator[Formula]:
         yield formula
 
 
+DEFAULT_BLOCK = "attn_0"
+"""The block that is compared with its certified bound whether a clause names it or not."""
+
+
 def drift_blocks(program: Program) -> tuple[str, ...]:
     """Return the blocks that drift clauses name, in order; `attn_0` first, whether named or not."""
-    named = ["attn_0"]
+    named = [DEFAULT_BLOCK]
     for clause in program.clauses:
         named += [t.of.block for t in terms_of(clause.require) if isinstance(t, Norm)]
     return tuple(dict.fromkeys(named))

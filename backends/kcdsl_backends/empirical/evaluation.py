@@ -13,6 +13,7 @@ from kcdsl.verdict.model import Violated
 from kcdsl.verdict.report import ClauseResult, CrossCheck, Precheck, Report
 from kcdsl_backends.empirical import precheck, runtime
 from kcdsl_backends.empirical.clauses import (
+    DEFAULT_BLOCK,
     conjuncts,
     drift_blocks,
     measured_norms,
@@ -185,7 +186,15 @@ def _crosschecks(
     if setting.certify is None:
         return (), ("no certified bounds were available, so nothing was cross-checked",)
     usable = [r for r in requests if runs[r.key].unit.failure is None]
-    blocks = [b for b in drift_blocks(setting.program) if b in setting.blocks and b != "model"]
+    named = drift_blocks(setting.program)
+    absent = [b for b in named if b not in (*setting.blocks, "model", DEFAULT_BLOCK)]
+    if absent:
+        raise refuse(
+            codes.UNKNOWN_BLOCK,
+            f"a clause speaks about the block {absent[0]}, which the model does not have",
+            help=f"blocks: {', '.join(sorted(setting.blocks))}",
+        )
+    blocks = [b for b in named if b in setting.blocks and b != "model"]
     checks: list[CrossCheck] = []
     for block in blocks:
         found = []

@@ -14,7 +14,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from kcdsl.model.attention import SDP_BACKENDS
-from kcdsl_backends.empirical.adapters import Adapter
+from kcdsl_backends.adapters import Adapter
 
 _SOFTMAX = frozenset({"softmax", "_softmax"})
 _PRODUCTS = frozenset({

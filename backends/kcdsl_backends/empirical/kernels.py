@@ -21,7 +21,7 @@ from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.numerics import Numerics, Weights
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
-from kcdsl_backends.empirical.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
+from kcdsl_backends.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
 from kcdsl_backends.empirical.interception import Interception
 
 TORCH_TYPES = {

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kcdsl.diagnostics import codes, refuse
-from kcdsl.ir.terms import EvidenceKind, Program, RegionKind
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
+from kcdsl_backends.adapters import find_adapter, refuse_unserved
 from kcdsl_backends.attack.search import Attack, attack
 from kcdsl_backends.interval.certified import BlockProblem, Workshop, claim_margin, functional_bound
 from kcdsl_backends.interval.errors import NoBound
@@ -58,6 +60,7 @@ class _Options:
     attacks: bool
     confirm: bool
     progress: Progress | None
+    notes: tuple[str, ...]
 
 
 class IntervalBackend:
@@ -92,10 +95,15 @@ class IntervalBackend:
             Refusal: the model, the kernels, the data or a block cannot be used.
         """
         model = load_model(program.model, base)
-        shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device(device))
+        train, infer = resolve(program.train), resolve(program.infer)
+        shop = Workshop(model, train, infer, torch.device(device))
         for goal in goals:
             model.block(goal.block)
-        options = _Options(attacks, confirm, progress)
+        notes = (
+            *_unserved(program.train, train, "training", device),
+            *_unserved(program.infer, infer, "inference", device),
+        )
+        options = _Options(attacks, confirm, progress, notes)
         return tuple(self._decide(program, base, shop, goal, options) for goal in goals)
 
     def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
@@ -138,14 +146,27 @@ class IntervalBackend:
         return GoalOutcome(
             goal=goal,
             verdict=verdict,
-            evidence=Evidence(EvidenceKind.PROOF, n=len(cases), assumptions=ASSUMPTIONS),
+            evidence=Evidence(
+                EvidenceKind.PROOF, n=len(cases), assumptions=(*ASSUMPTIONS, *options.notes)
+            ),
             backend=self.name,
             cases=tuple(outcomes),
             seconds=time.perf_counter() - started,
             peak_bytes=_peak_bytes(),
             proof=proof,
             confirmed=proof is not None and options.confirm,
+            notes=options.notes,
         )
+
+
+def _unserved(kernel: KernelRef, numerics: Numerics, side: str, device: str) -> tuple[str, ...]:
+    """Return why the kernel's adapter does not compute as the numerics say; empty if it does."""
+    try:
+        refuse_unserved(kernel.run, find_adapter(kernel.run), numerics, device)
+    except Refusal as refusal:
+        reason = refusal.diagnostics[0].message
+        return (f"the {side} kernel keeps numerics that were never run here: {reason}",)
+    return ()
 
 
 def _slice_rows(program: Program, base: Path, model: Model, name: str) -> tuple[Request, ...]:
@@ -157,7 +178,7 @@ def _slice_rows(program: Program, base: Path, model: Model, name: str) -> tuple[
             f"the slice {name!r} has no data",
             help="name a JSONL file: `data:` of the contract or of the slice",
         )
-    return select(load_requests(base / data, data, model.tokenizer.encode), declared)
+    return select(load_requests(base / data, data, model.tokenizer.encode, model.ids), declared)
 
 
 def _without_rows(goal: Goal, backend: str) -> GoalOutcome:

@@ -232,3 +232,18 @@ def test_certificate_and_proof_are_written_together(cli: Any, write: Write, fold
     assert names == ["N-0.proof.json", "verify-attn_0.cert.json"]
     checked = cli("check", folder / "out" / "verify-attn_0.cert.json", "--recheck", cwd=folder)
     assert checked.code == 0, checked.stdout
+
+
+def test_numerics_that_no_adapter_keeps_are_named(cli: Any, write: Write, folder: Path) -> None:
+    """A specification finer than the program is proved as stated, and said to be only a claim."""
+    path = write(HELD)
+    path.write_text(
+        path.read_text().replace(
+            "compute: float32}}", "compute: float32, attention: {exp_ulps: 1}}}"
+        )
+    )
+    ran = cli("verify", "--json", cwd=folder)
+    assert ran.code == 0
+    (goal,) = goals(ran.stdout)
+    assert any("never run here" in text for text in goal["evidence"]["assumptions"])
+    assert "never run here" in cli("verify", cwd=folder).stderr

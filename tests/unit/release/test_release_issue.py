@@ -223,8 +223,9 @@ def test_keygen_leaves_nothing_half_done(cli: Cli, tmp_path: Path) -> None:
     ran = cli("keygen", "-o", "b.key", "--force", cwd=tmp_path)
     assert (ran.code, "KC602" in ran.stderr) == (2, True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.key.pub", "b.key.pub"]
-    ran = cli("keygen", "-o", "none/c.key", cwd=tmp_path)
+    ran = cli("keygen", "-o", "a.key.pub/c.key", cwd=tmp_path)
     assert (ran.code, "KC602" in ran.stderr) == (2, True)
+    assert cli("keygen", "-o", "made/c.key", cwd=tmp_path).code == 0
 
 
 def test_keygen_with_a_password(cli: Cli, tmp_path: Path) -> None:
