@@ -207,7 +207,7 @@ def test_different_weights_block_every_clause_but_the_traces(lab: Any) -> None:
 
 
 def test_a_kernel_that_changes_its_weights_while_it_runs_is_blocked(lab: Any) -> None:
-    class Learning(lab.kernel):  # type: ignore[misc,name-defined]
+    class Learning(lab.kernel):  # type: ignore[misc]
         runs = 0
 
         def weights_digest(self) -> str:
