@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.check.compile import load_program
     from kcdsl.cli.discover import find_contract
     from kcdsl.model.presets import resolve
-    from kcdsl.release.signing import signing_key
+    from kcdsl.release.signing import UNSIGNED, signing_key
     from kcdsl.verdict.goal_report import VERIFY_SCHEMA, goal_json
 
     path = find_contract(arguments.contract, Path())
@@ -70,13 +70,11 @@ def run(arguments: argparse.Namespace) -> Exit:
     outcomes = _decide(program, base, chosen, backend, arguments)
     implied = _implied(program, base, outcomes, backend)
     folder = Path(arguments.output) if arguments.output else path.parent / "out"
-    certificate = None
-    if key is not None:
-        certificate = _write(program, base, folder, outcomes, implied, key, arguments)
+    certificate = _write(program, base, folder, outcomes, implied, key, arguments)
     code = _exit(outcomes)
     if arguments.json:
         numerics = {"train": resolve(program.train), "infer": resolve(program.infer)}
-        shown = None if certificate is None else str(certificate)
+        shown = str(certificate)
         document = {
             "schema": VERIFY_SCHEMA,
             "contract": {"name": program.name, "version": program.version},
@@ -88,6 +86,8 @@ def run(arguments: argparse.Namespace) -> Exit:
         print(json.dumps(document, indent=2, allow_nan=False))
     else:
         _print(outcomes, implied, certificate)
+    if key is None:
+        print(UNSIGNED, file=sys.stderr)
     return code
 
 
@@ -233,33 +233,36 @@ def _write(
     folder: Path,
     outcomes: Sequence[GoalOutcome],
     implied: Sequence[Implied],
-    key: SigningKey,
+    key: SigningKey | None,
     arguments: argparse.Namespace,
 ) -> Path:
-    """Write proofs, then the certificate that names them."""
+    """Write the certificate and the proofs that it names, all of them or none."""
     from kcdsl.cli.devices import choose_device
     from kcdsl.model.fingerprint import kernel_fingerprint
-    from kcdsl.release.issue import issue, write_certificate, write_proof
-    from kcdsl.release.proved import implied_clauses, proved_clauses
+    from kcdsl.release.issue import issue
+    from kcdsl.release.proved import implied_clauses, proof_reference, proved_clauses
+    from kcdsl.source.writing import NewFile, make_folder, write_together
 
-    stem = "-".join(["verify", *(arguments.block or ()), *(arguments.clause or ())])
-    references = {}
-    for outcome in outcomes:
-        if outcome.proof is not None:
-            name = f"{outcome.goal.clause.id}.proof.json"
-            references[outcome.goal.clause.id] = write_proof(folder / name, outcome.proof)
+    proofs = {o.goal.clause.id: o.proof for o in outcomes if o.proof is not None}
+    references = {name: proof_reference(name, proof) for name, proof in proofs.items()}
     results = proved_clauses(program, base, outcomes, references)
     results += implied_clauses(program, base, implied)
-    target = folder / f"{stem}.cert.json"
     device = choose_device(arguments.device)
-    fingerprints = {
-        "train": kernel_fingerprint(program.train, device),
-        "infer": kernel_fingerprint(program.infer, device),
-    }
     bundle = issue(
-        program=program, base=base, clauses=results, keys=[key], fingerprints=fingerprints
+        program=program,
+        base=base,
+        clauses=results,
+        keys=[] if key is None else [key],
+        fingerprints={
+            "train": kernel_fingerprint(program.train, device),
+            "infer": kernel_fingerprint(program.infer, device),
+        },
     )
-    write_certificate(target, bundle)
+    stem = "-".join(["verify", *(arguments.block or ()), *(arguments.clause or ())])
+    target = folder / f"{stem}.cert.json"
+    make_folder(folder)
+    files = [NewFile(folder / references[name].path, proofs[name], 0o644) for name in proofs]
+    write_together([*files, NewFile(target, bundle, 0o644)], replace=True)
     return target
 
 
@@ -275,9 +278,7 @@ def _exit(outcomes: Sequence[GoalOutcome]) -> Exit:
     return Exit.INCONCLUSIVE
 
 
-def _print(
-    outcomes: Sequence[GoalOutcome], implied: Sequence[Implied], certificate: Path | None
-) -> None:
+def _print(outcomes: Sequence[GoalOutcome], implied: Sequence[Implied], certificate: Path) -> None:
     from rich.console import Console
 
     from kcdsl.verdict.goal_report import goal_table
@@ -304,8 +305,4 @@ def _print(
             console.print(f"  {step}", highlight=False, markup=False)
     for text in dict.fromkeys(note for outcome in outcomes for note in outcome.notes):
         print(f"note: {text}", file=sys.stderr)
-    if certificate is None:
-        note = "not certified: no signing key (kcdsl keygen -o kcdsl.key makes one)"
-        print(note, file=sys.stderr)
-    else:
-        console.print(f"certificate: {certificate}", highlight=False, markup=False)
+    console.print(f"certificate: {certificate}", highlight=False, markup=False)

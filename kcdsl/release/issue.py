@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,8 +15,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.release.artefacts import data_digests
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.triple import Fingerprints, build_triple
-from kcdsl.source.writing import write_bytes
-from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
+from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
 from kcdsl_certs.envelope import bundle_bytes, sign
 from kcdsl_certs.keys import SigningKey
 from kcdsl_certs.reject import Reject
@@ -108,13 +106,14 @@ def issue(
 ) -> bytes:
     """Build and sign the certificate of these results; returns the bundle.
 
+    Without `keys` it carries no signature, and every check refuses it.
     `base` is the folder of the contract. The same results at the same time give the same payload.
     `sequence` defaults to the time of issue in seconds, so that later certificates come later.
     `supersedes` is the identity of an older certificate. Raises Refusal for results that cannot
     be certified.
     """
-    if not clauses or not keys or stage not in STAGES or lifetime <= timedelta(0):
-        raise refuse(CANNOT_CERTIFY, "a certificate needs results, a key, a stage and a lifetime")
+    if not clauses or stage not in STAGES or lifetime <= timedelta(0):
+        raise refuse(CANNOT_CERTIFY, "a certificate needs results, a stage and a lifetime")
     issued_at = clock().replace(microsecond=0)
     triple = build_triple(program, base, fingerprints=fingerprints)
     results = tuple(weakened(_with_numerics(clause, triple)) for clause in clauses)
@@ -136,7 +135,7 @@ def issue(
         envelope = sign(payload_bytes(predicate), keys)
     except Reject as error:
         raise refuse(CANNOT_CERTIFY, f"{error.detail} ({error.reason})") from error
-    return bundle_bytes(envelope, keys[0].public.hint)
+    return bundle_bytes(envelope, keys[0].public.hint if keys else "unsigned")
 
 
 def _with_numerics(clause: CertifiedClause, triple: Triple) -> CertifiedClause:
@@ -156,14 +155,3 @@ def _scope(required: tuple[RequiredClause, ...], results: tuple[CertifiedClause,
         raise Reject("clause/unknown", f"the contract has no {', '.join(stray)}")
     covers = tuple((r.id, r.slice) for r in required if (r.id, r.slice) in present)
     return Scope(len(covers) == len(required), covers)
-
-
-def write_certificate(path: Path, bundle: bytes) -> None:
-    """Write the bundle in one step; raises Refusal where that fails."""
-    write_bytes(path, bundle)
-
-
-def write_proof(path: Path, proof: bytes) -> ProofReference:
-    """Write a proof object beside its certificate in one step; returns what a clause names."""
-    write_bytes(path, proof)
-    return ProofReference(hashlib.sha256(proof).hexdigest(), path.name)

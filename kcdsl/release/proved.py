@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,11 @@ from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.clauses import IMPLIED, CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.requirements import RequiredClause
+
+
+def proof_reference(clause: str, proof: bytes) -> ProofReference:
+    """Return how a certificate names the proof of a clause: by digest, and where to look."""
+    return ProofReference(hashlib.sha256(proof).hexdigest(), f"{clause}.proof.json")
 
 
 def proved_clauses(

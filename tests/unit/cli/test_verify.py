@@ -92,8 +92,11 @@ def test_a_drift_below_its_limit_is_proved(cli: Any, write: Write, folder: Path)
     assert 0 < goal["attack"] <= goal["bound"] <= 0.01
     assert goal["tightness"] == pytest.approx(goal["bound"] / goal["attack"])
     assert len(goal["cases"]) == 2
-    assert not (folder / "out").exists()
-    assert "no signing key" in ran.stderr or goal["certificate"] is None
+    assert "not signed" in ran.stderr
+    assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
+    unsigned = cli("check", goal["certificate"], "--json", cwd=folder)
+    assert unsigned.code == 4
+    assert "bundle/signatures" in unsigned.stdout
 
 
 def test_a_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder: Path) -> None:

@@ -14,8 +14,10 @@ import pytest
 
 from kcdsl.check.compile import load_program
 from kcdsl.ir.terms import Program
-from kcdsl.release.issue import issue, results_for, write_certificate, write_proof
+from kcdsl.release.issue import issue, results_for
+from kcdsl.release.proved import proof_reference
 from kcdsl.release.requirements import required_clauses
+from kcdsl.source.writing import write_bytes
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.keys import SigningKey, load_private
 
@@ -128,7 +130,8 @@ def key(folder: Path, cli: Callable[..., Any]) -> SigningKey:
 @pytest.fixture
 def certificate(folder: Path, program: Program, key: SigningKey) -> Path:
     """Write a certificate about everything, with a stand-in for its proof."""
-    reference = write_proof(folder / "out" / "N-ATTN-0.proof.json", b"{}")
+    write_bytes(folder / "out" / "N-ATTN-0.proof.json", b"{}")
+    reference = proof_reference("N-ATTN-0", b"{}")
     bundle = issue(
         program=program,
         base=folder,
@@ -137,5 +140,5 @@ def certificate(folder: Path, program: Program, key: SigningKey) -> Path:
         clock=lambda: NOW,
     )
     path = folder / "out" / "tiny.cert.json"
-    write_certificate(path, bundle)
+    write_bytes(path, bundle)
     return path

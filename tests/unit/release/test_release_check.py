@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from kcdsl.ir.terms import Program
-from kcdsl.release.issue import issue, write_certificate, write_proof
+from kcdsl.release.issue import issue
+from kcdsl.release.proved import proof_reference
+from kcdsl.source.writing import write_bytes
 from kcdsl_certs.clauses import CertifiedClause, ProofReference
 from kcdsl_certs.keys import SigningKey, generate
 
@@ -259,12 +261,13 @@ def test_two_certificates_cover_a_contract_together(
     cli: Cli,
     follows: Callable[..., None],
 ) -> None:
-    every = every_result(write_proof(folder / "N-ATTN-0.proof.json", b"{}"))
+    write_bytes(folder / "N-ATTN-0.proof.json", b"{}")
+    every = every_result(proof_reference("N-ATTN-0", b"{}"))
     now = datetime(2026, 11, 30, 12, tzinfo=UTC)
     parts = {"formal.json": every[:1], "measured.json": every[1:], "some.json": every[1:3]}
     for name, clauses in parts.items():
         bundle = issue(program=program, base=folder, clauses=clauses, keys=[key], clock=lambda: now)
-        write_certificate(folder / name, bundle)
+        write_bytes(folder / name, bundle)
 
     def run(*words: str) -> tuple[int, dict[str, Any]]:
         ran = cli("check", *words, "--at", AT, "--json", cwd=folder)

@@ -27,11 +27,14 @@ from kcdsl.ir.terms import (
     Region,
     RegionKind,
 )
-from kcdsl.release.issue import issue, results_for, weakened, write_certificate
+from kcdsl.release.issue import issue, results_for, weakened
 from kcdsl.release.requirements import alternatives, required_clauses
 from kcdsl.release.triple import build_triple
+from kcdsl.source.writing import write_bytes
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
+from kcdsl_certs.envelope import parse_bundle
 from kcdsl_certs.keys import SigningKey, ed25519_from_seed
+from kcdsl_certs.reject import Reject
 
 NOW = datetime.fromisoformat("2026-11-30T12:00:00+00:00")
 
@@ -111,8 +114,14 @@ def test_what_the_contract_does_not_know_is_refused(
             issue(program=program, base=folder, clauses=[stray], keys=[key])
     with pytest.raises(Refusal):
         issue(program=program, base=folder, clauses=[], keys=[key])
-    with pytest.raises(Refusal):
-        issue(program=program, base=folder, clauses=[known], keys=[])
+
+
+def test_without_a_key_it_is_written_and_never_accepted(program: Program, folder: Path) -> None:
+    bundle = issue(
+        program=program, base=folder, clauses=[_census(program, folder, value=0.01)], keys=[]
+    )
+    with pytest.raises(Reject, match="0 signatures"):
+        parse_bundle(bundle)
 
 
 def test_the_triple_needs_its_files(program: Program, folder: Path) -> None:
@@ -135,8 +144,8 @@ def test_a_certificate_is_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "made" / "c.json"
-    write_certificate(target, b"one")
-    write_certificate(target, b"two")
+    write_bytes(target, b"one")
+    write_bytes(target, b"two")
     assert target.read_bytes() == b"two"
 
     def full(*words: object) -> None:
@@ -144,7 +153,7 @@ def test_a_certificate_is_written_whole_or_not_at_all(
 
     monkeypatch.setattr("kcdsl.source.writing.os.replace", full)
     with pytest.raises(Refusal, match="No space left"):
-        write_certificate(target, b"three")
+        write_bytes(target, b"three")
     assert [p.name for p in target.parent.iterdir()] == ["c.json"]
     assert target.read_bytes() == b"two"
 
