@@ -52,8 +52,12 @@ def _norm(step: Step, *, centre: bool) -> State:
         _affine(train.y, gain, bias, train_side=True),
         _affine(infer.y, gain, bias, train_side=False),
         _affine_drift(train.y, dy, gain, bias),
-        _affine_error(train.y, error_train, gain, bias, step.kernels.train, train_side=True),
-        _affine_error(infer.y, error_infer, gain, bias, step.kernels.infer, train_side=False),
+        _affine_error(
+            x.train, train.y, error_train, gain, bias, step.kernels.train, train_side=True
+        ),
+        _affine_error(
+            x.infer, infer.y, error_infer, gain, bias, step.kernels.infer, train_side=False
+        ),
     )
 
 
@@ -158,6 +162,7 @@ def _affine_drift(y: Box, dy: Box, gain: Parameter | None, bias: Parameter | Non
 
 
 def _affine_error(
+    x: Box,
     y: Box,
     inside: Tensor,
     gain: Parameter | None,
@@ -171,4 +176,6 @@ def _affine_error(
     shift = one * 0 if bias is None else _side(bias, train_side).abs()
     scaled = inside * factor
     rounding = 3 * kernel.u_function * (y.mag() * factor + scaled + shift)
-    return up(scaled + rounding + kernel.eta_function * (1 + factor), 8)
+    # c·r, or r·gain before it meets c (|c| <= 2 max|x|), may underflow.
+    lost = kernel.eta_function * (1 + factor + 3 * x.mag().amax(-1, keepdim=True))
+    return up(scaled + rounding + lost, 8)

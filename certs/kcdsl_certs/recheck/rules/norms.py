@@ -187,5 +187,7 @@ def _error(
     scale = box.lifted(np.abs(weight))
     tiny = underflow(kernel)
     lost = np.where(y == 0, 0.0, tiny * scale)  # the product c·r may underflow before the weight
+    # So may the product of inverse root and weight before it meets c, |c| ≤ 2 max|x|.
+    lost = lost + 3 * tiny * size.max(axis=-1, keepdims=True)
     parts = y * scale + error * scale + np.abs(bias)
     return box.up(error * scale + 3 * u * parts + tiny + lost, 16)
