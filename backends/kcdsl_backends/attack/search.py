@@ -9,6 +9,9 @@ from torch import Tensor
 
 from kcdsl_backends.attack.simulate import Simulator
 
+MARGIN = 2.0**-33
+"""What is taken off a found drift, relative to the output, for float64 errors of the simulation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attack:
@@ -80,9 +83,16 @@ def attack(
     return state.best()
 
 
-def _as_float32(x: Tensor) -> Tensor:
-    """Return the nearest float32 values; gradients pass through unchanged."""
-    return x + (x.detach().float().double() - x.detach())
+def _float32_inside(x: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
+    """Return the nearest float32 values, or the centre where rounding would leave the region.
+
+    Gradients pass through unchanged.
+    """
+    with torch.no_grad():
+        rounded = x.float().double()
+        inside = (rounded - centre).abs() <= radius
+        shift = torch.where(inside, rounded, centre) - x
+    return x + shift
 
 
 @dataclass(slots=True)
@@ -126,7 +136,8 @@ class _Search:
     def outputs(self, symbols: dict[tuple[str, str], Tensor]) -> tuple[Tensor, Tensor]:
         x = self.centre
         if x is not None and self.moves_x:
-            x = _as_float32(x + self.radius * (1 - 2.0**-20) * symbols["x", "x"])
+            moved = x + self.radius * (1 - 2.0**-20) * symbols["x", "x"]
+            x = _float32_inside(moved, x, self.radius)
         per_side = {
             side: {name: value for (s, name), value in symbols.items() if s == side}
             for side in ("train", "infer")
@@ -142,7 +153,7 @@ class _Search:
             flat = int(rows.flatten().argmax())
             row = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), rows.shape))
             column = int(drift[row].abs().argmax())
-            margin = 1e-12 * float(torch.maximum(out_train.abs(), out_infer.abs()).amax())
+            margin = MARGIN * float(torch.maximum(out_train.abs(), out_infer.abs()).amax())
             value = max(0.0, float(rows[row]) * (1 - 1e-9) - margin)
             self.found.append(
                 Attack(

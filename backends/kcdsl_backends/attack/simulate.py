@@ -6,6 +6,9 @@ A run is admitted by a specification if every stored result obeys its error mode
 - accumulation: a dot product of n terms is exact + s·γ_{n+2}·Σ|terms|;
 - cast: with `casts: any` the stored result is v·(1 + u·s); with `casts: nearest` it is v rounded to
   nearest, and there is no symbol.
+
+What a kernel does in float64 has no symbols: the simulation rounds as much itself, and both
+together could be more than the specification admits.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
 from kcdsl_backends.parameters import StoredParameters
 
+SIMULATED = 53
+"""Precision of the arithmetic of the simulation: float64."""
 SUMS = frozenset({"linear", "matmul"})
 """Operations that accumulate dot products."""
 STORED = SUMS | {
@@ -58,9 +63,13 @@ class Simulator:
 
     def symbol_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every rounding symbol, by `cast NODE` or `sum NODE`."""
-        shapes = {f"sum {n.name}": n.shape for n in self.graph.nodes if n.op in SUMS}
+        shapes: dict[str, tuple[int, ...]] = {}
+        if FORMATS[self.numerics.accumulate].precision < SIMULATED:
+            shapes |= {f"sum {n.name}": n.shape for n in self.graph.nodes if n.op in SUMS}
         if self.free:
-            shapes |= {f"cast {n.name}": n.shape for n in self.graph.nodes if n.op in STORED}
+            stored = [n for n in self.graph.nodes if n.op in STORED]
+            coarser = [n for n in stored if self._format(n).precision < SIMULATED]
+            shapes |= {f"cast {n.name}": n.shape for n in coarser}
             if self._coarse:
                 inputs = (n for n in self.graph.nodes if n.op == "input")
                 shapes |= {f"cast {n.name}": n.shape for n in inputs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kcdsl.model.graph import BlockGraph, Node
@@ -61,6 +62,37 @@ def test_the_attack_finds_the_known_worst_case() -> None:
     exact = (X @ WEIGHT.double().T)[0].abs()
     worst = float((2 * (gamma * total + u * exact)).amax())
     assert 0.99 * worst < found.value <= worst * (1 + 1e-6)
+
+
+def test_float64_kernels_have_no_symbols() -> None:
+    """The simulation rounds to float64 itself: a symbol beside that could leave the model."""
+    exact = simulator({"compute": "float64", "accumulate": "float64"})
+    assert exact.symbol_shapes() == {}
+    assert attack(exact, exact, "inf", X, ZERO).value == 0.0
+    mixed = simulator({"compute": "float32", "accumulate": "float64"})
+    assert set(mixed.symbol_shapes()) == {"cast y"}
+
+
+@pytest.mark.parametrize("ulps", [0.3, 0.6, 1.4, 5.0])
+def test_every_input_tried_is_a_float32_inside_the_region(
+    ulps: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding to float32 may step out of a ball of less than a unit in the last place."""
+    radius = torch.full((1, 1), ulps * 2.0**-24, dtype=torch.float64)
+    tried: list[torch.Tensor] = []
+    original = Simulator.run
+
+    def run(self: Simulator, x: torch.Tensor, symbols: dict[str, torch.Tensor]) -> torch.Tensor:
+        tried.append(x.detach())
+        return original(self, x, symbols)
+
+    monkeypatch.setattr(Simulator, "run", run)
+    attack(simulator({}), simulator({"compute": "bfloat16"}), "inf", X, radius)
+    assert len(tried) > 4
+    for x in tried:
+        assert bool(((x - X).abs() <= radius).all())
+        assert bool((x == x.float().double()).all())
+    assert any(bool((x != X).any()) for x in tried)
 
 
 def test_functionals_of_a_drift() -> None:
