@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kcdsl.check.clauses import check_clause
@@ -16,7 +17,7 @@ from kcdsl.diagnostics.model import Refusal, Sink
 from kcdsl.ir import terms as ir
 from kcdsl.source.files import read_source
 from kcdsl.source.text import SourceFile
-from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 from kcdsl.syntax.parser import parse_expression
 
 
@@ -48,25 +49,52 @@ def compile_source(source: SourceFile, sink: Sink, folder: Path | None = None) -
 
     The sink is left in the order of the places.
     """
-    program = _compile(source, sink, folder)
+    return analyse(source, sink, folder).program
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What is known of a contract, as far as each pass came.
+
+    `root` and `raw` are None where the document could not be read that far. `clauses` goes with
+    `raw.clauses`, one each, None for a clause in error. `program` is None where there is any error.
+    """
+
+    source: SourceFile
+    root: Node | None = None
+    raw: RawContract | None = None
+    scope: Scope = field(default_factory=lambda: Scope({}, {}))
+    slices: tuple[ir.Slice | None, ...] = ()
+    clauses: tuple[ir.Clause | None, ...] = ()
+    program: ir.Program | None = None
+
+
+def analyse(source: SourceFile, sink: Sink, folder: Path | None = None) -> Analysis:
+    """Run every pass over the text of a contract and keep what each of them found out.
+
+    `folder` is where the files it names are looked for. The sink is left in the order of the
+    places.
+    """
+    analysis = _analyse(source, sink, folder)
     sink.found.sort(key=lambda d: d.span.start if d.span is not None else -1)
-    return program
+    return analysis
 
 
-def _compile(source: SourceFile, sink: Sink, folder: Path | None) -> ir.Program | None:
+def _analyse(source: SourceFile, sink: Sink, folder: Path | None) -> Analysis:
     reporter = Reporter(source, sink)
     root = parse_yaml(source, sink)
     raw = read_structure(root, reporter) if root is not None else None
     if raw is None:
-        return None
+        return Analysis(source, root)
     reader = StructureReader(reporter)
-    slices = [_slice(item, reporter) for item in raw.slices]
+    slices = tuple(_slice(item, reporter) for item in raw.slices)
     scope = Scope({item.name.text: item.name.span for item in raw.slices}, {})
     model = read_model(raw.model, reader)
     train, infer = read_kernel(raw.train, reporter), read_kernel(raw.infer, reporter)
-    clauses = [check_clause(item, scope, reporter) for item in raw.clauses]
+    clauses = tuple(check_clause(item, scope, reporter) for item in raw.clauses)
     escalation = read_escalation(raw.escalation, reader)
     constants = read_constants(raw.constants, reader)
+    partial = Analysis(source, root, raw, scope, slices, clauses)
     if (
         sink.has_errors
         or raw.name is None
@@ -75,10 +103,10 @@ def _compile(source: SourceFile, sink: Sink, folder: Path | None) -> ir.Program 
         or train is None
         or infer is None
     ):
-        return None
+        return partial
     if folder is not None:
         _note_absent_files(raw, folder, reporter)
-    return ir.Program(
+    program = ir.Program(
         name=raw.name.text,
         version=raw.version.text,
         model=model,
@@ -90,6 +118,7 @@ def _compile(source: SourceFile, sink: Sink, folder: Path | None) -> ir.Program 
         escalation=escalation,
         constants=constants,
     )
+    return replace(partial, program=program)
 
 
 def _slice(raw: RawSlice, reporter: Reporter) -> ir.Slice | None:

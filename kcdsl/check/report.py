@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from kcdsl.diagnostics.codes import Code
-from kcdsl.diagnostics.model import Diagnostic, Label, Severity, Sink
+from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink
 from kcdsl.source.text import SourceFile, Span
 
 
@@ -26,21 +26,39 @@ class Reporter:
         help: str | None = None,
         labels: tuple[Label, ...] = (),
         notes: tuple[str, ...] = (),
+        fix: Fix | None = None,
     ) -> None:
         """Report an error at a place."""
-        self.sink.add(Diagnostic(code, message, self.source, span, labels, notes, help))
+        self.sink.add(
+            Diagnostic(code, message, self.source, span, labels, notes, help, Severity.ERROR, fix)
+        )
 
-    def warning(self, code: Code, message: str, span: Span, help: str | None = None) -> None:
+    def warning(
+        self,
+        code: Code,
+        message: str,
+        span: Span,
+        help: str | None = None,
+        labels: tuple[Label, ...] = (),
+        fix: Fix | None = None,
+    ) -> None:
         """Report a warning at a place."""
         self.sink.add(
-            Diagnostic(code, message, self.source, span, help=help, severity=Severity.WARNING)
+            Diagnostic(code, message, self.source, span, labels, (), help, Severity.WARNING, fix)
         )
 
-    def note(self, code: Code, message: str, span: Span, help: str | None = None) -> None:
+    def note(
+        self, code: Code, message: str, span: Span, help: str | None = None, fix: Fix | None = None
+    ) -> None:
         """Report a note at a place."""
         self.sink.add(
-            Diagnostic(code, message, self.source, span, help=help, severity=Severity.NOTE)
+            Diagnostic(code, message, self.source, span, (), (), help, Severity.NOTE, fix)
         )
+
+
+def replacement(span: Span, text: str, safe: bool = False) -> Fix:
+    """Return the fix that writes `text` in place of a span."""
+    return Fix(f"write `{text}`", (Edit(span, text),), safe)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:

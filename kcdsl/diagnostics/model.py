@@ -27,6 +27,27 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
+class Edit:
+    """Replace the text of a span; an empty span inserts, an empty text deletes."""
+
+    span: Span
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """Edits that mend what a diagnostic is about, all in its own file.
+
+    A `safe` fix keeps or restores what the author meant and is applied by `kcdsl lint --fix`; an
+    unsafe one is a guess that a person should look at. `title` says what it does in a few words.
+    """
+
+    title: str
+    edits: tuple[Edit, ...]
+    safe: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnostic:
     """One finding.
 
@@ -41,6 +62,7 @@ class Diagnostic:
     notes: tuple[str, ...] = ()
     help: str | None = None
     severity: Severity = Severity.ERROR
+    fix: Fix | None = None
 
 
 @dataclass(slots=True)
@@ -48,10 +70,12 @@ class Sink:
     """Collects diagnostics, so that a pass reports everything it finds and not only the first."""
 
     found: list[Diagnostic] = field(default_factory=list)
+    _seen: set[Diagnostic] = field(default_factory=set)
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Keep one diagnostic; the same one twice is kept once."""
-        if diagnostic not in self.found:
+        if diagnostic not in self._seen:
+            self._seen.add(diagnostic)
             self.found.append(diagnostic)
 
     def __iter__(self) -> Iterator[Diagnostic]:
