@@ -14,7 +14,7 @@ SHELL   := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools demo demo-minilm test test-fast test-slow test-gpu lint type layers format \
-        docs wheel changelog clean distclean
+        grammar docs wheel changelog clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do \
@@ -79,6 +79,9 @@ layers: setup ## import-linter: which package may import which
 format: setup ## rewrite the sources in the house format
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
+
+grammar: setup ## write the parse table of the expression grammar
+	$(BIN)/python -m kcdsl.syntax.tables
 
 docs: setup ## links, tables and help texts of the documentation agree with the code
 	$(BIN)/python -m pytest -q tests/packaging/test_docs.py
