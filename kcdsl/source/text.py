@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
+
+_LINE_BREAK = re.compile("\n")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,9 +39,7 @@ class SourceFile:
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
-        starts = [0]
-        starts.extend(i + 1 for i, char in enumerate(self.text) if char == "\n")
-        return tuple(starts)
+        return (0, *(found.end() for found in _LINE_BREAK.finditer(self.text)))
 
     def position(self, offset: int) -> Position:
         """Return the line and column of a code-point offset."""

@@ -1,0 +1,184 @@
+"""Check a contract again after an edit, reading only the clauses that may have something to say.
+
+A clause that had no finding, and whose text and context did not change, has none now either. So the
+document is *reduced*: such clauses become blank lines, which moves no character of the others, and
+the reduced document is checked by the passes that check every document. Kept are the clauses that
+changed, those that had findings, and for each name of the other sections one clause that uses it.
+
+Whatever cannot be cut safely (a clause that is not YAML by itself, other layouts of `clauses`,
+clauses of one name, another context) is checked in full.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from kcdsl.check.compile import Analysis, analyse
+from kcdsl.diagnostics.model import Diagnostic, Sink
+from kcdsl.source.text import SourceFile, Span
+from kcdsl.source.yaml_nodes import Mapping, parse_yaml
+
+_SECTION = re.compile(r"^clauses:[ \t]*(?:#[^\n]*)?\n", re.MULTILINE)
+_TOP_LEVEL = re.compile(r"^[^ \t\r\n#]", re.MULTILINE)
+_KEY = re.compile(r"( +)([A-Za-z][A-Za-z0-9_.-]*):(?= |\n)")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_LINE = re.compile(r"[^\n]*\n?")
+_NOT_BLANK = re.compile(r"[^\n]")
+_NEVER_CLEAN = "kcdsl:"
+"""A comment to kcdsl acts on findings, which a blank clause would not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A document cut into its clauses: `clauses[i]` is the range of a clause with its comments, and
+    `names[i]` its identifier; `context` is the rest of the text."""
+
+    clauses: tuple[Span, ...]
+    names: tuple[str, ...]
+    context: str
+
+    def at(self, offset: int) -> int | None:
+        """Return the number of the clause that holds a place, or None."""
+        number = bisect_right(self.clauses, offset, key=lambda span: span.start) - 1
+        inside = number >= 0 and offset < self.clauses[number].end
+        return number if inside else None
+
+
+def layout(text: str) -> Layout | None:
+    """Cut a document whose clauses are a block mapping; None for any other layout."""
+    headings = list(_SECTION.finditer(text))
+    if len(headings) != 1 or "\t" in text or "\r" in text:
+        return None
+    begin = headings[0].end()
+    after = _TOP_LEVEL.search(text, begin)
+    end = after.start() if after is not None else len(text)
+    starts: list[int] = []
+    names: list[str] = []
+    indent = ""
+    for line in _LINE.finditer(text, begin, end):
+        words = line[0].strip()
+        if not words or words.startswith("#"):
+            continue
+        key = _KEY.match(line[0])
+        if not starts:
+            if key is None:
+                return None
+            indent = key[1]
+        depth = len(line[0]) - len(line[0].lstrip(" "))
+        if depth < len(indent) or (depth == len(indent) and key is None):
+            return None
+        if depth == len(indent) and key is not None:
+            starts.append(line.start())
+            names.append(key[2])
+    if not starts:
+        return None
+    spans = tuple(Span(a, b) for a, b in zip(starts, [*starts[1:], end], strict=True))
+    return Layout(spans, tuple(names), text[: starts[0]] + text[end:])
+
+
+class Incremental:
+    """Checks successive versions of one document; an edit of one clause costs little."""
+
+    def __init__(self) -> None:
+        self._context: tuple[str, Path | None, str] | None = None
+        self._clean: set[str] = set()
+
+    def analyse(
+        self, source: SourceFile, folder: Path | None = None
+    ) -> tuple[Callable[[], Analysis], Sink]:
+        """Return the findings of a version, those that `analyse` would report, in its order.
+
+        The analysis itself is made when it is asked for.
+        """
+        found = layout(source.text)
+        if found is None or len(set(found.names)) < len(found.names):
+            self._context = None
+            return self._in_full(source, folder, None)
+        context = (found.context, folder, source.name)
+        if context != self._context:
+            self._context, self._clean = context, set()
+            return self._in_full(source, folder, found)
+        sink = self._reduced(source, folder, found)
+        if sink is None:
+            return self._in_full(source, folder, found)
+        self._remember(source, found, sink)
+        return cache(lambda: analyse(source, Sink(), folder)), sink
+
+    def _in_full(
+        self, source: SourceFile, folder: Path | None, found: Layout | None
+    ) -> tuple[Callable[[], Analysis], Sink]:
+        sink = Sink()
+        analysis = analyse(source, sink, folder)
+        if analysis.root is None:
+            # A document that is not YAML says nothing about its clauses.
+            self._context = None
+        elif found is not None:
+            self._clean = set()
+            self._remember(source, found, sink)
+        return lambda: analysis, sink
+
+    def _remember(self, source: SourceFile, found: Layout, sink: Sink) -> None:
+        """Keep the text of every clause that no finding speaks of."""
+        touched = {found.at(place) for d in sink for place in _places(d)}
+        texts = (source.text[span.start : span.end] for span in found.clauses)
+        self._clean = {
+            text for i, text in enumerate(texts) if i not in touched and _NEVER_CLEAN not in text
+        }
+
+    def _reduced(self, source: SourceFile, folder: Path | None, found: Layout) -> Sink | None:
+        """Return the findings by the reduced document; None where it is not to be trusted."""
+        texts = [source.text[span.start : span.end] for span in found.clauses]
+        kept = {i for i, text in enumerate(texts) if text not in self._clean}
+        if not all(_stands_alone(texts[i], found.names[i]) for i in kept):
+            return None
+        kept |= _witnesses(found.context, texts)
+        pieces = [source.text[: found.clauses[0].start]]
+        pieces += [t if i in kept else _NOT_BLANK.sub(" ", t) for i, t in enumerate(texts)]
+        pieces.append(source.text[found.clauses[-1].end :])
+        reduced, sink = SourceFile(source.name, "".join(pieces)), Sink()
+        if analyse(reduced, sink, folder).root is None:
+            return None
+        return _of(source, reduced, sink)
+
+
+def _places(diagnostic: Diagnostic) -> Iterable[int]:
+    if diagnostic.span is not None:
+        yield diagnostic.span.start
+    for label in diagnostic.labels:
+        yield label.span.start
+
+
+def _stands_alone(text: str, name: str) -> bool:
+    """Say whether the text of a clause is YAML by itself, one entry of that name."""
+    root = parse_yaml(SourceFile("", text), Sink())
+    return isinstance(root, Mapping) and [e.key.text for e in root.entries] == [name]
+
+
+def _witnesses(context: str, texts: list[str]) -> set[int]:
+    """Return, for each word of the context, the first clause that uses it, and the first clause.
+
+    So nothing that is used looks unused.
+    """
+    wanted = set(_WORD.findall(context))
+    found = {0}
+    for number, text in enumerate(texts):
+        if not wanted:
+            break
+        words = wanted.intersection(_WORD.findall(text))
+        if words:
+            found.add(number)
+            wanted -= words
+    return found
+
+
+def _of(source: SourceFile, reduced: SourceFile, sink: Sink) -> Sink:
+    """Return the same findings as ones of the document itself; places are equal in both."""
+    own = Sink()
+    for found in sink:
+        own.add(replace(found, source=source) if found.source == reduced else found)
+    return own
