@@ -106,10 +106,11 @@ def test_random_edits(base: str, seed: int) -> None:
 def test_only_the_edited_clause_is_checked_again(
     base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from kcdsl.check import clauses
     from kcdsl.check import compile as compiler
 
     checked: list[str] = []
-    plain = compiler.check_clause
+    plain = clauses.check_clause
 
     def counting(raw, *rest):  # type: ignore[no-untyped-def]
         checked.append(raw.id.text)
@@ -117,7 +118,9 @@ def test_only_the_edited_clause_is_checked_again(
 
     monkeypatch.setattr(compiler, "check_clause", counting)
     incremental = Incremental()
-    copies = "".join(f"  COPY-{i}: {{require: p99(kl) <= 0.0{i}, level: L2}}\n" for i in range(1, 9))
+    copies = "".join(
+        f"  COPY-{i}: {{require: p99(kl) <= 0.0{i}, level: L2}}\n" for i in range(1, 9)
+    )
     base = base.replace("  O-TRACE:\n", f"{copies}  O-TRACE:\n")
     incremental.analyse(SourceFile("c", base))
     checked.clear()
