@@ -62,6 +62,6 @@ def test_lint_needs_no_table_printer() -> None:
 
 
 def test_the_check_would_notice() -> None:
-    assert imported(("lark", "yaml"), "lint", str(CORPUS / "accepted" / "statements.kc.yaml"))[
-        1
-    ] == ["lark", "yaml"]
+    assert imported(
+        ("kcdsl.syntax", "yaml"), "lint", str(CORPUS / "accepted" / "statements.kc.yaml")
+    )[1] == ["kcdsl.syntax", "yaml"]

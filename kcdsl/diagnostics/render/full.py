@@ -38,6 +38,17 @@ def render_full(diagnostics: Iterable[Diagnostic], stream: TextIO | None = None)
     return "\n\n".join(_one(diagnostic, colour, width) for diagnostic in diagnostics)
 
 
+def render_place(source: SourceFile, span: Span, text: str, stream: TextIO | None = None) -> str:
+    """Return one place of a file: where it is, its line, and carets with a few words."""
+    colour, width = _wants_colour(stream), _width(stream)
+    marks = _spread(source, span, True, text)
+    gutter = len(str(max(mark.line for mark in marks)))
+    at = source.position(span.start)
+    arrow = _paint("-->", _BLUE, colour)
+    lines = [f"{' ' * gutter} {arrow} {source.name}:{at.line}:{at.column}"]
+    return "\n".join([*lines, *_snippet(source, marks, gutter, colour, width, _YELLOW)])
+
+
 def _wants_colour(stream: TextIO | None) -> bool:
     if os.environ.get("NO_COLOR"):
         return False

@@ -17,12 +17,69 @@ from kcdsl.syntax import lalr
 from kcdsl.syntax.explain import grammar
 from kcdsl.syntax.tables import STARTS, table_module
 
-PIECES = (
-    "forall x in points(all): |exists y in ball(s, 1e-3): |implies |and |or |not |in |of |true |"
-    "false |p99(kl)|mean(abs(log_ratio))|norm_inf(drift(attn_0, x))|<= |< |>= |> |== |!= |+ |- |* |"
-    "/ |(|)|[|]|, |: |0.02|1e-3|.5|5.|250 ms|4000 tok/s|1%|99.5 %|80 GiB|\"a b\"|'it'|kl|forallx|"
-    'andy|x_1|  |\t|\n|&&|=|é|$|{|"open|1e|1.2.3|not_in|requests|windows|of requests|1% of requests|5 % of windows'
-).split("|")
+PIECES = [
+    "forall x in points(all): ",
+    "exists y in ball(s, 1e-3): ",
+    "implies ",
+    "and ",
+    "or ",
+    "not ",
+    "in ",
+    "of ",
+    "true ",
+    "false ",
+    "p99(kl)",
+    "mean(abs(log_ratio))",
+    "norm_inf(drift(attn_0, x))",
+    "<= ",
+    "< ",
+    ">= ",
+    "> ",
+    "== ",
+    "!= ",
+    "+ ",
+    "- ",
+    "* ",
+    "/ ",
+    "(",
+    ")",
+    "[",
+    "]",
+    ", ",
+    ": ",
+    "0.02",
+    "1e-3",
+    ".5",
+    "5.",
+    "250 ms",
+    "4000 tok/s",
+    "1%",
+    "99.5 %",
+    "80 GiB",
+    '"a b"',
+    "'it'",
+    "kl",
+    "forallx",
+    "andy",
+    "x_1",
+    "  ",
+    "\t",
+    "\n",
+    "&&",
+    "=",
+    "é",
+    "$",
+    "{",
+    '"open',
+    "1e",
+    "1.2.3",
+    "not_in",
+    "requests",
+    "windows",
+    "of requests",
+    "1% of requests",
+    "5 % of windows",
+]
 
 
 def as_lark_does(tree: Any) -> Any:

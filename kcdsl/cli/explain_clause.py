@@ -1,0 +1,156 @@
+"""`kcdsl explain CLAUSE`: which backends cover a clause, and what keeps the others from it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kcdsl.check.compile import compile_source
+from kcdsl.check.report import suggest
+from kcdsl.cli.discover import find_contract
+from kcdsl.diagnostics import Refusal, Sink, refuse
+from kcdsl.diagnostics.codes import UNKNOWN_CLAUSE
+from kcdsl.exits import Exit
+from kcdsl.ir.fragment import Blame
+from kcdsl.ir.terms import Clause, Program
+from kcdsl.route.blame import why_uncovered
+from kcdsl.route.catalogue import BackendSpec, catalogue
+from kcdsl.route.router import Route, route
+from kcdsl.source.files import read_source
+from kcdsl.source.text import SourceFile
+
+SCHEMA = "kcdsl.explain/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a backend says to a clause. `blame` is the part out of its reach, where there is one."""
+
+    backend: str
+    covers: bool
+    reason: str
+    blame: Blame | None
+
+
+def explain_clause(arguments: argparse.Namespace) -> Exit:
+    """Print the table of backends for the clause `arguments.topic` of `arguments.contract`."""
+    path = find_contract(arguments.contract, Path())
+    source, sink = read_source(path), Sink()
+    program = compile_source(source, sink, path.parent)
+    if program is None:
+        raise Refusal(tuple(sink))
+    clause = next((c for c in program.clauses if c.id == arguments.topic), None)
+    if clause is None:
+        names = [c.id for c in program.clauses]
+        raise refuse(
+            UNKNOWN_CLAUSE,
+            f"{path} has no clause `{arguments.topic}`, and there is no such code",
+            help=suggest(arguments.topic, names, "clauses"),
+        )
+    specs = catalogue()
+    chosen = next(r for r in route(program, specs) if r.clause_id == clause.id)
+    candidates = [_candidate(clause, spec, chosen) for spec in specs]
+    if arguments.format == "json":
+        print(_json(program, clause, chosen, candidates, source))
+    else:
+        print(_text(program, clause, chosen, candidates, source))
+    return Exit.HELD
+
+
+def _candidate(clause: Clause, spec: BackendSpec, chosen: Route) -> Candidate:
+    blame = why_uncovered(clause, spec.fragments)
+    if blame is not None:
+        return Candidate(spec.name, False, blame.reason, blame)
+    if spec.name == chosen.backend:
+        return Candidate(spec.name, True, "it is the least backend that covers the clause", None)
+    return Candidate(spec.name, True, chosen.why_not.get(spec.name, ""), None)
+
+
+def _text(
+    program: Program,
+    clause: Clause,
+    chosen: Route,
+    candidates: list[Candidate],
+    source: SourceFile,
+) -> str:
+    from io import StringIO
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from kcdsl.diagnostics.render.full import render_place
+
+    terminal = sys.stdout.isatty()
+    buffer = StringIO()
+    console = Console(
+        file=buffer, width=None if terminal else 100, force_terminal=terminal, highlight=False
+    )
+    at = source.position(clause.span.start)
+    console.print(Text(f"clause    {clause.id} of {program.name}, {source.name}:{at.line}"))
+    console.print(Text(f"requires  {clause.text}"))
+    console.print(Text(f"fragment  {chosen.fragment}: {chosen.reason}"))
+    console.print(Text(f"backend   {chosen.backend or 'none'}\n"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("backend", "covers it", "because"):
+        table.add_column(name, overflow="fold")
+    for item in candidates:
+        word = Text("yes" if item.covers else "no", style="green" if item.covers else "red")
+        table.add_row(Text(item.backend), word, Text(_because(item, source)))
+    console.print(table)
+    lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
+    for item in candidates:
+        if item.blame is not None and item.blame.span.end > item.blame.span.start:
+            lines += ["", f"out of reach of {item.backend}: {item.blame.reason}"]
+            lines.append(render_place(source, item.blame.span, "", sys.stdout))
+    return "\n".join(lines)
+
+
+def _because(item: Candidate, source: SourceFile) -> str:
+    if item.blame is None:
+        return item.reason
+    quoted = " ".join(source.text[item.blame.span.start : item.blame.span.end].split())
+    return f"`{quoted}`: {item.reason}" if quoted else item.reason
+
+
+def _json(
+    program: Program,
+    clause: Clause,
+    chosen: Route,
+    candidates: list[Candidate],
+    source: SourceFile,
+) -> str:
+    import json
+
+    document = {
+        "schema": SCHEMA,
+        "contract": program.name,
+        "clause": clause.id,
+        "requires": clause.text,
+        "fragment": str(chosen.fragment),
+        "backend": chosen.backend,
+        "reason": chosen.reason,
+        "backends": [
+            {
+                "backend": item.backend,
+                "covers": item.covers,
+                "reason": item.reason,
+                "blame": None if item.blame is None else _place(item.blame, source),
+            }
+            for item in candidates
+        ],
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def _place(blame: Blame, source: SourceFile) -> dict[str, object]:
+    start, end = source.position(blame.span.start), source.position(blame.span.end)
+    return {
+        "text": source.text[blame.span.start : blame.span.end],
+        "line": start.line,
+        "column": start.column,
+        "end_line": end.line,
+        "end_column": end.column,
+    }
