@@ -10,6 +10,7 @@ from kcdsl.check.kernels import read_kernel, read_model
 from kcdsl.check.names import Scope
 from kcdsl.check.policy import read_constants, read_escalation
 from kcdsl.check.predicates import predicate
+from kcdsl.check.recovery import recover
 from kcdsl.check.report import Reporter
 from kcdsl.check.structure import RawContract, RawSlice, StructureReader, read_structure
 from kcdsl.diagnostics.codes import DATA_ABSENT
@@ -76,6 +77,8 @@ def analyse(source: SourceFile, sink: Sink, folder: Path | None = None) -> Analy
     places.
     """
     analysis = _analyse(source, sink, folder)
+    if analysis.root is None:
+        sink.found[:] = recover(source, sink, lambda text, into: _analyse(text, into, folder).root)
     sink.found.sort(key=lambda d: d.span.start if d.span is not None else -1)
     return analysis
 

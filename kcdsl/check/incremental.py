@@ -12,73 +12,19 @@ clauses of one name, another context) is checked in full.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse
+from kcdsl.check.layout import Layout, blank, layout, stands_alone
 from kcdsl.diagnostics.model import Diagnostic, Sink
-from kcdsl.source.text import SourceFile, Span
-from kcdsl.source.yaml_nodes import Mapping, parse_yaml
+from kcdsl.source.text import SourceFile
 
-_SECTION = re.compile(r"^clauses:[ \t]*(?:#[^\n]*)?\n", re.MULTILINE)
-_TOP_LEVEL = re.compile(r"^[^ \t\r\n#]", re.MULTILINE)
-_KEY = re.compile(r"( +)([A-Za-z][A-Za-z0-9_.-]*):(?= |\n)")
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_LINE = re.compile(r"[^\n]*\n?")
-_NOT_BLANK = re.compile(r"[^\n]")
 _NEVER_CLEAN = "kcdsl:"
 """A comment to kcdsl acts on findings, which a blank clause would not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A document cut into its clauses: `clauses[i]` is the range of a clause with its comments, and
-    `names[i]` its identifier; `context` is the rest of the text."""
-
-    clauses: tuple[Span, ...]
-    names: tuple[str, ...]
-    context: str
-
-    def at(self, offset: int) -> int | None:
-        """Return the number of the clause that holds a place, or None."""
-        number = bisect_right(self.clauses, offset, key=lambda span: span.start) - 1
-        inside = number >= 0 and offset < self.clauses[number].end
-        return number if inside else None
-
-
-def layout(text: str) -> Layout | None:
-    """Cut a document whose clauses are a block mapping; None for any other layout."""
-    headings = list(_SECTION.finditer(text))
-    if len(headings) != 1 or "\t" in text or "\r" in text:
-        return None
-    begin = headings[0].end()
-    after = _TOP_LEVEL.search(text, begin)
-    end = after.start() if after is not None else len(text)
-    starts: list[int] = []
-    names: list[str] = []
-    indent = ""
-    for line in _LINE.finditer(text, begin, end):
-        words = line[0].strip()
-        if not words or words.startswith("#"):
-            continue
-        key = _KEY.match(line[0])
-        if not starts:
-            if key is None:
-                return None
-            indent = key[1]
-        depth = len(line[0]) - len(line[0].lstrip(" "))
-        if depth < len(indent) or (depth == len(indent) and key is None):
-            return None
-        if depth == len(indent) and key is not None:
-            starts.append(line.start())
-            names.append(key[2])
-    if not starts:
-        return None
-    spans = tuple(Span(a, b) for a, b in zip(starts, [*starts[1:], end], strict=True))
-    return Layout(spans, tuple(names), text[: starts[0]] + text[end:])
 
 
 class Incremental:
@@ -134,11 +80,11 @@ class Incremental:
         """Return the findings by the reduced document; None where it is not to be trusted."""
         texts = [source.text[span.start : span.end] for span in found.clauses]
         kept = {i for i, text in enumerate(texts) if text not in self._clean}
-        if not all(_stands_alone(texts[i], found.names[i]) for i in kept):
+        if not all(stands_alone(texts[i], found.names[i]) for i in kept):
             return None
         kept |= _witnesses(found.context, texts)
         pieces = [source.text[: found.clauses[0].start]]
-        pieces += [t if i in kept else _NOT_BLANK.sub(" ", t) for i, t in enumerate(texts)]
+        pieces += [t if i in kept else blank(t) for i, t in enumerate(texts)]
         pieces.append(source.text[found.clauses[-1].end :])
         reduced, sink = SourceFile(source.name, "".join(pieces)), Sink()
         if analyse(reduced, sink, folder).root is None:
@@ -151,12 +97,6 @@ def _places(diagnostic: Diagnostic) -> Iterable[int]:
         yield diagnostic.span.start
     for label in diagnostic.labels:
         yield label.span.start
-
-
-def _stands_alone(text: str, name: str) -> bool:
-    """Say whether the text of a clause is YAML by itself, one entry of that name."""
-    root = parse_yaml(SourceFile("", text), Sink())
-    return isinstance(root, Mapping) and [e.key.text for e in root.entries] == [name]
 
 
 def _witnesses(context: str, texts: list[str]) -> set[int]:
