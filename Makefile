@@ -51,10 +51,18 @@ demo-minilm: setup ## the same road on real weights, all-MiniLM-L6-v2
 
 test: setup tools lint type layers test-fast ## everything that must pass before a change goes in
 
-# A second opinion that some tests ask: installed where it is missing and this may be done.
-tools:
-	@command -v openssl > /dev/null || { apt-get -qq update && apt-get -qq -y install openssl; } || { \
-	  echo "The tests ask the openssl command for a second opinion: please install openssl." >&2; exit 1; }
+# Programs that tests run beside the Python packages: second opinions, and real editors. Installed
+# where they are missing and this may be done.
+PROGRAMS := openssl:openssl nvim:neovim emacs:emacs-nox node:nodejs npm:npm
+tools: ## install the editors and other programs that tests run
+	@wanted=; for pair in $(PROGRAMS); do command -v $${pair%%:*} > /dev/null || wanted="$$wanted $${pair#*:}"; done; \
+	if [ -n "$$wanted" ]; then \
+	  echo "Installing$$wanted, which tests run."; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $$wanted > /dev/null; } || { \
+	  echo "The tests run these programs; please install:$$wanted" >&2; exit 1; }; fi
+	@for folder in tests/editors grammar/editors/vscode; do \
+	  [ $$folder/node_modules/.package-lock.json -nt $$folder/package-lock.json ] || \
+	  npm ci --prefix $$folder --no-audit --no-fund --loglevel=error || exit 1; done
 
 test-fast: setup ## the fast tests alone
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not gpu"
