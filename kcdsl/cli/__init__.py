@@ -20,6 +20,7 @@ from kcdsl.exits import Exit
 COMMANDS: dict[str, str] = {
     "compile": "kcdsl.cli.compile",
     "lint": "kcdsl.cli.lint",
+    "fmt": "kcdsl.cli.fmt",
     "explain": "kcdsl.cli.explain",
     "verify": "kcdsl.cli.verify",
     "evaluate": "kcdsl.cli.evaluate",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +46,64 @@ def find_contract(given: str | None, start: Path) -> Path:
     )
 
 
+_LIBRARY = re.compile(rb"^library[ \t]*:", re.MULTILINE)
+
+
+def contracts_in(given: Sequence[str], start: Path) -> list[Path]:
+    """Return the files that a command is about: those given, the contracts below each folder
+    given, sorted, or the one contract of `start` where nothing is given.
+
+    Raises Refusal for a file that is missing and a folder that holds no contract.
+    """
+    if not given:
+        return [find_contract(None, start)]
+    found: dict[Path, None] = {}
+    for name in given:
+        path = Path(name)
+        if not path.is_dir():
+            found[_existing(path, origin=None)] = None
+            continue
+        inside = sorted(p for p in path.rglob("*") if _is_contract(p) and not _hidden(p, path))
+        if not inside:
+            raise refuse(
+                NO_CONTRACT,
+                f"no contract.yaml or *.kc.yaml below {name}",
+                help="name a file, or another folder",
+            )
+        found.update(dict.fromkeys(inside))
+    return list(found)
+
+
+def _hidden(path: Path, below: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(below).parts)
+
+
+def _is_contract(path: Path) -> bool:
+    named = path.name == "contract.yaml" or path.name.endswith((".kc.yaml", ".kc.yml"))
+    return named and path.is_file()
+
+
 def _in_folder(folder: Path) -> list[Path]:
+    """Return the contracts in a folder; its libraries where there is nothing else."""
     if not folder.is_dir():
         return []
-    return sorted(
+    found = sorted(
         path
         for path in folder.iterdir()
         if path.is_file()
         and (path.name == "contract.yaml" or path.name.endswith((".kc.yaml", ".kc.yml")))
     )
+    if len(found) < 2:
+        return found
+    return [path for path in found if not _is_library(path)] or found
+
+
+def _is_library(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return _LIBRARY.search(stream.read(2**16)) is not None
+    except OSError:
+        return False
 
 
 def _existing(path: Path, origin: Path | None) -> Path:

@@ -169,6 +169,41 @@ EMPTY_SECTION = _declare(
     "A section that must have entries has none; a contract without clauses requires nothing.",
 )
 
+IMPORT_FILE = _declare(
+    "KC120",
+    "unusable import",
+    """The file of an import is no library that can be read: its path is not relative, the file is
+    missing, it holds something else, or it has errors of its own.""",
+)
+IMPORT_DIGEST = _declare(
+    "KC121",
+    "import without its digest",
+    """An import states the digest of what the library means, so that nobody can change a contract
+    by changing a file that it imports.""",
+)
+IMPORT_CHANGED = _declare(
+    "KC122",
+    "import differs from its digest",
+    """The library means something else than when its digest was written down. Look at what changed
+    before the new digest is accepted.""",
+)
+IMPORT_CYCLE = _declare(
+    "KC123",
+    "import cycle",
+    "A library imports itself, directly or through others.",
+)
+NOT_A_CONTRACT = _declare(
+    "KC125",
+    "library instead of a contract",
+    """A command needs a contract and was given a library, which has slices, kernels and tables but
+    no clauses.""",
+)
+UNUSED_IMPORT = _declare(
+    "KC124",
+    "unused import",
+    "A name is imported and no clause speaks of it, so the import brings nothing.",
+)
+
 # --- KC2 names and types -------------------------------------------------------------------------
 UNKNOWN_NAME = _declare(
     "KC201",
@@ -251,6 +286,59 @@ WEAKENED_ESCALATION = _declare(
     higher level has a milder action than a lower one.""",
 )
 
+NOT_IN_LIBRARY = _declare(
+    "KC230",
+    "not in the library",
+    "An import names something that the library does not declare.",
+)
+UNKNOWN_TABLE = _declare(
+    "KC231",
+    "unknown table",
+    "The table is not declared in the section `tables`, nor imported.",
+)
+UNUSED_TABLE = _declare(
+    "KC232",
+    "unused table",
+    "No clause speaks of the table, so its thresholds apply to nothing.",
+)
+MILD_ACTION = _declare(
+    "KC233",
+    "action milder than the policy",
+    """A clause replaces the action of the escalation policy for its family and level by one of a
+    milder kind, such as a log entry where the policy falls back to a safe kernel.""",
+)
+MIXED_DIRECTION = _declare(
+    "KC216",
+    "direction that cannot be judged",
+    """A comparison of measured quantities with each other that a worse value of one of them makes
+    easier to satisfy, or of which that cannot be shown. It bounds no drift by itself. Bound that
+    quantity by a number in another clause, and state `override: direction` in this one.""",
+)
+FIELD_OF_TWO_SORTS = _declare(
+    "KC217",
+    "field of two sorts",
+    """The same field of the same data is compared with a text here and with a number or a truth
+    value there, so at least one of the two selects nothing, or stops the evaluation.""",
+)
+METRIC_DECLARATION = _declare(
+    "KC218",
+    "unusable metric declaration",
+    """A declaration `@metric(...)` in a Python file cannot be read: contracts are compiled without
+    running any Python, so every argument is a literal, and it must be one that has a meaning.""",
+)
+METRIC_NAME_TAKEN = _declare(
+    "KC219",
+    "name of a metric taken",
+    """Two metrics have the same name, or a metric has a name that already means something in the
+    language. Contracts could not say which one they mean.""",
+)
+METRIC_MODULE = _declare(
+    "KC220",
+    "metric module not found",
+    """A module that the configuration or an installed package names for its metrics cannot be found
+    as a Python source file.""",
+)
+
 # --- KC3 shapes, formats, units ------------------------------------------------------------------
 DIMENSION = _declare(
     "KC301",
@@ -261,8 +349,8 @@ DIMENSION = _declare(
 UNKNOWN_UNIT = _declare(
     "KC302",
     "unknown unit",
-    """The unit is not defined. Units: us ms s min h, B KB MB GB KiB MiB GiB, tok/s, nats, %,
-    ratio.""",
+    """The unit is not defined. Units: ns us ms s min h, B KB MB GB TB KiB MiB GiB TiB, tok,
+    tok/s, nats, %, ratio.""",
 )
 OUT_OF_RANGE = _declare(
     "KC303",
@@ -297,6 +385,18 @@ VACUOUS = _declare(
     "KC404",
     "vacuous requirement",
     "The requirement holds, or fails, whatever the kernels do, so it says nothing.",
+)
+TABLE_GAP = _declare(
+    "KC405",
+    "table without a value for some request",
+    """The rows of a table leave some requests out and there is no `otherwise`, so a clause with the
+    table would say nothing about them.""",
+)
+UNREACHABLE_ROW = _declare(
+    "KC406",
+    "row that no request reaches",
+    """The rows above take every request that a row could have, or no request can satisfy it. Its
+    bucket would be empty, and nothing can be shown on an empty bucket.""",
 )
 CONTRADICTION = _declare(
     "KC410",
@@ -546,6 +646,12 @@ ABOVE_CERTIFIED = _declare(
     is not a number. Either a kernel does not compute as it claims or the bound is wrong; nothing
     is reported as held.""",
 )
+METRIC_FUNCTION = _declare(
+    "KC626",
+    "metric function not usable",
+    """A metric of the user is not declared any more as it was when the contract was compiled, or the
+    module that holds its function cannot be imported. Its values would be about something else.""",
+)
 UNREADABLE_KEY = _declare(
     "KC640",
     "unreadable key",
@@ -608,6 +714,14 @@ DATA_ABSENT = _declare(
     "file not here yet",
     """The contract names a file that does not exist at present, or a slice without data.
     Compiling does not need it; verifying and evaluating do.""",
+)
+
+# --- KC7 style -----------------------------------------------------------------------------------
+FORMAT_REFUSED = _declare(
+    "KC701",
+    "layout not changed",
+    """The formatter reads again what it wrote, and found that the layout could not be changed
+    without changing what the document says. Nothing was written. This is a defect of kcdsl.""",
 )
 
 # --- KC9 the tool --------------------------------------------------------------------------------

@@ -24,6 +24,11 @@ def read_source(path: Path, limit: int = SIZE_LIMIT) -> SourceFile:
         raise refuse(FILE_MISSING, f"{name} is a folder, not a file") from error
     except OSError as error:
         raise refuse(INPUT_OUTPUT, f"{name} cannot be read: {error.strerror}") from error
+    return decode_source(name, data, limit)
+
+
+def decode_source(name: str, data: bytes, limit: int = SIZE_LIMIT) -> SourceFile:
+    """Return the text of a file by its bytes; raises Refusal where it is too large or not UTF-8."""
     if len(data) > limit:
         raise refuse(TOO_LARGE, f"{name} is larger than {limit} bytes")
     try:

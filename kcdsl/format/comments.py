@@ -1,0 +1,64 @@
+"""Comments of a YAML document, found exactly: what stands outside every scalar after a `#`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kcdsl.source.text import SourceFile
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Comment:
+    """A comment: its text from the `#` on, where it starts, its line and column (from 0), whether
+    it has its line for itself, and whether an empty line stands above it."""
+
+    text: str
+    start: int
+    line: int
+    column: int
+    alone: bool
+    after_blank: bool
+
+
+def scalars(node: Node) -> Iterator[Scalar]:
+    """Yield every scalar of a tree in the order of the document."""
+    match node:
+        case Scalar():
+            yield node
+        case Sequence(items=items):
+            for item in items:
+                yield from scalars(item)
+        case Mapping(entries=entries):
+            for entry in entries:
+                yield entry.key
+                yield from scalars(entry.value)
+
+
+def find_comments(source: SourceFile, root: Node) -> tuple[Comment, ...]:
+    """Return the comments of a document in their order."""
+    text, found, at = source.text, [], 0
+    spans = sorted(s.span for s in scalars(root) if s.span.end > s.span.start)
+    for start, end in (*((span.start, span.end) for span in spans), (len(text), len(text))):
+        while (sign := text.find("#", at, start)) >= 0:
+            stop = text.find("\n", sign)
+            stop = len(text) if stop < 0 else stop
+            found.append(_comment(source, sign, stop))
+            at = stop
+        at = max(at, end)
+    return tuple(found)
+
+
+def _comment(source: SourceFile, start: int, stop: int) -> Comment:
+    place = source.position(start)
+    above = source.line(place.line - 1).strip() if place.line > 1 else "x"
+    before = source.text[source.line_start(place.line) : start].lstrip("\ufeff")
+    return Comment(
+        source.text[start:stop].rstrip(),
+        start,
+        place.line - 1,
+        place.column - 1,
+        not before.strip(),
+        above == "",
+    )

@@ -1,0 +1,118 @@
+"""Formatting keeps the meaning and every comment, and formatting twice is formatting once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kcdsl.check.compile import analyse
+from kcdsl.diagnostics.model import Sink
+from kcdsl.format import edits, format_text
+from kcdsl.format.comments import find_comments
+from kcdsl.ir.canonical import digest
+from kcdsl.source.files import read_source
+from kcdsl.source.text import SourceFile
+from kcdsl.source.yaml_nodes import parse_yaml
+from tests.support.styles import Writer
+
+
+def formatted(text: str) -> str:
+    sink = Sink()
+    result = format_text(SourceFile("c.kc.yaml", text), sink)
+    assert result is not None, (text, [d.message for d in sink])
+    return result
+
+
+def meaning(text: str) -> tuple[str | None, list[str]]:
+    """Return the digest, and the codes of the findings; that of missing quotes is the layout's."""
+    sink = Sink()
+    program = analyse(SourceFile("c.kc.yaml", text), sink).program
+    codes = sorted(str(d.code) for d in sink if str(d.code) != "KC015")
+    return (None if program is None else digest(program)), codes
+
+
+def comments(text: str) -> list[str]:
+    source = SourceFile("c", text)
+    root = parse_yaml(source, Sink())
+    assert root is not None
+    return [c.text for c in find_comments(source, root)]
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=150, deadline=None)
+def test_generated_documents(seed: int) -> None:
+    writer = Writer(seed)
+    text = writer.text()
+    once = formatted(text)
+    assert formatted(once) == once
+    assert meaning(once) == meaning(text)
+    assert meaning(once)[0] is not None, meaning(once)
+    for note in writer.notes:
+        assert once.count(f"{note.rstrip()}\n") == 1, note
+    assert not [line for line in once.splitlines() if line != line.rstrip()]
+    assert "\r" not in once
+    assert "\n\n\n" not in once
+
+
+def test_the_corpus_and_the_examples(repository: Path) -> None:
+    seen = 0
+    for folder in ("grammar/corpus", "examples"):
+        for path in sorted((repository / folder).rglob("*.yaml")):
+            try:
+                source = read_source(path)
+            except Exception:
+                continue
+            sink = Sink()
+            once = format_text(source, sink)
+            if once is None:
+                assert not [d for d in sink if str(d.code) == "KC701"], path
+                continue
+            seen += 1
+            assert formatted(once) == once, path
+            assert meaning(once) == meaning(source.text), path
+            assert comments(once) == comments(source.text), path
+    assert seen > 100
+
+
+def test_what_is_not_yaml_is_left_alone() -> None:
+    sink = Sink()
+    assert format_text(SourceFile("c", "a: [1\n"), sink) is None
+    assert [str(d.code) for d in sink] == ["KC001"]
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=60, deadline=None)
+def test_edits_turn_one_text_into_the_other(seed: int) -> None:
+    old = Writer(seed).text()
+    new = formatted(old)
+    text = old
+    for edit in reversed(edits(old, new)):
+        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
+    assert text == new
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("a:   1", "a: 1\n"),
+        ("\ufeffa: 1\r\nb: 2\r\n", "a: 1\nb: 2\n"),
+        ("a:\n    b:   {c: 1,d: [1,2]}\n", "a:\n  b: {c: 1, d: [1, 2]}\n"),
+        (
+            "clauses:\n  A: {require: p99( kl )<=0.02}\n",
+            "clauses:\n  A: {require: p99(kl) <= 0.02}\n",
+        ),
+        (
+            "clauses:\n  A: {require: quantile(0.9, kl) <= 1}\n",
+            'clauses:\n  A: {require: "quantile(0.9, kl) <= 1"}\n',
+        ),
+        ("a: 1   # why\n", "a: 1  # why\n"),
+        ("a:\n  # one\n\n\n  # two\n  b: 1\n", "a:\n  # one\n\n  # two\n  b: 1\n"),
+        ("a: |+\n   x\n\nb: 1\n", "a: |+\n  x\n\nb: 1\n"),
+    ],
+)
+def test_single_layouts(given: str, wanted: str) -> None:
+    assert formatted(given) == wanted
+    assert formatted(wanted) == wanted

@@ -1,0 +1,65 @@
+"""`kcdsl fmt`: what it writes, what it leaves, and its exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Cli
+
+UGLY = "kcdsl:   1   # first\nclauses: {A: {require: p99( kl )<=1,level: L1}}\r\n"
+NEAT = "kcdsl: 1  # first\nclauses: {A: {require: p99(kl) <= 1, level: L1}}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "a.kc.yaml").write_bytes(UGLY.encode())
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "contract.yaml").write_text(NEAT)
+    (tmp_path / "below" / "other.yaml").write_text("a:   1\n")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "b.kc.yaml").write_bytes(UGLY.encode())
+    return tmp_path
+
+
+def test_files_are_rewritten(cli: Cli, folder: Path) -> None:
+    ran = cli("fmt", ".", cwd=folder)
+    assert (ran.code, ran.stdout) == (0, "")
+    assert ran.stderr == "2 files: 1 changed\n"
+    assert (folder / "a.kc.yaml").read_bytes() == NEAT.encode()
+    assert (folder / "below" / "other.yaml").read_text() == "a:   1\n"
+    assert (folder / ".hidden" / "b.kc.yaml").read_bytes() == UGLY.encode()
+    assert cli("fmt", "--check", ".", cwd=folder).code == 0
+
+
+def test_check_and_diff_write_nothing(cli: Cli, folder: Path) -> None:
+    ran = cli("fmt", "--check", ".", cwd=folder)
+    assert (ran.code, ran.stdout) == (1, "a.kc.yaml\n")
+    shown = cli("fmt", "--diff", "a.kc.yaml", cwd=folder)
+    assert shown.code == 1
+    assert "+kcdsl: 1  # first\n" in shown.stdout
+    assert (folder / "a.kc.yaml").read_bytes() == UGLY.encode()
+
+
+def test_what_is_not_yaml_is_left_and_the_rest_is_done(cli: Cli, folder: Path) -> None:
+    (folder / "broken.kc.yaml").write_text("a: [1\n")
+    ran = cli("fmt", ".", cwd=folder)
+    assert ran.code == 2
+    assert "KC001" in ran.stderr
+    assert (folder / "broken.kc.yaml").read_text() == "a: [1\n"
+    assert (folder / "a.kc.yaml").read_bytes() == NEAT.encode()
+
+
+def test_a_folder_without_contracts(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("fmt", str(tmp_path), cwd=tmp_path)
+    assert ran.code == 2
+    assert "KC603" in ran.stderr
+
+
+def test_the_mode_of_a_file_stays(cli: Cli, folder: Path) -> None:
+    (folder / "a.kc.yaml").chmod(0o640)
+    cli("fmt", "a.kc.yaml", cwd=folder)
+    assert (folder / "a.kc.yaml").stat().st_mode & 0o777 == 0o640
