@@ -28,7 +28,8 @@ class Reporter:
         notes: tuple[str, ...] = (),
         fix: Fix | None = None,
     ) -> None:
-        """Report an error at a place."""
+        """Report an error at a place; a name suggested as `help` is a fix of the place too."""
+        fix = fix or _suggested(help, span)
         self.sink.add(
             Diagnostic(code, message, self.source, span, labels, notes, help, Severity.ERROR, fix)
         )
@@ -42,7 +43,8 @@ class Reporter:
         labels: tuple[Label, ...] = (),
         fix: Fix | None = None,
     ) -> None:
-        """Report a warning at a place."""
+        """Report a warning at a place; a name suggested as `help` is a fix of the place too."""
+        fix = fix or _suggested(help, span)
         self.sink.add(
             Diagnostic(code, message, self.source, span, labels, (), help, Severity.WARNING, fix)
         )
@@ -71,10 +73,23 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+class Suggestion(str):
+    """A help text that names what was probably meant; the name is its `nearest`."""
+
+    nearest: str
+
+
 def suggest(name: str, allowed: Iterable[str], listed: str = "allowed") -> str:
     """Return "did you mean …?" where a name is close, and the allowed names otherwise."""
     names = list(allowed)
     close = nearest(name, names)
     if close is not None:
-        return f"did you mean `{close}`?"
+        text = Suggestion(f"did you mean `{close}`?")
+        text.nearest = close
+        return text
     return f"{listed}: {', '.join(names)}" if names else f"{listed}: none"
+
+
+def _suggested(help: str | None, span: Span) -> Fix | None:
+    """Return the fix of a suggestion: unsafe, because another name may have been meant."""
+    return replacement(span, help.nearest) if isinstance(help, Suggestion) else None

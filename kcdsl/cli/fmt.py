@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> Exit:
             continue
         changed.append(source.name)
         if arguments.diff:
-            sys.stdout.write(_difference(source, text))
+            sys.stdout.write(difference(source, text))
         elif path is not None and not arguments.check:
             write_bytes(path, text.encode("utf-8"), path.stat().st_mode & 0o777)
     dry = arguments.check or arguments.diff
@@ -76,13 +76,14 @@ def _sources(paths: list[str]) -> list[tuple[SourceFile, Path | None]]:
     return [(read_source(path), path) for path in contracts_in(paths, Path())]
 
 
-def _difference(source: SourceFile, text: str) -> str:
+def difference(source: SourceFile, text: str, how: str = "formatted") -> str:
+    """Return what would change, as a unified diff."""
     from difflib import unified_diff
 
     lines = unified_diff(
         source.text.splitlines(keepends=True),
         text.splitlines(keepends=True),
         source.name,
-        f"{source.name} (formatted)",
+        f"{source.name} ({how})",
     )
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)

@@ -31,7 +31,7 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
     Code,
 )
-from kcdsl.diagnostics.model import Diagnostic, Label, Severity, Sink
+from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink
 from kcdsl.source.masking import Masked, mask_expressions
 from kcdsl.source.numbers import exact
 from kcdsl.source.text import SourceFile, Span
@@ -165,6 +165,13 @@ def _ambiguity(text: str) -> str | None:
 def parse_yaml(source: SourceFile, sink: Sink) -> Node | None:
     """Return the root node of the only document, or None after a fatal error in the sink."""
     return _Builder(source, sink).build()
+
+
+def _in_quotes(text: str) -> str:
+    """Return a text as a quoted scalar of one line."""
+    if '"' in text and "'" not in text:
+        return f"'{text}'"
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 class _Builder:
@@ -342,6 +349,7 @@ class _Builder:
                     self._source,
                     span,
                     severity=Severity.NOTE,
+                    fix=Fix("put it in quotation marks", (Edit(span, _in_quotes(text)),)),
                 )
             )
         if style != "plain":

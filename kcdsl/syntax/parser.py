@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from kcdsl.diagnostics.codes import BAD_NUMBER, EXPRESSION_SYNTAX, TOO_DEEP, Code
-from kcdsl.diagnostics.model import Diagnostic, Sink
+from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Sink
 from kcdsl.source.numbers import exact
 from kcdsl.source.scalar_map import ScalarMap, map_scalar
 from kcdsl.source.text import SourceFile, Span
@@ -13,6 +15,7 @@ from kcdsl.syntax.lalr import Node, Token, parse
 
 LENGTH_LIMIT = 20_000
 DEPTH_LIMIT = 80
+_INSTEAD = re.compile(r"write `([^`() ]+)`")
 
 
 def parse_expression(source: SourceFile, scalar: Scalar, sink: Sink) -> ast.Expression | None:
@@ -38,7 +41,9 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
     text = scalar.text
 
     def report(code: Code, message: str, begin: int, end: int, help: str | None = None) -> None:
-        sink.add(Diagnostic(code, message, source, places.span(begin, end), help=help))
+        span = places.span(begin, end)
+        fix = _replacement(help, span) if places.pieces is not None else None
+        sink.add(Diagnostic(code, message, source, span, help=help, fix=fix))
 
     if scalar.broken:
         return None
@@ -62,6 +67,12 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
     for begin, end in unusable:
         report(BAD_NUMBER, "the number is too long, too large or too small", begin, end)
     return None if unusable else builder
+
+
+def _replacement(help: str | None, span: Span) -> Fix | None:
+    """Return the fix of an advice that names one word to be written instead."""
+    word = _INSTEAD.fullmatch(help or "")
+    return None if word is None else Fix(help or "", (Edit(span, word[1]),))
 
 
 def _depth_exceeds(root: Node, limit: int) -> bool:

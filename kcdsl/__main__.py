@@ -1,0 +1,8 @@
+"""`python -m kcdsl`."""
+
+import sys
+
+from kcdsl.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

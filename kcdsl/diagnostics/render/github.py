@@ -1,0 +1,44 @@
+"""Diagnostics as workflow commands of GitHub Actions, shown beside the lines of a change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kcdsl.diagnostics.model import Diagnostic, Severity
+
+_COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
+
+
+def render_github(diagnostics: Iterable[Diagnostic]) -> str:
+    """Return one `::error file=…,line=…,endLine=…,col=…,endColumn=…,title=…::message` a line.
+
+    Columns count from 1; the last column is inclusive, and is left out where the place spans
+    several lines, as the format has it. Source: the workflow commands of GitHub Actions.
+    """
+    return "\n".join(_line(diagnostic) for diagnostic in diagnostics)
+
+
+def _line(diagnostic: Diagnostic) -> str:
+    fields: list[tuple[str, object]] = []
+    source, span = diagnostic.source, diagnostic.span
+    if source is not None:
+        fields.append(("file", source.name))
+    if source is not None and span is not None:
+        start, end = source.position(span.start), source.position(span.end)
+        fields += [("line", start.line), ("endLine", end.line)]
+        if start.line == end.line:
+            fields += [("col", start.column), ("endColumn", max(start.column, end.column - 1))]
+    fields.append(("title", f"{diagnostic.code}: {diagnostic.code.title}"))
+    listed = ",".join(f"{name}={_field(str(value))}" for name, value in fields)
+    tail = [f"note: {note}" for note in diagnostic.notes]
+    tail += [f"help: {diagnostic.help}"] if diagnostic.help else []
+    text = "\n".join([diagnostic.message, *tail])
+    return f"::{_COMMANDS[diagnostic.severity]} {listed}::{_message(text)}"
+
+
+def _message(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _field(text: str) -> str:
+    return _message(text).replace(":", "%3A").replace(",", "%2C")
