@@ -14,7 +14,7 @@ SHELL   := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools demo demo-minilm test test-fast test-slow test-gpu lint type layers format \
-        grammar docs wheel changelog clean distclean
+        grammar pages docs wheel changelog clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do \
@@ -90,6 +90,9 @@ format: setup ## rewrite the sources in the house format
 
 grammar: setup ## write the parse table of the expression grammar
 	$(BIN)/python -m kcdsl.syntax.tables
+
+pages: setup ## write docs/codes.md, the index of diagnostic codes
+	$(BIN)/python -c "from tests.unit.diagnostics.test_code_texts import INDEX, index; open(INDEX, 'w', encoding='utf-8').write(index())"
 
 docs: setup ## links, tables and help texts of the documentation agree with the code
 	$(BIN)/python -m pytest -q tests/packaging/test_docs.py

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import textwrap
 
 from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import UNKNOWN_CODE, all_codes, find
+from kcdsl.diagnostics.codes import UNKNOWN_CODE, Code, all_codes, find
 from kcdsl.exits import Exit
 
 HELP = "explain a diagnostic code, or which backends cover a clause and why"
@@ -47,6 +48,21 @@ def run(arguments: argparse.Namespace) -> Exit:
             f"there is no code {arguments.topic}",
             help="`kcdsl explain` lists every code",
         )
-    print(f"{found.id}: {found.title}\n")
-    print(textwrap.fill(found.explanation, 88))
+    _show(found)
     return Exit.HELD
+
+
+def _show(code: Code) -> None:
+    """Print the page of a code: set for a terminal, as it is for anything else."""
+    from kcdsl.diagnostics.pages import page
+
+    written = page(code)
+    if written is None:
+        print(f"# {code.id}: {code.title}\n\n{textwrap.fill(code.explanation, 100)}")
+    elif sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(written.text))
+    else:
+        print(written.text.rstrip("\n"))

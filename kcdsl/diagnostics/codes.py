@@ -1,4 +1,4 @@
-"""Every diagnostic code, declared once. A number is never reused.
+"""Every diagnostic code, declared once. A number is never reused. Texts are in `pages/`.
 
 Families: KC0 YAML and lexing · KC1 structure · KC2 names and types · KC3 shapes, formats, units ·
 KC4 fragments, routing, vacuity, model and kernel support · KC5 statistics · KC6 evidence, files
@@ -16,19 +16,30 @@ class Code:
 
     id: str
     title: str
-    explanation: str
+    text: str = ""
+    """What it means, of a code that has no page in `pages/`."""
 
     def __str__(self) -> str:
         return self.id
+
+    @property
+    def explanation(self) -> str:
+        """Return what it means in a few sentences: the summary of its page."""
+        if self.text:
+            return self.text
+        from kcdsl.diagnostics.pages import page
+
+        found = page(self)
+        return self.title if found is None else found.summary
 
 
 _REGISTRY: dict[str, Code] = {}
 
 
-def _declare(id: str, title: str, explanation: str) -> Code:
+def _declare(id: str, title: str, text: str = "") -> Code:
     if id in _REGISTRY:
         raise ValueError(f"{id} is declared twice")
-    code = Code(id, title, " ".join(explanation.split()))
+    code = Code(id, title, " ".join(text.split()))
     _REGISTRY[id] = code
     return code
 
@@ -44,269 +55,73 @@ def find(id: str) -> Code | None:
 
 
 # --- KC0 YAML and lexing -------------------------------------------------------------------------
-NOT_YAML = _declare("KC001", "not YAML", "The document is not well-formed YAML.")
-DUPLICATE_KEY = _declare(
-    "KC002",
-    "duplicate key",
-    """A mapping names the same key twice. YAML readers silently keep the last one, so a clause
-    could vanish; kcdsl refuses the document. Remove or rename one of them.""",
-)
-ANCHOR = _declare(
-    "KC003",
-    "anchor or alias",
-    """YAML anchors (&name) and aliases (*name) make a document that cannot be read top-down and
-    can expand without bound. Write the value out where it is used.""",
-)
-MERGE_KEY = _declare(
-    "KC004",
-    "merge key",
-    "The merge key `<<` copies entries from elsewhere. Write the entries out.",
-)
-CUSTOM_TAG = _declare(
-    "KC005",
-    "custom tag",
-    "Explicit YAML tags (!name, !!set ...) are not part of the contract language. Remove the tag.",
-)
-SEVERAL_DOCUMENTS = _declare(
-    "KC006",
-    "several documents",
-    "A contract file holds exactly one YAML document. Split the file at `---`.",
-)
-AMBIGUOUS_SCALAR = _declare(
-    "KC007",
-    "ambiguous scalar",
-    """A plain scalar that YAML 1.1 and YAML 1.2 read differently: `on`, `off`, `yes`, `no` (a
-    truth value or a text), `12:30:45` (a number in base 60 or a text), `2026-05-26` (a date or
-    a text), `010` (eight or ten), `1_000`. Write it in quotation marks, or in an unambiguous
-    form.""",
-)
+NOT_YAML = _declare("KC001", "not YAML")
+DUPLICATE_KEY = _declare("KC002", "duplicate key")
+ANCHOR = _declare("KC003", "anchor or alias")
+MERGE_KEY = _declare("KC004", "merge key")
+CUSTOM_TAG = _declare("KC005", "custom tag")
+SEVERAL_DOCUMENTS = _declare("KC006", "several documents")
+AMBIGUOUS_SCALAR = _declare("KC007", "ambiguous scalar")
 NOT_UTF8 = _declare(
     "KC008",
     "not UTF-8",
     "A contract is a UTF-8 text.",
 )
-EXPRESSION_SYNTAX = _declare(
-    "KC010",
-    "expression syntax",
-    """An expression does not follow the grammar. The message names what could stand at the marked
-    place.""",
-)
+EXPRESSION_SYNTAX = _declare("KC010", "expression syntax")
 TOO_LARGE = _declare(
     "KC011",
     "too large",
     """The document is larger than any contract that a person could review. The limit guards the
     tool against hostile input.""",
 )
-TOO_DEEP = _declare(
-    "KC012",
-    "nested too deeply",
-    """The document or expression is nested deeper than the limit, which guards the tool against
-    hostile input. Split the clause into several.""",
-)
+TOO_DEEP = _declare("KC012", "nested too deeply")
 EMPTY_DOCUMENT = _declare(
     "KC013",
     "empty document",
     "The file holds no document, so it states no contract.",
 )
-BAD_NUMBER = _declare(
-    "KC014",
-    "unusable number",
-    "A number that is not finite, or too large or too small to be meant.",
-)
-UNQUOTED_EXPRESSION = _declare(
-    "KC015",
-    "expression without quotation marks",
-    """An expression holds `: `, or in a flow mapping a comma or square brackets, and stands
-    without quotation marks. kcdsl reads it as it is meant; other YAML readers do not. Put it in
-    quotation marks, or in a block scalar after `>-`, for their sake.""",
-)
+BAD_NUMBER = _declare("KC014", "unusable number")
+UNQUOTED_EXPRESSION = _declare("KC015", "expression without quotation marks")
 
 # --- KC1 structure -------------------------------------------------------------------------------
-UNKNOWN_FIELD = _declare(
-    "KC101",
-    "unknown field",
-    "The mapping has no such field. A misspelt field would otherwise be ignored silently.",
-)
-MISSING_FIELD = _declare(
-    "KC102",
-    "missing field",
-    "A field that the contract needs is absent.",
-)
-WRONG_KIND = _declare(
-    "KC103",
-    "wrong kind of value",
-    "The field takes another kind of YAML value (a mapping, a list, a text, a number).",
-)
-NOT_ALLOWED = _declare(
-    "KC104",
-    "value not allowed",
-    "The field takes one of a fixed set of values.",
-)
-UNSUPPORTED_VERSION = _declare(
-    "KC105",
-    "unsupported language version",
-    "The field `kcdsl` names the version of the contract language. This release reads version 1.",
-)
-CONFLICTING_FIELDS = _declare(
-    "KC106",
-    "conflicting fields",
-    "Two fields that exclude each other are both given.",
-)
-BAD_IDENTIFIER = _declare(
-    "KC107",
-    "unusable identifier",
-    """Identifiers of clauses, slices and contracts start with a letter and continue with letters,
-    digits, `_`, `-` or `.`; slice names take no `-` or `.`, because expressions use them.""",
-)
-DUPLICATE_IDENTIFIER = _declare(
-    "KC108",
-    "identifier used twice",
-    "Two clauses or slices have the same identifier; reports could not tell them apart.",
-)
-EMPTY_SECTION = _declare(
-    "KC109",
-    "empty section",
-    "A section that must have entries has none; a contract without clauses requires nothing.",
-)
+UNKNOWN_FIELD = _declare("KC101", "unknown field")
+MISSING_FIELD = _declare("KC102", "missing field")
+WRONG_KIND = _declare("KC103", "wrong kind of value")
+NOT_ALLOWED = _declare("KC104", "value not allowed")
+UNSUPPORTED_VERSION = _declare("KC105", "unsupported language version")
+CONFLICTING_FIELDS = _declare("KC106", "conflicting fields")
+BAD_IDENTIFIER = _declare("KC107", "unusable identifier")
+DUPLICATE_IDENTIFIER = _declare("KC108", "identifier used twice")
+EMPTY_SECTION = _declare("KC109", "empty section")
 
-IMPORT_FILE = _declare(
-    "KC120",
-    "unusable import",
-    """The file of an import is no library that can be read: its path is not relative, the file is
-    missing, it holds something else, or it has errors of its own.""",
-)
-IMPORT_DIGEST = _declare(
-    "KC121",
-    "import without its digest",
-    """An import states the digest of what the library means, so that nobody can change a contract
-    by changing a file that it imports.""",
-)
-IMPORT_CHANGED = _declare(
-    "KC122",
-    "import differs from its digest",
-    """The library means something else than when its digest was written down. Look at what changed
-    before the new digest is accepted.""",
-)
-IMPORT_CYCLE = _declare(
-    "KC123",
-    "import cycle",
-    "A library imports itself, directly or through others.",
-)
-NOT_A_CONTRACT = _declare(
-    "KC125",
-    "library instead of a contract",
-    """A command needs a contract and was given a library, which has slices, kernels and tables but
-    no clauses.""",
-)
-UNUSED_IMPORT = _declare(
-    "KC124",
-    "unused import",
-    "A name is imported and no clause speaks of it, so the import brings nothing.",
-)
+IMPORT_FILE = _declare("KC120", "unusable import")
+IMPORT_DIGEST = _declare("KC121", "import without its digest")
+IMPORT_CHANGED = _declare("KC122", "import differs from its digest")
+IMPORT_CYCLE = _declare("KC123", "import cycle")
+NOT_A_CONTRACT = _declare("KC125", "library instead of a contract")
+UNUSED_IMPORT = _declare("KC124", "unused import")
 
 # --- KC2 names and types -------------------------------------------------------------------------
-UNKNOWN_NAME = _declare(
-    "KC201",
-    "unknown name",
-    "A name is neither a bound variable nor anything the language defines at this place.",
-)
-UNKNOWN_SLICE = _declare(
-    "KC202",
-    "unknown slice",
-    "The slice is not declared in the section `slices`.",
-)
-UNKNOWN_METRIC = _declare(
-    "KC203",
-    "unknown metric",
-    "The metric is not registered. The registry is listed in the language reference.",
-)
-BLOCK_NAME = _declare(
-    "KC204",
-    "unknown block",
-    "Blocks are named attn_0, mlp_0, norm_0, layer_0 and so on, head, or model.",
-)
-UNKNOWN_FUNCTION = _declare(
-    "KC205",
-    "unknown function",
-    "No function of the language has this name.",
-)
-WRONG_ARGUMENTS = _declare(
-    "KC206",
-    "wrong arguments",
-    "A function is called with too few, too many or unsuitable arguments.",
-)
-WRONG_SORT = _declare(
-    "KC207",
-    "wrong sort",
-    """An expression of one sort stands where another is needed, such as a number where a statement
-    is needed.""",
-)
-DOUBTFUL_NAME = _declare(
-    "KC208",
-    "doubtful name",
-    "A free name (a trace field) is so close to a well-known one that it is probably misspelt.",
-)
-UNKNOWN_ACTION = _declare(
-    "KC209",
-    "unknown action",
-    "The action is not one that the escalation policy knows, so nothing would be done.",
-)
-UNKNOWN_ADAPTER = _declare(
-    "KC210",
-    "unknown kernel adapter",
-    "The field `run` names the program that runs the kernel; this name is not a known adapter.",
-)
-SHADOWED_NAME = _declare(
-    "KC211",
-    "shadowed name",
-    "A quantifier binds a name that already means something else.",
-)
-UNUSED_VARIABLE = _declare(
-    "KC212",
-    "unused variable",
-    "A quantified variable does not occur in the statement, so the quantifier says nothing.",
-)
-AGAINST_DIRECTION = _declare(
-    "KC213",
-    "comparison against the metric's direction",
-    """The metric is better when lower (or higher), and the comparison bounds it from the harmless
-    side, so that a bad kernel passes. Turn the comparison round, or state `override: direction`
-    in the clause if it is really meant.""",
-)
-WRONG_FAMILY = _declare(
-    "KC214",
-    "wrong family",
-    """The clause is declared in a family to which its metric does not belong, or its parts belong
-    to different families and it declares none.""",
-)
-WEAKENED_ESCALATION = _declare(
-    "KC215",
-    "weakened escalation",
-    """A row of the escalation policy replaces a more severe default action of a family, or a
-    higher level has a milder action than a lower one.""",
-)
+UNKNOWN_NAME = _declare("KC201", "unknown name")
+UNKNOWN_SLICE = _declare("KC202", "unknown slice")
+UNKNOWN_METRIC = _declare("KC203", "unknown metric")
+BLOCK_NAME = _declare("KC204", "unknown block")
+UNKNOWN_FUNCTION = _declare("KC205", "unknown function")
+WRONG_ARGUMENTS = _declare("KC206", "wrong arguments")
+WRONG_SORT = _declare("KC207", "wrong sort")
+DOUBTFUL_NAME = _declare("KC208", "doubtful name")
+UNKNOWN_ACTION = _declare("KC209", "unknown action")
+UNKNOWN_ADAPTER = _declare("KC210", "unknown kernel adapter")
+SHADOWED_NAME = _declare("KC211", "shadowed name")
+UNUSED_VARIABLE = _declare("KC212", "unused variable")
+AGAINST_DIRECTION = _declare("KC213", "comparison against the metric's direction")
+WRONG_FAMILY = _declare("KC214", "wrong family")
+WEAKENED_ESCALATION = _declare("KC215", "weakened escalation")
 
-NOT_IN_LIBRARY = _declare(
-    "KC230",
-    "not in the library",
-    "An import names something that the library does not declare.",
-)
-UNKNOWN_TABLE = _declare(
-    "KC231",
-    "unknown table",
-    "The table is not declared in the section `tables`, nor imported.",
-)
-UNUSED_TABLE = _declare(
-    "KC232",
-    "unused table",
-    "No clause speaks of the table, so its thresholds apply to nothing.",
-)
-MILD_ACTION = _declare(
-    "KC233",
-    "action milder than the policy",
-    """A clause replaces the action of the escalation policy for its family and level by one of a
-    milder kind, such as a log entry where the policy falls back to a safe kernel.""",
-)
+NOT_IN_LIBRARY = _declare("KC230", "not in the library")
+UNKNOWN_TABLE = _declare("KC231", "unknown table")
+UNUSED_TABLE = _declare("KC232", "unused table")
+MILD_ACTION = _declare("KC233", "action milder than the policy")
 MIXED_DIRECTION = _declare(
     "KC216",
     "direction that cannot be judged",
@@ -340,64 +155,22 @@ METRIC_MODULE = _declare(
 )
 
 # --- KC3 shapes, formats, units ------------------------------------------------------------------
-DIMENSION = _declare(
-    "KC301",
-    "dimensions differ",
-    """The two sides have different dimensions, such as a time and a number of bytes. Bare numbers
-    may stand for nats, ratios and plain numbers, but never for times, sizes or rates.""",
-)
-UNKNOWN_UNIT = _declare(
-    "KC302",
-    "unknown unit",
-    """The unit is not defined. Units: ns us ms s min h, B KB MB GB TB KiB MiB GiB TiB, tok,
-    tok/s, nats, %, ratio.""",
-)
-OUT_OF_RANGE = _declare(
-    "KC303",
-    "out of range",
-    """A number lies outside the range that makes sense at its place, such as a quantile above 1 or
-    a negative radius.""",
-)
-DIVISION_BY_ZERO = _declare(
-    "KC304",
-    "division by zero",
-    "A constant is divided by zero.",
-)
+DIMENSION = _declare("KC301", "dimensions differ")
+UNKNOWN_UNIT = _declare("KC302", "unknown unit")
+OUT_OF_RANGE = _declare("KC303", "out of range")
+DIVISION_BY_ZERO = _declare("KC304", "division by zero")
 
 # --- KC4 fragments, routing, vacuity, model and kernel support -----------------------------------
-OUTSIDE_FRAGMENTS = _declare(
-    "KC401",
-    "outside every fragment",
-    """The requirement belongs to no fragment that a backend decides; the marked sub-expression is
-    the reason. Split or reformulate the clause.""",
-)
+OUTSIDE_FRAGMENTS = _declare("KC401", "outside every fragment")
 NO_BACKEND = _declare(
     "KC402",
     "no backend",
     "The fragment of a clause is known, but no installed backend decides it.",
 )
-EVIDENCE_OUT_OF_REACH = _declare(
-    "KC403",
-    "evidence out of reach",
-    "The clause demands a kind of evidence that no backend produces for its fragment.",
-)
-VACUOUS = _declare(
-    "KC404",
-    "vacuous requirement",
-    "The requirement holds, or fails, whatever the kernels do, so it says nothing.",
-)
-TABLE_GAP = _declare(
-    "KC405",
-    "table without a value for some request",
-    """The rows of a table leave some requests out and there is no `otherwise`, so a clause with the
-    table would say nothing about them.""",
-)
-UNREACHABLE_ROW = _declare(
-    "KC406",
-    "row that no request reaches",
-    """The rows above take every request that a row could have, or no request can satisfy it. Its
-    bucket would be empty, and nothing can be shown on an empty bucket.""",
-)
+EVIDENCE_OUT_OF_REACH = _declare("KC403", "evidence out of reach")
+VACUOUS = _declare("KC404", "vacuous requirement")
+TABLE_GAP = _declare("KC405", "table without a value for some request")
+UNREACHABLE_ROW = _declare("KC406", "row that no request reaches")
 CONTRADICTION = _declare(
     "KC410",
     "contradicting clauses",
@@ -543,46 +316,13 @@ REGION_OF_TOKENS = _declare(
 )
 
 # --- KC5 statistics ------------------------------------------------------------------------------
-PERCENTILE_WITH_BUDGET = _declare(
-    "KC501",
-    "percentile with a sample budget",
-    """A percentile already allows a share of samples to exceed the threshold; a budget of requests
-    on top allows a share a second time. Drop one of them, or count the budget in windows.""",
-)
-BUDGET_UNIT = _declare(
-    "KC502",
-    "budget without a unit",
-    "A budget must say what it counts: `of requests` or `of windows`.",
-)
-NO_SLICE = _declare(
-    "KC503",
-    "no slice",
-    """The clause names no slice and the contract declares no slice `all`, or a quantified clause,
-    whose quantifier names the slice, lists slices again.""",
-)
-BUDGET_ON_PROOF = _declare(
-    "KC504",
-    "budget on a universal clause",
-    "A clause that speaks of every input, or of every trace record, allows no exceedance.",
-)
-STATISTIC_NOT_ALLOWED = _declare(
-    "KC505",
-    "statistic does not fit the metric",
-    """Pointwise metrics need a statistic (mean, p99, max ...); aggregate metrics are a single
-    number per window and take only those that the registry lists.""",
-)
-SIGNED_METRIC = _declare(
-    "KC506",
-    "signed metric without a magnitude",
-    """The metric takes both signs, so large deviations cancel or pass below the bound. Bound its
-    magnitude with abs(...).""",
-)
-WRONG_TAIL = _declare(
-    "KC507",
-    "statistic of the harmless tail",
-    """For a metric that is better when higher, a high percentile looks at the best requests; for
-    one that is better when lower, a low percentile does. Use the percentile of the bad tail.""",
-)
+PERCENTILE_WITH_BUDGET = _declare("KC501", "percentile with a sample budget")
+BUDGET_UNIT = _declare("KC502", "budget without a unit")
+NO_SLICE = _declare("KC503", "no slice")
+BUDGET_ON_PROOF = _declare("KC504", "budget on a universal clause")
+STATISTIC_NOT_ALLOWED = _declare("KC505", "statistic does not fit the metric")
+SIGNED_METRIC = _declare("KC506", "signed metric without a magnitude")
+WRONG_TAIL = _declare("KC507", "statistic of the harmless tail")
 
 # --- KC6 evidence, files, certificates -----------------------------------------------------------
 FILE_MISSING = _declare(
@@ -709,12 +449,7 @@ STORED_PROGRAM = _declare(
     """A stored intermediate representation is not JSON of the schema kcdsl.ir/1, or its digest
     does not belong to it. Compile the contract again.""",
 )
-DATA_ABSENT = _declare(
-    "KC606",
-    "file not here yet",
-    """The contract names a file that does not exist at present, or a slice without data.
-    Compiling does not need it; verifying and evaluating do.""",
-)
+DATA_ABSENT = _declare("KC606", "file not here yet")
 
 # --- KC7 style -----------------------------------------------------------------------------------
 FORMAT_REFUSED = _declare(
@@ -725,6 +460,7 @@ FORMAT_REFUSED = _declare(
 )
 
 # --- KC9 the tool --------------------------------------------------------------------------------
+UNUSED_SUPPRESSION = _declare("KC900", "unused suppression")
 USAGE = _declare("KC901", "usage", "The command line is not usable as given.")
 UNKNOWN_CODE = _declare(
     "KC902",
@@ -737,6 +473,7 @@ NO_PACKAGE = _declare(
     """A Python package that kcdsl depends on is not installed. `kcdsl doctor` names the command
     that installs it.""",
 )
+BAD_SUPPRESSION = _declare("KC904", "unusable suppression")
 INTERNAL = _declare(
     "KC999",
     "internal error",

@@ -128,7 +128,7 @@ def test_consistency_on_request(cli_process: Cli, folder: Path) -> None:
 def test_explain(cli: Cli) -> None:
     ran = cli("explain", "kc203")
     assert ran.code == 0
-    assert ran.stdout.startswith("KC203: unknown metric")
+    assert ran.stdout.startswith("# KC203: unknown metric")
     assert "KC001" in cli("explain").stdout
     ran = cli("explain", "KC998")
     assert (ran.code, ran.stdout) == (2, "")
