@@ -26,8 +26,10 @@ COMMANDS: dict[str, str] = {
     "evaluate": "kcdsl.cli.evaluate",
     "check": "kcdsl.cli.check",
     "keygen": "kcdsl.cli.keygen",
+    "lsp": "kcdsl.cli.lsp",
     "doctor": "kcdsl.cli.doctor",
     "backends": "kcdsl.cli.backends",
+    "completion": "kcdsl.cli.completion",
 }
 """Command name -> module with `HELP: str`, `configure(parser)` and `run(arguments) -> Exit`."""
 
