@@ -56,6 +56,7 @@ test: setup tools lint type layers test-fast ## everything that must pass before
 PROGRAMS := openssl:openssl nvim:neovim emacs:emacs-nox node:nodejs npm:npm zsh:zsh fish:fish
 tools: ## install the editors and other programs that tests run
 	@wanted=; for pair in $(PROGRAMS); do command -v $${pair%%:*} > /dev/null || wanted="$$wanted $${pair#*:}"; done; \
+	[ -n "$$(ls -d /usr/share/emacs/site-lisp/elpa*/eglot* 2> /dev/null)" ] || wanted="$$wanted elpa-eglot"; \
 	if [ -n "$$wanted" ]; then \
 	  echo "Installing$$wanted, which tests run."; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $$wanted > /dev/null; } || { \
