@@ -64,7 +64,12 @@ def repository() -> Path:
 def schemas(repository: Path) -> dict[str, dict[str, Any]]:
     """Return the published JSON schemas by their names, such as "kcdsl.verify/1"."""
     places = ("kcdsl", "grammar", "backends", "certs", "bench")
-    files = [file for place in places for file in (repository / place).rglob("*.schema.json")]
+    files = [
+        file
+        for place in places
+        for file in (repository / place).rglob("*.schema.json")
+        if "node_modules" not in file.parts
+    ]
     found: dict[str, dict[str, Any]] = {}
     for file in files:
         schema = json.loads(file.read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 from importlib.resources import files
 
-FILES = ("expression.lark", "contract.schema.json", "ir.schema.json")
+FILES = ("expression.lark", "contract.schema.json", "ir.schema.json", "training.schema.json")
 """Every file of the package that describes the language."""
 
 

@@ -1,21 +1,39 @@
-"""Checks of one comparison: its direction, its tail, and whether it says anything at all."""
+"""Checks of one comparison: its direction, its tail, and whether it says anything at all.
+
+A comparison is read as `left - right <= 0` (or `< 0`, after turning `>=` round). A measured
+quantity stands *the right way round* where its getting worse makes that harder to satisfy, *the
+wrong way round* where it makes it easier. All right: nothing to say. All wrong: an error. Where
+some are wrong, or the way of some cannot be shown, a warning says which, because a clause that
+compares kernels with themselves bounds no drift.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
-from kcdsl.check.metrics import METRICS, MetricDefinition
+from kcdsl.check.metrics import Registry
+from kcdsl.check.polarity import Leaf, leaves, range_of
 from kcdsl.check.report import Reporter
-from kcdsl.diagnostics.codes import AGAINST_DIRECTION, VACUOUS, WRONG_TAIL
+from kcdsl.diagnostics.codes import AGAINST_DIRECTION, MIXED_DIRECTION, VACUOUS, WRONG_TAIL
+from kcdsl.diagnostics.model import Label
 from kcdsl.ir import terms as ir
+from kcdsl.ir.facts import Interval
+from kcdsl.ir.walk import subterms
 from kcdsl.source.text import Span
 
 _UPPER = {"<=", "<"}
 _LOWER = {">=", ">"}
+_NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
 def check_compare(
-    compare: ir.Compare, op_span: Span, reporter: Reporter, side: int, against: bool
+    compare: ir.Compare,
+    op_span: Span,
+    metrics: Registry,
+    reporter: Reporter,
+    side: int,
+    against: bool,
 ) -> bool:
     """Report a comparison that bounds the harmless side, or that cannot fail or hold.
 
@@ -30,126 +48,148 @@ def check_compare(
             "compare a statistic of a metric, or a norm of a drift, with a number",
         )
         return False
-    if not isinstance(compare.right, ir.Number) or side == 0:
+    if side == 0:
         return True
-    effective = compare.op
-    if side < 0:
-        effective = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}.get(compare.op, compare.op)
-    better, subject = _direction(compare.left)
-    harmless = effective in (_LOWER if better == "lower" else _UPPER)
-    if better is not None and harmless and not against:
-        reporter.error(
-            AGAINST_DIRECTION,
-            f"{subject} is better when {better}, and the comparison bounds it from the other side",
-            op_span,
-            "turn the comparison round, or add `override: direction` to the clause",
-        )
+    op = compare.op if side > 0 else _NEGATED.get(compare.op, compare.op)
+    if (
+        not against
+        and op in _UPPER | _LOWER
+        and not _check_direction(compare, op, op_span, metrics, reporter)
+    ):
         return True
-    if not against:
-        _check_tail(compare.left, reporter)
-    _check_vacuous(compare.left, effective, compare.right.value, compare.span, reporter)
+    _check_vacuous(compare, op, metrics, reporter)
     return True
 
 
-def _direction(term: ir.Term) -> tuple[str | None, str]:
-    """Return the better direction of a term, None where it has none, and its name."""
-    match term:
-        case ir.Norm():
-            return "lower", "the norm of a drift"
-        case ir.Statistic(of=ir.Metric(name=name)) if not METRICS[name].signed:
-            return METRICS[name].better, f"`{name}`"
-        case ir.Statistic(of=ir.Abs()) | ir.Abs():
-            return "lower", "a magnitude"
-        case ir.Arith(op="*" | "/", left=left, right=ir.Number(value=value)) if value > 0:
-            return _direction(left)
-        case ir.Arith(op="*", left=ir.Number(value=value), right=right) if value > 0:
-            return _direction(right)
-        case ir.Arith(op="*" | "/", left=left, right=ir.Number(value=value)) if value < 0:
-            return _opposite(left)
-        case ir.Arith(op="*", left=ir.Number(value=value), right=right) if value < 0:
-            return _opposite(right)
-        case ir.Arith(op="+" | "-", left=left, right=ir.Number()):
-            return _direction(left)
-        case ir.Arith(op="+", left=ir.Number(), right=right):
-            return _direction(right)
-        case ir.Arith(op="-", left=ir.Number(), right=right):
-            return _opposite(right)
-        case _:
-            return None, "the term"
+def _check_direction(
+    compare: ir.Compare, op: str, op_span: Span, metrics: Registry, reporter: Reporter
+) -> bool:
+    """Report the direction and the tail; False where the whole comparison is the wrong way."""
+    bounded = 1 if op in _UPPER else -1
+    found = [*leaves(compare.left, metrics, bounded), *leaves(compare.right, metrics, -bounded)]
+    judged = [leaf for leaf in found if not _is_signed(leaf, metrics)]
+    ways = [_way(leaf) for leaf in judged]
+    if judged and all(way == -1 for way in ways):
+        subject, better = judged[0].subject, judged[0].better
+        one = not isinstance(compare.left, ir.Arith) and len(judged) == 1
+        reporter.error(
+            AGAINST_DIRECTION,
+            f"{subject} is better when {better}, and the comparison "
+            f"{'bounds it from the other side' if one else 'holds the easier the worse it gets'}",
+            op_span,
+            "turn the comparison round, or add `override: direction` to the clause",
+        )
+        return False
+    doubtful = [leaf for leaf, way in zip(judged, ways, strict=True) if way != 1]
+    if doubtful and not any(_is_claimed(leaf) for leaf in judged):
+        _report_mixed(compare, doubtful, reporter)
+    _check_tails([leaf for leaf, way in zip(judged, ways, strict=True) if way == 1], reporter)
+    return True
 
 
-def _opposite(term: ir.Term) -> tuple[str | None, str]:
-    better, subject = _direction(term)
-    turned = {"lower": "higher", "higher": "lower"}.get(better or "")
-    return turned, f"the term with {subject}"
+def _is_signed(leaf: Leaf, metrics: Registry) -> bool:
+    """Say whether a leaf is a signed metric without a magnitude, which is an error by itself."""
+    return isinstance(leaf.term, ir.Metric) and metrics[leaf.term.name].signed
 
 
-def _check_tail(term: ir.Term, reporter: Reporter) -> None:
-    match term:
-        case ir.Statistic(kind="quantile", of=of, q=q, span=span) if q is not None:
-            better = "lower"
-            if isinstance(of, ir.Metric):
-                better = METRICS[of.name].better
-            if better == "higher" and q > Fraction(1, 2):
-                advice = f"quantile({1 - q}, ...)" if q < 1 else "min(...)"
-                percent = (1 - q) * 100
-                if percent.denominator == 1:
-                    advice = f"p{percent}(...)"
-                _tail(reporter, span, "best", f"write {advice} or min(...)")
-            if better == "lower" and q < Fraction(1, 2):
-                _tail(reporter, span, "best", f"write quantile({float(1 - q):g}, ...) or max(...)")
-        case ir.Statistic(kind="max", of=ir.Metric(name=name), span=span):
-            if METRICS[name].better == "higher":
-                _tail(reporter, span, "best", "write min(...)")
-        case ir.Statistic(kind="min", of=of, span=span):
-            if not isinstance(of, ir.Metric) or METRICS[of.name].better == "lower":
-                _tail(reporter, span, "best", "write max(...)")
+def _is_claimed(leaf: Leaf) -> bool:
+    """Say whether a leaf is a drift of every admissible run, of which only bounds are decided."""
+    return isinstance(leaf.term, ir.Norm) and not leaf.term.of.measured
+
+
+def _way(leaf: Leaf) -> int | None:
+    """Return 1 where a worse value makes the comparison harder, -1 where easier, else None."""
+    if leaf.polarity is None or leaf.better is None:
+        return None
+    return leaf.polarity if leaf.better == "lower" else -leaf.polarity
+
+
+def _report_mixed(compare: ir.Compare, doubtful: Sequence[Leaf], reporter: Reporter) -> None:
+    first = doubtful[0]
+    place = first.statistic or first.term
+    known = _way(first) is not None
+    worse = "larger" if first.better == "lower" else "smaller"
+    message = (
+        f"a {worse} {first.subject} is worse and makes the comparison easier to satisfy"
+        if known
+        else f"whether a worse {first.subject} makes the comparison harder to satisfy is not known"
+    )
+    more = tuple(Label((leaf.statistic or leaf.term).span, "here too") for leaf in doubtful[1:])
+    reporter.warning(
+        MIXED_DIRECTION,
+        message,
+        place.span,
+        "bound it by a number in another clause, and add `override: direction` to this one",
+        more,
+    )
+
+
+def _check_tails(right: Sequence[Leaf], reporter: Reporter) -> None:
+    seen: set[Span] = set()
+    for leaf in right:
+        statistic = leaf.statistic
+        if statistic is None or leaf.outer is None or statistic.span in seen:
+            continue
+        seen.add(statistic.span)
+        _check_tail(statistic, leaf.outer > 0, reporter)
+
+
+def _check_tail(statistic: ir.Statistic, from_above: bool, reporter: Reporter) -> None:
+    """Report a statistic that looks at the values on the other side than the bound."""
+    half = Fraction(1, 2)
+    q = statistic.q
+    match statistic.kind:
+        case "min" if from_above:
+            _tail(reporter, statistic.span, "write max(...)")
+        case "max" if not from_above:
+            _tail(reporter, statistic.span, "write min(...)")
+        case "quantile" if q is not None and from_above and q < half:
+            _tail(reporter, statistic.span, f"write {_percentile(1 - q)} or max(...)")
+        case "quantile" if q is not None and not from_above and q > half:
+            _tail(reporter, statistic.span, f"write {_percentile(1 - q)} or min(...)")
         case _:
             return
 
 
-def _tail(reporter: Reporter, span: Span, which: str, help: str) -> None:
-    reporter.error(WRONG_TAIL, f"the statistic looks at the {which} values only", span, help)
+def _percentile(q: Fraction) -> str:
+    percent = q * 100
+    return f"p{percent}(...)" if percent.denominator == 1 else f"quantile({float(q):g}, ...)"
 
 
-def _check_vacuous(
-    term: ir.Term, op: str, threshold: Fraction, span: Span, reporter: Reporter
-) -> None:
-    low, high = _range(term)
-    always = never = False
-    if op in _UPPER:
-        always = high is not None and (threshold > high or (threshold == high and op == "<="))
-        never = low is not None and (threshold < low or (threshold == low and op == "<"))
-    elif op in _LOWER:
-        always = low is not None and (threshold < low or (threshold == low and op == ">="))
-        never = high is not None and (threshold > high or (threshold == high and op == ">"))
-    elif op == "==":
-        never = (low is not None and threshold < low) or (high is not None and threshold > high)
-    if always or never:
-        word = "always holds" if always else "can never hold"
-        limits = f"the term lies in [{_end(low, '-inf')}, {_end(high, 'inf')}]"
-        reporter.error(VACUOUS, f"the comparison {word}: {limits}", span)
+def _tail(reporter: Reporter, span: Span, help: str) -> None:
+    reporter.error(WRONG_TAIL, "the statistic looks at the best values only", span, help)
 
 
-def _end(value: Fraction | None, otherwise: str) -> str:
-    return otherwise if value is None else str(value)
+def _check_vacuous(compare: ir.Compare, op: str, metrics: Registry, reporter: Reporter) -> None:
+    left, right = range_of(compare.left, metrics), range_of(compare.right, metrics)
+    if op in _LOWER:
+        always, never = _settled(right, left, op == ">=")
+    elif op in _UPPER:
+        always, never = _settled(left, right, op == "<=")
+    else:
+        always = False
+        never = _below(left.high, right.low, True) or _below(right.high, left.low, True)
+    if not (always or never):
+        return
+    word = "always holds" if always else "can never hold"
+    limits = f"the term lies in {_shown(left)}"
+    if any(not isinstance(part, ir.Number) for part in subterms(compare.right)):
+        limits = f"the left side lies in {_shown(left)}, the right side in {_shown(right)}"
+    reporter.error(VACUOUS, f"the comparison {word}: {limits}", compare.span)
 
 
-def _range(term: ir.Term) -> tuple[Fraction | None, Fraction | None]:
-    match term:
-        case ir.Norm():
-            return Fraction(0), None
-        case ir.Abs(of=of):
-            return Fraction(0), _range(of)[1] if _range(of)[0] == 0 else None
-        case ir.Statistic(of=ir.Metric(name=name)):
-            return _metric_range(METRICS[name])
-        case ir.Statistic(of=ir.Abs()):
-            return Fraction(0), None
-        case _:
-            return None, None
+def _settled(small: Interval, large: Interval, equal: bool) -> tuple[bool, bool]:
+    """Return whether `small <= large` (`<` unless `equal`) always holds, and whether it never."""
+    always = _below(small.high, large.low, not equal)
+    never = _below(large.high, small.low, equal)
+    return always, never
 
 
-def _metric_range(metric: MetricDefinition) -> tuple[Fraction | None, Fraction | None]:
-    if metric.name == "w_log_w":
-        return Fraction(0), None
-    return (Fraction(0) if metric.nonnegative else None), metric.upper
+def _below(a: Fraction | None, b: Fraction | None, strictly: bool) -> bool:
+    return a is not None and b is not None and (a < b if strictly else a <= b)
+
+
+def _shown(where: Interval) -> str:
+    low = "-inf" if where.low is None else str(where.low)
+    high = "inf" if where.high is None else str(where.high)
+    return f"[{low}, {high}]"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kcdsl.check.metrics import METRICS
+from kcdsl.check.measurements import metrics_of
+from kcdsl.check.metrics import Registry
 from kcdsl.check.names import quantity
 from kcdsl.check.records import share
 from kcdsl.check.report import Reporter, suggest
 from kcdsl.check.structure import RawClause
-from kcdsl.check.terms import metrics_of
 from kcdsl.diagnostics.codes import (
     BUDGET_ON_PROOF,
     BUDGET_UNIT,
@@ -93,7 +93,11 @@ def _counted(name: str, span: Span, reporter: Reporter) -> str | None:
 
 
 def check_budget(
-    requirement: ir.Formula, budget: ir.Budget | None, span: Span | None, reporter: Reporter
+    requirement: ir.Formula,
+    budget: ir.Budget | None,
+    span: Span | None,
+    metrics: Registry,
+    reporter: Reporter,
 ) -> None:
     """Report a budget that counts nothing, or counts what the statistic counted already."""
     if budget is None or span is None:
@@ -110,7 +114,7 @@ def check_budget(
     if budget.unit != "requests":
         return
     for statistic in statistics:
-        counted = [METRICS[m.name].counted for m in metrics_of(statistic)]
+        counted = [metrics[m.name].counted for m in metrics_of(statistic)]
         if statistic.kind == "aggregate":
             reporter.error(
                 BUDGET_UNIT,

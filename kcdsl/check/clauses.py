@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from kcdsl.check.budgets import check_budget, read_budget
 from kcdsl.check.escalation import ACTIONS, ALIASES
-from kcdsl.check.metrics import METRICS
+from kcdsl.check.metrics import Registry
 from kcdsl.check.names import Scope
 from kcdsl.check.records import record_formula
 from kcdsl.check.report import Reporter, suggest
 from kcdsl.check.structure import RawClause, StructureReader
 from kcdsl.check.typing import formula, trace_fields
 from kcdsl.diagnostics.codes import (
+    CONFLICTING_FIELDS,
     DUPLICATE_IDENTIFIER,
     EMPTY_SECTION,
     EVIDENCE_OUT_OF_REACH,
@@ -27,6 +28,7 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.diagnostics.model import Label
 from kcdsl.ir import terms as ir
 from kcdsl.ir.fragment import classify, outside_diagnostic
+from kcdsl.ir.normal import normal_formula
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.route.catalogue import Fragment
 from kcdsl.source.text import Span
@@ -60,19 +62,21 @@ def check_clause(raw: RawClause, scope: Scope, reporter: Reporter) -> ir.Clause 
     action = _action(context)
     budget, budget_given = read_budget(raw, reporter)
     evidence = _evidence(context)
+    holdout = _holdout(context)
     declared = _declared_family(context)
     slices = _listed_slices(context)
     if requirement is None:
         return None
+    _check_tables(requirement, reporter)
     family = _family(context, requirement, declared)
     slices = _applied_slices(context, requirement, slices)
-    check_budget(requirement, budget, budget_given, reporter)
+    check_budget(requirement, budget, budget_given, scope.metrics, reporter)
     if family is None or slices is None or level is None:
         return None
     clause = ir.Clause(
         raw.id.text,
         family,
-        requirement,
+        normal_formula(requirement),
         level,
         slices,
         budget,
@@ -80,6 +84,7 @@ def check_clause(raw: RawClause, scope: Scope, reporter: Reporter) -> ir.Clause 
         action,
         text,
         raw.span,
+        holdout,
     )
     _check_fragment(context, clause)
     return clause
@@ -112,7 +117,27 @@ def _requirement(context: _Context, against: bool) -> tuple[ir.Formula | None, s
         op.text if op else "",
         threshold.text if threshold else "",
     ]
-    return record_formula(raw, reporter, against), " ".join(word for word in words if word)
+    return record_formula(raw, context.scope, reporter, against), " ".join(
+        word for word in words if word
+    )
+
+
+def _check_tables(requirement: ir.Formula, reporter: Reporter) -> None:
+    """Report a second table: a clause is decided for one bucket at a time."""
+    first: ir.TableValue | None = None
+    for term in terms_of(requirement):
+        if not isinstance(term, ir.TableValue):
+            continue
+        first = first or term
+        if term.name != first.name:
+            reporter.error(
+                CONFLICTING_FIELDS,
+                "a clause speaks of one table",
+                term.span,
+                "write one clause for each table",
+                (Label(first.span, "another one"),),
+            )
+            return
 
 
 def _override(context: _Context) -> bool:
@@ -171,6 +196,16 @@ def _evidence(context: _Context) -> ir.EvidenceKind | None:
         NOT_ALLOWED, f"there is no kind of evidence `{text}`", node.span, suggest(text, kinds)
     )
     return None
+
+
+def _holdout(context: _Context) -> bool:
+    node = context.raw.node("holdout")
+    if node is None:
+        return False
+    if isinstance(node, Scalar) and isinstance(node.value, bool):
+        return node.value
+    context.reporter.error(WRONG_KIND, "`holdout` takes true or false", node.span)
+    return False
 
 
 def _listed_slices(context: _Context) -> tuple[str, ...] | None:
@@ -252,7 +287,7 @@ def _declared_family(context: _Context) -> tuple[ir.Family, Span] | None:
     return None
 
 
-def families_of(requirement: ir.Formula) -> Iterator[tuple[ir.Family, Span]]:
+def families_of(requirement: ir.Formula, metrics: Registry) -> Iterator[tuple[ir.Family, Span]]:
     """Yield the family of each part of a requirement with its place."""
     for part in walk(requirement):
         match part:
@@ -265,7 +300,7 @@ def families_of(requirement: ir.Formula) -> Iterator[tuple[ir.Family, Span]]:
     for term in terms_of(requirement):
         match term:
             case ir.Metric(name=name, span=span):
-                yield METRICS[name].family, span
+                yield metrics[name].family, span
             case ir.Norm(span=span):
                 yield ir.Family.NUMERICAL, span
             case _:
@@ -276,7 +311,7 @@ def _family(
     context: _Context, requirement: ir.Formula, declared: tuple[ir.Family, Span] | None
 ) -> ir.Family | None:
     found: dict[ir.Family, Span] = {}
-    for family, span in families_of(requirement):
+    for family, span in families_of(requirement, context.scope.metrics):
         found.setdefault(family, span)
     if not found:
         return declared[0] if declared is not None else None

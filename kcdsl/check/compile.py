@@ -4,26 +4,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kcdsl.check.clauses import check_clause
+from kcdsl.check.fields import check_fields
+from kcdsl.check.imports import report_unused, resolve_imports
 from kcdsl.check.kernels import read_kernel, read_model
+from kcdsl.check.libraries import Import, Loader, Texts, analyse_library
+from kcdsl.check.metrics import Registry, user_metric
 from kcdsl.check.names import Scope
-from kcdsl.check.policy import read_constants, read_escalation
-from kcdsl.check.predicates import predicate
+from kcdsl.check.policy import check_actions, read_constants, read_escalation
+from kcdsl.check.predicates import check_slice
 from kcdsl.check.recovery import recover
 from kcdsl.check.report import Reporter
-from kcdsl.check.structure import RawContract, RawSlice, StructureReader, read_structure
-from kcdsl.diagnostics.codes import DATA_ABSENT
-from kcdsl.diagnostics.model import Refusal, Sink
+from kcdsl.check.sections import ROLES
+from kcdsl.check.structure import (
+    RawContract,
+    RawLibrary,
+    StructureReader,
+    is_library,
+    read_structure,
+)
+from kcdsl.check.thresholds import check_table
+from kcdsl.check.user_metrics import read_registry
+from kcdsl.diagnostics.codes import DATA_ABSENT, NOT_A_CONTRACT, UNUSED_TABLE
+from kcdsl.diagnostics.model import Diagnostic, Fix, Refusal, Sink, refuse
 from kcdsl.ir import terms as ir
+from kcdsl.ir.walk import terms_of, walk
 from kcdsl.source.files import read_source
-from kcdsl.source.text import SourceFile
+from kcdsl.source.removal import remove_entry
+from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
-from kcdsl.syntax.parser import parse_expression
+
+if TYPE_CHECKING:
+    from kcdsl.check.suppressions import Suppressed
+
+_SUPPRESSION = "kcdsl: ignore"
 
 
 def compile_contract(path: Path) -> tuple[ir.Program | None, Sink]:
-    """Compile a contract file; the program is None where the sink holds an error.
+    """Compile a contract file; the program is None where the sink holds an error, or the file is
+    a library.
 
     Files that the contract names (checkpoint, data) are not read; their absence is noted.
     """
@@ -41,8 +62,19 @@ def load_program(path: Path) -> ir.Program:
     """Compile a contract file; raises Refusal with every error and warning where it does not."""
     program, sink = compile_contract(path)
     if program is None:
-        raise Refusal(tuple(sink))
+        raise no_program(path, sink)
     return program
+
+
+def no_program(path: Path, sink: Sink) -> Refusal:
+    """Return the refusal of a file that gave no program: its findings, or that it is a library."""
+    if sink.has_errors:
+        return Refusal(tuple(sink))
+    return refuse(
+        NOT_A_CONTRACT,
+        f"{path} is a library, not a contract",
+        help="name a contract that imports it",
+    )
 
 
 def compile_source(source: SourceFile, sink: Sink, folder: Path | None = None) -> ir.Program | None:
@@ -55,10 +87,12 @@ def compile_source(source: SourceFile, sink: Sink, folder: Path | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What is known of a contract, as far as each pass came.
+    """What is known of a contract or a library, as far as each pass came.
 
-    `root` and `raw` are None where the document could not be read that far. `clauses` goes with
-    `raw.clauses`, one each, None for a clause in error. `program` is None where there is any error.
+    `root` and `raw` are None where the document could not be read that far. `slices` goes with
+    `raw.slices`, `tables` with `raw.tables`, `clauses` with `raw.clauses`: one each, None for one
+    in error; `imports` goes with `raw.imports`. `program` is None where there is any error. Of a
+    library there are `raw_library` and `library` instead of `raw` and `program`.
     """
 
     source: SourceFile
@@ -68,36 +102,85 @@ class Analysis:
     slices: tuple[ir.Slice | None, ...] = ()
     clauses: tuple[ir.Clause | None, ...] = ()
     program: ir.Program | None = None
+    tables: tuple[ir.ThresholdTable | None, ...] = ()
+    imports: tuple[Import, ...] = ()
+    raw_library: RawLibrary | None = None
+    library: ir.Library | None = None
+    suppressed: tuple[Suppressed, ...] = ()
+    """Findings that comments of the document accept."""
 
 
-def analyse(source: SourceFile, sink: Sink, folder: Path | None = None) -> Analysis:
+def analyse(
+    source: SourceFile,
+    sink: Sink,
+    folder: Path | None = None,
+    texts: Texts | None = None,
+) -> Analysis:
     """Run every pass over the text of a contract and keep what each of them found out.
 
-    `folder` is where the files it names are looked for. The sink is left in the order of the
-    places.
+    `folder` is where the files it names are looked for; `texts` count instead of the files at
+    their paths. The sink is left in the order of the places.
     """
-    analysis = _analyse(source, sink, folder)
+    analysis = _analyse(source, sink, folder, texts)
     if analysis.root is None:
-        sink.found[:] = recover(source, sink, lambda text, into: _analyse(text, into, folder).root)
-    sink.found.sort(key=lambda d: d.span.start if d.span is not None else -1)
+        sink.found[:] = recover(
+            source, sink, lambda text, into: _analyse(text, into, folder, texts).root
+        )
+    if _SUPPRESSION in source.text:
+        from kcdsl.check.suppressions import apply
+
+        analysis = replace(analysis, suppressed=apply(source, analysis.root, sink))
+    sink.found.sort(key=lambda diagnostic: _place(diagnostic, source))
     return analysis
 
 
-def _analyse(source: SourceFile, sink: Sink, folder: Path | None) -> Analysis:
-    reporter = Reporter(source, sink)
+def _place(diagnostic: Diagnostic, source: SourceFile) -> tuple[str, int]:
+    """Return where a diagnostic stands among the others: the document before what it imports."""
+    own = diagnostic.source is None or diagnostic.source.name == source.name
+    name = "" if own or diagnostic.source is None else diagnostic.source.name
+    return name, -1 if diagnostic.span is None else diagnostic.span.start
+
+
+def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts | None) -> Analysis:
+    reporter, loader = Reporter(source, sink), Loader(sink, texts=texts or {})
     root = parse_yaml(source, sink)
+    if is_library(root):
+        loader.stack.append(Path(source.name))
+        found = analyse_library(root, reporter, folder, loader)
+        return Analysis(
+            source, root, imports=found.imports, raw_library=found.raw, library=found.library
+        )
     raw = read_structure(root, reporter) if root is not None else None
     if raw is None:
         return Analysis(source, root)
+    assert isinstance(root, Mapping)
     reader = StructureReader(reporter)
-    slices = tuple(_slice(item, reporter) for item in raw.slices)
-    scope = Scope({item.name.text: item.name.span for item in raw.slices}, {})
+    taken = _declared(root, raw)
+    imports = resolve_imports(raw.imports, folder, taken, reporter, loader)
+    slices = tuple(check_slice(item, reporter) for item in raw.slices)
+    tables = tuple(check_table(item, reporter) for item in raw.tables)
+    known_tables = _known_tables(raw, tables, taken["tables"], imports)
+    scope = Scope(taken["slices"], {}, known_tables, read_registry(folder, sink))
+    check_fields(
+        slices,
+        [s for item in imports for s in item.slices],
+        tables,
+        raw.data.text if raw.data is not None else None,
+        reporter,
+    )
     model = read_model(raw.model, reader)
-    train, infer = read_kernel(raw.train, reporter), read_kernel(raw.infer, reporter)
+    brought = {name: kernel for item in imports for name, kernel in item.kernels}
+    train = brought.get("train") or read_kernel(raw.train, reporter)
+    infer = brought.get("infer") or read_kernel(raw.infer, reporter)
     clauses = tuple(check_clause(item, scope, reporter) for item in raw.clauses)
     escalation = read_escalation(raw.escalation, reader)
+    check_actions(raw.clauses, clauses, escalation, reporter)
     constants = read_constants(raw.constants, reader)
-    partial = Analysis(source, root, raw, scope, slices, clauses)
+    used = _names_in_use(clauses)
+    if None not in clauses and clauses:
+        report_unused(root, raw.imports, used, reporter)
+        _report_unused_tables(root, raw, used["tables"], reporter)
+    partial = Analysis(source, root, raw, scope, slices, clauses, None, tables, imports)
     if (
         sink.has_errors
         or raw.name is None
@@ -116,23 +199,115 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None) -> Analysis:
         train=train,
         infer=infer,
         data=raw.data.text if raw.data is not None else None,
-        slices=tuple(item for item in slices if item is not None),
+        slices=(
+            *(item for item in slices if item is not None),
+            *(s for item in imports for s in item.slices if s.name in used["slices"]),
+        ),
         clauses=tuple(clause for clause in clauses if clause is not None),
         escalation=escalation,
         constants=constants,
+        tables=tuple(
+            table
+            for table in (*tables, *(t for item in imports for t in item.tables))
+            if table is not None and table.name in used["tables"]
+        ),
+        imports=_provenance(imports, used),
+        metrics=_user_metrics(clauses, scope.metrics),
     )
     return replace(partial, program=program)
 
 
-def _slice(raw: RawSlice, reporter: Reporter) -> ir.Slice | None:
-    where: ir.Predicate | None = ir.AllOf()
-    if raw.where is not None:
-        parsed = parse_expression(reporter.source, raw.where, reporter.sink)
-        where = predicate(parsed, reporter) if parsed is not None else None
-    if where is None:
-        return None
-    data = raw.data.text if raw.data is not None else None
-    return ir.Slice(raw.name.text, data, where, raw.span)
+def _user_metrics(
+    clauses: tuple[ir.Clause | None, ...], metrics: Registry
+) -> tuple[ir.UserMetric, ...]:
+    """Return the user's metrics that clauses speak of, by name."""
+    named = {
+        term.name
+        for clause in clauses
+        if clause is not None
+        for term in terms_of(clause.require)
+        if isinstance(term, ir.Metric)
+    }
+    found = [metrics[name] for name in sorted(named)]
+    return tuple(user_metric(item) for item in found if item.function is not None)
+
+
+def _declared(root: Mapping, raw: RawContract) -> dict[str, dict[str, Span]]:
+    """Return the names that the contract itself declares, with their places."""
+    kernels = root.get("kernels")
+    entries = kernels.entries if isinstance(kernels, Mapping) else ()
+    return {
+        "slices": {item.name.text: item.name.span for item in raw.slices},
+        "tables": {item.name.text: item.name.span for item in raw.tables},
+        "kernels": {e.key.text: e.key.span for e in entries if e.key.text in ROLES},
+    }
+
+
+def _known_tables(
+    raw: RawContract,
+    tables: tuple[ir.ThresholdTable | None, ...],
+    declared: dict[str, Span],
+    imports: tuple[Import, ...],
+) -> dict[str, ir.ThresholdTable | None]:
+    """Return every table by its name; None for one that is named and in error."""
+    known: dict[str, ir.ThresholdTable | None] = dict.fromkeys(declared)
+    known |= {t.name: t for item in imports for t in item.tables}
+    known |= {item.name.text: table for item, table in zip(raw.tables, tables, strict=True)}
+    return known
+
+
+def _names_in_use(clauses: tuple[ir.Clause | None, ...]) -> dict[str, frozenset[str]]:
+    """Return the slices and tables that clauses speak of."""
+    slices: set[str] = set()
+    tables: set[str] = set()
+    for clause in clauses:
+        if clause is None:
+            continue
+        slices |= set(clause.slices)
+        for part in walk(clause.require):
+            if isinstance(part, ir.Quantified):
+                slices.add(part.region.slice)
+        for term in terms_of(clause.require):
+            if isinstance(term, ir.TableValue):
+                tables.add(term.name)
+    return {"slices": frozenset(slices), "tables": frozenset(tables)}
+
+
+def _report_unused_tables(
+    root: Mapping, raw: RawContract, used: frozenset[str], reporter: Reporter
+) -> None:
+    section = next((e for e in root.entries if e.key.text == "tables"), None)
+    idle = [table for table in raw.tables if table.name.text not in used]
+    for table in idle:
+        assert section is not None
+        assert isinstance(section.value, Mapping)
+        if len(idle) == len(section.value.entries):
+            edit = remove_entry(reporter.source, root, section)
+        else:
+            edit = remove_entry(reporter.source, section.value, table.entry)
+        reporter.warning(
+            UNUSED_TABLE,
+            f"no clause speaks of the table `{table.name.text}`",
+            table.name.span,
+            f"write `table({table.name.text})` as a threshold, or remove it",
+            fix=Fix(f"remove `{table.name.text}`", (edit,)),
+        )
+
+
+def _provenance(
+    imports: tuple[Import, ...], used: dict[str, frozenset[str]]
+) -> tuple[ir.ImportedFrom, ...]:
+    """Return where the imported parts of the program come from."""
+    found: dict[ir.ImportedFrom, None] = {}
+    for item in imports:
+        brings = (
+            item.kernels
+            or any(s.name in used["slices"] for s in item.slices)
+            or any(t.name in used["tables"] for t in item.tables)
+        )
+        if brings and item.loaded is not None and item.loaded.digest is not None:
+            found[ir.ImportedFrom(item.file, item.loaded.digest)] = None
+    return tuple(found)
 
 
 def _note_absent_files(raw: RawContract, folder: Path, reporter: Reporter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kcdsl.ir.terms import Escalation, Family, Level
 
@@ -63,19 +64,55 @@ def build_escalation(
     return Escalation(by_level, tuple(by_family))
 
 
-def weakened(escalation: Escalation) -> list[tuple[Family, Level, str]]:
-    """Return the cells that are weaker than they should be, each with the reason."""
+@dataclass(frozen=True, slots=True)
+class Weakness:
+    """A cell of the table that is milder than it should be.
+
+    `than` is the action that it is milder than: that of the lower level `below`, or the default
+    of the family where `below` is None.
+    """
+
+    family: Family
+    level: Level
+    action: str
+    than: str
+    below: Level | None
+
+    @property
+    def reason(self) -> str:
+        """Say what is wrong."""
+        if self.below is None:
+            return f"`{self.action}` replaces the default `{self.than}`"
+        return f"`{self.action}` is milder than `{self.than}` of {self.below}"
+
+
+def weakened(escalation: Escalation) -> list[Weakness]:
+    """Return the cells that are milder than a lower level, or than the rollback that a violated
+    observability clause of L3 calls for."""
     found = []
     for family in Family:
-        below = -1
+        worst: tuple[Level, str] | None = None
         for level in Level:
             action = escalation.action(family, level)
             default = FAMILY_DEFAULTS[family, level]
-            if severity(action) < below:
-                found.append((family, level, f"`{action}` is milder than the level below it"))
+            if worst is not None and severity(action) < severity(worst[1]):
+                found.append(Weakness(family, level, action, worst[1], worst[0]))
             elif (family, level) == (Family.OBSERVABILITY, Level.L3) and severity(
                 action
             ) < severity(default):
-                found.append((family, level, f"`{action}` replaces the default `{default}`"))
-            below = severity(action)
+                found.append(Weakness(family, level, action, default, None))
+            if worst is None or severity(action) > severity(worst[1]):
+                worst = (level, action)
     return found
+
+
+_KINDS = ("log", None, "freeze", "fallback", "rollback")
+
+
+def kind(action: str) -> int:
+    """Return the rank of an action among log < remedies < freeze < fallback < rollback.
+
+    Remedies (`guard`, `higher_precision` and the like) answer different troubles, so that none of
+    them is milder than another.
+    """
+    return _KINDS.index(action if action in _KINDS else None)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.layout import Layout, blank, layout, stands_alone
+from kcdsl.check.libraries import Texts
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.source.text import SourceFile
 
@@ -35,31 +36,32 @@ class Incremental:
         self._clean: set[str] = set()
 
     def analyse(
-        self, source: SourceFile, folder: Path | None = None
+        self, source: SourceFile, folder: Path | None = None, texts: Texts | None = None
     ) -> tuple[Callable[[], Analysis], Sink]:
         """Return the findings of a version, those that `analyse` would report, in its order.
 
-        The analysis itself is made when it is asked for.
+        The analysis itself is made when it is asked for. `texts` must be the same for all versions
+        that one object checks.
         """
         found = layout(source.text)
         if found is None or len(set(found.names)) < len(found.names):
             self._context = None
-            return self._in_full(source, folder, None)
+            return self._in_full(source, folder, texts, None)
         context = (found.context, folder, source.name)
         if context != self._context:
             self._context, self._clean = context, set()
-            return self._in_full(source, folder, found)
-        sink = self._reduced(source, folder, found)
+            return self._in_full(source, folder, texts, found)
+        sink = self._reduced(source, folder, texts, found)
         if sink is None:
-            return self._in_full(source, folder, found)
+            return self._in_full(source, folder, texts, found)
         self._remember(source, found, sink)
-        return cache(lambda: analyse(source, Sink(), folder)), sink
+        return cache(lambda: analyse(source, Sink(), folder, texts)), sink
 
     def _in_full(
-        self, source: SourceFile, folder: Path | None, found: Layout | None
+        self, source: SourceFile, folder: Path | None, texts: Texts | None, found: Layout | None
     ) -> tuple[Callable[[], Analysis], Sink]:
         sink = Sink()
-        analysis = analyse(source, sink, folder)
+        analysis = analyse(source, sink, folder, texts)
         if analysis.root is None:
             # A document that is not YAML says nothing about its clauses.
             self._context = None
@@ -76,7 +78,9 @@ class Incremental:
             text for i, text in enumerate(texts) if i not in touched and _NEVER_CLEAN not in text
         }
 
-    def _reduced(self, source: SourceFile, folder: Path | None, found: Layout) -> Sink | None:
+    def _reduced(
+        self, source: SourceFile, folder: Path | None, opened: Texts | None, found: Layout
+    ) -> Sink | None:
         """Return the findings by the reduced document; None where it is not to be trusted."""
         texts = [source.text[span.start : span.end] for span in found.clauses]
         kept = {i for i, text in enumerate(texts) if text not in self._clean}
@@ -87,7 +91,7 @@ class Incremental:
         pieces += [t if i in kept else blank(t) for i, t in enumerate(texts)]
         pieces.append(source.text[found.clauses[-1].end :])
         reduced, sink = SourceFile(source.name, "".join(pieces)), Sink()
-        if analyse(reduced, sink, folder).root is None:
+        if analyse(reduced, sink, folder, opened).root is None:
             return None
         return _of(source, reduced, sink)
 

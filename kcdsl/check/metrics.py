@@ -2,283 +2,57 @@
 
 A *pointwise* metric has one value per counted unit (token, request or window) and needs a
 statistic; an *aggregate* metric is one number per window. The direction says which values are
-good; a *signed* metric is bounded through `abs(...)` only.
+good; a *signed* metric is bounded through `abs(...)` only. Metrics of the language are in
+`metric_table`; a user's own are declared in Python files and come with a `Registry`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
 
-from kcdsl.check.units import BYTES, NATS, ONE, RATIO, THROUGHPUT, TIME, Dimension
-from kcdsl.ir.terms import Family
-
-Kind = Literal["pointwise", "aggregate"]
-Counted = Literal["token", "request", "window"]
-Better = Literal["lower", "higher"]
-
-_POINTWISE = frozenset({"mean", "max", "min", "quantile"})
-_INDICATOR = frozenset({"mean", "rate", "max"})
-_AGGREGATE = frozenset({"aggregate"})
-
-
-@dataclass(frozen=True, slots=True)
-class MetricDefinition:
-    """What the language knows of one metric. `needs` are the data it is computed from:
-    `logits` (of both kernels), `hidden`, `labels`, `rewards`, `text`, `timing`, `memory`,
-    `outcomes` or `repeats`."""
-
-    name: str
-    family: Family
-    kind: Kind
-    counted: Counted
-    better: Better
-    dimension: Dimension
-    statistics: frozenset[str]
-    needs: tuple[str, ...]
-    summary: str
-    signed: bool = False
-    nonnegative: bool = True
-    upper: Fraction | None = None
-    """The largest value possible, where there is one."""
-
-
-def _numerical(
-    name: str, dimension: Dimension, summary: str, needs: str = "logits"
-) -> MetricDefinition:
-    return MetricDefinition(
-        name,
-        Family.NUMERICAL,
-        "pointwise",
-        "token",
-        "lower",
-        dimension,
-        _POINTWISE,
-        (needs,),
-        summary,
-    )
-
-
-def _overlap(k: int) -> MetricDefinition:
-    return MetricDefinition(
-        f"top{k}_overlap",
-        Family.STATISTICAL,
-        "pointwise",
-        "token",
-        "higher",
-        RATIO,
-        _POINTWISE,
-        ("logits",),
-        f"share of the {k} likeliest tokens on which both kernels agree",
-        upper=Fraction(1),
-    )
-
-
-_DEFINITIONS = (
-    _numerical("logit_l2", ONE, "l2 norm of the difference of logits"),
-    _numerical("logit_l2_centered", ONE, "the same after removing the mean difference"),
-    _numerical("logit_linf", ONE, "largest absolute difference of logits"),
-    _numerical("logit_span", ONE, "largest minus smallest difference of logits"),
-    _numerical("kl", NATS, "KL(train || infer) of the next-token distributions"),
-    MetricDefinition(
-        "tv",
-        Family.NUMERICAL,
-        "pointwise",
-        "token",
-        "lower",
-        RATIO,
-        _POINTWISE,
-        ("logits",),
-        "total variation of the next-token distributions",
-        upper=Fraction(1),
-    ),
-    MetricDefinition(
-        "log_ratio",
-        Family.NUMERICAL,
-        "pointwise",
-        "token",
-        "lower",
-        NATS,
-        _POINTWISE,
-        ("logits",),
-        "ln of train over infer probability of the sampled token",
-        signed=True,
-        nonnegative=False,
-    ),
-    MetricDefinition(
-        "w_log_w",
-        Family.NUMERICAL,
-        "pointwise",
-        "token",
-        "lower",
-        NATS,
-        frozenset({"mean"}),
-        ("logits",),
-        "w ln w of the importance ratio; its mean estimates KL(train || infer)",
-        nonnegative=False,
-    ),
-    _numerical("hidden_l2", ONE, "l2 norm of the difference of hidden states", "hidden"),
-    _numerical("hidden_linf", ONE, "largest absolute difference of hidden states", "hidden"),
-    MetricDefinition(
-        "embedding_l2",
-        Family.NUMERICAL,
-        "pointwise",
-        "request",
-        "lower",
-        ONE,
-        _POINTWISE,
-        ("hidden",),
-        "l2 norm of the difference of sentence embeddings",
-    ),
-    MetricDefinition(
-        "embedding_cosine",
-        Family.NUMERICAL,
-        "pointwise",
-        "request",
-        "higher",
-        ONE,
-        _POINTWISE,
-        ("hidden",),
-        "cosine of the two sentence embeddings",
-        nonnegative=False,
-        upper=Fraction(1),
-    ),
-    MetricDefinition(
-        "grad_bias",
-        Family.NUMERICAL,
-        "aggregate",
-        "window",
-        "lower",
-        ONE,
-        _AGGREGATE,
-        ("logits",),
-        "norm of the policy-gradient bias that ignoring the importance ratio causes",
-    ),
-    _overlap(1),
-    _overlap(5),
-    _overlap(10),
-    MetricDefinition(
-        "ece_gap",
-        Family.STATISTICAL,
-        "aggregate",
-        "window",
-        "lower",
-        RATIO,
-        _AGGREGATE,
-        ("logits", "labels"),
-        "absolute difference of the expected calibration errors",
-        upper=Fraction(1),
-    ),
-    MetricDefinition(
-        "reward_delta",
-        Family.STATISTICAL,
-        "aggregate",
-        "window",
-        "lower",
-        ONE,
-        _AGGREGATE,
-        ("rewards",),
-        "absolute difference of the mean rewards",
-    ),
-    MetricDefinition(
-        "refusal_flip",
-        Family.STATISTICAL,
-        "pointwise",
-        "request",
-        "lower",
-        RATIO,
-        _INDICATOR,
-        ("text",),
-        "1 where exactly one of the two kernels refuses, else 0",
-        upper=Fraction(1),
-    ),
-    MetricDefinition(
-        "json_parse_gap",
-        Family.STATISTICAL,
-        "aggregate",
-        "window",
-        "lower",
-        RATIO,
-        _AGGREGATE,
-        ("text",),
-        "absolute difference of the shares of output that parse as JSON",
-        upper=Fraction(1),
-    ),
-    MetricDefinition(
-        "latency",
-        Family.RUNTIME,
-        "pointwise",
-        "request",
-        "lower",
-        TIME,
-        _POINTWISE,
-        ("timing",),
-        "time from a request to its last token",
-    ),
-    MetricDefinition(
-        "throughput",
-        Family.RUNTIME,
-        "aggregate",
-        "window",
-        "higher",
-        THROUGHPUT,
-        _AGGREGATE,
-        ("timing",),
-        "tokens per second over the window",
-    ),
-    MetricDefinition(
-        "peak_memory",
-        Family.RUNTIME,
-        "aggregate",
-        "window",
-        "lower",
-        BYTES,
-        _AGGREGATE | {"max"},
-        ("memory",),
-        "largest memory in use",
-    ),
-    MetricDefinition(
-        "failure_rate",
-        Family.RUNTIME,
-        "aggregate",
-        "window",
-        "lower",
-        RATIO,
-        _AGGREGATE,
-        ("outcomes",),
-        "share of requests that failed",
-        upper=Fraction(1),
-    ),
-    MetricDefinition(
-        "determinism",
-        Family.RUNTIME,
-        "aggregate",
-        "window",
-        "higher",
-        RATIO,
-        _AGGREGATE,
-        ("repeats",),
-        "share of repeated requests whose output is equal bit for bit",
-        upper=Fraction(1),
-    ),
+from kcdsl.check.metric_table import (
+    DEFINITIONS,
+    LN_2_UP,
+    POINTWISE,
+    Better,
+    Counted,
+    Kind,
+    MetricDefinition,
 )
+from kcdsl.check.units import UNITS
+from kcdsl.ir.terms import Program, UserMetric
 
-METRICS: dict[str, MetricDefinition] = {d.name: d for d in _DEFINITIONS}
-"""Canonical name -> definition. The IR holds canonical names only."""
+__all__ = [
+    "ALIASES",
+    "BUILT_IN",
+    "LN_2_UP",
+    "METRICS",
+    "POINTWISE",
+    "RECORD_NAMES",
+    "Better",
+    "Counted",
+    "Kind",
+    "MetricDefinition",
+    "RecordMetric",
+    "Registry",
+    "find_metric",
+    "find_record_metric",
+    "registry_of",
+    "user_metric",
+]
+
+METRICS: dict[str, MetricDefinition] = {d.name: d for d in DEFINITIONS}
+"""Canonical name -> definition of the metrics that are built in."""
 
 ALIASES: dict[str, str] = {
     "top1_agreement": "top1_overlap",
     "top5_agreement": "top5_overlap",
     "top10_agreement": "top10_overlap",
 }
-"""Second names of the language; they compile to the canonical name."""
-
-
-def find_metric(name: str) -> MetricDefinition | None:
-    """Return the definition for a canonical name or an alias."""
-    return METRICS.get(ALIASES.get(name, name))
+"""Second names of the language; they compile to the canonical name, which the IR holds alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +67,9 @@ class RecordMetric:
 
 
 _PERCENTILE = re.compile(r"p([1-9][0-9]?)_(.+)")
+_WORDS = ("mean", "max", "min", "rate")
+PREFIX = re.compile(r"(?:p[1-9][0-9]?|mean|max|min|rate|abs)_")
+"""How a name of the record form may begin; names of metrics do not begin so."""
 _UNIT_SUFFIXES = {
     "latency_ms": ("latency", "ms"),
     "latency_s": ("latency", "s"),
@@ -302,33 +79,135 @@ _UNIT_SUFFIXES = {
 }
 
 
-def find_record_metric(name: str) -> RecordMetric | None:
-    """Resolve a metric name of the record form, such as `p99_kl` or `mean_abs_log_ratio`.
+def _nothing() -> Mapping[str, MetricDefinition]:
+    return {}
 
-    A name is an optional statistic (`p95_`, `mean_`, `max_`), an optional `abs_`, a metric and
-    an optional unit suffix. An overlap without a statistic means its mean.
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """The metrics that a contract may name: those built in, the user's `own`, and `more`.
+
+    `more` is asked only for a name that is neither; it returns the metrics that installed packages
+    declare, the same each time it is asked.
     """
-    statistic, q, rest = "", None, name
-    percentile = _PERCENTILE.fullmatch(name)
-    if percentile is not None:
-        statistic, q, rest = "quantile", Fraction(int(percentile[1]), 100), percentile[2]
-    else:
-        for word in ("mean", "max", "rate"):
-            if name.startswith(word + "_"):
-                statistic, rest = word, name.removeprefix(word + "_")
-    magnitude = rest.startswith("abs_")
-    rest, unit = _UNIT_SUFFIXES.get(rest.removeprefix("abs_"), (rest.removeprefix("abs_"), None))
-    definition = find_metric(rest)
-    if definition is None:
-        return None
-    if not statistic:
-        if definition.kind == "aggregate":
-            statistic = "aggregate"
-        elif definition.name.endswith("_overlap"):
-            statistic = "mean"
+
+    own: Mapping[str, MetricDefinition] = field(default_factory=dict)
+    more: Callable[[], Mapping[str, MetricDefinition]] = _nothing
+
+    def find(self, name: str) -> MetricDefinition | None:
+        """Return the definition for a canonical name or an alias."""
+        found = METRICS.get(ALIASES.get(name, name)) or self.own.get(name)
+        return found if found is not None else self.more().get(name)
+
+    def known(self, name: str) -> bool:
+        """Say whether a name is a metric, installed packages that were not needed left out."""
+        return ALIASES.get(name, name) in METRICS or name in self.own
+
+    def __getitem__(self, name: str) -> MetricDefinition:
+        found = self.find(name)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def names(self) -> tuple[str, ...]:
+        """Return every name that stands for a metric, aliases and the user's own included."""
+        return (*METRICS, *ALIASES, *dict.fromkeys((*self.own, *self.more())))
+
+    def definitions(self) -> Iterator[MetricDefinition]:
+        """Yield every definition once, those built in first."""
+        yield from METRICS.values()
+        yield from {**self.more(), **self.own}.values()
+
+    def find_record(self, name: str) -> RecordMetric | None:
+        """Resolve a metric name of the record form, such as `p99_kl` or `mean_abs_log_ratio`.
+
+        A name is an optional statistic (`p95_`, `mean_`, `max_`), an optional `abs_`, a metric
+        and an optional unit suffix. An overlap without a statistic means its mean.
+        """
+        statistic, q, rest = "", None, name
+        percentile = _PERCENTILE.fullmatch(name)
+        if percentile is not None:
+            statistic, q, rest = "quantile", Fraction(int(percentile[1]), 100), percentile[2]
         else:
+            for word in _WORDS:
+                if name.startswith(word + "_"):
+                    statistic, rest = word, name.removeprefix(word + "_")
+        magnitude = rest.startswith("abs_")
+        rest = rest.removeprefix("abs_")
+        rest, unit = _UNIT_SUFFIXES.get(rest, (rest, None))
+        definition = self.find(rest)
+        if definition is None:
             return None
-    return RecordMetric(statistic, definition.name, magnitude, q, unit)
+        if not statistic:
+            if definition.kind == "aggregate":
+                statistic = "aggregate"
+            elif definition.name.endswith("_overlap") and definition.function is None:
+                statistic = "mean"
+            else:
+                return None
+        return RecordMetric(statistic, definition.name, magnitude, q, unit)
+
+
+BUILT_IN = Registry()
+"""The metrics of the language alone."""
+
+
+def find_metric(name: str) -> MetricDefinition | None:
+    """Return the definition of a built-in metric for its name or an alias."""
+    return BUILT_IN.find(name)
+
+
+def find_record_metric(name: str) -> RecordMetric | None:
+    """Resolve a name of the record form among the built-in metrics."""
+    return BUILT_IN.find_record(name)
+
+
+# --- the user's metrics in programs --------------------------------------------------------------
+
+
+def user_metric(definition: MetricDefinition) -> UserMetric:
+    """Return what a program stores of a user's metric: what its meaning and typing rest on."""
+    assert definition.function is not None
+    assert definition.unit is not None
+    return UserMetric(
+        definition.name,
+        definition.function,
+        definition.family,
+        definition.counted,
+        definition.better,
+        definition.unit,
+        str(definition.dimension),
+        tuple(sorted(definition.statistics)),
+        definition.needs,
+        definition.signed,
+        definition.lower,
+        definition.upper,
+    )
+
+
+def registry_of(program: Program) -> Registry:
+    """Return the metrics that a program speaks of, without a look at any file."""
+    return Registry({metric.name: _definition(metric) for metric in program.metrics})
+
+
+def _definition(metric: UserMetric) -> MetricDefinition:
+    counted: Counted = "request" if metric.counted == "request" else "token"
+    return MetricDefinition(
+        metric.name,
+        metric.family,
+        "pointwise",
+        counted,
+        "higher" if metric.better == "higher" else "lower",
+        UNITS[metric.unit].dimension,
+        frozenset(metric.statistics),
+        metric.needs,
+        "",
+        metric.signed,
+        metric.lower,
+        metric.upper,
+        metric.unit,
+        metric.function,
+    )
 
 
 RECORD_NAMES: tuple[str, ...] = (

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+from kcdsl.check.metrics import BUILT_IN, Registry
 from kcdsl.check.report import Reporter, suggest
-from kcdsl.check.units import ONE, UNITS, Dimension
+from kcdsl.check.units import NO_UNITS, ONE, UNITS, Dimension
 from kcdsl.diagnostics.codes import (
-    BLOCK_NAME,
-    UNKNOWN_NAME,
     UNKNOWN_UNIT,
     WRONG_ARGUMENTS,
     WRONG_SORT,
 )
+from kcdsl.ir.terms import ThresholdTable
 from kcdsl.source.text import Span
 from kcdsl.syntax import ast
 
@@ -26,7 +26,7 @@ STATISTICS = ("mean", "max", "min", "rate", "quantile", "p50", "p90", "p95", "p9
 DRIFTS = ("drift", "measured_drift")
 REGIONS = ("points", "ball", "hull")
 STATEMENTS = ("no_flip", "has")
-FUNCTIONS = (*STATISTICS, *NORMS, "abs", *DRIFTS, *REGIONS, *STATEMENTS)
+FUNCTIONS = (*STATISTICS, *NORMS, "abs", "table", *DRIFTS, *REGIONS, *STATEMENTS)
 SIGNATURES = {
     "drift": "drift(block, x)",
     "measured_drift": "measured_drift(block, x)",
@@ -40,20 +40,30 @@ SIGNATURES = {
     "norm_2": "norm_2(drift(block, x))",
     "span": "span(drift(block, x))",
     "abs": "abs(term)",
+    "table": "table(name)",
 }
-_BLOCK_EXAMPLES = ("attn_0", "mlp_0", "norm_0", "layer_0", "head", "model")
+BLOCK_EXAMPLES = ("attn_0", "mlp_0", "norm_0", "layer_0", "head", "model")
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What names mean: the declared slices and the bound variables, with their places."""
+    """What names mean: the declared slices and the bound variables, with their places, and the
+    declared tables (None for one in error)."""
 
     slices: Mapping[str, Span]
     variables: Mapping[str, Span]
+    tables: Mapping[str, ThresholdTable | None] = field(default_factory=dict)
+    metrics: Registry = BUILT_IN
+    regions: Mapping[str, str] = field(default_factory=dict)
+    """Bound variable -> the function of its region: points, ball or hull."""
 
-    def bind(self, name: str, span: Span) -> Scope:
-        """Return the scope inside a quantifier."""
-        return replace(self, variables={**self.variables, name: span})
+    def bind(self, name: str, span: Span, region: str = "points") -> Scope:
+        """Return the scope inside a quantifier over a region of the given function."""
+        return replace(
+            self,
+            variables={**self.variables, name: span},
+            regions={**self.regions, name: region},
+        )
 
 
 def arguments_error(call: ast.Call, reporter: Reporter) -> None:
@@ -75,7 +85,7 @@ def quantity(number: ast.Num, reporter: Reporter) -> tuple[Fraction, Dimension, 
             UNKNOWN_UNIT,
             f"there is no unit `{number.unit}`",
             number.unit_span,
-            suggest(number.unit, UNITS, "units"),
+            NO_UNITS.get(number.unit) or suggest(number.unit, UNITS, "units"),
         )
         return None
     return number.value * unit.factor, unit.dimension, False
@@ -95,63 +105,3 @@ def single_comparison(
         return None
     (op,), (left, right) = expression.ops, expression.operands
     return op, left, right
-
-
-def block_name(expression: ast.Expression, reporter: Reporter) -> str | None:
-    """Return the block that an argument names."""
-    if not isinstance(expression, ast.Name):
-        reporter.error(
-            WRONG_SORT, f"a block is needed here, not {sort_of(expression)}", expression.span
-        )
-        return None
-    if not BLOCK.fullmatch(expression.id):
-        reporter.error(
-            BLOCK_NAME,
-            f"there is no block `{expression.id}`",
-            expression.span,
-            suggest(expression.id, _BLOCK_EXAMPLES, "blocks, with any number"),
-        )
-        return None
-    return expression.id
-
-
-def variable_name(expression: ast.Expression, scope: Scope, reporter: Reporter) -> str | None:
-    """Return the bound variable that an argument names."""
-    if not isinstance(expression, ast.Name):
-        reporter.error(
-            WRONG_SORT, f"a bound variable is needed, not {sort_of(expression)}", expression.span
-        )
-        return None
-    if expression.id not in scope.variables:
-        bound = ", ".join(f"`{name}`" for name in scope.variables)
-        reporter.error(
-            UNKNOWN_NAME,
-            f"`{expression.id}` is not bound by a quantifier",
-            expression.span,
-            f"bound here: {bound}"
-            if bound
-            else f"write `forall {expression.id} in points(SLICE): ...`",
-        )
-        return None
-    return expression.id
-
-
-def sort_of(expression: ast.Expression) -> str:
-    """Describe an expression by its outermost form."""
-    match expression:
-        case ast.Num():
-            return "a number"
-        case ast.Text():
-            return "a text"
-        case ast.Truth():
-            return "a truth value"
-        case ast.ListOf():
-            return "a list"
-        case ast.Name(id=name):
-            return f"the name `{name}`"
-        case ast.Call(function=ast.Name(id=name)):
-            return f"`{name}(...)`"
-        case ast.Minus() | ast.Binary():
-            return "a number"
-        case _:
-            return "a statement"

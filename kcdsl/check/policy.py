@@ -2,52 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from kcdsl.check.clauses import FAMILIES, check_action
-from kcdsl.check.escalation import build_escalation, weakened
-from kcdsl.check.report import suggest
-from kcdsl.check.structure import StructureReader
-from kcdsl.diagnostics.codes import OUT_OF_RANGE, UNKNOWN_FIELD, WEAKENED_ESCALATION, WRONG_KIND
-from kcdsl.ir.terms import Constants, Escalation, Family, Level
+from kcdsl.check.escalation import ALIASES, Weakness, build_escalation, kind, weakened
+from kcdsl.check.reading import StructureReader
+from kcdsl.check.report import Reporter, replacement, suggest
+from kcdsl.check.structure import ACTION_FIELDS, RawClause
+from kcdsl.diagnostics.codes import (
+    CONFLICTING_FIELDS,
+    MILD_ACTION,
+    OUT_OF_RANGE,
+    UNKNOWN_FIELD,
+    WEAKENED_ESCALATION,
+    WRONG_KIND,
+)
+from kcdsl.diagnostics.model import Label
+from kcdsl.ir.terms import Clause, Constants, Escalation, Family, Level
+from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 
 _LEVELS = tuple(Level.__members__)
 _CONSTANTS = ("temperature", "reward_range", "advantage_max", "score_norm_max")
 
 
+@dataclass(slots=True)
+class _Stated:
+    """The rows that a contract states, each action with its place."""
+
+    levels: dict[Level, Scalar] = field(default_factory=dict)
+    cells: dict[tuple[Family, Level], Scalar] = field(default_factory=dict)
+
+    def place(self, family: Family, level: Level) -> Span | None:
+        """Return the place that gives a cell its action; None for a default."""
+        scalar = self.cells.get((family, level)) or self.levels.get(level)
+        return None if scalar is None else scalar.span
+
+
 def read_escalation(node: Mapping | None, reader: StructureReader) -> Escalation:
     """Return the total escalation policy; errors are in the sink."""
-    levels: dict[Level, str] = {}
-    cells: dict[tuple[Family, Level], str] = {}
-    if node is None:
-        return build_escalation(levels, cells)
-    for entry in node.entries:
+    stated = _Stated()
+    for entry in node.entries if node is not None else ():
+        assert node is not None
         name = entry.key.text
         if name in _LEVELS:
             action = _action(node, name, reader)
             if action is not None:
-                levels[Level(name)] = action
+                stated.levels[Level(name)] = action
         elif name == "by_family":
             table = reader.mapping(node, name)
             for row in table.entries if table is not None else ():
                 if row.key.text in FAMILIES and table is not None:
-                    _family(table, row.key.text, reader, cells)
+                    _family(table, row.key.text, reader, stated)
                 else:
                     _unknown(row.key, reader, [family.value for family in Family])
         elif name in FAMILIES:
-            _family(node, name, reader, cells)
+            _family(node, name, reader, stated)
         else:
             _unknown(entry.key, reader, [*_LEVELS, *(family.value for family in Family)])
-    escalation = build_escalation(levels, cells)
-    for family, level, reason in weakened(escalation):
+    escalation = build_escalation(
+        {level: _name(scalar) for level, scalar in stated.levels.items()},
+        {cell: _name(scalar) for cell, scalar in stated.cells.items()},
+    )
+    _report_weakened(escalation, stated, reader)
+    return escalation
+
+
+def _report_weakened(escalation: Escalation, stated: _Stated, reader: StructureReader) -> None:
+    """Point at the entry that makes cells too mild, once for all families that it does so for."""
+    places: dict[tuple[Span, str], list[Weakness]] = {}
+    for weakness in weakened(escalation):
+        span = stated.place(weakness.family, weakness.level)
+        if span is None and weakness.below is not None:
+            span = stated.place(weakness.family, weakness.below)
+        if span is not None:
+            places.setdefault((span, weakness.reason), []).append(weakness)
+    for (span, reason), cells in places.items():
+        first = cells[0]
+        below = None if first.below is None else stated.place(first.family, first.below)
+        labels = () if below in {None, span} or below is None else (Label(below, first.than),)
+        families = ", ".join(cell.family.value for cell in cells)
         reader.reporter.warning(
             WEAKENED_ESCALATION,
-            f"{family} {level}: {reason}",
-            node.entries[0].key.span if node.entries else node.span,
-            f"write {family}: {{{level}: ACTION}} with the action that is meant",
+            f"{families} {first.level}: {reason}",
+            span,
+            f"write {first.family}: {{{first.level}: ACTION}} with the action that is meant",
+            labels,
         )
-    return escalation
 
 
 def _unknown(key: Scalar, reader: StructureReader, allowed: list[str]) -> None:
@@ -59,24 +102,59 @@ def _unknown(key: Scalar, reader: StructureReader, allowed: list[str]) -> None:
     )
 
 
-def _family(
-    parent: Mapping,
-    name: str,
-    reader: StructureReader,
-    cells: dict[tuple[Family, Level], str],
-) -> None:
-    row = reader.mapping(parent, name, _LEVELS)
+def _family(parent: Mapping, name: str, reader: StructureReader, stated: _Stated) -> None:
+    row, family = reader.mapping(parent, name, _LEVELS), FAMILIES[name]
     for entry in row.entries if row is not None else ():
         if row is None or entry.key.text not in _LEVELS:
             continue
         action = _action(row, entry.key.text, reader)
-        if action is not None:
-            cells[FAMILIES[name], Level(entry.key.text)] = action
+        if action is None:
+            continue
+        cell = family, Level(entry.key.text)
+        if cell in stated.cells:
+            reader.reporter.error(
+                CONFLICTING_FIELDS,
+                f"the action of {family} {cell[1]} is given twice",
+                action.span,
+                "keep one of them",
+                (Label(stated.cells[cell].span, "here too"),),
+            )
+            continue
+        stated.cells[cell] = action
 
 
-def _action(parent: Mapping, name: str, reader: StructureReader) -> str | None:
+def _action(parent: Mapping, name: str, reader: StructureReader) -> Scalar | None:
     scalar = reader.text(parent, name)
-    return None if scalar is None else check_action(scalar, reader.reporter)
+    known = scalar is not None and check_action(scalar, reader.reporter) is not None
+    return scalar if known else None
+
+
+def _name(scalar: Scalar) -> str:
+    return ALIASES.get(scalar.text, scalar.text)
+
+
+def check_actions(
+    raws: Sequence[RawClause],
+    clauses: Sequence[Clause | None],
+    escalation: Escalation,
+    reporter: Reporter,
+) -> None:
+    """Warn of clauses whose own action is of a milder kind than the policy's for their level."""
+    for raw, clause in zip(raws, clauses, strict=True):
+        if clause is None or clause.action is None:
+            continue
+        policy = escalation.action(clause.family, clause.level)
+        node = next((n for name in ACTION_FIELDS if (n := raw.node(name)) is not None), None)
+        if node is None or kind(clause.action) >= kind(policy):
+            continue
+        reporter.warning(
+            MILD_ACTION,
+            f"`{clause.action}` is milder than `{policy}`, the action for {clause.family} "
+            f"{clause.level}",
+            node.span,
+            "give the clause another level, or change the policy in `escalation`",
+            fix=replacement(node.span, policy),
+        )
 
 
 def read_constants(node: Mapping | None, reader: StructureReader) -> Constants:

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kcdsl.check.names import single_comparison, sort_of
+from kcdsl.check.names import Scope, single_comparison
 from kcdsl.check.report import Reporter
+from kcdsl.check.sections import RawSlice
+from kcdsl.check.sorts import described
 from kcdsl.diagnostics.codes import VACUOUS, WRONG_SORT
 from kcdsl.ir import terms as ir
 from kcdsl.syntax import ast
+from kcdsl.syntax.parser import parse_expression
 
 _MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
+
+
+def check_slice(raw: RawSlice, reporter: Reporter) -> ir.Slice | None:
+    """Check one declared slice; None after an error in its predicate."""
+    where: ir.Predicate | None = ir.AllOf()
+    if raw.where is not None:
+        parsed = parse_expression(reporter.source, raw.where, reporter.sink)
+        where = predicate(parsed, reporter) if parsed is not None else None
+    if where is None:
+        return None
+    data = raw.data.text if raw.data is not None else None
+    return ir.Slice(raw.name.text, data, where, raw.span)
+
+
+def _words(expression: ast.Expression) -> str:
+    return described(expression, Scope({}, {}), {"length": "Int"})
 
 
 def predicate(expression: ast.Expression, reporter: Reporter) -> ir.Predicate | None:
@@ -34,7 +53,7 @@ def predicate(expression: ast.Expression, reporter: Reporter) -> ir.Predicate | 
         case _:
             reporter.error(
                 WRONG_SORT,
-                f"a test of a request is needed here, not {sort_of(expression)}",
+                f"a test of a request is needed here, not {_words(expression)}",
                 expression.span,
                 'such as `length > 128` or `category == "safety"`',
             )
@@ -59,12 +78,12 @@ def _comparison(expression: ast.Comparison, reporter: Reporter) -> ir.Predicate 
     if op not in {"==", "!="} and not isinstance(value, Fraction):
         reporter.error(
             WRONG_SORT,
-            f"`{op}` orders numbers, not {sort_of(right)}",
+            f"`{op}` orders numbers, not {_words(right)}",
             expression.op_spans[0],
             "write == or !=",
         )
         return None
-    return ir.FieldTest(left.id, op, value)
+    return ir.FieldTest(left.id, op, value, expression.span)
 
 
 def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | bool | None:
@@ -86,18 +105,22 @@ def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | b
             )
         case _:
             reporter.error(
-                WRONG_SORT, f"a value is needed, not {sort_of(expression)}", expression.span
+                WRONG_SORT, f"a value is needed, not {_words(expression)}", expression.span
             )
     return None
 
 
 def _membership(of: ast.Expression, among: ast.ListOf, reporter: Reporter) -> ir.Predicate | None:
     if not isinstance(of, ast.Name):
-        reporter.error(WRONG_SORT, f"a field is needed, not {sort_of(of)}", of.span)
+        reporter.error(WRONG_SORT, f"a field is needed, not {_words(of)}", of.span)
         return None
     if not among.items:
         reporter.error(VACUOUS, "nothing is in an empty list", among.span)
         return None
     values = [_value(item, reporter) for item in among.items]
-    tests = tuple(ir.FieldTest(of.id, "==", value) for value in values if value is not None)
+    tests = tuple(
+        ir.FieldTest(of.id, "==", value, item.span)
+        for value, item in zip(values, among.items, strict=True)
+        if value is not None
+    )
     return ir.AnyOf(tests) if len(tests) == len(values) else None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
-from kcdsl.check.bounds import check_compare
-from kcdsl.check.metrics import METRICS, RECORD_NAMES, RecordMetric, find_record_metric
-from kcdsl.check.names import quantity
+from kcdsl.check.measurements import check_signs, in_words
+from kcdsl.check.metrics import RECORD_NAMES, RecordMetric
+from kcdsl.check.names import Scope, quantity
+from kcdsl.check.quantities import Typed, align
 from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.sorts import described
 from kcdsl.check.structure import RawClause
-from kcdsl.check.terms import Typed, align, check_signs, in_words
+from kcdsl.check.terms import table_value
+from kcdsl.check.thresholds import check_threshold
 from kcdsl.check.units import UNITS
 from kcdsl.diagnostics.codes import (
     AGAINST_DIRECTION,
@@ -22,37 +26,43 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.ir import terms as ir
 from kcdsl.source.yaml_nodes import Scalar
-from kcdsl.syntax.parser import parse_quantity
+from kcdsl.syntax import ast
+from kcdsl.syntax.parser import parse_expression, parse_quantity
 
 _OPERATORS = ("<=", "<", ">=", ">", "==")
+_TABLE = re.compile(r"\s*table\s*\(")
 
 
-def record_formula(raw: RawClause, reporter: Reporter, against: bool) -> ir.Compare | None:
+def record_formula(
+    raw: RawClause, scope: Scope, reporter: Reporter, against: bool
+) -> ir.Compare | None:
     """Return the comparison that a record states; None after an error."""
     name = raw.scalar("metric")
     if name is None:
         reporter.error(WRONG_KIND, "`metric` takes the name of a metric", raw.span)
         return None
-    left = _subject(name, reporter)
-    right = _threshold(raw, name, left, reporter)
+    left = _subject(name, scope, reporter)
+    right = _threshold(raw, name, left, scope, reporter)
     if left is None or right is None:
         return None
     aligned = align(left[1], right, right.term.span, reporter)
     if aligned is None:
         return None
-    op = _operator(raw, left[0], reporter)
+    op = _operator(raw, left[0], scope, reporter)
     if op is None:
         return None
     compare = ir.Compare(op.text, aligned[0].term, aligned[1].term, name.span)
-    check_signs(compare.left, reporter)
-    check_compare(compare, op.span, reporter, 1, against or raw.node("op") is not None)
+    check_signs(compare.left, scope.metrics, reporter)
+    against = against or raw.node("op") is not None
+    check_threshold(compare, op.span, scope, reporter, 1, against)
     return compare
 
 
-def _subject(name: Scalar, reporter: Reporter) -> tuple[RecordMetric, Typed] | None:
-    record = find_record_metric(name.text)
+def _subject(name: Scalar, scope: Scope, reporter: Reporter) -> tuple[RecordMetric, Typed] | None:
+    metrics = scope.metrics
+    record = metrics.find_record(name.text)
     if record is None:
-        if name.text in METRICS:
+        if metrics.find(name.text) is not None:
             choices = ", ".join(n for n in RECORD_NAMES if n.endswith(name.text))
             reporter.error(
                 STATISTIC_NOT_ALLOWED,
@@ -61,7 +71,7 @@ def _subject(name: Scalar, reporter: Reporter) -> tuple[RecordMetric, Typed] | N
                 f"such as {choices or 'mean_' + name.text}",
             )
             return None
-        names = {*RECORD_NAMES, *(n for n, d in METRICS.items() if d.kind == "aggregate")}
+        names = {*RECORD_NAMES, *(d.name for d in metrics.definitions() if d.kind == "aggregate")}
         reporter.error(
             UNKNOWN_METRIC,
             f"there is no metric `{name.text}`",
@@ -69,11 +79,11 @@ def _subject(name: Scalar, reporter: Reporter) -> tuple[RecordMetric, Typed] | N
             suggest(name.text, sorted(names), "metrics"),
         )
         return None
-    definition = METRICS[record.metric]
+    definition = metrics[record.metric]
     if record.statistic not in definition.statistics:
         reporter.error(
             STATISTIC_NOT_ALLOWED,
-            f"`{in_words(name.text)}` is not a statistic of `{definition.name}`",
+            f"`{in_words(name.text, metrics)}` is not a statistic of `{definition.name}`",
             name.span,
         )
         return None
@@ -88,6 +98,7 @@ def _threshold(
     raw: RawClause,
     name: Scalar,
     left: tuple[RecordMetric, Typed] | None,
+    scope: Scope,
     reporter: Reporter,
 ) -> Typed | None:
     scalar = raw.scalar("threshold")
@@ -97,6 +108,8 @@ def _threshold(
         else:
             reporter.error(WRONG_KIND, "`threshold` takes a number", raw.span)
         return None
+    if _TABLE.match(scalar.text):
+        return _from_table(scalar, scope, reporter)
     number = parse_quantity(reporter.source, scalar, reporter.sink)
     read = quantity(number, reporter) if number is not None else None
     if number is None or read is None:
@@ -108,8 +121,24 @@ def _threshold(
     return Typed(ir.Number(value, str(dimension), number.span), dimension, bare)
 
 
-def _operator(raw: RawClause, record: RecordMetric, reporter: Reporter) -> Scalar | None:
-    better = "lower" if record.magnitude else METRICS[record.metric].better
+def _from_table(scalar: Scalar, scope: Scope, reporter: Reporter) -> Typed | None:
+    parsed = parse_expression(reporter.source, scalar, reporter.sink)
+    if isinstance(parsed, ast.Call) and parsed.function.id == "table":
+        return table_value(parsed, scope, reporter)
+    if parsed is not None:
+        reporter.error(
+            WRONG_KIND,
+            f"`threshold` takes a number or a table and is {described(parsed, scope)}",
+            parsed.span,
+            "write `threshold: table(NAME)`",
+        )
+    return None
+
+
+def _operator(
+    raw: RawClause, record: RecordMetric, scope: Scope, reporter: Reporter
+) -> Scalar | None:
+    better = "lower" if record.magnitude else scope.metrics[record.metric].better
     implied = "<=" if better == "lower" else ">="
     node = raw.node("op")
     if node is None:

@@ -6,18 +6,27 @@ can point at it.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.reading import CLAUSE_ID, identifier
+from kcdsl.check.reading import StructureReader as StructureReader
+from kcdsl.check.report import Reporter
+from kcdsl.check.sections import (
+    ROLES,
+    RawImport,
+    RawTable,
+    read_imports,
+    read_kernel_fields,
+    read_slices,
+    read_tables,
+)
+from kcdsl.check.sections import RawKernel as RawKernel
+from kcdsl.check.sections import RawSlice as RawSlice
 from kcdsl.diagnostics.codes import (
-    BAD_IDENTIFIER,
     CONFLICTING_FIELDS,
     DUPLICATE_IDENTIFIER,
     EMPTY_SECTION,
     MISSING_FIELD,
-    UNKNOWN_FIELD,
     UNSUPPORTED_VERSION,
     WRONG_KIND,
 )
@@ -33,42 +42,30 @@ SECTIONS = (
     "model",
     "kernels",
     "data",
+    "imports",
     "slices",
+    "tables",
     "clauses",
     "escalation",
     "constants",
+)
+LIBRARY_SECTIONS = (
+    "kcdsl",
+    "library",
+    "version",
+    "data",
+    "imports",
+    "slices",
+    "kernels",
+    "tables",
 )
 _REQUIRED_SECTIONS = ("kcdsl", "contract", "version", "model", "kernels", "slices", "clauses")
 _MODEL_FIELDS = ("checkpoint", "architecture", "module", "config", "tokenizer")
 _EXPRESSION_FIELDS = ("require", "budget")
 _RECORD_FIELDS = ("metric", "threshold", "op", "delta", "over")
-_ACTION_FIELDS = ("then", "remediation", "action")
-_SHARED_FIELDS = ("family", "slices", "level", "evidence", "override")
-CLAUSE_FIELDS = _EXPRESSION_FIELDS + _RECORD_FIELDS + _SHARED_FIELDS + _ACTION_FIELDS
-CLAUSE_ID = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
-SLICE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-KEYWORDS = frozenset(
-    ("forall", "exists", "in", "of", "and", "or", "not", "implies", "true", "false")
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RawKernel:
-    """One kernel as written."""
-
-    run: Scalar
-    numerics: Mapping | None
-    span: Span
-
-
-@dataclass(frozen=True, slots=True)
-class RawSlice:
-    """One slice as written."""
-
-    name: Scalar
-    data: Scalar | None
-    where: Scalar | None
-    span: Span
+ACTION_FIELDS = ("then", "remediation", "action")
+_SHARED_FIELDS = ("family", "slices", "level", "evidence", "override", "holdout")
+CLAUSE_FIELDS = _EXPRESSION_FIELDS + _RECORD_FIELDS + _SHARED_FIELDS + ACTION_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +102,54 @@ class RawContract:
     escalation: Mapping | None
     constants: Mapping | None
     span: Span
+    tables: tuple[RawTable, ...] = ()
+    imports: tuple[RawImport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RawLibrary:
+    """A library as written."""
+
+    name: Scalar | None
+    version: Scalar | None
+    data: Scalar | None
+    slices: tuple[RawSlice, ...]
+    kernels: tuple[tuple[Scalar, RawKernel], ...]
+    tables: tuple[RawTable, ...]
+    imports: tuple[RawImport, ...]
+    span: Span
+
+
+def is_library(root: Node | None) -> bool:
+    """Say whether a document declares itself a library."""
+    return (
+        isinstance(root, Mapping)
+        and root.get("library") is not None
+        and root.get("contract") is None
+    )
+
+
+def read_library(root: Mapping, reporter: Reporter) -> RawLibrary:
+    """Return the raw library."""
+    reader = StructureReader(reporter)
+    _check_version(root, reporter)
+    reader.fields(root, "a library", LIBRARY_SECTIONS, ("kcdsl", "library", "version"))
+    section = reader.mapping(root, "kernels")
+    kernels = []
+    for entry in section.entries if section is not None else ():
+        kernel = read_kernel_fields(reader, section, entry.key.text)
+        if identifier(reader, entry.key, CLAUSE_ID, "kernel") is not None and kernel is not None:
+            kernels.append((entry.key, kernel))
+    return RawLibrary(
+        name=identifier(reader, reader.text(root, "library"), CLAUSE_ID, "library"),
+        version=reader.text(root, "version", numbers=True),
+        data=reader.text(root, "data"),
+        slices=read_slices(reader, root),
+        kernels=tuple(kernels),
+        tables=read_tables(reader, root),
+        imports=read_imports(reader, root),
+        span=root.span,
+    )
 
 
 def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
@@ -118,6 +163,34 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
             "start with kcdsl: 1",
         )
         return None
+    _check_version(root, reporter)
+    imports = read_imports(reader, root, ROLES)
+    roles = {name.local.text for item in imports for name in item.brought("kernels")}
+    own = tuple(role for role in ROLES if role not in roles)
+    imported = {"slices"} & {what for item in imports for what, _ in item.names}
+    imported |= set() if own else {"kernels"}
+    required = [name for name in _REQUIRED_SECTIONS if name not in imported]
+    reader.fields(root, "a contract", SECTIONS, required)
+    kernels = reader.mapping(root, "kernels", ROLES, own)
+    model = reader.mapping(root, "model", _MODEL_FIELDS, ("checkpoint",))
+    return RawContract(
+        name=identifier(reader, reader.text(root, "contract"), CLAUSE_ID, "contract"),
+        version=reader.text(root, "version", numbers=True),
+        model=model,
+        train=read_kernel_fields(reader, kernels, "train"),
+        infer=read_kernel_fields(reader, kernels, "infer"),
+        data=reader.text(root, "data"),
+        slices=read_slices(reader, root),
+        clauses=_clauses(reader, root),
+        escalation=reader.mapping(root, "escalation"),
+        constants=reader.mapping(root, "constants"),
+        span=root.span,
+        tables=read_tables(reader, root),
+        imports=imports,
+    )
+
+
+def _check_version(root: Mapping, reporter: Reporter) -> None:
     version = root.get("kcdsl")
     if isinstance(version, Scalar) and version.value != LANGUAGE_VERSION:
         reporter.error(
@@ -126,147 +199,6 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
             version.span,
             f"this release reads kcdsl: {LANGUAGE_VERSION}",
         )
-    reader.fields(root, "a contract", SECTIONS, _REQUIRED_SECTIONS)
-    kernels = reader.mapping(root, "kernels", ("train", "infer"), ("train", "infer"))
-    model = reader.mapping(root, "model", _MODEL_FIELDS, ("checkpoint",))
-    return RawContract(
-        name=_identifier(reader, reader.text(root, "contract"), CLAUSE_ID, "contract"),
-        version=reader.text(root, "version", numbers=True),
-        model=model,
-        train=_kernel(reader, kernels, "train"),
-        infer=_kernel(reader, kernels, "infer"),
-        data=reader.text(root, "data"),
-        slices=_slices(reader, root),
-        clauses=_clauses(reader, root),
-        escalation=reader.mapping(root, "escalation"),
-        constants=reader.mapping(root, "constants"),
-        span=root.span,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class StructureReader:
-    """Reads fields of mappings and reports what does not fit."""
-
-    reporter: Reporter
-
-    def fields(
-        self, node: Mapping, what: str, allowed: Collection[str], required: Collection[str] = ()
-    ) -> None:
-        """Report unknown and missing fields of a mapping."""
-        for entry in node.entries:
-            if entry.key.text not in allowed:
-                self.reporter.error(
-                    UNKNOWN_FIELD,
-                    f"{what} has no field `{entry.key.text}`",
-                    entry.key.span,
-                    suggest(entry.key.text, allowed),
-                )
-        for name in required:
-            if node.get(name) is None:
-                first = node.entries[0].key.span if node.entries else node.span
-                self.reporter.error(MISSING_FIELD, f"{what} needs the field `{name}`", first)
-
-    def mapping(
-        self,
-        parent: Mapping | None,
-        name: str,
-        allowed: Collection[str] | None = None,
-        required: Collection[str] = (),
-    ) -> Mapping | None:
-        """Return the mapping under `name`; None where absent or of another kind."""
-        node = parent.get(name) if parent is not None else None
-        if node is None:
-            return None
-        if not isinstance(node, Mapping):
-            self.wrong_kind(node, name, "a mapping")
-            return None
-        if allowed is not None:
-            self.fields(node, f"`{name}`", allowed, required)
-        return node
-
-    def text(self, parent: Mapping | None, name: str, numbers: bool = False) -> Scalar | None:
-        """Return the text under `name` (a number too, if `numbers`), None where it is not one."""
-        node = parent.get(name) if parent is not None else None
-        return None if node is None else self.as_text(node, name, numbers)
-
-    def as_text(self, node: Node, name: str, numbers: bool = False) -> Scalar | None:
-        """Return the node if it is a text, else report it."""
-        if isinstance(node, Scalar):
-            if node.broken:
-                return None
-            if isinstance(node.value, str) and node.text.strip():
-                return node
-            if numbers and not isinstance(node.value, bool) and node.kind == "a number":
-                return node
-        self.wrong_kind(node, name, "a text")
-        return None
-
-    def wrong_kind(self, node: Node, name: str, wanted: str, help: str | None = None) -> None:
-        """Report that a field holds another kind of node than it takes."""
-        if isinstance(node, Scalar) and node.broken:
-            return
-        found = node.kind if not (isinstance(node, Scalar) and node.text == "") else "empty"
-        self.reporter.error(WRONG_KIND, f"`{name}` takes {wanted} and is {found}", node.span, help)
-
-    def texts(self, node: Node, name: str) -> tuple[Scalar, ...] | None:
-        """Return a list of texts; a single text counts as a list of one."""
-        if isinstance(node, Scalar):
-            only = self.as_text(node, name)
-            return None if only is None else (only,)
-        if not isinstance(node, Sequence):
-            self.wrong_kind(node, name, "a list of names")
-            return None
-        items = [self.as_text(item, f"{name}[{i}]") for i, item in enumerate(node.items)]
-        return None if None in items else tuple(item for item in items if item is not None)
-
-
-def _identifier(
-    reader: StructureReader, node: Scalar | None, pattern: re.Pattern[str], what: str
-) -> Scalar | None:
-    if node is None:
-        return None
-    if not pattern.fullmatch(node.text) or node.text in KEYWORDS:
-        reader.reporter.error(
-            BAD_IDENTIFIER,
-            f"`{node.text}` cannot name a {what}",
-            node.span,
-            "start with a letter; go on with letters, digits and `_`"
-            + ("" if what == "slice" else ", `-` or `.`"),
-        )
-        return None
-    return node
-
-
-def _kernel(reader: StructureReader, kernels: Mapping | None, name: str) -> RawKernel | None:
-    node = reader.mapping(kernels, name, ("run", "numerics"), ("run",))
-    run = reader.text(node, "run")
-    if node is None or run is None:
-        return None
-    return RawKernel(run, reader.mapping(node, "numerics"), node.span)
-
-
-def _slices(reader: StructureReader, root: Mapping) -> tuple[RawSlice, ...]:
-    node = reader.mapping(root, "slices")
-    if node is None:
-        return ()
-    if not node.entries:
-        reader.reporter.error(EMPTY_SECTION, "`slices` declares no slice", node.span, "all: {}")
-    found = []
-    for entry in node.entries:
-        if _identifier(reader, entry.key, SLICE_NAME, "slice") is None:
-            continue
-        data = where = None
-        if isinstance(entry.value, Mapping):
-            reader.fields(entry.value, f"the slice `{entry.key.text}`", ("data", "where"))
-            data = reader.text(entry.value, "data")
-            where = reader.text(entry.value, "where")
-        else:
-            reader.wrong_kind(
-                entry.value, entry.key.text, "a mapping", "write {} for every request"
-            )
-        found.append(RawSlice(entry.key, data, where, entry.key.span))
-    return tuple(found)
 
 
 def _clauses(reader: StructureReader, root: Mapping) -> tuple[RawClause, ...]:
@@ -315,7 +247,7 @@ def _listed(reader: StructureReader, item: Node) -> list[RawClause | None]:
 
 
 def _clause(reader: StructureReader, key: Scalar, body: Node) -> RawClause | None:
-    if _identifier(reader, key, CLAUSE_ID, "clause") is None:
+    if identifier(reader, key, CLAUSE_ID, "clause") is None:
         return None
     what = f"the clause `{key.text}`"
     if not isinstance(body, Mapping):
@@ -334,7 +266,7 @@ def _clause(reader: StructureReader, key: Scalar, body: Node) -> RawClause | Non
                 "keep one of them",
                 (Label(other.key.span, "here too"),),
             )
-    actions = [entry for entry in body.entries if entry.key.text in _ACTION_FIELDS]
+    actions = [entry for entry in body.entries if entry.key.text in ACTION_FIELDS]
     if len(actions) > 1:
         reader.reporter.error(
             CONFLICTING_FIELDS,

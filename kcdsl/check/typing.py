@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kcdsl.check.bounds import check_compare
-from kcdsl.check.metrics import find_metric
+from kcdsl.check.arguments import block_name, check_input, variable_name
+from kcdsl.check.measurements import check_signs
 from kcdsl.check.names import (
     BLOCK,
     FUNCTIONS,
@@ -13,14 +13,14 @@ from kcdsl.check.names import (
     STATEMENTS,
     Scope,
     arguments_error,
-    block_name,
     quantity,
     single_comparison,
-    sort_of,
-    variable_name,
 )
+from kcdsl.check.quantities import align
 from kcdsl.check.report import Reporter, suggest
-from kcdsl.check.terms import align, check_signs, term
+from kcdsl.check.sorts import REGION, Unknown, described, sort_of
+from kcdsl.check.terms import term
+from kcdsl.check.thresholds import check_threshold, tables_stand_alone
 from kcdsl.check.traces import TRACE_FIELDS, doubtful
 from kcdsl.diagnostics.codes import (
     DOUBTFUL_NAME,
@@ -35,6 +35,7 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.model import Label
 from kcdsl.ir import terms as ir
+from kcdsl.ir.normal import free_variables
 from kcdsl.source.text import Span
 from kcdsl.syntax import ast
 
@@ -73,7 +74,7 @@ def formula(
         case ast.Call(function=ast.Name(id="no_flip")):
             return _no_flip(expression, scope, reporter)
         case ast.Call(function=ast.Name(id="has")):
-            return _has(expression, reporter)
+            return _has(expression, scope, reporter)
         case ast.Membership():
             reporter.error(
                 WRONG_SORT, "`in [...]` belongs to the predicates of slices", expression.span
@@ -100,7 +101,7 @@ def _not_a_statement(expression: ast.Expression, scope: Scope, reporter: Reporte
         return
     reporter.error(
         WRONG_SORT,
-        f"a statement is needed here, not {sort_of(expression)}",
+        f"a Bool is needed here, not {described(expression, scope)}",
         expression.span,
         "compare it with something, such as `... <= 0.02`",
     )
@@ -125,15 +126,17 @@ def _comparison(
     if left is None or right is None:
         return None
     aligned = align(left, right, expression.span, reporter)
-    if aligned is None:
+    if aligned is None or not tables_stand_alone((left.term, right.term), reporter):
         return None
     left, right = aligned
-    if isinstance(left.term, ir.Number) and not isinstance(right.term, ir.Number):
+    if isinstance(left.term, ir.Number | ir.TableValue) and not isinstance(
+        right.term, ir.Number | ir.TableValue
+    ):
         left, right, op = right, left, MIRRORED[op]
     for typed in (left, right):
-        check_signs(typed.term, reporter)
+        check_signs(typed.term, scope.metrics, reporter)
     compare = ir.Compare(op, left.term, right.term, expression.span)
-    usable = check_compare(compare, expression.op_spans[0], reporter, side, against)
+    usable = check_threshold(compare, expression.op_spans[0], scope, reporter, side, against)
     return compare if usable else None
 
 
@@ -158,14 +161,20 @@ def _quantified(
             (Label(scope.variables[name.id], "bound here"),),
         )
         return None
-    if find_metric(name.id) is not None or name.id in FUNCTIONS or BLOCK.fullmatch(name.id):
+    if scope.metrics.known(name.id) or name.id in FUNCTIONS or BLOCK.fullmatch(name.id):
         reporter.error(
             SHADOWED_NAME, f"`{name.id}` already has a meaning", name.span, "choose another name"
         )
     region = _region(expression.region, scope, reporter)
+    if expression.region.function.id not in REGIONS:
+        return None
     inner_side = side if expression.kind == "forall" else 0
     body = formula(
-        expression.body, scope.bind(name.id, name.span), reporter, side=inner_side, against=against
+        expression.body,
+        scope.bind(name.id, name.span, expression.region.function.id),
+        reporter,
+        side=inner_side,
+        against=against,
     )
     if body is None:
         return None
@@ -182,42 +191,14 @@ def _quantified(
     return ir.Quantified(expression.kind, name.id, region, body, expression.span)
 
 
-def free_variables(formula: ir.Formula) -> frozenset[str]:
-    """Return the variables that a formula speaks of."""
-    match formula:
-        case ir.NoFlip(variable=variable):
-            return frozenset({variable})
-        case ir.Compare(left=left, right=right):
-            return _variables(left) | _variables(right)
-        case ir.Not(of=of):
-            return free_variables(of)
-        case ir.Connective(parts=parts):
-            return frozenset().union(*(free_variables(part) for part in parts))
-        case ir.Quantified(variable=variable, body=body):
-            return free_variables(body) - {variable}
-        case _:
-            return frozenset()
-
-
-def _variables(term: ir.Term) -> frozenset[str]:
-    match term:
-        case ir.Norm(of=of):
-            return frozenset({of.variable})
-        case ir.Abs(of=of) | ir.Statistic(of=of):
-            return _variables(of)
-        case ir.Arith(left=left, right=right):
-            return _variables(left) | _variables(right)
-        case _:
-            return frozenset()
-
-
 def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | None:
     name, arguments = call.function.id, call.arguments
     if name not in REGIONS:
+        known = not isinstance(sort_of(call, scope), Unknown)
         reporter.error(
             WRONG_SORT,
-            f"`{name}(...)` is not a region",
-            call.function.span,
+            f"a {REGION} is needed here, not {described(call, scope)}",
+            call.span if known else call.function.span,
             suggest(name, REGIONS, "regions"),
         )
         return None
@@ -228,7 +209,9 @@ def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | Non
     slice_name = arguments[0]
     if not isinstance(slice_name, ast.Name):
         reporter.error(
-            WRONG_SORT, f"a slice is needed here, not {sort_of(slice_name)}", slice_name.span
+            WRONG_SORT,
+            f"a Slice is needed here, not {described(slice_name, scope)}",
+            slice_name.span,
         )
         return None
     if slice_name.id not in scope.slices:
@@ -268,7 +251,7 @@ def _no_flip(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | N
     if len(call.arguments) not in (2, 3):
         arguments_error(call, reporter)
         return None
-    block = block_name(call.arguments[0], reporter)
+    block = block_name(call.arguments[0], scope, reporter)
     variable = variable_name(call.arguments[1], scope, reporter)
     k = 1
     if len(call.arguments) == 3:
@@ -283,10 +266,12 @@ def _no_flip(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | N
             return None
     if block is None or variable is None:
         return None
+    if not check_input(block, call.arguments[1], scope, reporter):
+        return None
     return ir.NoFlip(block, variable, k, call.span)
 
 
-def _has(call: ast.Call, reporter: Reporter) -> ir.Formula | None:
+def _has(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
     if len(call.arguments) != 2:
         arguments_error(call, reporter)
         return None
@@ -296,7 +281,7 @@ def _has(call: ast.Call, reporter: Reporter) -> ir.Formula | None:
         return None
     if not isinstance(listed, ast.ListOf):
         reporter.error(
-            WRONG_SORT, f"a list of fields is needed, not {sort_of(listed)}", listed.span
+            WRONG_SORT, f"a List[Field] is needed here, not {described(listed, scope)}", listed.span
         )
         return None
     fields: list[tuple[str, Span]] = []
@@ -305,7 +290,9 @@ def _has(call: ast.Call, reporter: Reporter) -> ir.Formula | None:
             case ast.Name(id=name, span=span) | ast.Text(value=name, span=span):
                 fields.append((name, span))
             case _:
-                reporter.error(WRONG_SORT, f"a field is a name, not {sort_of(item)}", item.span)
+                reporter.error(
+                    WRONG_SORT, f"a Field is needed here, not {described(item, scope)}", item.span
+                )
                 return None
     return trace_fields(fields, call.span, reporter)
 

@@ -46,8 +46,9 @@ TIME = Dimension((("s", 1),))
 BYTES = Dimension((("B", 1),))
 NATS = Dimension((("nat", 1),))
 THROUGHPUT = Dimension((("s", -1), ("tok", 1)))
+TOKENS = Dimension((("tok", 1),))
 
-NAMED = {str(d): d for d in (ONE, RATIO, TIME, BYTES, NATS, THROUGHPUT)}
+NAMED = {str(d): d for d in (ONE, RATIO, TIME, BYTES, NATS, THROUGHPUT, TOKENS)}
 """The dimensions that metrics have, by the name used in the IR."""
 
 _WORDS = {
@@ -57,8 +58,9 @@ _WORDS = {
     BYTES: "a size in bytes",
     NATS: "a number of nats",
     THROUGHPUT: "a rate in tokens per second",
+    TOKENS: "a number of tokens",
 }
-_EXAMPLES = {TIME: "250 ms", BYTES: "80 GiB", THROUGHPUT: "4000 tok/s"}
+_EXAMPLES = {TIME: "250 ms", BYTES: "80 GiB", THROUGHPUT: "4000 tok/s", TOKENS: "128 tok"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Unit:
 UNITS: dict[str, Unit] = {
     unit.name: unit
     for unit in (
+        Unit("ns", Fraction(1, 10**9), TIME),
         Unit("us", Fraction(1, 10**6), TIME),
         Unit("ms", Fraction(1, 10**3), TIME),
         Unit("s", Fraction(1), TIME),
@@ -82,9 +85,12 @@ UNITS: dict[str, Unit] = {
         Unit("KB", Fraction(10**3), BYTES),
         Unit("MB", Fraction(10**6), BYTES),
         Unit("GB", Fraction(10**9), BYTES),
+        Unit("TB", Fraction(10**12), BYTES),
         Unit("KiB", Fraction(2**10), BYTES),
         Unit("MiB", Fraction(2**20), BYTES),
         Unit("GiB", Fraction(2**30), BYTES),
+        Unit("TiB", Fraction(2**40), BYTES),
+        Unit("tok", Fraction(1), TOKENS),
         Unit("tok/s", Fraction(1), THROUGHPUT),
         Unit("nats", Fraction(1), NATS),
         Unit("%", Fraction(1, 100), RATIO),
@@ -92,6 +98,12 @@ UNITS: dict[str, Unit] = {
         Unit("1", Fraction(1), ONE),
     )
 }
+
+
+_BITS = "1 bit is ln 2 nats, which is no fraction; state the bound in nats"
+_ULPS = "a unit in the last place depends on format and value; state the bound as a number"
+NO_UNITS = {"bit": _BITS, "bits": _BITS, "ulp": _ULPS, "ulps": _ULPS}
+"""What people write as units and what cannot be one, with the reason."""
 
 
 def describe(dimension: Dimension) -> str:
@@ -106,4 +118,4 @@ def example(dimension: Dimension) -> str | None:
 
 def takes_bare_numbers(dimension: Dimension) -> bool:
     """Say whether a number without a unit may stand for this dimension."""
-    return dimension in {ONE, RATIO, NATS}
+    return all(base == "nat" for base, _ in dimension.exponents)

@@ -6,14 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from kcdsl.check.compile import compile_source
+from kcdsl.check.compile import analyse, no_program
 from kcdsl.cli.discover import find_contract
 from kcdsl.diagnostics import Diagnostic, Severity, Sink, refuse
-from kcdsl.diagnostics.codes import NO_BACKEND
+from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE
 from kcdsl.diagnostics.render import FORMATS, render
 from kcdsl.exits import Exit
-from kcdsl.ir.canonical import digest, document
-from kcdsl.ir.terms import Program
+from kcdsl.ir.canonical import digest, document, library_digest
+from kcdsl.ir.terms import Library, Program
+from kcdsl.ir.training import for_training, training_document
 from kcdsl.route.catalogue import catalogue
 from kcdsl.route.router import Route, route
 from kcdsl.source.files import read_source
@@ -25,9 +26,26 @@ HELP = "check a contract, build its IR and show the route of each clause"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
-    parser.add_argument("--emit", choices=("ir",), help="write the canonical JSON instead")
+    written = parser.add_mutually_exclusive_group()
+    written.add_argument(
+        "--emit",
+        choices=("ir", "smtlib"),
+        help="write the canonical JSON instead, or the question to a solver whether every clause "
+        "can hold at once",
+    )
+    written.add_argument(
+        "--follows",
+        metavar="CLAUSE",
+        help="write the SMT-LIB question whether the other clauses imply this one",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the result to a file")
     parser.add_argument("--format", choices=FORMATS, default="full", help="form of diagnostics")
+    parser.add_argument(
+        "--for",
+        dest="purpose",
+        choices=("training",),
+        help="leave out held-out clauses and what they alone speak of",
+    )
     parser.add_argument(
         "--consistency",
         action="store_true",
@@ -39,19 +57,34 @@ def run(arguments: argparse.Namespace) -> Exit:
     """Compile; diagnostics go to stderr, the table or the IR to stdout or the file."""
     path = find_contract(arguments.contract, Path())
     source, sink = read_source(path), Sink()
-    program = compile_source(source, sink, path.parent)
+    analysis = analyse(source, sink, path.parent)
+    program, withheld = analysis.program, None
+    if analysis.library is not None:
+        if arguments.emit or arguments.follows or arguments.consistency or arguments.purpose:
+            raise no_program(path, sink)
+        _print(sink, arguments.format)
+        _deliver(_library(analysis.library), arguments.output)
+        return Exit.HELD
     if program is None:
         _print(sink, arguments.format)
         return Exit.COULD_NOT_RUN
+    full = program
+    if arguments.purpose == "training":
+        program, withheld = for_training(program)
     findings = _consistency(program, source) if arguments.consistency else Sink()
     routes = route(program)
     for diagnostic in (*findings, *_undecided(routes)):
         sink.add(diagnostic)
     _print(sink, arguments.format)
     if arguments.emit == "ir":
-        _deliver(document(program).decode("utf-8") + "\n", arguments.output)
+        written = document(program) if withheld is None else training_document(full)
+        _deliver(written.decode("utf-8") + "\n", arguments.output)
+    elif arguments.emit == "smtlib" or arguments.follows:
+        _deliver(_question(program, arguments.follows), arguments.output)
     else:
         _deliver(_table(program, routes, arguments.output), arguments.output)
+    if withheld is not None:
+        print(f"left out for training: {withheld}", file=sys.stderr)
     return Exit.VIOLATED if findings.has_errors else Exit.HELD
 
 
@@ -67,6 +100,20 @@ def _print(sink: Sink, format: str) -> None:
     if hidden and format == "full":
         plural = "s" if hidden > 1 else ""
         print(f"{hidden} note{plural}: `kcdsl lint` shows them", file=sys.stderr)
+
+
+def _question(program: Program, follows: str | None) -> str:
+    from kcdsl.ir import smtlib
+
+    if follows is None:
+        return smtlib.consistency(program)
+    if all(clause.id != follows for clause in program.clauses):
+        raise refuse(
+            UNKNOWN_CLAUSE,
+            f"the contract has no clause {follows!r}",
+            help=f"clauses: {', '.join(clause.id for clause in program.clauses)}",
+        )
+    return smtlib.implication(program, follows)
 
 
 def _consistency(program: Program, source: SourceFile) -> Sink:
@@ -110,6 +157,18 @@ def _deliver(text: str, output: str | None) -> None:
         write_bytes(Path(output), text.encode("utf-8"))
 
 
+def _library(library: Library) -> str:
+    """Return what `compile` says of a library: its digest, as imports state it, and its names."""
+    named = {
+        "slices": [s.name for s in library.slices],
+        "kernels": [name for name, _ in library.kernels],
+        "tables": [t.name for t in library.tables],
+    }
+    lines = [f"library {library.name} {library.version}", f"digest  {library_digest(library)}"]
+    lines += [f"{what:7} {', '.join(sorted(names))}" for what, names in named.items() if names]
+    return "\n".join(lines) + "\n"
+
+
 def _table(program: Program, routes: tuple[Route, ...], output: str | None) -> str:
     from io import StringIO
 
@@ -129,7 +188,8 @@ def _table(program: Program, routes: tuple[Route, ...], output: str | None) -> s
     for item in routes:
         clause = families[item.clause_id]
         backend = Text(item.backend or "none", style="" if item.backend else "red")
-        cells = (clause.id, clause.level.value, clause.family.value, item.fragment.value)
+        name = f"{clause.id} (held out)" if clause.holdout else clause.id
+        cells = (name, clause.level.value, clause.family.value, item.fragment.value)
         table.add_row(*(Text(cell) for cell in cells), backend, Text(item.reason))
     console.print(Text(f"contract {program.name} {program.version}"))
     console.print(Text(f"digest   sha256:{digest(program)}\n"))

@@ -7,10 +7,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kcdsl.check.compile import compile_source
+from kcdsl.check.compile import compile_source, no_program
 from kcdsl.check.report import suggest
 from kcdsl.cli.discover import find_contract
-from kcdsl.diagnostics import Refusal, Sink, refuse
+from kcdsl.diagnostics import Sink, refuse
 from kcdsl.diagnostics.codes import UNKNOWN_CLAUSE
 from kcdsl.exits import Exit
 from kcdsl.ir.fragment import Blame
@@ -40,7 +40,7 @@ def explain_clause(arguments: argparse.Namespace) -> Exit:
     source, sink = read_source(path), Sink()
     program = compile_source(source, sink, path.parent)
     if program is None:
-        raise Refusal(tuple(sink))
+        raise no_program(path, sink)
     clause = next((c for c in program.clauses if c.id == arguments.topic), None)
     if clause is None:
         names = [c.id for c in program.clauses]

@@ -204,7 +204,13 @@ def _backend(name: str | None) -> Any:
 def _implied(
     program: Program, base: Path, outcomes: Sequence[GoalOutcome], backend: Any
 ) -> tuple[Implied, ...]:
-    """Return the empirical clauses, on slices with rows, that the proved drift bounds imply."""
+    """Return the empirical clauses, on slices with rows, that the proved drift bounds imply.
+
+    A clause with a table is implied bucket by bucket, and nowhere if requests are in no bucket.
+    """
+    from dataclasses import replace
+
+    from kcdsl.ir.buckets import expand_tables, gaps
     from kcdsl.verdict.proved import proved_drifts
 
     proved, smt = proved_drifts(program, outcomes), _smt()
@@ -213,8 +219,12 @@ def _implied(
     found: tuple[Implied, ...] = smt.derive(program, proved)
     if not found:
         return ()
-    sizes = backend.slice_sizes(program, base, {item.slice for item in found})
-    return tuple(item for item in found if sizes[item.slice] > 0)
+    written, missed = expand_tables(program), gaps(program)
+    asked = replace(written, slices=(*written.slices, *(gap.slice for gap in missed)))
+    names = {item.slice for item in found} | {gap.slice.name for gap in missed}
+    sizes = backend.slice_sizes(asked, base, names)
+    spoiled = {name for gap in missed if sizes[gap.slice.name] > 0 for name in gap.spoils}
+    return tuple(item for item in found if sizes[item.slice] > 0 and item.slice not in spoiled)
 
 
 def _implied_json(item: Implied) -> dict[str, Any]:

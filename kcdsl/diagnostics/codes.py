@@ -122,37 +122,11 @@ NOT_IN_LIBRARY = _declare("KC230", "not in the library")
 UNKNOWN_TABLE = _declare("KC231", "unknown table")
 UNUSED_TABLE = _declare("KC232", "unused table")
 MILD_ACTION = _declare("KC233", "action milder than the policy")
-MIXED_DIRECTION = _declare(
-    "KC216",
-    "direction that cannot be judged",
-    """A comparison of measured quantities with each other that a worse value of one of them makes
-    easier to satisfy, or of which that cannot be shown. It bounds no drift by itself. Bound that
-    quantity by a number in another clause, and state `override: direction` in this one.""",
-)
-FIELD_OF_TWO_SORTS = _declare(
-    "KC217",
-    "field of two sorts",
-    """The same field of the same data is compared with a text here and with a number or a truth
-    value there, so at least one of the two selects nothing, or stops the evaluation.""",
-)
-METRIC_DECLARATION = _declare(
-    "KC218",
-    "unusable metric declaration",
-    """A declaration `@metric(...)` in a Python file cannot be read: contracts are compiled without
-    running any Python, so every argument is a literal, and it must be one that has a meaning.""",
-)
-METRIC_NAME_TAKEN = _declare(
-    "KC219",
-    "name of a metric taken",
-    """Two metrics have the same name, or a metric has a name that already means something in the
-    language. Contracts could not say which one they mean.""",
-)
-METRIC_MODULE = _declare(
-    "KC220",
-    "metric module not found",
-    """A module that the configuration or an installed package names for its metrics cannot be found
-    as a Python source file.""",
-)
+MIXED_DIRECTION = _declare("KC216", "direction that cannot be judged")
+FIELD_OF_TWO_SORTS = _declare("KC217", "field of two sorts")
+METRIC_DECLARATION = _declare("KC218", "unusable metric declaration")
+METRIC_NAME_TAKEN = _declare("KC219", "name of a metric taken")
+METRIC_MODULE = _declare("KC220", "metric module not found")
 
 # --- KC3 shapes, formats, units ------------------------------------------------------------------
 DIMENSION = _declare("KC301", "dimensions differ")
@@ -386,12 +360,7 @@ ABOVE_CERTIFIED = _declare(
     is not a number. Either a kernel does not compute as it claims or the bound is wrong; nothing
     is reported as held.""",
 )
-METRIC_FUNCTION = _declare(
-    "KC626",
-    "metric function not usable",
-    """A metric of the user is not declared any more as it was when the contract was compiled, or the
-    module that holds its function cannot be imported. Its values would be about something else.""",
-)
+METRIC_FUNCTION = _declare("KC626", "metric function not usable")
 UNREADABLE_KEY = _declare(
     "KC640",
     "unreadable key",

@@ -1,7 +1,8 @@
 """Programs as canonical JSON, and their digest.
 
 The digest covers the meaning alone: spans, comments, formatting, the wording of requirements and
-the order of slices, clauses and listed names take no part. Fractions are written as "p/q".
+the order of slices, tables, clauses and listed names take no part, nor does it matter which parts
+were imported. Fractions are written as "p/q".
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl.ir import terms as ir
+from kcdsl.ir.normal import normal_formula
 
 SCHEMA = "kcdsl.ir/1"
+LIBRARY_SCHEMA = "kcdsl.library/1"
 
 
 def digest(program: ir.Program) -> str:
@@ -30,18 +33,50 @@ def canonical_bytes(program: ir.Program) -> bytes:
 def document(program: ir.Program) -> bytes:
     """Return the file that `compile --emit ir` writes: the canonical JSON with its digest.
 
-    The digest is that of the same object without the member `digest`.
+    The digest is that of the same object without the members `digest` and `imports`, which says
+    where imported parts come from.
     """
     import rfc8785
 
-    return bytes(rfc8785.dumps({**to_json(program), "digest": digest(program)}))
+    return bytes(rfc8785.dumps(document_json(program)))
+
+
+def document_json(program: ir.Program) -> dict[str, Any]:
+    """Return what `document` writes, as plain data."""
+    found = {**to_json(program), "digest": digest(program)}
+    if program.imports:
+        named = sorted(program.imports, key=lambda item: (item.file, item.digest))
+        found["imports"] = [{"file": item.file, "digest": item.digest} for item in named]
+    return found
+
+
+def library_digest(library: ir.Library) -> str:
+    """Return the digest of a library as imports state it: "sha256:" and 64 hexadecimal digits."""
+    import rfc8785
+
+    return "sha256:" + hashlib.sha256(rfc8785.dumps(library_json(library))).hexdigest()
+
+
+def library_json(library: ir.Library) -> dict[str, Any]:
+    """Return a library as plain JSON data with the schema `kcdsl.library/1`."""
+    return {
+        "schema": LIBRARY_SCHEMA,
+        "name": library.name,
+        "version": library.version,
+        "slices": _slices(library.slices),
+        "kernels": {name: _kernel(kernel) for name, kernel in library.kernels},
+        "tables": _tables(library.tables),
+    }
 
 
 def to_json(program: ir.Program) -> dict[str, Any]:
-    """Return a program as plain JSON data with the schema `kcdsl.ir/1`."""
+    """Return a program as plain JSON data with the schema `kcdsl.ir/1`.
+
+    `tables`, `metrics`, and `holdout` of a clause, are left out where they are empty or false.
+    """
     escalation = program.escalation
     constants = program.constants
-    return {
+    found: dict[str, Any] = {
         "schema": SCHEMA,
         "name": program.name,
         "version": program.version,
@@ -54,10 +89,7 @@ def to_json(program: ir.Program) -> dict[str, Any]:
         },
         "kernels": {"train": _kernel(program.train), "infer": _kernel(program.infer)},
         "data": program.data,
-        "slices": [
-            {"name": s.name, "data": s.data, "where": _predicate(s.where)}
-            for s in sorted(program.slices, key=lambda s: s.name)
-        ],
+        "slices": _slices(program.slices),
         "clauses": [_clause(c) for c in sorted(program.clauses, key=lambda c: c.id)],
         "escalation": {
             "by_level": {level.value: action for level, action in escalation.by_level},
@@ -73,6 +105,50 @@ def to_json(program: ir.Program) -> dict[str, Any]:
             "score_norm_max": _optional(constants.score_norm_max),
         },
     }
+    if program.tables:
+        found["tables"] = _tables(program.tables)
+    if program.metrics:
+        found["metrics"] = [_metric(m) for m in sorted(program.metrics, key=lambda m: m.name)]
+    return found
+
+
+def _metric(metric: ir.UserMetric) -> dict[str, Any]:
+    return {
+        "name": metric.name,
+        "function": metric.function,
+        "family": metric.family.value,
+        "counted": metric.counted,
+        "better": metric.better,
+        "unit": metric.unit,
+        "dimension": metric.dimension,
+        "statistics": sorted(metric.statistics),
+        "needs": sorted(metric.needs),
+        "signed": metric.signed,
+        "lower": _optional(metric.lower),
+        "upper": _optional(metric.upper),
+    }
+
+
+def _slices(slices: tuple[ir.Slice, ...]) -> list[dict[str, Any]]:
+    return [
+        {"name": s.name, "data": s.data, "where": predicate_json(s.where)}
+        for s in sorted(slices, key=lambda s: s.name)
+    ]
+
+
+def _tables(tables: tuple[ir.ThresholdTable, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": table.name,
+            "dimension": table.dimension,
+            "rows": [
+                {"where": predicate_json(row.where), "value": _fraction(row.value)}
+                for row in table.rows
+            ],
+            "otherwise": _optional(table.otherwise),
+        }
+        for table in sorted(tables, key=lambda t: t.name)
+    ]
 
 
 def _fraction(value: Fraction) -> str:
@@ -91,31 +167,35 @@ def _plain(pairs: tuple[tuple[str, object], ...]) -> dict[str, Any]:
     return {name: _plain(value) if isinstance(value, tuple) else value for name, value in pairs}
 
 
-def _predicate(predicate: ir.Predicate) -> dict[str, Any]:
+def predicate_json(predicate: ir.Predicate) -> dict[str, Any]:
+    """Return a predicate of requests as plain JSON data."""
     match predicate:
         case ir.FieldTest(field=field, op=op, value=value):
             plain = {"number": _fraction(value)} if isinstance(value, Fraction) else value
             return {"field": field, "op": op, "value": plain}
         case ir.AllOf(parts=parts):
-            return {"all": [_predicate(part) for part in parts]}
+            return {"all": [predicate_json(part) for part in parts]}
         case ir.AnyOf(parts=parts):
-            return {"any": [_predicate(part) for part in parts]}
+            return {"any": [predicate_json(part) for part in parts]}
         case ir.NoneOf(part=part):
-            return {"none": _predicate(part)}
+            return {"none": predicate_json(part)}
 
 
 def _clause(clause: ir.Clause) -> dict[str, Any]:
     budget = clause.budget
-    return {
+    found: dict[str, Any] = {
         "id": clause.id,
         "family": clause.family.value,
-        "require": formula_json(clause.require),
+        "require": formula_json(normal_formula(clause.require)),
         "level": clause.level.value,
         "slices": sorted(clause.slices),
         "budget": None if budget is None else {"rate": _fraction(budget.rate), "unit": budget.unit},
         "evidence": None if clause.evidence is None else clause.evidence.value,
         "action": clause.action,
     }
+    if clause.holdout:
+        found["holdout"] = True
+    return found
 
 
 def formula_json(formula: ir.Formula) -> dict[str, Any]:
@@ -170,3 +250,5 @@ def term_json(term: ir.Term) -> dict[str, Any]:
             return {"kind": "abs", "of": term_json(of)}
         case ir.Arith(op=op, left=left, right=right):
             return {"kind": "arith", "op": op, "left": term_json(left), "right": term_json(right)}
+        case ir.TableValue(name=name, dimension=dimension):
+            return {"kind": "table", "name": name, "dimension": dimension}

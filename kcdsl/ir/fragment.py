@@ -26,6 +26,7 @@ from kcdsl.ir.terms import (
     Quantified,
     RegionKind,
     Statistic,
+    TableValue,
     Term,
 )
 from kcdsl.ir.walk import subterms, terms_of, walk
@@ -193,6 +194,8 @@ def _first_unusual(term: Term) -> tuple[str, Span] | None:
             return "a statistic under a quantifier", span
         case Abs(span=span):
             return "`abs` of a term under a quantifier", span
+        case TableValue(span=span):
+            return "a proof is about one bound, not a table of them", span
         case _:
             return "arithmetic under a quantifier", term.span
 

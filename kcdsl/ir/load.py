@@ -6,10 +6,13 @@ import json
 from fractions import Fraction
 from typing import Any
 
+from kcdsl.check.metrics import METRICS
+from kcdsl.check.units import NAMED, UNITS
 from kcdsl.diagnostics.codes import STORED_PROGRAM
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import SCHEMA, digest
+from kcdsl.ir.walk import terms_of, walk
 
 
 def load_bytes(data: bytes, name: str = "stored program") -> ir.Program:
@@ -33,10 +36,37 @@ def from_json(value: Any, name: str = "stored program") -> ir.Program:
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise refuse(STORED_PROGRAM, f"{name} is not a document of the schema {SCHEMA}")
     try:
-        return _program(value)
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        program = _program(value)
+        _check_references(program)
+    except (
+        KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, RecursionError,
+    ) as error:  # fmt: skip
         detail = f"{type(error).__name__}: {error}"
         raise refuse(STORED_PROGRAM, f"{name} does not follow {SCHEMA} ({detail})") from error
+    return program
+
+
+def _check_references(program: ir.Program) -> None:
+    """Raise ValueError where a clause speaks of a slice, table or metric that is not there, or a
+    name is given twice."""
+    slices, tables = [s.name for s in program.slices], [t.name for t in program.tables]
+    own = [metric.name for metric in program.metrics]
+    for names in (slices, tables, own, [c.id for c in program.clauses]):
+        if len(set(names)) != len(names):
+            raise ValueError("a name is given twice")
+    for metric in program.metrics:
+        if metric.name in METRICS:
+            raise ValueError(f"{metric.name} is a metric of the language")
+        if UNITS[metric.unit].dimension != NAMED[metric.dimension]:
+            raise ValueError(f"{metric.unit} does not measure {metric.dimension}")
+    for clause in program.clauses:
+        regions = [f.region.slice for f in walk(clause.require) if isinstance(f, ir.Quantified)]
+        named = {t.name for t in terms_of(clause.require) if isinstance(t, ir.TableValue)}
+        metrics = {t.name for t in terms_of(clause.require) if isinstance(t, ir.Metric)}
+        absent = ({*clause.slices, *regions} - set(slices)) | (named - set(tables))
+        absent |= metrics - set(own) - set(METRICS)
+        if absent:
+            raise ValueError(f"{clause.id} speaks of {', '.join(sorted(absent))}, not declared")
 
 
 def _program(value: dict[str, Any]) -> ir.Program:
@@ -73,6 +103,38 @@ def _program(value: dict[str, Any]) -> ir.Program:
             _optional(constants["advantage_max"]),
             _optional(constants["score_norm_max"]),
         ),
+        tables=tuple(_table(t) for t in value.get("tables", ())),
+        imports=tuple(
+            ir.ImportedFrom(_text(item["file"]), _text(item["digest"]))
+            for item in value.get("imports", ())
+        ),
+        metrics=tuple(_metric(m) for m in value.get("metrics", ())),
+    )
+
+
+def _metric(value: dict[str, Any]) -> ir.UserMetric:
+    return ir.UserMetric(
+        _text(value["name"]),
+        _text(value["function"]),
+        ir.Family(value["family"]),
+        _one_of(value["counted"], ("token", "request")),
+        _one_of(value["better"], ("lower", "higher")),
+        _text(value["unit"]),
+        _text(value["dimension"]),
+        tuple(_one_of(name, _STATISTICS) for name in value["statistics"]),
+        tuple(_text(name) for name in value["needs"]),
+        _truth(value["signed"]),
+        _optional(value["lower"]),
+        _optional(value["upper"]),
+    )
+
+
+def _table(value: dict[str, Any]) -> ir.ThresholdTable:
+    return ir.ThresholdTable(
+        _text(value["name"]),
+        _text(value["dimension"]),
+        tuple(ir.TableRow(_predicate(r["where"]), _fraction(r["value"])) for r in value["rows"]),
+        _optional(value["otherwise"]),
     )
 
 
@@ -88,7 +150,10 @@ def _optional_text(value: Any) -> str | None:
 
 def _fraction(value: Any) -> Fraction:
     top, _, bottom = _text(value).partition("/")
-    return Fraction(int(top), int(bottom))
+    fraction = Fraction(int(top), int(bottom))
+    if f"{fraction.numerator}/{fraction.denominator}" != value:
+        raise ValueError(f"{value!r} is not a fraction in lowest terms")
+    return fraction
 
 
 def _optional(value: Any) -> Fraction | None:
@@ -124,6 +189,7 @@ def _predicate(value: dict[str, Any]) -> ir.Predicate:
 
 _TESTS = ("==", "!=", "<=", "<", ">=", ">")
 _COMPARISONS = ("<=", "<", ">=", ">", "==")
+_STATISTICS = ("mean", "max", "min", "rate", "quantile", "aggregate")
 
 
 def _one_of(value: Any, allowed: tuple[str, ...]) -> str:
@@ -140,10 +206,15 @@ def _clause(value: dict[str, Any]) -> ir.Clause:
         formula_from_json(value["require"]),
         ir.Level(value["level"]),
         tuple(_text(name) for name in value["slices"]),
-        None if budget is None else ir.Budget(_fraction(budget["rate"]), _text(budget["unit"])),
+        None if budget is None else _budget(budget),
         None if evidence is None else ir.EvidenceKind(evidence),
         _optional_text(value["action"]),
+        holdout=_truth(value.get("holdout", False)),
     )
+
+
+def _budget(value: dict[str, Any]) -> ir.Budget:
+    return ir.Budget(_fraction(value["rate"]), _one_of(value["unit"], ("requests", "windows")))
 
 
 def formula_from_json(value: dict[str, Any]) -> ir.Formula:
@@ -159,7 +230,10 @@ def formula_from_json(value: dict[str, Any]) -> ir.Formula:
         case "not":
             return ir.Not(formula_from_json(value["of"]))
         case "and" | "or" | "implies" as op:
-            return ir.Connective(op, tuple(formula_from_json(part) for part in value["parts"]))
+            parts = tuple(formula_from_json(part) for part in value["parts"])
+            if len(parts) < 2 or (op == "implies" and len(parts) > 2):
+                raise ValueError(f"{op!r} does not join {len(parts)} parts")
+            return ir.Connective(op, parts)
         case "forall" | "exists" as quantifier:
             region = value["region"]
             return ir.Quantified(
@@ -185,13 +259,16 @@ def term_from_json(value: dict[str, Any]) -> ir.Term:
             return ir.Metric(_text(value["name"]))
         case "statistic":
             of = term_from_json(value["of"])
-            return ir.Statistic(_text(value["statistic"]), of, _optional(value["q"]))
+            kind, q = _one_of(value["statistic"], _STATISTICS), _optional(value["q"])
+            if (q is None) == (kind == "quantile"):
+                raise ValueError("a quantile, and nothing else, has a rank")
+            return ir.Statistic(kind, of, q)
         case "norm":
-            measured = value["measured"]
-            if not isinstance(measured, bool):
-                raise TypeError(f"a truth value is needed, not {measured!r}")
+            measured = _truth(value["measured"])
             drift = ir.Drift(_text(value["block"]), _text(value["variable"]), measured)
             return ir.Norm(_one_of(value["norm"], ("inf", "2", "span")), drift)
+        case "table":
+            return ir.TableValue(_text(value["name"]), _text(value["dimension"]))
         case "abs":
             return ir.Abs(term_from_json(value["of"]))
         case "arith":
@@ -202,6 +279,12 @@ def term_from_json(value: dict[str, Any]) -> ir.Term:
             )
         case kind:
             raise ValueError(f"unknown term {kind!r}")
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"a truth value is needed, not {value!r}")
+    return value
 
 
 def _whole(value: Any) -> int:

@@ -8,6 +8,7 @@ and take no part in equality, so the digest of a clause depends on its meaning a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from dataclasses import field as dataclass_field
 from enum import StrEnum
 from fractions import Fraction
 
@@ -117,7 +118,21 @@ class Arith:
     span: Span = field(default=_NOWHERE, compare=False)
 
 
-Term = Number | Metric | Statistic | Norm | Abs | Arith
+@dataclass(frozen=True, slots=True)
+class TableValue:
+    """`table(name)`: the threshold that a table of the contract gives for the request at hand.
+
+    It stands alone on the right of a comparison. A clause that holds one means: for every bucket
+    of the table, the clause with the value of the bucket, on the slice within the bucket
+    (`kcdsl.ir.buckets.expand_tables`).
+    """
+
+    name: str
+    dimension: str = "1"
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+Term = Number | Metric | Statistic | Norm | Abs | Arith | TableValue
 
 
 # --- regions -------------------------------------------------------------------------------------
@@ -216,6 +231,7 @@ class FieldTest:
     field: str
     op: str
     value: str | Fraction | bool
+    span: Span = dataclass_field(default=_NOWHERE, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +270,29 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
+class TableRow:
+    """One row of a table: the value for the requests that satisfy `where` and no earlier row."""
+
+    where: Predicate
+    value: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdTable:
+    """Thresholds by context: the first row that a request satisfies gives its value.
+
+    Values are in base units of `dimension`. `otherwise` is the value for the requests of no row;
+    None where the rows cover every request, and then a request of no row is invalid evidence.
+    """
+
+    name: str
+    dimension: str
+    rows: tuple[TableRow, ...]
+    otherwise: Fraction | None = None
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """Allowed exceedance: at most `rate` of the `unit` ("requests" or "windows")."""
 
@@ -266,7 +305,8 @@ class Clause:
     """One clause c = (id, metric, τ, S, δ, level, action), its requirement as a formula.
 
     `slices` is empty for a clause whose quantifier already names its slice. `text` is the
-    requirement as the author wrote it. `budget` None makes the clause hard.
+    requirement as the author wrote it. `budget` None makes the clause hard. A `holdout` clause is
+    evaluated and gates releases, and is never shown to a training loss.
     """
 
     id: str
@@ -279,6 +319,7 @@ class Clause:
     action: str | None = None
     text: str = field(default="", compare=False)
     span: Span = field(default=_NOWHERE, compare=False)
+    holdout: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +380,56 @@ class Constants:
 
 
 @dataclass(frozen=True, slots=True)
+class UserMetric:
+    """A metric of the user that clauses speak of, as it was declared beside its function.
+
+    `function` is `module:function` or `file.py:function`. `counted` is "token" or "request", `unit`
+    the unit in which the function returns its values, `dimension` what the unit measures. `lower`
+    and `upper` are the ends of the range, in base units; None where there is none.
+    """
+
+    name: str
+    function: str
+    family: Family
+    counted: str
+    better: str
+    unit: str
+    dimension: str
+    statistics: tuple[str, ...]
+    needs: tuple[str, ...]
+    signed: bool = False
+    lower: Fraction | None = None
+    upper: Fraction | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedFrom:
+    """Where imported parts of a program come from: the file as the contract names it, and the
+    digest of the library's meaning ("sha256:…")."""
+
+    file: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A compiled library: slices, kernels and tables that contracts import by digest."""
+
+    name: str
+    version: str
+    slices: tuple[Slice, ...]
+    kernels: tuple[tuple[str, KernelRef], ...]
+    tables: tuple[ThresholdTable, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled contract."""
+    """A compiled contract.
+
+    Imported parts are part of it like those of its own; `imports` says where they come from and
+    takes no part in equality and digest, so that a contract means the same with its imports
+    written out. `tables` are those that clauses speak of.
+    """
 
     name: str
     version: str
@@ -352,7 +441,15 @@ class Program:
     clauses: tuple[Clause, ...]
     escalation: Escalation
     constants: Constants = Constants()
+    tables: tuple[ThresholdTable, ...] = ()
+    imports: tuple[ImportedFrom, ...] = field(default=(), compare=False)
+    metrics: tuple[UserMetric, ...] = ()
+    """The user's metrics that clauses speak of, by name."""
 
     def slice(self, name: str) -> Slice:
         """Return the declared slice of this name."""
         return next(s for s in self.slices if s.name == name)
+
+    def table(self, name: str) -> ThresholdTable:
+        """Return the declared table of this name."""
+        return next(t for t in self.tables if t.name == name)

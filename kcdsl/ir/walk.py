@@ -19,6 +19,7 @@ from kcdsl.ir.terms import (
     Number,
     Quantified,
     Statistic,
+    TableValue,
     Term,
 )
 
@@ -57,7 +58,7 @@ def subterms(term: Term) -> Iterator[Term]:
         case Arith(left=left, right=right):
             yield from subterms(left)
             yield from subterms(right)
-        case Number() | Metric() | Norm():
+        case Number() | Metric() | Norm() | TableValue():
             return
         case _:
             assert_never(term)

@@ -7,8 +7,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from kcdsl.diagnostics import Diagnostic, Refusal, refuse
-from kcdsl.diagnostics.codes import ARTEFACT_REFUSED, FILE_MISSING, INPUT_OUTPUT
+from kcdsl.diagnostics import Diagnostic, Refusal, Sink, refuse
+from kcdsl.diagnostics.codes import ARTEFACT_REFUSED, FILE_MISSING, INPUT_OUTPUT, METRIC_FUNCTION
 from kcdsl.ir.terms import ModelRef, Program
 from kcdsl_certs.manifest import Manifest, build_manifest, file_digest
 from kcdsl_certs.reject import Reject
@@ -121,9 +121,32 @@ def data_file(reference: str, base: Path) -> Path:
 
 
 def data_digests(program: Program, base: Path) -> dict[str, str]:
-    """Return the sha256 of every data file that the contract names, by the name it uses."""
+    """Return the sha256 of every file that measurements of the contract rest on: data files by
+    the name that the contract uses, and the modules of the user's metrics by theirs."""
     names = {program.data, *(s.data for s in program.slices)} - {None}
-    return {name: digest_of(data_file(name, base)) for name in sorted(filter(None, names))}
+    found = {name: digest_of(data_file(name, base)) for name in filter(None, names)}
+    found.update((name, digest_of(path)) for name, path in metric_files(program, base).items())
+    return dict(sorted(found.items()))
+
+
+def metric_files(program: Program, base: Path) -> dict[str, Path]:
+    """Return the Python files of the user's metrics by the names of their modules.
+
+    Nothing is imported. Raises Refusal where a metric is not declared any more.
+    """
+    if not program.metrics:
+        return {}
+    from kcdsl.check.user_metrics import declarations
+
+    sink = Sink()
+    declared = declarations(base, sink)
+    found: dict[str, Path] = {}
+    for metric in program.metrics:
+        place = declared.get(metric.name)
+        if place is None or place.definition.function != metric.function:
+            raise refuse(METRIC_FUNCTION, f"{metric.function} declares no `{metric.name}` any more")
+        found[metric.function.rpartition(":")[0]] = Path(place.source.name)
+    return found
 
 
 def digest_of(path: Path) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.check.metrics import find_metric
+from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
@@ -32,6 +33,7 @@ from kcdsl.ir.terms import (
     Quantified,
     Region,
     Statistic,
+    TableValue,
     Term,
 )
 from kcdsl.ir.walk import terms_of, walk
@@ -52,9 +54,11 @@ _WITHOUT_LOGITS = ("bert",)
 def required_clauses(program: Program, base: Path) -> tuple[RequiredClause, ...]:
     """Return every (clause, slice) that the contract names, in its order.
 
+    A clause with a table is required on each bucket of its slices by itself, with its threshold.
     `base` is the folder of the contract; the data of the slices is hashed. Raises Refusal where a
     data file is missing.
     """
+    program = expand_tables(program)
     digests: dict[str, str | None] = {}
     required: list[RequiredClause] = []
     for clause in program.clauses:
@@ -240,6 +244,8 @@ def term_text(term: Term) -> str:
             return f"abs({term_text(of)})"
         case Arith(op, left, right):
             return f"({term_text(left)} {op} {term_text(right)})"
+        case TableValue(name):
+            return f"table({name})"
 
 
 def region_of(formula: Formula) -> Region | None:

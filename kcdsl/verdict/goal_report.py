@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kcdsl.ir.terms import Region
+from kcdsl.ir.terms import Clause, Region
 from kcdsl.model.numerics import Numerics
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name
 from kcdsl.verdict.outcome import GoalOutcome
@@ -47,6 +47,7 @@ def goal_json(
     threshold = None if goal.threshold is None else float(goal.threshold)
     return {
         "clause": goal.clause.id,
+        "holdout": goal.clause.holdout,
         "block": goal.block,
         "slice": goal.region.slice,
         "region": region_text(goal.region),
@@ -81,6 +82,10 @@ def goal_json(
     }
 
 
+def _name(clause: Clause) -> str:
+    return f"{clause.id}\nheld out" if clause.holdout else clause.id
+
+
 def number_text(value: float | None) -> str:
     """Return a number for a table cell; a dash where there is none."""
     return "–" if value is None or not math.isfinite(value) else f"{value:.3g}"
@@ -101,7 +106,7 @@ def goal_table(outcomes: Sequence[GoalOutcome]) -> Table:
         word, colour = _SHOWN[verdict_name(outcome.verdict)]
         limit = None if outcome.goal.threshold is None else float(outcome.goal.threshold)
         table.add_row(
-            outcome.goal.clause.id,
+            _name(outcome.goal.clause),
             f"{functional_text(outcome)}\nx in {region_text(outcome.goal.region)}",
             number_text(outcome.bound),
             number_text(limit),

@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kcdsl.ir.buckets import is_bucket
 from kcdsl.verdict.model import Violated, verdict_name
 from kcdsl.verdict.report import ClauseResult, CrossCheck, Report, SliceSummary, reason
 
@@ -84,20 +85,25 @@ def _kernel(kernel: object) -> str:
 
 
 def _clause_table(clauses: Iterable[ClauseResult]) -> Table:
+    rows = tuple(clauses)
+    bucketed = any(is_bucket(row.slice) for row in rows)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=False)
     table.add_column("clause", no_wrap=True, max_width=16, overflow="ellipsis")
-    table.add_column("slice", no_wrap=True, max_width=9, overflow="ellipsis")
+    if bucketed:
+        table.add_column("slice", max_width=22, overflow="fold")
+    else:
+        table.add_column("slice", no_wrap=True, max_width=9, overflow="ellipsis")
     table.add_column("requirement", max_width=32, overflow="fold")
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("limit", justify="right", no_wrap=True)
     table.add_column("evidence", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    for row in clauses:
+    for row in rows:
         word, style = SHOWN[verdict_name(row.verdict)]
         cells = (
             f"{row.clause} {row.level}",
             row.slice,
-            requirement(row),
+            requirement(row) + (" (held out)" if row.holdout else ""),
             quantity(row.value, row.unit),
             quantity(_worse_limit(row), row.unit),
             f"{row.evidence} {beyond(row)}",

@@ -99,6 +99,8 @@ class ClauseResult:
     deviation: float = 0.0
     """v_c of the health score; infinite where the clause cannot be measured."""
     estimators: tuple[Estimator, ...] = ()
+    holdout: bool = False
+    """Whether the clause is kept from training losses."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -129,6 +131,7 @@ class ClauseResult:
             "action": self.action,
             "deviation": number(self.deviation),
             "estimators": [e.to_json() for e in self.estimators],
+            "holdout": self.holdout,
         }
 
 

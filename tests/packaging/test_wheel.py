@@ -81,6 +81,7 @@ def test_grammar_and_schemas_are_shipped(wheel: zipfile.ZipFile) -> None:
     assert {name for name in schemas if name.startswith("kcdsl_grammar/")} == {
         "kcdsl_grammar/contract.schema.json",
         "kcdsl_grammar/ir.schema.json",
+        "kcdsl_grammar/training.schema.json",
     }
     assert schemas >= {
         "kcdsl/verdict/verify.schema.json",

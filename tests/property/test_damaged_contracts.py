@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Sink
-from kcdsl.diagnostics.render import render_concise, render_full, render_json
+from kcdsl.diagnostics.render.concise import render_concise
+from kcdsl.diagnostics.render.full import render_full
+from kcdsl.diagnostics.render.json import render_json
 from kcdsl.ir.canonical import digest
 from kcdsl.route.router import route
 from kcdsl.source.text import SourceFile

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
+from pathlib import Path
+from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +74,59 @@ def test_parse_after_print_is_the_identity(expression: ast.Expression) -> None:
     again, sink = parsed(text)
     assert again == expression, (text, [d.message for d in sink])
     assert print_expression(again) == text
+
+
+TOKEN = re.compile(
+    r"""(?P<text>"(?:[^"\\]|\\.)*")|(?P<word>[A-Za-z_][\w]*(?:/[A-Za-z]+)?|%)"""
+    r"""|(?P<number>[\d.]+(?:e[-+]?\d+)?)|(?P<sign><=|>=|==|!=|[^\w\s])""",
+    re.VERBOSE,
+)
+
+
+@settings(max_examples=150)
+@given(EXPRESSIONS, st.randoms(use_true_random=False))
+def test_white_space_between_tokens_changes_nothing(
+    expression: ast.Expression, random: Random
+) -> None:
+    text = print_expression(expression)
+    spaced, end = "", 0
+    for token in TOKEN.finditer(text):
+        gap = text[end : token.start()]
+        assert not gap.strip(), (text, gap)
+        glue = gap or token[0] != "%"
+        spaced += random.choice((" ", "  ", "\n", "\t ")) if glue else ""
+        spaced, end = spaced + token[0], token.end()
+    again, sink = parsed(spaced)
+    assert again == expression, (spaced, [d.message for d in sink])
+
+
+@settings(max_examples=100)
+@given(EXPRESSIONS)
+def test_brackets_that_say_nothing_change_nothing(expression: ast.Expression) -> None:
+    text = print_expression(expression)
+    again, _ = parsed(f"(( {text}))")
+    assert again == expression
+    assert print_expression(again) == text
+
+
+STATEMENTS = sorted(
+    {
+        " ".join(match[1].split())
+        for path in Path(__file__).resolve().parents[2].glob("grammar/corpus/*/*.kc.yaml")
+        for match in re.finditer(r"require: ([^\"'{\[>|\n]*)", path.read_text(encoding="utf-8"))
+    }
+)
+
+
+@pytest.mark.parametrize("text", STATEMENTS)
+def test_printing_a_parsed_text_is_stable(text: str) -> None:
+    tree, _ = parsed(text)
+    if tree is None:  # a document of the corpus that must be refused
+        return
+    printed = print_expression(tree)
+    again, _ = parsed(printed)
+    assert again == tree
+    assert print_expression(again) == printed
 
 
 def nodes(value: object) -> list[ast.Expression]:

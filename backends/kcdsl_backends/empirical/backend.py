@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kcdsl import __version__
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.buckets import Gap, expand_tables, gaps, whole_of
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program, Slice
 from kcdsl.model.architecture import Model, load_model
@@ -25,6 +26,7 @@ from kcdsl_backends.empirical.evaluation import Evaluation, Progress, evaluate
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.empirical.precheck import watch_weights, weights_digests
 from kcdsl_backends.empirical.setting import Setting
+from kcdsl_backends.empirical.user_metrics import functions_record, load_functions
 from kcdsl_backends.requests import Request, RequestFile, load_requests, select
 
 PREPARE_STEPS = 3
@@ -64,7 +66,12 @@ class EmpiricalBackend:
                 measured drift lies above its certified bound (KC625).
         """
         place = torch.device(device)
+        user = load_functions(program, base)
         chosen = _chosen(program, slices)
+        stated, program = program, expand_tables(program)
+        names = {s.name for s in chosen}
+        missed = tuple(gap for gap in gaps(stated) if gap.whole in names)
+        chosen += _buckets(program, stated, names)
         model = load_model(program.model, base)
         progress("load", 1, PREPARE_STEPS)
         train = load_kernel(program.train, model, place)
@@ -72,6 +79,9 @@ class EmpiricalBackend:
         progress("load", 2, PREPARE_STEPS)
         files = _files(program, chosen, base, model)
         selected = {s.name: select(files[_data_of(program, s)], s) for s in chosen}
+        spoiled = _spoiled(
+            (gap, select(files[_data_of(program, gap.slice)], gap.slice)) for gap in missed
+        )
         progress("load", 3, PREPARE_STEPS)
         setting = Setting(
             program=program,
@@ -92,7 +102,7 @@ class EmpiricalBackend:
             contract={
                 "name": program.name,
                 "version": program.version,
-                "digest": f"sha256:{digest(program).removeprefix('sha256:')}",
+                "digest": f"sha256:{digest(stated).removeprefix('sha256:')}",
             },
             model={
                 "checkpoint": program.model.checkpoint,
@@ -100,11 +110,13 @@ class EmpiricalBackend:
                 "architecture": program.model.architecture or program.model.module,
                 "encoder": model.encoder_only,
             },
-            environment=_environment(place),
+            environment={**_environment(place), **functions_record(user)},
             device=place,
             certify=_certify(program, model) if crosscheck else None,
             seed=seed,
             seconds=seconds,
+            user=user,
+            spoiled=spoiled,
             changed_weights=watch_weights({"train": train, "infer": infer}),
         )
         return evaluate(setting, progress)
@@ -124,6 +136,22 @@ def _chosen(program: Program, names: Sequence[str]) -> tuple[Slice, ...]:
                 help=f"did you mean {near[0]!r}?" if near else f"slices: {', '.join(known)}",
             )
     return tuple(s for s in program.slices if not names or s.name in names)
+
+
+def _buckets(program: Program, stated: Program, chosen: set[str]) -> tuple[Slice, ...]:
+    """Return the slices that stand for buckets of the chosen ones."""
+    declared = {s.name for s in stated.slices}
+    return tuple(s for s in program.slices if s.name not in declared and whole_of(s.name) in chosen)
+
+
+def _spoiled(found: Iterable[tuple[Gap, Sequence[Request]]]) -> dict[str, str]:
+    """Return why a slice has no usable evidence, for tables that miss requests of it."""
+    return {
+        name: f"{len(rows)} requests, {rows[0].id!r} first, are in no row of the table {gap.table}"
+        for gap, rows in found
+        if rows
+        for name in gap.spoils
+    }
 
 
 def _data_of(program: Program, slice_: Slice) -> str:

@@ -22,6 +22,7 @@ from kcdsl.ir.terms import (
     Quantified,
     RegionKind,
     Statistic,
+    TableValue,
     Term,
 )
 from kcdsl.ir.walk import terms_of, walk
@@ -55,7 +56,7 @@ def statistic_count(formula: Formula) -> int:
 
 def _estimates(term: Term) -> int:
     match term:
-        case Number():
+        case Number() | TableValue():
             return 0
         case Statistic() | Metric() | Norm():
             return 1
@@ -140,5 +141,7 @@ def label(term: Term) -> str:
             return f"abs({label(of)})"
         case Arith(op, left, right):
             return f"{label(left)} {op} {label(right)}"
+        case TableValue(name):
+            return f"table({name})"
         case _:
             assert_never(term)

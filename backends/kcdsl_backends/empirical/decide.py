@@ -9,9 +9,10 @@ Empty, missing and non-finite values are `InvalidEvidence`, whatever the rest sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from kcdsl.ir.terms import (
     Budget,
@@ -25,16 +26,20 @@ from kcdsl.ir.terms import (
     Not,
     Quantified,
 )
+from kcdsl.ir.walk import walk
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.clauses import metrics_of, statistic_count
 from kcdsl_backends.empirical.estimate import Settings, Side, evaluate
 from kcdsl_backends.empirical.interval import Interval, Outcome, compare
 from kcdsl_backends.empirical.measured import SliceData, Unit, windows
-from kcdsl_backends.empirical.metrics.measures import MEASURES
+from kcdsl_backends.empirical.metrics.measures import Measure
 from kcdsl_backends.empirical.statistics import Exceedance, NotMeasurable
 
 _SLICE_WIDE = frozenset({"ece_gap", "peak_memory", "determinism"})
 """Metrics that one request by itself does not have."""
+
+
+_Records = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +98,24 @@ class Judge:
         settled: Outcome = "violated" if quantifier == "forall" else "held"
         return found if not self.sample or found == settled else "unknown"
 
-    def on(self, *units: Unit, runs: bool = False) -> Judge:
-        """Return the judge of some units alone: exact values, no limits."""
+    def on(self, *units: Unit, runs: bool = False, records: _Records = ()) -> Judge:
+        """Return the judge of some units alone, with their trace records: exact values, no
+        limits."""
         requests, timed = ((), units) if runs else (units, ())
-        data = replace(self.data, requests=requests, runs=timed)
+        data = replace(self.data, requests=requests, runs=timed, records=tuple(records))
         return Judge(data, Settings(self.settings.seed, None), sample=False)
 
 
 def judge_for(clause: Clause, data: SliceData, seed: int, confidence: float) -> Judge:
     """Return the judge of a clause: the error level is shared among the estimates it compares."""
     share = 1 - (1 - confidence) / statistic_count(clause.require)
-    return Judge(data, Settings(seed, share), evidence_kind(clause) is EvidenceKind.SAMPLE)
+    sample = evidence_kind(clause, data.measures) is EvidenceKind.SAMPLE
+    return Judge(data, Settings(seed, share), sample)
 
 
-def evidence_kind(clause: Clause) -> EvidenceKind:
+def evidence_kind(clause: Clause, measures: Mapping[str, Measure]) -> EvidenceKind:
     """Return the kind of evidence that running the kernels gives for a clause."""
-    noisy = any(MEASURES[m].noisy for m in metrics_of(clause.require) if m in MEASURES)
+    noisy = any(measures[m].noisy for m in metrics_of(clause.require) if m in measures)
     if noisy or clause.evidence is EvidenceKind.SAMPLE:
         return EvidenceKind.SAMPLE
     return EvidenceKind.CENSUS
@@ -137,7 +144,8 @@ def count(clause: Clause, judge: Judge) -> Counted | None:
     a NaN would pass.
     """
     metrics = metrics_of(clause.require)
-    timed = {MEASURES[m].tier == "E" and m != "failure_rate" for m in metrics if m in MEASURES}
+    known = judge.data.measures
+    timed = {known[m].tier == "E" and m != "failure_rate" for m in metrics if m in known}
     per_window = clause.budget is not None and clause.budget.unit == "windows"
     if timed == {True, False} or (metrics & _SLICE_WIDE and not per_window):
         return None
@@ -152,7 +160,17 @@ def count(clause: Clause, judge: Judge) -> Counted | None:
     if not units:
         raise NotMeasurable(f"there are no {of}")
     groups = windows(units) if per_window else tuple((u,) for u in units)
-    beyond = tuple(judge.on(*g, runs=runs).outcome(body) != "held" for g in groups)
+    written = {}
+    if any(isinstance(part, HasFields) for part in walk(body)):
+        keys = (unit.key for unit in judge.data.requests)
+        written = dict(zip(keys, _records(judge.data), strict=True))
+    beyond = tuple(
+        judge.on(*g, runs=runs, records=[written[u.key] for u in g if u.key in written]).outcome(
+            body
+        )
+        != "held"
+        for g in groups
+    )
     return Counted(of, groups, beyond)
 
 
@@ -175,7 +193,7 @@ def has_fields(formula: HasFields, record: object) -> bool:
     return all(record.get(name) not in (None, "", [], {}) for name in formula.fields)
 
 
-def _records(data: SliceData) -> Sequence[object]:
+def _records(data: SliceData) -> _Records:
     if len(data.records) != len(data.requests) or not data.records:
         raise NotMeasurable(f"{len(data.records)} trace records for {len(data.requests)} requests")
     return data.records

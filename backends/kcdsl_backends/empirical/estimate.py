@@ -8,21 +8,21 @@ same; their limits resample whole requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
 import numpy as np
 
-from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, Term
+from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.ir.walk import subterms
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.clauses import label, norm_name
 from kcdsl_backends.empirical.interval import Interval
 from kcdsl_backends.empirical.measured import Array, SliceData, Unit
 from kcdsl_backends.empirical.metrics import calibration
-from kcdsl_backends.empirical.metrics.measures import MEASURES, SAMPLED_FUNCTIONS, UNMEASURED
+from kcdsl_backends.empirical.metrics.measures import SAMPLED_FUNCTIONS, UNMEASURED, Measure
 from kcdsl_backends.empirical.statistics import Estimate, NotMeasurable
 
 Side = Literal["upper", "lower"]
@@ -50,6 +50,8 @@ def evaluate(term: Term, data: SliceData, side: Side, settings: Settings) -> tup
     match term:
         case Number(value):
             return Interval.point(value), 0
+        case TableValue(name):
+            raise NotMeasurable(f"table({name}) has a value in each of its buckets only")
         case Arith(op, left, right):
             other = _opposite(side) if op in "-/" else side
             a, n = evaluate(left, data, side, settings)
@@ -59,9 +61,9 @@ def evaluate(term: Term, data: SliceData, side: Side, settings: Settings) -> tup
             inner, n = evaluate(of, data, side, settings)
             return inner.magnitude(), n
         case Statistic(kind, of, q):
-            found = _exactly(of, _statistic(kind, of, q, data, side, settings))
+            found = _exactly(of, _statistic(kind, of, q, data, side, settings), data)
         case Metric() | Norm() | Abs():
-            found = _exactly(term, _statistic("aggregate", term, None, data, side, settings))
+            found = _exactly(term, _statistic("aggregate", term, None, data, side, settings), data)
     return Interval.of(found), found.n
 
 
@@ -76,9 +78,9 @@ def unit_values(term: Term, units: Sequence[Unit]) -> list[Array]:
 def units_of(term: Term, data: SliceData) -> tuple[Unit, ...]:
     """Return the units a term ranges over: timed runs for runtime metrics, else requests."""
     runtime = {
-        MEASURES[t.name].tier == "E"
+        data.measures[t.name].tier == "E"
         for t in subterms(term)
-        if isinstance(t, Metric) and t.name in MEASURES
+        if isinstance(t, Metric) and t.name in data.measures
     }
     if runtime == {True, False}:
         raise NotMeasurable(f"{label(term)} mixes times with values of the model")
@@ -124,13 +126,14 @@ def _statistic(
     raise NotMeasurable(f"{kind}({name}) is no statistic of measured values")
 
 
-def _exactly(of: Term, found: Estimate) -> Estimate:
+def _exactly(of: Term, found: Estimate, data: SliceData) -> Estimate:
     """Return the estimate with its exact value, for metrics whose values are shares of k tokens.
 
     Such a share is stored as the nearest double: 3/5 as a little less than it, which a threshold
     of 60 % must not notice.
     """
-    steps = MEASURES[of.name].steps if isinstance(of, Metric) and of.name in MEASURES else None
+    measure = data.measures.get(of.name) if isinstance(of, Metric) else None
+    steps = None if measure is None else measure.steps
     if steps is None:
         return found
     total = found.rational * found.weight * steps
@@ -145,7 +148,7 @@ def _mean(of: Term, data: SliceData, settings: Settings) -> Estimate:
         [float(v.size) for v in values],
         seed=settings.seed,
         confidence=settings.confidence,
-        bounds=_range(of, units_of(of, data)),
+        bounds=_range(of, units_of(of, data), data.measures),
         what=label(of),
     )
 
@@ -183,7 +186,7 @@ def _aggregate(metric: Metric, data: SliceData, settings: Settings) -> Estimate 
             if data.repeats is None:
                 raise NotMeasurable("determinism: no run was repeated")
             return statistics.proportion(*data.repeats, settings.confidence)
-        case name if name not in MEASURES:
+        case name if name not in data.measures:
             raise NotMeasurable(f"{name}: this backend does not measure it")
         case _:
             return None
@@ -277,6 +280,8 @@ def _pointwise(term: Term, unit: Unit) -> Array:
             raise NotMeasurable(f"unknown operation {op!r}")
         case Statistic():
             raise NotMeasurable(f"{label(term)}: a statistic inside a statistic")
+        case TableValue():
+            raise NotMeasurable(f"{label(term)}: a table inside a statistic")
 
 
 def _recorded(name: str, unit: Unit) -> Array:
@@ -284,6 +289,8 @@ def _recorded(name: str, unit: Unit) -> Array:
     if name in UNMEASURED:
         raise NotMeasurable(f"{name}: {UNMEASURED[name]}")
     values = unit.values.get(name)
+    if name in unit.problems:
+        raise NotMeasurable(f"{name}: the request {unit.key}: {unit.problems[name]}")
     if values is None or values.size == 0:
         raise NotMeasurable(f"{name}: the request {unit.key} has no values")
     return values
@@ -294,20 +301,22 @@ def _require(unit: Unit) -> None:
         raise NotMeasurable(f"the request {unit.key} failed: {unit.failure}")
 
 
-def _range(term: Term, units: Sequence[Unit]) -> tuple[float | None, float | None]:
+def _range(
+    term: Term, units: Sequence[Unit], measures: Mapping[str, Measure]
+) -> tuple[float | None, float | None]:
     """Return the range of one value of a pointwise term, as far as it is known.
 
     Where both policies are equal at every position, the value of a sampled token is the same
     whichever token is drawn, so its range is one point.
     """
     sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & set(SAMPLED_FUNCTIONS)
-    spread = [unit.values.get("max_log_ratio") for unit in units] if sampled else []
+    spread = [unit.values.get("log_ratio_linf") for unit in units] if sampled else []
     if spread and all(s is not None and not s.any() for s in spread):
         constant = float(_pointwise(term, units[0])[0])
         return constant, constant
     match term:
-        case Metric(name) if name in MEASURES:
-            return MEASURES[name].low, MEASURES[name].high
+        case Metric(name) if name in measures:
+            return measures[name].low, measures[name].high
         case Abs():
             return 0.0, None
         case _:

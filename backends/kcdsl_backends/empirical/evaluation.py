@@ -24,8 +24,9 @@ from kcdsl_backends.empirical.clauses import (
 from kcdsl_backends.empirical.crosscheck import compare_request, summarise
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics.measures import (
-    MEASURES,
     STATE_FUNCTIONS,
+    UNMEASURED,
+    Measure,
     gradient_function,
 )
 from kcdsl_backends.empirical.reporting import build_report
@@ -34,6 +35,7 @@ from kcdsl_backends.empirical.run import Plan, Run, run_request
 from kcdsl_backends.empirical.runtime import Timing
 from kcdsl_backends.empirical.setting import SUMMARY_METRICS, Setting
 from kcdsl_backends.empirical.trace import trace_record
+from kcdsl_backends.empirical.user_metrics import measures_of
 from kcdsl_backends.requests import Request
 
 Progress = Callable[[str, int, int], None]
@@ -97,6 +99,8 @@ def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...],
             deferred[clause.id] = "no slice of it was selected"
         else:
             chosen.append(clause)
+    for clause in chosen:  # other buckets of its table may have been left out
+        deferred.pop(clause.id, None)
     if not chosen:
         raise refuse(
             codes.NOTHING_TO_EVALUATE,
@@ -111,8 +115,10 @@ def check_metrics(setting: Setting, clauses: Sequence[Clause]) -> None:
     """Refuse a clause whose metric the model or the constants cannot supply."""
     for clause in clauses:
         for name in sorted(metrics_of(clause.require)):
-            problem = _out_of_reach(name, setting)
-            if problem is not None:
+            missing = UNMEASURED.get(name) if clause.evidence not in _PROOFS else None
+            help = "evaluate recorded behaviour elsewhere, or take the clause out"
+            problem = _out_of_reach(name, setting) or (missing and (missing, help))
+            if problem:
                 raise refuse(
                     codes.METRIC_OUT_OF_REACH,
                     f"clause {clause.id} reads {name}, but {problem[0]}",
@@ -129,7 +135,7 @@ def check_metrics(setting: Setting, clauses: Sequence[Clause]) -> None:
 
 
 def _out_of_reach(name: str, setting: Setting) -> tuple[str, str] | None:
-    measure = MEASURES.get(name)
+    measure = measures_of(setting.program).get(name)
     if measure is None:
         return None
     if setting.encoder and measure.source in ("logits", "sampled", "calibration", "gradient"):
@@ -148,8 +154,9 @@ def plan_for(setting: Setting, clauses: Sequence[Clause]) -> Plan:
     """Return what to measure: what the clauses read, and the usual drifts of the summary."""
     metrics = {name for clause in clauses for name in metrics_of(clause.require)}
     metrics |= set(SUMMARY_METRICS[setting.encoder])
-    if any(MEASURES[m].source == "sampled" for m in metrics if m in MEASURES):
-        metrics |= {"importance_ratio", "max_log_ratio"}
+    measures = measures_of(setting.program)
+    if any(measures[m].source == "sampled" for m in metrics if m in measures):
+        metrics |= {"importance_ratio", "log_ratio_linf"}
     constants = setting.program.constants
     gradient = None
     if "grad_bias" in metrics:
@@ -166,6 +173,7 @@ def plan_for(setting: Setting, clauses: Sequence[Clause]) -> Plan:
         setting.encoder,
         gradient,
         norms,
+        tuple(user for user in setting.user if user.metric.name in metrics),
     )
 
 
@@ -297,6 +305,7 @@ def _slice_data(
         (sum(e for e, _ in repeats), sum(m for _, m in repeats)) if repeats else None,
         timing.peak_memory,
         tuple(traces[key] for key in keys),
+        measures_of(setting.program),
     )
 
 
@@ -309,10 +318,19 @@ def _decide(
     """Decide every clause; one that demands a proof is only reported where it is violated."""
     results: list[ClauseResult] = []
     demoted: dict[str, str] = {}
+    measures = measures_of(setting.program)
     for clause in clauses:
-        blocked = None if clause.family is Family.OBSERVABILITY else _blocked(clause, prechecks)
+        blocked = (
+            None if clause.family is Family.OBSERVABILITY else _blocked(clause, prechecks, measures)
+        )
         rows = [
-            decide_clause(part, setting.program, data[name], seed=setting.seed, blocked=blocked)
+            decide_clause(
+                part,
+                setting.program,
+                data[name],
+                seed=setting.seed,
+                blocked=blocked or setting.spoiled.get(name),
+            )
             for name in slices_of(clause) or tuple(data)
             if name in data
             for part in conjuncts(clause)
@@ -331,10 +349,12 @@ def _decide(
     return tuple(results), demoted
 
 
-def _blocked(clause: Clause, prechecks: Sequence[Precheck]) -> str | None:
+def _blocked(
+    clause: Clause, prechecks: Sequence[Precheck], measures: Mapping[str, Measure]
+) -> str | None:
     reason = precheck.blocking(prechecks)
     sampled = any(
-        MEASURES[m].source == "sampled" for m in metrics_of(clause.require) if m in MEASURES
+        measures[m].source == "sampled" for m in metrics_of(clause.require) if m in measures
     )
     if reason is None and sampled:
         for check in prechecks:

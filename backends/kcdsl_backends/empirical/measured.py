@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_backends.empirical.metrics.calibration import Confidences
+from kcdsl_backends.empirical.metrics.measures import MEASURES, Measure
 
 Array = NDArray[np.float64]
 
@@ -30,6 +31,8 @@ class Unit:
     values: Mapping[str, Array] = field(default_factory=dict)
     confidences: Confidences | None = None
     failure: str | None = None
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """Why a metric has no values here although the request has others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class SliceData:
     peak_memory: float | None = None
     records: tuple[Mapping[str, Any], ...] = ()
     """The trace records of the requests."""
+    measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES)
+    """How each metric is measured, the user's own included."""
 
 
 def windows(units: Sequence[Unit], size: int = WINDOW) -> tuple[tuple[Unit, ...], ...]:

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from kcdsl.ir.buckets import is_bucket
 from kcdsl.verdict.health import assess, recommend
 from kcdsl.verdict.report import ClauseResult, CrossCheck, Precheck, Report, SliceSummary
 from kcdsl_backends.empirical.measured import SliceData
@@ -57,7 +58,9 @@ def build_report(
             "unit": "request",
         },
         clauses=results,
-        slices=tuple(summarise_slice(d, setting.encoder) for d in data.values()),
+        slices=tuple(
+            summarise_slice(d, setting.encoder) for d in data.values() if not is_bucket(d.name)
+        ),
         prechecks=prechecks,
         crosschecks=crosschecks,
         implied=(),

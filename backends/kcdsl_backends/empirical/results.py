@@ -38,7 +38,7 @@ from kcdsl_backends.empirical.decide import (
 from kcdsl_backends.empirical.estimate import unit_values
 from kcdsl_backends.empirical.interval import Outcome
 from kcdsl_backends.empirical.measured import SliceData, Unit
-from kcdsl_backends.empirical.metrics.measures import MEASURES, Measure
+from kcdsl_backends.empirical.metrics.measures import Measure
 from kcdsl_backends.empirical.statistics import Exceedance, NotMeasurable
 
 _UNITS = {
@@ -52,7 +52,7 @@ _UNITS = {
     "k1": "nat",
     "k2": "nat",
     "k3": "nat",
-    "max_log_ratio": "nat",
+    "log_ratio_linf": "nat",
     "latency": "s",
     "throughput": "tok/s",
     "peak_memory": "B",
@@ -93,10 +93,12 @@ def decide_clause(
         figures = _figures(clause, judge)
         outcome = _outcome(clause, judge, found, confidence)
     except NotMeasurable as error:
-        return _row(clause, program, data, _nothing(clause), InvalidEvidence(str(error)), None)
+        return _row(
+            clause, program, data, _nothing(clause, data), InvalidEvidence(str(error)), None
+        )
     exceedance = found.exceedance(confidence) if found is not None and found.beyond else None
     verdict = _verdict(clause, judge, outcome, figures, found, exceedance)
-    obstacle = blocked or _demand(clause)
+    obstacle = blocked or _demand(clause, data)
     if blocked is not None:
         verdict = InvalidEvidence(blocked)
     elif obstacle is not None and not isinstance(verdict, Violated):
@@ -111,15 +113,15 @@ def decide_clause(
 
 def invalid(clause: Clause, program: Program, data: SliceData, reason: str) -> ClauseResult:
     """Return the row of a clause that has no usable evidence."""
-    return _row(clause, program, data, _nothing(clause), InvalidEvidence(reason), None)
+    return _row(clause, program, data, _nothing(clause, data), InvalidEvidence(reason), None)
 
 
-def _demand(clause: Clause) -> str | None:
+def _demand(clause: Clause, data: SliceData) -> str | None:
     """Return why measuring cannot satisfy the kind of evidence that a clause demands."""
     match clause.evidence:
         case EvidenceKind.PROOF | EvidenceKind.PROOF_REAL | EvidenceKind.PROBABILISTIC as kind:
             return f"the clause demands {kind}, and running the kernels only measures"
-        case EvidenceKind.CENSUS if evidence_kind(clause) is EvidenceKind.SAMPLE:
+        case EvidenceKind.CENSUS if evidence_kind(clause, data.measures) is EvidenceKind.SAMPLE:
             return "the clause demands a census, but its values vary from run to run"
         case _:
             return None
@@ -131,7 +133,10 @@ def _count_if_possible(clause: Clause, judge: Judge) -> Counted | None:
         if found is None:
             raise NotMeasurable(f"a single one of the {clause.budget.unit} has no value here")
         return found
-    return count(clause, judge)
+    try:
+        return count(clause, judge)
+    except NotMeasurable:  # a slice may have a value where a single unit has none (0 in 1 / x)
+        return None
 
 
 def _outcome(clause: Clause, judge: Judge, found: Counted | None, confidence: float) -> Outcome:
@@ -194,7 +199,7 @@ def _figures(clause: Clause, judge: Judge) -> _Figures:
         left, threshold, term, op = right, left, comparison.right, _FLIPPED[op]
     return _Figures(
         label(term),
-        _unit(term),
+        _unit(term, judge.data),
         op,
         _double(left.value),
         _float(left.low),
@@ -215,7 +220,7 @@ def _of_fields(clause: Clause, judge: Judge) -> _Figures:
     return _Figures(name, "ratio", "==", share, None, None, len(records), 1.0)
 
 
-def _nothing(clause: Clause) -> _Figures:
+def _nothing(clause: Clause, data: SliceData) -> _Figures:
     comparison = main_comparison(clause.require)
     if comparison is None:
         return _Figures(clause.text or clause.id, "1", "", None, None, None, 0, None)
@@ -224,17 +229,19 @@ def _nothing(clause: Clause) -> _Figures:
     other = comparison.left if swapped else comparison.right
     threshold = _double(other.value) if isinstance(other, Number) else None
     op = _FLIPPED[comparison.op] if swapped else comparison.op
-    return _Figures(label(term), _unit(term), op, None, None, None, 0, threshold)
+    return _Figures(label(term), _unit(term, data), op, None, None, None, 0, threshold)
 
 
 _FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
 
 
-def _unit(term: Term) -> str:
+def _unit(term: Term, data: SliceData) -> str:
     names = [t.name for t in subterms(term) if isinstance(t, Metric)]
     if len(names) != 1:
         return "1"
-    measure = MEASURES.get(names[0])
+    measure = data.measures.get(names[0])
+    if measure is not None and measure.unit:
+        return measure.unit
     if names[0] in _UNITS:
         return _UNITS[names[0]]
     return "ratio" if measure is not None and measure.high == 1.0 else "1"
@@ -330,17 +337,18 @@ def _row(
         counted=exceedance.of if exceedance is not None else "requests",
         threshold=figures.threshold,
         verdict=verdict,
-        evidence=evidence_kind(clause).value,
+        evidence=evidence_kind(clause, data.measures).value,
         confidence=shared,
         exceedance=exceedance,
         budget=None if budget is None else f"{float(budget.rate) * 100:g}% of {budget.unit}",
         action=action_of(clause, program) if broken else None,
         deviation=_deviation(clause, figures, verdict, exceedance),
         estimators=tuple(
-            _estimator(MEASURES[name])
+            _estimator(data.measures[name])
             for name in sorted(metrics_of(clause.require))
-            if name in MEASURES
+            if name in data.measures
         ),
+        holdout=clause.holdout,
     )
 
 

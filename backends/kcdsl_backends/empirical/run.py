@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kcdsl.diagnostics.model import Refusal
@@ -30,6 +31,7 @@ from kcdsl_backends.empirical.metrics.measures import (
 )
 from kcdsl_backends.empirical.metrics.norms import row_l2, row_linf, row_span
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
+from kcdsl_backends.empirical.user_metrics import Unusable, UserFunction, call
 from kcdsl_backends.requests import Request
 
 _ELEMENTS = 2**23
@@ -80,12 +82,14 @@ class Plan:
     """The bound of the gradient bias, where the contract states its constants."""
     norms: frozenset[tuple[str, str]] = frozenset()
     """(block, norm) of every measured drift that a clause reads."""
+    user: tuple[UserFunction, ...] = ()
+    """The functions of the user's metrics that clauses read."""
     needs_hidden: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "needs_hidden", self.encoder or bool(self.metrics & set(STATE_FUNCTIONS))
-        )
+        states = self.encoder or bool(self.metrics & set(STATE_FUNCTIONS))
+        asked = any("hidden" in user.metric.needs for user in self.user)
+        object.__setattr__(self, "needs_hidden", states or asked)
 
     @property
     def needs_logits(self) -> bool:
@@ -117,7 +121,7 @@ def run_request(
     digests: dict[str, str] = {}
     try:
         with torch.no_grad():
-            values, confidences, nonfinite = _measure(
+            values, confidences, nonfinite, problems = _measure(
                 request, train, infer, plan, block_input, seed, digests
             )
     except (RuntimeError, ValueError, Refusal) as error:
@@ -127,7 +131,10 @@ def run_request(
     if nonfinite:
         failure = f"{nonfinite} of the numbers that the kernels returned are not finite"
     return Run(
-        Unit(request.key, request.length, values, confidences, failure), seed, digests, nonfinite
+        Unit(request.key, request.length, values, confidences, failure, problems),
+        seed,
+        digests,
+        nonfinite,
     )
 
 
@@ -139,26 +146,63 @@ def _measure(
     block_input: BlockInput,
     seed: int,
     digests: dict[str, str],
-) -> tuple[dict[str, Array], Confidences | None, int]:
+) -> tuple[dict[str, Array], Confidences | None, int, dict[str, str]]:
     values: dict[str, Array] = {}
     confidences: Confidences | None = None
     nonfinite = 0
+    inputs: dict[str, Any] = {"temperature": plan.temperature}
     if plan.needs_hidden:
         states = _both(request, "hidden", train.hidden, infer.hidden, digests)
         nonfinite += sum(int((~torch.isfinite(s)).sum()) for s in states)
         for name, function in STATE_FUNCTIONS.items():
             values[name] = _array(function(*states))
+        _offer(inputs, plan, "hidden", states)
     if plan.needs_logits:
         logits = _both(request, "logits", train.logits, infer.logits, digests)
         nonfinite += sum(int((s.isnan() | s.isposinf()).sum()) for s in logits)
-        found, confidences = _policy_values(request, logits, plan, seed)
+        found, confidences, drawn = _policy_values(request, logits, plan, seed)
         values.update(found)
+        _offer(inputs, plan, "logits", logits)
+        inputs["sampled"] = _read_only(drawn)
     for block in sorted({block for block, _ in plan.norms}):
         drift = block_drift(train, infer, block, block_input(request, block))
         nonfinite += int((~torch.isfinite(drift)).sum())
         for kind in sorted(k for b, k in plan.norms if b == block):
             values[norm_name(block, kind)] = _array(_row_norm(drift, kind))
-    return values, confidences, nonfinite
+    own, problems = _user_values(request, plan, inputs) if not nonfinite else ({}, {})
+    return {**values, **own}, confidences, nonfinite, problems
+
+
+def _offer(inputs: dict[str, Any], plan: Plan, need: str, outputs: tuple[Tensor, Tensor]) -> None:
+    """Add the outputs of both kernels to what the user's functions may take, if any asks."""
+    if any(need in user.metric.needs for user in plan.user):
+        for side, output in zip(("train", "infer"), outputs, strict=True):
+            inputs[f"{side}_{need}"] = _read_only(_array(output))
+
+
+def _read_only(values: NDArray[Any]) -> NDArray[Any]:
+    values = values.copy()
+    values.setflags(write=False)
+    return values
+
+
+def _user_values(
+    request: Request, plan: Plan, inputs: dict[str, Any]
+) -> tuple[dict[str, Array], dict[str, str]]:
+    """Return the values of the user's metrics, and why one has none."""
+    if not plan.user:
+        return {}, {}
+    tokens = np.array(request.tokens, dtype=np.int64)
+    inputs["tokens"] = _read_only(tokens)
+    inputs["labels"] = _read_only(np.append(tokens[1:], -1))
+    values: dict[str, Array] = {}
+    problems: dict[str, str] = {}
+    for user in plan.user:
+        try:
+            values[user.metric.name] = call(user, inputs, request.length)
+        except Unusable as error:
+            problems[user.metric.name] = str(error)
+    return values, problems
 
 
 def _both(
@@ -186,8 +230,9 @@ def _both(
 
 def _policy_values(
     request: Request, logits: tuple[Tensor, Tensor], plan: Plan, seed: int
-) -> tuple[dict[str, Array], Confidences | None]:
+) -> tuple[dict[str, Array], Confidences | None, NDArray[np.int64]]:
     parts: list[dict[str, Array]] = []
+    drawn: list[Tensor] = []
     confidences: list[Confidences] = []
     rows = max(1, _ELEMENTS // logits[0].shape[1])
     tokens = torch.tensor(request.tokens, dtype=torch.int64)
@@ -195,12 +240,15 @@ def _policy_values(
         pair = policy_pair(
             logits[0][start : start + rows], logits[1][start : start + rows], plan.temperature
         )
-        parts.append(_pair_values(pair, plan, sampled.request_seed(seed, str(start))))
+        found, sampled_tokens = _pair_values(pair, plan, sampled.request_seed(seed, str(start)))
+        parts.append(found)
+        drawn.append(sampled_tokens)
         labels = tokens[start + 1 : start + 1 + rows]
         if "ece_gap" in plan.metrics and labels.numel():
             confidences.append(_labelled(pair, labels))
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return joined, calibration.join(confidences) if confidences else None
+    every = torch.cat(drawn).cpu().numpy()
+    return joined, calibration.join(confidences) if confidences else None, every
 
 
 def _labelled(pair: PolicyPair, labels: Tensor) -> Confidences:
@@ -211,18 +259,21 @@ def _labelled(pair: PolicyPair, labels: Tensor) -> Confidences:
     return calibration.confidences(head, labels)
 
 
-def _pair_values(pair: PolicyPair, plan: Plan, seed: int) -> dict[str, Array]:
+def _pair_values(pair: PolicyPair, plan: Plan, seed: int) -> tuple[dict[str, Array], Tensor]:
+    """Return the metrics of both policies, and the sampled tokens (none where none are needed)."""
     found: dict[str, Array] = {}
+    drawn = torch.empty(0, dtype=torch.int64)
     for name in sorted(plan.metrics & set(PAIR_FUNCTIONS)):
         found[name] = _array(PAIR_FUNCTIONS[name](pair))
     if plan.gradient is not None:
         found["grad_bias"] = _array(plan.gradient(pair))
     wanted = sorted(plan.metrics & set(SAMPLED_FUNCTIONS))
-    if wanted:
-        delta = sampled.log_ratio(pair, sampled.sample_tokens(pair, seed))
+    if wanted or any("sampled" in user.metric.needs for user in plan.user):
+        drawn = sampled.sample_tokens(pair, seed)
+        delta = sampled.log_ratio(pair, drawn)
         for name in wanted:
             found[name] = _array(SAMPLED_FUNCTIONS[name](delta))
-    return found
+    return found, drawn
 
 
 def block_drift(train: Kernel, infer: Kernel, block: str, x: Tensor) -> Tensor:

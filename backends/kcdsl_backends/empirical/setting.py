@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kcdsl.ir.terms import Program
 from kcdsl_backends.empirical.crosscheck import Certify
 from kcdsl_backends.empirical.run import BlockInput, Kernel
+from kcdsl_backends.empirical.user_metrics import UserFunction
 from kcdsl_backends.requests import Request, RequestFile
 
 SUMMARY_METRICS = {
@@ -23,6 +24,7 @@ class Setting:
     """Everything an evaluation reads: loaded, resolved, and replaceable by fakes."""
 
     program: Program
+    """The program with its tables written out (`kcdsl.ir.buckets.expand_tables`)."""
     train: Kernel
     infer: Kernel
     block_input: BlockInput
@@ -41,5 +43,10 @@ class Setting:
     seed: int = 0
     seconds: float = 20.0
     """How long runs may be timed."""
+    spoiled: Mapping[str, str] = field(default_factory=dict)
+    """Why the evidence on a slice is invalid, whatever was measured: buckets of a table that does
+    not have a value for every request."""
+    user: tuple[UserFunction, ...] = ()
+    """The functions of the user's metrics that the program speaks of."""
     changed_weights: Callable[[], Mapping[str, str]] = dict
     """Names the kernels whose weights are no longer those that were loaded."""

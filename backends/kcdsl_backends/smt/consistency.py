@@ -21,6 +21,7 @@ from kcdsl.diagnostics.codes import (
     SOLVER_UNDECIDED,
     Code,
 )
+from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.source.text import SourceFile
 from kcdsl_backends.smt.predicates import emptiness, lies_inside
@@ -55,6 +56,7 @@ def consistency(
     """
     report = _Report(source)
     _check_slices(program, timeout_ms, report)
+    program = expand_tables(program)
     inside = _inclusion(program, timeout_ms)
     units = [None, "requests", "windows"]
     index = 0

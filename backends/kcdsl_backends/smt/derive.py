@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import z3
 
 from kcdsl.chain.rounding import ChainDomainError
+from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -30,6 +31,7 @@ from kcdsl.ir.terms import (
     Quantified,
     RegionKind,
     Statistic,
+    TableValue,
     Term,
 )
 from kcdsl.ir.walk import subterms
@@ -57,8 +59,10 @@ def derive(
     of the clause's slice or of one that is proved to contain it, with a finite bound >= 0 and the
     contract's temperature > 0. A clause is implied if every comparison it needs follows; one that
     holds by the ranges of its metrics alone is not reported, nor is anything the solver leaves
-    open. The caller must make sure that the clause's slice has rows.
+    open. The caller must make sure that the clause's slice has rows. A clause with a table follows
+    bucket by bucket.
     """
+    program = expand_tables(program)
     usable = [(proof, found) for proof in proved if (found := _usable(program, proof)) is not None]
     usable.sort(key=lambda pair: pair[1].span)
     implied: list[Implied] = []
@@ -153,7 +157,7 @@ def _has_norm(term: Term) -> bool:
             return _has_norm(of)
         case Arith(_, left, right):
             return _has_norm(left) or _has_norm(right)
-        case Number() | Metric():
+        case Number() | Metric() | TableValue():
             return False
 
 

@@ -17,35 +17,35 @@ from fractions import Fraction
 import z3
 
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Program, Slice
-from kcdsl_backends.smt.solving import Expression, Outcome, Solver, compare, real
+from kcdsl_backends.smt.solving import Clock, Expression, Outcome, Solver, compare, real
 
 
-def emptiness(where: Predicate, timeout_ms: int) -> Outcome:
+def emptiness(where: Predicate, timeout: int | Clock) -> Outcome:
     """Return UNSAT if no request can satisfy the predicate."""
     encoding = _Encoding(where)
-    solver = Solver(encoding.context, timeout_ms)
+    solver = Solver(encoding.context, timeout)
     goal = encoding.formula(where)
     solver.add(encoding.facts())
     return solver.decide(goal)
 
 
-def implies(inner: Predicate, outer: Predicate, timeout_ms: int) -> bool:
+def implies(inner: Predicate, outer: Predicate, timeout: int | Clock) -> bool:
     """Say whether it is proved that every request that satisfies `inner` satisfies `outer`."""
     if inner == outer or outer == AllOf():
         return True
     encoding = _Encoding(inner, outer)
-    solver = Solver(encoding.context, timeout_ms)
+    solver = Solver(encoding.context, timeout)
     goals = (encoding.formula(inner), z3.Not(encoding.formula(outer)))
     solver.add(encoding.facts())
     return solver.decide(*goals) is Outcome.UNSAT
 
 
-def lies_inside(program: Program, inner: Slice, outer: Slice, timeout_ms: int) -> bool:
+def lies_inside(program: Program, inner: Slice, outer: Slice, timeout: int | Clock) -> bool:
     """Say whether every row of one slice is proved to be a row of the other."""
     if inner.name == outer.name:
         return True
     same_data = (inner.data or program.data) == (outer.data or program.data)
-    return same_data and implies(inner.where, outer.where, timeout_ms)
+    return same_data and implies(inner.where, outer.where, timeout)
 
 
 class _Encoding:

@@ -2,11 +2,20 @@
 
 A measured quantity (a statistic of a metric on a slice, or an aggregate metric) becomes a real
 variable; two occurrences that mean the same share it. `facts` says what is true of the variables
-whatever the kernels do; nothing else is assumed.
+whatever the kernels do (`assumptions`); nothing else is assumed.
+
+A percentile of a metric of tokens counts requests, each of which stands by its worst token: by its
+largest value where the comparison needs the term to be small, else by its smallest. So the same
+words can mean two numbers, and they are two variables.
+
+A statement that divides by a measured quantity is undefined where that is zero, so not true.
 
 A statement about every input of a region is replaced by its instance at one unknown input of each
 region inside it, so that what follows from the instance follows from the statement. Regions are
 taken as not empty (an empty one is an error of its own).
+
+Tables of thresholds are written out first (`kcdsl.ir.buckets.expand_tables`); of a comparison with
+a table that was not, nothing is said.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ from fractions import Fraction
 
 import z3
 
+from kcdsl.check.metrics import find_metric
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -33,43 +43,21 @@ from kcdsl.ir.terms import (
     Region,
     RegionKind,
     Statistic,
+    TableValue,
     Term,
 )
 from kcdsl.ir.walk import subterms
-from kcdsl_backends.smt.intervals import Interval, canonical, interval
+from kcdsl_backends.smt.assumptions import Fact, assumptions
+from kcdsl_backends.smt.intervals import Interval, canonical
+from kcdsl_backends.smt.quantities import LARGEST, SMALLEST, Quantity, Side, Witness
 from kcdsl_backends.smt.solving import Expression, compare, real
-
-_SQRT2_UP = Fraction(14142136, 10**7)
-_MONOTONE = ("mean", "min", "max", "quantile")
-# small <= factor * large for every token, so for every mean, minimum, maximum and quantile too.
-_DOMINATED = (
-    ("logit_linf", Fraction(1), "logit_l2"),
-    ("logit_l2_centered", Fraction(1), "logit_l2"),
-    ("logit_span", Fraction(2), "logit_linf"),
-    ("logit_span", _SQRT2_UP, "logit_l2_centered"),
-    ("hidden_linf", Fraction(1), "hidden_l2"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantity:
-    """What a variable stands for; `kind` is that of a Statistic, or "value"."""
-
-    slice: str
-    kind: str
-    q: Fraction | None
-    of: Term
-
-
-@dataclass(frozen=True, slots=True)
-class Witness:
-    """An unknown input: the instance of a region, or of one existential quantifier."""
-
-    region: Region
-    site: str = ""
 
 
 Environment = Mapping[str, Witness]
+NormKey = tuple[Witness, str, bool, str]
+"""Input, block, measured, kind of norm."""
+Flag = tuple[object, ...]
+"""(slice, trace field) or (input, block, k)."""
 Inside = Callable[[str, str], bool]
 """inside(a, b): is every row of slice a proved to be a row of slice b."""
 
@@ -83,38 +71,45 @@ class Translator:
     """Translates formulas; one translator, one z3 context, one meaning per variable.
 
     `known` bounds metrics beyond their domain. `temperature` relates the span of the logits to the
-    distributions in `facts`; None leaves them unrelated.
+    distributions in `facts`; None leaves them unrelated. `by_request` names metrics of the user
+    with one value per request. What was made is in `quantities`, `norms`, `flags`.
     """
 
     context: z3.Context = field(default_factory=z3.Context)
     known: Mapping[str, Interval] = field(default_factory=dict)
     temperature: Fraction | None = None
     inside: Inside = _apart
+    by_request: frozenset[str] = frozenset()
+    flags: dict[Flag, Expression] = field(default_factory=dict)
+    quantities: dict[Quantity, Expression] = field(default_factory=dict)
+    norms: dict[NormKey, tuple[Expression, ...]] = field(default_factory=dict)
+    constants: dict[Quantity, set[Fraction]] = field(default_factory=dict)
+    """The numbers that each quantity is compared with."""
     _witnesses: list[Witness] = field(default_factory=list)
-    _flags: dict[tuple[object, ...], Expression] = field(default_factory=dict)
-    _quantities: dict[Quantity, Expression] = field(default_factory=dict)
-    _norms: dict[tuple[Witness, str, bool, str], tuple[Expression, ...]] = field(
-        default_factory=dict
-    )
+    _divisors: list[Expression] = field(default_factory=list)
 
     # --- formulas ---------------------------------------------------------------------------
 
-    def announce(self, formula: Formula, site: str = "") -> None:
+    def announce(self, formula: Formula, site: str = "", positive: bool = True) -> None:
         """Make the inputs known at which universal statements are to be instantiated.
 
-        To be called for every formula before the first is translated.
+        To be called for every formula before the first is translated, and with `positive` false
+        where its negation is going to be.
         """
         match formula:
             case Not(of):
-                self.announce(of, site)
+                self.announce(of, site, not positive)
+            case Connective("implies", (left, right)):
+                self.announce(left, f"{site}.0", not positive)
+                self.announce(right, f"{site}.1", positive)
             case Connective(_, parts):
                 for n, part in enumerate(parts):
-                    self.announce(part, f"{site}.{n}")
+                    self.announce(part, f"{site}.{n}", positive)
             case Quantified(quantifier, _, region, body):
                 self._instances(region)
-                if quantifier == "exists":
+                if (quantifier == "exists") == positive:
                     self._witnesses.append(Witness(region, _site(site, {})))
-                self.announce(body, f"{site}.x")
+                self.announce(body, f"{site}.x", positive)
             case Compare() | NoFlip() | HasFields():
                 return
 
@@ -123,18 +118,42 @@ class Translator:
 
         `site` tells the existential quantifiers of different clauses apart.
         """
-        return self._formula(formula, slice_name, {}, True, site)
+        self._divisors.clear()
+        truth = self._formula(formula, slice_name, {}, True, False, site)
+        return z3.And(truth, *(divisor != 0 for divisor in self._divisors))
 
     def negation(self, formula: Formula, slice_name: str, site: str = "") -> Expression:
-        """Return a consequence of the formula's negation, as `requirement`."""
-        return self._formula(formula, slice_name, {}, False, site)
+        """Return a consequence of the formula's not being true, as `requirement`.
+
+        Where the formula is about every input of a region, the one that speaks against it is the
+        unknown input of that region, at which every other statement is instantiated.
+        """
+        self._divisors.clear()
+        match formula:
+            case Quantified("forall", variable, region, body):
+                at = {variable: Witness(region)}
+                self._instances(region)
+                falsity = self._formula(body, slice_name, at, False, False, f"{site}.x")
+            case _:
+                falsity = self._formula(formula, slice_name, {}, False, False, site)
+        return z3.Or(falsity, *(divisor == 0 for divisor in self._divisors))
 
     def _formula(
-        self, formula: Formula, name: str, at: Environment, positive: bool, site: str
+        self,
+        formula: Formula,
+        name: str,
+        at: Environment,
+        positive: bool,
+        turned: bool,
+        site: str,
     ) -> Expression:
+        """Return what follows from the formula, or from its negation (`positive` false).
+
+        `turned`: it stands under an odd number of negations of its clause.
+        """
         match formula:
             case Compare(op, left, right):
-                return self._compare(op, left, right, name, at, positive)
+                return self._compare(op, left, right, name, at, positive, turned)
             case NoFlip(block, variable, k):
                 if variable not in at:
                     return self._true()
@@ -144,32 +163,30 @@ class Translator:
                 every = z3.And(self._true(), *(self._flag((name, field)) for field in fields))
                 return every if positive else z3.Not(every)
             case Not(of):
-                return self._formula(of, name, at, not positive, site)
+                return self._formula(of, name, at, not positive, not turned, site)
             case Connective("implies", (left, right)):
                 parts = (
-                    self._formula(left, name, at, not positive, f"{site}.0"),
-                    self._formula(right, name, at, positive, f"{site}.1"),
+                    self._formula(left, name, at, not positive, not turned, f"{site}.0"),
+                    self._formula(right, name, at, positive, turned, f"{site}.1"),
                 )
                 return z3.Or(*parts) if positive else z3.And(*parts)
             case Connective(op, parts):
                 inner = [
-                    self._formula(part, name, at, positive, f"{site}.{n}")
+                    self._formula(part, name, at, positive, turned, f"{site}.{n}")
                     for n, part in enumerate(parts)
                 ]
                 if (op == "and") == positive:
                     return z3.And(self._true(), *inner)
                 return z3.Or(z3.Not(self._true()), *inner)
             case Quantified(quantifier, variable, region, body):
-                inside = self._instances(region)
+                inputs = self._instances(region)
                 if (quantifier == "forall") != positive:
-                    inside = [Witness(region, _site(site, at))]
-                return z3.And(
-                    self._true(),
-                    *(
-                        self._formula(body, name, {**at, variable: w}, positive, f"{site}.x")
-                        for w in inside
-                    ),
+                    inputs = [Witness(region, _site(site, at))]
+                found = (
+                    self._formula(body, name, {**at, variable: w}, positive, turned, f"{site}.x")
+                    for w in inputs
                 )
+                return z3.And(self._true(), *found)
 
     def _instances(self, region: Region) -> list[Witness]:
         """Return the known inputs that lie in the region; its own one always."""
@@ -179,19 +196,22 @@ class Translator:
         return [w for w in self._witnesses if self._region_inside(w.region, region)]
 
     def _region_inside(self, inner: Region, outer: Region) -> bool:
-        if (inner.kind, inner.slice, inner.radius) == (outer.kind, outer.slice, outer.radius):
-            return True
-        if not self.inside(inner.slice, outer.slice):
-            return False
-        if inner.kind is RegionKind.POINTS:
-            return True
-        return inner.kind is outer.kind and inner.radius <= outer.radius
+        return region_inside(inner, outer, self.inside)
 
     def _compare(
-        self, op: str, left: Term, right: Term, name: str, at: Environment, positive: bool
+        self,
+        op: str,
+        left: Term,
+        right: Term,
+        name: str,
+        at: Environment,
+        positive: bool,
+        turned: bool,
     ) -> Expression:
         """`drift` stands for every admitted run: a comparison with a constant uses the extremes."""
         match left, right:
+            case (TableValue(), _) | (_, TableValue()):
+                return self._true()
             case Norm(_, drift), Number(value) if drift.variable in at:
                 least, _, largest = self._norm(left, at)
                 constant = real(value, self.context)
@@ -201,40 +221,51 @@ class Translator:
                 return every if positive else z3.Not(every)
             case Number(), Norm():
                 flipped = {"<=": ">=", "<": ">", ">=": "<=", ">": "<"}.get(op, op)
-                return self._compare(flipped, right, left, name, at, positive)
-            case _ if _has_norm(left) or _has_norm(right):
-                if not positive or not _bound_norms(left, at) or not _bound_norms(right, at):
-                    return self._true()
-                return compare(op, self._term(left, name, at), self._term(right, name, at))
-            case _:
-                formula = compare(op, self._term(left, name, at), self._term(right, name, at))
-                return formula if positive else z3.Not(formula)
+                return self._compare(flipped, right, left, name, at, positive, turned)
+        drifts = [norm.of for side in (left, right) for norm in _norms(side)]
+        if any(drift.variable not in at for drift in drifts):
+            return self._true()
+        if not positive and any(not drift.measured for drift in drifts):
+            return self._true()
+        side: Side = LARGEST if (op not in (">=", ">")) != turned else SMALLEST
+        first = self._term(left, name, at, side)
+        second = self._term(right, name, at, _other(side))
+        self._note_constants(left, right, name, side)
+        formula = compare(op, first, second)
+        return formula if positive else z3.Not(formula)
 
-    def _flag(self, key: tuple[object, ...]) -> Expression:
-        if key not in self._flags:
-            self._flags[key] = z3.Bool(f"b{len(self._flags)}", self.context)
-        return self._flags[key]
+    def _note_constants(self, left: Term, right: Term, name: str, side: Side) -> None:
+        for term, number, end in ((left, right, side), (right, left, _other(side))):
+            if isinstance(number, Number) and isinstance(term, Metric | Statistic):
+                quantity = self.quantity(term, name, end)
+                self.constants.setdefault(quantity, set()).add(number.value)
+
+    def _flag(self, key: Flag) -> Expression:
+        if key not in self.flags:
+            self.flags[key] = z3.Bool(f"b{len(self.flags)}", self.context)
+        return self.flags[key]
 
     def _true(self) -> Expression:
         return z3.BoolVal(True, self.context)
 
     # --- terms ------------------------------------------------------------------------------
 
-    def _term(self, term: Term, name: str, at: Environment) -> Expression:
+    def _term(self, term: Term, name: str, at: Environment, side: Side) -> Expression:
         match term:
             case Number(value):
                 return real(value, self.context)
-            case Metric():
-                return self._quantity(Quantity(name, "value", None, _canonical(term)))
-            case Statistic(kind, of, q):
-                return self._quantity(Quantity(name, kind, q, _canonical(of)))
+            case Metric() | Statistic():
+                return self._variable(self.quantity(term, name, side))
             case Norm():
                 return self._norm(term, at)[1]
+            case TableValue():
+                raise ValueError("a table stands alone on one side of a comparison")
             case Abs(of):
-                inner = self._term(of, name, at)
+                inner = self._term(of, name, at, side)
                 return z3.If(inner >= 0, inner, -inner)
             case Arith(op, left, right):
-                a, b = self._term(left, name, at), self._term(right, name, at)
+                a = self._term(left, name, at, side)
+                b = self._term(right, name, at, _other(side) if op in "-/" else side)
                 match op:
                     case "+":
                         return a + b
@@ -243,114 +274,83 @@ class Translator:
                     case "*":
                         return a * b
                     case "/":
+                        if not isinstance(right, Number) or right.value == 0:
+                            self._divisors.append(b)
                         return a / b
                     case _:
                         raise ValueError(f"{op!r} is no operation")
 
-    def _quantity(self, quantity: Quantity) -> Expression:
-        if quantity not in self._quantities:
-            self._quantities[quantity] = z3.Real(f"q{len(self._quantities)}", self.context)
-        return self._quantities[quantity]
+    def quantity(self, term: Metric | Statistic, name: str, side: Side) -> Quantity:
+        """Return what a measured term on a slice is, on the given side where it has two."""
+        if isinstance(term, Metric):
+            kind, q, of = "value", None, _canonical(term)
+        else:
+            kind, q, of = term.kind, term.q, _canonical(term.of)
+        two = kind in ("quantile", "value", "aggregate") and self._is_of_tokens(of)
+        return Quantity(name, kind, q, of, side if two else "")
+
+    def _is_of_tokens(self, term: Term) -> bool:
+        """Say whether a request can have several values of a term."""
+        for part in subterms(term):
+            if isinstance(part, Metric):
+                definition = find_metric(part.name)
+                if definition is None:
+                    if part.name not in self.by_request:
+                        return True
+                elif definition.kind == "pointwise" and definition.counted == "token":
+                    return True
+        return False
+
+    def _variable(self, quantity: Quantity) -> Expression:
+        if quantity not in self.quantities:
+            self.quantities[quantity] = z3.Real(f"q{len(self.quantities)}", self.context)
+        return self.quantities[quantity]
 
     def _norm(self, norm: Norm, at: Environment) -> tuple[Expression, ...]:
         """Return the norm at its least, at one admitted run, and at its largest."""
         drift = norm.of
         key = (at[drift.variable], drift.block, drift.measured, norm.kind)
-        if key not in self._norms:
-            n = len(self._norms)
+        if key not in self.norms:
+            n = len(self.norms)
             some = z3.Real(f"n{n}", self.context)
             if drift.measured:
-                self._norms[key] = (some, some, some)
+                self.norms[key] = (some, some, some)
             else:
                 ends = (z3.Real(f"n{n}-{end}", self.context) for end in ("least", "largest"))
                 least, largest = ends
-                self._norms[key] = (least, some, largest)
-        return self._norms[key]
+                self.norms[key] = (least, some, largest)
+        return self.norms[key]
 
     # --- facts ------------------------------------------------------------------------------
 
     def facts(self) -> Iterator[Expression]:
         """Yield what holds of the variables made so far, whatever the kernels do."""
-        for quantity, variable in self._quantities.items():
-            where = interval(_as_term(quantity), self.known)
-            if where.low is not None:
-                yield variable >= real(where.low, self.context)
-            if where.high is not None:
-                yield variable <= real(where.high, self.context)
-        pairs = [(a, b) for a in self._quantities for b in self._quantities if a != b]
-        for a, b in pairs:
-            factor = self._at_most(a, b)
-            if factor is not None:
-                left, right = self._quantities[a], self._quantities[b]
-                yield left <= real(factor, self.context) * right
-        yield from self._norm_facts()
+        return (fact.expression for fact in self.assumptions())
 
-    def _at_most(self, a: Quantity, b: Quantity) -> Fraction | None:
-        """Return c if a <= c b holds of the two quantities whatever the kernels do."""
-        one = Fraction(1)
-        if a.of == b.of:
-            if a.slice == b.slice:
-                return one if _ordered(a, b) else None
-            if a.kind == b.kind == "max" and self.inside(a.slice, b.slice):
-                return one
-            if a.kind == b.kind == "min" and self.inside(b.slice, a.slice):
-                return one
-            return None
-        same = (a.slice, a.kind, a.q) == (b.slice, b.kind, b.q)
-        if not same or a.kind not in _MONOTONE:
-            return None
-        if b.of == Abs(a.of):  # x <= |x|
-            return one
-        return self._domination(a.of, b.of)
+    def assumptions(self) -> Iterator[Fact]:
+        """Yield what `facts` does, each with its reason."""
+        return assumptions(self)
 
-    def _domination(self, small: Term, large: Term) -> Fraction | None:
-        match small, large:
-            case Metric("tv"), Metric("logit_span") if self.temperature:
-                return 1 / (4 * self.temperature)  # tv <= tanh(s/4) <= s/4
-            case Abs(Metric("log_ratio")), Metric("logit_span") if self.temperature:
-                return 1 / self.temperature
-            case Metric(a), Metric(b):
-                return next((c for s, c, t in _DOMINATED if (s, t) == (a, b)), None)
-            case _:
-                return None
 
-    def _norm_facts(self) -> Iterator[Expression]:
-        factors = {
-            ("inf", "2"): Fraction(1),
-            ("span", "inf"): Fraction(2),
-            ("span", "2"): _SQRT2_UP,
-        }
-        for least, some, largest in self._norms.values():
-            yield z3.And(least >= 0, least <= some, some <= largest)
-        for (witness, block, measured, kind), ends in self._norms.items():
-            for (small, large), factor in factors.items():
-                other = self._norms.get((witness, block, measured, large))
-                if kind == small and other is not None:
-                    scale = real(factor, self.context)
-                    yield z3.And(*(a <= scale * b for a, b in zip(ends, other, strict=True)))
+def region_inside(inner: Region, outer: Region, inside: Inside) -> bool:
+    """Say whether every input of one region is known to be one of the other."""
+    if (inner.kind, inner.slice, inner.radius) == (outer.kind, outer.slice, outer.radius):
+        return True
+    if not inside(inner.slice, outer.slice):
+        return False
+    if inner.kind is RegionKind.POINTS:
+        return True
+    return inner.kind is outer.kind and inner.radius <= outer.radius
+
+
+def _other(side: Side) -> Side:
+    return SMALLEST if side == LARGEST else LARGEST
 
 
 def _site(site: str, at: Environment) -> str:
     """Name the input that an existential quantifier chooses, given the inputs chosen outside."""
     outside = sorted((variable, witness.site) for variable, witness in at.items())
     return f"{site}{outside}"
-
-
-def _as_term(quantity: Quantity) -> Term:
-    if quantity.kind == "value":
-        return quantity.of
-    return Statistic(quantity.kind, quantity.of, quantity.q)
-
-
-def _ordered(a: Quantity, b: Quantity) -> bool:
-    """Say whether a <= b holds of two statistics of the same values."""
-    if a.kind == "min":
-        return b.kind in ("mean", "max", "quantile")
-    if b.kind == "max":
-        return a.kind in ("mean", "quantile")
-    if a.kind == b.kind == "quantile":
-        return a.q is not None and b.q is not None and a.q < b.q
-    return False
 
 
 def _canonical(term: Term) -> Term:
@@ -366,17 +366,9 @@ def _canonical(term: Term) -> Term:
             return Arith(op, _canonical(left), _canonical(right))
         case Number(value):
             return Number(value)
-        case Norm():
+        case Norm() | TableValue():
             return term
 
 
 def _norms(term: Term) -> Iterator[Norm]:
     return (part for part in subterms(term) if isinstance(part, Norm))
-
-
-def _has_norm(term: Term) -> bool:
-    return next(_norms(term), None) is not None
-
-
-def _bound_norms(term: Term, at: Environment) -> bool:
-    return all(norm.of.variable in at for norm in _norms(term))

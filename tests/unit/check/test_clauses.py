@@ -136,10 +136,10 @@ def test_budgets() -> None:
 
 
 def test_regions() -> None:
-    found = clause("require: 'forall x in hull(all, 1%): no_flip(model, x, 5)'").require
+    found = clause("require: 'forall x in hull(all, 1%): no_flip(head, x, 5)'").require
     assert isinstance(found, Quantified)
     assert (found.region.kind, found.region.radius) == (RegionKind.HULL, Fraction(1, 100))
-    found = clause("require: 'forall x in hull(all): no_flip(model, x)'").require
+    found = clause("require: 'forall x in hull(all): no_flip(head, x)'").require
     assert isinstance(found, Quantified)
     assert found.region.radius == 0
 

@@ -91,3 +91,95 @@ def test_severity_is_the_stated_order() -> None:
 def test_defaults_never_weaken() -> None:
     assert weakened(build_escalation({}, {})) == []
     assert set(FAMILY_DEFAULTS.values()) <= set(ACTIONS)
+
+
+def warned(text: str) -> list[tuple[str, str, str]]:
+    """Return code, message and marked text of every finding."""
+    sink = Sink()
+    compile_source(SourceFile("x", HEAD + text), sink)
+    return [
+        (d.code.id, d.message, (HEAD + text)[d.span.start : d.span.end]) for d in sink if d.span
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "place"),
+    [
+        (
+            "{L1: log, runtime: {L1: guard, L2: log}}",
+            "runtime L2: `log` is milder than `guard` of L1",
+            "log",
+        ),
+        (
+            "{runtime: {L1: freeze}}",
+            "runtime L2: `guard` is milder than `freeze` of L1",
+            "freeze",
+        ),
+        (
+            "{L1: freeze, L2: guard, L3: rollback}",
+            "numerical, statistical, runtime, observability L2: `guard` is milder than `freeze` "
+            "of L1",
+            "guard",
+        ),
+        (
+            "{L3: fallback}",
+            "observability L3: `fallback` replaces the default `rollback`",
+            "fallback",
+        ),
+        (
+            "{by_family: {O: {L3: freeze}}}",
+            "observability L3: `freeze` replaces the default `rollback`",
+            "freeze",
+        ),
+    ],
+)
+def test_the_entry_that_weakens_is_pointed_at(text: str, message: str, place: str) -> None:
+    assert warned(f"escalation: {text}\n") == [("KC215", message, place)]
+
+
+def test_a_level_is_compared_with_every_lower_one() -> None:
+    """L3 is milder than L1, although it is not milder than L2."""
+    found = weakened(
+        build_escalation(
+            {},
+            {
+                (Family.RUNTIME, Level.L1): "fallback",
+                (Family.RUNTIME, Level.L2): "log",
+                (Family.RUNTIME, Level.L3): "guard",
+            },
+        )
+    )
+    assert [(w.level, w.than, w.below) for w in found] == [
+        (Level.L2, "fallback", Level.L1),
+        (Level.L3, "fallback", Level.L1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("clause", "marked"),
+    [
+        ("{require: p99(kl) <= 1, level: L3, then: guard}", "guard"),
+        ("{require: p99(kl) <= 1, level: L3, remediation: log}", "log"),
+        ("{require: p99(kl) <= 1, level: L2, then: log}", "log"),
+        ("{require: 'has(trace, [rng_seed])', level: L3, then: fallback}", "fallback"),
+        ("{require: 'has(trace, [rng_seed])', level: L2, then: guard}", "guard"),
+        ("{require: p99(kl) <= 1, level: L2, then: importance_correct}", None),
+        ("{require: p99(kl) <= 1, level: L2, then: guard}", None),
+        ("{require: p99(kl) <= 1, level: L1, then: log}", None),
+        ("{require: p99(kl) <= 1, level: L3, then: rollback}", None),
+        ("{require: p99(kl) <= 1, level: L3}", None),
+    ],
+)
+def test_an_action_milder_than_the_policy_is_said(clause: str, marked: str | None) -> None:
+    head = HEAD.replace("{require: ece_gap <= 1%, level: L1}", clause)
+    sink = Sink()
+    assert compile_source(SourceFile("x", head), sink) is not None
+    found = [(d.code.id, head[d.span.start : d.span.end]) for d in sink if d.span]
+    assert found == ([] if marked is None else [("KC233", marked)])
+
+
+def test_the_policy_of_the_contract_counts() -> None:
+    text = HEAD.replace("level: L1}", "level: L3, then: guard}")
+    sink = Sink()
+    compile_source(SourceFile("x", text + "escalation: {statistical: {L3: guard}}\n"), sink)
+    assert [d.code.id for d in sink] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import mpmath
 import numpy as np
@@ -82,7 +83,7 @@ def test_divergences_have_their_closed_forms() -> None:
     assert one(distribution.hellinger_squared(pair)) == pytest.approx(hellinger, rel=1e-13)
     assert one(distribution.jensen_shannon(pair)) == pytest.approx(js, rel=1e-13)
     assert one(distribution.jeffreys(pair)) == pytest.approx(jeffreys, rel=1e-13)
-    assert one(distribution.max_log_ratio(pair)) == pytest.approx(math.log(2.5), rel=1e-13)
+    assert one(distribution.log_ratio_linf(pair)) == pytest.approx(math.log(2.5), rel=1e-13)
 
 
 def test_temperature_divides_the_logits() -> None:
@@ -378,10 +379,36 @@ def test_every_function_is_described_and_every_bound_of_its_range_holds() -> Non
     assert MEASURES["k2"].bias == "biased"
 
 
-def test_the_language_and_the_backend_agree_on_directions() -> None:
+def test_the_language_and_the_backend_name_the_same_metrics() -> None:
     from kcdsl.check.metrics import METRICS
     from kcdsl_backends.empirical.metrics.measures import UNMEASURED
 
-    assert set(METRICS) <= set(MEASURES) | set(UNMEASURED)
-    for name in set(METRICS) & set(MEASURES):
-        assert METRICS[name].better == MEASURES[name].better, name
+    assert set(METRICS) == set(MEASURES) | set(UNMEASURED)
+    assert set(MEASURES) & set(UNMEASURED) == set()
+    assert all(reason for reason in UNMEASURED.values())
+
+
+PER_RUN = {"throughput", "failure_rate", "determinism"}
+"""Aggregates of the language that are measured on single requests and put together."""
+
+
+@pytest.mark.parametrize("name", sorted(MEASURES))
+def test_the_language_and_the_backend_agree_on_a_metric(name: str) -> None:
+    from kcdsl.check.metrics import METRICS
+    from kcdsl_backends.empirical.results import _UNITS
+
+    metric, measure = METRICS[name], MEASURES[name]
+    assert metric.better == measure.better
+    assert measure.low == (None if metric.lower is None else float(metric.lower))
+    if metric.upper is not None or measure.high is not None:
+        assert measure.high is not None
+        assert metric.upper is not None
+        assert abs(Fraction(measure.high) - metric.upper) < Fraction(1, 10**15)
+    counted = {"token": "token", "request": "request", "slice": "window"}[measure.counted]
+    assert metric.counted == counted or name in PER_RUN | {"grad_bias"}
+    unit = _UNITS.get(
+        name, "ratio" if measure.high == 1.0 and str(metric.dimension) != "1" else "1"
+    )
+    assert unit == str(metric.dimension) or name == "tv_is"
+    source = {"sampled": "sampled", "hidden": "hidden"}.get(measure.source)
+    assert source is None or metric.needs == (source,)

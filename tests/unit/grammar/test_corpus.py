@@ -80,7 +80,16 @@ def test_every_code_of_the_front_end_is_in_the_corpus() -> None:
         "KC013",  # empty document: the same
         "KC015",  # a note: tests/unit/source/test_masking.py
         "KC208",  # a warning: tests/unit/check/test_clauses.py
+        "KC123",  # needs a library that imports itself: tests/unit/check/test_imports.py
+        "KC124",  # a warning: the same
+        "KC125",  # of commands: the same
         "KC215",  # a warning: tests/unit/check/test_policy.py
+        "KC216",  # a warning: tests/unit/check/test_bounds.py
+        "KC218",  # in Python files: tests/unit/check/test_user_metrics.py
+        "KC219",  # the same
+        "KC220",  # the same
+        "KC232",  # a warning: tests/unit/check/test_tables.py
+        "KC233",  # a warning: tests/unit/check/test_policy.py
     }
     ours = {code for code in declared - shown - elsewhere if code < "KC510"}
     assert ours == set()
@@ -103,6 +112,7 @@ def test_accepted_documents_follow_the_json_schema(path: Path) -> None:
     jsonschema.Draft7Validator(json.loads(text("contract.schema.json"))).validate(document)
 
 
+BEYOND_THE_SCHEMA = {"two-tables", "escalation-row-twice", "escalation-row-twice-the-same"}
 STRUCTURAL = {"KC101", "KC102", "KC104", "KC106", "KC109", "KC105"}
 
 
@@ -111,7 +121,7 @@ def test_the_json_schema_refuses_the_structural_mistakes(path: Path) -> None:
     expected = EXPECT.match(path.read_text(encoding="utf-8"))
     assert expected is not None
     document = _plain(path)
-    if expected[1] not in STRUCTURAL or document is None:
+    if expected[1] not in STRUCTURAL or document is None or name(path) in BEYOND_THE_SCHEMA:
         return
     validator = jsonschema.Draft7Validator(json.loads(text("contract.schema.json")))
     assert list(validator.iter_errors(document)) != []

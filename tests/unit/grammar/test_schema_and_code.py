@@ -16,7 +16,8 @@ from kcdsl.check.kernels import ADAPTERS, ARCHITECTURES
 from kcdsl.check.metrics import ALIASES as METRIC_ALIASES
 from kcdsl.check.metrics import METRICS, RECORD_NAMES
 from kcdsl.check.names import FUNCTIONS
-from kcdsl.check.structure import CLAUSE_FIELDS, SECTIONS
+from kcdsl.check.sections import IMPORT_FIELDS, ROLES, ROW_FIELDS, SLICE_FIELDS, TABLE_FIELDS
+from kcdsl.check.structure import CLAUSE_FIELDS, LIBRARY_SECTIONS, SECTIONS
 from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.check.units import UNITS
 from kcdsl.ir.terms import EvidenceKind, Level
@@ -33,7 +34,7 @@ def schema() -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", ["contract.schema.json", "ir.schema.json"])
+@pytest.mark.parametrize("name", ["contract.schema.json", "ir.schema.json", "training.schema.json"])
 def test_the_schemas_are_schemas(name: str) -> None:
     jsonschema.Draft7Validator.check_schema(json.loads(text(name)))
 
@@ -41,7 +42,18 @@ def test_the_schemas_are_schemas(name: str) -> None:
 def test_the_schema_lists_what_the_code_lists(schema: dict[str, Any]) -> None:
     definitions = schema["definitions"]
     clause = definitions["clause"]["properties"]
-    assert set(schema["properties"]) == set(SECTIONS)
+    assert set(definitions["contract"]["properties"]) == set(SECTIONS)
+    assert set(definitions["library"]["properties"]) == set(LIBRARY_SECTIONS)
+    for name in ("contract_imports", "library_imports"):
+        assert set(definitions[name]["items"]["properties"]) == set(IMPORT_FIELDS)
+    roles = definitions["contract_imports"]["items"]["properties"]["kernels"]["properties"]
+    assert list(roles) == list(definitions["contract"]["properties"]["kernels"]["properties"])
+    assert tuple(roles) == ROLES
+    table = definitions["tables"]["additionalProperties"]["properties"]
+    assert set(table) == set(TABLE_FIELDS)
+    assert set(table["rows"]["items"]["properties"]) == set(ROW_FIELDS)
+    assert table["unit"]["enum"] == [*UNITS, 1]
+    assert set(definitions["slices"]["additionalProperties"]["properties"]) == set(SLICE_FIELDS)
     assert set(clause) == {*CLAUSE_FIELDS, "id"}
     assert set(definitions["action"]["enum"]) == {*ACTIONS, *ALIASES}
     assert set(definitions["family"]["enum"]) == set(FAMILIES)
@@ -59,25 +71,10 @@ def test_every_adapter_has_a_preset() -> None:
     "name",
     [
         *METRICS, *METRIC_ALIASES, *RECORD_NAMES, *FUNCTIONS, *ACTIONS, *ADAPTERS, *ARCHITECTURES,
-        *SECTIONS, *CLAUSE_FIELDS, *UNITS, *TRACE_FIELDS, *(kind.value for kind in EvidenceKind),
+        *SECTIONS, *LIBRARY_SECTIONS, *IMPORT_FIELDS, *TABLE_FIELDS, *ROW_FIELDS,
+        *CLAUSE_FIELDS, *UNITS, *TRACE_FIELDS, *(kind.value for kind in EvidenceKind),
     ],
 )  # fmt: skip
 def test_the_language_reference_names_everything(name: str) -> None:
     code = " ".join(re.findall(r"`([^`]+)`|^```.*?^```", REFERENCE, re.MULTILINE | re.DOTALL))
     assert re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", code), name
-
-
-def test_the_examples_of_the_reference_compile() -> None:
-    from kcdsl.check.compile import compile_source
-    from kcdsl.diagnostics import Sink
-    from kcdsl.source.text import SourceFile
-
-    blocks = re.findall(r"^```yaml\n(.*?)^```", REFERENCE, re.MULTILINE | re.DOTALL)
-    whole = [block for block in blocks if block.startswith("kcdsl: 1")]
-    assert whole
-    head = whole[0].split("clauses:")[0]
-    for block in blocks:
-        content = block if block in whole else head + block
-        sink = Sink()
-        program = compile_source(SourceFile("README.md", content), sink)
-        assert program is not None, (block, [d.message for d in sink if d.severity == "error"])

@@ -39,7 +39,7 @@ def compiled(expression: str, more: str = "") -> tuple[SourceFile, Clause | None
             "forall x in ball(all, 1): «span(drift(head, x)) < 1» and norm_2(drift(mlp_0, x)) <= 1",
             Fragment.UNIVERSAL_DRIFT,
         ),
-        ("forall x in hull(all, 1): «no_flip(model, x, 3)»", Fragment.UNIVERSAL_FLIP),
+        ("forall x in hull(all, 1): «no_flip(head, x, 3)»", Fragment.UNIVERSAL_FLIP),
         ("«p99(kl)» <= 1", Fragment.STATISTICAL),
         ("«mean(kl)» <= 1 or not mean(abs(log_ratio)) > 2", Fragment.STATISTICAL),
         ("«mean(kl) + 3 * mean(kl)» <= p99(kl)", Fragment.STATISTICAL),

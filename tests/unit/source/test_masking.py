@@ -27,7 +27,7 @@ def read(text: str) -> tuple[dict[str, str], list[str]]:
     ("around", "expected"),
     [
         ("require: {}\n", "forall x in points(all): no_flip(model, x)"),
-        ("{{require: {}}}", "forall x in ball(all, 1): no_flip(model, x)"),
+        ("{{require: {}}}", "forall x in ball(all, 1): no_flip(head, x)"),
         ("{{require: {}}}", "has(trace, [a, b])"),
         ("{{require: {}}}", "quantile(0.9, abs(kl)) <= (1 + f(2, 3))"),
     ],

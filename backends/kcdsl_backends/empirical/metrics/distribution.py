@@ -79,6 +79,6 @@ def hellinger_squared(pair: PolicyPair) -> Tensor:
     return 0.5 * (larger * torch.expm1(-d.abs() / 2) ** 2).sum(dim=-1)
 
 
-def max_log_ratio(pair: PolicyPair) -> Tensor:
+def log_ratio_linf(pair: PolicyPair) -> Tensor:
     """Return max |ln p - ln q| over the vocabulary."""
     return pair.log_difference.abs().amax(dim=-1)

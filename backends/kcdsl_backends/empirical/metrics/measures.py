@@ -23,7 +23,9 @@ from kcdsl_backends.empirical.metrics import (
 )
 from kcdsl_backends.empirical.metrics.policies import PolicyPair
 
-Source = Literal["logits", "sampled", "hidden", "calibration", "gradient", "runtime", "text"]
+Source = Literal[
+    "logits", "sampled", "hidden", "calibration", "gradient", "runtime", "text", "user"
+]
 Bias = Literal["exact", "unbiased", "biased", "lower_bound", "upper_bound"]
 
 
@@ -49,6 +51,8 @@ class Measure:
     """Where it is set, a value is a whole number of 1/steps (shares of k tokens)."""
     noisy: bool = False
     """One more run of the same requests would give other values, so a verdict needs an interval."""
+    unit: str = ""
+    """The base unit of the values, where the name does not tell it."""
 
 
 PairFunction = Callable[[PolicyPair], Tensor]
@@ -66,7 +70,7 @@ PAIR_FUNCTIONS: Mapping[str, PairFunction] = {
     "js": distribution.jensen_shannon,
     "tv": distribution.total_variation,
     "hellinger2": distribution.hellinger_squared,
-    "max_log_ratio": distribution.max_log_ratio,
+    "log_ratio_linf": distribution.log_ratio_linf,
     "top1_overlap": ranks.top1_agreement,
     "top5_overlap": partial(ranks.top_overlap, k=5),
     "top10_overlap": partial(ranks.top_overlap, k=10),
@@ -164,7 +168,7 @@ MEASURES: Mapping[str, Measure] = {
         _exact("js", "KL(p || m)/2 + KL(q || m)/2", high=0.6931471805599454, direction="symmetric"),
         _exact("tv", "sum |p - q| / 2", high=1.0, direction="symmetric"),
         _exact("hellinger2", "sum (sqrt p - sqrt q)^2 / 2", high=1.0, direction="symmetric"),
-        _exact("max_log_ratio", "max |ln p - ln q|", direction="symmetric"),
+        _exact("log_ratio_linf", "max |ln p - ln q|", direction="symmetric"),
         _exact("top1_overlap", "same first token", better="higher", high=1.0, steps=1),
         _overlap(5),
         _overlap(10),

@@ -1,0 +1,224 @@
+"""Clauses as claims about slices and units, and which claims can have to do with each other.
+
+A hard clause is a claim about each of its slices as a whole; a clause with a budget of requests is
+one about single requests, and with a budget of windows about single windows. What holds of the
+values of a slice taken one by one (a bound on a maximum, fields of traces) is a claim about each
+unit too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+from kcdsl.ir.facts import canonical
+from kcdsl.ir.orders import CURVES, EDGES, TEMPERED
+from kcdsl.ir.terms import (
+    Clause,
+    Compare,
+    Connective,
+    Formula,
+    HasFields,
+    Metric,
+    NoFlip,
+    Norm,
+    Number,
+    Program,
+    Quantified,
+    Statistic,
+)
+from kcdsl.ir.walk import subterms, terms_of, walk
+from kcdsl_backends.smt.predicates import lies_inside
+from kcdsl_backends.smt.solving import Clock
+from kcdsl_backends.smt.translate import Inside
+
+UNITS = ("", "requests", "windows")
+"""What claims are about: a slice as a whole, or one unit of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One clause on one slice ("" where the clause names none).
+
+    `lifted`: the clause is hard, and this is what it says of each unit.
+    """
+
+    clause: Clause
+    slice: str
+    index: int
+    unit: str = ""
+    lifted: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the name of its switch in a solver."""
+        return f"claim-{self.index}"
+
+    @property
+    def site(self) -> str:
+        """Return what tells its quantifiers apart from those of other claims."""
+        return str(self.index)
+
+    @property
+    def rate(self) -> Fraction:
+        """Return the share of units that may fail."""
+        return Fraction(0) if self.clause.budget is None else self.clause.budget.rate
+
+
+def claims_of(clauses: Iterable[Clause]) -> dict[str, list[Claim]]:
+    """Return the claims of each unit, in the order of the clauses.
+
+    A clause whose budget is everything demands nothing and makes none.
+    """
+    found: dict[str, list[Claim]] = {unit: [] for unit in UNITS}
+    index = 0
+    for clause in clauses:
+        if clause.budget is not None and clause.budget.rate >= 1:
+            continue
+        unit = "" if clause.budget is None else clause.budget.unit
+        for name in clause.slices or ("",):
+            found[unit].append(Claim(clause, name, index, unit))
+            index += 1
+    return found
+
+
+def lifted(claims: Sequence[Claim], unit: str, first: int) -> list[Claim]:
+    """Return what hard claims say of each unit; indices count from `first`."""
+    able = [claim for claim in claims if claim.slice and holds_of_parts(claim.clause.require)]
+    return [Claim(c.clause, c.slice, first + n, unit, True) for n, c in enumerate(able)]
+
+
+def holds_of_parts(formula: Formula) -> bool:
+    """Say whether a formula that holds of some values holds of every part of them.
+
+    A statistic over fewer values has a smaller maximum and a larger minimum.
+    """
+    match formula:
+        case Compare(op, Statistic(kind), Number()):
+            return _bounds_extreme(kind, op)
+        case Compare(op, Number(), Statistic(kind)):
+            return _bounds_extreme(kind, {"<=": ">=", "<": ">", ">=": "<=", ">": "<"}.get(op, op))
+        case Connective("and" | "or", parts):
+            return all(holds_of_parts(part) for part in parts)
+        case HasFields():
+            return True
+        case _:
+            return False
+
+
+def is_about_each(formula: Formula) -> bool:
+    """Say whether a formula holds of values if and only if it holds of each part of them."""
+    match formula:
+        case Connective("and", parts):
+            return all(is_about_each(part) for part in parts)
+        case Connective():
+            return False
+        case _:
+            return holds_of_parts(formula)
+
+
+def _bounds_extreme(kind: str, op: str) -> bool:
+    return (kind == "max" and op in ("<=", "<")) or (kind == "min" and op in (">=", ">"))
+
+
+# --- slices --------------------------------------------------------------------------------------
+
+
+def inclusion(program: Program, clock: Clock) -> Inside:
+    """Return which slices are proved to lie inside which; answers are remembered."""
+    known: dict[tuple[str, str], bool] = {}
+    declared = {s.name: s for s in program.slices}
+
+    def inside(inner: str, outer: str) -> bool:
+        if inner == outer:
+            return True
+        if inner not in declared or outer not in declared:
+            return False
+        key = (inner, outer)
+        if key not in known:
+            known[key] = lies_inside(program, declared[inner], declared[outer], clock)
+        return known[key]
+
+    return inside
+
+
+def same_slice(inner: str, outer: str) -> bool:
+    """Say whether two slices are one: units of different slices are counted apart."""
+    return inner == outer
+
+
+# --- groups --------------------------------------------------------------------------------------
+
+
+def components(claims: Sequence[Claim]) -> list[list[Claim]]:
+    """Split claims into groups that share no quantity, also not by way of a fact."""
+    parents: dict[Hashable, Hashable] = {}
+
+    def root(key: Hashable) -> Hashable:
+        parents.setdefault(key, key)
+        while parents[key] != key:
+            parents[key] = parents[parents[key]]
+            key = parents[key]
+        return key
+
+    firsts: list[Hashable] = []
+    for claim in claims:
+        keys = list(dict.fromkeys(_keys(claim))) or [("claim", claim.index)]
+        for key in keys[1:]:
+            parents[root(key)] = root(keys[0])
+        firsts.append(keys[0])
+    found: dict[Hashable, list[Claim]] = {}
+    for claim, first in zip(claims, firsts, strict=True):
+        found.setdefault(root(first), []).append(claim)
+    return list(found.values())
+
+
+def _keys(claim: Claim) -> Iterator[Hashable]:
+    require = claim.clause.require
+    for term in terms_of(require):
+        match term:
+            case Statistic(kind, of):
+                for name in _metrics(subterms(of)):
+                    yield "values", claim.slice, _cluster()(name)
+                    if kind in ("max", "min") and not claim.unit:
+                        yield "extremes", _cluster()(name)
+            case Metric(name):
+                yield "values", claim.slice, _cluster()(canonical(name))
+            case Norm(_, drift):
+                yield "drift", drift.block, drift.measured
+            case _:
+                pass
+    for part in walk(require):
+        match part:
+            case NoFlip(block):
+                yield "flip", block
+            case HasFields(fields):
+                yield from (("field", claim.slice, name) for name in fields)
+            case _:
+                pass
+
+
+def _metrics(terms: Iterable[object]) -> Iterator[str]:
+    return (canonical(term.name) for term in terms if isinstance(term, Metric))
+
+
+@cache
+def _cluster() -> Callable[[str], str]:
+    """Return the name of the group of metrics that facts relate to a metric."""
+    group: dict[str, str] = {}
+    pairs = [(e.small, e.large) for e in (*EDGES, *TEMPERED)]
+    pairs += [(curve.small, curve.large) for curve in CURVES]
+    pairs += [("log_ratio", "abs(log_ratio)")]
+    for small, large in pairs:
+        a, b = group.setdefault(small, small), group.setdefault(large, large)
+        for name, member in group.items():
+            if member == b:
+                group[name] = a
+    return lambda name: group.get(name, name)
+
+
+def quantified(clause: Clause) -> Iterator[Quantified]:
+    """Yield the quantifiers of a clause."""
+    return (part for part in walk(clause.require) if isinstance(part, Quantified))

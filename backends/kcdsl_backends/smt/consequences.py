@@ -1,0 +1,55 @@
+"""What follows from the violation of a clause, and which consequences cover which.
+
+A clause can be dropped for the sake of others only if nothing is lost: whenever it is violated, one
+of the others is, and each of them has the level, the action and the demand of evidence that the
+dropped one has, or more. A looser bound of a higher level says something of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kcdsl.check.escalation import kind
+from kcdsl.ir.terms import Clause, EvidenceKind, Level, Program
+
+LEVELS = tuple(Level)
+_STRONGEST_FIRST = tuple(EvidenceKind)
+
+
+def action_of(program: Program, clause: Clause) -> str | None:
+    """Return the action that a violation leads to; None where the program has no policy."""
+    if clause.action is not None:
+        return clause.action
+    try:
+        return program.escalation.action(clause.family, clause.level)
+    except KeyError:
+        return None
+
+
+def evidence_rank(demanded: EvidenceKind | None) -> int:
+    """Return how much a demand of evidence excludes: 0 for none."""
+    if demanded is None:
+        return 0
+    return len(_STRONGEST_FIRST) - _STRONGEST_FIRST.index(demanded)
+
+
+def covers(program: Program) -> Callable[[Clause, Clause], bool]:
+    """Return covers(a, b): a violation of `a` has every consequence that one of `b` has."""
+
+    def compare(a: Clause, b: Clause) -> bool:
+        first, second = action_of(program, a), action_of(program, b)
+        return (
+            LEVELS.index(a.level) >= LEVELS.index(b.level)
+            and acts_as_severely(first, second)
+            and evidence_rank(a.evidence) >= evidence_rank(b.evidence)
+            and (b.holdout or not a.holdout)
+        )
+
+    return compare
+
+
+def acts_as_severely(first: str | None, second: str | None) -> bool:
+    """Say whether one action is the same as another, or of a more severe kind."""
+    if first is None or second is None or first == second:
+        return first == second or second is None
+    return kind(first) > kind(second)

@@ -1,0 +1,102 @@
+"""A group of claims in one solver, ready to be asked about any of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kcdsl.ir.terms import Program
+from kcdsl_backends.smt.assumptions import Fact
+from kcdsl_backends.smt.claims import Claim, same_slice
+from kcdsl_backends.smt.intervals import Interval
+from kcdsl_backends.smt.solving import Clock, Expression, Outcome, Solver
+from kcdsl_backends.smt.translate import Inside, Translator
+
+
+def translator_for(program: Program, inside: Inside, unit: str = "") -> Translator:
+    """Return a translator that knows the constants and the user's metrics of a program."""
+    temperature = program.constants.temperature
+    return Translator(
+        temperature=temperature if temperature > 0 else None,
+        inside=same_slice if unit else inside,
+        known={m.name: Interval(m.lower, m.upper) for m in program.metrics},
+        by_request=frozenset(m.name for m in program.metrics if m.counted == "request"),
+    )
+
+
+@dataclass(slots=True)
+class Scene:
+    """Claims about one kind of unit, and the solver that holds them."""
+
+    program: Program
+    claims: Sequence[Claim]
+    inside: Inside
+    clock: Clock
+    unit: str = ""
+    translator: Translator = field(init=False)
+    solver: Solver = field(init=False)
+    facts: list[Fact] = field(init=False)
+    holds: dict[str, Expression] = field(default_factory=dict)
+    fails: dict[str, Expression] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.translator = translator_for(self.program, self.inside, self.unit)
+        for claim in self.claims:
+            self.translator.announce(claim.clause.require, claim.site)
+            self.translator.announce(claim.clause.require, claim.site, positive=False)
+        self.solver = Solver(self.translator.context, self.clock)
+        for claim in self.claims:
+            asked = (claim.clause.require, claim.slice, claim.site)
+            self.holds[claim.name] = self.translator.requirement(*asked)
+            self.fails[claim.name] = self.translator.negation(*asked)
+        self.facts = list(self.translator.assumptions())
+        self.solver.add(fact.expression for fact in self.facts)
+        for claim in self.claims:
+            self.solver.name(claim.name, self.holds[claim.name])
+            self.solver.name(f"not {claim.name}", self.fails[claim.name])
+
+    def together(self, claims: Iterable[Claim]) -> tuple[Outcome, frozenset[str]]:
+        """Ask whether claims can hold at once; if not, name those that it takes."""
+        return self.solver.decide_all(claim.name for claim in claims)
+
+    def can_fail(self, claim: Claim) -> Outcome:
+        """Ask whether anything speaks against a claim."""
+        return self.solver.decide_all([f"not {claim.name}"])[0]
+
+    def without(
+        self, claim: Claim, premises: Collection[Claim]
+    ) -> tuple[Outcome, frozenset[str]]:
+        """Ask whether a claim can fail where premises hold; if not, name those that it takes."""
+        names = [f"not {claim.name}", *(premise.name for premise in premises)]
+        outcome, core = self.solver.decide_all(names)
+        return outcome, core - {f"not {claim.name}"}
+
+    def reasons(self, claim: Claim, premises: Iterable[Claim]) -> tuple[str, ...]:
+        """Return the facts that it takes for premises to imply a claim, each needed."""
+        solver = Solver(self.translator.context, self.clock)
+        solver.add([self.fails[claim.name], *(self.holds[p.name] for p in premises)])
+        names = [f"fact-{n}" for n in range(len(self.facts))]
+        for name, fact in zip(names, self.facts, strict=True):
+            solver.name(name, fact.expression)
+        outcome, core = solver.decide_all(names)
+        if outcome is not Outcome.UNSAT:
+            return ()
+        kept = [name for name in names if name in core]
+        for name in list(kept):
+            rest = [other for other in kept if other != name]
+            if solver.decide_all(rest)[0] is Outcome.UNSAT:
+                kept = rest
+        return tuple(dict.fromkeys(self.facts[int(name[5:])].reason for name in kept))
+
+
+def minimal(
+    scene: Scene, claims: Sequence[Claim], claim: Claim | None = None
+) -> list[Claim]:
+    """Shrink an unsatisfiable set, or the premises of a claim, until every member is needed."""
+    core = list(claims)
+    for member in list(core):
+        rest = [other for other in core if other is not member]
+        outcome = (scene.together(rest) if claim is None else scene.without(claim, rest))[0]
+        if outcome is Outcome.UNSAT:
+            core = rest
+    return core

@@ -1,0 +1,261 @@
+"""The section `imports`: from the names of a library to slices, kernels and tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from kcdsl.check.libraries import (
+    Import,
+    Loaded,
+    Loader,
+    collide,
+    path_problem,
+    rebase,
+)
+from kcdsl.check.report import Reporter, nearest, replacement, suggest
+from kcdsl.check.sections import IMPORTED, RawImport, RawName
+from kcdsl.diagnostics.codes import (
+    IMPORT_CHANGED,
+    IMPORT_CYCLE,
+    IMPORT_DIGEST,
+    IMPORT_FILE,
+    NOT_IN_LIBRARY,
+    UNUSED_IMPORT,
+)
+from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.ir import terms as ir
+from kcdsl.source import yaml_nodes as yaml
+from kcdsl.source.removal import remove_entry, remove_parts
+from kcdsl.source.text import SourceFile, Span
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_ONE = {"slices": "slice", "kernels": "kernel", "tables": "table"}
+
+
+def resolve_imports(
+    raws: Sequence[RawImport],
+    folder: Path | None,
+    taken: dict[str, dict[str, Span]],
+    reporter: Reporter,
+    loader: Loader,
+) -> tuple[Import, ...]:
+    """Read what the imports name; errors are in the sink.
+
+    `taken` holds the places of the names declared in the importing file, by `IMPORTED`, and gets
+    those that are imported. What is in error is left out.
+    """
+    return tuple(_resolve(raw, folder, taken, reporter, loader) for raw in raws)
+
+
+def _resolve(
+    raw: RawImport,
+    folder: Path | None,
+    taken: dict[str, dict[str, Span]],
+    reporter: Reporter,
+    loader: Loader,
+) -> Import:
+    file = raw.file.text if raw.file is not None else ""
+    loaded = _load(raw, folder, reporter, loader)
+    fresh = {
+        what: [name for name in names if not collide(_ONE[what], name.local, taken[what], reporter)]
+        for what, names in raw.names
+    }
+    if loaded is None or loaded.library is None:
+        return Import(file, raw.span, loaded)
+    _check_digest(raw, loaded, reporter)
+    library = loaded.library
+    slices = _chosen("slices", fresh, {s.name: s for s in library.slices}, library, reporter)
+    kernels = _chosen("kernels", fresh, dict(library.kernels), library, reporter)
+    tables = _chosen("tables", fresh, {t.name: t for t in library.tables}, library, reporter)
+    return Import(
+        file,
+        raw.span,
+        loaded,
+        tuple(
+            replace(s, name=name.local.text, data=rebase(s.data, file), span=name.local.span)
+            for name, s in slices
+        ),
+        tuple((name.local.text, replace(k, span=name.theirs.span)) for name, k in kernels),
+        tuple(replace(t, name=name.local.text, span=name.local.span) for name, t in tables),
+    )
+
+
+def _load(raw: RawImport, folder: Path | None, reporter: Reporter, loader: Loader) -> Loaded | None:
+    """Return the file of an import; None, or without a library, after an error."""
+    if raw.file is None:
+        return None
+    text, span = raw.file.text, raw.file.span
+    problem = path_problem(text)
+    if problem is not None:
+        reporter.error(
+            IMPORT_FILE,
+            f"an import {problem}",
+            span,
+            "such as `shared/fleet.kc.yaml` or `../shared/fleet.kc.yaml`",
+        )
+        return None
+    if folder is None:
+        reporter.error(IMPORT_FILE, "imports are relative to a file, and this text has none", span)
+        return None
+    if loader.is_open(folder / text):
+        reporter.error(
+            IMPORT_CYCLE,
+            f"{text} imports this library",
+            span,
+            "move what both need to a third library",
+        )
+        return None
+    loaded = loader.load(folder / text)
+    if loaded.problem is not None:
+        reporter.error(IMPORT_FILE, f"{text} {loaded.problem}", span)
+    return loaded
+
+
+def _check_digest(raw: RawImport, loaded: Loaded, reporter: Reporter) -> None:
+    digest, node = loaded.digest, raw.digest
+    if digest is None or raw.file is None:
+        return
+    if node is None:
+        reporter.error(
+            IMPORT_DIGEST,
+            f"the import of {raw.file.text} does not state its digest",
+            raw.file.span,
+            f'add digest: "{digest}"',
+            fix=Fix("insert the digest", (_insert_digest(reporter.source, raw, digest),)),
+        )
+        return
+    if not isinstance(node, yaml.Scalar) or not _DIGEST.fullmatch(node.text):
+        reporter.error(
+            IMPORT_DIGEST,
+            "a digest is `sha256:` and 64 hexadecimal digits",
+            node.span,
+            f'the library means "{digest}"',
+            fix=replacement(node.span, f'"{digest}"'),
+        )
+        return
+    if node.text != digest:
+        reporter.error(
+            IMPORT_CHANGED,
+            f"{raw.file.text} means something else than the digest states",
+            node.span,
+            "look at what changed in the library, then state its new digest",
+            notes=(f"stated   {node.text}", f"computed {digest}"),
+            fix=replacement(node.span, f'"{digest}"'),
+        )
+
+
+def _insert_digest(source: SourceFile, raw: RawImport, digest: str) -> Edit:
+    """Return the edit that states a digest behind the file."""
+    entry = next(e for e in raw.node.entries if e.key.text == "file")
+    text, end = source.text, entry.value.span.end
+    if text[raw.node.span.start] == "{":
+        return Edit(Span(end, end), f', digest: "{digest}"')
+    if text[end - 1] != "\n":
+        line_end = text.find("\n", end)
+        end = len(text) if line_end < 0 else line_end
+        end -= text[end - 1] == "\r"
+        indent = " " * (source.position(entry.key.span.start).column - 1)
+        return Edit(Span(end, end), f'\n{indent}digest: "{digest}"')
+    indent = " " * (source.position(entry.key.span.start).column - 1)
+    return Edit(Span(end, end), f'{indent}digest: "{digest}"\n')
+
+
+Part = TypeVar("Part", ir.Slice, ir.KernelRef, ir.ThresholdTable)
+
+
+def _chosen(
+    what: str,
+    fresh: Mapping[str, Sequence[RawName]],
+    offered: Mapping[str, Part],
+    library: ir.Library,
+    reporter: Reporter,
+) -> list[tuple[RawName, Part]]:
+    """Return what the names mean in the library; report those that it does not declare."""
+    found = []
+    for name in fresh.get(what, ()):
+        part = offered.get(name.theirs.text)
+        if part is not None:
+            found.append((name, part))
+            continue
+        close = nearest(name.theirs.text, offered)
+        reporter.error(
+            NOT_IN_LIBRARY,
+            f"the library {library.name} has no {_ONE[what]} `{name.theirs.text}`",
+            name.theirs.span,
+            suggest(name.theirs.text, offered, "declared there"),
+            fix=None if close is None else replacement(name.theirs.span, close),
+        )
+    return found
+
+
+# --- unused imports ------------------------------------------------------------------------------
+
+
+def report_unused(
+    root: yaml.Mapping,
+    raws: Sequence[RawImport],
+    used: Mapping[str, frozenset[str]],
+    reporter: Reporter,
+) -> None:
+    """Warn of imported names that no clause speaks of; `used` has the names in use by kind.
+
+    Kernels are always in use. The fix removes the names, the field or the import.
+    """
+    for position, raw in enumerate(raws):
+        idle = {
+            what: [n for n in names if n.local.text not in used[what]]
+            for what, names in raw.names
+            if what != "kernels"
+        }
+        brought = [name for what in IMPORTED for name in raw.brought(what)]
+        unused = [name for names in idle.values() for name in names]
+        if len(unused) == len(brought):
+            reporter.warning(
+                UNUSED_IMPORT,
+                "no clause speaks of anything that this import brings"
+                if brought
+                else "the import brings nothing",
+                raw.span,
+                "remove it",
+                fix=Fix("remove the import", _without_import(root, position, reporter.source)),
+            )
+            continue
+        for what, names in idle.items():
+            if names:
+                _report_names(raw, what, names, reporter)
+
+
+def _report_names(raw: RawImport, what: str, names: Sequence[RawName], reporter: Reporter) -> None:
+    shown = " and ".join(f"`{name.local.text}`" for name in names)
+    entry = next(e for e in raw.node.entries if e.key.text == what)
+    if len(names) == len(raw.brought(what)):
+        edits: tuple[Edit, ...] = (remove_entry(reporter.source, raw.node, entry),)
+    else:
+        assert isinstance(entry.value, yaml.Mapping | yaml.Sequence)
+        chosen = {name.theirs.span for name in names}
+        if isinstance(entry.value, yaml.Mapping):
+            places = [item.value.span for item in entry.value.entries]
+        else:
+            places = [item.span for item in entry.value.items]
+        indices = {i for i, place in enumerate(places) if place in chosen}
+        edits = remove_parts(reporter.source, entry.value, indices)
+    plural = "are" if len(names) > 1 else "is"
+    reporter.warning(
+        UNUSED_IMPORT,
+        f"no clause speaks of {shown}, which {plural} imported",
+        names[0].local.span,
+        "remove what is not used",
+        fix=Fix(f"remove {shown}", edits),
+    )
+
+
+def _without_import(root: yaml.Mapping, position: int, source: SourceFile) -> tuple[Edit, ...]:
+    section = next(e for e in root.entries if e.key.text == "imports")
+    assert isinstance(section.value, yaml.Sequence)
+    if len(section.value.items) == 1:
+        return (remove_entry(source, root, section),)
+    return remove_parts(source, section.value, {position})

@@ -1,0 +1,260 @@
+"""Typing of measurements: metrics, what is computed from their values, and statistics."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kcdsl.check.metrics import MetricDefinition, Registry
+from kcdsl.check.names import (
+    BLOCK,
+    FUNCTIONS,
+    PERCENTILE,
+    STATISTICS,
+    Scope,
+    arguments_error,
+    quantity,
+)
+from kcdsl.check.quantities import Typed, combine, negated
+from kcdsl.check.report import Reporter, nearest, suggest
+from kcdsl.check.sorts import described
+from kcdsl.diagnostics.codes import (
+    DIMENSION,
+    OUT_OF_RANGE,
+    SIGNED_METRIC,
+    STATISTIC_NOT_ALLOWED,
+    UNKNOWN_METRIC,
+    WRONG_SORT,
+)
+from kcdsl.diagnostics.model import Label
+from kcdsl.ir import terms as ir
+from kcdsl.syntax import ast
+
+
+def metric_reference(name: ast.Name, scope: Scope, reporter: Reporter) -> MetricDefinition | None:
+    found = scope.metrics.find(name.id)
+    if found is not None:
+        return found
+    if name.id in scope.variables:
+        reporter.error(
+            WRONG_SORT,
+            f"`{name.id}` is an input, not a number",
+            name.span,
+            f"write norm_inf(drift(block, {name.id}))",
+        )
+    elif BLOCK.fullmatch(name.id) or name.id in scope.slices:
+        kind = "slice" if name.id in scope.slices else "block"
+        reporter.error(WRONG_SORT, f"`{name.id}` is a {kind}, not a number", name.span)
+    elif scope.metrics.find_record(name.id) is not None:
+        reporter.error(
+            UNKNOWN_METRIC,
+            f"`{name.id}` is a name of the record form",
+            name.span,
+            f"write {in_words(name.id, scope.metrics)}",
+        )
+    else:
+        names = scope.metrics.names()
+        help = suggest(name.id, names, "metrics")
+        close = nearest(name.id, names)
+        if close is None and nearest(name.id, FUNCTIONS) is not None:
+            help = f"did you mean `{nearest(name.id, FUNCTIONS)}(...)`?"
+        reporter.error(UNKNOWN_METRIC, f"there is no metric `{name.id}`", name.span, help)
+    return None
+
+
+def in_words(record_name: str, metrics: Registry) -> str:
+    """Return the expression that a metric name of the record form stands for."""
+    record = metrics.find_record(record_name)
+    assert record is not None
+    inner = f"abs({record.metric})" if record.magnitude else record.metric
+    if record.statistic == "aggregate":
+        return inner
+    if record.statistic == "quantile":
+        assert record.q is not None
+        return f"p{record.q * 100}({inner})"
+    return f"{record.statistic}({inner})"
+
+
+def aggregate(name: ast.Name, scope: Scope, reporter: Reporter) -> Typed | None:
+    definition = metric_reference(name, scope, reporter)
+    if definition is None:
+        return None
+    if definition.kind != "aggregate":
+        reporter.error(
+            STATISTIC_NOT_ALLOWED,
+            f"`{name.id}` has one value for each {definition.counted}",
+            name.span,
+            f"say which statistic is meant, such as mean({name.id})",
+        )
+        return None
+    of = ir.Metric(definition.name, name.span)
+    return Typed(ir.Statistic("aggregate", of, None, name.span), definition.dimension)
+
+
+def statistic(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
+    name, arguments = call.function.id, call.arguments
+    kind, q = name, None
+    percentile = PERCENTILE.fullmatch(name)
+    if percentile is not None:
+        kind, q = "quantile", Fraction(int(percentile[1]), 100)
+    if name == "quantile":
+        if len(arguments) != 2:
+            arguments_error(call, reporter)
+            return None
+        q = _level(arguments[0], reporter)
+        arguments = arguments[1:]
+        if q is None:
+            return None
+    if len(arguments) != 1:
+        arguments_error(call, reporter)
+        return None
+    inner = pointwise(arguments[0], scope, reporter)
+    if inner is None:
+        return None
+    if not _range_over(arguments[0], inner, scope, reporter):
+        return None
+    definitions = [scope.metrics[m.name] for m in metrics_of(inner.term)]
+    for definition in definitions:
+        if kind not in definition.statistics:
+            allowed = ", ".join(sorted(definition.statistics - {"aggregate"}))
+            reporter.error(
+                STATISTIC_NOT_ALLOWED,
+                f"`{name}` is not a statistic of `{definition.name}`",
+                call.function.span,
+                f"write {definition.name} alone" if not allowed else f"statistics: {allowed}",
+            )
+            return None
+    return Typed(ir.Statistic(kind, inner.term, q, call.span), inner.dimension)
+
+
+def _range_over(expression: ast.Expression, inner: Typed, scope: Scope, reporter: Reporter) -> bool:
+    """Report what has no values to range over, or values of different things."""
+    metrics = metrics_of(inner.term)
+    if not metrics:
+        reporter.error(
+            WRONG_SORT,
+            f"a statistic ranges over a metric, not {described(expression, scope)}",
+            expression.span,
+            "name a metric, such as kl",
+        )
+        return False
+    first, *others = ((metric, scope.metrics[metric.name]) for metric in metrics)
+    for metric, definition in others:
+        timed = ["timing" in d.needs for d in (first[1], definition)]
+        if definition.counted == first[1].counted and timed[0] == timed[1]:
+            continue
+        what = [f"timed {first[1].counted}" if timed[0] else first[1].counted]
+        what.append(f"timed {definition.counted}" if timed[1] else definition.counted)
+        reporter.error(
+            WRONG_SORT,
+            f"`{definition.name}` has one value per {what[1]} and `{first[1].name}` one per "
+            f"{what[0]}, so they cannot be combined value by value",
+            metric.span,
+            "form the statistics first, such as mean(...) - mean(...)",
+            (Label(first[0].span, f"one per {what[0]}"),),
+        )
+        return False
+    return True
+
+
+def _level(expression: ast.Expression, reporter: Reporter) -> Fraction | None:
+    read = quantity(expression, reporter) if isinstance(expression, ast.Num) else None
+    if read is None:
+        if not isinstance(expression, ast.Num):
+            reporter.error(WRONG_SORT, "the level of a quantile is a number", expression.span)
+        return None
+    value, dimension, bare = read
+    if not bare and str(dimension) != "ratio":
+        reporter.error(DIMENSION, "the level of a quantile is a share", expression.span)
+        return None
+    if not 0 < value < 1:
+        reporter.error(
+            OUT_OF_RANGE,
+            "the level of a quantile lies strictly between 0 and 1",
+            expression.span,
+            "for the extremes write max(...) or min(...)",
+        )
+        return None
+    return value
+
+
+def pointwise(expression: ast.Expression, scope: Scope, reporter: Reporter) -> Typed | None:
+    """Type what a statistic ranges over: a metric, its magnitude, or arithmetic of them."""
+    match expression:
+        case ast.Name():
+            definition = metric_reference(expression, scope, reporter)
+            if definition is None:
+                return None
+            return Typed(ir.Metric(definition.name, expression.span), definition.dimension)
+        case ast.Call(function=ast.Name(id="abs"), arguments=(only,), span=span):
+            inner = pointwise(only, scope, reporter)
+            return None if inner is None else Typed(ir.Abs(inner.term, span), inner.dimension)
+        case ast.Num(span=span):
+            read = quantity(expression, reporter)
+            if read is None:
+                return None
+            value, dimension, bare = read
+            return Typed(ir.Number(value, str(dimension), span), dimension, bare)
+        case ast.Minus(of=of, span=span):
+            inner = pointwise(of, scope, reporter)
+            return None if inner is None else negated(inner, span, reporter)
+        case ast.Binary(op=op, left=left, right=right, span=span):
+            first = pointwise(left, scope, reporter)
+            second = pointwise(right, scope, reporter)
+            if first is None or second is None:
+                return None
+            return combine(op, first, second, span, reporter)
+        case _:
+            reporter.error(
+                WRONG_SORT,
+                f"a statistic ranges over a metric, not {described(expression, scope)}",
+                expression.span,
+                _instead(expression),
+            )
+            return None
+
+
+def _instead(expression: ast.Expression) -> str | None:
+    match expression:
+        case ast.Comparison():
+            return "bound the metric itself, and say in `budget` which share may exceed the bound"
+        case ast.Call(function=ast.Name(id=name)) if name in STATISTICS:
+            return "a statistic is one number; compare it as it is"
+        case _:
+            return None
+
+
+def metrics_of(term: ir.Term) -> tuple[ir.Metric, ...]:
+    """Return every metric in a term."""
+    match term:
+        case ir.Metric():
+            return (term,)
+        case ir.Statistic(of=of) | ir.Abs(of=of):
+            return metrics_of(of)
+        case ir.Arith(left=left, right=right):
+            return metrics_of(left) + metrics_of(right)
+        case _:
+            return ()
+
+
+def check_signs(
+    term: ir.Term, metrics: Registry, reporter: Reporter, under_abs: bool = False
+) -> None:
+    """Report a signed metric that no `abs` covers."""
+    match term:
+        case ir.Metric(name=name, span=span):
+            if metrics[name].signed and not under_abs:
+                reporter.error(
+                    SIGNED_METRIC,
+                    f"`{name}` takes both signs, and nothing bounds it from the other side",
+                    span,
+                    f"write abs({name})",
+                )
+        case ir.Abs(of=of):
+            check_signs(of, metrics, reporter, True)
+        case ir.Statistic(of=of):
+            check_signs(of, metrics, reporter, under_abs)
+        case ir.Arith(left=left, right=right):
+            check_signs(left, metrics, reporter, under_abs)
+            check_signs(right, metrics, reporter, under_abs)
+        case _:
+            return

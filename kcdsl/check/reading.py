@@ -1,0 +1,112 @@
+"""Reading fields of YAML mappings, and reporting what does not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kcdsl.check.report import Reporter, suggest
+from kcdsl.diagnostics.codes import BAD_IDENTIFIER, MISSING_FIELD, UNKNOWN_FIELD, WRONG_KIND
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+
+CLAUSE_ID = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+SLICE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+KEYWORDS = frozenset(
+    ("forall", "exists", "in", "of", "and", "or", "not", "implies", "true", "false")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StructureReader:
+    """Reads fields of mappings and reports what does not fit."""
+
+    reporter: Reporter
+
+    def fields(
+        self, node: Mapping, what: str, allowed: Collection[str], required: Collection[str] = ()
+    ) -> None:
+        """Report unknown and missing fields of a mapping."""
+        for entry in node.entries:
+            if entry.key.text not in allowed:
+                self.reporter.error(
+                    UNKNOWN_FIELD,
+                    f"{what} has no field `{entry.key.text}`",
+                    entry.key.span,
+                    suggest(entry.key.text, allowed),
+                )
+        for name in required:
+            if node.get(name) is None:
+                first = node.entries[0].key.span if node.entries else node.span
+                self.reporter.error(MISSING_FIELD, f"{what} needs the field `{name}`", first)
+
+    def mapping(
+        self,
+        parent: Mapping | None,
+        name: str,
+        allowed: Collection[str] | None = None,
+        required: Collection[str] = (),
+    ) -> Mapping | None:
+        """Return the mapping under `name`; None where absent or of another kind."""
+        node = parent.get(name) if parent is not None else None
+        if node is None:
+            return None
+        if not isinstance(node, Mapping):
+            self.wrong_kind(node, name, "a mapping")
+            return None
+        if allowed is not None:
+            self.fields(node, f"`{name}`", allowed, required)
+        return node
+
+    def text(self, parent: Mapping | None, name: str, numbers: bool = False) -> Scalar | None:
+        """Return the text under `name` (a number too, if `numbers`), None where it is not one."""
+        node = parent.get(name) if parent is not None else None
+        return None if node is None else self.as_text(node, name, numbers)
+
+    def as_text(self, node: Node, name: str, numbers: bool = False) -> Scalar | None:
+        """Return the node if it is a text, else report it."""
+        if isinstance(node, Scalar):
+            if node.broken:
+                return None
+            if isinstance(node.value, str) and node.text.strip():
+                return node
+            if numbers and not isinstance(node.value, bool) and node.kind == "a number":
+                return node
+        self.wrong_kind(node, name, "a text")
+        return None
+
+    def wrong_kind(self, node: Node, name: str, wanted: str, help: str | None = None) -> None:
+        """Report that a field holds another kind of node than it takes."""
+        if isinstance(node, Scalar) and node.broken:
+            return
+        found = node.kind if not (isinstance(node, Scalar) and node.text == "") else "empty"
+        self.reporter.error(WRONG_KIND, f"`{name}` takes {wanted} and is {found}", node.span, help)
+
+    def texts(self, node: Node, name: str) -> tuple[Scalar, ...] | None:
+        """Return a list of texts; a single text counts as a list of one."""
+        if isinstance(node, Scalar):
+            only = self.as_text(node, name)
+            return None if only is None else (only,)
+        if not isinstance(node, Sequence):
+            self.wrong_kind(node, name, "a list of names")
+            return None
+        items = [self.as_text(item, f"{name}[{i}]") for i, item in enumerate(node.items)]
+        return None if None in items else tuple(item for item in items if item is not None)
+
+
+def identifier(
+    reader: StructureReader, node: Scalar | None, pattern: re.Pattern[str], what: str
+) -> Scalar | None:
+    """Return a scalar that can name a contract, clause, slice …; None after an error."""
+    if node is None:
+        return None
+    if not pattern.fullmatch(node.text) or node.text in KEYWORDS:
+        reader.reporter.error(
+            BAD_IDENTIFIER,
+            f"`{node.text}` cannot name a {what}",
+            node.span,
+            "start with a letter; go on with letters, digits and `_`"
+            + (", `-` or `.`" if pattern is CLAUSE_ID else ""),
+        )
+        return None
+    return node

@@ -1,0 +1,254 @@
+"""Tables of thresholds: their rows, and the comparisons in which they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from kcdsl.check.bounds import check_compare
+from kcdsl.check.names import Scope, quantity
+from kcdsl.check.predicates import predicate
+from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.sections import RawRow, RawTable
+from kcdsl.check.units import UNITS, Unit, describe
+from kcdsl.diagnostics.codes import (
+    DIMENSION,
+    TABLE_GAP,
+    UNKNOWN_UNIT,
+    UNREACHABLE_ROW,
+    VACUOUS,
+    WRONG_SORT,
+)
+from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.ir import terms as ir
+from kcdsl.ir.cases import Case, Undecided, find_case
+from kcdsl.ir.walk import subterms
+from kcdsl.source.removal import remove_entry
+from kcdsl.source.text import Span
+from kcdsl.source.yaml_nodes import Mapping, Scalar
+from kcdsl.syntax.parser import parse_expression, parse_quantity
+
+_WHOLE = ("length",)
+"""Fields that count something, so that they hold whole numbers."""
+
+
+def check_table(raw: RawTable, reporter: Reporter) -> ir.ThresholdTable | None:
+    """Check one table: units, predicates, and that each request has exactly one value.
+
+    None after an error, which the sink then holds.
+    """
+    unit = _unit(raw.unit, reporter)
+    rows = [_row(row, unit, reporter) for row in raw.rows]
+    otherwise = None
+    if raw.otherwise is not None and isinstance(raw.otherwise.value, Scalar):
+        otherwise = _value(raw.otherwise.value, unit, reporter)
+        if otherwise is None:
+            return None
+    found = tuple(row for row in rows if row is not None)
+    if unit is None or len(found) != len(rows) or not found:
+        return None
+    if not _is_total(raw, found, otherwise is not None, reporter):
+        return None
+    name, dimension = raw.name.text, str(unit.dimension)
+    return ir.ThresholdTable(name, dimension, found, otherwise, raw.name.span)
+
+
+def _unit(scalar: Scalar | None, reporter: Reporter) -> Unit | None:
+    if scalar is None:
+        return None
+    unit = UNITS.get(scalar.text)
+    if unit is None:
+        reporter.error(
+            UNKNOWN_UNIT,
+            f"there is no unit `{scalar.text}`",
+            scalar.span,
+            suggest(scalar.text, UNITS, "units"),
+        )
+    return unit
+
+
+def _row(raw: RawRow, unit: Unit | None, reporter: Reporter) -> ir.TableRow | None:
+    where = value = None
+    if raw.where is not None:
+        parsed = parse_expression(reporter.source, raw.where, reporter.sink)
+        where = predicate(parsed, reporter) if parsed is not None else None
+    if raw.value is not None:
+        value = _value(raw.value, unit, reporter)
+    return None if where is None or value is None else ir.TableRow(where, value)
+
+
+def _value(scalar: Scalar, unit: Unit | None, reporter: Reporter) -> Fraction | None:
+    """Read a value; without a unit it is in that of the table."""
+    number = parse_quantity(reporter.source, scalar, reporter.sink)
+    read = quantity(number, reporter) if number is not None else None
+    if number is None or read is None or unit is None:
+        return None
+    value, dimension, bare = read
+    if bare:
+        return value * unit.factor
+    if dimension != unit.dimension:
+        reporter.error(
+            DIMENSION,
+            f"the table holds {describe(unit.dimension)}, and this is {describe(dimension)}",
+            number.span,
+            f"leave the unit out, or write one like `{unit.name}`",
+        )
+        return None
+    return value
+
+
+# --- totality ------------------------------------------------------------------------------------
+
+
+def _is_total(
+    raw: RawTable, rows: Sequence[ir.TableRow], otherwise: bool, reporter: Reporter
+) -> bool:
+    """Report rows that no request reaches, and requests that no row takes."""
+    good = True
+    for position, row in enumerate(rows):
+        where = raw.rows[position].where
+        if where is not None and not _is_reached(rows, position):
+            good = False
+            taken = _taken_by(rows, position)
+            labels: tuple[Label, ...] = ()
+            first = raw.rows[taken].where if taken is not None else None
+            if first is not None:
+                labels = (Label(first.span, "takes them all"),)
+            reporter.error(
+                UNREACHABLE_ROW,
+                "no request gets here: the rows above take every one"
+                if _can_hold(row.where)
+                else "no request satisfies this row",
+                where.span,
+                "the first row that a request satisfies gives its value; drop the row, or move it "
+                "up",
+                labels,
+            )
+    if not good:
+        return False
+    return _check_rest(raw, rows, otherwise, reporter)
+
+
+def _check_rest(
+    raw: RawTable, rows: Sequence[ir.TableRow], otherwise: bool, reporter: Reporter
+) -> bool:
+    rest = ir.AllOf(tuple(ir.NoneOf(row.where) for row in rows))
+    try:
+        case = find_case(rest, _WHOLE)
+    except Undecided:
+        if not otherwise:
+            reporter.error(
+                TABLE_GAP,
+                f"whether the rows of `{raw.name.text}` take every request is not decided",
+                raw.name.span,
+                "add `otherwise: VALUE`",
+            )
+        return otherwise
+    if case is not None and not otherwise:
+        reporter.error(
+            TABLE_GAP,
+            f"`{raw.name.text}` has no value for a request with {_describe(case)}",
+            raw.name.span,
+            "add `otherwise: VALUE`, or a row for it",
+        )
+        return False
+    if case is None and otherwise and raw.otherwise is not None:
+        assert isinstance(raw.entry.value, Mapping)
+        edit = remove_entry(reporter.source, raw.entry.value, raw.otherwise)
+        reporter.error(
+            UNREACHABLE_ROW,
+            "no request gets here: the rows take every one",
+            raw.otherwise.key.span,
+            "leave `otherwise` out; nothing can be shown on a bucket without requests",
+            fix=Fix("remove `otherwise`", (edit,)),
+        )
+        return False
+    return True
+
+
+def _is_reached(rows: Sequence[ir.TableRow], position: int) -> bool:
+    above = tuple(ir.NoneOf(row.where) for row in rows[:position])
+    return _can_hold(ir.AllOf((*above, rows[position].where)))
+
+
+def _taken_by(rows: Sequence[ir.TableRow], position: int) -> int | None:
+    """Return the only row that takes every request of a later one, or None."""
+    where = rows[position].where
+    for earlier, row in enumerate(rows[:position]):
+        if not _can_hold(ir.AllOf((where, ir.NoneOf(row.where)))):
+            return earlier if _can_hold(where) else None
+    return None
+
+
+def _can_hold(where: ir.Predicate) -> bool:
+    try:
+        return find_case(where, _WHOLE) is not None
+    except Undecided:
+        return True
+
+
+def _describe(case: Case) -> str:
+    return " and ".join(f"{name} = {_shown(value)}" for name, value in sorted(case.items()))
+
+
+def _shown(value: str | Fraction | bool) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value) if value.denominator == 1 else f"{float(value):g}"
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+
+def tables_stand_alone(sides: Sequence[ir.Term], reporter: Reporter) -> bool:
+    """Report a table inside another term, and a comparison of a table with a constant."""
+    for side in sides:
+        for part in subterms(side):
+            if isinstance(part, ir.TableValue) and part is not side:
+                reporter.error(
+                    WRONG_SORT,
+                    "a table is a threshold: it stands alone on one side of a comparison",
+                    part.span,
+                    "put the factor into the rows of the table",
+                )
+                return False
+    fixed = [isinstance(side, ir.Number | ir.TableValue) for side in sides]
+    if all(fixed) and not all(isinstance(side, ir.Number) for side in sides):
+        spans = [side.span for side in sides]
+        reporter.error(
+            VACUOUS,
+            "the comparison of a table with a constant says nothing about the kernels",
+            spans[0].hull(spans[-1]),
+            "compare a statistic of a metric with the table",
+        )
+        return False
+    return True
+
+
+def check_threshold(
+    compare: ir.Compare,
+    op_span: Span,
+    scope: Scope,
+    reporter: Reporter,
+    side: int,
+    against: bool,
+) -> bool:
+    """Check a comparison as `check_compare` does, for every value that its threshold can have."""
+    if not isinstance(compare.right, ir.TableValue):
+        return check_compare(compare, op_span, scope.metrics, reporter, side, against)
+    table = scope.tables[compare.right.name]
+    if table is None:
+        return False
+    values = [row.value for row in table.rows]
+    values += [] if table.otherwise is None else [table.otherwise]
+    numbers = [ir.Number(value, table.dimension, compare.right.span) for value in values]
+    checked = [
+        check_compare(
+            replace(compare, right=number), op_span, scope.metrics, reporter, side, against
+        )
+        for number in numbers
+    ]
+    return all(checked)

@@ -1,0 +1,228 @@
+"""The registry of a contract: the metrics of the language and those that its user declares.
+
+Declared are the modules that `metrics` of the configuration names, read whenever a contract is
+checked, and those of installed packages (entry points of the group `kcdsl.metrics`), looked for
+only where a contract names a metric that is neither built in nor configured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kcdsl.check.metrics import MetricDefinition, Registry
+from kcdsl.diagnostics.codes import BAD_CONFIGURATION, METRIC_MODULE, METRIC_NAME_TAKEN
+from kcdsl.diagnostics.model import Diagnostic, Refusal, Sink
+from kcdsl.source.files import read_source
+from kcdsl.source.text import SourceFile, Span
+
+if TYPE_CHECKING:
+    from kcdsl.check.metric_files import Declared
+
+GROUP = "kcdsl.metrics"
+SIZE_LIMIT = 2**20
+"""Largest Python file that is searched for declarations, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """The list `metrics` of a configuration: its file, the names, and the place of each."""
+
+    source: SourceFile
+    folder: Path
+    names: tuple[str, ...]
+
+    def span(self, name: str) -> Span | None:
+        """Return the place of a name in the configuration, where it is written literally."""
+        for quote in ('"', "'"):
+            at = self.source.text.find(f"{quote}{name}{quote}")
+            if at >= 0:
+                return Span(at + 1, at + 1 + len(name))
+        return None
+
+
+def read_registry(folder: Path | None, sink: Sink) -> Registry:
+    """Return the metrics that a contract in `folder` may name; errors are in the sink.
+
+    Without a folder there is no configuration. Nothing that the user wrote is run.
+    """
+    modules = _configured(folder, sink) if folder is not None else None
+    own: dict[str, Declared] = {}
+    if modules is not None:
+        for declared in _declared(modules, sink):
+            _add(own, declared, sink)
+    installed = cache(lambda: _installed(own, sink))
+    return Registry({name: found.definition for name, found in own.items()}, installed)
+
+
+def declarations(folder: Path | None, sink: Sink) -> Mapping[str, Declared]:
+    """Return every metric that a user declares, with its place; installed packages included."""
+    found: dict[str, Declared] = {}
+    modules = _configured(folder, sink) if folder is not None else None
+    if modules is not None:
+        for declared in _declared(modules, sink):
+            _add(found, declared, sink)
+    for declared in _entry_points(sink):
+        if declared.definition.name not in found:
+            _add(found, declared, sink)
+    return found
+
+
+def _add(found: dict[str, Declared], declared: Declared, sink: Sink) -> None:
+    name = declared.definition.name
+    other = found.get(name)
+    if other is None:
+        found[name] = declared
+    elif other.definition.function != declared.definition.function:
+        sink.add(
+            Diagnostic(
+                METRIC_NAME_TAKEN,
+                f"the metric `{name}` is declared by {declared.definition.function} and by "
+                f"{other.definition.function}",
+                declared.source,
+                declared.span,
+                help="give one of them another name",
+            )
+        )
+
+
+# --- the configuration ---------------------------------------------------------------------------
+
+
+def _shown(path: Path) -> Path:
+    """Return a path as a person would name it: from the current folder, where it is below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _configured(folder: Path, sink: Sink) -> Modules | None:
+    for place in (folder.resolve(), *folder.resolve().parents):
+        for name, section in (("kcdsl.toml", ()), ("pyproject.toml", ("tool", "kcdsl"))):
+            file = place / name
+            if file.is_file():
+                found = _read_modules(file, section, sink)
+                if found is not None:
+                    return found
+    return None
+
+
+def _read_modules(file: Path, section: tuple[str, ...], sink: Sink) -> Modules | None:
+    """Return the list of a configuration file; None where it has none."""
+    try:
+        source = read_source(_shown(file))
+    except Refusal as refusal:
+        _keep(refusal, sink)
+        return None
+    if "metrics" not in source.text:
+        return None
+    import tomllib
+
+    try:
+        table: Any = tomllib.loads(source.text)
+    except tomllib.TOMLDecodeError as error:
+        message = f"{source.name} is not valid TOML: {error}"
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, Span(0, 0)))
+        return None
+    for key in section:
+        table = table.get(key) if isinstance(table, dict) else None
+    names = table.get("metrics") if isinstance(table, dict) else None
+    if names is None:
+        return None
+    modules = Modules(source, file.parent, ())
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        at = source.text.find("metrics")
+        sink.add(
+            Diagnostic(
+                BAD_CONFIGURATION,
+                "`metrics` takes a list of modules and files",
+                source,
+                Span(at, at + len("metrics")),
+                help='such as ["package.metrics", "metrics.py"]',
+            )
+        )
+        return modules
+    return Modules(source, file.parent, tuple(names))
+
+
+def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
+    from kcdsl.check.metric_files import read_declarations
+    from kcdsl.check.metric_modules import find_file, is_file_name, plain_name
+
+    for name in dict.fromkeys(modules.names):
+        span = modules.span(name)
+        if is_file_name(name) and Path(name).is_absolute():
+            message = f"`{name}` is not relative, so contracts would differ from place to place"
+            sink.add(Diagnostic(BAD_CONFIGURATION, message, modules.source, span))
+            continue
+        path = find_file(name, modules.folder)
+        source = None if path is None else _source(path, sink)
+        if path is None:
+            kind = "file" if is_file_name(name) else "module"
+            sink.add(
+                Diagnostic(
+                    METRIC_MODULE,
+                    f"there is no Python {kind} `{name}`",
+                    modules.source,
+                    span,
+                    help=f"it is looked for beside {modules.source.name}"
+                    + ("" if kind == "file" else " and among the installed modules"),
+                )
+            )
+        if source is not None:
+            yield from read_declarations(source, plain_name(name), sink)
+
+
+def _source(path: Path, sink: Sink) -> SourceFile | None:
+    try:
+        return read_source(_shown(path), SIZE_LIMIT)
+    except Refusal as refusal:
+        _keep(refusal, sink)
+        return None
+
+
+def _keep(refusal: Refusal, sink: Sink) -> None:
+    for diagnostic in refusal.diagnostics:
+        sink.add(diagnostic)
+
+
+# --- installed packages --------------------------------------------------------------------------
+
+
+def _installed(own: Mapping[str, Declared], sink: Sink) -> Mapping[str, MetricDefinition]:
+    """Return what installed packages declare, apart from what the configuration declares too."""
+    found: dict[str, Declared] = {}
+    for declared in _entry_points(sink):
+        if declared.definition.name not in own:
+            _add(found, declared, sink)
+        else:
+            _add(dict(own), declared, sink)
+    return {name: declared.definition for name, declared in found.items()}
+
+
+def _entry_points(sink: Sink) -> Iterator[Declared]:
+    import sys
+    from importlib.metadata import entry_points
+
+    points = sorted(entry_points(group=GROUP), key=lambda point: (point.value, point.name))
+    if not points:
+        return
+    from kcdsl.check.metric_files import read_declarations
+    from kcdsl.check.metric_modules import find_module
+
+    for point in points:
+        path = find_module(point.module, [entry for entry in sys.path if entry])
+        if path is None:
+            owner = f" of {point.dist.name}" if point.dist is not None else ""
+            message = f"the entry point `{point.name}`{owner} names the module {point.module}"
+            sink.add(Diagnostic(METRIC_MODULE, f"{message}, which is not there"))
+            continue
+        source = _source(path, sink)
+        if source is None:
+            continue
+        for declared in read_declarations(source, point.module, sink):
+            function = declared.definition.function or ""
+            if not point.attr or function == f"{point.module}:{point.attr}":
+                yield declared

@@ -1,0 +1,195 @@
+"""What is true of measured quantities whatever the kernels do, as data.
+
+Every translation of contracts into logic takes its assumptions from here and makes no others. A
+*small* quantity is at most a factor times a *large* one, value by value; an order that holds value
+by value holds of every mean, minimum, maximum and quantile of the same values too. Sources: norms
+of one row of logits, and `docs/bound-chain.md`, sections 1 and 2. Which metrics bound which others is in
+`kcdsl.ir.orders`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from kcdsl.check.metrics import find_metric
+from kcdsl.ir.orders import MAGNITUDE_OF_LOG_RATIO, SQRT2_UP, least_factor
+from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
+
+NORMS: tuple[tuple[str, Fraction, str], ...] = (
+    ("inf", Fraction(1), "2"),
+    ("span", Fraction(2), "inf"),
+    ("span", SQRT2_UP, "2"),
+)
+"""(small, factor, large) for the norms of one drift."""
+
+MONOTONE = frozenset({"mean", "min", "max", "quantile"})
+"""Statistics that keep an order that holds value by value."""
+
+
+def canonical(name: str) -> str:
+    """Return the registered name of a metric, or the name itself where none is registered."""
+    definition = find_metric(name)
+    return name if definition is None else definition.name
+
+
+# --- orders --------------------------------------------------------------------------------------
+
+
+def domination(small: Term, large: Term, temperature: Fraction | None) -> Fraction | None:
+    """Return c if small <= c large holds for every value, else None.
+
+    `temperature` relates the span of the logits to the distributions; None leaves them apart.
+    """
+    if isinstance(large, Abs) and large.of == small:
+        return Fraction(1)
+    names = metric_node(small), metric_node(large)
+    if names[0] is None or names[1] is None:
+        return None
+    path = least_factor(names[0], names[1], temperature)
+    return None if path is None else path.factor
+
+
+def metric_node(term: Term) -> str | None:
+    """Return the name under which `kcdsl.ir.orders` knows a term of one token, or None."""
+    match term:
+        case Metric(name):
+            return name
+        case Abs(Metric("log_ratio")):
+            return MAGNITUDE_OF_LOG_RATIO
+        case _:
+            return None
+
+
+class Ranked(Protocol):
+    """A statistic of some values, by its kind and level."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def q(self) -> Fraction | None: ...
+
+
+def ordered(a: Ranked, b: Ranked) -> bool:
+    """Say whether a <= b holds of two statistics of the same values."""
+    if a.kind == "min":
+        return b.kind in ("mean", "max", "quantile")
+    if b.kind == "max":
+        return a.kind in ("mean", "quantile")
+    if a.kind == b.kind == "quantile":
+        return a.q is not None and b.q is not None and a.q < b.q
+    return False
+
+
+# --- ranges --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A closed interval of exact reals; None stands for no end."""
+
+    low: Fraction | None = None
+    high: Fraction | None = None
+
+    def meet(self, other: Interval) -> Interval:
+        """Return the intersection (which may be empty: low above high)."""
+        lows = [end for end in (self.low, other.low) if end is not None]
+        highs = [end for end in (self.high, other.high) if end is not None]
+        return Interval(max(lows, default=None), min(highs, default=None))
+
+
+EVERYTHING = Interval()
+_UNIT = Interval(Fraction(0), Fraction(1))
+_DOMAINS = {
+    "embedding_cosine": Interval(Fraction(-1), Fraction(1)),
+    # w ln w is least at w = 1/e; 0.368 > 1/e.
+    "w_log_w": Interval(Fraction(-368, 1000), None),
+}
+
+
+def domain(name: str) -> Interval:
+    """Return where the values of a metric lie by definition; everything for an unknown metric."""
+    definition = find_metric(name)
+    if definition is None:
+        return EVERYTHING
+    narrower = _DOMAINS.get(definition.name, EVERYTHING)
+    return Interval(definition.lower, definition.upper).meet(narrower)
+
+
+def interval(term: Term, known: Mapping[str, Interval] | None = None) -> Interval:
+    """Return an interval that holds the term; `known` bounds metrics beyond their domain.
+
+    A mean, minimum, maximum or quantile of values in an interval lies in it; a rate lies in
+    [0, 1].
+    """
+    match term:
+        case Number(value):
+            return Interval(value, value)
+        case Metric(name):
+            return domain(name).meet((known or {}).get(canonical(name), EVERYTHING))
+        case Statistic("rate"):
+            return _UNIT
+        case Statistic("mean" | "min" | "max" | "quantile" | "aggregate", of):
+            return interval(of, known)
+        case Norm():
+            return Interval(Fraction(0), None)
+        case Abs(of):
+            return _magnitude(interval(of, known))
+        case Arith(op, left, right):
+            return _arithmetic(op, interval(left, known), interval(right, known))
+        case Statistic() | TableValue():
+            return EVERYTHING
+
+
+def _magnitude(x: Interval) -> Interval:
+    low = max(
+        Fraction(0),
+        x.low if x.low is not None else Fraction(0),
+        -x.high if x.high is not None else Fraction(0),
+    )
+    high = None if x.low is None or x.high is None else max(abs(x.low), abs(x.high))
+    return Interval(low, high)
+
+
+def _arithmetic(op: str, x: Interval, y: Interval) -> Interval:
+    match op:
+        case "+":
+            return Interval(_sum(x.low, y.low), _sum(x.high, y.high))
+        case "-":
+            return _arithmetic("+", x, Interval(_negated(y.high), _negated(y.low)))
+        case "*":
+            return _product(x, y)
+        case "/" if y.low is not None and y.low == y.high and y.low != 0:
+            inverse = 1 / y.low
+            return _product(x, Interval(inverse, inverse))
+        case _:
+            return EVERYTHING
+
+
+def _product(x: Interval, y: Interval) -> Interval:
+    if y.low is not None and y.low == y.high:
+        x, y = y, x
+    if x.low is not None and x.low == x.high:  # a constant times an interval
+        ends = (_times(x.low, y.low), _times(x.low, y.high))
+        if x.low == 0:
+            return Interval(Fraction(0), Fraction(0))
+        return Interval(*ends) if x.low > 0 else Interval(*reversed(ends))
+    if x.low is None or x.high is None or y.low is None or y.high is None:
+        return EVERYTHING
+    corners = [a * b for a in (x.low, x.high) for b in (y.low, y.high)]
+    return Interval(min(corners), max(corners))
+
+
+def _times(factor: Fraction, end: Fraction | None) -> Fraction | None:
+    return None if end is None else factor * end
+
+
+def _sum(a: Fraction | None, b: Fraction | None) -> Fraction | None:
+    return None if a is None or b is None else a + b
+
+
+def _negated(end: Fraction | None) -> Fraction | None:
+    return None if end is None else -end

@@ -1,0 +1,347 @@
+"""Clauses as statements about real constants.
+
+A measured term on a slice (`p99(kl)` on `long`) becomes a real constant; `kcdsl.ir.smtlib.facts`
+says what is true of the constants whatever the kernels do. A claim about every input of a region
+speaks of the largest norm of the drift that occurs there (`Extreme`), which is exact: inputs and
+admitted runs are finitely many, so the largest is attained. A quantifier over anything else becomes
+a truth value of its own (`Opaque`), about which its instances are stated.
+
+Division by a measured term makes a statement undefined where the term is zero, and an undefined
+statement is not true; so `holds` demands of every divisor that it is not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import assert_never
+
+from kcdsl.ir import terms as ir
+from kcdsl.ir.facts import canonical
+from kcdsl.ir.selection import Inside
+from kcdsl.ir.smtlib import text
+from kcdsl.ir.smtlib.text import Symbols
+from kcdsl.ir.store import Store, postorder
+from kcdsl.ir.walk import subterms, walk
+from kcdsl.ir.words import formula_text, region_text, term_text
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A measured term on a slice. `unit` is "" for the slice as a whole, else names one unit."""
+
+    unit: str
+    slice: str
+    term: ir.Term
+
+
+@dataclass(frozen=True, slots=True)
+class Extreme:
+    """The least or the largest norm of a drift over a region."""
+
+    unit: str
+    end: str
+    kind: str
+    block: str
+    measured: bool
+    region: ir.Region
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One row of a slice: any one (`number` 0), or the one that a quantifier is about."""
+
+    unit: str
+    region: ir.Region
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NormAt:
+    """The norm of the observed drift at one input."""
+
+    kind: str
+    block: str
+    at: Input
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A quantified statement that is no bound of one norm."""
+
+    unit: str
+    slice: str
+    formula: ir.Quantified
+
+
+Constant = Quantity | Extreme | NormAt
+Environment = Mapping[str, Input]
+
+
+@dataclass(slots=True)
+class Theory:
+    """Translates clauses and keeps the constants they speak of, in the order of their use."""
+
+    inside: Inside
+    store: Store = field(default_factory=Store)
+    symbols: Symbols = field(default_factory=Symbols)
+    constants: dict[Constant, str] = field(default_factory=dict)
+    flags: dict[Hashable, str] = field(default_factory=dict)
+    opaque: dict[Opaque, str] = field(default_factory=dict)
+
+    def holds(self, formula: ir.Formula, slice_name: str, unit: str = "") -> str:
+        """Return that a requirement is true of a slice, or of one unit of it."""
+        return _Translation(self, slice_name, unit).holds(self.store.formula(formula), {})
+
+    def fails(self, formula: ir.Formula, slice_name: str, unit: str = "") -> str:
+        """Return that a requirement is not true of a slice, or of one unit of it."""
+        return text.negation(self.holds(formula, slice_name, unit))
+
+    def real(self, constant: Constant, name: str) -> str:
+        """Return the symbol of a real constant."""
+        symbol = self.symbols.symbol(constant, name)
+        self.constants.setdefault(constant, symbol)
+        return symbol
+
+    def flag(self, meaning: Hashable, name: str) -> str:
+        """Return the symbol of a truth value."""
+        symbol = self.symbols.symbol(meaning, name)
+        self.flags.setdefault(meaning, symbol)
+        return symbol
+
+    def region_inside(self, inner: ir.Region, outer: ir.Region) -> bool:
+        """Say whether every input of one region is one of the other."""
+        if not self.inside(inner.slice, outer.slice):
+            return False
+        if inner.kind is ir.RegionKind.POINTS:
+            return True
+        return inner.kind is outer.kind and inner.radius <= outer.radius
+
+    def instances(self) -> list[str]:
+        """Return what the opaque statements say about single inputs.
+
+        A statement about every input is true of any one input of each region inside its own, and
+        of those that other quantifiers are about; one that is not true is not true of one input.
+        """
+        found: list[str] = []
+        general = list(self.opaque.items())
+        chosen = {
+            item: Input(item.unit, item.formula.region, number)
+            for number, (item, _) in enumerate(general, 1)
+        }
+        known = list(dict.fromkeys(Input(i.unit, i.region) for i in chosen.values()))
+        known += chosen.values()
+        for item, symbol in general:
+            every = item.formula.quantifier == "forall"
+            claim = symbol if every else text.negation(symbol)
+            for at in known:
+                same = at.unit == item.unit
+                if same and self.region_inside(at.region, item.formula.region):
+                    found.append(f"(=> {claim} {self._instance(item, at, every)})")
+            converse = self._instance(item, chosen[item], not every)
+            found.append(f"(=> {text.negation(claim)} {converse})")
+        return found
+
+    def _instance(self, item: Opaque, at: Input, positive: bool) -> str:
+        translation = _Translation(self, item.slice, item.unit)
+        formula = item.formula
+        true = translation.holds(formula.body, {formula.variable: at})
+        return true if positive else text.negation(true)
+
+
+@dataclass(frozen=True, slots=True)
+class _Translation:
+    """The translation of the formulas of one clause on one slice."""
+
+    theory: Theory
+    slice: str
+    unit: str
+
+    def holds(self, formula: ir.Formula, at: Environment) -> str:
+        """Return that the formula is defined and true."""
+        truth = self.formula(formula, at)
+        divisors = dict.fromkeys(self._divisors(formula))
+        defined = (f"(not (= {self.term(divisor, at)} 0.0))" for divisor in divisors)
+        return text.conjunction([*defined, truth])
+
+    def formula(self, formula: ir.Formula, at: Environment) -> str:
+        """Return the truth of a formula where it is defined."""
+        match formula:
+            case ir.Compare(op, left, right):
+                if not _bound(left, at) or not _bound(right, at):
+                    return self._unbound(formula)
+                return _compared(op, self.term(left, at), self.term(right, at))
+            case ir.NoFlip():
+                return self._unbound(formula)
+            case ir.HasFields(fields):
+                return text.conjunction(self._field(name) for name in fields)
+            case ir.Not(of):
+                return text.negation(self.formula(of, at))
+            case ir.Connective("implies", (left, right)):
+                first = text.negation(self.formula(left, at))
+                return text.disjunction([first, self.formula(right, at)])
+            case ir.Connective(op, parts):
+                inner = [self.formula(part, at) for part in parts]
+                return text.conjunction(inner) if op == "and" else text.disjunction(inner)
+            case ir.Quantified():
+                return self._quantified(formula)
+            case _:
+                assert_never(formula)
+
+    def term(self, term: ir.Term, at: Environment) -> str:
+        """Return a term."""
+        match term:
+            case ir.Number(value):
+                return text.real(value)
+            case ir.Metric() | ir.Statistic():
+                return self._quantity(term)
+            case ir.Norm(kind, drift):
+                place = at[drift.variable]
+                name = f"{term_text(term)} for x = {_input(place)}"
+                return self.theory.real(NormAt(kind, drift.block, place), name)
+            case ir.Abs(of):
+                inner = self.term(of, at)
+                return f"(ite (>= {inner} 0.0) {inner} (- {inner}))"
+            case ir.Arith(op, left, right):
+                return f"({op} {self.term(left, at)} {self.term(right, at)})"
+            case ir.TableValue(name):
+                raise ValueError(f"the table {name} was not written out")
+            case _:
+                assert_never(term)
+
+    def _quantity(self, term: ir.Term) -> str:
+        plain = self.theory.store.term(_plain(term))
+        quantity = Quantity(self.unit, self.slice, plain)
+        return self.theory.real(quantity, self._here(term_text(term)))
+
+    def _field(self, name: str) -> str:
+        key = ("field", self.unit, self.slice, name)
+        return self.theory.flag(key, self._here(f"trace has {name}"))
+
+    def _here(self, words: str) -> str:
+        """Return words with the place that they are about."""
+        place = f" on {self.slice}" if self.slice else ""
+        return f"{words}{place}{', ' + self.unit if self.unit else ''}"
+
+    def _unbound(self, formula: ir.Compare | ir.NoFlip) -> str:
+        """Return a truth value for a claim about admitted runs outside its simple form."""
+        key = ("claim", self.unit, self.slice, formula)
+        return self.theory.flag(key, self._here(formula_text(formula)))
+
+    # --- quantifiers ------------------------------------------------------------------------
+
+    def _quantified(self, formula: ir.Quantified) -> str:
+        simple = self._simple(formula, formula.body)
+        if simple is not None:
+            return simple
+        key = Opaque(self.unit, self.slice, formula)
+        symbol = self.theory.flag(key, self._here(formula_text(formula)))
+        if _only_observed(formula):
+            self.theory.opaque.setdefault(key, symbol)
+        return symbol
+
+    def _simple(self, formula: ir.Quantified, body: ir.Formula) -> str | None:
+        """Return a quantified statement that bounds norms, exactly; None for any other."""
+        every = formula.quantifier == "forall"
+        match body:
+            case ir.Compare(op, ir.Norm(kind, drift), ir.Number(value)):
+                if drift.variable != formula.variable or not (every or drift.measured):
+                    return None
+                ends = {"<=": ["largest"], "<": ["largest"], ">=": ["least"], ">": ["least"]}
+                if not every:
+                    swapped = {"least": ["largest"], "largest": ["least"]}
+                    ends = {op: swapped[end] for op, (end,) in ends.items()}
+                    if op == "==":
+                        return None
+                return text.conjunction(
+                    _compared(op, self._extreme(end, kind, drift, formula.region), text.real(value))
+                    for end in ends.get(op, ["least", "largest"])
+                )
+            case ir.NoFlip(block, variable, k) if every and variable == formula.variable:
+                key = ("no_flip", self.unit, block, k, formula.region)
+                name = f"no_flip of the first {k} of {block} in {region_text(formula.region)}"
+                return self.theory.flag(key, name)
+            case ir.Connective("and", parts) if every:
+                inner = [self._simple(formula, part) for part in parts]
+                found = [part for part in inner if part is not None]
+                return text.conjunction(found) if len(found) == len(inner) else None
+            case _:
+                return None
+
+    def _extreme(self, end: str, kind: str, drift: ir.Drift, region: ir.Region) -> str:
+        extreme = Extreme(self.unit, end, kind, drift.block, drift.measured, region)
+        return self.theory.real(extreme, extreme_name(extreme))
+
+    def _divisors(self, formula: ir.Formula) -> list[ir.Term]:
+        """Return the terms that a formula divides by, outside the scope of quantifiers."""
+        found: list[ir.Term] = []
+        for node in postorder(formula, _outside_quantifiers):
+            match node:
+                case ir.Arith("/", _, right) if not isinstance(right, ir.Number):
+                    found.append(right)
+                case ir.Arith("/", _, ir.Number(value)) if value == 0:
+                    found.append(node.right)
+        return found
+
+
+def extreme_name(extreme: Extreme) -> str:
+    """Return an extreme in words."""
+    norm = ir.Norm(extreme.kind, ir.Drift(extreme.block, "x", extreme.measured))
+    where = f", {extreme.unit}" if extreme.unit else ""
+    return f"{extreme.end} {term_text(norm)} for x in {region_text(extreme.region)}{where}"
+
+
+def _input(at: Input) -> str:
+    row = f"row {at.number}" if at.number else "a row"
+    return f"{row} of {region_text(at.region)}{', ' + at.unit if at.unit else ''}"
+
+
+def _compared(op: str, left: str, right: str) -> str:
+    return f"({'=' if op == '==' else op} {left} {right})"
+
+
+def _bound(term: ir.Term, at: Environment) -> bool:
+    """Say whether every drift of a term is one that was observed at a known input."""
+    norms = [part.of for part in subterms(term) if isinstance(part, ir.Norm)]
+    return all(drift.measured and drift.variable in at for drift in norms)
+
+
+def _only_observed(formula: ir.Quantified) -> bool:
+    """Say whether a quantifier is about drift that was observed, and holds no other quantifier."""
+    parts = list(walk(formula.body))
+    if any(isinstance(part, ir.Quantified | ir.NoFlip) for part in parts):
+        return False
+    norms = [node for node in postorder(formula) if isinstance(node, ir.Norm)]
+    return all(norm.of.measured and norm.of.variable == formula.variable for norm in norms)
+
+
+def _outside_quantifiers(node: object) -> tuple[object, ...]:
+    match node:
+        case ir.Compare(_, left, right) | ir.Arith(_, left, right):
+            return left, right
+        case ir.Not(of) | ir.Abs(of):
+            return (of,)
+        case ir.Connective(_, parts):
+            return parts
+        case _:
+            return ()
+
+
+def _plain(term: ir.Term) -> ir.Term:
+    """Return a measured term with registered names of metrics and numbers without a dimension."""
+    match term:
+        case ir.Metric(name):
+            return ir.Metric(canonical(name))
+        case ir.Number(value):
+            return ir.Number(Fraction(value))
+        case ir.Statistic(kind, of, q):
+            return ir.Statistic(kind, _plain(of), q)
+        case ir.Abs(of):
+            return ir.Abs(_plain(of))
+        case ir.Arith(op, left, right):
+            return ir.Arith(op, _plain(left), _plain(right))
+        case ir.Norm() | ir.TableValue():
+            return term
+        case _:
+            assert_never(term)

@@ -1,0 +1,84 @@
+"""What a training loss may know of a contract.
+
+A clause with `holdout: true` is evaluated and gates releases. Were it part of a training loss, the
+loss would be driven to satisfy the clause and not what the clause stands for; so a trainer is given
+the contract without such clauses, and without the slices, tables and metrics that they alone speak
+of. The full program is named by its digest, which binds the trainer to one contract; it hides the
+clauses from readers, not from a search over guesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kcdsl.ir.canonical import digest, document_json
+from kcdsl.ir.terms import Metric, Program, Quantified, TableValue
+from kcdsl.ir.walk import terms_of, walk
+
+SCHEMA = "kcdsl.training/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    """How much of a program is kept from training."""
+
+    clauses: int
+    slices: int
+    tables: int
+    metrics: int
+
+    def __str__(self) -> str:
+        parts = [
+            f"{count} {name if count != 1 else name[:-1]}"
+            for name in self.__dataclass_fields__
+            if (count := getattr(self, name))
+        ]
+        return ", ".join(parts) or "nothing"
+
+
+def for_training(program: Program) -> tuple[Program, Withheld]:
+    """Return the program without held-out clauses and what they alone need, and the counts."""
+    clauses = tuple(clause for clause in program.clauses if not clause.holdout)
+    slices: set[str] = set()
+    names: set[str] = set()
+    for clause in clauses:
+        slices |= set(clause.slices)
+        slices |= {f.region.slice for f in walk(clause.require) if isinstance(f, Quantified)}
+        names |= {t.name for t in terms_of(clause.require) if isinstance(t, Metric | TableValue)}
+    kept = tuple(s for s in program.slices if s.name in slices)
+    tables = tuple(t for t in program.tables if t.name in names)
+    metrics = tuple(m for m in program.metrics if m.name in names)
+    shown = replace(
+        program,
+        clauses=clauses,
+        slices=kept,
+        tables=tables,
+        metrics=metrics,
+        data=program.data if any(s.data is None for s in kept) else None,
+        imports=(),
+    )
+    withheld = Withheld(
+        len(program.clauses) - len(clauses),
+        len(program.slices) - len(kept),
+        len(program.tables) - len(tables),
+        len(program.metrics) - len(metrics),
+    )
+    return shown, withheld
+
+
+def training_document(program: Program) -> bytes:
+    """Return the file that `compile --emit ir --for training` writes, as canonical JSON."""
+    import rfc8785
+
+    shown, withheld = for_training(program)
+    counts = {name: getattr(withheld, name) for name in withheld.__dataclass_fields__}
+    return bytes(
+        rfc8785.dumps(
+            {
+                "schema": SCHEMA,
+                "program": document_json(shown),
+                "withheld": counts,
+                "full": {"digest": digest(program)},
+            }
+        )
+    )

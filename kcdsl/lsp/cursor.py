@@ -1,0 +1,188 @@
+"""Where in a document the cursor stands while someone is typing.
+
+A word that occurs nowhere else is put at the cursor, and the YAML parser says where it landed.
+Where the text around is unfinished, its end is left out and what is open on the line is closed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kcdsl.check.layout import blank, layout
+from kcdsl.diagnostics.model import Sink
+from kcdsl.lsp.nodes import Path, fields
+from kcdsl.source.text import SourceFile
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
+
+_WORD_BEFORE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
+_QUOTES = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|#[^\n]*")
+_CLOSES = {"(": ")", "[": "]", "{": "}"}
+_INDENT = re.compile(r"[ ]*(?:- +)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """The place of the cursor: the path of the value or key at it.
+
+    `before` is what the scalar holds in front of the cursor, decoded, and `siblings` are the keys
+    of the mapping around it. `node` is the tree in which the path was found.
+    """
+
+    path: Path
+    is_key: bool
+    before: str
+    siblings: tuple[str, ...]
+    style: str
+    root: Node
+
+
+def comment_before(text: str, offset: int) -> str | None:
+    """Return the comment on the line before the cursor; None outside comments."""
+    start = text.rfind("\n", 0, offset) + 1
+    line = text[start:offset]
+    plain = _QUOTES.sub(lambda m: m[0] if m[0][0] == "#" else "_" * len(m[0]), line)
+    at = next((m.start() for m in re.finditer("#", plain) if _begins_comment(plain, m.start())), -1)
+    return line[at:] if at >= 0 else None
+
+
+def _begins_comment(line: str, at: int) -> bool:
+    return at == 0 or line[at - 1] in " \t"
+
+
+def locate(source: SourceFile, offset: int) -> Cursor | None:
+    """Return where the cursor stands; None where no version of the text around is YAML."""
+    text, offset = _local(source.text, offset)
+    marker = _unused(text)
+    for candidate in _candidates(text, offset, marker):
+        root = parse_yaml(SourceFile(source.name, candidate), Sink())
+        if root is None:
+            continue
+        found = _find(root, marker)
+        if found is not None:
+            return found
+    return None
+
+
+def _unused(text: str) -> str:
+    marker = "cursor"
+    while marker in text:
+        marker += "x"
+    return marker
+
+
+def _local(text: str, offset: int) -> tuple[str, int]:
+    """Blank the clauses that the cursor is not in, so that a long document costs little."""
+    found = layout(text)
+    if found is None:
+        return text, offset
+    near = [i for i, span in enumerate(found.clauses) if span.start <= offset <= span.end]
+    if not near:
+        # The first clause stays, so that the section is still a mapping.
+        near = [0]
+    pieces = [text[: found.clauses[0].start]]
+    for number, span in enumerate(found.clauses):
+        piece = text[span.start : span.end]
+        pieces.append(piece if number in near else blank(piece))
+    return "".join(pieces) + text[found.clauses[-1].end :], offset
+
+
+def _candidates(text: str, offset: int, marker: str) -> Iterator[str]:
+    """Yield texts with the marker at the cursor, those closest to what is there first."""
+    before, after = text[:offset], text[offset:]
+    line_end = len(after) if "\n" not in after else after.index("\n")
+    rest_of_line, rest = after[:line_end], after[line_end:]
+    opened = _open_brackets(before)
+    rounds = "".join(_CLOSES[c] for c in reversed(opened) if c == "(")
+    closers = "".join(_CLOSES[c] for c in reversed(opened))
+    quote = _open_quote(before)
+    middle = f"{before}{marker}"
+    if rounds and not quote and rounds not in rest_of_line:
+        yield f"{middle}{rounds}{after}"
+    yield f"{middle}{after}"
+    # A key that has no colon yet, or an empty line where one would stand.
+    yield f"{middle}:{after}"
+    # Nothing after the cursor on its line; what is open is closed.
+    for end in (f"{quote}{closers}", f"{quote}", f":{closers}", ""):
+        yield f"{middle}{end}{rest}"
+    indent = len(_INDENT.match(before[before.rfind("\n") + 1 :])[0])  # type: ignore[index]
+    outer = _next_outer(rest, indent)
+    for end in (f"{quote}{closers}", ":", f":{closers}", ""):
+        yield f"{middle}{end}{outer}"
+        yield f"{middle}{end}\n"
+
+
+def _next_outer(rest: str, indent: int) -> str:
+    """Blank the lines that belong to the one of the cursor by their indentation."""
+    lines = rest.split("\n")
+    for number, line in enumerate(lines[1:], 1):
+        if line.strip() and len(line) - len(line.lstrip(" ")) < max(indent, 1):
+            return "\n" * number + "\n".join(lines[number:])
+    return "\n"
+
+
+def _open_brackets(before: str) -> list[str]:
+    """Return the brackets that are open before the cursor, in what belongs to its line."""
+    start = before.rfind("\n") + 1
+    # A flow mapping may have begun on an earlier line.
+    opened = _scan(before[start:])
+    while start > 0 and (not opened or opened[0] == "("):
+        earlier = before.rfind("\n", 0, start - 1) + 1
+        if not re.search(r"[\[{(,]\s*(?:#[^\n]*)?\Z", before[earlier : start - 1]):
+            break
+        start = earlier
+        opened = _scan(before[start:])
+    return opened
+
+
+def _scan(text: str) -> list[str]:
+    opened: list[str] = []
+    for char in _QUOTES.sub("", text):
+        if char in _CLOSES:
+            opened.append(char)
+        elif opened and char == _CLOSES[opened[-1]]:
+            opened.pop()
+    return opened
+
+
+def _open_quote(before: str) -> str:
+    """Return the quotation mark that is open on the line before the cursor, or ""."""
+    line = _QUOTES.sub("", before[before.rfind("\n") + 1 :])
+    for char in line:
+        if char in "\"'":
+            return char
+    return ""
+
+
+def _find(root: Node, marker: str) -> Cursor | None:
+    for field in fields(root):
+        key, value = field.key, field.value
+        if key is not None and marker in key.text:
+            before = key.text.partition(marker)[0]
+            siblings = _keys(root, field.path[:-1], marker)
+            return Cursor(field.path[:-1], True, before, siblings, key.style, root)
+        if isinstance(value, Scalar) and marker in value.text:
+            before = value.text.partition(marker)[0]
+            return Cursor(field.path, False, before, (), value.style, root)
+    if isinstance(root, Scalar) and marker in root.text:
+        return Cursor((), True, root.text.partition(marker)[0], (), root.style, root)
+    return None
+
+
+def _keys(root: Node, path: Path, marker: str) -> tuple[str, ...]:
+    node: Node | None = root
+    for step in path:
+        if isinstance(node, Mapping) and isinstance(step, str):
+            node = node.get(step)
+        elif not isinstance(node, Mapping | Scalar) and node is not None and isinstance(step, int):
+            node = node.items[step]
+    if not isinstance(node, Mapping):
+        return ()
+    return tuple(e.key.text for e in node.entries if marker not in e.key.text)
+
+
+def word_before(text: str, offset: int) -> int:
+    """Return where the word that ends at the cursor begins."""
+    found = _WORD_BEFORE.search(text, max(0, offset - 200), offset)
+    return found.start() if found is not None else offset

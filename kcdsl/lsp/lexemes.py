@@ -1,0 +1,210 @@
+"""The words of an expression and what each one means, also where the expression is unfinished.
+
+The roles follow from the words around: an argument of `points` is a slice whatever it is called.
+So they are right in every expression that is well formed, and useful in the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal
+
+from kcdsl.check.names import BLOCK
+from kcdsl.check.reading import KEYWORDS
+from kcdsl.source.numbers import NUMBER_PATTERN
+
+Start = Literal["requirement", "predicate", "budget", "quantity"]
+"""The start rules of the expression grammar."""
+
+
+class Role(StrEnum):
+    """What a word is."""
+
+    KEYWORD = "keyword"
+    FUNCTION = "function"
+    VARIABLE = "variable"
+    METRIC = "metric"
+    SLICE = "slice"
+    TABLE = "table"
+    BLOCK = "block"
+    FIELD = "field"
+    UNIT = "unit"
+    NUMBER = "number"
+    TEXT = "text"
+    OPERATOR = "operator"
+    BRACKET = "bracket"
+    WORD = "word"
+
+
+@dataclass(frozen=True, slots=True)
+class Lexeme:
+    """A word with its range `[start, end)` of the decoded expression.
+
+    `binder` is the place of the quantified variable, for its own occurrences; `within` names the
+    function whose argument number `argument` holds the word.
+    """
+
+    role: Role
+    text: str
+    start: int
+    end: int
+    binder: int | None = None
+    within: str = ""
+    argument: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """An open bracket: the function before it (or "" or "["), and how many commas it has seen."""
+
+    opener: str
+    argument: int = 0
+
+
+_PIECE = re.compile(
+    rf"(?P<number>{NUMBER_PATTERN})"
+    r"|(?P<word>[A-Za-z_][A-Za-z0-9_]*)"
+    r"""|(?P<text>"(?:[^"\\\n]|\\["\\])*"?|'(?:[^'\\\n]|\\['\\])*'?)"""
+    r"|(?P<operator><=|>=|==|!=|[<>=+*/-])"
+    r"|(?P<bracket>[()\[\],:])"
+    r"|(?P<percent>%)"
+    r"|(?P<other>[^\s])"
+)
+_UNIT = re.compile(r"[A-Za-z]+(?:/[A-Za-z]+)?")
+_REGIONS = {"points", "ball", "hull"}
+_BLOCK_FIRST = {"drift", "measured_drift", "no_flip"}
+
+
+def lexemes(
+    text: str, start: Start = "requirement", is_metric: Callable[[str], bool] = lambda _: False
+) -> tuple[Lexeme, ...]:
+    """Return the words of an expression in their order."""
+    return _Reader(text, start, is_metric).read()
+
+
+def open_frames(words: tuple[Lexeme, ...]) -> list[Frame]:
+    """Return the brackets that are open after the words, outermost first."""
+    frames: list[Frame] = []
+    for number, word in enumerate(words):
+        _step(frames, words, number, word)
+    return frames
+
+
+def _step(frames: list[Frame], words: tuple[Lexeme, ...], number: int, word: Lexeme) -> None:
+    if word.role is not Role.BRACKET:
+        return
+    if word.text == "(":
+        before = words[number - 1] if number else None
+        named = before is not None and before.role is Role.FUNCTION
+        frames.append(Frame(before.text if named and before is not None else ""))
+    elif word.text == "[":
+        frames.append(Frame("["))
+    elif word.text in ")]" and frames:
+        frames.pop()
+    elif word.text == "," and frames:
+        frames[-1] = replace(frames[-1], argument=frames[-1].argument + 1)
+
+
+class _Reader:
+    """One pass over the text, with the open brackets and the bound variables."""
+
+    def __init__(self, text: str, start: Start, is_metric: Callable[[str], bool]) -> None:
+        self._text = text
+        self._start = start
+        self._is_metric = is_metric
+        self._frames: list[Frame] = []
+        # Bound variables: name, place of the binder, and at which depth of brackets it was bound.
+        self._bound: list[tuple[str, int, int]] = []
+        self._found: list[Lexeme] = []
+
+    def read(self) -> tuple[Lexeme, ...]:
+        at = 0
+        while (piece := _PIECE.search(self._text, at)) is not None:
+            kind, text, begin, end = piece.lastgroup or "", piece[0], piece.start(), piece.end()
+            before = self._found[-1] if self._found else None
+            if kind == "word" and before is not None and before.role is Role.NUMBER:
+                unit = _UNIT.match(self._text, begin)
+                if text not in KEYWORDS and unit is not None:
+                    text, end = unit[0], unit.end()
+                    kind = "unit"
+            self._add(kind, text, begin, end)
+            at = end
+        return tuple(self._found)
+
+    def _add(self, kind: str, text: str, begin: int, end: int) -> None:
+        frame = self._frames[-1] if self._frames else Frame("")
+        role = {
+            "number": Role.NUMBER,
+            "text": Role.TEXT,
+            "operator": Role.OPERATOR,
+            "bracket": Role.BRACKET,
+            "percent": Role.UNIT,
+            "unit": Role.UNIT,
+        }.get(kind, Role.WORD)
+        binder = None
+        if kind == "word":
+            role, binder = self._word(text, begin, end, frame)
+        word = Lexeme(role, text, begin, end, binder, self._function(), self._argument())
+        self._found.append(word)
+        if role is Role.BRACKET:
+            if text in ")]":
+                depth = len(self._frames)
+                self._bound = [b for b in self._bound if b[2] < depth]
+            _step(self._frames, tuple(self._found[-2:]), len(self._found[-2:]) - 1, word)
+
+    def _function(self) -> str:
+        """Return the nearest function that is open; a list inside `has` belongs to it."""
+        for frame in reversed(self._frames):
+            if frame.opener != "[":
+                return frame.opener
+        return ""
+
+    def _argument(self) -> int:
+        for frame in reversed(self._frames):
+            if frame.opener != "[":
+                return frame.argument
+        return 0
+
+    def _word(self, text: str, begin: int, end: int, frame: Frame) -> tuple[Role, int | None]:
+        if text in KEYWORDS:
+            return Role.KEYWORD, None
+        if self._text[end:].lstrip().startswith("("):
+            return Role.FUNCTION, None
+        before = self._found[-1] if self._found else None
+        after_keyword = before.text if before is not None and before.role is Role.KEYWORD else ""
+        if self._start == "budget":
+            return Role.KEYWORD if after_keyword == "of" else Role.WORD, None
+        if after_keyword in {"forall", "exists"}:
+            self._bound.append((text, begin, len(self._frames)))
+            return Role.VARIABLE, begin
+        if self._start == "predicate":
+            return Role.FIELD, None
+        if frame.opener == "[" and self._function() == "has":
+            return Role.FIELD, None
+        role = _by_argument(frame)
+        if role is Role.VARIABLE or (role is None and self._binder(text) is not None):
+            return Role.VARIABLE, self._binder(text)
+        if role is not None:
+            return role, None
+        if self._is_metric(text):
+            return Role.METRIC, None
+        return (Role.BLOCK if BLOCK.fullmatch(text) else Role.WORD), None
+
+    def _binder(self, name: str) -> int | None:
+        return next((b[1] for b in reversed(self._bound) if b[0] == name), None)
+
+
+def _by_argument(frame: Frame) -> Role | None:
+    """Return the role that the place in a call alone decides."""
+    if frame.opener in _REGIONS and frame.argument == 0:
+        return Role.SLICE
+    if frame.opener == "table":
+        return Role.TABLE
+    if frame.opener in _BLOCK_FIRST:
+        return {0: Role.BLOCK, 1: Role.VARIABLE}.get(frame.argument)
+    if frame.opener == "has" and frame.argument == 0:
+        return Role.KEYWORD
+    return None

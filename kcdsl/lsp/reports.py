@@ -1,0 +1,141 @@
+"""The last verdicts about a contract, from the reports and certificates beside it.
+
+Read are `out/*.json` and `*.json` next to the contract: reports of `kcdsl evaluate`
+(`kcdsl.report/1`) and certificates. A verdict counts for a contract of the same digest; of another
+digest it is stale, and said to be. Signatures are not checked here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+_SIZE_LIMIT = 4 * 2**20
+_MOST_FILES = 64
+_SECOND = 10**9
+_VERDICTS = {"PASSED": "held", "FAILED": "violated", "INCONCLUSIVE": "inconclusive"}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one file says about a clause on a slice. `digest` is that of the contract it is about,
+    `numbers` a few words about values, `modified` when the file was written."""
+
+    clause: str
+    slice: str
+    verdict: str
+    evidence: str
+    numbers: str
+    contract: str
+    digest: str
+    file: str
+    modified: int
+
+    def stale(self, digest: str | None) -> bool:
+        """Say whether the verdict is about another text of the contract."""
+        return digest is None or self.digest.removeprefix("sha256:") != digest
+
+
+def verdicts(folder: Path | None, contract: str) -> tuple[Verdict, ...]:
+    """Return what the files beside a contract of this name say, the newest first."""
+    if folder is None:
+        return ()
+    found: list[Verdict] = []
+    for file in _candidates(folder):
+        try:
+            about = file.stat()
+        except OSError:
+            continue
+        if about.st_size <= _SIZE_LIMIT:
+            found += _read(file, about.st_mtime_ns, about.st_size)
+    own = [verdict for verdict in found if verdict.contract == contract]
+    # A report says more than the certificate that was written with it.
+    return tuple(sorted(own, key=lambda v: (-(v.modified // _SECOND), not v.numbers)))
+
+
+def latest(found: tuple[Verdict, ...], clause: str, digest: str | None) -> tuple[Verdict, ...]:
+    """Return the newest verdict on each slice of a clause, those that are not stale before."""
+    kept: dict[str, Verdict] = {}
+    for verdict in sorted(found, key=lambda item: item.stale(digest)):
+        if verdict.clause == clause:
+            kept.setdefault(verdict.slice, verdict)
+    return tuple(kept.values())
+
+
+def _candidates(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for place in (folder / "out", folder):
+        try:
+            found += sorted(file for file in place.iterdir() if file.name.endswith(".json"))
+        except OSError:
+            continue
+    return [file for file in found if not file.name.endswith(".proof.json")][:_MOST_FILES]
+
+
+@lru_cache(maxsize=256)
+def _read(file: Path, modified: int, size: int) -> tuple[Verdict, ...]:
+    """Return what one file says; nothing where it is no report and no certificate."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            return ()
+        if data.get("schema") == "kcdsl.report/1":
+            return tuple(_of_report(data, file.name, modified))
+        return tuple(_of_certificate(data, file.name, modified))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ()
+
+
+def _of_report(report: Mapping[str, Any], file: str, modified: int) -> Iterator[Verdict]:
+    about = report["contract"]
+    for row in report["clauses"]:
+        yield Verdict(
+            str(row["clause"]),
+            str(row["slice"]),
+            str(row["verdict"]),
+            str(row.get("evidence") or ""),
+            _numbers(row),
+            str(about["name"]),
+            str(about["digest"]),
+            file,
+            modified,
+        )
+
+
+def _numbers(row: Mapping[str, Any]) -> str:
+    if row.get("value") is None:
+        return str(row.get("reason") or "")
+    unit = f" {row['unit']}" if row.get("unit") not in (None, "1") else ""
+    text = f"{float(row['value']):.3g}{unit}"
+    return text + (f", {row['n']} {row.get('counted') or 'samples'}" if row.get("n") else "")
+
+
+def _of_certificate(bundle: Mapping[str, Any], file: str, modified: int) -> Iterator[Verdict]:
+    envelope = bundle.get("dsseEnvelope", bundle)
+    try:
+        payload = base64.b64decode(envelope["payload"], validate=True)
+    except (binascii.Error, KeyError):
+        return
+    predicate = json.loads(payload)["predicate"]
+    about = predicate["triple"]["contract"]
+    for row in predicate["clauses"]:
+        word = str(row["verdict"])
+        bound = row.get("bound")
+        numbers = f"bound {bound['decimal']}" if isinstance(bound, dict) else ""
+        yield Verdict(
+            str(row["id"]),
+            str(row.get("slice", "")),
+            _VERDICTS.get(word, word.lower()),
+            str(row.get("evidence") or ""),
+            numbers,
+            str(about["id"]),
+            str(about["digest"]["sha256"]),
+            file,
+            modified,
+        )

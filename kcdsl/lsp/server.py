@@ -1,0 +1,360 @@
+"""The language server: the protocol on one side, the features on the other, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lsprotocol import types as lsp
+from pygls.exceptions import JsonRpcException
+from pygls.lsp.server import LanguageServer
+from pygls.protocol import LanguageServerProtocol, lsp_method
+
+from kcdsl import __version__
+from kcdsl.lsp import answers, running, wire
+from kcdsl.lsp.answers import Question
+from kcdsl.lsp.documents import Document, path_of
+from kcdsl.lsp.hover import code_text
+from kcdsl.lsp.positions import Encoding
+from kcdsl.lsp.rename import CannotRename
+from kcdsl.lsp.session import Session, contracts_below, folder_of, read_document
+from kcdsl.lsp.work import Work
+
+_log = logging.getLogger(__name__)
+_DEBOUNCE = 0.02
+"""Seconds of silence after an edit before the document is checked."""
+_REQUEST_FAILED = -32803
+_WATCHED = ("**/*.kc.yaml", "**/*.kc.yml", "**/contract.yaml", "**/kcdsl.toml", "**/pyproject.toml")
+
+
+class _Protocol(LanguageServerProtocol):
+    """The protocol of pygls, but the documents are ours: theirs take other signs for line ends."""
+
+    @lsp_method(lsp.TEXT_DOCUMENT_DID_OPEN)
+    def lsp_text_document__did_open(self, params: lsp.DidOpenTextDocumentParams) -> None:
+        self.fm.features[lsp.TEXT_DOCUMENT_DID_OPEN](params)
+
+    @lsp_method(lsp.TEXT_DOCUMENT_DID_CHANGE)
+    def lsp_text_document__did_change(self, params: lsp.DidChangeTextDocumentParams) -> None:
+        self.fm.features[lsp.TEXT_DOCUMENT_DID_CHANGE](params)
+
+    @lsp_method(lsp.TEXT_DOCUMENT_DID_CLOSE)
+    def lsp_text_document__did_close(self, params: lsp.DidCloseTextDocumentParams) -> None:
+        self.fm.features[lsp.TEXT_DOCUMENT_DID_CLOSE](params)
+
+
+class Server(LanguageServer):
+    """One server for one client."""
+
+    def __init__(self) -> None:
+        super().__init__("kcdsl", __version__, protocol_cls=_Protocol)
+        self.session = Session()
+        self.work = Work()
+        self.debounce = _DEBOUNCE
+        self._pending: dict[str, asyncio.Task[None]] = {}
+        self._decisions: set[asyncio.Task[Any]] = set()
+        self._one_decision = asyncio.Lock()
+
+    # --- what the client can do ------------------------------------------------------------------
+
+    def began(self, params: lsp.InitializeParams) -> None:
+        """Take what is negotiated; called before the capabilities are answered."""
+        chosen = self.workspace.position_encoding
+        self.session.encoding = Encoding(str(getattr(chosen, "value", chosen)))
+        options = params.initialization_options
+        wanted = options.get("debounce") if isinstance(options, dict) else None
+        if isinstance(wanted, int | float) and 0 <= wanted <= 10_000:
+            self.debounce = wanted / 1000
+
+    @property
+    def pulls(self) -> bool:
+        """Say whether the client asks for diagnostics, so that they need not be pushed."""
+        about = self.client_capabilities.text_document
+        return about is not None and about.diagnostic is not None
+
+    # --- findings --------------------------------------------------------------------------------
+
+    def changed(self, document: Document) -> None:
+        """Check a document, and those that may import it, once there is a moment of silence."""
+        others = self.session.importers(document)
+        for item in (document, *others):
+            if not self.pulls:
+                self._schedule(item.uri)
+        if self.pulls and others:
+            self._refresh()
+
+    def changed_on_disk(self) -> None:
+        """Check every open document again: a file that it names may be another one."""
+        task = asyncio.ensure_future(self.work.forget())
+        task.add_done_callback(lambda _: self._check_all())
+
+    def _check_all(self) -> None:
+        for document in self.session:
+            if not self.pulls:
+                self._schedule(document.uri)
+        if self.pulls:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        workspace = self.client_capabilities.workspace
+        about = workspace.diagnostics if workspace is not None else None
+        if about is not None and about.refresh_support:
+            self.workspace_diagnostic_refresh(None)
+
+    def closed(self, uri: str) -> None:
+        """Take the findings of a closed document away."""
+        task = self._pending.pop(uri, None)
+        if task is not None:
+            task.cancel()
+        if not self.pulls:
+            self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, []))
+        asyncio.ensure_future(self.work.forget(uri))  # noqa: RUF006
+
+    def _schedule(self, uri: str) -> None:
+        task = self._pending.get(uri)
+        if task is not None:
+            task.cancel()
+        self._pending[uri] = asyncio.ensure_future(self._publish(uri))
+
+    async def _publish(self, uri: str) -> None:
+        """Publish the findings of the newest version; an older one is never published after it."""
+        await asyncio.sleep(self.debounce)
+        document = self.session.get(uri)
+        if document is None:
+            return
+        try:
+            snapshot = await self.work.snapshot(document, self.session.texts(document))
+            found = answers.pushed(Question(snapshot, self.session.encoding))
+        except Exception as error:
+            self.log(error, "publishing diagnostics")
+            return
+        if self.session.get(uri) == document:
+            self.text_document_publish_diagnostics(
+                lsp.PublishDiagnosticsParams(uri, found, document.version)
+            )
+
+    # --- questions -------------------------------------------------------------------------------
+
+    async def ask(self, uri: str, feature: Callable[..., Any], params: Any, empty: Any) -> Any:
+        """Return what a feature answers about an open document; `empty` where that fails."""
+        document = self.session.get(uri)
+        if document is None:
+            return empty
+        try:
+            snapshot = await self.work.snapshot(document, self.session.texts(document))
+            question = Question(snapshot, self.session.encoding, self.client_capabilities)
+            return await self.work.answer(partial(feature, question, params))
+        except CannotRename as refusal:
+            raise JsonRpcException(str(refusal), _REQUEST_FAILED) from refusal
+        except Exception as error:
+            self.log(error, feature.__name__)
+            return empty
+
+    def log(self, error: Exception, doing: str) -> None:
+        """Tell the client's log about a failure."""
+        _log.error("%s failed", doing, exc_info=error)
+        text = f"{doing} failed: {type(error).__name__}: {error}"
+        self.window_log_message(lsp.LogMessageParams(lsp.MessageType.Error, text))
+
+    # --- the workspace ---------------------------------------------------------------------------
+
+    def folders(self) -> list[Path]:
+        """Return the folders that the client works in."""
+        uris = [*self.workspace.folders]
+        if not uris and self.workspace.root_uri:
+            uris = [self.workspace.root_uri]
+        found = [folder_of(uri) for uri in uris]
+        return [folder for folder in found if folder is not None]
+
+    async def every_document(self) -> list[Document]:
+        """Return every contract of the workspace, open ones as they are in the editor."""
+        opened = {document.path: document for document in self.session}
+        folders = self.folders()
+
+        def read() -> list[Document]:
+            paths = {path: None for folder in folders for path in contracts_below(folder)}
+            read = (opened.get(path) or read_document(path) for path in paths)
+            found = [document for document in read if document is not None]
+            return found + [d for d in opened.values() if d not in found]
+
+        return await self.work.answer(read)
+
+    # --- commands --------------------------------------------------------------------------------
+
+    async def decide(self, command: str, uri: str, clause: str) -> dict[str, Any]:
+        """Decide a clause by a process of its own, and tell how it ended."""
+        path, document = path_of(uri), self.session.get(uri)
+        if path is None:
+            raise JsonRpcException("save the contract to a file first", _REQUEST_FAILED)
+        if document is not None and not _is_saved(document, path):
+            raise JsonRpcException("save the contract first: files are decided", _REQUEST_FAILED)
+        subject = f"clause {clause}" if command == "verify" else f"contract {path.name}"
+        async with self._one_decision:
+            task = asyncio.ensure_future(
+                running.run(running.arguments(command, path, clause), path.parent)
+            )
+            self._decisions.add(task)
+            task.add_done_callback(self._decisions.discard)
+            finished = await task
+        severity = lsp.MessageType.Info if finished.code == 0 else lsp.MessageType.Warning
+        self.window_log_message(lsp.LogMessageParams(lsp.MessageType.Log, finished.output))
+        self.window_show_message(lsp.ShowMessageParams(severity, finished.message(subject)))
+        workspace = self.client_capabilities.workspace
+        if workspace is not None and workspace.code_lens is not None:
+            self.workspace_code_lens_refresh(None)
+        return {"status": finished.code, "output": finished.output}
+
+    def explain(self, code: str) -> str:
+        """Show what a code means, and return it."""
+        text = code_text(code)
+        self.window_show_message(lsp.ShowMessageParams(lsp.MessageType.Info, text))
+        return text
+
+    def end(self) -> None:
+        """Stop what is running."""
+        for task in (*self._pending.values(), *self._decisions):
+            task.cancel()
+        self.work.close()
+
+
+def _is_saved(document: Document, path: Path) -> bool:
+    on_disk = read_document(path)
+    return on_disk is not None and on_disk.source.text == document.source.text
+
+
+def build() -> Server:
+    """Return a server with every feature registered."""
+    server = Server()
+    _follow_documents(server)
+    _answer_questions(server)
+    _answer_about_workspace(server)
+    _take_commands(server)
+    return server
+
+
+def _follow_documents(server: Server) -> None:
+    @server.feature(lsp.INITIALIZE)
+    def began(params: lsp.InitializeParams) -> None:
+        server.began(params)
+
+    @server.feature(lsp.INITIALIZED)
+    def ready(params: lsp.InitializedParams) -> None:
+        _watch_files(server)
+
+    @server.feature(lsp.SHUTDOWN)
+    def end(params: None) -> None:
+        server.end()
+
+    @server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)
+    def opened(params: lsp.DidOpenTextDocumentParams) -> None:
+        item = params.text_document
+        server.changed(server.session.open(item.uri, item.version, item.text))
+
+    @server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
+    def changed(params: lsp.DidChangeTextDocumentParams) -> None:
+        about = params.text_document
+        document = server.session.change(about.uri, about.version, wire.changes(params))
+        if document is not None:
+            server.changed(document)
+
+    @server.feature(lsp.TEXT_DOCUMENT_DID_SAVE)
+    def saved(params: lsp.DidSaveTextDocumentParams) -> None:
+        document = server.session.get(params.text_document.uri)
+        if document is not None:
+            server.changed(document)
+
+    @server.feature(lsp.TEXT_DOCUMENT_DID_CLOSE)
+    def closed(params: lsp.DidCloseTextDocumentParams) -> None:
+        uri = params.text_document.uri
+        document = server.session.get(uri)
+        server.session.close(uri)
+        server.closed(uri)
+        for other in server.session.importers(document) if document is not None else ():
+            server.changed(other)
+
+    @server.feature(lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES)
+    def files_changed(params: lsp.DidChangeWatchedFilesParams) -> None:
+        server.changed_on_disk()
+
+    @server.feature(lsp.WORKSPACE_DID_CHANGE_CONFIGURATION)
+    def configured(params: lsp.DidChangeConfigurationParams) -> None:
+        server.changed_on_disk()
+
+
+def _watch_files(server: Server) -> None:
+    workspace = server.client_capabilities.workspace
+    about = workspace.did_change_watched_files if workspace is not None else None
+    if about is None or not about.dynamic_registration:
+        return
+    watchers = [lsp.FileSystemWatcher(pattern) for pattern in _WATCHED]
+    options = lsp.DidChangeWatchedFilesRegistrationOptions(watchers)
+    method = lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES
+    server.client_register_capability(
+        lsp.RegistrationParams([lsp.Registration("kcdsl-files", method, options)])
+    )
+
+
+def _handler(
+    server: Server, feature: Callable[..., Any], empty: Any
+) -> Callable[[Any], Coroutine[Any, Any, Any]]:
+    async def handle(params: Any) -> Any:
+        return await server.ask(params.text_document.uri, feature, params, empty)
+
+    return handle
+
+
+def _answer_questions(server: Server) -> None:
+    for method, (feature, empty, options) in answers.FEATURES.items():
+        server.feature(method, options)(_handler(server, feature, empty))
+
+
+def _answer_about_workspace(server: Server) -> None:
+    async def snapshots(feature: Callable[..., Any], params: Any) -> list[Any]:
+        found: list[Any] = []
+        for document in await server.every_document():
+            try:
+                snapshot = await server.work.snapshot(document, server.session.texts(document))
+                question = Question(snapshot, server.session.encoding, server.client_capabilities)
+                found += await server.work.answer(partial(feature, question, params))
+            except Exception as error:
+                server.log(error, feature.__name__)
+        return found
+
+    @server.feature(lsp.WORKSPACE_DIAGNOSTIC)
+    async def diagnostics(params: lsp.WorkspaceDiagnosticParams) -> lsp.WorkspaceDiagnosticReport:
+        return lsp.WorkspaceDiagnosticReport(await snapshots(answers.workspace_report, params))
+
+    @server.feature(lsp.WORKSPACE_SYMBOL)
+    async def symbols(params: lsp.WorkspaceSymbolParams) -> list[lsp.SymbolInformation]:
+        return await snapshots(answers.workspace_symbols, params)
+
+
+def _take_commands(server: Server) -> None:
+    @server.command("kcdsl.verify")
+    async def verify(uri: str, clause: str) -> dict[str, Any]:
+        return await server.decide("verify", uri, clause)
+
+    @server.command("kcdsl.evaluate")
+    async def evaluate(uri: str, clause: str) -> dict[str, Any]:
+        return await server.decide("evaluate", uri, clause)
+
+    @server.command("kcdsl.explain")
+    def explain(code: str) -> str:
+        return server.explain(code)
+
+
+def serve(port: int | None = None) -> None:
+    """Serve one client on standard input and output, or at a TCP port of this machine."""
+    server = build()
+    if port is not None:
+        server.start_tcp("127.0.0.1", port)
+        return
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    # Nothing but messages may be written to standard output.
+    sys.stdout = sys.stderr
+    server.start_io(stdin, stdout)

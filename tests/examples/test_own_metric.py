@@ -1,0 +1,81 @@
+"""The example of a user's own metrics: linted cold, evaluated, certified, stale after a change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Cli
+
+
+@pytest.fixture
+def folder(repository: Path, tmp_path: Path) -> Path:
+    """Return a copy of the example beside a copy of the model that it uses."""
+    for name in ("own_metric", "tiny_lm"):
+        shutil.copytree(
+            repository / "examples" / name, tmp_path / name, ignore=shutil.ignore_patterns("out")
+        )
+    return tmp_path / "own_metric"
+
+
+def rows(ran: Any) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["clause"], row["slice"]): row for row in json.loads(ran.stdout)["clauses"]}
+
+
+def test_it_is_linted_without_a_finding_and_without_being_run(cli: Cli, folder: Path) -> None:
+    module = folder / "drift_metrics.py"
+    module.write_text(module.read_text("utf-8") + "\nraise SystemExit('run')\n", encoding="utf-8")
+    ran = cli("lint", "--format", "json", cwd=folder)
+    assert (ran.code, json.loads(ran.stdout)) == (0, [])
+    assert cli("compile", cwd=folder).code == 0
+    assert not any("drift_metrics" in name for name in sys.modules)
+
+
+def test_it_is_evaluated_and_certified(
+    cli: Cli, folder: Path, follows: Any, tmp_path: Path
+) -> None:
+    assert cli("keygen", "-o", tmp_path / "test.key").code == 0
+    ran = cli(
+        "evaluate", "--json", "--seconds", "1", "--sign", tmp_path / "test.key", "-o", "out",
+        cwd=folder,
+    )  # fmt: skip
+    assert ran.code == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    follows(report)
+    found = rows(ran)
+    assert {row["verdict"] for row in found.values()} == {"held"}
+    assert found["S-RANK", "all"]["value"] == 1
+    assert found["S-RANK", "all"]["unit"] == "ratio"
+    assert 0 < found["S-ENTROPY", "all"]["value"] < 1e-3
+    assert {item["name"] for item in report["environment"]["metrics"]} == {
+        "entropy_gap",
+        "label_rank_kept",
+    }
+    check = ("check", "out/evaluate.cert.json", "--key", tmp_path / "test.key.pub", "--contract",
+             "contract.kc.yaml", "--kernels", "out/kernels.json")  # fmt: skip
+    assert cli(*check, cwd=folder).code == 0
+    module = folder / "drift_metrics.py"
+    module.write_text(module.read_text("utf-8").replace("100 * np.mean", "0 * 99 * np.mean"))
+    changed = cli(*check, cwd=folder)
+    assert changed.code == 4
+    assert "drift_metrics.py" in changed.stdout + changed.stderr
+
+
+def test_a_function_that_fails_is_invalid_evidence(cli: Cli, folder: Path) -> None:
+    module = folder / "drift_metrics.py"
+    text = module.read_text("utf-8").replace(
+        "    known = labels", "    raise OSError(5)\n    known = labels"
+    )
+    module.write_text(text, encoding="utf-8")
+    ran = cli("evaluate", "--json", "--seconds", "1", "--slice", "safety", "-o", "out", cwd=folder)
+    assert ran.code == 2
+    found = rows(ran)
+    assert found["S-RANK", "safety"]["verdict"] == "invalid_evidence"
+    assert "OSError" in json.dumps(found["S-RANK", "safety"])
+    assert found["S-ENTROPY-MEAN", "safety"]["verdict"] == "held"

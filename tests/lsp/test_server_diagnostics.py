@@ -1,0 +1,207 @@
+"""Diagnostics over the wire: pushed and pulled, in every encoding, for several editors."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from lsprotocol import types as lsp
+
+from tests.support.editor import EDITORS, EMACS, HEAD, NEOVIM, VSCODE, Start, connect
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+BAD = HEAD + 'clauses:\n  N: {"level": L2, family: N, "slices": [all], "require": "p99(klx)<=1"}\n'
+# Two, three and four bytes of UTF-8; the last is two units of UTF-16.
+ODD = HEAD + "clauses:\n  N:\n    level: L2\n    require: 'has(trace, [\"äöü€🜁\", rng_sead])'\n"
+
+
+@pytest.mark.parametrize("pulls", [False, True])
+@pytest.mark.parametrize("editor", EDITORS)
+async def test_an_unknown_metric_is_marked(start: Start, editor: str, pulls: bool) -> None:
+    session = await start(editor, pulls=pulls)
+    uri = session.open(BAD)
+    (found,) = [d for d in await session.findings(uri) if d.code == "KC203"]
+    assert found.range == session.range(BAD, "klx")
+    assert found.severity == lsp.DiagnosticSeverity.Error
+    assert found.source == "kcdsl"
+    assert "klx" in found.message
+
+
+@pytest.mark.parametrize("pulls", [False, True])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32"])
+async def test_columns_are_counted_as_negotiated(start: Start, encoding: str, pulls: bool) -> None:
+    session = await start(VSCODE, encoding, pulls)
+    assert session.encoding == encoding
+    uri = session.open(ODD)
+    (found,) = [d for d in await session.findings(uri) if d.code == "KC208"]
+    assert found.range == session.range(ODD, "rng_sead")
+    columns = {"utf-8": 43, "utf-16": 36, "utf-32": 35}
+    assert found.range.start.character == columns[encoding]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+async def test_windows_lines_and_a_byte_order_mark(start: Start, encoding: str) -> None:
+    session = await start(VSCODE, encoding)
+    text = "\ufeff" + ODD.replace("\n", "\r\n")
+    uri = session.open(text)
+    (found,) = [d for d in await session.findings(uri) if d.code == "KC208"]
+    assert found.range == session.range(text, "rng_sead")
+
+
+async def test_places_inside_a_folded_scalar(start: Start) -> None:
+    session = await start(VSCODE, "utf-16")
+    text = HEAD + "clauses:\n  N:\n    level: L2\n    require: >-\n      p99(kl) <= 0.02\n"
+    text += "      and p99(klx) <= 1\n"
+    uri = session.open(text)
+    (found,) = [d for d in await session.findings(uri) if d.code == "KC203"]
+    assert found.range == session.range(text, "klx")
+
+
+async def test_a_correction_clears_and_closing_clears(start: Start) -> None:
+    session = await start()
+    uri = session.open(BAD)
+    assert "KC203" in [d.code for d in await session.findings(uri)]
+    version = session.change(
+        uri, lsp.TextDocumentContentChangePartial(session.range(BAD, "klx"), "kl")
+    )
+    assert "KC203" not in [d.code for d in await session.published(uri, version)]
+    session.close(uri)
+    assert await session.published(uri, None) == []
+
+
+async def test_versions_never_go_back(start: Start) -> None:
+    session = await start()
+    uri = session.open(BAD)
+    for number in range(20):
+        last = session.replace(uri, BAD + "#" * number)
+    await session.published(uri, last)
+    await asyncio.sleep(0.1)
+    versions = [p.version for p in session.notified[uri] if p.version is not None]
+    assert versions == sorted(versions)
+    assert versions[-1] == last
+    assert len(versions) < 20
+
+
+async def test_a_client_that_pulls_is_not_pushed_to(start: Start) -> None:
+    session = await start(VSCODE, pulls=True)
+    uri = session.open(BAD)
+    await session.pull(uri)
+    await asyncio.sleep(0.1)
+    assert uri not in session.notified
+
+
+async def test_pulling_again_says_unchanged(start: Start) -> None:
+    session = await start(VSCODE, pulls=True)
+    uri = session.open(BAD)
+    first = await session.pull(uri)
+    again = await session.pull(uri, first.result_id)
+    assert isinstance(again, lsp.RelatedUnchangedDocumentDiagnosticReport)
+    assert again.result_id == first.result_id
+    session.replace(uri, BAD.replace("klx", "kly"))
+    other = await session.pull(uri, first.result_id)
+    assert isinstance(other, lsp.RelatedFullDocumentDiagnosticReport)
+    assert other.result_id != first.result_id
+
+
+async def test_what_goes_with_a_finding(start: Start) -> None:
+    session = await start()
+    text = HEAD + "clauses:\n  N: {require: p99(kl) <= 1, level: L2, level: L1}\n"
+    text += "tables:\n  idle: {unit: nats, rows: [{where: length > 1, value: 1}], otherwise: 2}\n"
+    uri = session.open(text)
+    found = {d.code: d for d in await session.findings(uri)}
+    twice = found["KC002"]
+    assert twice.related_information is not None
+    (related,) = twice.related_information
+    assert related.message == "first here"
+    assert related.location == lsp.Location(uri, session.range(text, "level"))
+    assert "\nhelp: " in twice.message
+
+
+async def test_unused_things_are_faded_and_carry_their_fix(start: Start) -> None:
+    session = await start()
+    text = HEAD + "tables:\n  idle:\n    unit: nats\n    rows: [{where: length > 1, value: 1}]\n"
+    text += "    otherwise: 2\nclauses:\n  N: {require: p99(kl) <= 1, level: L2}\n"
+    uri = session.open(text)
+    (idle,) = [d for d in await session.findings(uri) if d.range == session.range(text, "idle")]
+    assert list(idle.tags or ()) == [lsp.DiagnosticTag.Unnecessary]
+    assert idle.severity == lsp.DiagnosticSeverity.Warning
+    assert idle.data is not None
+    edits = [
+        lsp.TextEdit(
+            lsp.Range(lsp.Position(**e["range"]["start"]), lsp.Position(**e["range"]["end"])),
+            e["newText"],
+        )
+        for e in idle.data["edits"]
+    ]
+    assert idle.data["title"] == "remove `idle`"
+    assert session.edited(text, edits) == HEAD + text[text.index("clauses:") :]
+
+
+async def test_the_page_of_a_code_is_linked(start: Start) -> None:
+    session = await start()
+    text = HEAD.replace("data: prompts", "imports: [{file: nowhere.kc.yaml}]\ndata: prompts")
+    uri = session.open(text + "clauses:\n  N: {require: p99(kl) <= 1, level: L2}\n")
+    linked = [d for d in await session.findings(uri) if d.code_description is not None]
+    assert linked
+    for item in linked:
+        assert item.code_description is not None
+        page = Path(unquote(urlsplit(item.code_description.href).path))
+        assert page.name == f"{item.code}.md"
+        assert page.read_text(encoding="utf-8").startswith(f"# {item.code}")
+
+
+async def test_several_mistakes_while_typing(start: Start) -> None:
+    session = await start()
+    text = HEAD + 'clauses:\n  A:\n    require: "p99(kl <= 1\n    level: L2\n'
+    text += "  B: {require: p99(klx) <= 1, level: L2}\n"
+    uri = session.open(text)
+    codes = [d.code for d in await session.findings(uri)]
+    assert "KC001" in codes
+    assert "KC203" in codes
+
+
+async def test_an_open_library_counts_instead_of_its_file(start: Start) -> None:
+    session = await start()
+    library = "kcdsl: 1\nlibrary: fleet\nversion: 1.0.0\ndata: p.jsonl\nslices:\n  tail: {}\n"
+    (session.folder / "fleet.kc.yaml").write_text(library.replace("tail", "other"))
+    text = HEAD.replace("data: p", "imports:\n  - {file: fleet.kc.yaml, slices: [tail]}\ndata: p")
+    text += "clauses:\n  N: {require: p99(kl) <= 1, slices: [tail], level: L2}\n"
+    uri = session.open(text)
+    (missing,) = [d for d in await session.findings(uri) if d.range == session.range(text, "tail")]
+    assert "has no slice `tail`" in missing.message
+    session.open(library, "fleet.kc.yaml")
+    async with asyncio.timeout(10):
+        while any("has no slice" in d.message for d in session.notified[uri][-1].diagnostics):
+            await asyncio.sleep(0.01)
+
+
+async def test_diagnostics_of_the_workspace(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.kc.yaml").write_text(BAD)
+    (tmp_path / "contract.yaml").write_text(BAD.replace("klx", "kl"))
+    (tmp_path / "other.yaml").write_text("a: [")
+    client, session = await connect(tmp_path, NEOVIM, pulls=True)
+    opened = session.open(BAD.replace("klx", "kly"), "contract.yaml")
+    report = await client.workspace_diagnostic_async(lsp.WorkspaceDiagnosticParams([]))
+    found = {Path(unquote(urlsplit(item.uri).path)).name: item for item in report.items}
+    assert set(found) == {"a.kc.yaml", "contract.yaml"}
+    for item in found.values():
+        assert isinstance(item, lsp.WorkspaceFullDocumentDiagnosticReport)
+        assert "KC203" in [d.code for d in item.items]
+    known = [
+        lsp.PreviousResultId(item.uri, item.result_id)
+        for item in report.items
+        if item.result_id is not None
+    ]
+    again = await client.workspace_diagnostic_async(lsp.WorkspaceDiagnosticParams(known))
+    assert {item.kind for item in again.items} == {"unchanged"}
+    session.close(opened)
+    await client.shutdown_session()
+    await client.stop()
+
+
+async def test_emacs_counts_code_points(start: Start) -> None:
+    assert (await start(EMACS)).encoding == "utf-32"

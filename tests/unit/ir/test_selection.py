@@ -1,0 +1,55 @@
+"""Which slices can have requests and which lie inside others, without a solver."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from kcdsl.ir.selection import implies, is_empty
+from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate
+
+
+def number(op: str, value: int, field: str = "n") -> FieldTest:
+    return FieldTest(field, op, Fraction(value))
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "expected"),
+    [
+        (number(">", 5), number(">", 3), True),
+        (number(">", 3), number(">", 5), False),
+        (number(">", 3), number(">=", 3), True),
+        (number(">=", 3), number(">", 3), False),
+        (number("==", 3), AllOf(), True),
+        (AllOf(), number("==", 3), False),
+        (AllOf(), AnyOf((number("<", 3), number(">=", 3))), True),
+        (AllOf(), AnyOf((number("<", 3), number(">", 3))), False),
+        (FieldTest("k", "==", "a"), FieldTest("k", "!=", "b"), True),
+        (FieldTest("k", "!=", "b"), FieldTest("k", "==", "a"), False),
+        (NoneOf(FieldTest("t", "==", True)), FieldTest("t", "==", False), True),
+        (number(">", 3), number(">", 3, "m"), False),
+        (AnyOf(), number(">", 3), True),
+    ],
+)
+def test_inclusion(inner: Predicate, outer: Predicate, expected: bool) -> None:
+    assert implies(inner, outer) is expected
+
+
+def test_emptiness() -> None:
+    assert is_empty(AllOf((number("<", 1), number(">", 1)))) is True
+    assert is_empty(AllOf((number("<=", 1), number(">=", 1)))) is False
+    assert is_empty(AnyOf()) is True
+
+
+@pytest.mark.parametrize("other", [Fraction(1), "true"])
+def test_a_field_of_two_kinds_is_left_open(other: str | Fraction) -> None:
+    """Python calls True and 1 equal; a request has the one or the other."""
+    both = AllOf((FieldTest("x", "==", True), FieldTest("x", "==", other)))
+    assert is_empty(both) is None
+    assert implies(both, AllOf((both, both))) is None
+
+
+def test_too_many_cases_are_left_open() -> None:
+    fields = AllOf(tuple(number(">", 0, f"n{i}") for i in range(12)))
+    assert is_empty(fields) is None

@@ -1,0 +1,319 @@
+"""The SMT-LIB export: what it says, how it writes it, and the facts it rests on."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kcdsl.check.compile import load_program
+from kcdsl.ir import terms as ir
+from kcdsl.ir.facts import Interval, domination, interval, ordered
+from kcdsl.ir.smtlib import consistency, implication, text
+from kcdsl.ir.smtlib.assumptions import assumptions
+from kcdsl.ir.smtlib.script import claims_of
+from kcdsl.ir.smtlib.text import Symbols
+from kcdsl.ir.smtlib.theory import Quantity, Theory
+from kcdsl.ir.store import Store
+
+if TYPE_CHECKING:
+    from tests.conftest import Cli
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+GOLDEN = Path(__file__).parent / "exports"
+EXAMPLES = {
+    "tiny-lm": "examples/tiny_lm/contract.yaml",
+    "minilm": "examples/minilm/contract.yaml",
+    "tables": "grammar/corpus/accepted/tables.kc.yaml",
+}
+
+
+def _support(name: str) -> Any:
+    path = Path(__file__).parents[2] / "support" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"smtlib_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+made = _support("contracts")
+
+F = Fraction
+KL = ir.Metric("kl")
+
+
+def stat(kind: str, of: ir.Term = KL, q: str | None = None) -> ir.Statistic:
+    return ir.Statistic(kind, of, None if q is None else F(q))
+
+
+def clause(formula: ir.Formula, name: str = "A", budget: str | None = None) -> ir.Clause:
+    allowed = None if budget is None else ir.Budget(F(budget), "requests")
+    return ir.Clause(name, ir.Family.NUMERICAL, formula, ir.Level.L1, ("all",), allowed)
+
+
+def at_most(term: ir.Term, limit: str, op: str = "<=") -> ir.Compare:
+    return ir.Compare(op, term, ir.Number(F(limit)))
+
+
+def answer(*clauses: ir.Clause) -> str:
+    script = consistency(made.program(*clauses))
+    (found,) = {made.ask_z3(script), made.ask_cvc5(script)}
+    return str(found)
+
+
+# --- scripts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "path"), EXAMPLES.items(), ids=list(EXAMPLES))
+def test_the_export_of_the_examples(name: str, path: str) -> None:
+    """To accept a change: `kcdsl compile PATH --emit smtlib -o tests/unit/ir/exports/NAME.smt2`."""
+    script = consistency(load_program(REPOSITORY / path))
+    assert script == (GOLDEN / f"{name}.smt2").read_text(encoding="utf-8")
+
+
+def test_the_order_of_a_contract_is_all_that_its_layout_decides() -> None:
+    program = made.Contracts(3).program(4)
+    again = replace(program, clauses=tuple(replace(c, text="as written") for c in program.clauses))
+    told = re.compile(r"^; C-.*$", re.MULTILINE)
+    assert told.sub("", consistency(program)) == told.sub("", consistency(again))
+    assert "as written" in consistency(again)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "expected"),
+    [
+        ((None, None), "unsat"),
+        ((None, "1/100"), "sat"),
+        (("1/100", "1/100"), "unsat"),
+        (("1/2", "1/2"), "sat"),  # half of the requests may keep the one, half the other
+        (("1/2", "49/100"), "unsat"),
+        ((None, "1"), "sat"),
+    ],
+)
+def test_contradictions_and_budgets(budgets: tuple[str | None, ...], expected: str) -> None:
+    first = clause(at_most(stat("max"), "1"), "A", budgets[0])
+    second = clause(at_most(stat("max"), "2", ">="), "B", budgets[1])
+    assert answer(first, second) == expected
+
+
+def test_a_budget_of_everything_demands_nothing() -> None:
+    assert claims_of(made.program(clause(at_most(stat("max"), "1"), "A", "1"))) == ()
+
+
+def test_an_empty_slice_is_a_contradiction() -> None:
+    where = ir.AllOf((ir.FieldTest("n", "<", F(1)), ir.FieldTest("n", ">", F(1))))
+    program = replace(made.program(), slices=(ir.Slice("none", where=where),))
+    assert made.ask_z3(consistency(program)) == made.ask_cvc5(consistency(program)) == "unsat"
+
+
+def test_division_by_what_is_zero_keeps_no_clause() -> None:
+    share = at_most(ir.Arith("/", stat("max"), stat("min")), "5")
+    zero = clause(at_most(stat("min"), "0"), "B")
+    assert answer(clause(share)) == "sat"
+    assert answer(clause(share), zero) == "unsat"
+    assert answer(clause(ir.Not(share)), zero) == "unsat"
+    other = ir.Connective("or", (share, at_most(stat("max"), "9")))
+    assert answer(clause(other), zero) == "unsat"
+
+
+def test_implication_shows_what_follows() -> None:
+    strict, loose = clause(at_most(stat("max"), "1")), clause(at_most(stat("mean"), "2"), "B")
+    program = made.program(strict, loose)
+    assert made.ask_z3(implication(program, "B")) == "unsat"
+    assert made.ask_z3(implication(program, "A")) == "sat"
+    with pytest.raises(KeyError):
+        implication(program, "C")
+
+
+def test_claims_about_every_run_are_bounds_of_their_largest() -> None:
+    def claim(name: str, kind: str, slice_name: str, limit: str, radius: str) -> ir.Clause:
+        region = ir.Region(ir.RegionKind.BALL, slice_name, F(radius))
+        norm = ir.Norm(kind, ir.Drift("attn_0", "x"))
+        formula = ir.Quantified("forall", "x", region, at_most(norm, limit))
+        return ir.Clause(name, ir.Family.NUMERICAL, formula, ir.Level.L1)
+
+    wide = claim("A", "inf", "all", "1", "1")
+    for kind, slice_name, limit, radius, follows in (
+        ("inf", "long", "1", "1", True),
+        ("inf", "long", "1", "1/2", True),
+        ("inf", "long", "1", "2", False),
+        ("inf", "long", "9/10", "1", False),
+        ("span", "all", "2", "1", True),
+        ("span", "all", "19/10", "1", False),
+        ("2", "all", "9", "1", False),
+    ):
+        program = made.program(wide, claim("B", kind, slice_name, limit, radius))
+        expected = "unsat" if follows else "sat"
+        assert made.ask_z3(implication(program, "B")) == expected, (kind, slice_name, radius)
+        assert made.ask_cvc5(implication(program, "B")) == expected
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+HOSTILE = (
+    "|",
+    "\\",
+    "a|b",
+    "a\\b",
+    'a"b',
+    "ä",
+    "𝒳",
+    "\n",
+    "\\u{41}",
+    "\\U10ffff.",
+    "and",
+    " ",
+    "A",
+)
+
+
+def test_any_name_and_text_can_be_written() -> None:
+    symbols = Symbols()
+    given = [symbols.symbol(("name", name), name) for name in HOSTILE]
+    assert len(set(given)) == len(HOSTILE)
+    lines = ["(set-logic ALL)"]
+    for symbol, value in zip(given, HOSTILE, strict=True):
+        name = f"|of {symbol[1:]}"
+        lines += [text.declare(name, "String"), f"(assert (= {name} {text.text(value)}))"]
+    differ = " ".join(f"|of {symbol[1:]}" for symbol in given)
+    script = "\n".join([*lines, f"(assert (distinct {differ}))", "(check-sat)"])
+    assert made.ask_z3(script) == made.ask_cvc5(script) == "sat"
+    assert made.ask_z3(script.replace("distinct", "=")) == "unsat"
+
+
+def test_a_character_and_its_description_stay_apart() -> None:
+    texts = ("\U0010ffff", "\\U10ffff.", "\\\U0010ffff", "\\\\U10ffff.", "\\\\\U0010ffff")
+    assert len({text.text(value) for value in texts}) == len(texts)
+
+
+def test_hostile_contracts_are_read_by_both_solvers() -> None:
+    where = ir.AnyOf(tuple(ir.FieldTest("let", "==", value) for value in HOSTILE))
+    mixed = ir.AnyOf((ir.FieldTest("par", "!=", True), ir.FieldTest("par", "!=", "x")))
+    slices = (ir.Slice("forall", where=where), ir.Slice('a|b\\"', where=mixed))
+    clauses = tuple(
+        ir.Clause(
+            f"assert {n} |\\",
+            ir.Family.NUMERICAL,
+            at_most(stat("max"), "1"),
+            ir.Level.L1,
+            (s.name,),
+            text="one\n(check-sat)\rtwo\u2028three\x85(exit)",
+        )
+        for n, s in enumerate(slices)
+    )
+    script = consistency(replace(made.program(*clauses), slices=slices, name="a\n(exit)"))
+    assert made.ask_z3(script) == made.ask_cvc5(script) == "sat"
+    assert script.count("\n(check-sat)") == 1
+    assert "\n(exit)" not in script
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [("1/50", "(/ 1.0 50.0)"), ("-3", "(- 3.0)"), ("0", "0.0"), ("-1/3", "(- (/ 1.0 3.0))")],
+)
+def test_numbers_are_exact(value: str, written: str) -> None:
+    assert text.real(F(value)) == written
+
+
+# --- facts ---------------------------------------------------------------------------------------
+
+
+STATISTICS = (
+    stat("min"),
+    stat("mean"),
+    stat("max"),
+    stat("quantile", q="1/2"),
+    stat("quantile", q="9/10"),
+    stat("quantile", q="99/100"),
+)
+
+
+def test_the_orders_that_a_script_states_are_those_of_the_facts() -> None:
+    """The script states neighbours only; with what follows from them, it states every order."""
+    theory, store = Theory(lambda a, b: a == b), Store()
+    for term in STATISTICS:
+        theory.holds(at_most(term, "1"), "all")
+    facts = [fact for fact, _ in assumptions(theory, None, {})]
+    symbols = {
+        quantity.term: symbol
+        for quantity, symbol in theory.constants.items()
+        if isinstance(quantity, Quantity)
+    }
+    for a, b in permutations(STATISTICS, 2):
+        small, large = (symbols[store.term(term)] for term in (a, b))
+        script = made.question(theory, *facts, f"(< {large} {small})")
+        assert made.ask_z3(script) == ("unsat" if ordered(a, b) else "sat"), (a.kind, b.kind)
+
+
+def test_facts_hold_of_every_world() -> None:
+    for seed in range(20):
+        worlds = made.Worlds(seed)
+        worlds.tokens = 3
+        unit = worlds.unit(0)
+        for (name, values), (other, more) in permutations(unit.values.items(), 2):
+            one: ir.Term = ir.Metric(name)
+            factor = domination(one, ir.Metric(other), F(1))
+            if factor is not None:
+                assert all(v <= factor * w for v, w in zip(values, more, strict=True))
+            found = interval(one)
+            assert all(found.low is None or found.low <= v for v in values)
+            assert all(found.high is None or v <= found.high for v in values)
+
+
+def test_a_metric_of_the_user_lies_in_its_range() -> None:
+    metric = ir.UserMetric(
+        "toxicity",
+        "m:f",
+        ir.Family.STATISTICAL,
+        "request",
+        "lower",
+        "1",
+        "1",
+        ("mean",),
+        (),
+        lower=F(0),
+        upper=F(1),
+    )
+    over = clause(at_most(stat("mean", ir.Metric("toxicity")), "2", ">="))
+    program = made.program(over)
+    assert made.ask_z3(consistency(program)) == "sat"
+    assert made.ask_z3(consistency(replace(program, metrics=(metric,)))) == "unsat"
+
+
+def test_what_is_known_narrows_a_range() -> None:
+    assert interval(stat("mean"), {"kl": Interval(None, F(2))}) == Interval(F(0), F(2))
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_script(cli: Cli, repository: Path, tmp_path: Path) -> None:
+    contract = repository / "examples" / "tiny_lm" / "contract.yaml"
+    ran = cli("compile", contract, "--emit", "smtlib")
+    assert ran.code == 0
+    assert ran.stdout == (GOLDEN / "tiny-lm.smt2").read_text(encoding="utf-8")
+    ran = cli("compile", contract, "--emit", "smtlib", "-o", tmp_path / "q.smt2")
+    assert (ran.code, ran.stdout) == (0, "")
+    assert (tmp_path / "q.smt2").read_text(encoding="utf-8").endswith("(check-sat)\n")
+
+
+def test_the_command_asks_what_follows(cli: Cli, repository: Path) -> None:
+    contract = repository / "examples" / "tiny_lm" / "contract.yaml"
+    ran = cli("compile", contract, "--follows", "N-ATTN-0")
+    assert ran.code == 0
+    assert made.ask_z3(ran.stdout) == made.ask_cvc5(ran.stdout) == "sat"
+    ran = cli("compile", contract, "--follows", "N-NONE")
+    assert ran.code == 2
+    assert "KC471" in ran.stderr
+    assert ran.stdout == ""
