@@ -104,7 +104,7 @@ def project_files(repository: Path) -> tuple[Path, ...]:
 
 
 def _left_behind(folder: str) -> bool:
-    if folder in {".git", "__pycache__", "build", "dist", "out", "results"}:
+    if folder in {".git", "__pycache__", "build", "dist", "node_modules", "out", "results"}:
         return True
     return folder.startswith(".venv") or folder.endswith(("_cache", ".egg-info", ".hypothesis"))
 

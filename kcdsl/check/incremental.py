@@ -6,7 +6,7 @@ the reduced document is checked by the passes that check every document. Kept ar
 changed, those that had findings, and for each name of the other sections one clause that uses it.
 
 Whatever cannot be cut safely (a clause that is not YAML by itself, other layouts of `clauses`,
-clauses of one name, another context) is checked in full.
+clauses of one name, another context, libraries, which may change by themselves) is checked in full.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.source.text import SourceFile
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
+_IMPORTS = re.compile(r"^[\"']?imports\b", re.MULTILINE)
 _NEVER_CLEAN = "kcdsl:"
 """A comment to kcdsl acts on findings, which a blank clause would not have."""
 
@@ -44,7 +45,7 @@ class Incremental:
         that one object checks.
         """
         found = layout(source.text)
-        if found is None or len(set(found.names)) < len(found.names):
+        if found is None or len(set(found.names)) < len(found.names) or _imports(found):
             self._context = None
             return self._in_full(source, folder, texts, None)
         context = (found.context, folder, source.name)
@@ -94,6 +95,10 @@ class Incremental:
         if analyse(reduced, sink, folder, opened).root is None:
             return None
         return _of(source, reduced, sink)
+
+
+def _imports(found: Layout) -> bool:
+    return _IMPORTS.search(found.context) is not None
 
 
 def _places(diagnostic: Diagnostic) -> Iterable[int]:
