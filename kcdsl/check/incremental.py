@@ -63,8 +63,9 @@ class Incremental:
     ) -> tuple[Callable[[], Analysis], Sink]:
         sink = Sink()
         analysis = analyse(source, sink, folder, texts)
-        if analysis.root is None:
-            # A document that is not YAML says nothing about its clauses.
+        if analysis.root is None or analysis.scope.metrics.own:
+            # A document that is not YAML says nothing about its clauses; the user's metrics are
+            # declared in files that may change by themselves.
             self._context = None
         elif found is not None:
             self._clean = set()
