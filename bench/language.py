@@ -126,6 +126,13 @@ def _scale(folder: Path) -> list[Figure]:
     return [
         Figure("lint of a large contract, s", cold, Better.LOWER, 1.5, f"{conditions}, process"),
         Figure("again after an edit, ms", 1e3 * _edited(text), Better.LOWER, 100, conditions),
+        Figure(
+            "again in the server, ms",
+            1e3 * _served(text),
+            Better.LOWER,
+            100,
+            f"{conditions}, from the change to the answer over the protocol",
+        ),
     ]
 
 
@@ -146,6 +153,43 @@ def _edited(text: str) -> float:
         times.append(time.perf_counter() - start)
         assert len(sink.found) == wanted
     return median(times)
+
+
+def _served(text: str) -> float:
+    """Return the median time of a real server from an edit to its findings, in seconds."""
+    from tests.support.rpc import Client
+
+    client = Client([str(Path(sys.executable).with_name("kcdsl")), "lsp"], cwd=ROOT)
+    try:
+        pulls: dict[str, object] = {"diagnostic": {"dynamicRegistration": False}}
+        client.request(
+            "initialize",
+            {"processId": None, "rootUri": None, "capabilities": {"textDocument": pulls}},
+        )
+        client.notify("initialized", {})
+        uri = "file:///large.kc.yaml"
+        document = {"uri": uri, "languageId": "yaml", "version": 0, "text": text}
+        client.notify("textDocument/didOpen", {"textDocument": document})
+        asked = {"textDocument": {"uri": uri}}
+        client.request("textDocument/diagnostic", asked)
+        lines = text.split("\n")
+        times = []
+        for i in range(EDITS):
+            number = lines.index(f"  C-{1 + 4 * (i * 37 % (CLAUSES // 4))}:") + 1
+            at = {"line": number, "character": lines[number].index("(kl)") + 3}
+            change = {"range": {"start": at, "end": at}, "text": "x"}
+            start = time.perf_counter()
+            changed = {"uri": uri, "version": i + 1}
+            client.notify(
+                "textDocument/didChange", {"textDocument": changed, "contentChanges": [change]}
+            )
+            answer = client.request("textDocument/diagnostic", asked)
+            times.append(time.perf_counter() - start)
+            errors = [d for d in answer["items"] if d["severity"] == 1]
+            assert len(errors) == i + 1, errors
+        return median(times)
+    finally:
+        client.close()
 
 
 def _heavy_modules() -> Figure:
