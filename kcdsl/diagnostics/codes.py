@@ -75,11 +75,7 @@ TOO_LARGE = _declare(
     tool against hostile input.""",
 )
 TOO_DEEP = _declare("KC012", "nested too deeply")
-EMPTY_DOCUMENT = _declare(
-    "KC013",
-    "empty document",
-    "The file holds no document, so it states no contract.",
-)
+EMPTY_DOCUMENT = _declare("KC013", "empty document")
 BAD_NUMBER = _declare("KC014", "unusable number")
 UNQUOTED_EXPRESSION = _declare("KC015", "expression without quotation marks")
 
@@ -145,6 +141,8 @@ EVIDENCE_OUT_OF_REACH = _declare("KC403", "evidence out of reach")
 VACUOUS = _declare("KC404", "vacuous requirement")
 TABLE_GAP = _declare("KC405", "table without a value for some request")
 UNREACHABLE_ROW = _declare("KC406", "row that no request reaches")
+INVERTED_ACTIONS = _declare("KC407", "action milder than that of a lower level")
+RADIUS_ZERO = _declare("KC408", "ball of radius 0")
 CONTRADICTION = _declare(
     "KC410",
     "contradicting clauses",
@@ -162,18 +160,13 @@ EMPTY_SLICE = _declare(
     "empty slice",
     "No request can satisfy the `where` of the slice, so every clause on it would be vacuous.",
 )
-ALWAYS_HOLDS = _declare(
-    "KC413",
-    "redundant clause",
-    """The requirement follows from the ranges of its metrics alone, so no kernel can violate
-    it.""",
-)
-SOLVER_UNDECIDED = _declare(
-    "KC414",
-    "not decided by the solver",
-    """The solver gave no answer in the time allowed. The clauses named were not shown to be
-    consistent; nor were they shown to contradict each other.""",
-)
+ALWAYS_HOLDS = _declare("KC413", "clause that always holds")
+SOLVER_UNDECIDED = _declare("KC414", "not decided by the solver")
+REDUNDANT_CLAUSE = _declare("KC415", "clause that follows from others")
+CONFLICTING_LEVELS = _declare("KC416", "conflicting levels on overlapping slices")
+UNUSED_SLICE = _declare("KC417", "slice that no clause uses")
+EQUAL_SLICES = _declare("KC418", "slices with the same requests")
+DEAD_PART = _declare("KC419", "part of a requirement that says nothing")
 
 CHECKPOINT_FORMAT = _declare(
     "KC450",
@@ -280,7 +273,7 @@ NO_GOAL = _declare(
     "nothing to verify",
     "No clause of the contract states a drift for all inputs of a region on the selected block.",
 )
-UNKNOWN_CLAUSE = _declare("KC471", "unknown clause", "The contract has no clause of this name.")
+UNKNOWN_CLAUSE = _declare("KC471", "unknown clause")
 NO_DEVICE = _declare("KC472", "device missing", "The device asked for is not available.")
 REGION_OF_TOKENS = _declare(
     "KC473",
@@ -299,32 +292,15 @@ SIGNED_METRIC = _declare("KC506", "signed metric without a magnitude")
 WRONG_TAIL = _declare("KC507", "statistic of the harmless tail")
 
 # --- KC6 evidence, files, certificates -----------------------------------------------------------
-FILE_MISSING = _declare(
-    "KC601",
-    "file missing",
-    "A file that the command needs does not exist or cannot be read.",
-)
+FILE_MISSING = _declare("KC601", "file missing")
 INPUT_OUTPUT = _declare(
     "KC602",
     "input or output error",
     "The operating system refused to read or write a file.",
 )
-NO_CONTRACT = _declare(
-    "KC603",
-    "no contract found",
-    """No contract was given and none was found: [tool.kcdsl] contract in the nearest
-    pyproject.toml or kcdsl.toml, else the only contract.yaml or *.kc.yaml in the folder.""",
-)
-SEVERAL_CONTRACTS = _declare(
-    "KC604",
-    "several contracts",
-    "The folder holds several contracts; name the one that is meant.",
-)
-BAD_CONFIGURATION = _declare(
-    "KC605",
-    "unusable configuration",
-    "A configuration file is not valid TOML, or its kcdsl section is not usable.",
-)
+NO_CONTRACT = _declare("KC603", "no contract found")
+SEVERAL_CONTRACTS = _declare("KC604", "several contracts")
+BAD_CONFIGURATION = _declare("KC605", "unusable configuration")
 MALFORMED_REQUEST = _declare(
     "KC620",
     "malformed request",
@@ -430,7 +406,7 @@ FORMAT_REFUSED = _declare(
 
 # --- KC9 the tool --------------------------------------------------------------------------------
 UNUSED_SUPPRESSION = _declare("KC900", "unused suppression")
-USAGE = _declare("KC901", "usage", "The command line is not usable as given.")
+USAGE = _declare("KC901", "usage")
 UNKNOWN_CODE = _declare(
     "KC902",
     "unknown code",
