@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kcdsl.check.metrics import MetricDefinition, Registry
+from kcdsl.config import Config, read_config, shown
 from kcdsl.diagnostics.codes import BAD_CONFIGURATION, METRIC_MODULE, METRIC_NAME_TAKEN
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Sink
 from kcdsl.source.files import read_source
@@ -29,19 +30,24 @@ SIZE_LIMIT = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """The list `metrics` of a configuration: its file, the names, and the place of each."""
+    """The list `metrics` of a configuration, and the folder that its files are in."""
 
-    source: SourceFile
+    config: Config
     folder: Path
-    names: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names, each once."""
+        return tuple(dict.fromkeys(self.config.metrics))
+
+    @property
+    def source(self) -> SourceFile | None:
+        """Return the file that the list is written in; None where the environment has it."""
+        return self.config.origin("metrics").source
 
     def span(self, name: str) -> Span | None:
-        """Return the place of a name in the configuration, where it is written literally."""
-        for quote in ('"', "'"):
-            at = self.source.text.find(f"{quote}{name}{quote}")
-            if at >= 0:
-                return Span(at + 1, at + 1 + len(name))
-        return None
+        """Return the place of a name in the configuration."""
+        return self.config.place("metrics", self.config.metrics.index(name))
 
 
 def read_registry(folder: Path | None, sink: Sink) -> Registry:
@@ -92,66 +98,16 @@ def _add(found: dict[str, Declared], declared: Declared, sink: Sink) -> None:
 # --- the configuration ---------------------------------------------------------------------------
 
 
-def _shown(path: Path) -> Path:
-    """Return a path as a person would name it: from the current folder, where it is below it."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
 def _configured(folder: Path, sink: Sink) -> Modules | None:
-    for place in (folder.resolve(), *folder.resolve().parents):
-        for name, section in (("kcdsl.toml", ()), ("pyproject.toml", ("tool", "kcdsl"))):
-            file = place / name
-            if file.is_file():
-                found = _read_modules(file, section, sink)
-                if found is not None:
-                    return found
-    return None
-
-
-def _read_modules(file: Path, section: tuple[str, ...], sink: Sink) -> Modules | None:
-    """Return the list of a configuration file; None where it has none."""
-    try:
-        source = read_source(_shown(file))
-    except Refusal as refusal:
-        _keep(refusal, sink)
-        return None
-    if "metrics" not in source.text:
-        return None
-    import tomllib
-
-    try:
-        table: Any = tomllib.loads(source.text)
-    except tomllib.TOMLDecodeError as error:
-        message = f"{source.name} is not valid TOML: {error}"
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, Span(0, 0)))
-        return None
-    for key in section:
-        table = table.get(key) if isinstance(table, dict) else None
-    names = table.get("metrics") if isinstance(table, dict) else None
-    if names is None:
-        return None
-    modules = Modules(source, file.parent, ())
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        at = source.text.find("metrics")
-        sink.add(
-            Diagnostic(
-                BAD_CONFIGURATION,
-                "`metrics` takes a list of modules and files",
-                source,
-                Span(at, at + len("metrics")),
-                help='such as ["package.metrics", "metrics.py"]',
-            )
-        )
-        return modules
-    return Modules(source, file.parent, tuple(names))
+    config = read_config(folder, sink)
+    return Modules(config, config.origin("metrics").folder) if config.metrics else None
 
 
 def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
     from kcdsl.check.metric_files import read_declarations
     from kcdsl.check.metric_modules import find_file, is_file_name, plain_name
 
-    for name in dict.fromkeys(modules.names):
+    for name in modules.names:
         span = modules.span(name)
         if is_file_name(name) and Path(name).is_absolute():
             message = f"`{name}` is not relative, so contracts would differ from place to place"
@@ -167,7 +123,7 @@ def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
                     f"there is no Python {kind} `{name}`",
                     modules.source,
                     span,
-                    help=f"it is looked for beside {modules.source.name}"
+                    help=f"it is looked for beside {modules.config.origin('metrics').where}"
                     + ("" if kind == "file" else " and among the installed modules"),
                 )
             )
@@ -177,7 +133,7 @@ def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
 
 def _source(path: Path, sink: Sink) -> SourceFile | None:
     try:
-        return read_source(_shown(path), SIZE_LIMIT)
+        return read_source(shown(path), SIZE_LIMIT)
     except Refusal as refusal:
         _keep(refusal, sink)
         return None

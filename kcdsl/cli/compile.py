@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kcdsl.check.compile import analyse, no_program
 from kcdsl.cli.discover import find_contract
+from kcdsl.cli.solver import add_timeout, limits, solver_backend
 from kcdsl.diagnostics import Diagnostic, Severity, Sink, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE
 from kcdsl.diagnostics.render import FORMATS, render
@@ -15,7 +16,6 @@ from kcdsl.exits import Exit
 from kcdsl.ir.canonical import digest, document, library_digest
 from kcdsl.ir.terms import Library, Program
 from kcdsl.ir.training import for_training, training_document
-from kcdsl.route.catalogue import catalogue
 from kcdsl.route.router import Route, route
 from kcdsl.source.files import read_source
 from kcdsl.source.text import SourceFile
@@ -49,8 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--consistency",
         action="store_true",
-        help="ask z3 whether clauses contradict or repeat each other",
+        help="ask z3 whether clauses contradict, repeat or hollow out each other",
     )
+    add_timeout(parser, "with --consistency: how long z3 may take for all questions")
 
 
 def run(arguments: argparse.Namespace) -> Exit:
@@ -71,11 +72,13 @@ def run(arguments: argparse.Namespace) -> Exit:
     full = program
     if arguments.purpose == "training":
         program, withheld = for_training(program)
-    findings = _consistency(program, source) if arguments.consistency else Sink()
+    findings = Sink()
+    if arguments.consistency:
+        findings = _consistency(program, source, arguments.timeout)
     routes = route(program)
     for diagnostic in (*findings, *_undecided(routes)):
         sink.add(diagnostic)
-    _print(sink, arguments.format)
+    _print(sink, arguments.format, frozenset(findings))
     if arguments.emit == "ir":
         written = document(program) if withheld is None else training_document(full)
         _deliver(written.decode("utf-8") + "\n", arguments.output)
@@ -88,12 +91,12 @@ def run(arguments: argparse.Namespace) -> Exit:
     return Exit.VIOLATED if findings.has_errors else Exit.HELD
 
 
-def _print(sink: Sink, format: str) -> None:
-    """Print errors and warnings; of notes only their number, outside JSON."""
+def _print(sink: Sink, format: str, asked: frozenset[Diagnostic] = frozenset()) -> None:
+    """Print errors and warnings, and what was asked for; of other notes only their number."""
     if format == "json":
         print(render(sink, format, sys.stderr), file=sys.stderr)
         return
-    shown = [d for d in sink if d.severity is not Severity.NOTE]
+    shown = [d for d in sink if d.severity is not Severity.NOTE or d in asked]
     if shown:
         print(render(shown, format, sys.stderr), file=sys.stderr)
     hidden = len(sink.found) - len(shown)
@@ -116,17 +119,13 @@ def _question(program: Program, follows: str | None) -> str:
     return smtlib.implication(program, follows)
 
 
-def _consistency(program: Program, source: SourceFile) -> Sink:
-    spec = next((spec for spec in catalogue() if spec.name == "smt"), None)
-    if spec is None or spec.missing():
-        lacking = "the backend smt" if spec is None else ", ".join(spec.missing())
-        raise refuse(
-            NO_BACKEND,
-            f"--consistency needs {lacking}, which is not installed",
-            help="pip install z3-solver",
-        )
-    sink = Sink()
-    found: list[Diagnostic] = spec.load().consistency(program, source=source)
+def _consistency(program: Program, source: SourceFile, timeout: float) -> Sink:
+    from kcdsl.cli.progress import progress_bars
+
+    backend, sink = solver_backend("--consistency"), Sink()
+    question, total = limits(timeout)
+    with progress_bars() as report:
+        found: list[Diagnostic] = backend.consistency(program, question, source, total, report)
     for diagnostic in found:
         sink.add(diagnostic)
     return sink

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from kcdsl.config import load_config, shown
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import (
-    BAD_CONFIGURATION,
     FILE_MISSING,
     NO_CONTRACT,
     SEVERAL_CONTRACTS,
@@ -20,8 +18,8 @@ from kcdsl.diagnostics.codes import (
 def find_contract(given: str | None, start: Path) -> Path:
     """Return the path of the contract.
 
-    `given` wins; then `[tool.kcdsl] contract` of the nearest pyproject.toml, or `contract` of the
-    nearest kcdsl.toml, upwards from `start`; then the only contract.yaml or *.kc.yaml in `start`.
+    `given` wins; then `contract` of the configuration of `start` (see `kcdsl.config`); then the
+    only contract.yaml or *.kc.yaml in `start`.
     Raises Refusal where there is none, where there are several, or where the file is missing.
     """
     if given is not None:
@@ -106,7 +104,7 @@ def _is_library(path: Path) -> bool:
         return False
 
 
-def _existing(path: Path, origin: Path | None) -> Path:
+def _existing(path: Path, origin: str | None) -> Path:
     if path.is_file():
         return path
     notes = (f"named in {origin}",) if origin is not None else ()
@@ -124,31 +122,8 @@ def _existing(path: Path, origin: Path | None) -> Path:
 
 
 def _configured(start: Path) -> Path | None:
-    for folder in (start.resolve(), *start.resolve().parents):
-        for name, section in (("kcdsl.toml", ()), ("pyproject.toml", ("tool", "kcdsl"))):
-            file = folder / name
-            if not file.is_file():
-                continue
-            table: Any = _toml(file)
-            for key in section:
-                table = table.get(key) if isinstance(table, dict) else None
-            if table is None:
-                continue
-            if not isinstance(table, dict):
-                raise refuse(BAD_CONFIGURATION, f"{file}: the kcdsl section is not a table")
-            contract = table.get("contract")
-            if contract is None:
-                continue
-            if not isinstance(contract, str):
-                raise refuse(BAD_CONFIGURATION, f"{file}: `contract` is not a text")
-            return _existing(folder / contract, origin=file)
-    return None
-
-
-def _toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise refuse(BAD_CONFIGURATION, f"{file} is not valid TOML: {error}") from error
-    except OSError as error:
-        raise refuse(FILE_MISSING, f"{file} cannot be read: {error.strerror}") from error
+    config = load_config(start)
+    if config.contract is None:
+        return None
+    origin = config.origin("contract")
+    return _existing(shown(origin.folder / config.contract), origin=origin.where)

@@ -3,19 +3,19 @@
 Every translation of contracts into logic takes its assumptions from here and makes no others. A
 *small* quantity is at most a factor times a *large* one, value by value; an order that holds value
 by value holds of every mean, minimum, maximum and quantile of the same values too. Sources: norms
-of one row of logits, and `docs/bound-chain.md`, sections 1 and 2. Which metrics bound which others is in
-`kcdsl.ir.orders`.
+of one row of logits, and `docs/bound-chain.md`, sections 1 and 2. Which metrics bound which others
+is in `kcdsl.ir.orders`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
 from kcdsl.check.metrics import find_metric
-from kcdsl.ir.orders import MAGNITUDE_OF_LOG_RATIO, SQRT2_UP, least_factor
+from kcdsl.ir.orders import MAGNITUDE_OF_LOG_RATIO, SQRT2_UP, curves, least_factor
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 
 NORMS: tuple[tuple[str, Fraction, str], ...] = (
@@ -73,15 +73,108 @@ class Ranked(Protocol):
     def q(self) -> Fraction | None: ...
 
 
+class Placed(Ranked, Protocol):
+    """A statistic of a term on a slice. `side` is "largest" or "smallest" where a request can have
+    several values and stands by one of them, else ""."""
+
+    @property
+    def of(self) -> Term: ...
+
+    @property
+    def slice(self) -> str: ...
+
+    @property
+    def side(self) -> str: ...
+
+
 def ordered(a: Ranked, b: Ranked) -> bool:
     """Say whether a <= b holds of two statistics of the same values."""
-    if a.kind == "min":
-        return b.kind in ("mean", "max", "quantile")
-    if b.kind == "max":
-        return a.kind in ("mean", "quantile")
-    if a.kind == b.kind == "quantile":
-        return a.q is not None and b.q is not None and a.q < b.q
-    return False
+    return (a.kind, b.kind) in ORDERS and (a.kind != b.kind or _below(a.q, b.q))
+
+
+def _below(a: Fraction | None, b: Fraction | None) -> bool:
+    return a is not None and b is not None and a < b
+
+
+ORDERS = {
+    ("min", "mean"): "a mean is no less than the minimum",
+    ("min", "max"): "no minimum is above the maximum",
+    ("min", "quantile"): "no percentile is below the minimum",
+    ("mean", "max"): "a mean is no more than the maximum",
+    ("quantile", "max"): "no percentile is above the maximum",
+    ("quantile", "quantile"): "percentiles of the same values, in the order of their levels",
+}
+"""(kind, kind): why the first is at most the second."""
+
+
+def rises(a: Placed, b: Placed, inside: Callable[[str, str], bool]) -> tuple[str, ...] | None:
+    """Return why the statistic of a <= that of b for any term of both, or None.
+
+    `inside(x, y)`: every request of the slice x is one of y.
+    """
+    if a.side and b.side and a.side != b.side and b.side != "largest":
+        return None
+    same = (a.kind, a.q) == (b.kind, b.q)
+    if not (same or ordered(a, b)):
+        return None
+    why = () if same else (ORDERS[a.kind, b.kind],)
+    if a.slice == b.slice:
+        return why
+    if b.kind == "max" and inside(a.slice, b.slice):
+        return (*why, f"every request of {a.slice} is one of {b.slice}")
+    if a.kind == "min" and inside(b.slice, a.slice):
+        return (*why, f"every request of {b.slice} is one of {a.slice}")
+    return None
+
+
+def at_most(
+    a: Placed, b: Placed, temperature: Fraction | None, inside: Callable[[str, str], bool]
+) -> tuple[Fraction, tuple[str, ...]] | None:
+    """Return c, and why, if a <= c b holds of two measured quantities whatever the kernels do."""
+    if a.of != b.of and a.kind not in MONOTONE and a.kind != "value":
+        return None
+    factor = Fraction(1) if a.of == b.of else domination(a.of, b.of, temperature)
+    if factor is None:
+        return None
+    why = rises(a, b, inside)
+    return None if why is None else (factor, (*domination_reasons(a.of, b.of, temperature), *why))
+
+
+def domination_reasons(small: Term, large: Term, temperature: Fraction | None) -> tuple[str, ...]:
+    """Return why `domination` holds."""
+    names = metric_node(small), metric_node(large)
+    if small == large:
+        return ()
+    if names[0] is not None and names[1] is not None:
+        path = least_factor(names[0], names[1], temperature)
+        if path is not None:
+            return tuple(dict.fromkeys(path.reasons))
+    return ("x <= |x|",)
+
+
+def bent(
+    a: Placed,
+    b: Placed,
+    bound: Fraction,
+    temperature: Fraction | None,
+    inside: Callable[[str, str], bool],
+) -> Iterator[tuple[Fraction, tuple[str, ...]]]:
+    """Yield t, and why, where b <= bound implies a <= t by a relation that is not linear."""
+    names = metric_node(a.of), metric_node(b.of)
+    if names[0] is None or names[1] is None or bound < 0:
+        return
+    if a.kind not in MONOTONE and a.kind != "value":
+        return
+    found = curves(names[0], names[1], temperature)
+    why = rises(a, b, inside) if found else None
+    if why is None:
+        return
+    for curve in found:
+        if a.kind == "mean" and b.kind != "max" and not curve.concave:
+            continue
+        limit = curve.at(bound, temperature or Fraction(1))
+        if limit is not None:
+            yield limit, (curve.why, *why)
 
 
 # --- ranges --------------------------------------------------------------------------------------

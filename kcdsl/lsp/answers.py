@@ -310,10 +310,13 @@ def linked(question: Question, params: lsp.DocumentLinkParams) -> list[lsp.Docum
 
 _LEGEND = lsp.SemanticTokensLegend(list(tokens_feature.TYPES), list(tokens_feature.MODIFIERS))
 
+NO_ANSWER = object()
+"""In place of an empty answer: a failure to check must not read as "nothing found"."""
+
 FEATURES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     lsp.TEXT_DOCUMENT_DIAGNOSTIC: (
         pulled,
-        lsp.RelatedFullDocumentDiagnosticReport([]),
+        NO_ANSWER,
         lsp.DiagnosticOptions(
             inter_file_dependencies=True, workspace_diagnostics=True, identifier="kcdsl"
         ),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from kcdsl.check.compile import Analysis
+from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.incremental import Incremental
 from kcdsl.diagnostics.codes import INTERNAL, TOO_LARGE
-from kcdsl.diagnostics.model import Diagnostic
+from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.lsp.documents import Document, Snapshot, Texts
 from kcdsl.source.files import SIZE_LIMIT
-from kcdsl.source.text import Span
+from kcdsl.source.text import SourceFile, Span
 
 
 @dataclass(slots=True)
@@ -33,14 +34,24 @@ class Checker:
         state = self._states.setdefault(document.uri, _State())
         latest = state.latest
         if latest is not None and latest.document == document and _same(latest.texts, texts):
-            return latest
+            # A copy of a light one, so that an analysis made for it is not kept.
+            return latest if document.version is not None else replace(latest)
         if latest is not None and not _same(latest.texts, texts):
             state.incremental = Incremental()
         found = self._check(document, texts, state)
+        if document.version is None:
+            return self._keep_lightly(found, state)
         state.latest = found
         if not any(d.code.id.startswith("KC00") for d in found.findings):
             # Without the one before it, which would hold the one before that.
             state.good = replace(found, good=None)
+        return found
+
+    def _keep_lightly(self, found: Snapshot, state: _State) -> Snapshot:
+        """Keep the findings alone of a file that is not open: there may be hundreds."""
+        source, folder, texts = found.source, found.document.folder, found.texts
+        state.incremental = Incremental()
+        state.latest = replace(found, make=lambda: analyse(source, Sink(), folder, texts))
         return found
 
     def forget(self, uri: str | None = None) -> None:
@@ -68,8 +79,21 @@ class Checker:
             )
             state.incremental = Incremental()
             return Snapshot(document, (finding,), lambda: Analysis(source), texts)
-        own = tuple(d for d in sink if d.source is None or d.source.name == source.name)
-        return Snapshot(document, own, make, texts, state.good)
+        return Snapshot(document, tuple(_shown(sink, source)), make, texts, state.good)
+
+
+def _shown(sink: Sink, source: SourceFile) -> Iterator[Diagnostic]:
+    """Yield the findings of a document. Those in files that it depends on stand at its beginning;
+    libraries are documents too, and an import of one with errors is reported itself."""
+    for found in sink:
+        if found.source is None or found.source.name == source.name:
+            yield found
+        elif not found.source.name.endswith((".yaml", ".yml")):
+            at = found.source.position(found.span.start if found.span is not None else 0)
+            message = f"{found.source.name}:{at.line}: {found.message}"
+            yield replace(
+                found, message=message, source=source, span=Span(0, 0), labels=(), fix=None
+            )
 
 
 def _same(one: Texts, other: Texts) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
@@ -17,9 +17,15 @@ from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.layout import blank, layout
 from kcdsl.check.libraries import Texts as Texts
 from kcdsl.diagnostics.model import Diagnostic, Sink
+from kcdsl.ir.canonical import digest
+from kcdsl.ir.terms import Clause, Quantified
+from kcdsl.ir.walk import walk
 from kcdsl.lsp.mending import mend
 from kcdsl.lsp.positions import Lines
+from kcdsl.lsp.reports import Verdict, verdicts
 from kcdsl.lsp.symbols import Occurrence, occurrences
+from kcdsl.route.catalogue import BackendSpec, catalogue
+from kcdsl.route.router import Route, route
 from kcdsl.source.text import SourceFile, Span
 
 LARGE = 60_000
@@ -73,15 +79,18 @@ class Carry:
     there: int
 
     def offset(self, offset: int) -> int | None:
-        """Return the same place in the other text; None inside the stretch that differs."""
-        if offset <= self.start:
-            return offset
-        return offset + self.there - self.here if offset >= self.here else None
+        """Return the place before the same character; None inside the stretch that differs."""
+        if offset >= self.here:
+            return offset + self.there - self.here
+        return offset if offset <= self.start else None
 
-    def span(self, span: Span) -> Span | None:
-        """Return the same range in the other text; None where an end lies in the stretch."""
+    def span(self, span: Span) -> Span:
+        """Return the range of the same characters, and of the stretch if it lies among them."""
         start, end = self.offset(span.start), self.offset(span.end)
-        return None if start is None or end is None else Span(start, max(start, end))
+        if span.end <= self.start:
+            end = span.end
+        first = self.start if start is None else start
+        return Span(first, max(first, self.there if end is None else end))
 
     @property
     def back(self) -> Carry:
@@ -111,6 +120,12 @@ def _common(one: str, other: str, most: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+@cache
+def _backends() -> tuple[BackendSpec, ...]:
+    """Return the installed backends, looked for once; none of them is imported."""
+    return catalogue()
 
 
 @dataclass(frozen=True)
@@ -186,6 +201,38 @@ class Snapshot:
     def read(self, source: SourceFile, sink: Sink) -> Analysis:
         """Check another text as if it stood in place of the document."""
         return analyse(source, sink, self.document.folder, self.texts)
+
+    @cached_property
+    def digest(self) -> str | None:
+        """Return the digest of the contract, in hexadecimal digits; None where it has errors."""
+        return None if self.analysis.program is None else digest(self.analysis.program)
+
+    @cached_property
+    def _premises(self) -> tuple[Clause, ...]:
+        """Return the clauses from which others may follow: those with a quantifier."""
+        program = self.analysis.program
+        clauses = program.clauses if program is not None else ()
+        return tuple(c for c in clauses if any(isinstance(p, Quantified) for p in walk(c.require)))
+
+    def route(self, clause: str) -> Route | None:
+        """Return the route of a clause; None where the contract has errors or is not known whole.
+
+        A route follows from the clause and those that it may follow from, which are few.
+        """
+        program = self.analysis.program
+        if program is None or not self.whole:
+            return None
+        own = tuple(c for c in program.clauses if c.id == clause and c not in self._premises)
+        few = replace(program, clauses=(*self._premises, *own))
+        return next((r for r in route(few, _backends()) if r.clause_id == clause), None)
+
+    @cached_property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Return what the reports beside the contract say, as of the first time it is asked."""
+        raw = self.analysis.raw
+        if raw is None or raw.name is None or not self.whole:
+            return ()
+        return verdicts(self.document.folder, raw.name.text)
 
     @cached_property
     def occurrences(self) -> tuple[Occurrence, ...]:

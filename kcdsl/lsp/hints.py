@@ -9,7 +9,7 @@ from kcdsl.check.names import PERCENTILE, STATISTICS
 from kcdsl.check.sorts import Real, sorts
 from kcdsl.diagnostics.model import Sink
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.knowledge import KnownClause, known_clauses, policy_action, route_of, scope_in
+from kcdsl.lsp.knowledge import KnownClause, known_clauses, policy_action, scope_in
 from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax.parser import parse_expression
@@ -42,7 +42,7 @@ def _of_clause(snapshot: Snapshot, item: KnownClause) -> Iterator[Hint]:
         yield from _sorts(snapshot, require)
     if clause is None:
         return
-    chosen = route_of(snapshot, item.raw.id.text)
+    chosen = snapshot.route(item.raw.id.text)
     if chosen is not None:
         about = f"fragment {chosen.fragment}: {chosen.reason}"
         end = item.raw.id.span.end

@@ -22,7 +22,6 @@ from kcdsl.lsp.knowledge import (
     mark,
     policy_action,
     quoted,
-    route_of,
     scope_in,
     verdicts_of,
 )
@@ -219,7 +218,7 @@ def clause_text(snapshot: Snapshot, item: KnownClause) -> str:
         rows.append(f"- then `{action}`{origin}")
     if clause.holdout:
         rows.append("- held out: gates releases, never shown to a training loss")
-    chosen = route_of(snapshot, name)
+    chosen = snapshot.route(name)
     if chosen is not None:
         backend = f"`{chosen.backend}`" if chosen.backend is not None else "nobody"
         rows.append(f"- decided by {backend}, fragment {chosen.fragment}: {chosen.reason}")
@@ -270,7 +269,7 @@ def _route_text(snapshot: Snapshot, expression: Written) -> str:
     item = clause_named(snapshot.analysis, clause_of(expression.field.path))
     if item is None or item.clause is None:
         return ""
-    chosen = route_of(snapshot, item.raw.id.text)
+    chosen = snapshot.route(item.raw.id.text)
     if chosen is None:
         return ""
     return f"decided by `{chosen.backend or 'nobody'}`: {chosen.reason}"

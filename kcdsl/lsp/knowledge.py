@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from kcdsl.check.compile import Analysis
 from kcdsl.check.names import Scope
 from kcdsl.check.structure import RawClause
 from kcdsl.ir import terms as ir
-from kcdsl.ir.canonical import digest
 from kcdsl.ir.walk import walk
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.reports import Verdict, latest, verdicts
-from kcdsl.route.catalogue import BackendSpec, catalogue
-from kcdsl.route.router import Route, route
+from kcdsl.lsp.reports import Verdict, latest
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax import ast
 
@@ -66,45 +62,10 @@ def scope_in(expression: ast.Expression, scope: Scope) -> Scope:
             return scope
 
 
-def contract_digest(analysis: Analysis) -> str | None:
-    """Return the digest of the contract, in hexadecimal digits; None where it has errors."""
-    return None if analysis.program is None else _digest(analysis.program)
-
-
-@lru_cache(maxsize=8)
-def _digest(program: ir.Program) -> str:
-    return digest(program)
-
-
-@lru_cache(maxsize=1)
-def backends() -> tuple[BackendSpec, ...]:
-    """Return the installed backends, looked for once; none of them is imported."""
-    return catalogue()
-
-
-@lru_cache(maxsize=8)
-def routes(program: ir.Program) -> dict[str, Route]:
-    """Return the route of every clause by its identifier."""
-    return {item.clause_id: item for item in route(program, backends())}
-
-
-def route_of(snapshot: Snapshot, clause: str) -> Route | None:
-    """Return the route of a clause; None where the contract has errors or is not known whole."""
-    program = snapshot.analysis.program
-    return None if program is None or not snapshot.whole else routes(program).get(clause)
-
-
 def verdicts_of(snapshot: Snapshot, clause: str) -> tuple[tuple[Verdict, bool], ...]:
     """Return the last verdict on each slice of a clause, and whether it is stale."""
-    raw = snapshot.analysis.raw
-    if raw is None or raw.name is None or not snapshot.whole:
-        return ()
-    folder = snapshot.document.folder
-    found = verdicts(folder, raw.name.text)
-    if not found:
-        return ()
-    known = contract_digest(snapshot.analysis)
-    return tuple((v, v.stale(known)) for v in latest(found, clause, known))
+    known = snapshot.digest
+    return tuple((v, v.stale(known)) for v in latest(snapshot.verdicts, clause, known))
 
 
 def mark(verdict: str) -> str:

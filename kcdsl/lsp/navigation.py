@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis
 from kcdsl.check.libraries import Import, Loaded
+from kcdsl.check.user_metrics import declarations
+from kcdsl.diagnostics.model import Sink
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.nodes import Field, fields, inner_span
 from kcdsl.lsp.symbols import Kind, Occurrence, at
@@ -136,21 +137,12 @@ def _declared_in(item: Import, loaded: Loaded, here: Occurrence) -> Span | None:
 def _user_metric(snapshot: Snapshot, name: str) -> list[Target]:
     """Return the Python function of a user's metric."""
     metric = snapshot.analysis.scope.metrics.find(name)
-    folder = snapshot.document.folder
-    if metric is None or metric.function is None or folder is None:
+    if metric is None or metric.function is None:
         return []
-    module, _, function = metric.function.rpartition(":")
-    for place in (folder, *folder.parents):
-        file = place / (module if module.endswith(".py") else module.replace(".", "/") + ".py")
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            continue
-        found = re.search(rf"^(?:async )?def ({re.escape(function)})\b", text, re.MULTILINE)
-        if found is not None:
-            span = Span(found.start(1), found.end(1))
-            return [Target(span, file, SourceFile(str(file), text))]
-    return []
+    declared = declarations(snapshot.document.folder, Sink()).get(metric.name)
+    if declared is None:
+        return []
+    return [Target(declared.span, Path(declared.source.name).absolute(), declared.source)]
 
 
 def with_open_texts(targets: list[Target], snapshot: Snapshot) -> list[Target]:

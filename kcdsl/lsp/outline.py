@@ -129,7 +129,7 @@ def _requirement(node: Node) -> str:
     if isinstance(require, Sequence):
         names = [item.text for item in require.items if isinstance(item, Scalar)]
         return f"has(trace, [{', '.join(names)}])"
-    return " ".join(_text(node, name) for name in ("metric", "op", "threshold")).strip()
+    return " ".join(filter(None, (_text(node, name) for name in ("metric", "op", "threshold"))))
 
 
 def _detail(section: str, node: Node) -> str:

@@ -16,6 +16,7 @@ from pygls.lsp.server import LanguageServer
 from pygls.protocol import LanguageServerProtocol, lsp_method
 
 from kcdsl import __version__
+from kcdsl.diagnostics.codes import find as find_code
 from kcdsl.lsp import answers, running, wire
 from kcdsl.lsp.answers import Question
 from kcdsl.lsp.documents import Document, path_of
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 _DEBOUNCE = 0.02
 """Seconds of silence after an edit before the document is checked."""
 _REQUEST_FAILED = -32803
-_WATCHED = ("**/*.kc.yaml", "**/*.kc.yml", "**/contract.yaml", "**/kcdsl.toml", "**/pyproject.toml")
+_WATCHED = ("**/*.kc.{yaml,yml}", "**/contract.yaml", "**/{kcdsl,pyproject}.toml", "**/*.py")
 
 
 class _Protocol(LanguageServerProtocol):
@@ -141,11 +142,14 @@ class Server(LanguageServer):
     # --- questions -------------------------------------------------------------------------------
 
     async def ask(self, uri: str, feature: Callable[..., Any], params: Any, empty: Any) -> Any:
-        """Return what a feature answers about an open document; `empty` where that fails."""
+        """Return what a feature answers about an open document; where that fails `empty`, or an
+        error where an empty answer would say too much."""
         document = self.session.get(uri)
-        if document is None:
+        if document is None and empty is not answers.NO_ANSWER:
             return empty
         try:
+            if document is None:
+                raise LookupError(f"{uri} is not open")
             snapshot = await self.work.snapshot(document, self.session.texts(document))
             question = Question(snapshot, self.session.encoding, self.client_capabilities)
             return await self.work.answer(partial(feature, question, params))
@@ -153,6 +157,8 @@ class Server(LanguageServer):
             raise JsonRpcException(str(refusal), _REQUEST_FAILED) from refusal
         except Exception as error:
             self.log(error, feature.__name__)
+            if empty is answers.NO_ANSWER:
+                raise JsonRpcException(f"{feature.__name__} failed", _REQUEST_FAILED) from error
             return empty
 
     def log(self, error: Exception, doing: str) -> None:
@@ -210,9 +216,15 @@ class Server(LanguageServer):
         return {"status": finished.code, "output": finished.output}
 
     def explain(self, code: str) -> str:
-        """Show what a code means, and return it."""
-        text = code_text(code)
-        self.window_show_message(lsp.ShowMessageParams(lsp.MessageType.Info, text))
+        """Show what a code means, by its page where the client shows documents, and return it."""
+        text, found = code_text(code), find_code(code)
+        page = wire.page_uri(found) if found is not None else None
+        window = self.client_capabilities.window
+        able = window.show_document if window is not None else None
+        if page is not None and able is not None and able.support:
+            self.window_show_document(lsp.ShowDocumentParams(page))
+        else:
+            self.window_show_message(lsp.ShowMessageParams(lsp.MessageType.Info, text))
         return text
 
     def end(self) -> None:

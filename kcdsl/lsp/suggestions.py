@@ -418,9 +418,9 @@ def _metric_of(place: _Place) -> MetricDefinition | None:
 def _units(place: _Place) -> Iterator[Item]:
     """Yield the units that fit: of the metric in question, of a budget, or all."""
     wanted = _dimension(place)
-    for number, (name, unit) in enumerate(UNITS.items()):
-        if name == "1" or (wanted is not None and unit.dimension != wanted):
-            continue
+    fitting = [u for n, u in UNITS.items() if n != "1" and wanted in {None, u.dimension}]
+    for number, unit in enumerate(fitting):
+        name = unit.name
         before = "" if name == "%" else " " * (not _space_before(place))
         yield place.item(
             name,

@@ -109,10 +109,7 @@ class Wire:
     def range(self, span: Span, lines: Lines | None = None) -> lsp.Range:
         """Return the range of a span, of another text where its lines are given."""
         if self._way is not None and lines is None:
-            start, end = self._way.offset(span.start), self._way.offset(span.end)
-            first = start if start is not None else self._way.start
-            last = end if end is not None else self._way.there
-            span = Span(first, max(first, last))
+            span = self._way.span(span)
         start_place, end_place = (lines or self.document.lines).places(span, self.encoding)
         return lsp.Range(
             lsp.Position(start_place.line, start_place.character),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kcdsl.config import Origin, load_config
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
@@ -23,16 +23,17 @@ from kcdsl_certs.strict import parse_time
 def trust_policy(given: Sequence[str], threshold: int | None, folder: Path) -> TrustPolicy:
     """Return the trusted keys and the threshold.
 
-    `given` (paths) wins; then `trusted_keys` of the nearest kcdsl.toml or of `[tool.kcdsl]` in the
-    nearest pyproject.toml, upwards from the contract's `folder`; then `kcdsl.key.pub` in it. An
-    entry of `trusted_keys` is a path, or a table with `path` and any of `stages`, `valid_from`,
-    `valid_until`. Raises Refusal where no key is found or one is not usable.
+    `given` (paths) wins; then `trusted_keys` of the configuration of the contract's `folder` (see
+    `kcdsl.config`); then `kcdsl.key.pub` in it. An entry of `trusted_keys` is a path, or a table
+    with `path` and any of `stages`, `valid_from`, `valid_until`. Raises Refusal where no key is
+    found or one is not usable.
     """
-    origin, table = _configuration(folder)
+    config = load_config(folder)
     if given:
         keys = [_trusted(Path(path)) for path in given]
-    elif (entries := table.get("trusted_keys")) is not None:
-        keys = [_configured(entry, origin) for entry in _entries(entries, origin)]
+    elif config.trusted_keys is not None:
+        origin = config.origin("trusted-keys")
+        keys = [_configured(entry, origin) for entry in config.trusted_keys]
     elif (folder / PUBLIC_KEY).is_file():
         keys = [_trusted(folder / PUBLIC_KEY)]
     else:
@@ -44,9 +45,7 @@ def trust_policy(given: Sequence[str], threshold: int | None, folder: Path) -> T
             help=f"pass --key PUB, list trusted_keys under [tool.kcdsl], or put {PUBLIC_KEY} "
             f"into {folder}",
         )
-    wanted = table.get("threshold", 1) if threshold is None else threshold
-    if not isinstance(wanted, int) or isinstance(wanted, bool):
-        raise refuse(BAD_CONFIGURATION, f"{origin}: `threshold` is not an integer")
+    wanted = config.threshold if threshold is None else threshold
     try:
         return TrustPolicy(tuple(keys), wanted)
     except Reject as error:
@@ -57,16 +56,10 @@ def _trusted(path: Path, **limits: Any) -> TrustedKey:
     return TrustedKey(path.name, read_public_key(path), frozenset({PREDICATE_TYPE}), **limits)
 
 
-def _entries(value: Any, origin: Path) -> list[Any]:
-    if not isinstance(value, list):
-        raise refuse(BAD_CONFIGURATION, f"{origin}: `trusted_keys` is not a list")
-    return value
-
-
-def _configured(entry: Any, origin: Path) -> TrustedKey:
+def _configured(entry: str | Mapping[str, Any], origin: Origin) -> TrustedKey:
     if isinstance(entry, str):
-        return _trusted(origin.parent / entry)
-    if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
+        return _trusted(origin.folder / entry)
+    if not isinstance(entry.get("path"), str):
         raise refuse(BAD_CONFIGURATION, f"{origin}: a trusted key is a path or a table with `path`")
     unknown = sorted(entry.keys() - {"path", "stages", "valid_from", "valid_until"})
     if unknown:
@@ -83,25 +76,4 @@ def _configured(entry: Any, origin: Path) -> TrustedKey:
                 limits[name] = parse_time(str(entry[name]))
             except Reject as error:
                 raise refuse(BAD_CONFIGURATION, f"{origin}: {name}: {error.detail}") from error
-    return _trusted(origin.parent / entry["path"], **limits)
-
-
-def _configuration(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    """Return the nearest kcdsl section and its file; an empty one where there is none."""
-    for file, section in _candidates(folder.resolve()):
-        try:
-            table: Any = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise refuse(BAD_CONFIGURATION, f"{file} is not valid TOML: {error}") from error
-        for key in section:
-            table = table.get(key) if isinstance(table, dict) else None
-        if isinstance(table, dict) and table:
-            return file, table
-    return folder, {}
-
-
-def _candidates(folder: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    for place in (folder, *folder.parents):
-        for name, section in (("kcdsl.toml", ()), ("pyproject.toml", ("tool", "kcdsl"))):
-            if (place / name).is_file():
-                yield place / name, section
+    return _trusted(origin.folder / entry["path"], **limits)

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from pytest_lsp import LanguageClient
 
-from tests.support.editor import VSCODE, Editor, Start, connect
+from tests.support.editor import VSCODE, Editor, Start, connect, disconnect
 
 _FOLDERS = count()
 _Sessions = dict[tuple[str, str | None, bool], Editor]
@@ -21,8 +21,7 @@ async def _sessions() -> AsyncIterator[tuple[_Sessions, list[LanguageClient]]]:
     clients: list[LanguageClient] = []
     yield {}, clients
     for client in clients:
-        await client.shutdown_session()
-        await client.stop()
+        await disconnect(client)
 
 
 @pytest.fixture(scope="session")

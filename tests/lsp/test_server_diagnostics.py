@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from lsprotocol import types as lsp
 
-from tests.support.editor import EDITORS, EMACS, HEAD, NEOVIM, VSCODE, Start, connect
+from tests.support.editor import EDITORS, EMACS, HEAD, NEOVIM, VSCODE, Start, connect, disconnect
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -199,8 +199,7 @@ async def test_diagnostics_of_the_workspace(tmp_path: Path) -> None:
     again = await client.workspace_diagnostic_async(lsp.WorkspaceDiagnosticParams(known))
     assert {item.kind for item in again.items} == {"unchanged"}
     session.close(opened)
-    await client.shutdown_session()
-    await client.stop()
+    await disconnect(client)
 
 
 async def test_emacs_counts_code_points(start: Start) -> None:

@@ -44,6 +44,7 @@ def imported(forbidden: tuple[str, ...], *words: str) -> tuple[int, list[str]]:
         (("verify", "--help"), 0),
         (("evaluate", "--help"), 0),
         (("check", "--help"), 0),
+        (("lsp", "--help"), 0),
         (("lint", str(CORPUS / "accepted" / "statements.kc.yaml")), 0),
         (("lint", str(CORPUS / "rejected" / "unknown-metric.kc.yaml")), 1),
         (("compile", str(CORPUS / "accepted" / "example.kc.yaml")), 0),

@@ -79,6 +79,13 @@ async def connect(
     return client, session
 
 
+async def disconnect(client: LanguageClient) -> None:
+    """End a session as the protocol wants it."""
+    await client.shutdown_session()
+    stop: Any = client.stop
+    await stop()
+
+
 class Editor:
     """A session with the server, in which documents are opened and asked about."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kcdsl.diagnostics import Diagnostic
 from kcdsl.ir.terms import Program
 from kcdsl.source.text import SourceFile
+from kcdsl.verdict.difference import Difference
 from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
 
 __all__ = ["BACKEND", "Implied", "ImpliedBound", "ProvedDrift", "SmtBackend"]
@@ -18,12 +19,30 @@ class SmtBackend:
     name = "smt"
 
     def consistency(
-        self, program: Program, timeout_ms: int = 2000, source: SourceFile | None = None
+        self,
+        program: Program,
+        timeout_ms: int = 2000,
+        source: SourceFile | None = None,
+        total_ms: int | None = None,
+        report: Callable[[str, int, int], None] | None = None,
     ) -> list[Diagnostic]:
-        """Return contradictions, impossible and redundant clauses, and empty slices."""
+        """Return what speaks against a contract, as `smt.consistency.consistency`."""
         from kcdsl_backends.smt.consistency import consistency
 
-        return consistency(program, timeout_ms, source)
+        return consistency(program, timeout_ms, source, total_ms, report)
+
+    def difference(
+        self,
+        old: Program,
+        new: Program,
+        timeout_ms: int = 2000,
+        total_ms: int | None = None,
+        report: Callable[[str, int, int], None] | None = None,
+    ) -> Difference:
+        """Return how one contract differs from another, clause by clause."""
+        from kcdsl_backends.smt.difference import difference
+
+        return difference(old, new, timeout_ms, total_ms, report)
 
     def derive(
         self, program: Program, proved: Sequence[ProvedDrift], timeout_ms: int = 2000

@@ -8,7 +8,6 @@ tv <= 0.1`.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import z3
 
-from kcdsl.ir.facts import MONOTONE, NORMS, domination, metric_node, ordered
-from kcdsl.ir.orders import curves, least_factor
-from kcdsl.ir.terms import Abs, Drift, Norm, Term
+from kcdsl.ir.facts import NORMS, at_most, bent
+from kcdsl.ir.terms import Abs, Drift, Norm
 from kcdsl.ir.words import region_text, term_text
 from kcdsl_backends.smt.intervals import interval
 from kcdsl_backends.smt.quantities import Quantity, Witness
@@ -43,28 +41,9 @@ def assumptions(translator: Translator) -> Iterator[Fact]:
     quantities = list(translator.quantities)
     for quantity in quantities:
         yield from _range(translator, quantity)
-    for group in _groups(quantities, lambda q: (q.slice, q.of)):
-        yield from _same_values(translator, group)
-    monotone = [q for q in quantities if q.kind in MONOTONE or q.kind == "value"]
-    for group in _groups(monotone, lambda q: (q.slice, q.kind, q.q, q.side)):
-        yield from _same_statistic(translator, group)
-    for group in _groups(quantities, lambda q: (q.kind, q.of) if _is_extreme(q) else None):
-        yield from _inclusions(translator, group)
+    for a, b in permutations(quantities, 2):
+        yield from _between(translator, a, b)
     yield from _norms(translator)
-
-
-def _groups(items: list[Quantity], key: object) -> Iterator[list[Quantity]]:
-    assert callable(key)
-    found: dict[object, list[Quantity]] = defaultdict(list)
-    for item in items:
-        name = key(item)
-        if name is not None:
-            found[name].append(item)
-    return (group for group in found.values() if len(group) > 1)
-
-
-def _is_extreme(quantity: Quantity) -> bool:
-    return quantity.kind in ("min", "max")
 
 
 def _range(translator: Translator, quantity: Quantity) -> Iterator[Fact]:
@@ -77,83 +56,37 @@ def _range(translator: Translator, quantity: Quantity) -> Iterator[Fact]:
         yield Fact(variable <= real(where.high, translator.context), most)
 
 
-def _same_values(translator: Translator, group: list[Quantity]) -> Iterator[Fact]:
-    """Yield the orders of the statistics of the same values."""
-    for a, b in permutations(group, 2):
-        small, large = translator.quantities[a], translator.quantities[b]
-        same = (a.kind, a.q) == (b.kind, b.q)
-        if a.side == "smallest" and b.side == "largest" and (same or ordered(a, b)):
-            yield Fact(small <= large, f"{a} by the smallest tokens <= by the largest")
-        elif a.side in ("", b.side) or b.side == "":
-            if ordered(a, b):
-                yield Fact(small <= large, f"{a} <= {term_text(b.term)}: {_ORDER[a.kind, b.kind]}")
-
-
-_ORDER = {
-    ("min", "mean"): "a mean is no less than the minimum",
-    ("min", "max"): "order of minimum and maximum",
-    ("min", "quantile"): "no percentile is below the minimum",
-    ("mean", "max"): "a mean is no more than the maximum",
-    ("quantile", "max"): "no percentile is above the maximum",
-    ("quantile", "quantile"): "percentiles of the same values, in the order of their levels",
-}
-
-
-def _same_statistic(translator: Translator, group: list[Quantity]) -> Iterator[Fact]:
-    """Yield the orders that hold value by value, for statistics that keep them."""
-    for a, b in permutations(group, 2):
-        small, large = translator.quantities[a], translator.quantities[b]
-        factor = domination(a.of, b.of, translator.temperature)
-        if factor is not None:
-            scale = "" if factor == 1 else f"{real_text(factor)} "
-            why = f"{a} <= {scale}{term_text(b.term)}: {_why(a.of, b.of, translator.temperature)}"
-            yield Fact(small <= real(factor, translator.context) * large, why)
-        if isinstance(b.of, Abs) and b.of.of == a.of and a.kind in ("mean", "max"):
-            yield Fact(-small <= large, f"-{a} <= {term_text(b.term)}: x >= -|x|")
-        yield from _curves(translator, a, b)
-
-
-def _why(small: Term, large: Term, temperature: Fraction | None) -> str:
-    names = metric_node(small), metric_node(large)
-    if names[0] is not None and names[1] is not None:
-        path = least_factor(names[0], names[1], temperature)
-        if path is not None:
-            return "; ".join(dict.fromkeys(path.reasons))
-    return "x <= |x|"
-
-
-def _curves(translator: Translator, a: Quantity, b: Quantity) -> Iterator[Fact]:
-    names = metric_node(a.of), metric_node(b.of)
-    if names[0] is None or names[1] is None:
-        return
+def _between(translator: Translator, a: Quantity, b: Quantity) -> Iterator[Fact]:
+    """Yield what two quantities have to do with each other."""
     small, large = translator.quantities[a], translator.quantities[b]
-    for curve in curves(names[0], names[1], translator.temperature):
-        if a.kind == "mean" and not curve.concave:
-            continue
-        for bound in sorted(translator.constants.get(b, ())):
-            limit = None if bound < 0 else curve.at(bound, translator.temperature or Fraction(1))
-            if limit is None:
-                continue
+    found = at_most(a, b, translator.temperature, translator.inside)
+    if found is not None:
+        factor, why = found
+        scale = "" if factor == 1 else f"{_rounded_up(factor)} "
+        words = f"{term_text(a.term)} <= {scale}{term_text(b.term)}"
+        expression = small <= real(factor, translator.context) * large
+        yield Fact(expression, _because(words, why))
+    if isinstance(b.of, Abs) and b.of.of == a.of and a.kind == b.kind in ("mean", "max"):
+        if a.slice == b.slice:
+            words = f"-{term_text(a.term)} <= {term_text(b.term)}"
+            yield Fact(-small <= large, _because(words, ("-x <= |x|",)))
+    for bound in sorted(translator.constants.get(b, ())):
+        for limit, why in bent(a, b, bound, translator.temperature, translator.inside):
             premise = large <= real(bound, translator.context)
             conclusion = small <= real(limit, translator.context)
             words = f"{term_text(b.term)} <= {real_text(bound)} gives "
-            words += f"{term_text(a.term)} <= {_rounded_up(limit)}: {curve.why}"
-            yield Fact(z3.Implies(premise, conclusion), words)
+            words += f"{term_text(a.term)} <= {_rounded_up(limit)}"
+            yield Fact(z3.Implies(premise, conclusion), _because(words, why))
+
+
+def _because(words: str, why: tuple[str, ...]) -> str:
+    return f"{words}: {'; '.join(dict.fromkeys(why))}" if why else words
 
 
 def _rounded_up(value: Fraction) -> str:
     from kcdsl_backends.smt.text import number, outward
 
     return number(outward(value, up=True))
-
-
-def _inclusions(translator: Translator, group: list[Quantity]) -> Iterator[Fact]:
-    """Yield: the extremes over fewer values lie inside those over more."""
-    for inner, outer in permutations(group, 2):
-        if translator.inside(inner.slice, outer.slice):
-            a, b = translator.quantities[inner], translator.quantities[outer]
-            why = f"every request of {inner.slice} is one of {outer.slice}"
-            yield Fact(a <= b if inner.kind == "max" else b <= a, why)
 
 
 def _norms(translator: Translator) -> Iterator[Fact]:

@@ -38,9 +38,9 @@ UNITS = ("", "requests", "windows")
 """What claims are about: a slice as a whole, or one unit of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """One clause on one slice ("" where the clause names none).
+    """One clause on one slice ("" where the clause names none); equal to itself alone.
 
     `lifted`: the clause is hard, and this is what it says of each unit.
     """

@@ -8,6 +8,7 @@ dropped one has, or more. A looser bound of a higher level says something of its
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kcdsl.check.escalation import kind
 from kcdsl.ir.terms import Clause, EvidenceKind, Level, Program
@@ -35,17 +36,45 @@ def evidence_rank(demanded: EvidenceKind | None) -> int:
 
 def covers(program: Program) -> Callable[[Clause, Clause], bool]:
     """Return covers(a, b): a violation of `a` has every consequence that one of `b` has."""
+    return covers_between(program, program)
+
+
+def covers_between(first: Program, second: Program) -> Callable[[Clause, Clause], bool]:
+    """Return covers(a, b) for a clause `a` of the first program and `b` of the second."""
+    known: dict[tuple[bool, str], _Consequences] = {}
+    answers: dict[tuple[_Consequences, _Consequences], bool] = {}
+
+    def consequences(clause: Clause, own: bool) -> _Consequences:
+        key = own, clause.id
+        if key not in known:
+            level, evidence = LEVELS.index(clause.level), evidence_rank(clause.evidence)
+            action = action_of(first if own else second, clause)
+            known[key] = _Consequences(level, action, evidence, clause.holdout)
+        return known[key]
 
     def compare(a: Clause, b: Clause) -> bool:
-        first, second = action_of(program, a), action_of(program, b)
-        return (
-            LEVELS.index(a.level) >= LEVELS.index(b.level)
-            and acts_as_severely(first, second)
-            and evidence_rank(a.evidence) >= evidence_rank(b.evidence)
-            and (b.holdout or not a.holdout)
-        )
+        pair = consequences(a, True), consequences(b, False)
+        if pair not in answers:
+            answers[pair] = pair[0].cover(pair[1])
+        return answers[pair]
 
     return compare
+
+
+@dataclass(frozen=True, slots=True)
+class _Consequences:
+    level: int
+    action: str | None
+    evidence: int
+    holdout: bool
+
+    def cover(self, other: _Consequences) -> bool:
+        return (
+            self.level >= other.level
+            and acts_as_severely(self.action, other.action)
+            and self.evidence >= other.evidence
+            and (other.holdout or not self.holdout)
+        )
 
 
 def acts_as_severely(first: str | None, second: str | None) -> bool:

@@ -29,33 +29,35 @@ def implied(
 
     The claims must be able to hold at once, or everything would follow from them.
     """
-    dropped: set[Claim] = set()
-    followers: list[Claim] = []
+    kept = list(claims)
+    followers: dict[Claim, list[Claim]] = {}
     for claim in reversed(claims):
         if claim.lifted:
             continue
-        premises = [p for p in claims if p not in dropped and may_imply(p, claim, covers)]
-        match premises_of(scene, claim, premises):
-            case None:
-                undecided(claim)
-            case []:
-                pass
-            case _:
-                dropped.add(claim)
-                followers.append(claim)
+        core = premises_of(scene, claim, _usable(kept, claim, covers))
+        if core is None:
+            undecided(claim)
+        elif core:
+            kept.remove(claim)
+            followers[claim] = core
     found: list[Implication] = []
-    for claim in reversed(followers):
-        premises = [p for p in claims if p not in dropped and may_imply(p, claim, covers)]
-        core = premises_of(scene, claim, premises)
+    for claim in claims:
+        core = followers.get(claim, [])
+        if any(premise in followers for premise in core):
+            core = premises_of(scene, claim, _usable(kept, claim, covers)) or []
         if core:
             found.append(Implication(claim, tuple(core), reasons(scene, claim, core)))
     return found
 
 
+def _usable(claims: Sequence[Claim], claim: Claim, covers: Covers) -> list[Claim]:
+    return [premise for premise in claims if may_imply(premise, claim, covers)]
+
+
 def may_imply(premise: Claim, claim: Claim, covers: Covers) -> bool:
     """Say whether a claim would make another superfluous if it implied it."""
     return (
-        premise != claim
+        premise is not claim
         and premise.rate <= claim.rate
         and not (premise.lifted and premise.clause.id == claim.clause.id)
         and covers(premise.clause, claim.clause)

@@ -38,12 +38,13 @@ class Scene:
     facts: list[Fact] = field(init=False)
     holds: dict[str, Expression] = field(default_factory=dict)
     fails: dict[str, Expression] = field(default_factory=dict)
+    explainer: Solver | None = None
 
     def __post_init__(self) -> None:
         self.translator = translator_for(self.program, self.inside, self.unit)
         for claim in self.claims:
             self.translator.announce(claim.clause.require, claim.site)
-            self.translator.announce(claim.clause.require, claim.site, positive=False)
+            self.translator.announce_negation(claim.clause.require, claim.site)
         self.solver = Solver(self.translator.context, self.clock)
         for claim in self.claims:
             asked = (claim.clause.require, claim.slice, claim.site)
@@ -63,9 +64,7 @@ class Scene:
         """Ask whether anything speaks against a claim."""
         return self.solver.decide_all([f"not {claim.name}"])[0]
 
-    def without(
-        self, claim: Claim, premises: Collection[Claim]
-    ) -> tuple[Outcome, frozenset[str]]:
+    def without(self, claim: Claim, premises: Collection[Claim]) -> tuple[Outcome, frozenset[str]]:
         """Ask whether a claim can fail where premises hold; if not, name those that it takes."""
         names = [f"not {claim.name}", *(premise.name for premise in premises)]
         outcome, core = self.solver.decide_all(names)
@@ -73,25 +72,35 @@ class Scene:
 
     def reasons(self, claim: Claim, premises: Iterable[Claim]) -> tuple[str, ...]:
         """Return the facts that it takes for premises to imply a claim, each needed."""
-        solver = Solver(self.translator.context, self.clock)
-        solver.add([self.fails[claim.name], *(self.holds[p.name] for p in premises)])
+        solver = self._explainer()
+        given = [f"not {claim.name}", *(premise.name for premise in premises)]
         names = [f"fact-{n}" for n in range(len(self.facts))]
-        for name, fact in zip(names, self.facts, strict=True):
-            solver.name(name, fact.expression)
-        outcome, core = solver.decide_all(names)
+        outcome, core = solver.decide_all(given)
+        if outcome is Outcome.UNSAT:
+            return ()
+        outcome, core = solver.decide_all([*given, *names])
         if outcome is not Outcome.UNSAT:
             return ()
         kept = [name for name in names if name in core]
         for name in list(kept):
             rest = [other for other in kept if other != name]
-            if solver.decide_all(rest)[0] is Outcome.UNSAT:
+            if solver.decide_all([*given, *rest])[0] is Outcome.UNSAT:
                 kept = rest
         return tuple(dict.fromkeys(self.facts[int(name[5:])].reason for name in kept))
 
+    def _explainer(self) -> Solver:
+        """Return a solver in which every fact has a name."""
+        if self.explainer is None:
+            self.explainer = Solver(self.translator.context, self.clock)
+            for n, fact in enumerate(self.facts):
+                self.explainer.name(f"fact-{n}", fact.expression)
+            for claim in self.claims:
+                self.explainer.name(claim.name, self.holds[claim.name])
+                self.explainer.name(f"not {claim.name}", self.fails[claim.name])
+        return self.explainer
 
-def minimal(
-    scene: Scene, claims: Sequence[Claim], claim: Claim | None = None
-) -> list[Claim]:
+
+def minimal(scene: Scene, claims: Sequence[Claim], claim: Claim | None = None) -> list[Claim]:
     """Shrink an unsatisfiable set, or the premises of a claim, until every member is needed."""
     core = list(claims)
     for member in list(core):

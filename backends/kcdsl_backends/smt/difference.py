@@ -1,0 +1,286 @@
+"""How one contract differs from another, clause by clause and as a whole.
+
+A clause is at least as strict as another if it implies it: on every slice, with its budget, and
+with at least its level, action and demand of evidence. z3 decides the implications of requirements
+over the facts that hold whatever the kernels do; the rest is compared by rank. A contract is at
+least as strict as another if it implies every clause of it, by whichever of its clauses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kcdsl.ir.canonical import digest
+from kcdsl.ir.normal import normal_formula
+from kcdsl.ir.terms import Clause, Program
+from kcdsl.ir.words import formula_text
+from kcdsl.verdict.difference import (
+    Change,
+    ClauseDifference,
+    Difference,
+    Named,
+    Relation,
+    Status,
+    Witness,
+    from_implications,
+    together,
+)
+from kcdsl_backends.smt.claims import Claim, inclusion
+from kcdsl_backends.smt.consequences import covers_between
+from kcdsl_backends.smt.pool import Answer, Pool
+from kcdsl_backends.smt.respects import consequences, stated
+from kcdsl_backends.smt.solving import Clock, Outcome
+from kcdsl_backends.smt.surroundings import apart, changes
+from kcdsl_backends.smt.universe import Universe, unite
+from kcdsl_backends.smt.witnesses import Sides, witness_of
+
+Report = Callable[[str, int, int], None]
+OLD, NEW = "old", "new"
+
+
+def difference(
+    old: Program,
+    new: Program,
+    timeout_ms: int = 2000,
+    total_ms: int | None = None,
+    report: Report | None = None,
+) -> Difference:
+    """Return how `new` differs from `old`.
+
+    `timeout_ms` limits each question to the solver, `total_ms` all of them; what is left open makes
+    the relation undecided, never equal or stricter. `report` is told how far the work is.
+    """
+    clock = Clock(timeout_ms, total_ms)
+    around = changes(old, new)
+    comparison = _Comparison(old, new, unite(old, new, clock), around, clock)
+    clauses = comparison.clauses(report or _silent)
+    return Difference(
+        Named(old.name, old.version, digest(old)),
+        Named(new.name, new.version, digest(new)),
+        together(
+            (
+                *(comparison.contribution(item) for item in clauses),
+                *(change.relation for change in around if change.relation is not None),
+            )
+        ),
+        clauses,
+        around,
+    )
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    return
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """Both programs, the clauses of each by their names, and the questions about them."""
+
+    old: Program
+    new: Program
+    universe: Universe
+    around: tuple[Change, ...]
+    clock: Clock
+    pool: Pool = field(init=False)
+    before: dict[str, list[Clause]] = field(init=False)
+    after: dict[str, list[Clause]] = field(init=False)
+    stated_old: dict[str, Clause] = field(init=False)
+    stated_new: dict[str, Clause] = field(init=False)
+    renamed: dict[str, str] = field(init=False)
+    """New name -> old name."""
+    kept: set[str] = field(default_factory=set)
+    """Old clauses that follow from the new contract although their namesake is not as strict."""
+
+    def __post_init__(self) -> None:
+        self.before, self.after = _by_id(self.universe.old), _by_id(self.universe.new)
+        self.stated_old = {c.id: c for c in self.old.clauses}
+        self.stated_new = {c.id: c for c in self.new.clauses}
+        self.renamed = self._find_renamed()
+        asked = {(OLD, name) for name in self.before if not self._is_same(name)}
+        asked |= {(NEW, name) for name in self.after if not self._is_same(name)}
+        asked -= {(NEW, name) for name in self.renamed}
+        asked -= {(OLD, name) for name in self.renamed.values()}
+        sides = [(OLD, c) for c in self.universe.old] + [(NEW, c) for c in self.universe.new]
+        inside = inclusion(self.universe.program, self.clock)
+        self.pool = Pool(self.universe.program, sides, inside, self.clock, frozenset(asked))
+
+    def clauses(self, report: Report) -> tuple[ClauseDifference, ...]:
+        """Return every clause: those of the new contract in their order, then removed ones."""
+        old_names = set(self.renamed.values())
+        gone = [c.id for c in self.old.clauses if c.id not in self.after and c.id not in old_names]
+        total, found = len(self.new.clauses) + len(gone), []
+        for n, clause in enumerate(self.new.clauses):
+            report("clauses", n, total)
+            if clause.id in self.before:
+                found.append(self._both(clause.id))
+            elif clause.id in self.renamed:
+                found.append(self._renamed(clause.id))
+            else:
+                found.append(self._added(clause.id))
+        for n, name in enumerate(gone):
+            report("clauses", len(self.new.clauses) + n, total)
+            found.append(self._removed(name))
+        report("clauses", total, total)
+        return tuple(found)
+
+    def contribution(self, item: ClauseDifference) -> Relation:
+        """Return what a clause makes of the whole contract."""
+        if (item.old_id or item.id) not in self.kept or item.status is Status.ADDED:
+            return item.relation
+        weaker = item.status is Status.REMOVED or item.relation is Relation.WEAKER
+        return Relation.EQUAL if weaker else Relation.STRICTER
+
+    # --- one clause -------------------------------------------------------------------------
+
+    def _both(self, name: str) -> ClauseDifference:
+        old, new = self.stated_old[name], self.stated_new[name]
+        found = ClauseDifference(name, Status.BOTH, Relation.EQUAL, name, _text(old), _text(new))
+        aside = apart(old, self.around) or apart(new, self.around)
+        respects = consequences(self.old, old, self.new, new)
+        witness: Witness | None = None
+        if aside:
+            demand = Relation.INCOMPARABLE
+            respects = (*respects, *(c for c in self.around if c.name in aside))
+        elif self._is_same(name):
+            demand = Relation.EQUAL
+        else:
+            forward = self._ask(OLD, name, NEW, [name])
+            backward = self._ask(NEW, name, OLD, [name])
+            demand = from_implications(forward.follows, backward.follows)
+            if forward.refuted is not None:
+                witness = witness_of(self.universe.program, forward.refuted, Sides("NEW", "OLD"))
+        told = stated(self.old, old, self.new, new, demand)
+        relation = together((demand, *(c.relation for c in respects if c.relation is not None)))
+        found = replace(found, relation=relation, changes=(*told, *respects), witness=witness)
+        if aside or not relation.is_finding:
+            return found
+        return self._if_kept(found, name)
+
+    def _renamed(self, name: str) -> ClauseDifference:
+        old, new = self.renamed[name], self.stated_new[name]
+        aside = apart(new, self.around)
+        return ClauseDifference(
+            name,
+            Status.RENAMED,
+            Relation.INCOMPARABLE if aside else Relation.EQUAL,
+            old,
+            _text(self.stated_old[old]),
+            _text(new),
+            tuple(c for c in self.around if c.name in aside),
+        )
+
+    def _removed(self, name: str) -> ClauseDifference:
+        old = self.stated_old[name]
+        found = ClauseDifference(name, Status.REMOVED, Relation.WEAKER, name, _text(old))
+        if self._is_waived(self.before[name]):
+            return replace(found, relation=Relation.EQUAL, why=("its budget lets all units fail",))
+        kept = self._if_kept(found, name) if not apart(old, self.around) else found
+        if kept.kept_by or kept.relation is not Relation.WEAKER:
+            return kept
+        nothing = self._ask(OLD, name, NEW, [])
+        if nothing.refuted is None:
+            return kept
+        witness = witness_of(self.universe.program, nothing.refuted, Sides("NEW", "OLD"))
+        return replace(kept, witness=witness)
+
+    def _if_kept(self, found: ClauseDifference, name: str) -> ClauseDifference:
+        """Say whether the whole new contract still implies an old clause, and by what."""
+        answer = self._ask(OLD, name, NEW, None)
+        if answer.follows is None and found.relation is Relation.WEAKER and not found.changes:
+            return replace(found, relation=Relation.UNDECIDED)
+        if not answer.follows or not self._agree(answer.premises):
+            return found
+        self.kept.add(name)
+        return replace(found, kept_by=_names(answer.premises), why=answer.reasons)
+
+    def _added(self, name: str) -> ClauseDifference:
+        new = self.stated_new[name]
+        found = ClauseDifference(name, Status.ADDED, Relation.STRICTER, None, None, _text(new))
+        if self._is_waived(self.after[name]):
+            return replace(found, relation=Relation.EQUAL, why=("its budget lets all units fail",))
+        if apart(new, self.around):
+            return found
+        answer = self._ask(NEW, name, OLD, None)
+        if answer.follows and self._agree(answer.premises):
+            return replace(
+                found,
+                relation=Relation.EQUAL,
+                kept_by=_names(answer.premises),
+                why=answer.reasons,
+            )
+        return found
+
+    # --- questions --------------------------------------------------------------------------
+
+    def _ask(self, side: str, name: str, others: str, ids: Sequence[str] | None) -> Answer:
+        """Ask whether one clause follows from clauses of the other side: of the given names, or
+        (None) of those whose consequences cover it."""
+        own, other = (self.old, self.new) if side == OLD else (self.new, self.old)
+        stated_by = self.stated_old if side == OLD else self.stated_new
+        clause = stated_by[name]
+        covers = covers_between(other, own)
+
+        def may(premise: Clause, _: Clause) -> bool:
+            return ids is not None or (covers(premise, clause) and not apart(premise, self.around))
+
+        return self.pool.follow(self.pool.of(side, [name]), self.pool.of(others, ids), may)
+
+    def _agree(self, premises: Iterable[Claim]) -> bool:
+        """Say whether premises can hold together; from others everything follows."""
+        by_scene: dict[int, list[Claim]] = {}
+        for premise in premises:
+            by_scene.setdefault(id(self.pool.scenes[premise]), []).append(premise)
+        return all(
+            self.pool.scenes[group[0]].together(group)[0] is Outcome.SAT
+            for group in by_scene.values()
+        )
+
+    def _is_same(self, name: str) -> bool:
+        """Say whether both contracts have a clause of this name that demands literally the same."""
+        if name not in self.before or name not in self.after:
+            return False
+        return _demands(self.before[name]) == _demands(self.after[name])
+
+    def _is_waived(self, clauses: Sequence[Clause]) -> bool:
+        return all(c.budget is not None and c.budget.rate >= 1 for c in clauses)
+
+    def _find_renamed(self) -> dict[str, str]:
+        """Return new clauses that are old ones under another name, each old one once."""
+        gone = {
+            name: _demands(clauses)
+            for name, clauses in self.before.items()
+            if name not in self.after
+        }
+        found: dict[str, str] = {}
+        for name, clauses in self.after.items():
+            if name in self.before:
+                continue
+            new, demands = self.stated_new[name], _demands(clauses)
+            for old_name, old_demands in gone.items():
+                old = self.stated_old[old_name]
+                same = old_demands == demands and not consequences(self.old, old, self.new, new)
+                if same and old_name not in found.values():
+                    found[name] = old_name
+                    break
+        return found
+
+
+def _by_id(clauses: Iterable[Clause]) -> dict[str, list[Clause]]:
+    found: dict[str, list[Clause]] = {}
+    for clause in clauses:
+        found.setdefault(clause.id, []).append(clause)
+    return found
+
+
+def _demands(clauses: Sequence[Clause]) -> frozenset[object]:
+    """Return what clauses demand of which units, comparable by form."""
+    return frozenset((normal_formula(c.require), frozenset(c.slices), c.budget) for c in clauses)
+
+
+def _names(premises: Iterable[Claim]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(premise.clause.id for premise in premises))
+
+
+def _text(clause: Clause) -> str:
+    return " ".join((clause.text or formula_text(clause.require)).split())

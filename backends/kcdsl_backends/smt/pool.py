@@ -1,0 +1,202 @@
+"""Questions whether clauses imply clauses, asked in shared scenes.
+
+A claim about a whole slice follows from claims about whole slices; one about single units from
+claims about the same units, and from what hard claims say of each unit. A hard claim that is about
+each value by itself follows from claims about units with the budget 0 as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from kcdsl.ir.terms import Clause, Compare, Formula, Norm, Number, Program, Quantified
+from kcdsl.ir.walk import subterms, walk
+from kcdsl_backends.smt.claims import (
+    UNITS,
+    Claim,
+    components,
+    holds_of_parts,
+    is_about_each,
+)
+from kcdsl_backends.smt.redundancy import premises_of, reasons
+from kcdsl_backends.smt.scene import Scene
+from kcdsl_backends.smt.solving import Clock, Outcome
+from kcdsl_backends.smt.translate import Inside
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether claims follow: yes, no (with the question that says so), or open (None)."""
+
+    follows: bool | None
+    premises: tuple[Claim, ...] = ()
+    reasons: tuple[str, ...] = ()
+    refuted: Refuted | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refuted:
+    """A claim that does not follow from premises; both are in the scene.
+
+    `by_budget`: it does unit by unit, but the premises let more units fail.
+    """
+
+    scene: Scene
+    claim: Claim
+    premises: tuple[Claim, ...]
+    by_budget: bool = False
+
+
+@dataclass(slots=True)
+class Pool:
+    """Clauses of two sides, each side of which is asked about the other."""
+
+    program: Program
+    clauses: Sequence[tuple[str, Clause]]
+    """(side, clause)"""
+    inside: Inside
+    clock: Clock
+    asked: frozenset[tuple[str, str]]
+    """The clauses that questions are going to be about; groups without any get no scene."""
+    claims: list[tuple[str, Claim]] = field(default_factory=list)
+    scenes: dict[Claim, Scene] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for side, clause in self.clauses:
+            for unit, lifted in _forms(clause):
+                for name in clause.slices or ("",):
+                    claim = Claim(clause, name, len(self.claims), unit, lifted)
+                    self.claims.append((side, claim))
+        asked = {c for side, c in self.claims if (side, c.clause.id) in self.asked}
+        for unit in UNITS:
+            group = [claim for _, claim in self.claims if claim.unit == unit]
+            for part in components(group):
+                if asked.isdisjoint(part):
+                    continue
+                scene = Scene(self.program, part, self.inside, self.clock, unit)
+                self.scenes.update(dict.fromkeys(part, scene))
+
+    def of(self, side: str, ids: Collection[str] | None = None) -> list[Claim]:
+        """Return the claims of one side, of all its clauses or of some."""
+        return [c for s, c in self.claims if s == side and (ids is None or c.clause.id in ids)]
+
+    def follow(
+        self,
+        claims: Sequence[Claim],
+        premises: Sequence[Claim],
+        may: Callable[[Clause, Clause], bool],
+    ) -> Answer:
+        """Say whether every claim of one clause follows from premises that `may(premise, clause)`
+        be used for it."""
+        used: dict[Claim, None] = {}
+        why: dict[str, None] = {}
+        refuted: Refuted | None = None
+        is_open = False
+        for claim in _stated(claims):
+            answer = self._follows(claim, claims, premises, may)
+            match answer.follows:
+                case True:
+                    used.update(dict.fromkeys(answer.premises))
+                    why.update(dict.fromkeys(answer.reasons))
+                case False:
+                    refuted = refuted or answer.refuted
+                    if refuted is None:
+                        return Answer(False)
+                case None:
+                    is_open = True
+        if refuted is not None:
+            return Answer(False, refuted=refuted)
+        return Answer(None) if is_open else Answer(True, tuple(used), tuple(why))
+
+    def _follows(
+        self,
+        claim: Claim,
+        forms: Sequence[Claim],
+        premises: Sequence[Claim],
+        may: Callable[[Clause, Clause], bool],
+    ) -> Answer:
+        asked = [claim]
+        if not claim.unit and is_about_each(claim.clause.require):
+            asked += [c for c in forms if c.lifted and c.slice == claim.slice]
+        found: list[Answer] = []
+        for form in asked:
+            usable = [
+                p
+                for p in premises
+                if p.unit == form.unit
+                and p is not form
+                and self.scenes.get(p) is self.scenes[form]
+                and may(p.clause, claim.clause)
+            ]
+            answer = self._ask(form, usable)
+            if answer.follows:
+                return answer
+            found.append(answer)
+        if any(answer.follows is None for answer in found):
+            return Answer(None)
+        shown = [answer for answer in found if answer.refuted and answer.refuted.premises]
+        return (shown or found)[0]
+
+    def _ask(self, claim: Claim, premises: Sequence[Claim]) -> Answer:
+        scene = self.scenes[claim]
+        match scene.can_fail(claim):
+            case Outcome.UNSAT:
+                return Answer(True, (), ("no kernel can violate it",))
+            case Outcome.UNKNOWN:
+                return Answer(None)
+            case Outcome.SAT:
+                pass
+        allowed = [p for p in premises if p.rate <= claim.rate]
+        core = premises_of(scene, claim, allowed)
+        if core:
+            return Answer(True, tuple(core), reasons(scene, claim, core))
+        if core is None:
+            return Answer(None)
+        if not all(is_exact(c.clause.require) for c in (claim, *premises)):
+            return Answer(None)
+        match scene.without(claim, premises)[0] if premises else Outcome.SAT:
+            case Outcome.SAT:
+                return Answer(False, refuted=Refuted(scene, claim, tuple(premises)))
+            case Outcome.UNSAT:
+                return Answer(False, refuted=Refuted(scene, claim, tuple(premises), True))
+            case _:
+                return Answer(None)
+
+
+def is_exact(formula: Formula) -> bool:
+    """Say whether the translation of a formula says all that it says: an answer that something
+    does not follow is right.
+
+    No quantifier stands inside another, and drift of any admitted run is compared with numbers.
+    """
+    quantifiers = [part for part in walk(formula) if isinstance(part, Quantified)]
+    if any(isinstance(inner, Quantified) for q in quantifiers for inner in walk(q.body)):
+        return False
+    for part in walk(formula):
+        if isinstance(part, Compare):
+            sides = (part.left, part.right)
+            norms = [t for side in sides for t in subterms(side) if isinstance(t, Norm)]
+            simple = any(isinstance(s, Norm) for s in sides) and any(
+                isinstance(s, Number) for s in sides
+            )
+            if any(not norm.of.measured for norm in norms) and not simple:
+                return False
+    return True
+
+
+def _forms(clause: Clause) -> list[tuple[str, bool]]:
+    """Return what a clause is about: (unit, lifted)."""
+    if clause.budget is not None:
+        return [(clause.budget.unit, False)]
+    found = [("", False)]
+    if clause.slices and holds_of_parts(clause.require):
+        found += [(unit, True) for unit in UNITS if unit]
+    return found
+
+
+def _stated(claims: Sequence[Claim]) -> list[Claim]:
+    """Return the claims that a clause makes, without what they say of units and what demands
+    nothing."""
+    return [c for c in claims if not c.lifted and c.rate < Fraction(1)]

@@ -1,0 +1,359 @@
+"""The configuration: what `kcdsl.toml`, `pyproject.toml` and the environment say.
+
+The nearest folder counts that has a `kcdsl.toml` or a `pyproject.toml` with `[tool.kcdsl]`, upwards
+from where a command or a contract stands; `kcdsl.toml` wins in the same folder. A variable of the
+environment counts more than the file, and an option of the command line more than both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics.codes import BAD_CONFIGURATION
+from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink
+from kcdsl.diagnostics.render import FORMATS
+from kcdsl.source.files import read_source
+from kcdsl.source.text import SourceFile, Span
+
+FILES = (("kcdsl.toml", ()), ("pyproject.toml", ("tool", "kcdsl")))
+"""The files of a folder, in the order of their weight, with the path to our section."""
+COLOURS = ("auto", "always", "never")
+SEVERITIES = tuple(severity.value for severity in Severity)
+
+
+class Kind(Enum):
+    """What an option holds, in words."""
+
+    TEXT = "a text"
+    INTEGER = "an integer"
+    TRUTH = "true or false"
+    TEXTS = "a list of texts"
+    KEYS = "a list of paths and of tables with `path`"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of the configuration. `allowed` lists its words, where only some are allowed; a
+    word of `format` may go on with `=FILE`."""
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    allowed: tuple[str, ...] = ()
+
+    @property
+    def field(self) -> str:
+        """Return the name of its field in `Config`."""
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """Return its variable of the environment."""
+        return f"KCDSL_{self.field.upper()}"
+
+
+OPTIONS = (
+    Option("color", Kind.TEXT, "auto", "when output is coloured", COLOURS),
+    Option("contract", Kind.TEXT, None, "the contract of commands that are given none"),
+    Option("docs-url", Kind.TEXT, None, "where the pages of codes are published: URL/KC203.md"),
+    Option("exclude", Kind.TEXTS, (), "files that are left out of the folders given"),
+    Option("fail-on", Kind.TEXT, "error", "least severity that fails `kcdsl lint`", SEVERITIES),
+    Option("format", Kind.TEXTS, (), "how `kcdsl lint` writes, as its --format", FORMATS),
+    Option("ignore", Kind.TEXTS, (), "codes whose warnings and notes are not shown"),
+    Option("metrics", Kind.TEXTS, (), "modules and files that declare metrics"),
+    Option("refuse-suppressions", Kind.TRUTH, False, "refuse contracts with accepted findings"),
+    Option("select", Kind.TEXTS, (), "the only codes whose warnings and notes are shown"),
+    Option("threshold", Kind.INTEGER, 1, "how many trusted keys must have signed"),
+    Option("trusted-keys", Kind.KEYS, None, "public keys whose certificates are accepted"),
+)
+"""Every option, by name; `_` in a name counts as `-`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from: a variable, a key of a file, or neither, the default.
+
+    `folder` is what relative paths in the value are relative to.
+    """
+
+    folder: Path
+    variable: str | None = None
+    source: SourceFile | None = None
+    key: tuple[str, ...] = ()
+
+    @property
+    def span(self) -> Span | None:
+        """Return the place of the key in the file."""
+        return None if self.source is None else _key_span(self.source, self.key)
+
+    @property
+    def where(self) -> str:
+        """Return the name of the file or of the variable; "default" where there is neither."""
+        return self.variable or (self.source.name if self.source is not None else "default")
+
+    def __str__(self) -> str:
+        if self.variable is not None:
+            return self.variable
+        if self.source is None or self.span is None:
+            return "default"
+        return f"{self.source.name}:{self.source.position(self.span.start).line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The values of all options; `origins` has those that were given, by the name of the option.
+
+    `file` is the configuration file, None where there is none.
+    """
+
+    color: str = "auto"
+    contract: str | None = None
+    docs_url: str | None = None
+    exclude: tuple[str, ...] = ()
+    fail_on: str = "error"
+    format: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    refuse_suppressions: bool = False
+    select: tuple[str, ...] = ()
+    threshold: int = 1
+    trusted_keys: tuple[str | Mapping[str, Any], ...] | None = None
+    file: SourceFile | None = None
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+    def origin(self, name: str) -> Origin:
+        """Return where the value of an option came from."""
+        return self.origins.get(name, Origin(Path()))
+
+    def place(self, name: str, *path: int) -> Span | None:
+        """Return where a value, or an item of a list, is written in the file; None where no place
+        can be told."""
+        origin, value = self.origin(name), getattr(self, name.replace("-", "_"))
+        if origin.source is None:
+            return None
+        for index in path:
+            value = value[index]
+        if isinstance(value, str):
+            from kcdsl.source.toml import text_span
+
+            found = text_span(origin.source.text, (*origin.key, *path), value)
+            if found is not None or not path:
+                return found or origin.span
+            # A single format may be written without a list.
+            found = text_span(origin.source.text, origin.key, value)
+            if found is not None:
+                return found
+        return origin.span
+
+
+def load_config(start: Path, environment: Mapping[str, str] | None = None) -> Config:
+    """Return the configuration of a folder; raises Refusal where it is not usable."""
+    sink = Sink()
+    config = read_config(start, sink, environment)
+    if sink.has_errors:
+        raise Refusal(tuple(sink))
+    return config
+
+
+def read_config(start: Path, sink: Sink, environment: Mapping[str, str] | None = None) -> Config:
+    """Return the configuration of a folder; what cannot be used is reported and left out."""
+    config, file = Config(), _nearest(start, sink)
+    if file is not None:
+        source, folder, table = file
+        config = replace(config, file=source)
+        for key, value in table.items():
+            config = _take(config, key, value, source, folder, sink)
+    variables = os.environ if environment is None else environment
+    for option in OPTIONS:
+        text = variables.get(option.variable)
+        if text is not None:
+            config = _from_environment(config, option, text, sink)
+    return config
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def _nearest(start: Path, sink: Sink) -> tuple[SourceFile, Path, Mapping[str, Any]] | None:
+    """Return the nearest file that has our section, its folder, and the section."""
+    here = start.resolve()
+    for folder in (here, *here.parents):
+        for name, section in FILES:
+            if (folder / name).is_file():
+                found = _read(folder / name, section, sink)
+                if found is not None:
+                    return found[0], folder, found[1]
+    return None
+
+
+def _read(
+    file: Path, section: tuple[str, ...], sink: Sink
+) -> tuple[SourceFile, Mapping[str, Any]] | None:
+    """Return the section of a file; None where it has none, or none that can be read."""
+    try:
+        source = read_source(shown(file))
+    except Refusal as refusal:
+        for diagnostic in refusal.diagnostics:
+            sink.add(diagnostic)
+        return None
+    if section and section[-1] not in source.text:
+        return None
+    import tomllib
+
+    try:
+        table: Any = tomllib.loads(source.text)
+    except tomllib.TOMLDecodeError as error:
+        from kcdsl.source.toml import error_span
+
+        problem = str(error).partition(" (at ")[0]
+        message = f"{source.name} is not valid TOML: {problem}"
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, error_span(source, error)))
+        return source, {}
+    for number, key in enumerate(section):
+        table = table.get(key)
+        if table is None:
+            return None
+        if not isinstance(table, dict):
+            span = _key_span(source, section[: number + 1])
+            message = f"`{'.'.join(section[: number + 1])}` is not a table"
+            sink.add(Diagnostic(BAD_CONFIGURATION, message, source, span))
+            return source, {}
+    return source, table
+
+
+def shown(path: Path) -> Path:
+    """Return a path as a person would name it: from the current folder, where it is below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _section(source: SourceFile) -> tuple[str, ...]:
+    return dict(FILES)[Path(source.name).name]
+
+
+def _key_span(source: SourceFile, path: tuple[str, ...]) -> Span:
+    from kcdsl.source.toml import key_span
+
+    return key_span(source.text, path) or Span(0, 0)
+
+
+def _take(
+    config: Config, key: str, value: Any, source: SourceFile, folder: Path, sink: Sink
+) -> Config:
+    """Return the configuration with one entry of the file, or report why it cannot be used."""
+    origin = Origin(folder, source=source, key=(*_section(source), key))
+    option = next((o for o in OPTIONS if o.name == key.replace("_", "-")), None)
+    if option is None:
+        sink.add(_unknown(key, origin))
+        return config
+    if option.name in config.origins:
+        message, help = f"`{option.name}` is written twice, with `-` and with `_`", "remove one"
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, origin.span, help=help))
+        return config
+    given = (value,) if option.name == "format" and isinstance(value, str) else _frozen(value)
+    if not _fits(option, given):
+        message, help = f"`{key}` takes {option.kind.value}", _example(option)
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, origin.span, help=help))
+        return config
+    changed = _with(config, option, given, origin)
+    wrong = [(path, word) for path, word in _words(option, given) if not _allowed(option, word)]
+    for path, word in wrong:
+        from kcdsl.check.report import suggest
+
+        message, place = f"`{option.name}` cannot be `{word}`", changed.place(option.name, *path)
+        help = suggest(word, option.allowed)
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, place, help=help))
+    return config if wrong else changed
+
+
+def _unknown(key: str, origin: Origin) -> Diagnostic:
+    from kcdsl.check.report import suggest
+
+    message = f"there is no option `{key}`"
+    help = suggest(key, [option.name for option in OPTIONS], "options")
+    return Diagnostic(BAD_CONFIGURATION, message, origin.source, origin.span, help=help)
+
+
+def _with(config: Config, option: Option, value: Any, origin: Origin) -> Config:
+    origins = {**config.origins, option.name: origin}
+    return replace(config, **{option.field: value, "origins": origins})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _fits(option: Option, value: Any) -> bool:
+    match option.kind:
+        case Kind.TEXT:
+            return isinstance(value, str)
+        case Kind.INTEGER:
+            return isinstance(value, int) and not isinstance(value, bool)
+        case Kind.TRUTH:
+            return isinstance(value, bool)
+        case Kind.TEXTS:
+            return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        case Kind.KEYS:
+            return isinstance(value, tuple) and all(isinstance(i, str | dict) for i in value)
+
+
+def _words(option: Option, value: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+    if isinstance(value, str):
+        yield (), value
+    elif option.kind is Kind.TEXTS:
+        yield from (((index,), word) for index, word in enumerate(value))
+
+
+def _allowed(option: Option, word: str) -> bool:
+    if not option.allowed:
+        return True
+    return (word.partition("=")[0] if option.name == "format" else word) in option.allowed
+
+
+def _example(option: Option) -> str | None:
+    if option.allowed:
+        return f"allowed: {', '.join(option.allowed)}"
+    return {
+        "metrics": 'such as ["package.metrics", "metrics.py"]',
+        "trusted-keys": 'such as ["release.pub", {path = "canary.pub", stages = ["canary"]}]',
+        "ignore": 'such as ["KC208", "KC5"]',
+        "select": 'such as ["KC208", "KC5"]',
+        "exclude": 'such as ["drafts", "*/old-*.kc.yaml"]',
+    }.get(option.name)
+
+
+# --- the environment -----------------------------------------------------------------------------
+
+
+def _from_environment(config: Config, option: Option, text: str, sink: Sink) -> Config:
+    """Return the configuration with a variable; the items of a list are separated by commas."""
+    value: Any = text
+    match option.kind:
+        case Kind.TEXTS | Kind.KEYS:
+            value = tuple(part.strip() for part in text.split(",") if part.strip())
+        case Kind.INTEGER:
+            value = int(text) if text.strip().isdecimal() else None
+        case Kind.TRUTH:
+            value = truth(text)
+        case _:
+            pass
+    if value is None or not all(_allowed(option, word) for _, word in _words(option, value)):
+        message = f"{option.variable} is {text!r}"
+        help = _example(option) or f"it takes {option.kind.value}"
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, help=help))
+        return config
+    return _with(config, option, value, Origin(Path(), variable=option.variable))
+
+
+def truth(text: str) -> bool | None:
+    """Return the truth value that a variable of the environment spells, or None."""
+    word = text.strip().lower()
+    if word in {"1", "true", "yes", "on"}:
+        return True
+    return False if word in {"", "0", "false", "no", "off"} else None

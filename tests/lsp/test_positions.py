@@ -1,0 +1,135 @@
+"""Places in three encodings, against Python's own codecs; and texts after changes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kcdsl.lsp.documents import carry, document, path_of
+from kcdsl.lsp.positions import Change, Encoding, Lines, Place, apply_changes
+from kcdsl.lsp.session import Session
+from kcdsl.source.text import Span
+
+TEXTS = st.text(alphabet=st.sampled_from("ab:\n\r äß€🜁\u2028\x85\ufeff"), max_size=40)
+SHORT = st.text(alphabet="ab🜁", max_size=6)
+ENCODINGS = st.sampled_from(list(Encoding))
+CODECS = {
+    Encoding.UTF8: ("utf-8", 1),
+    Encoding.UTF16: ("utf-16-le", 2),
+    Encoding.UTF32: ("utf-32-le", 4),
+}
+
+
+def count(text: str, encoding: Encoding) -> int:
+    codec, width = CODECS[encoding]
+    return len(text.encode(codec)) // width
+
+
+def pieces(text: str) -> list[str]:
+    """Return the lines of a text with their ends, as the protocol cuts it."""
+    return text.replace("\r\n", "\0").replace("\r", "\1\n").replace("\0", "\2\n").split("\n")
+
+
+@given(TEXTS, ENCODINGS, st.data())
+def test_places_are_those_of_the_codec(text: str, encoding: Encoding, data: st.DataObject) -> None:
+    offset = data.draw(st.integers(0, len(text)))
+    place = Lines(text).place(offset, encoding)
+    split_break = 0 < offset < len(text) and text[offset - 1 : offset + 1] == "\r\n"
+    before = text[: offset - 1] if split_break else text[:offset]
+    lines = before.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    assert place == Place(len(lines) - 1, count(lines[-1], encoding))
+    assert Lines(text).offset(place, encoding) == (offset - 1 if split_break else offset)
+
+
+@given(TEXTS, ENCODINGS, st.integers(0, 50), st.integers(0, 50))
+def test_every_place_is_somewhere(text: str, encoding: Encoding, line: int, character: int) -> None:
+    lines = Lines(text)
+    offset = lines.offset(Place(line, character), encoding)
+    assert 0 <= offset <= len(text)
+    if line < len(lines):
+        assert lines.span(line).start <= offset <= lines.span(line).end
+    else:
+        assert offset == len(text)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "character", "offset"),
+    [
+        (Encoding.UTF8, 6, 2),
+        (Encoding.UTF8, 3, 1),
+        (Encoding.UTF16, 3, 2),
+        (Encoding.UTF16, 2, 1),
+        (Encoding.UTF32, 2, 2),
+    ],
+)
+def test_the_middle_of_a_character_is_its_beginning(
+    encoding: Encoding, character: int, offset: int
+) -> None:
+    assert Lines("ä🜁b").offset(Place(0, character), encoding) == offset
+
+
+def test_other_separators_end_no_line() -> None:
+    assert len(Lines("a\x85b\u2028c\x0bd\x0ce")) == 1
+    assert len(Lines("a\nb\rc\r\nd")) == 4
+
+
+@given(TEXTS, ENCODINGS, st.data())
+def test_the_text_of_the_server_is_that_of_the_client(
+    text: str, encoding: Encoding, data: st.DataObject
+) -> None:
+    session = Session(encoding)
+    session.open("file:///a.kc.yaml", 1, text)
+    for version in range(2, data.draw(st.integers(2, 6))):
+        start = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(start, len(text)))
+        new = data.draw(TEXTS)
+        lines = Lines(text)
+        places = lines.place(start, encoding), lines.place(end, encoding)
+        # An editor places its cursor never between a carriage return and its line feed.
+        start, end = (lines.offset(place, encoding) for place in places)
+        text = text[:start] + new + text[end:]
+        found = session.change("file:///a.kc.yaml", version, [Change(new, *places)])
+        assert found is not None
+        assert found.source.text == text
+        assert found.version == version
+
+
+def test_changes_build_on_each_other() -> None:
+    changes = [
+        Change("🜁", Place(0, 0), Place(0, 0)),
+        Change("b", Place(0, 2), Place(0, 3)),
+        Change("\r\nc", Place(0, 3), Place(0, 3)),
+    ]
+    assert apply_changes("a\n", changes, Encoding.UTF16) == "🜁b\r\nc\n"
+    assert apply_changes("a", [Change("x"), Change("y")], Encoding.UTF8) == "y"
+
+
+@given(SHORT, SHORT, SHORT, SHORT)
+def test_carried_places_are_the_same_characters(a: str, b: str, c: str, d: str) -> None:
+    here, there = a + b + d, a + c + d
+    way = carry(here, there)
+    for offset in range(len(here) + 1):
+        found = way.offset(offset)
+        if found is None:
+            continue
+        assert 0 <= found <= len(there)
+        if offset < way.start or (offset < len(here) and offset >= way.here):
+            assert here[offset] == there[found]
+    for offset in range(len(there) + 1):
+        back = way.back.offset(offset)
+        assert back is None or 0 <= back <= len(here)
+    for start in range(len(here) + 1):
+        for end in range(start, len(here) + 1):
+            span = way.span(Span(start, end))
+            assert 0 <= span.start <= span.end <= len(there)
+            if end <= way.start or start >= way.here:
+                assert there[span.start : span.end] == here[start:end]
+
+
+def test_uris() -> None:
+    found = path_of("file:///place/a%20b%23%C3%BC%25.kc.yaml")
+    assert str(found) == "/place/a b#ü%.kc.yaml"
+    assert path_of("untitled:Untitled-1") is None
+    assert document("untitled:Untitled-1", "").folder is None
+    assert document("untitled:Untitled-1", "").source.name == "untitled:Untitled-1"

@@ -1,0 +1,251 @@
+"""Edits that the server offers: none changes what a contract means unless it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kcdsl.check.compile import analyse
+from kcdsl.check.fixing import edited
+from kcdsl.diagnostics.model import Sink
+from kcdsl.ir.canonical import digest
+from kcdsl.lsp.actions import FIX_ALL, QUICK_FIX, REWRITE, Action, actions
+from kcdsl.lsp.formatting import formatting
+from kcdsl.lsp.navigation import definition, highlights, references
+from kcdsl.lsp.rename import CannotRename, prepare, rename
+from kcdsl.source.text import SourceFile, Span
+from tests.support.editor import HEAD
+from tests.support.snapshots import place, snapshot, span
+
+TEXT = HEAD.replace("long:", "'long':") + (
+    "tables:\n"
+    "  tau: {unit: nats, rows: [{where: length <= 128, value: 0.01}], otherwise: 0.05}\n"
+    "clauses:\n"
+    "  N-1:\n"
+    '    slices: ["long", all]\n'
+    "    require: >-\n"
+    "      p99(kl)\n"
+    "      <= table(tau)\n"
+    "    level: L2\n"
+    "  N-2: {require: 'forall x in ball(long, 1e-3): span(drift(head, x)) <= 9', level: L2}\n"
+    "  N-3: {require: p99(tv) <= 1%, level: L1}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("piece", "name", "expected"),
+    [
+        ("long'", "tail", TEXT.replace("long", "tail")),
+        ("long, 1e-3", "tail", TEXT.replace("long", "tail")),
+        ("tau)", "limit", TEXT.replace("tau", "limit")),
+        ("N-2", "N.2-b", TEXT.replace("N-2", "N.2-b")),
+        ("x in", "input", TEXT.replace("forall x", "forall input").replace(", x)", ", input)")),
+        ("x)) <=", "y", TEXT.replace("forall x", "forall y").replace(", x)", ", y)")),
+    ],
+)
+def test_rename(piece: str, name: str, expected: str) -> None:
+    found = rename(snapshot(TEXT), place(TEXT, piece), name)
+    assert edited(TEXT, list(found)) == expected
+
+
+@pytest.mark.parametrize(
+    ("piece", "name", "reason"),
+    [
+        ("long, 1e-3", "all", "there is a slice `all` already"),
+        ("long, 1e-3", "9", "cannot name a slice"),
+        ("long, 1e-3", "not", "cannot name a slice"),
+        ("x in", "kl", "already has a meaning"),
+        ("x in", "attn_0", "already has a meaning"),
+        ("x in", "drift", "already has a meaning"),
+        ("N-2", "N-1", "there is a clause `N-1` already"),
+        # N-3 lists no slice and so is on the one that is called `all`.
+        ("all: {}", "every", "would not compile"),
+        ("kl)", "tv", "keeps its name"),
+        ("train", "infer", "keeps its name"),
+        ("level: L1", "x", "no name here"),
+    ],
+)
+def test_refused_renames(piece: str, name: str, reason: str) -> None:
+    with pytest.raises(CannotRename, match=reason):
+        rename(snapshot(TEXT), place(TEXT, piece), name)
+
+
+def test_a_rename_never_captures() -> None:
+    text = HEAD + (
+        "clauses:\n  N: {level: L2, require: 'forall x in points(all): "
+        "(forall y in points(all): no_flip(model, x) and no_flip(head, y))'}\n"
+    )
+    with pytest.raises(CannotRename):
+        rename(snapshot(text), place(text, "y in"), "x")
+    with pytest.raises(CannotRename):
+        rename(snapshot(text), place(text, "x in"), "y")
+
+
+def test_renaming_goes_on_in_a_contract_with_errors() -> None:
+    text = TEXT.replace("p99(tv) <= 1%", "p99(tvx) <= 1%")
+    found = rename(snapshot(text), place(text, "long, 1e-3"), "tail")
+    assert edited(text, list(found)) == text.replace("long", "tail")
+
+
+def test_names_of_libraries_stay(tmp_path: Path) -> None:
+    library = "kcdsl: 1\nlibrary: fleet\nversion: 1\ndata: p.jsonl\nslices: {tail: {}, head: {}}\n"
+    (tmp_path / "fleet.kc.yaml").write_text(library)
+    text = HEAD + "imports:\n  - {file: fleet.kc.yaml, slices: [tail]}\n"
+    text += "clauses:\n  N: {require: p99(kl) <= 1, slices: [tail], level: L2}\n"
+    with pytest.raises(CannotRename, match="imported under its own name"):
+        prepare(snapshot(text, tmp_path), place(text, "tail], level"))
+    mapped = text.replace("slices: [tail]}", "slices: {end: tail}}").replace("[tail]", "[end]")
+    found = rename(snapshot(mapped, tmp_path), place(mapped, "end], level"), "tip")
+    assert edited(mapped, list(found)) == mapped.replace("end:", "tip:").replace("[end]", "[tip]")
+    with pytest.raises(CannotRename, match=r"declared|library"):
+        prepare(snapshot(mapped, tmp_path), place(mapped, "tail}"))
+    (target,) = definition(snapshot(mapped, tmp_path), place(mapped, "tail}"))
+    assert target.path == tmp_path / "fleet.kc.yaml"
+    assert target.source is not None
+    assert target.source.text[target.span.start : target.span.end] == "tail"
+
+
+def test_references_of_a_metric_include_its_other_names() -> None:
+    text = HEAD + (
+        "clauses:\n  A: {require: mean(top1_overlap) >= 1%, level: L2}\n"
+        "  B: {require: mean(top1_agreement) >= 2%, level: L2}\n"
+    )
+    found = references(snapshot(text), place(text, "top1_overlap"))
+    assert found == [span(text, "top1_overlap"), span(text, "top1_agreement")]
+    slices = highlights(snapshot(TEXT), place(TEXT, "long, 1e-3"))
+    assert [TEXT[s.start : s.end] for s, _ in slices] == ["long"] * 3
+    assert [declares for _, declares in slices] == [True, False, False]
+
+
+def test_the_definition_of_a_users_metric(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from kcdsl import metric\n\n\n"
+        '@metric(family="numerical", unit="nats", better="lower", counted="token", '
+        'needs=["logits"])\n'
+        "def my_drift(train_logits, infer_logits):\n"
+        '    """How far."""\n'
+        "    raise RuntimeError\n"
+    )
+    (tmp_path / "kcdsl.toml").write_text('metrics = ["mine.py"]\n')
+    text = HEAD + "clauses:\n  A: {require: mean(my_drift) <= 1, level: L2}\n"
+    known = snapshot(text, tmp_path)
+    assert known.analysis.scope.metrics.find("my_drift") is not None, known.findings
+    (target,) = definition(known, place(text, "my_drift"))
+    assert target.path == tmp_path / "mine.py"
+    assert target.source is not None
+    assert target.source.text[target.span.start : target.span.end] == "my_drift"
+
+
+# --- actions -------------------------------------------------------------------------------------
+
+
+def offered(text: str, piece: str, only: tuple[str, ...] | None = None) -> dict[str, Action]:
+    return {a.title: a for a in actions(snapshot(text), span(text, piece), only)}
+
+
+RECORDS = {
+    "{id: A, metric: p99_kl, threshold: 0.02, level: L2}": (
+        "{id: A, require: p99(kl) <= 0.02, level: L2}"
+    ),
+    "{id: A, metric: mean_abs_log_ratio, threshold: 1e-3 nats, delta: 0.0, level: L2}": (
+        "{id: A, require: mean(abs(log_ratio)) <= 1e-3 nats, level: L2}"
+    ),
+    "{level: L3, id: A, op: '>=', threshold: 99.5%, metric: top1_overlap}": (
+        "{level: L3, id: A, require: mean(top1_overlap) >= 99.5%}"
+    ),
+    "{id: A, metric: p95_latency_ms, threshold: 250, delta: 0.05, over: windows, level: L1}": (
+        "{id: A, require: p95(latency) <= 250 ms, budget: 5% of windows, level: L1}"
+    ),
+    "{id: A, metric: ece_gap, threshold: 0.1, level: L1}": (
+        "{id: A, require: ece_gap <= 0.1, level: L1}"
+    ),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_becomes_an_expression_of_the_same_meaning(record: str) -> None:
+    text = f"{HEAD}clauses:\n  - {record}\n"
+    action = offered(text, "metric", (REWRITE,))["write as an expression"]
+    result = edited(text, list(action.edits))
+    assert result == f"{HEAD}clauses:\n  - {RECORDS[record]}\n"
+    programs = [analyse(SourceFile("c", t), Sink()).program for t in (text, result)]
+    assert programs[0] is not None
+    assert programs[1] is not None
+    assert digest(programs[0]) == digest(programs[1])
+
+
+def test_a_record_of_several_lines() -> None:
+    text = HEAD + "clauses:\n  A:\n    metric: p99_kl  # ours\n    threshold: 0.02\n    level: L2\n"
+    action = offered(text, "metric", (REWRITE,))["write as an expression"]
+    assert edited(text, list(action.edits)) == text.replace(
+        "metric: p99_kl", "require: p99(kl) <= 0.02"
+    ).replace("    threshold: 0.02\n", "")
+
+
+def test_no_rewriting_of_what_has_errors() -> None:
+    text = HEAD + "clauses:\n  - {id: A, metric: p99_klx, threshold: 0.02, level: L2}\n"
+    assert "write as an expression" not in offered(text, "metric")
+
+
+@pytest.mark.parametrize(
+    ("expression", "quoted"),
+    [
+        ("p99(kl) <= 1", '"p99(kl) <= 1"'),
+        ("p99(kl)\n      <= 1", '"p99(kl) <= 1"'),
+        ('has(trace, [a, "b"])', "'has(trace, [a, \"b\"])'"),
+    ],
+)
+def test_quotation_marks(expression: str, quoted: str) -> None:
+    text = f"{HEAD}clauses:\n  A:\n    require: {expression}\n    level: L2\n"
+    action = offered(text, expression[:3], (REWRITE,))["put the expression in quotation marks"]
+    assert f"    require: {quoted}\n" in edited(text, list(action.edits))
+
+
+def test_kinds_are_asked_for_by_their_beginning() -> None:
+    text = (
+        HEAD + "clauses:\n  A: {require: forall x in points(all): no_flip(model, x), level: L2}\n"
+    )
+    assert {a.kind for a in offered(text, "forall").values()} == {QUICK_FIX, REWRITE, FIX_ALL}
+    assert {a.kind for a in offered(text, "forall", ("source",)).values()} == {FIX_ALL}
+    assert {a.kind for a in offered(text, "forall", ("refactor",)).values()} == {REWRITE}
+    assert offered(text, "forall", ("source.organizeImports",)) == {}
+
+
+SUSPECT = 'has(trace, ["rng_sead"])'
+
+
+def test_suppressions_are_accepted_by_the_checker() -> None:
+    text = f"{HEAD}clauses:\n  A:\n    level: L2\n    require: '{SUSPECT}'\n"
+    action = offered(text, "rng_sead")["suppress KC208 with a reason"]
+    accepted = edited(text, list(action.edits)).replace("] \n", "] it is ours\n")
+    assert "    # kcdsl: ignore[KC208] it is ours\n    require" in accepted
+    assert "KC208" not in {d.code.id for d in snapshot(accepted).findings}
+    assert {"KC930", "KC931"} & {d.code.id for d in snapshot(accepted).findings} == set()
+
+
+def test_a_second_code_joins_the_first() -> None:
+    text = HEAD + "clauses:\n  A:\n    level: L2\n    # kcdsl: ignore[KC015] so\n"
+    text += f"    require: '{SUSPECT}'\n"
+    (action,) = (a for t, a in offered(text, "rng_sead").items() if t.startswith("suppress KC208"))
+    assert "# kcdsl: ignore[KC015, KC208] so\n" in edited(text, list(action.edits))
+
+
+def test_nothing_is_suppressed_inside_a_text_of_several_lines_nor_an_error() -> None:
+    text = f"{HEAD}clauses:\n  A:\n    level: L2\n    require: |\n      {SUSPECT}\n"
+    assert not any(title.startswith("suppress") for title in offered(text, "rng_sead"))
+    error = HEAD + "clauses:\n  A: {require: p99(klx) <= 1, level: L2}\n"
+    assert not any(title.startswith("suppress") for title in offered(error, "klx"))
+
+
+def test_formatting_of_what_cannot_be_read_does_nothing() -> None:
+    assert formatting(SourceFile("c", "a: [")) == ()
+    text = HEAD + "clauses:\n  A:  {require:   p99(kl)<=1,  level: L2}   # why\n"
+    result = edited(text, list(formatting(SourceFile("c", text))))
+    assert "A: {require: p99(kl) <= 1, level: L2}" in result
+    assert formatting(SourceFile("c", result)) == ()
+
+
+def test_edits_of_a_broken_document_are_not_offered() -> None:
+    broken = TEXT + "  X: {require: 'a\n"
+    assert all(a.kind == QUICK_FIX for a in actions(snapshot(broken), Span(0, len(broken))))

@@ -1,0 +1,25 @@
+"""Snapshots of documents, for features as plain functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kcdsl.lsp.checking import Checker
+from kcdsl.lsp.documents import Snapshot, Texts, document
+from kcdsl.source.text import Span
+
+
+def snapshot(text: str, folder: Path | None = None, texts: Texts | None = None) -> Snapshot:
+    """Return what is known of a text, as if it stood in a folder."""
+    place = (folder or Path("/nowhere")) / "c.kc.yaml"
+    return Checker().snapshot(document(place.as_uri(), text, 1), texts or {})
+
+
+def place(text: str, piece: str, into: int = 0) -> int:
+    """Return an offset a few characters into a piece of a text, which must occur."""
+    return text.index(piece) + into
+
+
+def span(text: str, piece: str) -> Span:
+    """Return the span of a piece of a text."""
+    return Span(text.index(piece), text.index(piece) + len(piece))
