@@ -258,8 +258,9 @@ def _take(
         return config
     given = (value,) if option.name == "format" and isinstance(value, str) else _frozen(value)
     if not _fits(option, given):
-        message, help = f"`{key}` takes {option.kind.value}", _example(option)
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, origin.span, help=help))
+        example = _example(option)
+        message = f"`{key}` takes {option.kind.value}"
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, origin.span, help=example))
         return config
     changed = _with(config, option, given, origin)
     wrong = [(path, word) for path, word in _words(option, given) if not _allowed(option, word)]

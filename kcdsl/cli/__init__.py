@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "compile": "kcdsl.cli.compile",
     "lint": "kcdsl.cli.lint",
     "fmt": "kcdsl.cli.fmt",
+    "diff": "kcdsl.cli.diff",
     "explain": "kcdsl.cli.explain",
     "verify": "kcdsl.cli.verify",
     "evaluate": "kcdsl.cli.evaluate",
@@ -30,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "kcdsl.cli.doctor",
     "backends": "kcdsl.cli.backends",
     "completion": "kcdsl.cli.completion",
+    "config": "kcdsl.cli.config",
 }
 """Command name -> module with `HELP: str`, `configure(parser)` and `run(arguments) -> Exit`."""
 

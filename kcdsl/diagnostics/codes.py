@@ -141,8 +141,17 @@ EVIDENCE_OUT_OF_REACH = _declare("KC403", "evidence out of reach")
 VACUOUS = _declare("KC404", "vacuous requirement")
 TABLE_GAP = _declare("KC405", "table without a value for some request")
 UNREACHABLE_ROW = _declare("KC406", "row that no request reaches")
-INVERTED_ACTIONS = _declare("KC407", "action milder than that of a lower level")
-RADIUS_ZERO = _declare("KC408", "ball of radius 0")
+INVERTED_ACTIONS = _declare(
+    "KC407",
+    "action milder than that of a lower level",
+    """The action of a clause is milder than that of another clause of the same family at a lower
+    level, so something more serious would be answered by something milder.""",
+)
+RADIUS_ZERO = _declare(
+    "KC408",
+    "ball of radius 0",
+    """A ball of radius 0 holds its centre alone. Write `points(...)`, which says the same.""",
+)
 CONTRADICTION = _declare(
     "KC410",
     "contradicting clauses",
@@ -160,13 +169,47 @@ EMPTY_SLICE = _declare(
     "empty slice",
     "No request can satisfy the `where` of the slice, so every clause on it would be vacuous.",
 )
-ALWAYS_HOLDS = _declare("KC413", "clause that always holds")
-SOLVER_UNDECIDED = _declare("KC414", "not decided by the solver")
-REDUNDANT_CLAUSE = _declare("KC415", "clause that follows from others")
-CONFLICTING_LEVELS = _declare("KC416", "conflicting levels on overlapping slices")
-UNUSED_SLICE = _declare("KC417", "slice that no clause uses")
-EQUAL_SLICES = _declare("KC418", "slices with the same requests")
-DEAD_PART = _declare("KC419", "part of a requirement that says nothing")
+ALWAYS_HOLDS = _declare(
+    "KC413",
+    "clause that always holds",
+    """The requirement follows from the ranges of its metrics and from what holds of any two
+    kernels, so no kernel can violate it.""",
+)
+SOLVER_UNDECIDED = _declare(
+    "KC414",
+    "not decided by the solver",
+    """The solver gave no answer in the time allowed. What was asked was not shown to be
+    consistent; nor was it shown to be contradictory.""",
+)
+REDUNDANT_CLAUSE = _declare(
+    "KC415",
+    "clause that follows from others",
+    """The clause follows from others, which the message names, with the facts that it follows by,
+    and asks for nothing more. It can go, or be tightened.""",
+)
+CONFLICTING_LEVELS = _declare(
+    "KC416",
+    "conflicting levels on overlapping slices",
+    """Two clauses ask for the same on slices that share requests, and the looser one has the
+    higher level, or their levels differ. The message gives a request that belongs to both
+    slices.""",
+)
+UNUSED_SLICE = _declare(
+    "KC417",
+    "slice that no clause uses",
+    """No clause speaks of the slice.""",
+)
+EQUAL_SLICES = _declare(
+    "KC418",
+    "slices with the same requests",
+    """Two slices hold the same requests under different names.""",
+)
+DEAD_PART = _declare(
+    "KC419",
+    "part of a requirement that says nothing",
+    """A part of the requirement can never hold, or always holds, given the rest and what is true
+    of any two kernels, so it says nothing.""",
+)
 
 CHECKPOINT_FORMAT = _declare(
     "KC450",

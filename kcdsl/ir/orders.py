@@ -140,7 +140,7 @@ def _root_up(value: Fraction) -> Fraction:
     top, bottom = math.isqrt(value.numerator), math.isqrt(value.denominator)
     if top * top == value.numerator and bottom * bottom == value.denominator:
         return Fraction(top, bottom)
-    scale = 10**18 * (1 + value.denominator // max(1, value.numerator))
+    scale = 10 ** (18 + max(0, len(str(value.denominator)) - len(str(value.numerator))))
     return Fraction(math.isqrt(value.numerator * scale * scale // value.denominator) + 1, scale)
 
 

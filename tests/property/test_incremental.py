@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kcdsl.check.compile import analyse
-from kcdsl.check.incremental import Incremental, layout
+from kcdsl.check.incremental import Incremental
+from kcdsl.check.layout import layout
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.source.text import SourceFile
 

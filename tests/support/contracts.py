@@ -174,19 +174,20 @@ class Worlds(Random):
         values["top1_overlap"] = tuple(
             self.choice((Fraction(0), Fraction(1))) for _ in range(count)
         )
-        # Norms of one row: linf <= l2, span <= sqrt(2) l2, span <= 2 linf, and tv and |log_ratio| follow the span.
+        # Norms of one row: linf <= l2, span <= sqrt(2) l2, span <= 2 linf; tv and |log_ratio|
+        # follow the span.
         values["logit_linf"] = values["logit_l2"]
         values["logit_span"] = tuple(
             Fraction(7, 5) * v for v in values["logit_l2"] if v is not None
         )
-        # KL <= s^2/8 and KL <= s for a span s, TV <= s/4, and Pinsker: TV <= sqrt(KL/2).
+        # KL <= s^2/8 and KL <= s for a span s, TV <= tanh(s/4), and Pinsker: TV <= sqrt(KL/2).
         values["kl"] = tuple(
             min(k, s, s * s / 8)
             for k, s in zip(values["kl"], values["logit_span"], strict=True)
             if k is not None and s is not None
         )
         values["tv"] = tuple(
-            min(Fraction(1), s / 4, k, Fraction(1, 2))
+            min(s / 5, k, Fraction(1, 2))
             for k, s in zip(values["kl"], values["logit_span"], strict=True)
             if k is not None and s is not None
         )

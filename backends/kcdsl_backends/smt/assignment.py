@@ -67,7 +67,8 @@ class _Values:
             case NoFlip(block, variable, k):
                 return self._flag((at[variable], block, k))
             case HasFields(fields):
-                return all([self._flag((self.slice, name)) for name in fields])
+                carried = [self._flag((self.slice, name)) for name in fields]
+                return all(carried)
             case Not(of):
                 return not self.holds(of, at, not turned)
             case Connective("implies", (left, right)):
@@ -79,7 +80,8 @@ class _Values:
             case Quantified("forall", variable, region, body):
                 inside = self.values.translator.inside
                 known = [w for w in self._inputs() if region_inside(w.region, region, inside)]
-                return all([self.holds(body, {**at, variable: w}, turned) for w in known])
+                found = [self.holds(body, {**at, variable: w}, turned) for w in known]
+                return all(found)
             case Quantified():
                 return True
             case _:

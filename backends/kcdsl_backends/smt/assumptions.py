@@ -66,10 +66,10 @@ def _between(translator: Translator, a: Quantity, b: Quantity) -> Iterator[Fact]
         words = f"{term_text(a.term)} <= {scale}{term_text(b.term)}"
         expression = small <= real(factor, translator.context) * large
         yield Fact(expression, _because(words, why))
-    if isinstance(b.of, Abs) and b.of.of == a.of and a.kind == b.kind in ("mean", "max"):
-        if a.slice == b.slice:
-            words = f"-{term_text(a.term)} <= {term_text(b.term)}"
-            yield Fact(-small <= large, _because(words, ("-x <= |x|",)))
+    magnitude = isinstance(b.of, Abs) and b.of.of == a.of
+    if magnitude and a.slice == b.slice and a.kind == b.kind in ("mean", "max"):
+        words = f"-{term_text(a.term)} <= {term_text(b.term)}"
+        yield Fact(-small <= large, _because(words, ("-x <= |x|",)))
     for bound in sorted(translator.constants.get(b, ())):
         for limit, why in bent(a, b, bound, translator.temperature, translator.inside):
             premise = large <= real(bound, translator.context)
