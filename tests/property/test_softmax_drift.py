@@ -21,9 +21,14 @@ columns = st.lists(st.tuples(numbers, widths, numbers, widths), min_size=1, max_
 corners = st.lists(st.sampled_from((-1.0, 0.0, 1.0)), min_size=10, max_size=10)
 
 
+# A drift may be as small as 1e-324 beside a score of 1: fewer digits than this lose it, and the
+# reference would call a row unmoved that moves.
+DIGITS = 400
+
+
 def softmax_of(scores: list[mpmath.mpf]) -> list[mpmath.mpf]:
-    """Return the softmax with 60 digits, and more than enough exponent."""
-    with mpmath.workdps(60):
+    """Return the softmax with enough digits for any float64 drift, and any exponent."""
+    with mpmath.workdps(DIGITS):
         powers = [mpmath.exp(s - max(scores)) for s in scores]
         total = mpmath.fsum(powers)
         return [p / total for p in powers]
@@ -33,6 +38,8 @@ def softmax_of(scores: list[mpmath.mpf]) -> list[mpmath.mpf]:
 @example([(878.7, 0.0, 0.0, 0.0), (467.6, 0.0, 411.0, 0.0)], [0.0] * 10)
 @example([(300.0, 0.0, -0.5, 0.0), (0.0, 0.0, 280.0, 30.0)], [0.0] * 4 + [1.0] * 6)
 @example([(0.0, 0.0, 0.0, 0.0), (-740.0, 0.0, 3.0, 0.0)], [0.0] * 10)
+@example([(0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 6.318943408260767e-178, 0.0)], [0.0] * 10)
+@example([(1.0, 0.0, 5e-324, 0.0), (-700.0, 0.0, 0.0, 0.0)], [0.0] * 10)
 def test_no_softmax_leaves_its_boxes(
     rows: list[tuple[float, float, float, float]], at: list[float]
 ) -> None:
@@ -42,7 +49,7 @@ def test_no_softmax_leaves_its_boxes(
     start = [scores[0][0, i] if at[i] < 0 else scores[1][0, i] for i in range(count)]
     step = [moves[0][0, i] if at[-1 - i] < 0 else moves[1][0, i] for i in range(count)]
     before = softmax_of([mpmath.mpf(s) for s in start])
-    with mpmath.workdps(60):
+    with mpmath.workdps(DIGITS):
         after = softmax_of(
             [mpmath.mpf(s) + mpmath.mpf(d) for s, d in zip(start, step, strict=True)]
         )
@@ -53,7 +60,7 @@ def test_no_softmax_leaves_its_boxes(
     other = attention.probabilities(second.Box(*scores), allowed)
     other_found = attention.probability_drift(other, second.Box(*moves), allowed)
     for i in range(count):
-        with mpmath.workdps(60):
+        with mpmath.workdps(DIGITS):
             moved = after[i] - before[i]
         for p, d in ((first, found), (other, other_found)):
             assert float(p.lo[0, i]) <= before[i] <= float(p.hi[0, i])
