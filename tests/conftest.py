@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.commands import ANNOTATING, PLAIN_TERMINAL, Ran, run_here
 
 # Numeric libraries read these when they are first imported, and child processes inherit them:
 # one thread each, so that `pytest -n 2` does not ask two cores for the work of many threads.
@@ -28,19 +27,6 @@ settings.register_profile("thorough", parent=settings.get_profile("kcdsl"), max_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kcdsl"))
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-# What a command sees as its terminal: none, 100 columns wide, without colour.
-PLAIN_TERMINAL = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "PYTHONUTF8": "1"}
-_ANNOTATING = ("GITHUB_ACTIONS", "FORCE_COLOR")
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """What one run of the command line left behind."""
-
-    code: int
-    stdout: str
-    stderr: str
 
 
 class Cli(Protocol):
@@ -110,31 +96,9 @@ def _left_behind(folder: str) -> bool:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
+def cli() -> Cli:
     """Return a function that runs `kcdsl` in this process (no terminal, 100 columns, no colour)."""
-
-    def run(
-        *arguments: str | os.PathLike[str],
-        cwd: str | os.PathLike[str] | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> Ran:
-        from kcdsl.cli import main
-
-        out, err = _Captured(), _Captured()
-        with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
-            for name in _ANNOTATING:
-                patch.delenv(name, raising=False)
-            for name, value in {**PLAIN_TERMINAL, **(env or {})}.items():
-                patch.setenv(name, value)
-            if cwd is not None:
-                stack.enter_context(contextlib.chdir(cwd))
-            patch.setattr(sys, "stdin", io.StringIO())
-            stack.enter_context(contextlib.redirect_stdout(out))
-            stack.enter_context(contextlib.redirect_stderr(err))
-            code = _status(main, [os.fspath(a) for a in arguments])
-        return Ran(code, out.text, err.text)
-
-    return run
+    return run_here
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +110,7 @@ def cli_process() -> Cli:
         cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Ran:
-        outer = {key: value for key, value in os.environ.items() if key not in _ANNOTATING}
+        outer = {key: value for key, value in os.environ.items() if key not in ANNOTATING}
         done = subprocess.run(
             [sys.executable, "-c", _ENTRY, *(os.fspath(a) for a in arguments)],
             cwd=cwd,
@@ -164,29 +128,3 @@ def cli_process() -> Cli:
 
 # What the installed `kcdsl` script does; this form also works where the script is not on PATH.
 _ENTRY = "import sys; sys.argv[0] = 'kcdsl'; from kcdsl.cli import main; sys.exit(main())"
-
-
-class _Captured(io.TextIOWrapper):
-    """A text stream kept in memory, with the byte buffer that a real one has."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), encoding="utf-8", newline="", write_through=True)
-
-    @property
-    def text(self) -> str:
-        self.flush()
-        buffer = self.buffer
-        assert isinstance(buffer, io.BytesIO)
-        return buffer.getvalue().decode("utf-8")
-
-
-def _status(main: object, arguments: Sequence[str]) -> int:
-    """Return the process status that `main(arguments)` would give."""
-    assert callable(main)
-    try:
-        status = main(list(arguments))
-    except SystemExit as stop:
-        status = stop.code
-    if status is None:
-        return 0
-    return status if isinstance(status, int) else 1

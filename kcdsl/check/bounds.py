@@ -9,21 +9,24 @@ compares kernels with themselves bounds no drift.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 
 from kcdsl.check.metrics import Registry
 from kcdsl.check.polarity import Leaf, leaves, range_of
-from kcdsl.check.report import Reporter
+from kcdsl.check.report import Reporter, replacement
 from kcdsl.diagnostics.codes import AGAINST_DIRECTION, MIXED_DIRECTION, VACUOUS, WRONG_TAIL
-from kcdsl.diagnostics.model import Label
+from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.ir import terms as ir
 from kcdsl.ir.facts import Interval
 from kcdsl.ir.walk import subterms
-from kcdsl.source.text import Span
+from kcdsl.source.text import SourceFile, Span
 
 _UPPER = {"<=", "<"}
 _LOWER = {">=", ">"}
+_WRITTEN = re.compile(r"p[0-9]+(?=[ ]*\()")
+_INSTEAD = re.compile(r"write (p[0-9]+)\(")
 _NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
@@ -78,6 +81,7 @@ def _check_direction(
             f"{'bounds it from the other side' if one else 'holds the easier the worse it gets'}",
             op_span,
             "turn the comparison round, or add `override: direction` to the clause",
+            fix=_turned(reporter.source, op_span),
         )
         return False
     doubtful = [leaf for leaf, way in zip(judged, ways, strict=True) if way != 1]
@@ -85,6 +89,13 @@ def _check_direction(
         _report_mixed(compare, doubtful, reporter)
     _check_tails([leaf for leaf, way in zip(judged, ways, strict=True) if way == 1], reporter)
     return True
+
+
+def _turned(source: SourceFile, op_span: Span) -> Fix | None:
+    """Return the fix that turns a comparison round; None where no operator is written there."""
+    op = source.text[op_span.start : op_span.end]
+    turned = op.replace("<", "\0").replace(">", "<").replace("\0", ">")
+    return replacement(op_span, turned) if turned != op and op in _UPPER | _LOWER else None
 
 
 def _is_signed(leaf: Leaf, metrics: Registry) -> bool:
@@ -157,7 +168,12 @@ def _percentile(q: Fraction) -> str:
 
 
 def _tail(reporter: Reporter, span: Span, help: str) -> None:
-    reporter.error(WRONG_TAIL, "the statistic looks at the best values only", span, help)
+    found = _WRITTEN.match(reporter.source.text, span.start)
+    instead = _INSTEAD.match(help)
+    fix = None
+    if found is not None and instead is not None:
+        fix = replacement(Span(*found.span()), instead[1])
+    reporter.error(WRONG_TAIL, "the statistic looks at the best values only", span, help, fix=fix)
 
 
 def _check_vacuous(compare: ir.Compare, op: str, metrics: Registry, reporter: Reporter) -> None:

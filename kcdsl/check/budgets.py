@@ -8,7 +8,7 @@ from kcdsl.check.measurements import metrics_of
 from kcdsl.check.metrics import Registry
 from kcdsl.check.names import quantity
 from kcdsl.check.records import share
-from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.report import Reporter, add_field, replacement, suggest
 from kcdsl.check.structure import RawClause
 from kcdsl.diagnostics.codes import (
     BUDGET_ON_PROOF,
@@ -18,13 +18,14 @@ from kcdsl.diagnostics.codes import (
     PERCENTILE_WITH_BUDGET,
     WRONG_KIND,
 )
-from kcdsl.diagnostics.model import Label
+from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.ir import terms as ir
 from kcdsl.ir.walk import terms_of
 from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax.parser import parse_budget
 
+_BUDGET_FIELDS = ("budget", "delta", "over")
 _COUNTED = {"requests": "requests", "samples": "requests", "windows": "windows"}
 
 
@@ -74,6 +75,7 @@ def _record_budget(raw: RawClause, reporter: Reporter) -> tuple[ir.Budget | None
             "`delta` does not say what it counts",
             delta.span,
             "add `over: requests` or `over: windows`",
+            fix=add_field(reporter.source, raw.body, "delta", "over: requests"),
         )
         return None, None
     return _make_budget(rate, unit), delta.span
@@ -93,6 +95,7 @@ def _counted(name: str, span: Span, reporter: Reporter) -> str | None:
 
 
 def check_budget(
+    raw: RawClause,
     requirement: ir.Formula,
     budget: ir.Budget | None,
     span: Span | None,
@@ -109,6 +112,7 @@ def check_budget(
             "a clause about every input or every record has no budget",
             span,
             "leave the budget out",
+            fix=raw.without(reporter.source, _BUDGET_FIELDS),
         )
         return
     if budget.unit != "requests":
@@ -122,6 +126,7 @@ def check_budget(
                 span,
                 "count the budget `of windows`",
                 (Label(statistic.span, "aggregate"),),
+                fix=_of_windows(raw, reporter),
             )
         elif "token" not in counted:
             reporter.error(
@@ -131,6 +136,7 @@ def check_budget(
                 span,
                 "drop the budget, or count it `of windows`",
                 (Label(statistic.span, "ranges over requests"),),
+                fix=raw.without(reporter.source, _BUDGET_FIELDS),
             )
         elif statistic.kind == "quantile":
             reporter.warning(
@@ -141,3 +147,15 @@ def check_budget(
                 "drop the budget to bound the percentile over all requests, or count it "
                 "`of windows`",
             )
+
+
+def _of_windows(raw: RawClause, reporter: Reporter) -> Fix | None:
+    """Return the fix that lets the budget count windows."""
+    node = raw.scalar("over") or raw.scalar("budget")
+    if node is None:
+        return None
+    text = reporter.source.text[node.span.start : node.span.end]
+    found = [(text.rfind(word), word) for word in ("requests", "samples")]
+    at, word = max(found)
+    start = node.span.start + at
+    return replacement(Span(start, start + len(word)), "windows") if at >= 0 else None

@@ -10,7 +10,7 @@ from kcdsl.check.escalation import ACTIONS, ALIASES
 from kcdsl.check.metrics import Registry
 from kcdsl.check.names import Scope
 from kcdsl.check.records import record_formula
-from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.report import Reporter, add_field, replacement, suggest, without
 from kcdsl.check.structure import RawClause, StructureReader
 from kcdsl.check.typing import formula, trace_fields
 from kcdsl.diagnostics.codes import (
@@ -25,14 +25,14 @@ from kcdsl.diagnostics.codes import (
     WRONG_FAMILY,
     WRONG_KIND,
 )
-from kcdsl.diagnostics.model import Label
+from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.ir import terms as ir
 from kcdsl.ir.fragment import classify, outside_diagnostic
 from kcdsl.ir.normal import normal_formula
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.route.catalogue import Fragment
 from kcdsl.source.text import Span
-from kcdsl.source.yaml_nodes import Scalar, Sequence
+from kcdsl.source.yaml_nodes import Node, Scalar, Sequence
 from kcdsl.syntax.parser import parse_expression
 
 FAMILIES: dict[str, ir.Family] = {
@@ -70,7 +70,7 @@ def check_clause(raw: RawClause, scope: Scope, reporter: Reporter) -> ir.Clause 
     _check_tables(requirement, reporter)
     family = _family(context, requirement, declared)
     slices = _applied_slices(context, requirement, slices)
-    check_budget(requirement, budget, budget_given, scope.metrics, reporter)
+    check_budget(raw, requirement, budget, budget_given, scope.metrics, reporter)
     if family is None or slices is None or level is None:
         return None
     clause = ir.Clause(
@@ -235,9 +235,16 @@ def _listed_slices(context: _Context) -> tuple[str, ...] | None:
                 f"the slice `{name.text}` is listed twice",
                 name.span,
                 labels=(Label(seen[name.text], "first here"),),
+                fix=_listed_once(reporter, node, name),
             )
         seen.setdefault(name.text, name.span)
     return tuple(seen) if all(name in declared for name in seen) else None
+
+
+def _listed_once(reporter: Reporter, node: Node, name: Scalar) -> Fix | None:
+    if not isinstance(node, Sequence):
+        return None
+    return without(reporter.source, node, [node.items.index(name)], safe=True)
 
 
 def _applied_slices(
@@ -258,6 +265,7 @@ def _applied_slices(
                 "the quantifier already names the slice",
                 node.span,
                 "leave `slices` out, or write one clause for each slice",
+                fix=context.raw.without(context.reporter.source, ("slices",)),
             )
         return ()
     if listed:
@@ -269,8 +277,18 @@ def _applied_slices(
         f"the clause `{context.raw.id.text}` names no slice, and no slice `all` is declared",
         context.raw.span,
         f"add `slices: [...]`; declared: {', '.join(context.scope.slices)}",
+        fix=_only_slice(context),
     )
     return None
+
+
+def _only_slice(context: _Context) -> Fix | None:
+    """Return the fix that names the only slice that there is."""
+    if len(context.scope.slices) != 1:
+        return None
+    (name,) = context.scope.slices
+    source, body = context.reporter.source, context.raw.body
+    return add_field(source, body, "level", f"slices: [{name}]")
 
 
 def _declared_family(context: _Context) -> tuple[ir.Family, Span] | None:
@@ -336,6 +354,7 @@ def _family(
             span,
             f"write `family: {other}`, or leave it out",
             (Label(place, other.value),),
+            fix=replacement(span, other.value),
         )
         return None
     return family

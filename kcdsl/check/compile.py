@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kcdsl.check.clauses import check_clause
 from kcdsl.check.fields import check_fields
@@ -28,7 +28,7 @@ from kcdsl.check.structure import (
 from kcdsl.check.thresholds import check_table
 from kcdsl.check.user_metrics import read_registry
 from kcdsl.diagnostics.codes import DATA_ABSENT, NOT_A_CONTRACT, UNUSED_TABLE
-from kcdsl.diagnostics.model import Diagnostic, Fix, Refusal, Sink, refuse
+from kcdsl.diagnostics.model import Diagnostic, Fix, Refusal, Sink, Suppressed, refuse
 from kcdsl.ir import terms as ir
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.source.files import read_source
@@ -36,10 +36,7 @@ from kcdsl.source.removal import remove_entry
 from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
-if TYPE_CHECKING:
-    from kcdsl.check.suppressions import Suppressed
-
-_SUPPRESSION = "kcdsl: ignore"
+_SUPPRESSION = re.compile(r"#\s*kcdsl\s*:\s*[A-Za-z]")
 
 
 def compile_contract(path: Path) -> tuple[ir.Program | None, Sink]:
@@ -126,7 +123,7 @@ def analyse(
         sink.found[:] = recover(
             source, sink, lambda text, into: _analyse(text, into, folder, texts).root
         )
-    if _SUPPRESSION in source.text:
+    if _SUPPRESSION.search(source.text):
         from kcdsl.check.suppressions import apply
 
         analysis = replace(analysis, suppressed=apply(source, analysis.root, sink))

@@ -2,79 +2,137 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kcdsl.check.compile import analyse
-from kcdsl.diagnostics.model import Diagnostic, Edit, Severity, Sink
+from kcdsl.check.compile import Analysis, analyse
+from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Sink
 from kcdsl.source.text import SourceFile
 
 _ROUNDS = 20
+_ALONE = 32
+"""Fixes of one round that are tried one by one, where all together make things worse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A text after its fixes: how many were applied, and what is left to say about it."""
+    """A text after its fixes: how many were applied, which were taken back because the text had
+    more errors with them, what is left to say about it, and what it means now."""
 
     source: SourceFile
     applied: int
+    refused: tuple[Diagnostic, ...]
     left: tuple[Diagnostic, ...]
+    analysis: Analysis
 
 
-def fix(source: SourceFile, folder: Path | None, *, unsafe: bool = False) -> Fixed:
-    """Apply the safe fixes (with `unsafe` the others too) until none is left.
+def fix(
+    source: SourceFile,
+    folder: Path | None,
+    *,
+    unsafe: bool = False,
+    wanted: Callable[[Diagnostic], bool] = lambda _: True,
+) -> Fixed:
+    """Apply the safe fixes (with `unsafe` the others too) of wanted diagnostics until none is left.
 
-    A round whose result has more errors than before is taken back, and ends the work; so does a
-    text that was there already.
+    Fixes that would leave more errors than there were are taken back; so is a round that leads to
+    a text which was there already. The result has never more errors than the text.
     """
-    sink = _check(source, folder)
-    seen, applied = {source.text}, 0
+    state = _State(source, folder)
+    seen = {source.text}
+    refused: dict[tuple[str, str], Diagnostic] = {}
+    applied = 0
     for _ in range(_ROUNDS):
-        chosen, count = _compatible(source, sink, unsafe)
+        offered = (d for d in state.sink if wanted(d) and _key(d) not in refused)
+        chosen = _compatible(source, offered, unsafe)
         if not chosen:
             break
-        mended = SourceFile(source.name, edited(source.text, chosen))
-        again = _check(mended, folder)
-        if _errors(again) > _errors(sink) or mended.text in seen:
+        after = state.after(chosen)
+        if after is None:
+            chosen, after = _one_by_one(state, chosen[:_ALONE], refused)
+        if after is None:
+            continue
+        if after.source.text in seen:
             break
-        seen.add(mended.text)
-        source, sink, applied = mended, again, applied + count
-    return Fixed(source, applied, tuple(sink))
+        seen.add(after.source.text)
+        state, applied = after, applied + len(chosen)
+    return Fixed(state.source, applied, tuple(refused.values()), tuple(state.sink), state.analysis)
 
 
-def edited(text: str, edits: list[Edit]) -> str:
-    """Return a text after edits that do not overlap."""
+class _State:
+    """A text with what is said about it."""
+
+    def __init__(self, source: SourceFile, folder: Path | None) -> None:
+        self.source, self.folder, self.sink = source, folder, Sink()
+        self.analysis = analyse(source, self.sink, folder)
+        self.errors = sum(d.severity is Severity.ERROR for d in self.sink)
+
+    def after(self, chosen: Iterable[Diagnostic]) -> _State | None:
+        """Return the state after fixes that do not touch each other; None where there is nothing
+        to do, or there would be more errors."""
+        edits = [edit for d in chosen if d.fix is not None for edit in d.fix.edits]
+        if not edits:
+            return None
+        text = edited(self.source.text, edits)
+        state = _State(SourceFile(self.source.name, text), self.folder)
+        return None if state.errors > self.errors else state
+
+
+def _one_by_one(
+    state: _State, chosen: list[Diagnostic], refused: dict[tuple[str, str], Diagnostic]
+) -> tuple[list[Diagnostic], _State | None]:
+    """Return the fixes that do no harm together, and the state after them; keep the others."""
+    kept: list[Diagnostic] = []
+    best: _State | None = None
+    for diagnostic in chosen:
+        after = state.after([*kept, diagnostic])
+        if after is None:
+            refused[_key(diagnostic)] = diagnostic
+        else:
+            kept.append(diagnostic)
+            best = after
+    return kept, best
+
+
+def _key(diagnostic: Diagnostic) -> tuple[str, str]:
+    """Return what tells a finding from others after other places have moved."""
+    return diagnostic.code.id, diagnostic.message
+
+
+def edited(text: str, edits: Iterable[Edit]) -> str:
+    """Return a text after edits that do not overlap; line ends that they bring are those of the
+    text."""
+    windows = "\r\n" in text
     for edit in sorted(edits, key=lambda e: e.span, reverse=True):
-        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
+        new = re.sub("\r?\n", "\r\n", edit.text) if windows else edit.text
+        text = text[: edit.span.start] + new + text[edit.span.end :]
     return text
 
 
-def _check(source: SourceFile, folder: Path | None) -> Sink:
-    sink = Sink()
-    analyse(source, sink, folder)
-    return sink
-
-
-def _errors(sink: Sink) -> int:
-    return sum(d.severity is Severity.ERROR for d in sink)
-
-
-def _compatible(source: SourceFile, sink: Sink, unsafe: bool) -> tuple[list[Edit], int]:
-    """Return the edits of as many fixes as do not touch each other, and their number."""
-    chosen: list[Edit] = []
-    count = 0
-    for diagnostic in sink:
+def _compatible(
+    source: SourceFile, offered: Iterable[Diagnostic], unsafe: bool
+) -> list[Diagnostic]:
+    """Return as many diagnostics as there are whose fixes do not touch each other."""
+    chosen: list[Diagnostic] = []
+    taken: list[Edit] = []
+    for diagnostic in offered:
         fix = diagnostic.fix
         if fix is None or not (fix.safe or unsafe):
             continue
         if diagnostic.source is None or diagnostic.source.name != source.name:
             continue
-        touching = any(
-            edit.span.start <= other.span.end and other.span.start <= edit.span.end
-            for edit in fix.edits
-            for other in chosen
-        )
-        if not touching:
-            chosen.extend(fix.edits)
-            count += 1
-    return chosen, count
+        if not any(_touch(edit, other) for edit in fix.edits for other in taken):
+            chosen.append(diagnostic)
+            taken.extend(fix.edits)
+    return chosen
+
+
+def _touch(edit: Edit, other: Edit) -> bool:
+    return edit.span.start <= other.span.end and other.span.start <= edit.span.end
+
+
+def mends(fix: Fix | None, unsafe: bool) -> bool:
+    """Say whether `--fix` (with `--unsafe-fixes`) would apply a fix."""
+    return fix is not None and (fix.safe or unsafe)

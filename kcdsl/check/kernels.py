@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
-from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.report import Reporter, replacement, suggest
 from kcdsl.check.structure import RawKernel, StructureReader
 from kcdsl.diagnostics.codes import (
     CONFLICTING_FIELDS,
@@ -16,8 +16,9 @@ from kcdsl.diagnostics.codes import (
     UNKNOWN_ADAPTER,
     WRONG_KIND,
 )
-from kcdsl.diagnostics.model import Label, Refusal
+from kcdsl.diagnostics.model import Fix, Label, Refusal
 from kcdsl.ir.terms import KernelRef, ModelRef
+from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar
 
 ADAPTERS = (
@@ -102,6 +103,9 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
     )
 
 
+_MEANT = re.compile(r"did you mean '([\w.-]+)'\?")
+
+
 def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
     """Check one kernel; None after an error in its structure."""
     if raw is None:
@@ -131,10 +135,17 @@ def _check_numerics(kernel: KernelRef, raw: RawKernel, reporter: Reporter) -> No
     except Refusal as refusal:
         for diagnostic in refusal.diagnostics:
             span = raw.numerics.span if raw.numerics is not None else raw.run.span
+            fix = None
             for leaf in _leaves(raw.numerics) if raw.numerics is not None else ():
                 if f"'{leaf.text}'" in diagnostic.message:
-                    span = leaf.span
-            reporter.sink.add(replace(diagnostic, source=reporter.source, span=span))
+                    span, fix = leaf.span, _instead(diagnostic.help, leaf.span)
+            reporter.sink.add(replace(diagnostic, source=reporter.source, span=span, fix=fix))
+
+
+def _instead(help: str | None, span: Span) -> Fix | None:
+    """Return the fix that writes the word which an advice suggests."""
+    word = _MEANT.match(help or "")
+    return None if word is None else replacement(span, word[1])
 
 
 def _leaves(node: Mapping) -> Iterator[Scalar]:

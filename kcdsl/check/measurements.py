@@ -15,7 +15,7 @@ from kcdsl.check.names import (
     quantity,
 )
 from kcdsl.check.quantities import Typed, combine, negated
-from kcdsl.check.report import Reporter, nearest, suggest
+from kcdsl.check.report import Reporter, nearest, replacement, suggest, wrapped
 from kcdsl.check.sorts import described
 from kcdsl.diagnostics.codes import (
     DIMENSION,
@@ -25,8 +25,9 @@ from kcdsl.diagnostics.codes import (
     UNKNOWN_METRIC,
     WRONG_SORT,
 )
-from kcdsl.diagnostics.model import Label
+from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.ir import terms as ir
+from kcdsl.source.text import Span
 from kcdsl.syntax import ast
 
 
@@ -50,6 +51,7 @@ def metric_reference(name: ast.Name, scope: Scope, reporter: Reporter) -> Metric
             f"`{name.id}` is a name of the record form",
             name.span,
             f"write {in_words(name.id, scope.metrics)}",
+            fix=replacement(name.span, in_words(name.id, scope.metrics), safe=True),
         )
     else:
         names = scope.metrics.names()
@@ -84,6 +86,7 @@ def aggregate(name: ast.Name, scope: Scope, reporter: Reporter) -> Typed | None:
             f"`{name.id}` has one value for each {definition.counted}",
             name.span,
             f"say which statistic is meant, such as mean({name.id})",
+            fix=wrapped(name.span, "mean") if not definition.signed else None,
         )
         return None
     of = ir.Metric(definition.name, name.span)
@@ -121,9 +124,17 @@ def statistic(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
                 f"`{name}` is not a statistic of `{definition.name}`",
                 call.function.span,
                 f"write {definition.name} alone" if not allowed else f"statistics: {allowed}",
+                fix=None if allowed else _alone(call),
             )
             return None
     return Typed(ir.Statistic(kind, inner.term, q, call.span), inner.dimension)
+
+
+def _alone(call: ast.Call) -> Fix:
+    """Return the fix that takes a function away from its last argument."""
+    inner = call.arguments[-1].span
+    edits = (Edit(Span(call.span.start, inner.start), ""), Edit(Span(inner.end, call.span.end), ""))
+    return Fix(f"remove `{call.function.id}`", edits, safe=False)
 
 
 def _range_over(expression: ast.Expression, inner: Typed, scope: Scope, reporter: Reporter) -> bool:
@@ -248,6 +259,7 @@ def check_signs(
                     f"`{name}` takes both signs, and nothing bounds it from the other side",
                     span,
                     f"write abs({name})",
+                    fix=wrapped(span, "abs"),
                 )
         case ir.Abs(of=of):
             check_signs(of, metrics, reporter, True)

@@ -15,8 +15,9 @@ from kcdsl.diagnostics.codes import (
     WRONG_ARGUMENTS,
     WRONG_SORT,
 )
+from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.ir.terms import ThresholdTable
-from kcdsl.source.text import Span
+from kcdsl.source.text import SourceFile, Span
 from kcdsl.syntax import ast
 
 BLOCK = re.compile(r"(?:attn|mlp|norm|layer)_(?:0|[1-9][0-9]*)|head|model")
@@ -101,7 +102,19 @@ def single_comparison(
             "comparisons cannot be chained",
             expression.op_spans[1],
             "write `a <= b and b <= c`",
+            fix=_unchained(expression, reporter.source),
         )
         return None
     (op,), (left, right) = expression.ops, expression.operands
     return op, left, right
+
+
+def _unchained(expression: ast.Comparison, source: SourceFile) -> Fix | None:
+    """Return the fix that writes the middle of a chain twice; None where it runs over lines."""
+    if len(expression.ops) > 2:
+        return None
+    middle = expression.operands[1].span
+    text = source.text[middle.start : middle.end]
+    if "\n" in text:
+        return None
+    return Fix("join two comparisons", (Edit(Span(middle.end, middle.end), f" and {text}"),))

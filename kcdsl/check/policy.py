@@ -9,7 +9,7 @@ from fractions import Fraction
 from kcdsl.check.clauses import FAMILIES, check_action
 from kcdsl.check.escalation import ALIASES, Weakness, build_escalation, kind, weakened
 from kcdsl.check.reading import StructureReader
-from kcdsl.check.report import Reporter, replacement, suggest
+from kcdsl.check.report import Reporter, replacement, suggest, without
 from kcdsl.check.structure import ACTION_FIELDS, RawClause
 from kcdsl.diagnostics.codes import (
     CONFLICTING_FIELDS,
@@ -19,10 +19,10 @@ from kcdsl.diagnostics.codes import (
     WEAKENED_ESCALATION,
     WRONG_KIND,
 )
-from kcdsl.diagnostics.model import Label
+from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.ir.terms import Clause, Constants, Escalation, Family, Level
 from kcdsl.source.text import Span
-from kcdsl.source.yaml_nodes import Mapping, Scalar
+from kcdsl.source.yaml_nodes import Entry, Mapping, Scalar
 
 _LEVELS = tuple(Level.__members__)
 _CONSTANTS = ("temperature", "reward_range", "advantage_max", "score_norm_max")
@@ -118,9 +118,16 @@ def _family(parent: Mapping, name: str, reader: StructureReader, stated: _Stated
                 action.span,
                 "keep one of them",
                 (Label(stated.cells[cell].span, "here too"),),
+                fix=_keep_first(reader, row, entry, stated.cells[cell]),
             )
             continue
         stated.cells[cell] = action
+
+
+def _keep_first(reader: StructureReader, row: Mapping, entry: Entry, first: Scalar) -> Fix | None:
+    """Return the fix that removes the second of two actions; safe where both are the same."""
+    same = isinstance(entry.value, Scalar) and entry.value.text == first.text
+    return without(reader.reporter.source, row, [row.entries.index(entry)], safe=same)
 
 
 def _action(parent: Mapping, name: str, reader: StructureReader) -> Scalar | None:

@@ -9,7 +9,9 @@ from kcdsl.check.report import Reporter
 from kcdsl.check.sections import RawSlice
 from kcdsl.check.sorts import described
 from kcdsl.diagnostics.codes import VACUOUS, WRONG_SORT
+from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.ir import terms as ir
+from kcdsl.source.text import SourceFile, Span
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_expression
 
@@ -102,12 +104,21 @@ def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | b
                 f"a value is needed, not the name `{name}`",
                 span,
                 f'write "{name}" if the text is meant',
+                fix=_in_quotes(reporter.source, span),
             )
         case _:
             reporter.error(
                 WRONG_SORT, f"a value is needed, not {_words(expression)}", expression.span
             )
     return None
+
+
+def _in_quotes(source: SourceFile, span: Span) -> Fix:
+    """Return the fix that quotes a name, by the marks that its scalar does not use."""
+    line = source.text[source.line_start(source.position(span.start).line) : span.start]
+    mark = "'" if line.replace('\\"', "").count('"') % 2 else '"'
+    edits = (Edit(Span(span.start, span.start), mark), Edit(Span(span.end, span.end), mark))
+    return Fix("put it in quotation marks", edits, safe=False)
 
 
 def _membership(of: ast.Expression, among: ast.ListOf, reporter: Reporter) -> ir.Predicate | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kcdsl.check.report import Reporter
+from kcdsl.check.report import Reporter, insertion
 from kcdsl.check.units import Dimension, describe, example, takes_bare_numbers
 from kcdsl.diagnostics.codes import DIMENSION, DIVISION_BY_ZERO
+from kcdsl.diagnostics.model import Fix
 from kcdsl.ir import terms as ir
 from kcdsl.source.text import Span
 
@@ -40,6 +41,7 @@ def align(left: Typed, right: Typed, span: Span, reporter: Reporter) -> tuple[Ty
             f"a number without a unit meets {describe(other.dimension)}",
             bare.term.span,
             help,
+            fix=_with_unit(bare.term, other.dimension),
         )
         return None
     reporter.error(
@@ -49,6 +51,12 @@ def align(left: Typed, right: Typed, span: Span, reporter: Reporter) -> tuple[Ty
         help,
     )
     return None
+
+
+def _with_unit(term: ir.Term, dimension: Dimension) -> Fix | None:
+    """Return the fix that gives a number the usual unit of a dimension."""
+    unit = (example(dimension) or "").partition(" ")[2]
+    return insertion(term.span.end, f" {unit}") if isinstance(term, ir.Number) and unit else None
 
 
 def combine(op: str, left: Typed, right: Typed, span: Span, reporter: Reporter) -> Typed | None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import abc
 from collections.abc import Collection
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.report import Reporter, insertion, suggest
 from kcdsl.diagnostics.codes import BAD_IDENTIFIER, MISSING_FIELD, UNKNOWN_FIELD, WRONG_KIND
+from kcdsl.diagnostics.model import Fix
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+
+Lines = abc.Mapping[str, str]
 
 CLAUSE_ID = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 SLICE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -24,9 +29,14 @@ class StructureReader:
     reporter: Reporter
 
     def fields(
-        self, node: Mapping, what: str, allowed: Collection[str], required: Collection[str] = ()
+        self,
+        node: Mapping,
+        what: str,
+        allowed: Collection[str],
+        required: Collection[str] = (),
+        skeletons: Lines = MappingProxyType({}),
     ) -> None:
-        """Report unknown and missing fields of a mapping."""
+        """Report unknown and missing fields; `skeletons` has the lines that fixes add."""
         for entry in node.entries:
             if entry.key.text not in allowed:
                 self.reporter.error(
@@ -38,7 +48,25 @@ class StructureReader:
         for name in required:
             if node.get(name) is None:
                 first = node.entries[0].key.span if node.entries else node.span
-                self.reporter.error(MISSING_FIELD, f"{what} needs the field `{name}`", first)
+                line, order = skeletons.get(name), list(allowed)
+                self.reporter.error(
+                    MISSING_FIELD,
+                    f"{what} needs the field `{name}`",
+                    first,
+                    fix=None
+                    if line is None
+                    else self._line(node, line, order[order.index(name) :]),
+                )
+
+    def _line(self, node: Mapping, line: str, later: Collection[str]) -> Fix | None:
+        """Return the fix that adds a line before the first of the fields that come later; None in
+        flow style. The number of the language is certain, all else a guess."""
+        source = self.reporter.source
+        following = next((e.key.span.start for e in node.entries if e.key.text in later), None)
+        if following is None or source.text[node.span.start] == "{":
+            return None
+        indent = " " * (source.position(following).column - 1)
+        return insertion(following, f"{line}\n{indent}", safe=line.startswith("kcdsl:"))
 
     def mapping(
         self,

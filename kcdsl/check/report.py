@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -9,6 +10,9 @@ from difflib import get_close_matches
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink
 from kcdsl.source.text import SourceFile, Span
+from kcdsl.source.yaml_nodes import Mapping, Scalar, Sequence
+
+_NAME = re.compile(r"""([\"']?)[^\s"'()]+\1""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Reporter:
         fix: Fix | None = None,
     ) -> None:
         """Report an error at a place; a name suggested as `help` is a fix of the place too."""
-        fix = fix or _suggested(help, span)
+        fix = fix or _suggested(self.source, help, span)
         self.sink.add(
             Diagnostic(code, message, self.source, span, labels, notes, help, Severity.ERROR, fix)
         )
@@ -44,7 +48,7 @@ class Reporter:
         fix: Fix | None = None,
     ) -> None:
         """Report a warning at a place; a name suggested as `help` is a fix of the place too."""
-        fix = fix or _suggested(help, span)
+        fix = fix or _suggested(self.source, help, span)
         self.sink.add(
             Diagnostic(code, message, self.source, span, labels, (), help, Severity.WARNING, fix)
         )
@@ -73,10 +77,65 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def insertion(at: int, text: str, safe: bool = False) -> Fix:
+    """Return the fix that writes `text` at an offset."""
+    return Fix(f"add `{text.strip(', ' + chr(10))}`", (Edit(Span(at, at), text),), safe)
+
+
+def wrapped(span: Span, function: str, safe: bool = False) -> Fix:
+    """Return the fix that makes what a span holds the argument of a function."""
+    edits = (
+        Edit(Span(span.start, span.start), f"{function}("),
+        Edit(Span(span.end, span.end), ")"),
+    )
+    return Fix(f"write `{function}(...)`", edits, safe)
+
+
+def add_field(
+    source: SourceFile, node: Mapping | None, after: str, line: str, safe: bool = False
+) -> Fix | None:
+    """Return the fix that adds `line` (`field: value`) behind a field whose value is a scalar."""
+    entry = next((e for e in node.entries if e.key.text == after), None) if node else None
+    if node is None or entry is None or not isinstance(entry.value, Scalar):
+        return None
+    if source.text[node.span.start] == "{":
+        return insertion(entry.value.span.end, f", {line}", safe)
+    indent = " " * (source.position(entry.key.span.start).column - 1)
+    if entry.value.style in "|>":
+        return None
+    return insertion(entry.value.span.end, f"\n{indent}{line}", safe)
+
+
+def without(
+    source: SourceFile, node: Mapping | Sequence | None, indices: Iterable[int], safe: bool = False
+) -> Fix | None:
+    """Return the fix that removes entries of a mapping or items of a list; None where nothing or
+    all would go."""
+    from kcdsl.source.removal import remove_parts
+
+    chosen = set(indices)
+    if node is None or not chosen:
+        return None
+    parts = [e.key for e in node.entries] if isinstance(node, Mapping) else list(node.items)
+    if len(chosen) == len(parts):
+        return None
+    names = [p.text for i, p in enumerate(parts) if i in chosen and isinstance(p, Scalar)]
+    title = f"remove `{'` and `'.join(names)}`" if names else "remove it"
+    return Fix(title, remove_parts(source, node, chosen), safe)
+
+
 class Suggestion(str):
     """A help text that names what was probably meant; the name is its `nearest`."""
 
     nearest: str
+    same: bool = False
+    """Whether only the case of letters differs."""
+
+    def __add__(self, more: str) -> Suggestion:
+        """Return the help with more words; it suggests the same name."""
+        longer = Suggestion(f"{self}{more}")
+        longer.nearest, longer.same = self.nearest, self.same
+        return longer
 
 
 def suggest(name: str, allowed: Iterable[str], listed: str = "allowed") -> str:
@@ -84,12 +143,22 @@ def suggest(name: str, allowed: Iterable[str], listed: str = "allowed") -> str:
     names = list(allowed)
     close = nearest(name, names)
     if close is not None:
-        text = Suggestion(f"did you mean `{close}`?")
-        text.nearest = close
+        text = meant(close, f"did you mean `{close}`?")
+        text.same = close.lower() == name.lower()
         return text
     return f"{listed}: {', '.join(names)}" if names else f"{listed}: none"
 
 
-def _suggested(help: str | None, span: Span) -> Fix | None:
-    """Return the fix of a suggestion: unsafe, because another name may have been meant."""
-    return replacement(span, help.nearest) if isinstance(help, Suggestion) else None
+def meant(name: str, text: str) -> Suggestion:
+    """Return a help text that suggests a name."""
+    found = Suggestion(text)
+    found.nearest = name
+    return found
+
+
+def _suggested(source: SourceFile, help: str | None, span: Span) -> Fix | None:
+    """Return the fix of a suggestion: unsafe, because another name may have been meant, unless
+    only the case of letters differs. None where the place is wider than a name."""
+    if not isinstance(help, Suggestion) or not _NAME.fullmatch(source.text, span.start, span.end):
+        return None
+    return replacement(span, help.nearest, help.same)

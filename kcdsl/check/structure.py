@@ -6,11 +6,12 @@ can point at it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kcdsl.check.reading import CLAUSE_ID, identifier
 from kcdsl.check.reading import StructureReader as StructureReader
-from kcdsl.check.report import Reporter
+from kcdsl.check.report import Reporter, without
 from kcdsl.check.sections import (
     ROLES,
     RawImport,
@@ -30,8 +31,8 @@ from kcdsl.diagnostics.codes import (
     UNSUPPORTED_VERSION,
     WRONG_KIND,
 )
-from kcdsl.diagnostics.model import Label
-from kcdsl.source.text import Span
+from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
 
 LANGUAGE_VERSION = 1
@@ -60,6 +61,15 @@ LIBRARY_SECTIONS = (
     "tables",
 )
 _REQUIRED_SECTIONS = ("kcdsl", "contract", "version", "model", "kernels", "slices", "clauses")
+_SKELETONS = {
+    "kcdsl": f"kcdsl: {LANGUAGE_VERSION}",
+    "contract": "contract: unnamed",
+    "version": "version: 0.1.0",
+    "model": "model: {checkpoint: model.safetensors, architecture: llama}",
+    "kernels": "kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}",
+    "slices": "slices: {all: {}}",
+}
+"""What a fix writes for a missing section; no clause can be guessed."""
 _MODEL_FIELDS = ("checkpoint", "architecture", "module", "config", "tokenizer")
 _EXPRESSION_FIELDS = ("require", "budget")
 _RECORD_FIELDS = ("metric", "threshold", "op", "delta", "over")
@@ -75,11 +85,16 @@ class RawClause:
     id: Scalar
     fields: tuple[Entry, ...]
     span: Span
+    body: Mapping | None = None
 
     def scalar(self, name: str) -> Scalar | None:
         """Return the scalar under a field name, or None."""
         node = next((e.value for e in self.fields if e.key.text == name), None)
         return node if isinstance(node, Scalar) else None
+
+    def without(self, source: SourceFile, names: Collection[str]) -> Fix | None:
+        """Return the fix that removes fields; None where that cannot be done."""
+        return without(source, self.body, fields_named(self.fields, names))
 
     def node(self, name: str) -> Node | None:
         """Return the node under a field name; None where absent, or reported already."""
@@ -118,6 +133,11 @@ class RawLibrary:
     tables: tuple[RawTable, ...]
     imports: tuple[RawImport, ...]
     span: Span
+
+
+def fields_named(entries: tuple[Entry, ...], names: Collection[str]) -> list[int]:
+    """Return the indices of the entries that have one of the names."""
+    return [index for index, entry in enumerate(entries) if entry.key.text in names]
 
 
 def is_library(root: Node | None) -> bool:
@@ -170,7 +190,7 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
     imported = {"slices"} & {what for item in imports for what, _ in item.names}
     imported |= set() if own else {"kernels"}
     required = [name for name in _REQUIRED_SECTIONS if name not in imported]
-    reader.fields(root, "a contract", SECTIONS, required)
+    reader.fields(root, "a contract", SECTIONS, required, _SKELETONS)
     kernels = reader.mapping(root, "kernels", ROLES, own)
     model = reader.mapping(root, "model", _MODEL_FIELDS, ("checkpoint",))
     return RawContract(
@@ -274,12 +294,25 @@ def _clause(reader: StructureReader, key: Scalar, body: Node) -> RawClause | Non
             actions[1].key.span,
             "keep `then`",
             (Label(actions[0].key.span, "here too"),),
+            fix=_one_action(reader.reporter.source, body, actions),
         )
+    _require_something(reader, key, body)
+    return RawClause(key, body.entries, key.span, body)
+
+
+def _one_action(source: SourceFile, body: Mapping, actions: list[Entry]) -> Fix | None:
+    """Return the fix that keeps one action; safe where both say the same."""
+    kept = next((entry for entry in actions if entry.key.text == "then"), actions[0])
+    texts = {e.value.text if isinstance(e.value, Scalar) else "" for e in actions}
+    others = [body.entries.index(entry) for entry in actions if entry is not kept]
+    return without(source, body, others, safe=len(texts) == 1)
+
+
+def _require_something(reader: StructureReader, key: Scalar, body: Mapping) -> None:
     if body.get("require") is None and body.get("metric") is None:
         reader.reporter.error(
             MISSING_FIELD,
-            f"{what} requires nothing",
+            f"the clause `{key.text}` requires nothing",
             key.span,
             "add `require: EXPRESSION`, or `metric` and `threshold`",
         )
-    return RawClause(key, body.entries, key.span)

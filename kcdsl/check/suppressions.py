@@ -2,47 +2,78 @@
 
 Warnings and notes may be accepted, with a reason; errors may not, because nothing is compiled while
 there is one. A comment that accepts nothing is itself a finding, so that none outlives its cause.
+A comment about a line speaks of every line of the texts that begin there, since a text in block
+style has no room for comments of its own.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from kcdsl.diagnostics.codes import BAD_SUPPRESSION, UNUSED_SUPPRESSION, find
-from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Sink
-from kcdsl.format.comments import find_comments
+from kcdsl.diagnostics.codes import (
+    ALWAYS_HOLDS,
+    BAD_SUPPRESSION,
+    CONFLICTING_LEVELS,
+    DEAD_PART,
+    EQUAL_SLICES,
+    REDUNDANT_CLAUSE,
+    SOLVER_UNDECIDED,
+    SUPPRESSED_ERROR,
+    UNUSED_SLICE,
+    UNUSED_SUPPRESSION,
+    Code,
+    find,
+)
+from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Sink, Suppressed
+from kcdsl.format.comments import find_comments, scalars
 from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Node
 
-MARK = "kcdsl: ignore"
+_HELP = "write `# kcdsl: ignore[KC507] why it is accepted`"
+_MEANT = re.compile(r"(?i)#\s*kcdsl\s*:\s*(?:ignore|disable|allow|suppress|noqa)\b")
 _COMMENT = re.compile(r"#\s*kcdsl: ignore(?:\[([^\]]*)\])?[ \t]*(.*)")
+_HEADER = re.compile(r"[|>][-+0-9]*[ \t]+(#[^\r\n]*)")
+_OF_SOLVER = frozenset(
+    code.id
+    for code in (
+        ALWAYS_HOLDS,
+        SOLVER_UNDECIDED,
+        REDUNDANT_CLAUSE,
+        CONFLICTING_LEVELS,
+        UNUSED_SLICE,
+        EQUAL_SLICES,
+        DEAD_PART,
+    )
+)
+"""What `kcdsl compile --consistency` alone finds, so that nobody else calls them unused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """One code that a comment accepts: the lines it speaks of (from 1), its reason, its place."""
+    """One code that a comment accepts: the lines it speaks of (from 1), its reason, the place of
+    the code, and the comment."""
 
     code: str
-    lines: tuple[int, ...]
+    lines: range
     reason: str
     span: Span
     comment: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Suppressed:
-    """A finding that a comment accepts, with the reason."""
+def apply(
+    source: SourceFile, root: Node | None, sink: Sink, *, solver: bool = False
+) -> tuple[Suppressed, ...]:
+    """Take accepted findings out of a sink and return them; report comments that are of no use.
 
-    diagnostic: Diagnostic
-    reason: str
-
-
-def apply(source: SourceFile, root: Node | None, sink: Sink) -> tuple[Suppressed, ...]:
-    """Take accepted findings out of a sink and return them; report comments that are of no use."""
-    if root is None or MARK not in source.text:
+    With `solver` the findings are those of a solver about the contract, and only comments about
+    such are judged; without, only the others.
+    """
+    if root is None:
         return ()
-    written = read(source, root, sink)
+    reports = Sink()
+    written = read(source, root, reports)
     accepted: list[Suppressed] = []
     used: set[Suppression] = set()
     kept: list[Diagnostic] = []
@@ -52,11 +83,15 @@ def apply(source: SourceFile, root: Node | None, sink: Sink) -> tuple[Suppressed
             kept.append(diagnostic)
         else:
             used.add(match)
-            accepted.append(Suppressed(diagnostic, match.reason))
+            line = source.position(match.comment.start).line
+            accepted.append(Suppressed(diagnostic, match.reason, line))
     sink.found[:] = kept
+    if not solver:
+        for report in reports:
+            sink.add(report)
     for item in written:
-        if item not in used:
-            sink.add(_unused(source, item, written, sink))
+        if item not in used and (item.code in _OF_SOLVER) == solver:
+            sink.add(_useless(source, item, written, kept))
     return tuple(accepted)
 
 
@@ -64,37 +99,54 @@ def read(source: SourceFile, root: Node, sink: Sink) -> tuple[Suppression, ...]:
     """Return the suppressions of a document; those without codes, known codes or a reason are
     reported and left out."""
     found: list[Suppression] = []
-    for comment in find_comments(source, root):
-        match = _COMMENT.fullmatch(comment.text)
-        if match is None:
+    last = _last_lines(source, root)
+    for comment, alone in _comments(source, root):
+        text = source.text[comment.start : comment.end]
+        if not _MEANT.match(text):
             continue
-        whole = Span(comment.start, comment.start + len(comment.text))
-        problem = _problem(match)
-        if problem is not None:
-            help = "write `# kcdsl: ignore[KC507] why it is accepted`"
-            sink.add(
-                Diagnostic(
-                    BAD_SUPPRESSION, problem, source, whole, help=help, severity=Severity.WARNING
-                )
-            )
+        match = _COMMENT.fullmatch(text)
+        codes = list(re.finditer(r"[^\s,]+", match[1] or "")) if match is not None else []
+        problem = _problem(match, codes)
+        if problem is not None or match is None:
+            sink.add(_bad(source, problem or "", comment))
             continue
-        line = comment.line + 1
-        lines = (_next_line(source, line),) if comment.alone else (line,)
-        for word in re.finditer(r"[^\s,]+", match[1]):
-            start = comment.start + match.start(1) + word.start()
-            place = Span(start, start + len(word[0]))
-            found.append(Suppression(word[0].upper(), lines, match[2].strip(), place, whole))
+        line = source.position(comment.start).line
+        first = _next_line(source, line) if alone else line
+        lines = range(first, last.get(first, first) + 1)
+        for code in codes:
+            start = comment.start + match.start(1) + code.start()
+            place = Span(start, start + len(code[0]))
+            if find(code[0]) is None:
+                sink.add(_bad(source, f"there is no code {code[0]}", place))
+            else:
+                reason = match[2].strip()
+                found.append(Suppression(code[0].upper(), lines, reason, place, comment))
     return tuple(found)
 
 
-def _problem(match: re.Match[str]) -> str | None:
-    codes = re.findall(r"[^\s,]+", match[1] or "")
+def _comments(source: SourceFile, root: Node) -> Iterator[tuple[Span, bool]]:
+    """Yield the comments of a document, and whether each has its line for itself; those behind the
+    sign of a block text too."""
+    for comment in find_comments(source, root):
+        yield Span(comment.start, comment.start + len(comment.text)), comment.alone
+    for scalar in scalars(root):
+        header = _HEADER.match(source.text, scalar.span.start) if scalar.style in "|>" else None
+        if header is not None:
+            yield Span(header.start(1), header.start(1) + len(header[1].rstrip())), False
+
+
+def _problem(match: re.Match[str] | None, codes: list[re.Match[str]]) -> str | None:
+    if match is None:
+        return "the comment has another form than comments that accept findings"
     if not codes:
         return "the comment does not say which code it accepts"
-    unknown = [code for code in codes if find(code) is None]
-    if unknown:
-        return f"there is no code {unknown[0]}"
     return None if match[2].strip() else "the comment gives no reason"
+
+
+def _bad(source: SourceFile, problem: str, place: Span) -> Diagnostic:
+    return Diagnostic(
+        BAD_SUPPRESSION, problem, source, place, help=_HELP, severity=Severity.WARNING
+    )
 
 
 def _next_line(source: SourceFile, line: int) -> int:
@@ -106,46 +158,69 @@ def _next_line(source: SourceFile, line: int) -> int:
     return line
 
 
+def _last_lines(source: SourceFile, root: Node) -> dict[int, int]:
+    """Return, by the line that a text begins on, the line on which the last such text ends."""
+    found: dict[int, int] = {}
+    for scalar in scalars(root):
+        first = source.position(scalar.span.start).line
+        end = source.position(max(scalar.span.start, scalar.span.end - 1)).line
+        found[first] = max(end, found.get(first, end))
+    return found
+
+
 def _match(
     source: SourceFile, diagnostic: Diagnostic, written: tuple[Suppression, ...]
 ) -> Suppression | None:
-    if diagnostic.severity is Severity.ERROR or diagnostic.span is None:
+    if diagnostic.severity is Severity.ERROR:
         return None
-    if diagnostic.source is not source and diagnostic.source != source:
-        return None
-    line = source.position(diagnostic.span.start).line
-    fitting = (s for s in written if s.code == diagnostic.code.id and line in s.lines)
+    fitting = (s for s in written if _speaks_of(source, s, diagnostic))
     return next(fitting, None)
 
 
-def _unused(
-    source: SourceFile, item: Suppression, written: tuple[Suppression, ...], sink: Sink
+def _speaks_of(source: SourceFile, item: Suppression, diagnostic: Diagnostic) -> bool:
+    own = diagnostic.source is source or diagnostic.source == source
+    if not own or diagnostic.span is None or diagnostic.code.id != item.code:
+        return False
+    return source.position(diagnostic.span.start).line in item.lines
+
+
+def _useless(
+    source: SourceFile,
+    item: Suppression,
+    written: tuple[Suppression, ...],
+    findings: list[Diagnostic],
 ) -> Diagnostic:
-    line = item.lines[0]
-    at_line = (d for d in sink if d.span is not None and source.position(d.span.start).line == line)
-    error = any(d.code.id == item.code and d.severity is Severity.ERROR for d in at_line)
-    alone = sum(other.comment == item.comment for other in written) == 1
-    return Diagnostic(
-        UNUSED_SUPPRESSION,
-        f"{item.code} is an error here, and errors cannot be accepted"
-        if error
-        else f"nothing here is reported as {item.code}",
-        source,
-        item.span,
-        help="correct what it speaks of" if error else "remove the comment",
-        severity=Severity.WARNING,
-        fix=Fix("remove the comment", (Edit(_removal(source, item.comment), ""),))
-        if alone and not error
-        else None,
+    error = any(_speaks_of(source, item, d) for d in findings if d.severity is Severity.ERROR)
+    code: Code = SUPPRESSED_ERROR if error else UNUSED_SUPPRESSION
+    plain = Diagnostic(code, "", source, item.span, severity=Severity.WARNING)
+    if error:
+        message = f"{item.code} is an error here, and errors cannot be accepted"
+        return replace(plain, message=message, help="correct what it speaks of")
+    others = [other for other in written if other.comment == item.comment and other != item]
+    span, what = _removal(source, item, bool(others))
+    return replace(
+        plain,
+        message=f"nothing here is reported as {item.code}",
+        help=f"remove the {what}",
+        fix=Fix(f"remove the {what}", (Edit(span, ""),)),
     )
 
 
-def _removal(source: SourceFile, comment: Span) -> Span:
-    """Return what goes with a comment: its whole line, or the white space before it."""
+def _removal(source: SourceFile, item: Suppression, among: bool) -> tuple[Span, str]:
+    """Return what goes, and what that is: a code with its comma, or a comment with its line or
+    with the white space before it."""
     text = source.text
-    start = comment.start
+    if among:
+        start, end = item.span.start, item.span.end
+        after = re.compile(r"\s*,\s*").match(text, end)
+        if after is not None:
+            return Span(start, after.end()), "code"
+        before = re.search(r"[\s,]*\Z", text[:start])
+        return Span(start if before is None else before.start(), end), "code"
+    start, end = item.comment.start, item.comment.end
     while start > 0 and text[start - 1] in " \t":
         start -= 1
     if start == 0 or text[start - 1] == "\n":
-        return Span(start, min(comment.end + 1, len(text)))
-    return Span(start, comment.end)
+        line_end = text.find("\n", end)
+        return Span(start, len(text) if line_end < 0 else line_end + 1), "comment"
+    return Span(start, end), "comment"

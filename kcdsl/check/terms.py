@@ -19,7 +19,7 @@ from kcdsl.check.names import (
     quantity,
 )
 from kcdsl.check.quantities import Typed, combine, negated
-from kcdsl.check.report import Reporter, nearest, replacement, suggest
+from kcdsl.check.report import Reporter, nearest, replacement, suggest, wrapped
 from kcdsl.check.sorts import described
 from kcdsl.check.units import (
     ONE,
@@ -113,6 +113,7 @@ def _call(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
             f"a Real is needed here, not {described(call, scope)}",
             call.span,
             f"write norm_inf({name}(...)), norm_2(...) or span(...)",
+            fix=wrapped(call.span, "norm_inf"),
         )
         return None
     if name in FUNCTIONS:

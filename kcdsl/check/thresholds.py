@@ -9,7 +9,7 @@ from fractions import Fraction
 from kcdsl.check.bounds import check_compare
 from kcdsl.check.names import Scope, quantity
 from kcdsl.check.predicates import predicate
-from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.report import Reporter, replacement, suggest, without
 from kcdsl.check.sections import RawRow, RawTable
 from kcdsl.check.units import UNITS, Unit, describe
 from kcdsl.diagnostics.codes import (
@@ -27,6 +27,7 @@ from kcdsl.ir.walk import subterms
 from kcdsl.source.removal import remove_entry
 from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Mapping, Scalar
+from kcdsl.source.yaml_nodes import Sequence as Listed
 from kcdsl.syntax.parser import parse_expression, parse_quantity
 
 _WHOLE = ("length",)
@@ -93,6 +94,7 @@ def _value(scalar: Scalar, unit: Unit | None, reporter: Reporter) -> Fraction | 
             f"the table holds {describe(unit.dimension)}, and this is {describe(dimension)}",
             number.span,
             f"leave the unit out, or write one like `{unit.name}`",
+            fix=replacement(number.unit_span, unit.name),
         )
         return None
     return value
@@ -124,10 +126,19 @@ def _is_total(
                 "the first row that a request satisfies gives its value; drop the row, or move it "
                 "up",
                 labels,
+                fix=_without_row(raw, position, reporter),
             )
     if not good:
         return False
     return _check_rest(raw, rows, otherwise, reporter)
+
+
+def _without_row(raw: RawTable, position: int, reporter: Reporter) -> Fix | None:
+    node = raw.entry.value.get("rows") if isinstance(raw.entry.value, Mapping) else None
+    rows = node if isinstance(node, Listed) else None
+    if rows is None or len(rows.items) != len(raw.rows):
+        return None
+    return without(reporter.source, rows, [position])
 
 
 def _check_rest(

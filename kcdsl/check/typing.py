@@ -17,7 +17,7 @@ from kcdsl.check.names import (
     single_comparison,
 )
 from kcdsl.check.quantities import align
-from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.report import Reporter, meant, suggest
 from kcdsl.check.sorts import REGION, Unknown, described, sort_of
 from kcdsl.check.terms import term
 from kcdsl.check.thresholds import check_threshold, tables_stand_alone
@@ -33,7 +33,7 @@ from kcdsl.diagnostics.codes import (
     WRONG_ARGUMENTS,
     WRONG_SORT,
 )
-from kcdsl.diagnostics.model import Label
+from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.ir import terms as ir
 from kcdsl.ir.normal import free_variables
 from kcdsl.source.text import Span
@@ -305,13 +305,15 @@ def trace_fields(
         reporter.error(WRONG_ARGUMENTS, "the list of trace fields is empty", span)
         return None
     seen: dict[str, Span] = {}
-    for name, place in fields:
+    for number, (name, place) in enumerate(fields):
         if name in seen:
+            before = fields[number - 1][1]
             reporter.error(
                 DUPLICATE_IDENTIFIER,
                 f"the field `{name}` is listed twice",
                 place,
                 labels=(Label(seen[name], "first here"),),
+                fix=Fix(f"remove `{name}`", (Edit(Span(before.end, place.end), ""),)),
             )
         seen.setdefault(name, place)
         close = doubtful(name)
@@ -320,6 +322,6 @@ def trace_fields(
                 DOUBTFUL_NAME,
                 f"`{name}` is not one of the well-known trace fields",
                 place,
-                f"did you mean `{close}`? Well known: {', '.join(TRACE_FIELDS)}",
+                meant(close, f"did you mean `{close}`? Well known: {', '.join(TRACE_FIELDS)}"),
             )
     return ir.HasFields(tuple(seen), span)

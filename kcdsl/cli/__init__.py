@@ -30,8 +30,8 @@ COMMANDS: dict[str, str] = {
     "lsp": "kcdsl.cli.lsp",
     "doctor": "kcdsl.cli.doctor",
     "backends": "kcdsl.cli.backends",
-    "completion": "kcdsl.cli.completion",
     "config": "kcdsl.cli.config",
+    "completion": "kcdsl.cli.completion",
 }
 """Command name -> module with `HELP: str`, `configure(parser)` and `run(arguments) -> Exit`."""
 
@@ -42,6 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `kcdsl.exits`; 130 when interrupted)."""
     words = list(sys.argv[1:] if argv is None else argv)
     _mend_streams()
+    from kcdsl.cli.colour import coloured, wanted
+
+    with coloured(wanted(words)):
+        return _guarded(words)
+
+
+def _guarded(words: list[str]) -> int:
+    """Run one command; whatever stops it becomes a diagnostic and an exit code."""
     traceback = "--traceback" in words or os.environ.get("KCDSL_TRACEBACK") == "1"
     try:
         code = _run(words)
@@ -81,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    name = next((word for word in words if not word.startswith("-")), None)
+    name = _command(words)
     if name is not None and name not in COMMANDS:
         close = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `kcdsl {close[0]}`?" if close else "`kcdsl --help` lists the commands"
@@ -98,6 +106,16 @@ def _run(words: list[str]) -> int:
     return int(_module(arguments.command).run(arguments))
 
 
+def _command(words: Sequence[str]) -> str | None:
+    """Return the word that names the command: the first that is no option and no value of one."""
+    before = ""
+    for word in words:
+        if not word.startswith("-") and before != "--color":
+            return word
+        before = word
+    return None
+
+
 def _module(name: str) -> ModuleType:
     return import_module(COMMANDS[name])
 
@@ -111,24 +129,34 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
         "4 certificate invalid",
     )
     parser.add_argument("--version", action="version", version=f"kcdsl {__version__}")
-    _add_traceback(parser, default=False)
+    _add_common(parser, default=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name in names:
         if find_spec(COMMANDS[name]) is None:
             continue
         module = _module(name)
         child = commands.add_parser(name, help=module.HELP, description=module.HELP)
-        _add_traceback(child, default=argparse.SUPPRESS)
+        _add_common(child, default=argparse.SUPPRESS)
         module.configure(child)
+        if any(variable.startswith(f"KCDSL_{name.upper()}_") for variable in os.environ):
+            from kcdsl.cli.defaults import set_defaults
+
+            set_defaults(child, name, os.environ)
     return parser
 
 
-def _add_traceback(parser: argparse.ArgumentParser, default: bool | str) -> None:
+def _add_common(parser: argparse.ArgumentParser, default: bool | str) -> None:
     parser.add_argument(
         "--traceback",
         action="store_true",
         default=default,
         help="show the Python traceback of an internal error",
+    )
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default=argparse.SUPPRESS,
+        help="when output is coloured (default: auto, where it goes to a terminal)",
     )
 
 

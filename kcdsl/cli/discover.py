@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,10 +48,14 @@ def find_contract(given: str | None, start: Path) -> Path:
 _LIBRARY = re.compile(rb"^library[ \t]*:", re.MULTILINE)
 
 
-def contracts_in(given: Sequence[str], start: Path) -> list[Path]:
+def contracts_in(
+    given: Sequence[str], start: Path, exclude: Sequence[str] = (), base: Path | None = None
+) -> list[Path]:
     """Return the files that a command is about: those given, the contracts below each folder
     given, sorted, or the one contract of `start` where nothing is given.
 
+    `exclude` leaves files out of folders, by patterns as shells have them: those with `/` fit paths
+    from `base` on, the others any name on the way. `*` fits `/` too.
     Raises Refusal for a file that is missing and a folder that holds no contract.
     """
     if not given:
@@ -61,7 +66,11 @@ def contracts_in(given: Sequence[str], start: Path) -> list[Path]:
         if not path.is_dir():
             found[_existing(path, origin=None)] = None
             continue
-        inside = sorted(p for p in path.rglob("*") if _is_contract(p) and not _hidden(p, path))
+        inside = sorted(
+            p
+            for p in path.rglob("*")
+            if _is_contract(p) and not _hidden(p, path) and not _excluded(p, exclude, base or start)
+        )
         if not inside:
             raise refuse(
                 NO_CONTRACT,
@@ -70,6 +79,21 @@ def contracts_in(given: Sequence[str], start: Path) -> list[Path]:
             )
         found.update(dict.fromkeys(inside))
     return list(found)
+
+
+def _excluded(path: Path, patterns: Sequence[str], base: Path) -> bool:
+    if not patterns:
+        return False
+    from fnmatch import fnmatchcase
+
+    whole = Path(os.path.relpath(path.resolve(), base.resolve()))
+    ways = [step.as_posix() for step in (whole, *whole.parents)]
+    return any(
+        any(fnmatchcase(way, pattern.strip("/")) for way in ways)
+        if "/" in pattern
+        else any(fnmatchcase(part, pattern) for part in whole.parts)
+        for pattern in patterns
+    )
 
 
 def _hidden(path: Path, below: Path) -> bool:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import textwrap
+from collections.abc import Sequence
 
 from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import UNKNOWN_CODE, Code, all_codes, find
+from kcdsl.diagnostics.codes import FAMILIES, UNKNOWN_CODE, USAGE, Code, all_codes, find
 from kcdsl.exits import Exit
 
 HELP = "explain a diagnostic code, or which backends cover a clause and why"
-_CODE = re.compile(r"(?i)kc[0-9]+")
+SCHEMA = "kcdsl.codes/1"
+_CODE = re.compile(r"(?i)(?:kc)?([0-9]+)")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,48 +22,99 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "topic",
         nargs="?",
         metavar="CODE|CLAUSE",
-        help="a code such as KC203, or a clause of the contract; without: list the codes",
+        help="a code such as KC203, a family of codes such as KC2, or a clause of the contract; "
+        "without: list the codes",
     )
     parser.add_argument(
         "contract", nargs="?", metavar="CONTRACT", help="the contract of the clause"
     )
     parser.add_argument(
-        "--format", choices=("text", "json"), default="text", help="form of the answer on a clause"
+        "--format",
+        choices=("text", "json", "markdown"),
+        default="text",
+        help="form of the answer (default: text)",
     )
 
 
 def run(arguments: argparse.Namespace) -> Exit:
-    """Print the explanation of one code or clause, or the table of all codes."""
+    """Print the page of a code, what backends say to a clause, or the list of all codes."""
     if arguments.topic is None:
-        for code in all_codes():
-            print(f"{code.id}  {code.title}")
+        _list(all_codes(), arguments.format)
         return Exit.HELD
-    if not _CODE.fullmatch(arguments.topic):
+    code = _CODE.fullmatch(arguments.topic)
+    if code is None:
+        if arguments.format == "markdown":
+            raise refuse(
+                USAGE, "a clause is not explained as Markdown", help="leave --format out"
+            )
         from kcdsl.cli.explain_clause import explain_clause
 
         return explain_clause(arguments)
-    found = find(arguments.topic)
+    wanted = f"KC{code[1]}"
+    if wanted in FAMILIES:
+        _list(tuple(c for c in all_codes() if c.family == wanted), arguments.format)
+        return Exit.HELD
+    found = find(wanted)
     if found is None:
-        raise refuse(
-            UNKNOWN_CODE,
-            f"there is no code {arguments.topic}",
-            help="`kcdsl explain` lists every code",
-        )
-    _show(found)
+        raise refuse(UNKNOWN_CODE, f"there is no code {wanted}", help=_near(wanted))
+    _show(found, arguments.format)
     return Exit.HELD
 
 
-def _show(code: Code) -> None:
-    """Print the page of a code: set for a terminal, as it is for anything else."""
-    from kcdsl.diagnostics.pages import page
+def _near(wanted: str) -> str:
+    from kcdsl.check.report import nearest
 
-    written = page(code)
-    if written is None:
-        print(f"# {code.id}: {code.title}\n\n{textwrap.fill(code.explanation, 100)}")
+    close = nearest(wanted, [code.id for code in all_codes()])
+    listed = "`kcdsl explain` lists every code"
+    return f"did you mean `{close}`? {listed}" if close is not None else listed
+
+
+def _show(code: Code, format: str) -> None:
+    """Print the page of a code: set for a terminal, as plain text for anything else."""
+    written = code.page
+    if format == "json":
+        print(_json((code,)))
+    elif format == "markdown":
+        print(written.markdown, end="")
     elif sys.stdout.isatty():
         from rich.console import Console
         from rich.markdown import Markdown
 
-        Console().print(Markdown(written.text))
+        Console().print(Markdown(written.markdown))
     else:
-        print(written.text.rstrip("\n"))
+        print(written.plain, end="")
+
+
+def _list(codes: Sequence[Code], format: str) -> None:
+    """Print codes by family: their titles, in Markdown and JSON what they mean too."""
+    if format == "json":
+        print(_json(codes))
+        return
+    markdown = format == "markdown"
+    for family in dict.fromkeys(code.family for code in codes):
+        before = "\n" if codes[0].family != family else ""
+        print(f"{before}{'## ' if markdown else ''}{family}: {FAMILIES[family]}\n")
+        for code in codes:
+            if code.family == family:
+                named = f"{code.id}  {code.title}"
+                print(f"- **{code.id}**: {code.title}. {code.summary}" if markdown else named)
+
+
+def _json(codes: Sequence[Code]) -> str:
+    import json
+
+    document = {
+        "schema": SCHEMA,
+        "codes": [
+            {
+                "code": code.id,
+                "title": code.title,
+                "family": FAMILIES[code.family],
+                "summary": code.summary,
+                "explanation": code.explanation,
+                "markdown": code.page.markdown,
+            }
+            for code in codes
+        ],
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)

@@ -8,11 +8,29 @@ and certificates · KC7 style · KC9 the tool itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kcdsl.diagnostics.pages import Page
+
+
+FAMILIES = {
+    "KC0": "YAML and lexing",
+    "KC1": "structure",
+    "KC2": "names and types",
+    "KC3": "shapes, formats, units",
+    "KC4": "fragments, routing, vacuity, model and kernel support",
+    "KC5": "statistics",
+    "KC6": "evidence, files and certificates",
+    "KC7": "style",
+    "KC9": "the tool itself",
+}
+"""What the codes are about, by the beginning of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A stable code with the rule it stands for."""
+    """A stable code with the rule it stands for; all that is said of it is on its page."""
 
     id: str
     title: str
@@ -23,14 +41,35 @@ class Code:
         return self.id
 
     @property
-    def explanation(self) -> str:
-        """Return what it means in a few sentences: the summary of its page."""
-        if self.text:
-            return self.text
-        from kcdsl.diagnostics.pages import page
+    def family(self) -> str:
+        """Return the beginning of the number, a key of `FAMILIES`."""
+        return self.id[:3]
 
-        found = page(self)
-        return self.title if found is None else found.summary
+    @property
+    def page(self) -> Page:
+        """Return its page, read now."""
+        from kcdsl.diagnostics.pages import page, parse
+
+        return page(self) or parse(f"# {self.id}: {self.title}\n\n{self.text or self.title}\n")
+
+    @property
+    def explanation(self) -> str:
+        """Return what it means in a few sentences: the first paragraph of its page."""
+        return self.page.summary
+
+    @property
+    def summary(self) -> str:
+        """Return what it means in one sentence: the first of its page."""
+        from kcdsl.diagnostics.pages import first_sentence
+
+        return first_sentence(self.explanation)
+
+    @property
+    def uri(self) -> str | None:
+        """Return where its page lies; None where the package is not in a folder."""
+        from kcdsl.diagnostics.pages import place
+
+        return place(self)
 
 
 _REGISTRY: dict[str, Code] = {}
@@ -462,6 +501,7 @@ NO_PACKAGE = _declare(
     that installs it.""",
 )
 BAD_SUPPRESSION = _declare("KC904", "unusable suppression")
+SUPPRESSED_ERROR = _declare("KC905", "suppression of an error")
 INTERNAL = _declare(
     "KC999",
     "internal error",

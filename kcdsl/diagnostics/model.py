@@ -65,6 +65,15 @@ class Diagnostic:
     fix: Fix | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Suppressed:
+    """A finding that a comment accepts: with its reason, on its line (from 1)."""
+
+    diagnostic: Diagnostic
+    reason: str
+    line: int
+
+
 @dataclass(slots=True)
 class Sink:
     """Collects diagnostics, so that a pass reports everything it finds and not only the first."""

@@ -1,34 +1,49 @@
 """The page of a code: the only place of its text, with its bad and its good example.
 
 A page is Markdown: a heading `# KC203: unknown metric`, a first paragraph that says what it does,
-then sections. Fenced blocks are examples: `yaml bad at="…"` and `yaml good` are contracts, whose
-missing sections a base contract supplies; `file NAME` writes a file, and `console bad` and
-`console good` hold commands with what they print.
+then sections. Fenced blocks are examples, which tests run:
+
+- `yaml bad at="…"` and `yaml good` are contracts; a base contract supplies sections they lack.
+  `at` is the text that the finding covers, `by` the command that finds it where it is not
+  `kcdsl lint`;
+- `text output` follows a bad contract and is what that command prints about it;
+- `file NAME` writes a file, `python` is run where files of bytes are needed, and `console bad` and
+  `console good` hold commands with what they print.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 
 from kcdsl.diagnostics.codes import Code
 
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_AT = re.compile(r'at="((?:[^"\\]|\\.)*)"')
+_OPTION = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_SENTENCE_END = re.compile(r"(?<=\.)\s+")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block: its language, whether it is `bad`, `good` or neither, its text. `at` is the
-    text that the finding of a bad contract covers; `name` is that of a file."""
+    """A fenced block: its language, whether it is `bad`, `good` or neither, its text.
+
+    `at` is the text that the finding of a bad contract covers, `by` the command that finds it,
+    `varies` a pattern of what differs from run to run, and `name` that of a file. The whole block,
+    fences included, stands at `start` to `end` of the page.
+    """
 
     language: str
     kind: str
     text: str
     at: str | None = None
     name: str | None = None
+    by: str | None = None
+    varies: str | None = None
+    start: int = 0
+    end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +61,36 @@ class Page:
         prose = _FENCE.sub("", self.text)
         return tuple(line[3:].strip() for line in prose.splitlines() if line.startswith("## "))
 
+    @property
+    def markdown(self) -> str:
+        """Return the page as Markdown for readers: without what only tests need, with the names of
+        files before their text."""
+        return self._with_blocks(_readable)
+
+    @property
+    def plain(self) -> str:
+        """Return the page as plain text: examples are indented, marks left out."""
+        text = self._with_blocks(_indented)
+        return re.sub(r"^#+ ", "", text, flags=re.MULTILINE).replace("**", "")
+
+    def _with_blocks(self, shown: Callable[[Block], str]) -> str:
+        parts, last = [], 0
+        for block in self.blocks:
+            parts += [self.text[last : block.start], shown(block)]
+            last = block.end
+        return "".join([*parts, self.text[last:]]).rstrip("\n") + "\n"
+
 
 def page(code: Code) -> Page | None:
     """Return the page of a code; None where it has none."""
     file = files("kcdsl.diagnostics") / "pages" / f"{code.id}.md"
     return parse(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def place(code: Code) -> str | None:
+    """Return the URI of the page of a code; None where it lies in no folder."""
+    file = files("kcdsl.diagnostics") / "pages" / f"{code.id}.md"
+    return file.as_uri() if isinstance(file, Path) and file.is_file() else None
 
 
 def names() -> tuple[str, ...]:
@@ -67,13 +107,51 @@ def parse(text: str) -> Page:
     return Page(heading.removeprefix("#").strip(), summary, text, tuple(_blocks(text)))
 
 
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a paragraph."""
+    return _SENTENCE_END.split(text, maxsplit=1)[0]
+
+
 def _blocks(text: str) -> Iterator[Block]:
     for fence in _FENCE.finditer(text):
-        info, body = fence[1].strip(), fence[2]
-        language, _, rest = info.partition(" ")
-        at = _AT.search(rest)
+        language, _, rest = fence[1].strip().partition(" ")
+        options = {
+            name: value.replace('\\"', '"').replace("\\n", "\n")
+            for name, value in _OPTION.findall(rest)
+        }
         words = rest.split()
-        kind = words[0] if words and words[0] in {"bad", "good"} else ""
-        name = rest.strip() if language == "file" else None
-        shown = None if at is None else at[1].replace('\\"', '"').replace("\\n", "\n")
-        yield Block(language, kind, body, shown, name)
+        kind = words[0] if words and words[0] in {"bad", "good", "output"} else ""
+        yield Block(
+            language,
+            kind,
+            fence[2],
+            options.get("at"),
+            rest.strip() if language == "file" else None,
+            options.get("by"),
+            options.get("varies"),
+            fence.start(),
+            fence.end(),
+        )
+
+
+def _readable(block: Block) -> str:
+    language = _language(block)
+    before = f"`{block.name}`:\n\n" if block.name else ""
+    return f"{before}```{language}\n{block.text}```"
+
+
+def _indented(block: Block) -> str:
+    lines = [f"    {line}".rstrip() for line in block.text.splitlines()]
+    return "\n".join([f"{block.name}:\n" if block.name else "", *lines]).lstrip("\n")
+
+
+def _language(block: Block) -> str:
+    match block.language, (block.name or "").rpartition(".")[2]:
+        case "file", "yaml" | "toml" | "json" as suffix:
+            return suffix
+        case "file", "py":
+            return "python"
+        case "file", _:
+            return "text"
+        case language, _:
+            return language

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+
+_LINE_END = re.compile(r"[\r\n]|\Z")
+_TO_KCDSL = re.compile(r"#\s*kcdsl\s*:\s*[A-Za-z]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,11 @@ class Comment:
     column: int
     alone: bool
     after_blank: bool
+
+    @property
+    def speaks_of_lines(self) -> bool:
+        """Say whether it tells kcdsl to accept a finding, on its line or the next."""
+        return _TO_KCDSL.match(self.text) is not None
 
 
 def scalars(node: Node) -> Iterator[Scalar]:
@@ -42,10 +51,10 @@ def find_comments(source: SourceFile, root: Node) -> tuple[Comment, ...]:
     spans = sorted(s.span for s in scalars(root) if s.span.end > s.span.start)
     for start, end in (*((span.start, span.end) for span in spans), (len(text), len(text))):
         while (sign := text.find("#", at, start)) >= 0:
-            stop = text.find("\n", sign)
-            stop = len(text) if stop < 0 else stop
-            found.append(_comment(source, sign, stop))
-            at = stop
+            stop = _LINE_END.search(text, sign)
+            assert stop is not None
+            found.append(_comment(source, sign, stop.start()))
+            at = stop.start()
         at = max(at, end)
     return tuple(found)
 
@@ -54,11 +63,12 @@ def _comment(source: SourceFile, start: int, stop: int) -> Comment:
     place = source.position(start)
     above = source.line(place.line - 1).strip() if place.line > 1 else "x"
     before = source.text[source.line_start(place.line) : start].lstrip("\ufeff")
+    alone = not before.strip()
     return Comment(
-        source.text[start:stop].rstrip(),
+        source.text[start:stop].rstrip(" \t"),
         start,
         place.line - 1,
         place.column - 1,
-        not before.strip(),
-        above == "",
+        alone,
+        alone and above == "",
     )

@@ -25,9 +25,16 @@ def remove_parts(
         spans = [entry.key.span.hull(entry.value.span) for entry in node.entries]
     else:
         spans = [item.span for item in node.items]
-    if source.text[node.span.start : node.span.start + 1] in {"{", "["}:
+    return remove_spans(source, node.span, spans, chosen)
+
+
+def remove_spans(
+    source: SourceFile, whole: Span, spans: Several[Span], chosen: Collection[int]
+) -> tuple[Edit, ...]:
+    """Return the edits that remove the chosen parts of a collection, by the spans of all parts."""
+    if source.text[whole.start : whole.start + 1] in {"{", "["}:
         return tuple(_from_flow(spans, chosen))
-    return tuple(_from_block(source, node.span, spans, index) for index in sorted(chosen))
+    return tuple(_from_block(source, whole, spans, index) for index in sorted(chosen))
 
 
 def _from_flow(spans: Several[Span], chosen: Collection[int]) -> list[Edit]:

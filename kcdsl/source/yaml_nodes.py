@@ -184,6 +184,7 @@ class _Builder:
         self._open: list[_Open] = []
         self._root: Node | None = None
         self._documents = 0
+        self._anchored: dict[str, str] = {}
         self._masked: Masked = mask_expressions(source.text[self._shift :])
 
     def build(self) -> Node | None:
@@ -226,6 +227,7 @@ class _Builder:
                 Span(at, max(at, end)),
                 labels=labels,
                 help=_advice(problem, self._source.text[at : at + 1]),
+                fix=_without_tabs(self._source.text, at),
             )
         )
 
@@ -242,8 +244,10 @@ class _Builder:
         assert end is not None
         return Span(self._place(start.index), self._place(end.index))
 
-    def _error(self, code: Code, message: str, span: Span, help: str | None = None) -> None:
-        self._sink.add(Diagnostic(code, message, self._source, span, help=help))
+    def _error(
+        self, code: Code, message: str, span: Span, help: str | None = None, fix: Fix | None = None
+    ) -> None:
+        self._sink.add(Diagnostic(code, message, self._source, span, help=help, fix=fix))
 
     def _take(self, event: yaml.Event) -> bool:
         """Process one event; False ends the reading."""
@@ -261,11 +265,18 @@ class _Builder:
                     f"the alias `*{event.anchor}` is not allowed",
                     self._span(event),
                     "write the value out",
+                    self._written_out(event),
                 )
                 self._attach(Scalar(None, "", "plain", self._span(event), broken=True))
             case yaml.ScalarEvent():
                 self._refuse_properties(event)
-                self._attach(self._scalar(event))
+                scalar = self._scalar(event)
+                if event.anchor is not None:
+                    written = self._source.text[scalar.span.start : scalar.span.end]
+                    plain = written[written.find("&") :].partition(" ")[2].strip()
+                    if plain and "\n" not in plain and plain[0] not in "|>!":
+                        self._anchored[event.anchor] = plain
+                self._attach(scalar)
             case yaml.SequenceStartEvent() | yaml.MappingStartEvent():
                 self._refuse_properties(event)
                 if len(self._open) >= DEPTH_LIMIT:
@@ -287,14 +298,36 @@ class _Builder:
         if event.anchor is not None:
             at = text.find(f"&{event.anchor}", span.start)
             place = Span(at, at + len(event.anchor) + 1) if at >= 0 else span
-            self._error(ANCHOR, f"the anchor `&{event.anchor}` is not allowed", place)
+            # As long as an alias needs it, the anchor stays; a later round removes it.
+            needed = f"*{event.anchor}" in text
+            fix = None if needed or at < 0 else self._removed(place, safe=True)
+            self._error(ANCHOR, f"the anchor `&{event.anchor}` is not allowed", place, None, fix)
         tag = getattr(event, "tag", None)
         if tag is not None:
             at = text.find("!", span.start)
             word = re.compile(r"![^\s,\[\]{}]*").match(text, at) if at >= 0 else None
             place = Span(word.start(), word.end()) if word is not None else span
             spelled = word[0] if word is not None else tag
-            self._error(CUSTOM_TAG, f"the tag `{spelled}` is not allowed", place, "remove it")
+            fix = self._removed(place, safe=False) if word is not None else None
+            self._error(CUSTOM_TAG, f"the tag `{spelled}` is not allowed", place, "remove it", fix)
+
+    def _removed(self, place: Span, *, safe: bool) -> Fix:
+        """Return the fix that removes a property with the white space behind it."""
+        text, end = self._source.text, place.end
+        while text[end : end + 1] in {" ", "\t"}:
+            end += 1
+        start = place.start
+        if text[end : end + 1] in {"", "\n", "\r"}:
+            while text[start - 1 : start] in {" ", "\t"}:
+                start -= 1
+        return Fix(f"remove `{text[place.start : place.end]}`", (Edit(Span(start, end), ""),), safe)
+
+    def _written_out(self, event: yaml.AliasEvent) -> Fix | None:
+        """Return the fix that writes the value of an alias, where that is one short text."""
+        value = self._anchored.get(event.anchor or "")
+        if value is None:
+            return None
+        return Fix(f"write `{value}`", (Edit(self._span(event), value),))
 
     def _attach(self, node: Node) -> None:
         if self._open:
@@ -312,12 +345,13 @@ class _Builder:
         if not opened.is_mapping:
             self._attach(Sequence(tuple(opened.parts), span))
             return
-        self._attach(Mapping(self._entries(opened.parts), span))
+        self._attach(Mapping(self._entries(opened.parts, span), span))
 
-    def _entries(self, parts: list[Node]) -> tuple[Entry, ...]:
+    def _entries(self, parts: list[Node], whole: Span) -> tuple[Entry, ...]:
         entries: list[Entry] = []
         seen: dict[str, Scalar] = {}
-        for key, value in zip(parts[::2], parts[1::2], strict=True):
+        written = list(zip(parts[::2], parts[1::2], strict=True))
+        for number, (key, value) in enumerate(written):
             if not isinstance(key, Scalar):
                 self._error(WRONG_KIND, f"a key is {key.kind}, not a text", key.span)
             elif key.text == "<<" and key.style == "plain":
@@ -331,12 +365,31 @@ class _Builder:
                         key.span,
                         labels=(Label(seen[key.text].span, "first here"),),
                         help="remove or rename one of them",
+                        fix=self._once(whole, written, number),
                     )
                 )
             else:
                 seen[key.text] = key
                 entries.append(Entry(key, value))
         return tuple(entries)
+
+    def _once(self, whole: Span, written: list[tuple[Node, Node]], number: int) -> Fix | None:
+        """Return the fix that removes an entry which says what one before it says too."""
+        from kcdsl.source.removal import remove_spans
+
+        text = self._source.text
+        key, value = written[number]
+        same = (
+            other
+            for name, other in written[:number]
+            if isinstance(name, Scalar) and isinstance(key, Scalar) and name.text == key.text
+        )
+        first = next(same)
+        said, before = (text[node.span.start : node.span.end].strip() for node in (value, first))
+        if said != before:
+            return None
+        spans = [name.span.hull(node.span) for name, node in written]
+        return Fix("remove the second", remove_spans(self._source, whole, spans, {number}))
 
     def _scalar(self, event: yaml.ScalarEvent) -> Scalar:
         span, text = self._span(event), self._masked.restore(event.value)
@@ -369,6 +422,7 @@ class _Builder:
                 f"`{text}` is ambiguous: {reason}",
                 span,
                 f'write "{text}" if the text is meant',
+                Fix("put it in quotation marks", (Edit(span, _in_quotes(text)),), safe=False),
             )
             return _BROKEN
         if _NOT_FINITE.fullmatch(text):
@@ -381,6 +435,20 @@ class _Builder:
             self._error(BAD_NUMBER, "the number is too long, too large or too small", span)
             return _BROKEN
         return int(value) if _CORE_INT.fullmatch(text) else value
+
+
+def _without_tabs(text: str, at: int) -> Fix | None:
+    """Return the fix that indents a line by spaces, where a tab is the trouble: as the line above,
+    and two more behind a key without a value."""
+    start = text.rfind("\n", 0, at) + 1
+    lead = re.compile(r"[ \t]*").match(text, start)
+    assert lead is not None
+    if text[at : at + 1] != "\t" or at >= lead.end():
+        return None
+    above = next((line for line in reversed(text[:start].split("\n")) if line.strip()), "")
+    indent = len(above) - len(above.lstrip(" "))
+    indent += 2 if above.rstrip().endswith(":") else 0
+    return Fix("indent with spaces", (Edit(Span(start, lead.end()), " " * indent),), safe=False)
 
 
 def _advice(problem: str, char: str) -> str | None:

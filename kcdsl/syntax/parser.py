@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from kcdsl.diagnostics.codes import BAD_NUMBER, EXPRESSION_SYNTAX, TOO_DEEP, Code
-from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Sink
+from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.source.numbers import exact
 from kcdsl.source.scalar_map import ScalarMap, map_scalar
 from kcdsl.source.text import SourceFile, Span
@@ -15,7 +13,6 @@ from kcdsl.syntax.lalr import Node, Token, parse
 
 LENGTH_LIMIT = 20_000
 DEPTH_LIMIT = 80
-_INSTEAD = re.compile(r"write `([^`() ]+)`")
 
 
 def parse_expression(source: SourceFile, scalar: Scalar, sink: Sink) -> ast.Expression | None:
@@ -42,7 +39,11 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
 
     def report(code: Code, message: str, begin: int, end: int, help: str | None = None) -> None:
         span = places.span(begin, end)
-        fix = _replacement(help, span) if places.pieces is not None else None
+        fix = None
+        if places.pieces is not None and help is not None:
+            from kcdsl.syntax.mending import mended
+
+            fix = mended(source, span, help)
         sink.add(Diagnostic(code, message, source, span, help=help, fix=fix))
 
     if scalar.broken:
@@ -67,12 +68,6 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
     for begin, end in unusable:
         report(BAD_NUMBER, "the number is too long, too large or too small", begin, end)
     return None if unusable else builder
-
-
-def _replacement(help: str | None, span: Span) -> Fix | None:
-    """Return the fix of an advice that names one word to be written instead."""
-    word = _INSTEAD.fullmatch(help or "")
-    return None if word is None else Fix(help or "", (Edit(span, word[1]),))
 
 
 def _depth_exceeds(root: Node, limit: int) -> bool:

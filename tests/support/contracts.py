@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from random import Random
@@ -167,33 +168,22 @@ class Worlds(Random):
 
     def unit(self, number: int) -> Unit:
         count = self.randint(1, self.tokens)
+        drifts = [self.choice(NUMBERS) for _ in range(count)]
         values: dict[str, tuple[Measured, ...]] = {
-            name: tuple(self.choice(NUMBERS) for _ in range(count))
-            for name in ("kl", "logit_l2", "hidden_l2")
+            name: tuple(self.choice(NUMBERS) for _ in range(count)) for name in ("hidden_l2",)
         }
         values["top1_overlap"] = tuple(
             self.choice((Fraction(0), Fraction(1))) for _ in range(count)
         )
-        # Norms of one row: linf <= l2, span <= sqrt(2) l2, span <= 2 linf; tv and |log_ratio|
-        # follow the span.
-        values["logit_linf"] = values["logit_l2"]
-        values["logit_span"] = tuple(
-            Fraction(7, 5) * v for v in values["logit_l2"] if v is not None
-        )
-        # KL <= s^2/8 and KL <= s for a span s, TV <= tanh(s/4), and Pinsker: TV <= sqrt(KL/2).
-        values["kl"] = tuple(
-            min(k, s, s * s / 8)
-            for k, s in zip(values["kl"], values["logit_span"], strict=True)
-            if k is not None and s is not None
-        )
-        values["tv"] = tuple(
-            min(s / 5, k, Fraction(1, 2))
-            for k, s in zip(values["kl"], values["logit_span"], strict=True)
-            if k is not None and s is not None
-        )
-        values["log_ratio"] = tuple(
-            self.choice((-v, v)) for v in values["logit_span"] if v is not None
-        )
+        # Two classes whose logits drift by (d, -d) such that p and q change places: linf = d,
+        # span = 2d, tv = tanh(d/2), kl = d tanh(d/2), ln w = d or -d. Classes that nobody chooses
+        # lengthen the drift to l2 = 3d/2.
+        values["logit_linf"] = tuple(drifts)
+        values["logit_l2"] = tuple(d * Fraction(3, 2) for d in drifts)
+        values["logit_span"] = tuple(2 * d for d in drifts)
+        values["tv"] = tuple(Fraction(math.tanh(d / 2)) for d in drifts)
+        values["kl"] = tuple(Fraction(float(d) * math.tanh(d / 2)) for d in drifts)
+        values["log_ratio"] = tuple(self.choice((-d, d)) for d in drifts)
         fields = {
             "length": Fraction(self.choice((1, 128, 129, 512, 513))),
             "category": self.choice(("safety", "other")),

@@ -30,7 +30,7 @@ def completed(text: str) -> str:
     starts = {line.split(":")[0].strip("'\" ") for line in text.splitlines() if line[:1].strip()}
     if whole or not starts & {*BASE, "escalation", "constants", "tables", "imports"}:
         return text
-    return "".join(part for name, part in BASE.items() if name not in starts) + text
+    return text + "".join(part for name, part in BASE.items() if name not in starts)
 
 
 def found(text: str, folder: Path) -> tuple[SourceFile, list[Diagnostic]]:

@@ -8,24 +8,31 @@ tv <= 0.1`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import TYPE_CHECKING
 
 import z3
 
-from kcdsl.ir.facts import NORMS, at_most, bent
+from kcdsl.ir.facts import MONOTONE, NORMS, at_most, bent
 from kcdsl.ir.terms import Abs, Drift, Norm
 from kcdsl.ir.words import region_text, term_text
 from kcdsl_backends.smt.intervals import interval
 from kcdsl_backends.smt.quantities import Quantity, Witness
 from kcdsl_backends.smt.solving import Expression, real
+from kcdsl_backends.smt.text import number, outward
 from kcdsl_certs.reals import real_text
 
 if TYPE_CHECKING:
     from kcdsl_backends.smt.translate import Translator
+
+
+_DIGITS = 8
+_MOST_PARTS, _MOST_TOGETHER = 6, 4
+"""How many slices inside another are tried together, out of how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ def assumptions(translator: Translator) -> Iterator[Fact]:
         yield from _range(translator, quantity)
     for a, b in permutations(quantities, 2):
         yield from _between(translator, a, b)
+    yield from _divisions(translator)
     yield from _norms(translator)
 
 
@@ -63,7 +71,7 @@ def _between(translator: Translator, a: Quantity, b: Quantity) -> Iterator[Fact]
     if found is not None:
         factor, why = found
         scale = "" if factor == 1 else f"{_rounded_up(factor)} "
-        words = f"{term_text(a.term)} <= {scale}{term_text(b.term)}"
+        words = f"{_named(a, b)} <= {scale}{_named(b, a)}"
         expression = small <= real(factor, translator.context) * large
         yield Fact(expression, _because(words, why))
     magnitude = isinstance(b.of, Abs) and b.of.of == a.of
@@ -74,8 +82,8 @@ def _between(translator: Translator, a: Quantity, b: Quantity) -> Iterator[Fact]
         for limit, why in bent(a, b, bound, translator.temperature, translator.inside):
             premise = large <= real(bound, translator.context)
             conclusion = small <= real(limit, translator.context)
-            words = f"{term_text(b.term)} <= {real_text(bound)} gives "
-            words += f"{term_text(a.term)} <= {_rounded_up(limit)}"
+            words = f"{_named(b, a)} <= {real_text(bound)} gives {_named(a, b)} <= "
+            words += _rounded_up(limit)
             yield Fact(z3.Implies(premise, conclusion), _because(words, why))
 
 
@@ -83,10 +91,68 @@ def _because(words: str, why: tuple[str, ...]) -> str:
     return f"{words}: {'; '.join(dict.fromkeys(why))}" if why else words
 
 
-def _rounded_up(value: Fraction) -> str:
-    from kcdsl_backends.smt.text import number, outward
+def _divisions(translator: Translator) -> Iterator[Fact]:
+    """Yield: a slice that is made up of others has no larger maximum than each of them, and where
+    they share no request its mean and percentiles lie between theirs."""
+    same: dict[object, list[Quantity]] = defaultdict(list)
+    for quantity in translator.quantities:
+        if quantity.kind in MONOTONE:
+            same[quantity.kind, quantity.q, quantity.of, quantity.side].append(quantity)
+    for group in same.values():
+        for whole in group:
+            parts = [
+                q
+                for q in group
+                if q.slice != whole.slice and translator.inside(q.slice, whole.slice)
+            ]
+            for chosen, apart in _divided(translator, whole, parts):
+                yield _of_parts(translator, whole, chosen, apart)
 
-    return number(outward(value, up=True))
+
+def _divided(
+    translator: Translator, whole: Quantity, parts: list[Quantity]
+) -> Iterator[tuple[tuple[Quantity, ...], bool]]:
+    """Yield the fewest parts that make up a slice, and whether they share no request."""
+    few = parts if len(parts) <= _MOST_PARTS else []
+    sizes = range(2, min(len(few), _MOST_TOGETHER) + 1)
+    choices = [chosen for size in sizes for chosen in combinations(few, size)]
+    if len(parts) > _MOST_TOGETHER:
+        choices.append(tuple(parts))
+    found: list[set[str]] = []
+    for chosen in choices:
+        names = tuple(part.slice for part in chosen)
+        if any(known <= set(names) for known in found):
+            continue
+        covered, apart = translator.division(whole.slice, names)
+        if covered:
+            found.append(set(names))
+            if apart or whole.kind in ("min", "max"):
+                yield chosen, apart
+
+
+def _of_parts(
+    translator: Translator, whole: Quantity, parts: tuple[Quantity, ...], apart: bool
+) -> Fact:
+    own = translator.quantities[whole]
+    others = [translator.quantities[part] for part in parts]
+    limits = []
+    if apart or whole.kind == "max":
+        limits.append(z3.Or(*(own <= other for other in others)))
+    if apart or whole.kind == "min":
+        limits.append(z3.Or(*(own >= other for other in others)))
+    names = ", ".join(part.slice for part in parts)
+    why = f"every request of {whole.slice} is in one of {names}"
+    return Fact(z3.And(*limits), f"{why}, so {term_text(whole.term)} does not go beyond theirs")
+
+
+def _named(quantity: Quantity, other: Quantity) -> str:
+    """Return a quantity in words, with its slice where the other one has another."""
+    return str(quantity) if quantity.slice != other.slice else term_text(quantity.term)
+
+
+def _rounded_up(value: Fraction) -> str:
+    exact = real_text(value)
+    return exact if len(exact) <= _DIGITS and "/" not in exact else number(outward(value, up=True))
 
 
 def _norms(translator: Translator) -> Iterator[Fact]:

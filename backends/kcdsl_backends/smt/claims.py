@@ -12,10 +12,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import combinations
 
 from kcdsl.ir.facts import canonical
 from kcdsl.ir.orders import CURVES, EDGES, TEMPERED
 from kcdsl.ir.terms import (
+    AllOf,
     Clause,
     Compare,
     Connective,
@@ -23,6 +25,7 @@ from kcdsl.ir.terms import (
     HasFields,
     Metric,
     NoFlip,
+    NoneOf,
     Norm,
     Number,
     Program,
@@ -30,9 +33,9 @@ from kcdsl.ir.terms import (
     Statistic,
 )
 from kcdsl.ir.walk import subterms, terms_of, walk
-from kcdsl_backends.smt.predicates import lies_inside
-from kcdsl_backends.smt.solving import Clock
-from kcdsl_backends.smt.translate import Inside
+from kcdsl_backends.smt.predicates import emptiness, lies_inside
+from kcdsl_backends.smt.solving import Clock, Outcome
+from kcdsl_backends.smt.translate import Division, Inside
 
 UNITS = ("", "requests", "windows")
 """What claims are about: a slice as a whole, or one unit of it."""
@@ -144,6 +147,26 @@ def inclusion(program: Program, clock: Clock) -> Inside:
     return inside
 
 
+def division(program: Program, clock: Clock) -> Division:
+    """Return how slices are made up of others; answers are remembered."""
+    known: dict[tuple[str, ...], tuple[bool, bool]] = {}
+    where = {s.name: s.where for s in program.slices}
+
+    def divided(whole: str, parts: tuple[str, ...]) -> tuple[bool, bool]:
+        key = (whole, *parts)
+        if key not in known:
+            rest = AllOf((where[whole], *(NoneOf(where[part]) for part in parts)))
+            covered = emptiness(rest, clock) is Outcome.UNSAT
+            apart = covered and all(
+                emptiness(AllOf((where[a], where[b])), clock) is Outcome.UNSAT
+                for a, b in combinations(parts, 2)
+            )
+            known[key] = covered, apart
+        return known[key]
+
+    return divided
+
+
 def same_slice(inner: str, outer: str) -> bool:
     """Say whether two slices are one: units of different slices are counted apart."""
     return inner == outer
@@ -179,11 +202,11 @@ def _keys(claim: Claim) -> Iterator[Hashable]:
     require = claim.clause.require
     for term in terms_of(require):
         match term:
-            case Statistic(kind, of):
+            case Statistic(_, of):
                 for name in _metrics(subterms(of)):
                     yield "values", claim.slice, _cluster()(name)
-                    if kind in ("max", "min") and not claim.unit:
-                        yield "extremes", _cluster()(name)
+                    if not claim.unit:
+                        yield "statistics", _cluster()(name)
             case Metric(name):
                 yield "values", claim.slice, _cluster()(canonical(name))
             case Norm(_, drift):

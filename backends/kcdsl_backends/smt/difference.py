@@ -8,7 +8,7 @@ least as strict as another if it implies every clause of it, by whichever of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kcdsl.ir.canonical import digest
@@ -148,8 +148,7 @@ class _Comparison:
             forward = self._ask(OLD, name, NEW, [name])
             backward = self._ask(NEW, name, OLD, [name])
             demand = from_implications(forward.follows, backward.follows)
-            if forward.refuted is not None:
-                witness = witness_of(self.universe.program, forward.refuted, Sides("NEW", "OLD"))
+            witness = self._witness(name, forward)
         told = stated(self.old, old, self.new, new, demand)
         relation = together((demand, *(c.relation for c in respects if c.relation is not None)))
         found = replace(found, relation=relation, changes=(*told, *respects), witness=witness)
@@ -178,11 +177,21 @@ class _Comparison:
         kept = self._if_kept(found, name) if not apart(old, self.around) else found
         if kept.kept_by or kept.relation is not Relation.WEAKER:
             return kept
-        nothing = self._ask(OLD, name, NEW, [])
-        if nothing.refuted is None:
-            return kept
-        witness = witness_of(self.universe.program, nothing.refuted, Sides("NEW", "OLD"))
-        return replace(kept, witness=witness)
+        return replace(kept, witness=self._witness(name, self._ask(OLD, name, NEW, [])))
+
+    def _witness(self, name: str, alone: Answer) -> Witness | None:
+        """Return values that OLD refuses for the sake of a clause and all of NEW accepts; else
+        values that its namesake in NEW accepts, as `alone` says."""
+        if alone.refuted is None:
+            return None
+        sides, about = Sides("NEW", "OLD"), frozenset({name})
+        if not alone.refuted.by_budget:
+            whole = self._ask(OLD, name, NEW, frozenset(self.after)).refuted
+            if whole is not None and not whole.by_budget:
+                found = witness_of(self.universe.program, whole, sides, about)
+                if found is not None:
+                    return found
+        return witness_of(self.universe.program, alone.refuted, sides)
 
     def _if_kept(self, found: ClauseDifference, name: str) -> ClauseDifference:
         """Say whether the whole new contract still implies an old clause, and by what."""
@@ -192,7 +201,8 @@ class _Comparison:
         if not answer.follows or not self._agree(answer.premises):
             return found
         self.kept.add(name)
-        return replace(found, kept_by=_names(answer.premises), why=answer.reasons)
+        by = _names(answer.premises)
+        return replace(found, kept_by=by, why=answer.reasons, witness=None)
 
     def _added(self, name: str) -> ClauseDifference:
         new = self.stated_new[name]
@@ -213,7 +223,7 @@ class _Comparison:
 
     # --- questions --------------------------------------------------------------------------
 
-    def _ask(self, side: str, name: str, others: str, ids: Sequence[str] | None) -> Answer:
+    def _ask(self, side: str, name: str, others: str, ids: Collection[str] | None) -> Answer:
         """Ask whether one clause follows from clauses of the other side: of the given names, or
         (None) of those whose consequences cover it."""
         own, other = (self.old, self.new) if side == OLD else (self.new, self.old)

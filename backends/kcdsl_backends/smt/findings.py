@@ -44,6 +44,7 @@ class Findings:
     _plain: list[Diagnostic] = field(default_factory=list)
     _found: dict[tuple[Code, tuple[str, ...]], list[Claim]] = field(default_factory=dict)
     _open: list[Claim] = field(default_factory=list)
+    _last: list[Diagnostic] = field(default_factory=list)
 
     def add_plain(
         self,
@@ -57,9 +58,8 @@ class Findings:
         help: str | None = None,
     ) -> None:
         """Keep a finding that is about no claim."""
-        self._plain.append(
-            Diagnostic(code, message, self.source, span, labels, notes, help, severity)
-        )
+        found = Diagnostic(code, message, self.source, span, labels, notes, help, severity)
+        (self._last if code is REDUNDANT_CLAUSE else self._plain).append(found)
 
     def add(self, code: Code, claims: Sequence[Claim]) -> None:
         """Keep a finding about claims."""
@@ -107,6 +107,7 @@ class Findings:
                 help=_HELP.get(code),
                 severity=Severity.WARNING if code in _WARNINGS else Severity.ERROR,
             )
+        yield from self._last
         if self._open:
             yield self._undecided()
 

@@ -156,7 +156,7 @@ class _Question:
         return True if self._follows(TRUE, _closed(part, "forall")) else None
 
     def _follows(self, premise: Formula, conclusion: Formula) -> bool:
-        translator = translator_for(self._program, self._inside, self._unit)
+        translator = translator_for(self._program, self._inside, self._clock, self._unit)
         translator.announce(premise, "p")
         translator.announce_negation(conclusion, "c")
         goals = (

@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 
 from kcdsl.ir.terms import Program
 from kcdsl_backends.smt.assumptions import Fact
-from kcdsl_backends.smt.claims import Claim, same_slice
+from kcdsl_backends.smt.claims import Claim, division, same_slice
 from kcdsl_backends.smt.intervals import Interval
 from kcdsl_backends.smt.solving import Clock, Expression, Outcome, Solver
 from kcdsl_backends.smt.translate import Inside, Translator
 
 
-def translator_for(program: Program, inside: Inside, unit: str = "") -> Translator:
-    """Return a translator that knows the constants and the user's metrics of a program."""
+def translator_for(program: Program, inside: Inside, clock: Clock, unit: str = "") -> Translator:
+    """Return a translator that knows the constants, slices and own metrics of a program."""
     temperature = program.constants.temperature
     return Translator(
         temperature=temperature if temperature > 0 else None,
         inside=same_slice if unit else inside,
+        division=division(program, clock),
         known={m.name: Interval(m.lower, m.upper) for m in program.metrics},
         by_request=frozenset(m.name for m in program.metrics if m.counted == "request"),
     )
@@ -41,7 +42,7 @@ class Scene:
     explainer: Solver | None = None
 
     def __post_init__(self) -> None:
-        self.translator = translator_for(self.program, self.inside, self.unit)
+        self.translator = translator_for(self.program, self.inside, self.clock, self.unit)
         for claim in self.claims:
             self.translator.announce(claim.clause.require, claim.site)
             self.translator.announce_negation(claim.clause.require, claim.site)

@@ -60,6 +60,14 @@ Flag = tuple[object, ...]
 Inside = Callable[[str, str], bool]
 """inside(a, b): is every row of slice a proved to be a row of slice b."""
 
+Division = Callable[[str, tuple[str, ...]], tuple[bool, bool]]
+"""division(whole, parts): is every row of the whole proved to be in one of the parts, which lie
+inside it; and are the parts proved to share none."""
+
+
+def _undivided(whole: str, parts: tuple[str, ...]) -> tuple[bool, bool]:
+    return False, False
+
 
 def _apart(inner: str, outer: str) -> bool:
     return inner == outer
@@ -78,6 +86,7 @@ class Translator:
     known: Mapping[str, Interval] = field(default_factory=dict)
     temperature: Fraction | None = None
     inside: Inside = _apart
+    division: Division = _undivided
     by_request: frozenset[str] = frozenset()
     flags: dict[Flag, Expression] = field(default_factory=dict)
     quantities: dict[Quantity, Expression] = field(default_factory=dict)

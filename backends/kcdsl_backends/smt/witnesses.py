@@ -51,13 +51,19 @@ class Sides:
     refuses: str
 
 
-def witness_of(program: Program, refuted: Refuted, sides: Sides) -> Witness | None:
-    """Return values that keep the premises and not the claim; None where none can be shown."""
+def witness_of(
+    program: Program, refuted: Refuted, sides: Sides, about: frozenset[str] | None = None
+) -> Witness | None:
+    """Return values that keep the premises and not the claim; None where none can be shown.
+
+    Of the premises, only what clauses named in `about` speak of is shown (None: all of them).
+    """
     scene, claim = refuted.scene, refuted.claim
     if refuted.by_budget:
         return _of_budget(program, refuted, sides)
     goals = [scene.fails[claim.name], *(scene.holds[p.name] for p in refuted.premises)]
-    found = _values(scene, [claim, *refuted.premises], goals)
+    spoken = [p for p in refuted.premises if about is None or p.clause.id in about]
+    found = _values(scene, [claim, *spoken], goals)
     if found is None:
         return None
     assignment, shown = found
@@ -67,7 +73,7 @@ def witness_of(program: Program, refuted: Refuted, sides: Sides) -> Witness | No
     of = f"the slice {claim.slice}" if claim.slice else _places(claim)
     if claim.unit:
         of = f"every {_unit(claim)} of {of}"
-    return _witness(program, claim, refuted.premises, sides, of, assignment, shown)
+    return _witness(program, claim, spoken, sides, of, assignment, shown)
 
 
 def _of_budget(program: Program, refuted: Refuted, sides: Sides) -> Witness | None:
@@ -103,7 +109,7 @@ def _witness(
         values += _norm_values(key, assignment)
     lacking = [str(key[1]) for key in shown.flags if len(key) == 2 and not assignment.flags[key]]
     flips = [
-        f"the first {key[2]} of {key[1]} change at {key[0]}"
+        f"{_first(key)} at {key[0]}"
         for key in shown.flags
         if len(key) == 3 and not assignment.flags[key]
     ]
@@ -128,16 +134,29 @@ def _places(claim: Claim) -> str:
     return f"an input of {', '.join(regions)}"
 
 
+def _first(flag: Flag) -> str:
+    _, block, k = flag
+    return (
+        f"the likeliest token of {block} changes" if k == 1 else f"the first {k} of {block} change"
+    )
+
+
 def _request(program: Program, claim: Claim, premises: Sequence[Claim]) -> str | None:
     """Return a request of the claim's slice, outside the slices of the premises if it can be."""
-    if not claim.slice:
+    own = _slices(claim)
+    if not own:
         return None
-    where = program.slice(claim.slice).where
-    others = [program.slice(p.slice).where for p in premises if p.slice and p.slice != claim.slice]
-    found = example(AllOf((where, *(NoneOf(other) for other in others))))
-    if not found:
-        found = example(where)
+    where = program.slice(own[0]).where
+    names = dict.fromkeys(name for p in premises for name in _slices(p) if name != own[0])
+    outside = [NoneOf(program.slice(name).where) for name in names]
+    found = example(AllOf((where, *outside))) or example(where)
     return request_text(found) if found else None
+
+
+def _slices(claim: Claim) -> list[str]:
+    if claim.slice:
+        return [claim.slice]
+    return [part.region.slice for part in quantified(claim.clause)]
 
 
 # --- values --------------------------------------------------------------------------------------
@@ -163,8 +182,12 @@ def _values(
     shown = _shown(scene, claims)
     numbers = sorted({n for claim in claims for n in _numbers(claim)})
     variables = [translator.quantities[q] for q in shown.quantities]
-    variables += [end for key in shown.norms for end in (translator.norms[key][2],)]
-    variables += [end for key in shown.norms for end in translator.norms[key][:2]]
+    for key in shown.norms:
+        least, some, largest = translator.norms[key]
+        level = (least == some, some == largest)  # one number where it can be
+        if scene.solver.model(*fixed, *level)[0] is Outcome.SAT:
+            fixed += level
+        variables += [largest, least, some]
     for variable in variables:
         own = _fraction(model, variable)
         for candidate in _candidates(numbers, own):
@@ -263,15 +286,11 @@ def _norm_values(key: NormKey, assignment: Assignment) -> list[WitnessValue]:
     witness, block, measured, kind = key
     name = f"{term_text(Norm(kind, Drift(block, 'x', measured)))} at {witness}"
     least, _, largest = assignment.norms[key]
-    if measured:
-        return [WitnessValue(name, real_text(largest), _exact(largest))]
+    if measured or least == largest:
+        return [WitnessValue(name, _plain(largest), _exact(largest))]
     return [
-        WitnessValue(f"largest {name}", real_text(largest), _exact(largest)),
-        *(
-            [WitnessValue(f"least {name}", real_text(least), _exact(least))]
-            if least != largest
-            else []
-        ),
+        WitnessValue(f"largest {name}", _plain(largest), _exact(largest)),
+        WitnessValue(f"least {name}", _plain(least), _exact(least)),
     ]
 
 
@@ -317,6 +336,18 @@ def in_units(value: Fraction, dimension: str) -> str:
     """Write a value in base units of a dimension with a unit that suits its size."""
     scales = _SCALES.get(dimension)
     if scales is None:
-        return real_text(value)
+        return _plain(value)
     factor, unit = next(((f, u) for f, u in scales if abs(value) >= f), scales[-1])
-    return f"{real_text(value / factor)}{'' if unit == '%' else ' '}{unit}"
+    return f"{_plain(value / factor)}{'' if unit == '%' else ' '}{unit}"
+
+
+def _plain(value: Fraction) -> str:
+    """Write an exact number, small ones as people do: 1e-5."""
+    exact = real_text(value)
+    if "/" in exact or value == 0 or abs(value) >= Fraction(1, 1000):
+        return exact
+    digits = exact.partition(".")[2]
+    leading = len(digits) - len(digits.lstrip("0")) + 1
+    mantissa = digits.lstrip("0")
+    point = f".{mantissa[1:]}" if len(mantissa) > 1 else ""
+    return f"{'-' if value < 0 else ''}{mantissa[0]}{point}e-{leading}"

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TextIO
 
-from kcdsl.diagnostics.model import Diagnostic
+from kcdsl.diagnostics.model import Diagnostic, Severity, Suppressed
+from kcdsl.source.text import Span
 
 FORMATS = ("full", "concise", "json", "github", "sarif", "junit")
 SUFFIXES = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "full"}
 """The format of a file that is written, by its suffix."""
+DOCUMENTS = ("json", "sarif", "junit")
+"""The formats that are a document even where nothing was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A file that was checked, with the places of its clauses by their names."""
+
+    name: str
+    clauses: tuple[tuple[str, Span], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What formats say beside the findings: the files that were checked, accepted findings, where
+    the pages of codes are published, which severity fails, and the exit code."""
+
+    command: str = "kcdsl lint"
+    files: tuple[Checked, ...] = ()
+    suppressed: tuple[Suppressed, ...] = ()
+    docs_url: str | None = None
+    fail_on: Severity = Severity.ERROR
+    exit_code: int = 0
 
 
 def render(
     diagnostics: Iterable[Diagnostic],
     format: str,
     stream: TextIO | None = None,
-    files: Sequence[str] = (),
+    run: Run | None = None,
 ) -> str:
-    """Render in one of `FORMATS`. `stream` decides colour and width of `full`; `files` are the
-    names of all files that were checked, for the formats that list them."""
+    """Render in one of `FORMATS`. `stream` decides colour and width of `full`."""
+    about = run if run is not None else Run()
     match format:
         case "json":
             from kcdsl.diagnostics.render.json import render_json
 
-            return render_json(diagnostics)
+            return render_json(diagnostics, about.suppressed)
         case "concise":
             from kcdsl.diagnostics.render.concise import render_concise
 
@@ -36,12 +61,21 @@ def render(
         case "sarif":
             from kcdsl.diagnostics.render.sarif import render_sarif
 
-            return render_sarif(diagnostics)
+            return render_sarif(diagnostics, about)
         case "junit":
             from kcdsl.diagnostics.render.junit import render_junit
 
-            return render_junit(diagnostics, files)
+            return render_junit(diagnostics, about)
         case _:
             from kcdsl.diagnostics.render.full import render_full
 
             return render_full(diagnostics, stream)
+
+
+def page_url(docs_url: str | None, code: str) -> str | None:
+    """Return where the page of a code is published: `{code}` in the URL, else a file below it."""
+    if docs_url is None:
+        return None
+    if "{code}" in docs_url:
+        return docs_url.replace("{code}", code)
+    return f"{docs_url.rstrip('/')}/{code}.md"

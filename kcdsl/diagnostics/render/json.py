@@ -6,37 +6,56 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from kcdsl.diagnostics.model import Diagnostic
+from kcdsl.diagnostics.model import Diagnostic, Suppressed
+from kcdsl.source.text import SourceFile, Span
 
 
-def render_json(diagnostics: Iterable[Diagnostic]) -> str:
-    """Return a JSON list; places are null where no file is involved."""
-    return json.dumps([to_record(d) for d in diagnostics], indent=2, ensure_ascii=False)
+def render_json(diagnostics: Iterable[Diagnostic], suppressed: Iterable[Suppressed] = ()) -> str:
+    """Return a JSON list; places are null where no file is involved. Accepted findings come last
+    and have `suppressed`."""
+    records = [to_record(d) for d in diagnostics]
+    for item in suppressed:
+        accepted = {"reason": item.reason, "line": item.line}
+        records.append({**to_record(item.diagnostic), "suppressed": accepted})
+    return json.dumps(records, indent=2, ensure_ascii=False)
 
 
 def to_record(diagnostic: Diagnostic) -> dict[str, Any]:
     """Return one diagnostic as plain data. Lines and columns start at 1, columns count code
     points, and the end is exclusive."""
+    source = diagnostic.source
     record: dict[str, Any] = {
         "code": diagnostic.code.id,
         "severity": str(diagnostic.severity),
-        "file": diagnostic.source.name if diagnostic.source is not None else None,
-        "line": None,
-        "column": None,
-        "end_line": None,
-        "end_column": None,
+        "file": source.name if source is not None else None,
+        **_place(source, diagnostic.span),
         "message": diagnostic.message,
         "help": diagnostic.help,
     }
-    if diagnostic.source is not None and diagnostic.span is not None:
-        start = diagnostic.source.position(diagnostic.span.start)
-        end = diagnostic.source.position(diagnostic.span.end)
-        record |= {
-            "line": start.line,
-            "column": start.column,
-            "end_line": end.line,
-            "end_column": end.column,
-        }
     if diagnostic.notes:
         record["notes"] = list(diagnostic.notes)
+    if diagnostic.labels:
+        record["labels"] = [
+            {**_place(source, label.span), "text": label.text} for label in diagnostic.labels
+        ]
+    if diagnostic.fix is not None:
+        record["fix"] = {
+            "title": diagnostic.fix.title,
+            "safe": diagnostic.fix.safe,
+            "edits": [
+                {**_place(source, edit.span), "text": edit.text} for edit in diagnostic.fix.edits
+            ],
+        }
     return record
+
+
+def _place(source: SourceFile | None, span: Span | None) -> dict[str, int | None]:
+    if source is None or span is None:
+        return dict.fromkeys(("line", "column", "end_line", "end_column"))
+    start, end = source.position(span.start), source.position(span.end)
+    return {
+        "line": start.line,
+        "column": start.column,
+        "end_line": end.line,
+        "end_column": end.column,
+    }

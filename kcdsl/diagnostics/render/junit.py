@@ -3,55 +3,83 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree as xml
 
 from kcdsl.diagnostics.model import Diagnostic, Severity
+from kcdsl.diagnostics.render.concise import render_concise
+
+if TYPE_CHECKING:
+    from kcdsl.diagnostics.render import Checked, Run
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 
 
-def render_junit(diagnostics: Iterable[Diagnostic], files: Sequence[str] = ()) -> str:
-    """Return one suite with a case for each file: failed by its errors, the rest as output.
+def render_junit(diagnostics: Iterable[Diagnostic], run: Run) -> str:
+    """Return a suite for each file, with a case for each clause and one, named as the file, for
+    the rest of it: failed by what is at least as severe as `fail_on`, the rest as output.
 
-    `files` are those that were checked, so that one without findings is a passed case. Findings of
-    no file make a case of their own, named `kcdsl`.
+    Files without findings are passed cases. Findings of no file make a suite of their own.
     """
-    by_file: dict[str, list[Diagnostic]] = {name: [] for name in files}
+    by_file: dict[str, list[Diagnostic]] = {file.name: [] for file in run.files}
     for diagnostic in diagnostics:
         name = diagnostic.source.name if diagnostic.source is not None else "kcdsl"
         by_file.setdefault(name, []).append(diagnostic)
-    failed = sum(any(_is_error(d) for d in found) for found in by_file.values())
-    counts = {"tests": str(len(by_file)), "failures": str(failed), "errors": "0"}
-    root = xml.Element("testsuites", {"name": "kcdsl", **counts})
-    suite = xml.SubElement(root, "testsuite", {"name": "kcdsl lint", **counts, "skipped": "0"})
+    clauses = {file.name: file for file in run.files}
+    root = xml.Element("testsuites", {"name": run.command})
+    tests = failures = 0
     for name, found in by_file.items():
-        case = {"classname": "kcdsl.lint", "name": _clean(name), "file": _clean(name)}
-        element = xml.SubElement(suite, "testcase", case)
-        errors = [d for d in found if _is_error(d)]
-        if errors:
-            more = f" and {len(errors) - 1} more" if len(errors) > 1 else ""
-            message = _clean(f"{errors[0].code}: {errors[0].message}{more}")
-            failure = xml.SubElement(
-                element, "failure", {"message": message, "type": str(errors[0].code)}
-            )
-            failure.text = _clean("\n".join(_line(d) for d in errors))
-        others = [d for d in found if not _is_error(d)]
-        if others:
-            output = xml.SubElement(element, "system-out")
-            output.text = _clean("\n".join(_line(d) for d in others))
+        suite = xml.SubElement(root, "testsuite", {"name": _clean(name)})
+        cases = list(_cases(name, found, clauses.get(name)))
+        failed = sum(_case(suite, name, case, d, run) for case, d in cases)
+        _count(suite, len(cases), failed)
+        tests, failures = tests + len(cases), failures + failed
+    _count(root, tests, failures)
     xml.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + xml.tostring(root, encoding="unicode")
 
 
-def _is_error(diagnostic: Diagnostic) -> bool:
-    return diagnostic.severity is Severity.ERROR
+def _cases(
+    name: str, found: list[Diagnostic], file: Checked | None
+) -> Iterator[tuple[str, list[Diagnostic]]]:
+    """Yield the cases of a file: the name of each and its findings."""
+    clauses = file.clauses if file is not None else ()
+    parts: list[list[Diagnostic]] = [[] for _ in clauses]
+    rest: list[Diagnostic] = []
+    for diagnostic in found:
+        at = -1 if diagnostic.span is None else diagnostic.span.start
+        inside = (i for i, (_, span) in enumerate(clauses) if span.start <= at <= span.end)
+        index = next(inside, None)
+        (rest if index is None else parts[index]).append(diagnostic)
+    yield name, rest
+    yield from ((clause, part) for (clause, _), part in zip(clauses, parts, strict=True))
 
 
-def _line(diagnostic: Diagnostic) -> str:
-    from kcdsl.diagnostics.render.concise import render_concise
+def _case(suite: xml.Element, file: str, name: str, found: list[Diagnostic], run: Run) -> bool:
+    """Add one case; say whether it failed."""
+    attributes = {"classname": _clean(file), "name": _clean(name), "file": _clean(file)}
+    failing = [d for d in found if _RANK[d.severity] >= _RANK[run.fail_on]]
+    first = failing[0] if failing else None
+    if first is not None and first.source is not None and first.span is not None:
+        attributes["line"] = str(first.source.position(first.span.start).line)
+    element = xml.SubElement(suite, "testcase", attributes)
+    if first is not None:
+        more = f" and {len(failing) - 1} more" if len(failing) > 1 else ""
+        message = _clean(f"{first.code}: {first.message}{more}")
+        failure = xml.SubElement(element, "failure", {"message": message, "type": str(first.code)})
+        failure.text = _clean(render_concise(failing))
+    others = [d for d in found if d not in failing]
+    if others:
+        output = xml.SubElement(element, "system-out")
+        output.text = _clean(render_concise(others))
+    return first is not None
 
-    return render_concise([diagnostic])
+
+def _count(element: xml.Element, tests: int, failures: int) -> None:
+    for name, number in (("tests", tests), ("failures", failures), ("errors", 0), ("skipped", 0)):
+        element.set(name, str(number))
 
 
 def _clean(text: str) -> str:

@@ -5,51 +5,97 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from kcdsl import __version__
 from kcdsl.diagnostics.codes import Code
-from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity
+from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Suppressed
+from kcdsl.diagnostics.render import page_url
+from kcdsl.exits import Exit
 from kcdsl.source.text import SourceFile, Span
+
+if TYPE_CHECKING:
+    from kcdsl.diagnostics.render import Run
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
 
 
-def render_sarif(diagnostics: Iterable[Diagnostic]) -> str:
-    """Return one run with the rules that occur, and a result for each diagnostic.
+def render_sarif(diagnostics: Iterable[Diagnostic], run: Run) -> str:
+    """Return one run with the rules that occur, and a result for each diagnostic; accepted ones
+    come last, with their suppressions.
 
     Columns count code points from 1, the end exclusive (`columnKind` says so). Source: SARIF
-    2.1.0, OASIS standard, sections 3.14 (run), 3.27 (result), 3.30 (region), 3.55 (fix).
+    2.1.0, OASIS standard, sections 3.14 (run), 3.20 (invocation), 3.27 (result), 3.30 (region),
+    3.35 (suppression), 3.55 (fix).
     """
     found = tuple(diagnostics)
-    codes = sorted({d.code for d in found}, key=lambda code: code.id)
+    codes = sorted(
+        {d.code for d in (*found, *(item.diagnostic for item in run.suppressed))},
+        key=lambda code: code.id,
+    )
     number = {code: index for index, code in enumerate(codes)}
-    run = {
+    results = [_result(d, number[d.code]) for d in found]
+    # Once one result says whether it is suppressed, all must (3.27.23).
+    for result in results if run.suppressed else ():
+        result["suppressions"] = []
+    for item in run.suppressed:
+        result = _result(item.diagnostic, number[item.diagnostic.code])
+        results.append({**result, "suppressions": [_suppression(item)]})
+    document_run = {
         "tool": {
             "driver": {
                 "name": "kcdsl",
                 "version": __version__,
                 "semanticVersion": __version__,
-                "rules": [_rule(code) for code in codes],
+                "rules": [_rule(code, run.docs_url) for code in codes],
             }
         },
+        "invocations": [
+            {
+                "executionSuccessful": run.exit_code != Exit.COULD_NOT_RUN,
+                "exitCode": run.exit_code,
+            }
+        ],
+        "artifacts": [{"location": {"uri": _uri(file.name)}} for file in run.files],
         "columnKind": "unicodeCodePoints",
-        "results": [_result(d, number[d.code]) for d in found],
+        "results": results,
     }
-    document = {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+    document = {"$schema": _SCHEMA, "version": "2.1.0", "runs": [document_run]}
     return json.dumps(document, indent=2, ensure_ascii=False)
 
 
-def _rule(code: Code) -> dict[str, Any]:
-    return {
+def _rule(code: Code, docs_url: str | None) -> dict[str, Any]:
+    from kcdsl.diagnostics.pages import page
+
+    written, url = page(code), page_url(docs_url, code.id)
+    words = code.title.replace("'", "").replace("-", " ").split()
+    rule: dict[str, Any] = {
         "id": code.id,
-        "name": "".join(word.capitalize() for word in code.title.replace("'", "").split()),
+        "name": "".join(word[:1].upper() + word[1:] for word in words),
         "shortDescription": {"text": code.title},
         "fullDescription": {"text": code.explanation},
         "help": {"text": f"kcdsl explain {code.id}: {code.explanation}"},
     }
+    if written is not None:
+        rule["help"]["markdown"] = written.text
+    if url is not None:
+        rule["helpUri"] = url
+    return rule
+
+
+def _suppression(item: Suppressed) -> dict[str, Any]:
+    suppression: dict[str, Any] = {
+        "kind": "inSource",
+        "status": "accepted",
+        "justification": item.reason,
+    }
+    source = item.diagnostic.source
+    if source is not None:
+        place = {"artifactLocation": _artifact(source), "region": {"startLine": item.line}}
+        suppression["location"] = {"physicalLocation": place}
+    return suppression
 
 
 def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
@@ -81,11 +127,13 @@ def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
 
 
 def _artifact(source: SourceFile) -> dict[str, str]:
-    """Return the file as a URI reference; a relative name stays relative."""
-    path = PurePath(source.name)
-    if path.is_absolute():
-        return {"uri": path.as_uri()}
-    return {"uri": quote(path.as_posix())}
+    return {"uri": _uri(source.name)}
+
+
+def _uri(name: str) -> str:
+    """Return a file as a URI reference; a relative name stays relative."""
+    path = PurePath(name)
+    return path.as_uri() if path.is_absolute() else quote(path.as_posix())
 
 
 def _place(source: SourceFile, span: Span | None) -> dict[str, Any]:
@@ -108,6 +156,7 @@ def _region(source: SourceFile, span: Span) -> dict[str, int]:
 def _fix(source: SourceFile, fix: Fix) -> dict[str, Any]:
     return {
         "description": {"text": fix.title},
+        "properties": {"applicability": "safe" if fix.safe else "unsafe"},
         "artifactChanges": [
             {
                 "artifactLocation": _artifact(source),

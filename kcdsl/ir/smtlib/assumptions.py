@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise, permutations
+from itertools import permutations
 from typing import Any
 
 from kcdsl.ir import terms as ir
-from kcdsl.ir.facts import MONOTONE, NORMS, Interval, domination, interval
+from kcdsl.ir.facts import NORMS, Interval, at_most, bent, interval
 from kcdsl.ir.smtlib import text
 from kcdsl.ir.smtlib.theory import Extreme, NormAt, Quantity, Theory
 
@@ -34,9 +34,9 @@ def assumptions(
     for constant, symbol in constants:
         yield from _range(constant, symbol, known)
     quantities = [c for c, _ in constants if isinstance(c, Quantity)]
-    yield from _orders(theory, quantities)
-    yield from _dominations(theory, quantities, temperature)
-    yield from _inclusions(theory, quantities)
+    for a, b in permutations(quantities, 2):
+        if a.unit == b.unit:
+            yield from _between(theory, a, b, temperature)
     yield from _extremes(theory)
     yield from _at_inputs(theory)
     yield from _flags(theory)
@@ -60,51 +60,47 @@ def _groups(items: Iterable[Any], key: Any) -> Iterator[list[Any]]:
     return (group for group in found.values() if len(group) > 1)
 
 
-def _orders(theory: Theory, quantities: list[Quantity]) -> Iterator[Fact]:
-    """Yield: minimum <= quantiles in their order <= maximum, and the mean between the two."""
-    statistics = [q for q in quantities if isinstance(q.term, ir.Statistic)]
-    for group in _groups(statistics, lambda q: (q.unit, q.slice, id(q.term.of))):
-        kinds = {q.term.kind: theory.constants[q] for q in group}
-        levels = sorted((q.term.q, theory.constants[q]) for q in group if q.term.kind == "quantile")
-        chain = [kinds.get("min"), *(symbol for _, symbol in levels), kinds.get("max")]
-        present = [symbol for symbol in chain if symbol is not None]
-        for low, high in pairwise(present):
-            yield f"(<= {low} {high})", "order of the statistics of the same values"
-        if "mean" in kinds:
-            if "min" in kinds:
-                yield f"(<= {kinds['min']} {kinds['mean']})", "a mean is no less than the minimum"
-            if "max" in kinds:
-                yield f"(<= {kinds['mean']} {kinds['max']})", "a mean is no more than the maximum"
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A constant as `kcdsl.ir.facts` looks at it."""
+
+    kind: str
+    q: Fraction | None
+    of: ir.Term
+    slice: str
+    side: str = ""
 
 
-def _dominations(
-    theory: Theory, quantities: list[Quantity], temperature: Fraction | None
+def _placed(quantity: Quantity) -> _Placed:
+    match quantity.term:
+        case ir.Statistic(kind, of, q):
+            return _Placed(kind, q, of, quantity.slice)
+        case term:
+            return _Placed("value", None, term, quantity.slice)
+
+
+def _between(
+    theory: Theory, a: Quantity, b: Quantity, temperature: Fraction | None
 ) -> Iterator[Fact]:
-    """Yield the orders that hold value by value, for statistics that keep them."""
-    statistics = [
-        q for q in quantities if isinstance(q.term, ir.Statistic) and q.term.kind in MONOTONE
-    ]
-    for group in _groups(statistics, lambda q: (q.unit, q.slice, q.term.kind, q.term.q)):
-        for small, large in permutations(group, 2):
-            factor = domination(small.term.of, large.term.of, temperature)
-            if factor is not None:
-                low, high = theory.constants[small], theory.constants[large]
-                yield f"(<= {low} {_scaled(factor, high)})", "holds of every single value"
+    """Yield what two measured terms have to do with each other, whatever is measured.
+
+    Units of different slices are counted apart, so nothing relates them.
+    """
+    inside = theory.inside if not a.unit else _same
+    low, high = theory.constants[a], theory.constants[b]
+    found = at_most(_placed(a), _placed(b), temperature, inside)
+    if found is not None:
+        factor, why = found
+        reason = "; ".join(why) or "holds of every single value"
+        yield f"(<= {low} {_scaled(factor, high)})", reason
+    for bound in sorted(theory.bounds.get(b, ())):
+        for limit, why in bent(_placed(a), _placed(b), bound, temperature, inside):
+            premise = f"(<= {high} {text.real(bound)})"
+            yield f"(=> {premise} (<= {low} {text.real(limit)}))", "; ".join(why)
 
 
-def _inclusions(theory: Theory, quantities: list[Quantity]) -> Iterator[Fact]:
-    """Yield: the extremes over fewer values lie inside those over more."""
-    extremes = [
-        q for q in quantities if isinstance(q.term, ir.Statistic) and q.term.kind in ("min", "max")
-    ]
-    for group in _groups(extremes, lambda q: (q.unit, id(q.term))):
-        for inner, outer in permutations(group, 2):
-            if theory.inside(inner.slice, outer.slice):
-                small, large = theory.constants[inner], theory.constants[outer]
-                if inner.term.kind == "min":
-                    small, large = large, small
-                why = f"every request of {inner.slice} is one of {outer.slice}"
-                yield f"(<= {small} {large})", why
+def _same(inner: str, outer: str) -> bool:
+    return inner == outer
 
 
 def _extremes(theory: Theory) -> Iterator[Fact]:
@@ -129,8 +125,8 @@ def _meet(theory: Theory, small: Extreme, large: Extreme) -> bool:
     The largest is ordered as its region is, the least the other way round; the least over one
     region lies below the largest over another where an input is in both.
     """
-    grows = theory.region_inside(small.region, large.region)
-    shrinks = theory.region_inside(large.region, small.region)
+    grows = theory.region_inside(small.region, large.region, small.unit)
+    shrinks = theory.region_inside(large.region, small.region, small.unit)
     match small.end, large.end:
         case "largest", "largest":
             return grows
@@ -157,7 +153,7 @@ def _at_inputs(theory: Theory) -> Iterator[Fact]:
                 norm.kind,
                 norm.block,
             )
-            if same and theory.region_inside(norm.at.region, extreme.region):
+            if same and theory.region_inside(norm.at.region, extreme.region, norm.at.unit):
                 low, high = (end, symbol) if extreme.end == "least" else (symbol, end)
                 yield f"(<= {low} {high})", "the row is one of the region"
 
@@ -167,7 +163,7 @@ def _flags(theory: Theory) -> Iterator[Fact]:
     flips = {key: s for key, s in theory.flags.items() if _is_flip(key)}
     for group in _groups(flips, lambda key: key[:4]):
         for inner, outer in permutations(group, 2):
-            if theory.region_inside(inner[4], outer[4]):
+            if theory.region_inside(inner[4], outer[4], inner[1]):
                 yield f"(=> {flips[outer]} {flips[inner]})", "a region inside another"
 
 

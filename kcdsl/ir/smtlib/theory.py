@@ -89,6 +89,8 @@ class Theory:
     constants: dict[Constant, str] = field(default_factory=dict)
     flags: dict[Hashable, str] = field(default_factory=dict)
     opaque: dict[Opaque, str] = field(default_factory=dict)
+    bounds: dict[Quantity, set[Fraction]] = field(default_factory=dict)
+    """The numbers that measured terms are compared with."""
 
     def holds(self, formula: ir.Formula, slice_name: str, unit: str = "") -> str:
         """Return that a requirement is true of a slice, or of one unit of it."""
@@ -110,9 +112,12 @@ class Theory:
         self.flags.setdefault(meaning, symbol)
         return symbol
 
-    def region_inside(self, inner: ir.Region, outer: ir.Region) -> bool:
-        """Say whether every input of one region is one of the other."""
-        if not self.inside(inner.slice, outer.slice):
+    def region_inside(self, inner: ir.Region, outer: ir.Region, unit: str) -> bool:
+        """Say whether every input of one region is one of the other, within a unit.
+
+        Units of different slices are counted apart, so nothing relates their inputs.
+        """
+        if not self.inside(inner.slice, outer.slice) or (unit and inner.slice != outer.slice):
             return False
         if inner.kind is ir.RegionKind.POINTS:
             return True
@@ -137,7 +142,7 @@ class Theory:
             claim = symbol if every else text.negation(symbol)
             for at in known:
                 same = at.unit == item.unit
-                if same and self.region_inside(at.region, item.formula.region):
+                if same and self.region_inside(at.region, item.formula.region, at.unit):
                     found.append(f"(=> {claim} {self._instance(item, at, every)})")
             converse = self._instance(item, chosen[item], not every)
             found.append(f"(=> {text.negation(claim)} {converse})")
@@ -171,6 +176,7 @@ class _Translation:
             case ir.Compare(op, left, right):
                 if not _bound(left, at) or not _bound(right, at):
                     return self._unbound(formula)
+                self._note(left, right)
                 return _compared(op, self.term(left, at), self.term(right, at))
             case ir.NoFlip():
                 return self._unbound(formula)
@@ -211,9 +217,16 @@ class _Translation:
                 assert_never(term)
 
     def _quantity(self, term: ir.Term) -> str:
-        plain = self.theory.store.term(_plain(term))
-        quantity = Quantity(self.unit, self.slice, plain)
-        return self.theory.real(quantity, self._here(term_text(term)))
+        return self.theory.real(self._of(term), self._here(term_text(term)))
+
+    def _of(self, term: ir.Term) -> Quantity:
+        return Quantity(self.unit, self.slice, self.theory.store.term(_plain(term)))
+
+    def _note(self, left: ir.Term, right: ir.Term) -> None:
+        """Remember which numbers a measured term is compared with."""
+        for term, number in ((left, right), (right, left)):
+            if isinstance(term, ir.Metric | ir.Statistic) and isinstance(number, ir.Number):
+                self.theory.bounds.setdefault(self._of(term), set()).add(number.value)
 
     def _field(self, name: str) -> str:
         key = ("field", self.unit, self.slice, name)

@@ -101,7 +101,7 @@ def test_lint_of_a_file_that_cannot_be_read(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse_to_open)
-    ran = cli("lint", folder / "contract.yaml")
+    ran = cli("lint", "contract.yaml", cwd=folder)
     assert ran.code == 2
     assert "KC602" in ran.stdout
 

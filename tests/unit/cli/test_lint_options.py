@@ -48,7 +48,7 @@ def test_a_folder_and_several_outputs(cli: Cli, folder: Path) -> None:
     sarif = json.loads((folder / "out.sarif").read_text())
     assert len(sarif["runs"][0]["results"]) == 1
     cases = xml.fromstring((folder / "out.xml").read_text()).iter("testcase")
-    assert {case.attrib["name"] for case in cases} == {"bad.kc.yaml", "good.kc.yaml"}
+    assert {case.attrib["name"] for case in cases} == {"A", "bad.kc.yaml", "good.kc.yaml"}
 
 
 def test_github_actions_get_their_format(folder: Path) -> None:
@@ -119,7 +119,7 @@ def test_watching(folder: Path) -> None:
     )
     try:
         assert process.stderr is not None
-        assert process.stderr.readline() == "1 contract: 1 error\n"
+        assert process.stderr.readline() == "1 contract: 1 error; --fix --unsafe-fixes mends 1\n"
         assert process.stderr.readline() == "watching; Ctrl-C ends\n"
         time.sleep(0.05)
         (folder / "bad.kc.yaml").write_text(GOOD)

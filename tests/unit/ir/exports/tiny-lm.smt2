@@ -54,6 +54,8 @@
 (assert (<= |p99(tv) on all| 1.0))
 (assert (<= |mean(top1_overlap) on all| 1.0))
 (assert (<= |mean(top1_overlap) on safety| 1.0))
+; TV <= sqrt(KL/2) (Pinsker)
+(assert (=> (<= |p99(kl) on all| (/ 1.0 1000000.0)) (<= |p99(tv) on all| (/ 707106781186547524401.0 1000000000000000000000000.0))))
 ; a region inside another
 (assert (<= |largest norm_inf(drift(attn_0, x)) for x in points(short)| |largest norm_inf(drift(attn_0, x)) for x in ball(short, 0.001)|))
 

@@ -1,0 +1,126 @@
+"""What `kcdsl lint` was asked to do: command line over environment over configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kcdsl.config import Config, load_config
+from kcdsl.diagnostics import Diagnostic, Severity, refuse
+from kcdsl.diagnostics.codes import USAGE, all_codes
+from kcdsl.diagnostics.render import FORMATS, SUFFIXES
+
+_RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A format, and the file that it is written to; None for standard output."""
+
+    format: str
+    file: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of one run; `select` and `ignore` hold codes and beginnings of codes."""
+
+    paths: tuple[str, ...]
+    outputs: tuple[Output, ...]
+    fail_on: Severity
+    select: tuple[str, ...]
+    ignore: tuple[str, ...]
+    statistics: bool
+    fix: bool
+    unsafe: bool
+    diff: bool
+    exit_zero: bool
+    stdin_filename: str
+    config: Config
+
+    def shows(self, diagnostic: Diagnostic) -> bool:
+        """Say whether a diagnostic is shown: every error is."""
+        if diagnostic.severity is Severity.ERROR:
+            return True
+        code = diagnostic.code.id
+        return (not self.select or code.startswith(self.select)) and not code.startswith(
+            self.ignore
+        )
+
+    def fails(self, severity: Severity) -> bool:
+        """Say whether a finding of this severity gives exit code 1."""
+        return _RANK[severity] >= _RANK[self.fail_on]
+
+
+def read_options(arguments: argparse.Namespace) -> Options:
+    """Return the options; raises Refusal where they cannot be used."""
+    config = load_config(Path())
+    outputs = _outputs(arguments, config)
+    if arguments.statistics and any(o.file is None and o.format not in _LISTS for o in outputs):
+        raise refuse(
+            USAGE,
+            "--statistics is for people",
+            help=f"use it with the format {' or '.join(_LISTS)}",
+        )
+    return Options(
+        paths=tuple(arguments.paths),
+        outputs=outputs,
+        fail_on=Severity(arguments.fail_on or config.fail_on),
+        select=_codes(arguments.select, config, "select"),
+        ignore=_codes(arguments.ignore, config, "ignore"),
+        statistics=arguments.statistics,
+        fix=arguments.fix and not arguments.diff,
+        unsafe=arguments.unsafe_fixes,
+        diff=arguments.diff,
+        exit_zero=arguments.exit_zero,
+        stdin_filename=arguments.stdin_filename,
+        config=config,
+    )
+
+
+_LISTS = ("full", "concise")
+
+
+def _outputs(arguments: argparse.Namespace, config: Config) -> tuple[Output, ...]:
+    """Return where findings go, in which form; at most one goes to standard output."""
+    found: list[Output] = []
+    for word in arguments.format or config.format:
+        format, sign, name = word.partition("=")
+        if format not in FORMATS or (sign and not name):
+            raise refuse(USAGE, f"there is no format `{word}`", help=f"one of {', '.join(FORMATS)}")
+        found.append(Output(format, Path(name) if sign else None))
+    if arguments.output is not None:
+        path = Path(arguments.output)
+        if path.suffix not in SUFFIXES:
+            raise refuse(
+                USAGE,
+                f"the suffix of {path} says no format",
+                help=f"one of {', '.join(SUFFIXES)}, or --format FORMAT={path}",
+            )
+        found.append(Output(SUFFIXES[path.suffix], path))
+    if sum(output.file is None for output in found) > 1:
+        raise refuse(USAGE, "two formats for standard output", help="give one of them a file")
+    if not any(output.file is None for output in found) and arguments.output is None:
+        actions = os.environ.get("GITHUB_ACTIONS") == "true"
+        found.insert(0, Output("github" if actions else "full", None))
+    return tuple(found)
+
+
+def _codes(given: Sequence[str] | None, config: Config, name: str) -> tuple[str, ...]:
+    """Return codes and beginnings of codes; each must fit a code that there is."""
+    words: Sequence[str] = getattr(config, name)
+    if given is not None:
+        words = [part.strip() for word in given for part in word.split(",") if part.strip()]
+    found = tuple(word.upper() for word in words)
+    for word in found:
+        if not any(code.id.startswith(word) for code in all_codes()):
+            origin = f"--{name}" if given is not None else config.origin(name)
+            raise refuse(
+                USAGE,
+                f"{origin}: no code begins with {word}",
+                help="`kcdsl explain` lists the codes",
+            )
+    return found

@@ -1,0 +1,67 @@
+"""What a terminal shows: colour, width, the cells of a character, and nothing that a hostile file
+could do to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import unicodedata
+from typing import TextIO
+
+FIXED_WIDTH = 100
+"""Columns when the output is not a terminal, so that recorded output never changes."""
+TAB = 4
+RED, GREEN, YELLOW, BLUE, BOLD = "31", "32", "33", "34", "1"
+_BIDIRECTIONAL = frozenset(
+    "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)
+
+
+def wants_colour(stream: TextIO | None) -> bool:
+    """Say whether output to a stream is coloured: NO_COLOR, then FORCE_COLOR, then what it is."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def width_of(stream: TextIO | None) -> int:
+    """Return the columns of a stream, at least 40."""
+    if stream is None or not stream.isatty():
+        return FIXED_WIDTH
+    return max(40, shutil.get_terminal_size((FIXED_WIDTH, 24)).columns)
+
+
+def paint(text: str, code: str, colour: bool) -> str:
+    """Return a text in a colour, where there is colour."""
+    return f"\x1b[{code}m{text}\x1b[0m" if colour and text else text
+
+
+def printable(text: str) -> str:
+    """Return a text for one line or several, without what could move the cursor."""
+    return "".join(char if char == "\n" else visible(char) for char in text)
+
+
+def visible(char: str) -> str:
+    """Return a character, or the sign of replacement for one that controls the terminal or turns
+    the order of what follows."""
+    if char in _BIDIRECTIONAL or unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"}:
+        return "\N{REPLACEMENT CHARACTER}"
+    return char
+
+
+def cells(char: str) -> int:
+    """Return how many columns a character takes, as `shown` writes it."""
+    if char == "\t":
+        return TAB
+    if visible(char) != char:
+        return 1
+    if unicodedata.combining(char) or unicodedata.category(char) == "Cf":
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def shown(text: str) -> str:
+    """Return a piece of a line of source: tabs as spaces, nothing that could harm."""
+    return "".join(" " * TAB if char == "\t" else visible(char) for char in text)

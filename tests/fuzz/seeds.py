@@ -1,0 +1,47 @@
+"""The documents that mutants are made of: corpus, examples, and the pages of diagnostic codes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.support.pages import completed
+
+ROOT = Path(__file__).resolve().parents[2]
+_BLOCK = re.compile(r"^```yaml([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A document, the folder where the files that it names are looked for, and whether it is meant
+    to be accepted."""
+
+    name: str
+    data: bytes
+    folder: Path
+    good: bool
+
+
+@cache
+def seeds() -> tuple[Seed, ...]:
+    """Return every document, in an order that only their names decide."""
+    found: list[Seed] = []
+    for place in ("grammar/corpus", "examples"):
+        for path in sorted((ROOT / place).rglob("*.yaml")):
+            if "out" not in path.parts:
+                name = path.relative_to(ROOT).as_posix()
+                found.append(Seed(name, path.read_bytes(), path.parent, "rejected" not in path.parts))
+    for page in sorted((ROOT / "kcdsl" / "diagnostics" / "pages").glob("KC*.md")):
+        blocks = _BLOCK.findall(page.read_text(encoding="utf-8"))
+        for number, (words, block) in enumerate(blocks):
+            data, good = completed(block).encode(), words.split()[:1] == ["good"]
+            found.append(Seed(f"{page.stem}/{number}", data, ROOT / "grammar" / "corpus", good))
+    return tuple(found)
+
+
+@cache
+def good_seeds() -> tuple[Seed, ...]:
+    """Return the documents that are meant to be accepted."""
+    return tuple(seed for seed in seeds() if seed.good)

@@ -1,0 +1,244 @@
+"""What is said of contracts as a whole has no counterexample among measured worlds.
+
+Worlds are made of real distributions: logits by chance, and every metric computed from them, with
+several tokens for each request. The reference evaluator says what is true in them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS, Code
+from kcdsl.ir import terms as ir
+from kcdsl.ir.evaluate import Truth, answers
+from kcdsl.ir.orders import CURVES, EDGES, TEMPERED, UNTEMPERED, curves, least_factor
+from kcdsl.ir.world import Unit, World
+from kcdsl_backends.smt import consistency as module
+from kcdsl_backends.smt.claims import Claim
+from kcdsl_backends.smt.findings import Findings, Implication
+
+
+def _support(name: str) -> Any:
+    path = Path(__file__).parents[1] / "support" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"questions_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+made = _support("contracts")
+
+TEMPERATURE = Fraction(1)
+METRICS = (
+    "kl", "kl_infer_train", "jeffreys", "js", "tv", "hellinger2", "log_ratio_linf",
+    "logit_span", "logit_linf", "logit_l2", "logit_l2_centered", "top1_overlap", "hidden_l2",
+)  # fmt: skip
+
+
+SIZES = (0.01, 0.1, 0.3, 1.0, 3.0)
+
+
+def metrics_of_row(
+    random: Any, temperature: float = 1.0, sizes: Sequence[float] = SIZES
+) -> dict[str, float]:
+    """Return every metric of one position: two to five classes, small and large drifts."""
+    n, size = random.choice((2, 2, 3, 5)), random.choice(sizes)
+    z = [random.gauss(0, random.choice((0.01, 1, 3))) for _ in range(n)]
+    d = [random.gauss(0, size) for _ in range(n)]
+    p, q = (
+        _softmax(z, temperature),
+        _softmax([a + b for a, b in zip(z, d, strict=True)], temperature),
+    )
+    middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
+    ratios = [math.log(a / b) for a, b in zip(p, q, strict=True)]
+    mean, token = sum(d) / n, random.randrange(n)
+    return {
+        "kl": _kl(p, q),
+        "kl_infer_train": _kl(q, p),
+        "jeffreys": _kl(p, q) + _kl(q, p),
+        "js": (_kl(p, middle) + _kl(q, middle)) / 2,
+        "tv": sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2,
+        "hellinger2": max(0.0, 1 - sum(math.sqrt(a * b) for a, b in zip(p, q, strict=True))),
+        "log_ratio_linf": max(abs(x) for x in ratios),
+        "logit_span": max(d) - min(d),
+        "logit_linf": max(abs(x) for x in d),
+        "logit_l2": math.hypot(*d),
+        "logit_l2_centered": math.hypot(*(x - mean for x in d)),
+        "log_ratio": ratios[token],
+        "k1": -ratios[token],
+        "top1_overlap": float(random.random() < 0.8),
+        "hidden_l2": random.choice((0.0, 0.3, 1.1, 2.5)),
+    }
+
+
+def _softmax(z: Sequence[float], temperature: float) -> list[float]:
+    weights = [math.exp((x - max(z)) / temperature) for x in z]
+    return [w / sum(weights) for w in weights]
+
+
+def _kl(p: Sequence[float], q: Sequence[float]) -> float:
+    return max(0.0, sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+
+
+class Measured(made.Worlds):  # type: ignore[misc, name-defined]
+    """Worlds whose metrics come from distributions; up to three tokens for each request."""
+
+    tokens = 3
+    sizes: Sequence[float] = SIZES
+
+    def unit(self, number: int) -> Unit:
+        unit = super().unit(number)
+        if number == 0:
+            self.sizes = self.choice((SIZES, SIZES[:1], SIZES[:2], SIZES[:3], SIZES[2:]))
+        rows = [metrics_of_row(self, 1.0, self.sizes) for _ in range(self.randint(1, self.tokens))]
+        values = {name: tuple(Fraction(row[name]) for row in rows) for name in rows[0]}
+        return replace(unit, values=values)
+
+
+class Contracts(made.Contracts):  # type: ignore[misc, name-defined]
+    """Contracts about these metrics, with thresholds that worlds come near."""
+
+    plain = False
+    """Only upper bounds that worlds often keep, so that there is much to follow from them."""
+
+    def formula(self, depth: int = 2) -> ir.Formula:
+        return self.compare() if self.plain else super().formula(depth)  # type: ignore[no-any-return]
+
+    def pointwise(self) -> ir.Term:
+        if self.random() < 0.15:
+            return ir.Abs(ir.Metric("log_ratio"))
+        return ir.Metric(self.choice(METRICS))
+
+    def compare(self) -> ir.Compare:
+        if self.plain:
+            bound = ir.Number(Fraction(self.choice((20, 50, 100, 200, 300)), 100))
+            return ir.Compare(self.choice(("<=", "<")), self.statistic(), bound)
+        if self.random() < 0.7:
+            threshold = Fraction(self.choice((1, 2, 5, 10, 20, 50, 100, 200, 300)), 100)
+            op = self.choice(("<=", "<=", "<=", "<", ">=", ">"))
+            return ir.Compare(op, self.statistic(), ir.Number(threshold))
+        return super().compare()  # type: ignore[no-any-return]
+
+    def clause(self, name: str) -> ir.Clause:
+        clause = super().clause(name)
+        if self.plain:
+            return replace(clause, level=ir.Level.L2)
+        level = self.choice((ir.Level.L1, ir.Level.L2, ir.Level.L2))
+        return replace(
+            clause, level=level, evidence=self.choice((None, None, ir.EvidenceKind.SAMPLE))
+        )
+
+
+# --- facts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [Fraction(1, 2), Fraction(1), Fraction(3)])
+def test_no_distribution_breaks_an_order_or_a_curve(temperature: Fraction) -> None:
+    random = made.Worlds(1)
+    nearest: dict[tuple[str, str], float] = {}
+    names = {e.small for e in (*EDGES, *TEMPERED, *UNTEMPERED)} | {c.small for c in CURVES}
+    names |= {e.large for e in (*EDGES, *TEMPERED, *UNTEMPERED)} | {c.large for c in CURVES}
+    for _ in range(400):
+        row = metrics_of_row(random, float(temperature))
+        row["abs(log_ratio)"] = abs(row["log_ratio"])
+        known = sorted(names & set(row))
+        for small in known:
+            for large in known:
+                path = least_factor(small, large, temperature)
+                if path is not None:
+                    limit = float(path.factor) * row[large]
+                    assert row[small] <= limit * (1 + 1e-9) + 1e-12, (small, large)
+                for curve in curves(small, large, temperature):
+                    bound = curve.at(Fraction(row[large]), temperature)
+                    assert bound is not None
+                    assert row[small] <= float(bound) * (1 + 1e-9) + 1e-12, (small, large)
+                    share = row[small] / float(bound) if bound else 0.0
+                    nearest[small, large] = max(share, nearest.get((small, large), 0.0))
+    assert {(c.small, c.large) for c in CURVES} <= set(nearest)
+    assert min(nearest.values()) > 0.2, nearest  # no curve is far from what occurs
+
+
+# --- what is found -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Recorder(Findings):
+    """Findings that remember the claims themselves."""
+
+    heard: Any = None
+
+    def add(self, code: Code, claims: Sequence[Claim]) -> None:
+        self.heard.append((code, tuple(claims)))
+        Findings.add(self, code, claims)
+
+    def redundant(self, clause: ir.Clause, every: bool, found: Sequence[Implication]) -> None:
+        self.heard.extend(found)
+        Findings.redundant(self, clause, every, found)
+
+
+def found_in(program: ir.Program, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    heard: list[Any] = []
+    monkeypatch.setattr(module, "Findings", lambda source: Recorder(source, heard=heard))
+    module.consistency(program)
+    return heard
+
+
+def truths(program: ir.Program, worlds: int, seed: int) -> Iterator[dict[tuple[str, str], Truth]]:
+    for n in range(worlds):
+        world: World = Measured(1000 * seed + n).world()
+        yield {key: answer.truth for key, answer in answers(program, world).items()}
+
+
+def check(seeds: range, monkeypatch: pytest.MonkeyPatch, worlds: int = 12) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        contracts = Contracts(seed)
+        contracts.plain = seed % 3 == 0
+        program = contracts.program(3 + seed % 5)
+        heard = found_in(program, monkeypatch)
+        if not heard:
+            continue
+        for truth in truths(program, worlds, seed):
+            for item in heard:
+                match item:
+                    case Implication(claim, premises):
+                        keys = {(p.clause.id, p.slice) for p in premises}
+                        if all(truth[key] is Truth.TRUE for key in keys):
+                            seen["implied"] += 1
+                            broken = truth[claim.clause.id, claim.slice]
+                            assert broken is not Truth.FALSE, (seed, claim, premises)
+                    case (code, claims):
+                        values = [truth[c.clause.id, c.slice] for c in claims]
+                        seen[code.id] += 1
+                        if code in (CONTRADICTION, NEVER_HOLDS):
+                            assert set(values) != {Truth.TRUE}, (seed, claims)
+                        if code is ALWAYS_HOLDS:
+                            assert Truth.FALSE not in values, (seed, claims)
+    return seen
+
+
+def test_what_is_implied_or_contradictory_has_no_counterexample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = check(range(60), monkeypatch)
+    assert seen["implied"] >= 50, seen
+    assert seen["KC410"] >= 10, seen
+
+
+@pytest.mark.slow
+def test_thousands_of_worlds_have_no_counterexample(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = check(range(60, 800), monkeypatch, worlds=20)
+    assert seen["implied"] >= 1500, seen
