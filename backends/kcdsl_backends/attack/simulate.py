@@ -1,9 +1,11 @@
 """Run a block graph in float64 with every rounding of a numerics specification explicit.
 
 A run is admitted by a specification if every stored result obeys its error model
-(docs/relational-interval.md). Two kinds of symbols s in [-1, 1], chosen by the caller, make it one:
+(docs/relational-interval.md). Three kinds of symbols
+s in [-1, 1], chosen by the caller, make it one:
 
-- accumulation: a dot product of n terms is exact + s·γ_{n+2}·Σ|terms|;
+- accumulation: a dot product of n terms is exact + s·A_n,2 (section 3 there);
+- early cast: with `casts: any` a product of a linear may be stored before its bias is added;
 - cast: with `casts: any` the stored result is v·(1 + u·s); with `casts: nearest` it is v rounded to
   nearest, and there is no symbol.
 
@@ -71,6 +73,8 @@ class Simulator:
             coarser = [n for n in stored if self._format(n).precision < SIMULATED]
             shapes |= {f"cast {n.name}": n.shape for n in coarser}
             if self._coarse:
+                biased = (n for n in stored if n.op == "linear" and len(n.inputs) > 2)
+                shapes |= {f"early {n.name}": n.shape for n in biased}
                 inputs = (n for n in self.graph.nodes if n.op == "input")
                 shapes |= {f"cast {n.name}": n.shape for n in inputs}
         return shapes
@@ -94,14 +98,18 @@ class Simulator:
                 value = self._exact(node, nodes, values)
             accumulated = symbols.get(f"sum {node.name}")
             if accumulated is not None:
-                value = value + accumulated * self._sum_error(node, nodes, values)
+                value = value + accumulated * self._sum_error(node, value, nodes, values)
+            early = symbols.get(f"early {node.name}")
+            if early is not None:
+                product = value - self._operand(node.inputs[2], nodes, values)
+                value = value + FORMATS[self.numerics.compute].unit_roundoff * early * product
             values[node.name] = self._store(node, value, symbols.get(f"cast {node.name}"))
         return values[self.graph.output]
 
     def _sum_error(
-        self, node: Node, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
+        self, node: Node, exact: Tensor, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return γ_{n+2} Σ|terms| of a dot product on the values of this run."""
+        """Return A_n,2(Σ|terms|, sum) of a dot product on the values of this run."""
         left = self._operand(node.inputs[0], nodes, values).abs()
         if node.op == "linear":
             right = self.parameters.linear(nodes[node.inputs[1]]).abs().T
@@ -110,8 +118,10 @@ class Simulator:
         total = left @ right
         if node.op == "linear" and len(node.inputs) > 2:
             total = total + self._operand(node.inputs[2], nodes, values).abs()
-        product = (left.shape[-1] + 2) * FORMATS[self.numerics.accumulate].unit_roundoff
-        return total * (product / (1 - product)) if product < 1 else torch.zeros_like(total)
+        u, steps = FORMATS[self.numerics.accumulate].unit_roundoff, left.shape[-1]
+        if (steps + 2) * u >= 1:
+            return torch.zeros_like(total)
+        return (steps * (total + exact.abs()) / 2 + 2 * total) * (u / (1 - (steps + 2) * u))
 
     def _format(self, node: Node) -> Format:
         attention = self.numerics.attention

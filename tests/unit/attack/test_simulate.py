@@ -54,13 +54,13 @@ def test_nearest_rounds_to_the_format() -> None:
 
 
 def test_the_attack_finds_the_known_worst_case() -> None:
-    """One linear, float32 exact input: both kernels may be off by (γ_5 Σ|wx| + u|y|)."""
+    """One linear, float32 exact input: both kernels may be off by A_3,2(Σ|wx|, y) + u|y|."""
     found = attack(simulator({}), simulator({}), "inf", X, ZERO, candidates=2)
     u = 2.0**-24
-    gamma = 5 * u / (1 - 5 * u)
     total = (X.abs() @ WEIGHT.double().abs().T)[0]
     exact = (X @ WEIGHT.double().T)[0].abs()
-    worst = float((2 * (gamma * total + u * exact)).amax())
+    summed = (3 * (total + exact) / 2 + 2 * total) * (u / (1 - 5 * u))
+    worst = float((2 * (summed + u * exact)).amax())
     assert 0.99 * worst < found.value <= worst * (1 + 1e-6)
 
 

@@ -248,11 +248,12 @@ def test_unscaled_activations_may_overflow() -> None:
 
 def test_partial_sums_may_overflow_the_accumulator() -> None:
     half = kernel("float16", accumulate="float16")
-    assert linear.accumulated(half, np.array([60000.0]), 3, 3) > 0
+    one = np.ones(1)
+    assert linear.accumulated(half, np.array([60000.0]), one, 3, 2) > 0
     with pytest.raises(Rejection, match="partial sum"):
-        linear.accumulated(half, np.array([65500.0]), 3, 3)
+        linear.accumulated(half, np.array([65500.0]), one, 3, 2)
     with pytest.raises(Rejection, match="bound/not-finite"):
-        linear.accumulated(half, np.array([1.0]), 2048, 2048)
+        linear.accumulated(half, one, one, 2046, 2)
 
 
 def test_gamma() -> None:
@@ -474,7 +475,7 @@ def test_probabilities_that_only_fall_or_rise() -> None:
 
 def test_the_context_carries_the_rounding_of_probabilities() -> None:
     ones = box.exact(np.ones((1, 1)))
-    found = attention._context_error(kernel(), ones, np.full((1, 1), 0.1), ones, 1)
+    found = attention._context_error(kernel(), ones, np.full((1, 1), 0.1), ones, ones)
     assert 0.1 <= found[0, 0] < 0.1001
 
 

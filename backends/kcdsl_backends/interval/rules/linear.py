@@ -29,8 +29,8 @@ def linear(step: Step) -> State:
         x_train, drift_in = x_train.widen(shift_train), drift_in.widen(shift_train)
     if shift_infer is not None:
         x_infer, drift_in = x_infer.widen(shift_infer), drift_in.widen(shift_infer)
-    train = matmul(x_train, Box.point(weight.train.T))
-    infer = matmul(x_infer, Box.point(weight.infer.T))
+    train = product_train = matmul(x_train, Box.point(weight.train.T))
+    infer = product_infer = matmul(x_infer, Box.point(weight.infer.T))
     difference = weight.difference
     transposed = Box(difference.lo.T, difference.hi.T)
     drift = matmul(drift_in, Box.point(weight.infer.T)) + matmul(x_train, transposed)
@@ -38,34 +38,47 @@ def linear(step: Step) -> State:
         train = train + Box.point(bias.train)
         infer = infer + Box.point(bias.infer)
         drift = drift + bias.difference
+    added = (None, None) if bias is None else (bias.train, bias.infer)
     return step.finish(
         train,
         infer,
         drift,
-        _product_error(x_train, weight.train, bias.train if bias else None, step.kernels.train),
-        _product_error(x_infer, weight.infer, bias.infer if bias else None, step.kernels.infer),
+        _linear_error(x_train, product_train, train, weight.train, added[0], step.kernels.train),
+        _linear_error(x_infer, product_infer, infer, weight.infer, added[1], step.kernels.infer),
         accumulates=True,
     )
 
 
-def _product_error(x: Box, weight: Tensor, bias: Tensor | None, kernel: Rounding) -> Tensor:
+def _linear_error(
+    x: Box, product: Box, result: Box, weight: Tensor, bias: Tensor | None, kernel: Rounding
+) -> Tensor:
     """Return E of a linear: any order of summation, and a free cast before the bias."""
-    terms = weight.shape[-1]
     total = magnitude_product(x.mag(), weight.T.abs())
     if bias is not None:
         total = up(total + bias.abs())
-    error = accumulation_error(total, terms + 2, kernel)
+    error = accumulation_error(total, result.mag(), weight.shape[-1], kernel)
     error = error + flushing_error(x.mag(), weight.T.abs(), kernel)
     if bias is not None and kernel.free and kernel.coarse:
-        slack = max(2.0**-10, gamma(terms + 2, kernel.u_accumulate))
         stored = kernel.compute
-        error = error + (stored.unit_roundoff * (1.0 + slack) * total + stored.underflow)
+        error = error + up(stored.unit_roundoff * (product.mag() + error) + stored.underflow, 4)
     return up(error, 4)
 
 
-def accumulation_error(total: Tensor, steps: int, kernel: Rounding) -> Tensor:
-    """Return γ_steps(u_a)·Σ|terms| + steps·η_a; infinite where a partial sum may overflow."""
-    error = up(gamma(steps, kernel.u_accumulate) * total + steps * kernel.eta_accumulate, 2)
+def accumulation_error(
+    total: Tensor, result: Tensor, steps: int, kernel: Rounding, before: int = 2
+) -> Tensor:
+    """Return A_k,j(S, Y), the error of a sum in the accumulator; infinite where one may overflow.
+
+    Args:
+        total: S, the magnitudes of the terms.
+        result: mag(Y), the magnitude of the exact sum.
+        steps: k, the roundings of partial sums.
+        before: j, the roundings of a term before it is added.
+    """
+    roundings = steps + before
+    each = gamma(roundings, kernel.u_accumulate) / roundings * (1.0 + 2.0**-50)
+    size = steps * (total + result) / 2 + before * total
+    error = up(each * size + roundings * kernel.eta_accumulate, 8)
     largest = FORMATS[kernel.numerics.accumulate].largest
     return torch.where(total + error <= largest, error, torch.inf)
 
@@ -145,19 +158,20 @@ def product(step: Step) -> State:
     """Bound a @ b where both operands vary: Δ(ab) = (a + Δa/2) Δb + Δa (b + Δb/2)."""
     a, b = step.operand(0), step.operand(1)
     drift = matmul(a.middle, b.drift) + matmul(a.drift, b.middle)
+    train, infer = matmul(a.train, b.train), matmul(a.infer, b.infer)
     return step.finish(
-        matmul(a.train, b.train),
-        matmul(a.infer, b.infer),
+        train,
+        infer,
         drift,
-        _matmul_error(step, a.train, b.train, step.kernels.train),
-        _matmul_error(step, a.infer, b.infer, step.kernels.infer),
+        _matmul_error(step, a.train, b.train, train, step.kernels.train),
+        _matmul_error(step, a.infer, b.infer, infer, step.kernels.infer),
         accumulates=True,
     )
 
 
-def _matmul_error(step: Step, a: Box, b: Box, kernel: Rounding) -> Tensor:
-    terms = a.shape[-1]
+def _matmul_error(step: Step, a: Box, b: Box, result: Box, kernel: Rounding) -> Tensor:
     scaled_apart = step.node.role == "scores" and kernel.numerics.attention.style == "fused"
-    steps = terms + (6 if scaled_apart else 2)
-    summed = accumulation_error(magnitude_product(a.mag(), b.mag()), steps, kernel)
+    total = magnitude_product(a.mag(), b.mag())
+    before = 6 if scaled_apart else 2
+    summed = accumulation_error(total, result.mag(), a.shape[-1], kernel, before)
     return up(summed + flushing_error(a.mag(), b.mag(), kernel), 2)

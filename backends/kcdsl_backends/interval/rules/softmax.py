@@ -192,8 +192,8 @@ def context(step: Step) -> State:
         train,
         infer,
         by_values + by_probabilities,
-        _context_error(p.train, left.rounding_train, values.train, step.kernels.train),
-        _context_error(p.infer, left.rounding_infer, values.infer, step.kernels.infer),
+        _context_error(p.train, left.rounding_train, values.train, train, step.kernels.train),
+        _context_error(p.infer, left.rounding_infer, values.infer, infer, step.kernels.infer),
         accumulates=True,
     )
 
@@ -216,11 +216,12 @@ def _hull_over_keys(values: Box, mask: Tensor | None) -> Box:
     return Box(torch.stack(lows, -2), torch.stack(highs, -2))
 
 
-def _context_error(p: Box, rounding: Tensor, values: Box, kernel: Rounding) -> Tensor:
+def _context_error(p: Box, rounding: Tensor, values: Box, result: Box, kernel: Rounding) -> Tensor:
     keys = p.shape[-1]
     steps = keys + 2 * tile_count(keys, kernel) + 4
     magnitude = values.mag()
     wrong = magnitude_product(rounding, magnitude)
     weights = up(p.hi + rounding)
-    summed = accumulation_error(magnitude_product(weights, magnitude), steps, kernel)
+    total = magnitude_product(weights, magnitude)
+    summed = accumulation_error(total, up(result.mag() + wrong), steps, kernel)
     return up(wrong + summed + flushing_error(weights, magnitude, kernel), 4)

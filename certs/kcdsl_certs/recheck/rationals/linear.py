@@ -41,15 +41,16 @@ def linear_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     x_t, x_i = widened(x.t, q_t), widened(x.i, q_i)
     drift = widened(x.d, [p + q for p, q in zip(q_t, q_i, strict=True)])
     d = both(matmul(drift, w_i), matmul(x_t, both(w_i, w_t, sub)), add)
+    p_t, p_i = matmul(x_t, w_t), matmul(x_i, w_i)
     exact = (
-        both(matmul(x_t, w_t), b_t, add),
-        both(matmul(x_i, w_i), b_i, add),
+        both(p_t, b_t, add),
+        both(p_i, b_i, add),
         both(d, both(b_i, b_t, sub), add),
     )
     biased = len(inputs) == 3
     errors = (
-        _linear_error(scene.train, x_t, w_t, b_t, biased),
-        _linear_error(scene.infer, x_i, w_i, b_i, biased),
+        _linear_error(scene.train, x_t, w_t, b_t, p_t if biased else None),
+        _linear_error(scene.infer, x_i, w_i, b_i, p_i if biased else None),
     )
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, exact, errors, inner)
@@ -71,18 +72,20 @@ def _bias(inputs: list[Known], outputs: int) -> tuple[Cells, Cells]:
     return bias.t, bias.i
 
 
-def _linear_error(kernel: Kernel, x: Cells, w: Cells, b: Cells, biased: bool) -> list[Fraction]:
+def _linear_error(
+    kernel: Kernel, x: Cells, w: Cells, b: Cells, early: Cells | None
+) -> list[Fraction]:
     n, bias = x.shape[-1], b.mags
     sums = product(x.shape, x.mags, w.shape, w.mags)
     sizes = [s + bias[k % len(bias)] for k, s in enumerate(sums)]
-    errors = _accumulated(kernel, sizes, n + 2, n + 2)
+    results = both(matmul(x, w), b, add).mags
+    errors = _accumulated(kernel, sizes, results, n, 2)
     lost = _flushed(kernel, x.shape, x.mags, w.shape, w.mags)
     errors = [e + f for e, f in zip(errors, lost, strict=True)]
-    if biased and not kernel.nearest and kernel.coarse:
-        u, slack = Fraction(kernel.compute.u), max(Fraction(1, 1024), gamma(n + 2, _u(kernel)))
-        extra = [u * (1 + slack) * s + eta(kernel.compute) for s in sizes]
-        return [e + x for e, x in zip(errors, extra, strict=True)]
-    return errors
+    if early is None or kernel.nearest or not kernel.coarse:
+        return errors
+    u, least = Fraction(kernel.compute.u), eta(kernel.compute)
+    return [e + u * (m + e) + least for e, m in zip(errors, early.mags, strict=True)]
 
 
 def _flushed(
@@ -97,16 +100,13 @@ def _flushed(
     return [(i + j + more) * (1 + _SMALL) / 2**126 for i, j in zip(left, right, strict=True)]
 
 
-def _u(kernel: Kernel) -> float:
-    return kernel.accumulate.u
-
-
 def _accumulated(
-    kernel: Kernel, sizes: list[Fraction], roundings: int, underflows: int
+    kernel: Kernel, sizes: Sequence[Fraction], results: Sequence[Fraction], k: int, j: int
 ) -> list[Fraction]:
     form = kernel.accumulate
-    factor, lost = gamma(roundings, form.u), underflows * eta(form)
-    errors = [factor * size + lost for size in sizes]
+    each, lost = gamma(k + j, form.u) / (k + j), (k + j) * eta(form)
+    pairs = zip(sizes, results, strict=True)
+    errors = [each * (k * (s + y) / 2 + j * s) + lost for s, y in pairs]
     if any(s + e > Fraction(form.largest) for s, e in zip(sizes, errors, strict=True)):
         raise Rejection("bound/overflow", f"a partial sum may overflow {form.name}")
     return errors
@@ -177,13 +177,14 @@ def matmul_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     errors = []
     for kernel, left, right in ((scene.train, a.t, b.t), (scene.infer, a.i, b.i)):
         sizes = product(left.shape, left.mags, right.shape, right.mags)
-        roundings = underflows = n + 2
+        k, j = n, 2
         if kernel.fused and node.role == "scores":
-            roundings = n + 6
+            j = 6
         elif kernel.fused and node.role == "context":
-            roundings = underflows = n + 2 * -(-n // kernel.tile) + 4
+            k = n + 2 * -(-n // kernel.tile) + 4
         lost = _flushed(kernel, left.shape, left.mags, right.shape, right.mags)
-        sums = _accumulated(kernel, sizes, roundings, underflows)
+        results = matmul(left, right).mags
+        sums = _accumulated(kernel, sizes, results, k, j)
         errors.append([e + f for e, f in zip(sums, lost, strict=True)])
     inner = scene.train.accumulate, scene.infer.accumulate
     exact = matmul(a.t, b.t), matmul(a.i, b.i), d

@@ -190,7 +190,7 @@ def _rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) -> Floa
 def context(scene: Scene, node: Node, p: Probabilities, v: State) -> State:
     """Return the probabilities times the values."""
     node.attrs.exactly()
-    n = check_product(p.shape, v.shape)
+    check_product(p.shape, v.shape)
     values_d, values_t = hull(v.d, p.allowed), hull(v.t, p.allowed)
     carried = box.meet(box.matmul(p.star.i, v.d), values_d)
     moved = box.around(box.up(p.variation * box.lifted(box.add_up(values_t.hi, -values_t.lo))))
@@ -199,8 +199,8 @@ def context(scene: Scene, node: Node, p: Probabilities, v: State) -> State:
     y_t = box.meet(box.matmul(p.star.t, v.t), values_t)
     y_i = box.meet(box.matmul(p.star.i, v.i), hull(v.i, p.allowed))
     errors = (
-        _context_error(scene.train, p.star.t, p.rounding_t, v.t, n),
-        _context_error(scene.infer, p.star.i, p.rounding_i, v.i, n),
+        _context_error(scene.train, p.star.t, p.rounding_t, v.t, y_t),
+        _context_error(scene.infer, p.star.i, p.rounding_i, v.i, y_i),
     )
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, (y_t, y_i, box.add(carried, moved)), errors, inner)
@@ -212,14 +212,15 @@ def _centres(v: Box) -> tuple[Floats, Floats]:
     return low / 2 + high / 2, (v.lo / 2 + v.hi / 2).mean(axis=-2, keepdims=True)
 
 
-def _context_error(kernel: Kernel, p: Box, rounding: Floats, v: Box, n: int) -> Floats:
+def _context_error(kernel: Kernel, p: Box, rounding: Floats, v: Box, y: Box) -> Floats:
+    n = p.shape[-1]
     tiles = -(-n // kernel.tile) if kernel.fused else 1
-    count = n + 2 * tiles + 4
     size = box.mag(v)
     weights = box.up(box.lifted(p.hi) + box.lifted(rounding))
-    sums = accumulated(kernel, box.product_up(weights, size), count, count)
-    sums = sums + flushed(kernel, weights, size)
-    return box.up(box.product_up(box.lifted(rounding), size) + sums)
+    wrong = box.product_up(box.lifted(rounding), size)
+    total, result = box.product_up(weights, size), box.up(box.mag(y) + wrong)
+    sums = accumulated(kernel, total, result, n + 2 * tiles + 4, 2)
+    return box.up(wrong + box.up(sums + flushed(kernel, weights, size)))
 
 
 def hull(v: Box, allowed: Bools) -> Box:

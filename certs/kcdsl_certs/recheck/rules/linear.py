@@ -13,7 +13,6 @@ from kcdsl_certs.recheck.rules.state import (
     Scene,
     State,
     Value,
-    gamma,
     middle,
     numeric,
     settle,
@@ -39,12 +38,17 @@ def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
     x_t, x_i = box.widen(x.t, q_t), box.widen(x.i, q_i)
     drift = box.widen(x.d, box.up(q_t + q_i))
     w_t, w_i = box.exact(weights[0].T), box.exact(weights[1].T)
-    y_t = box.add(box.matmul(x_t, w_t), bias[0])
-    y_i = box.add(box.matmul(x_i, w_i), bias[1])
+    products = box.matmul(x_t, w_t), box.matmul(x_i, w_i)
+    y_t, y_i = box.add(products[0], bias[0]), box.add(products[1], bias[1])
     d = box.add(box.matmul(drift, w_i), box.matmul(x_t, box.sub(w_i, w_t)))
     d = box.add(d, box.sub(bias[1], bias[0]))
-    error_t = _error(scene.train, x_t, weights[0], bias[0].lo, len(inputs) == 3)
-    error_i = _error(scene.infer, x_i, weights[1], bias[1].lo, len(inputs) == 3)
+    sizes = (
+        _size(x_t, weights[0], bias[0].lo, y_t),
+        _size(x_i, weights[1], bias[1].lo, y_i),
+    )
+    biased = len(inputs) == 3
+    error_t = _error(scene.train, x_t, weights[0], sizes[0], products[0] if biased else None)
+    error_i = _error(scene.infer, x_i, weights[1], sizes[1], products[1] if biased else None)
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, (y_t, y_i, d), (error_t, error_i), inner)
 
@@ -61,15 +65,21 @@ def _bias(inputs: list[Value], outputs: int) -> tuple[Box, Box]:
     return bias.t, bias.i
 
 
-def _error(kernel: Kernel, x: Box, weight: Floats, bias: Floats, biased: bool) -> Floats:
-    size = box.product_up(box.mag(x), box.lifted(np.abs(weight)).T)
-    size = box.up(size + box.lifted(np.abs(bias)))
-    error = accumulated(kernel, size, x.shape[-1] + 2, x.shape[-1] + 2)
-    error = error + flushed(kernel, box.mag(x), box.lifted(np.abs(weight)).T)
-    if biased and not kernel.nearest and kernel.coarse:
-        # The product may be stored before the bias is added; it is at most (1 + γ) S.
-        slack = max(2.0**-10, gamma(x.shape[-1] + 2, kernel.accumulate.u))
-        error = box.up(error + kernel.compute.u * (1 + slack) * size + kernel.compute.eta)
+def _size(x: Box, weight: Floats, bias: Floats, y: Box) -> tuple[Floats, Floats]:
+    """Return the magnitudes of all terms, summed, and of their sum."""
+    terms = box.product_up(box.mag(x), box.lifted(np.abs(weight)).T)
+    return box.up(terms + box.lifted(np.abs(bias))), box.mag(y)
+
+
+def _error(
+    kernel: Kernel, x: Box, weight: Floats, size: tuple[Floats, Floats], early: Box | None
+) -> Floats:
+    """Return E of a linear; `early` is the product that may be stored before a bias is added."""
+    error = accumulated(kernel, *size, x.shape[-1], 2)
+    error = box.up(error + flushed(kernel, box.mag(x), box.lifted(np.abs(weight)).T))
+    if early is not None and not kernel.nearest and kernel.coarse:
+        cast = kernel.compute.u * box.up(box.mag(early) + error) + kernel.compute.eta
+        error = box.up(error + cast)
     return error
 
 
@@ -84,17 +94,19 @@ def flushed(kernel: Kernel, left: Floats, right: Floats) -> Floats | float:
     return box.up((rows + columns + 2 * left.shape[-1] + 4) * (1 + _SMALL)) * _FLUSHED
 
 
-def accumulated(kernel: Kernel, size: Floats, roundings: int, underflows: int) -> Floats:
-    """Return γ_k(u_a)·S + m·η_a for S = `size`, and refuse sums that may leave the accumulator.
+def accumulated(kernel: Kernel, size: Floats, result: Floats, k: int, j: int) -> Floats:
+    """Return A_k,j(S, Y), S = `size`, mag(Y) = `result`; refuse sums that may overflow.
 
     Raises:
         Rejection: "bound/not-finite" or "bound/overflow".
     """
     form = kernel.accumulate
-    factor = gamma(roundings, form.u)
-    if not np.isfinite(factor):
-        raise Rejection("bound/not-finite", f"{roundings} roundings in {form.name} have no bound")
-    error = box.up(factor * size + underflows * form.eta)
+    left = 1 - (k + j) * form.u
+    if left <= 0:
+        raise Rejection("bound/not-finite", f"{k + j} roundings in {form.name} have no bound")
+    # left is exact, or off by less than one part in 2^50.
+    partial = k * box.up(size + result) / 2 + j * size
+    error = box.up(form.u * box.up(partial) / (left * (1 - 2.0**-48)) + (k + j) * form.eta)
     if not bool((size + error <= form.largest).all()):
         raise Rejection("bound/overflow", f"a partial sum may overflow {form.name}")
     return error
@@ -158,24 +170,23 @@ def matmul(scene: Scene, node: Node, inputs: list[Value]) -> State:
     y_t, y_i = box.matmul(a.t, b.t), box.matmul(a.i, b.i)
     d = box.add(box.matmul(middle(a), b.d), box.matmul(a.d, middle(b)))
     errors = []
-    for kernel, left, right in ((scene.train, a.t, b.t), (scene.infer, a.i, b.i)):
+    for kernel, left, right, y in ((scene.train, a.t, b.t, y_t), (scene.infer, a.i, b.i, y_i)):
         size = box.product_up(box.mag(left), box.mag(right))
-        error = accumulated(kernel, size, *_roundings(kernel, node, n))
+        error = accumulated(kernel, size, box.mag(y), *_roundings(kernel, node, n))
         errors.append(box.up(error + flushed(kernel, box.mag(left), box.mag(right))))
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, (y_t, y_i, d), (errors[0], errors[1]), inner)
 
 
 def _roundings(kernel: Kernel, node: Node, n: int) -> tuple[int, int]:
-    """Return how many roundings and underflows a product of n terms may take.
+    """Return how often partial sums, and terms before, of a product of n terms may be rounded.
 
-    Operands may be scaled before a fused score product; a fused context product that does not read
+    A fused score product may scale both operands before. A fused context product that does not read
     a softmax directly is granted the rescaling of an online softmax all the same.
     """
-    if kernel.fused and node.role == "scores":
-        return n + 6, n + 2
-    count = n + 2 * -(-n // kernel.tile) + 4 if kernel.fused and node.role == "context" else n + 2
-    return count, count
+    if kernel.fused and node.role == "context":
+        return n + 2 * -(-n // kernel.tile) + 4, 2
+    return n, 6 if kernel.fused and node.role == "scores" else 2
 
 
 def check_product(a: tuple[int, ...], b: tuple[int, ...]) -> int:
