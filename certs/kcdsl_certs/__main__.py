@@ -85,6 +85,11 @@ def _parser() -> argparse.ArgumentParser:
         "--complete", action="store_true", help="demand every clause of the contract"
     )
     check.add_argument("--recheck", action="store_true", help="re-derive every proof")
+    check.add_argument(
+        "--refuse-suppressions",
+        action="store_true",
+        help="refuse contracts some of whose findings were accepted by comments",
+    )
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
@@ -125,6 +130,7 @@ def _check(options: argparse.Namespace) -> Combined:
             proofs=proofs,
             partial=several or not options.complete,
             expected_inputs=expectation.inputs,
+            refuse_suppressions=options.refuse_suppressions,
         )
 
     pairs = zip(options.certificates, bundles, strict=True)

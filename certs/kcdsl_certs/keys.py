@@ -215,7 +215,7 @@ class TrustPolicy:
         if self.threshold > len(distinct):
             raise Reject(
                 "policy/threshold",
-                f"{self.threshold} signatures are asked for, {len(distinct)} keys are trusted",
+                f"the threshold is {self.threshold}, the number of trusted keys {len(distinct)}",
             )
 
 

@@ -30,6 +30,14 @@ class Input:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class AcceptedFinding:
+    """A finding about the contract that its author accepts, and why."""
+
+    code: str
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """The program that decided the clauses."""
@@ -65,6 +73,7 @@ class Predicate:
     assumptions: tuple[str, ...] = ()
     non_claims: tuple[str, ...] = ()
     supersedes: str | None = None
+    suppressions: tuple[AcceptedFinding, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -92,6 +101,10 @@ class Predicate:
         }
         if self.supersedes is not None:
             record["supersedes"] = {"sha256": self.supersedes}
+        if self.suppressions:
+            record["suppressions"] = [
+                {"code": item.code, "reason": item.reason} for item in self.suppressions
+            ]
         return record
 
 
@@ -168,6 +181,9 @@ def parse_predicate(value: Any) -> tuple[Predicate, Verdict]:
         assumptions=fields.texts("assumptions"),
         non_claims=fields.texts("nonClaims"),
         supersedes=fields.sha256_or_none("supersedes"),
+        suppressions=tuple(_accepted(item) for item in fields.items("suppressions"))
+        if "suppressions" in fields.record
+        else (),
     )
     scope.done()
     evaluator.done()
@@ -184,6 +200,13 @@ def _covered(value: Any) -> tuple[str, str | None]:
     pair = (fields.text("id"), fields.text_or_none("slice"))
     fields.done()
     return pair
+
+
+def _accepted(value: Any) -> AcceptedFinding:
+    fields = Fields.of(value, "predicate.suppressions")
+    item = AcceptedFinding(fields.text("code"), fields.text("reason"))
+    fields.done()
+    return item
 
 
 def _input(value: Any) -> Input:

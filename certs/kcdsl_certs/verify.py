@@ -56,13 +56,15 @@ def verify(
     partial: bool = False,
     expected_inputs: Mapping[str, str] | None = None,
     revoked: frozenset[str] = frozenset(),
+    refuse_suppressions: bool = False,
 ) -> Report:
     """Verify a certificate against what is about to be deployed; never raises for bad input.
 
     `required_clauses` is what the contract in force names. With `partial` only those within the
     signed scope are demanded, and the rest is reported as `outside`; a release gate leaves it off.
     `proofs` re-derives proof clauses; without it that step is not run.
-    `revoked` holds certificate identities (sha256 of the payload, hex).
+    `revoked` holds certificate identities (sha256 of the payload, hex). With `refuse_suppressions`
+    a contract some of whose findings were accepted is refused.
     """
     log, state = Log(), _State()
     try:
@@ -81,7 +83,7 @@ def verify(
     log.run("components", lambda: _components(predicate, expected_triple, expected_inputs))
     log.run("validity", lambda: _validity(predicate, moment))
     log.run("sequence", lambda: _sequence(predicate, payload, minimum_sequence, revoked))
-    log.run("contract", lambda: _contract(predicate, expected_triple))
+    log.run("contract", lambda: _contract(predicate, expected_triple, refuse_suppressions))
     log.run("clauses", lambda: _clauses(state, required, partial))
     log.run("stage", lambda: _stage(state, stage, trusted.threshold))
     log.run("proofs", lambda: _proofs(predicate, proofs))
@@ -243,12 +245,18 @@ def _sequence(
     return f"{predicate.sequence}, at least {minimum}"
 
 
-def _contract(predicate: Predicate, expected: Triple) -> str:
+def _contract(predicate: Predicate, expected: Triple, strict: bool) -> str:
     if predicate.triple.contract != expected.contract:
         found = differences(predicate.triple, expected)
         detail = next(d.detail for d in found if d.reason == "triple/contract-mismatch")
         raise Reject("triple/contract-mismatch", detail)
-    return f"{expected.contract.id} {expected.contract.version}"
+    name = f"{expected.contract.id} {expected.contract.version}"
+    if not predicate.suppressions:
+        return name
+    accepted = "; ".join(f"{item.code}: {item.reason}" for item in predicate.suppressions)
+    if strict:
+        raise Reject("contract/suppressions", f"{name} with accepted findings: {accepted}")
+    return f"{name}, with accepted findings: {accepted}"
 
 
 def _clauses(state: _State, required: tuple[RequiredClause, ...], partial: bool) -> str:

@@ -19,6 +19,7 @@ from kcdsl.model.llama import build as build_llama
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.search import attack, functional
+from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.certified import BlockProblem, Workshop
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
@@ -37,6 +38,7 @@ BERT = {
 }  # fmt: skip
 _MODELS: dict[int, Model] = {}
 TOKENS = (1, 5, 9, 2, 30, 7, 7)
+RADII = (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
 EAGER = {"preset": "torch-eager"}
 NUMERICS: dict[str, dict[str, str]] = {
     "float32": {},
@@ -97,6 +99,15 @@ def bound_or_none(
         return None if "norm" in no.node else pytest.fail(str(no))
 
 
+def forms_or_none(problem: BlockProblem, centre: torch.Tensor | None, spread: torch.Tensor) -> Box:
+    """Return the box of the affine forms, or everything where they have no bound."""
+    try:
+        return problem.affine(centre, spread).box
+    except NoBound:
+        shape = problem.graph.node(problem.graph.output).shape
+        return Box.around(torch.full(shape, torch.inf, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("infer", sorted(NUMERICS))
 @pytest.mark.parametrize("block", ["attn_0", "mlp_1", "norm_1", "layer_0"])
 @pytest.mark.parametrize("radius", [0.0, 1e-3])
@@ -107,17 +118,17 @@ def test_no_attacked_run_leaves_the_bounds(
     centre = workshop(model, infer).centre(block, TOKENS)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     output = bound_or_none(problem, centre, spread)
+    forms = forms_or_none(problem, centre, spread)
     if output is None:
         # Intervals may give up on a second norm after coarse rounding, never on a single block.
         assert block == "layer_0"
         assert radius > 0 or infer not in ("float32", "float32 fused")
-        return
+    boxes = [forms] if output is None else [forms, output.drift]
     train, infer_run = problem.simulators()
     generator = torch.Generator().manual_seed(0)
     for kind in ("inf", "2", "span"):
-        bound = drift_bound(output, kind)
         found = attack(train, infer_run, kind, centre, spread, candidates=2, rounds=2)
-        assert 0 < found.value <= bound
+        assert all(0 < found.value <= drift_bound(box, kind) for box in boxes)
     for _ in range(6):
         x = centre if centre is None else (centre + spread * _signs(centre.shape, generator))
         outputs = []
@@ -129,11 +140,13 @@ def test_no_attacked_run_leaves_the_bounds(
             outputs.append(simulator.run(x, symbols))
         drift = outputs[1] - outputs[0]
         margin = 1e-12
-        assert bool((drift <= output.drift.hi + margin).all())
-        assert bool((drift >= output.drift.lo - margin).all())
+        for box in boxes:
+            assert bool(((box.lo - margin <= drift) & (drift <= box.hi + margin)).all())
+            assert float(functional(drift, "span").amax()) <= drift_bound(box, "span")
+        if output is None:
+            continue
         for box, value in zip((output.train, output.infer), outputs, strict=True):
             assert bool(((box.lo - margin <= value) & (value <= box.hi + margin)).all())
-        assert float(functional(drift, "span").amax()) <= drift_bound(output, "span")
 
 
 def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -145,17 +158,18 @@ def test_whole_model_on_token_ids(model: Model) -> None:
     shop = workshop(model, "float32 fused")
     problem = shop.problem("model", TOKENS)
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    output = problem.bound(None, zero).output
+    drift = problem.bound(None, zero).output.drift
     found = attack(*problem.simulators(), "inf", None, zero, candidates=2, rounds=2)
-    assert 0 < found.value <= drift_bound(output, "inf") < 10.0
+    assert 0 < found.value <= drift_bound(problem.affine(None, zero).box, "inf")
+    assert found.value <= drift_bound(drift, "inf") < 10.0
 
 
 def test_a_larger_region_never_gets_a_smaller_bound(model: Model) -> None:
     shop = workshop(model, "bfloat16 any")
     problem, centre = shop.problem("attn_0", TOKENS), shop.centre("attn_0", TOKENS)
     bounds = [
-        drift_bound(problem.bound(centre, torch.full((1, 1), r, dtype=torch.float64)).output, "inf")
-        for r in (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
+        drift_bound(problem.bound(centre, spread).output.drift, "inf")
+        for spread in (torch.full((1, 1), r, dtype=torch.float64) for r in RADII)
     ]
     assert bounds == sorted(bounds)
 
@@ -166,5 +180,6 @@ def test_drift_vanishes_only_with_the_perturbation(model: Model) -> None:
     shop = Workshop(model, exact, exact, torch.device("cpu"))
     centre = shop.centre("attn_0", TOKENS)
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    bound = drift_bound(shop.problem("attn_0", TOKENS).bound(centre, zero).output, "inf")
-    assert 0 < bound < 1e-11
+    problem = shop.problem("attn_0", TOKENS)
+    assert 0 < drift_bound(problem.bound(centre, zero).output.drift, "inf") < 1e-11
+    assert 0 < drift_bound(problem.affine(centre, zero).box, "inf") < 1e-11

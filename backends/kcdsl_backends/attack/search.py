@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,7 @@ def attack(
     candidates: int = 3,
     rounds: int = 4,
     seed: int = 0,
+    places: Sequence[int] = (),
 ) -> Attack:
     """Search for admissible runs of both kernels whose drift is large.
 
@@ -60,6 +62,8 @@ def attack(
     Args:
         centre, radius: the region, [T, D] and broadcastable; centre None for a block on token ids.
         candidates: how many places of the output to push at.
+        places: places to push at before those, as indices of the flattened output: where a bound
+            is largest, for instance.
         rounds: sign iterations per place and direction.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -71,7 +75,7 @@ def attack(
         return state.best()
     flat = drift.abs().flatten()
     order = flat.topk(min(candidates, flat.numel())).indices.tolist()
-    for position in order:
+    for position in dict.fromkeys([*places, *order]):
         for sign in (1.0, -1.0):
             symbols, best = state.zero_symbols(), -torch.inf
             for _ in range(rounds):

@@ -1,11 +1,12 @@
 """Run a block graph in float64 with every rounding of a numerics specification explicit.
 
 A run is admitted by a specification if every stored result obeys its error model
-(docs/relational-interval.md). Three kinds of symbols
-s in [-1, 1], chosen by the caller, make it one:
+(docs/relational-interval.md). Symbols s in [-1, 1],
+chosen by the caller, make it one:
 
 - accumulation: a dot product of n terms is exact + s·A_n,2 (section 3 there);
 - early cast: with `casts: any` a product of a linear may be stored before its bias is added;
+- inside: elements of elementwise operations, and the inverse root of norms (inside.py);
 - cast: with `casts: any` the stored result is v·(1 + u·s); with `casts: nearest` it is v rounded to
   nearest, and there is no symbol.
 
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
+from kcdsl_backends.attack.inside import ELEMENTWISE, NORMS, element_error, root_error, unit
 from kcdsl_backends.parameters import StoredParameters
 
 SIMULATED = 53
@@ -64,8 +66,12 @@ class Simulator:
         return self.numerics.casts == "any"
 
     def symbol_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every rounding symbol, by `cast NODE` or `sum NODE`."""
+        """Return the shape of every rounding symbol, by its kind and node: `cast NODE`, ..."""
         shapes: dict[str, tuple[int, ...]] = {}
+        if self.numerics.compute != "float64":
+            nodes = self.graph.nodes
+            shapes |= {f"inside {n.name}": n.shape for n in nodes if n.op in ELEMENTWISE}
+            shapes |= {f"root {n.name}": (*n.shape[:-1], 1) for n in nodes if n.op in NORMS}
         if FORMATS[self.numerics.accumulate].precision < SIMULATED:
             shapes |= {f"sum {n.name}": n.shape for n in self.graph.nodes if n.op in SUMS}
         if self.free:
@@ -103,8 +109,30 @@ class Simulator:
             if early is not None:
                 product = value - self._operand(node.inputs[2], nodes, values)
                 value = value + FORMATS[self.numerics.compute].unit_roundoff * early * product
+            value = self._inside(node, value, symbols, nodes, values)
             values[node.name] = self._store(node, value, symbols.get(f"cast {node.name}"))
         return values[self.graph.output]
+
+    def _inside(
+        self,
+        node: Node,
+        value: Tensor,
+        symbols: Mapping[str, Tensor],
+        nodes: Mapping[str, Node],
+        values: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Add the roundings inside of an operation to its exact result."""
+        inside, root = symbols.get(f"inside {node.name}"), symbols.get(f"root {node.name}")
+        if inside is not None:
+            operands = [self._operand(name, nodes, values) for name in node.inputs]
+            size = element_error(node, value, operands).detach()
+            value = value + inside * unit(self.numerics) * size
+        if root is not None:
+            theta = root_error(node, self._operand(node.inputs[0], nodes, values), self.numerics)
+            biased = len(node.inputs) > 2
+            bias = self._operand(node.inputs[2], nodes, values) if biased else 0.0
+            value = value + root * theta * (value - bias)
+        return value
 
     def _sum_error(
         self, node: Node, exact: Tensor, nodes: Mapping[str, Node], values: Mapping[str, Tensor]

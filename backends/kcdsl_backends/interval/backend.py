@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.numerics import Numerics
@@ -25,9 +26,12 @@ from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, V
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 from kcdsl_backends.adapters import find_adapter, refuse_unserved
 from kcdsl_backends.attack.search import Attack, attack
+from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.certified import BlockProblem, Workshop, claim_margin, functional_bound
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.interval.proof import ProofBuilder, box_region, token_region
+from kcdsl_backends.interval.state import State
 from kcdsl_backends.requests import Request, load_requests, select
 from kcdsl_backends.threads import threads_for
 from kcdsl_certs.recheck import recheck
@@ -38,6 +42,9 @@ ASSUMPTIONS = (
     "the block graph is the block: it was exported from the module of the architecture",
     "region centres are the training kernel's activations on the rows of the slice",
 )
+
+_PLACES = 3
+"""Places of the output, those with the largest bounds, at which an attack pushes first."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (goal, cases done, cases in all)."""
@@ -98,13 +105,18 @@ class IntervalBackend:
         train, infer = resolve(program.train), resolve(program.infer)
         shop = Workshop(model, train, infer, torch.device(device))
         for goal in goals:
-            model.block(goal.block)
+            with at(goal.span):
+                model.block(goal.block)
         notes = (
             *_unserved(program.train, train, "training", device),
             *_unserved(program.infer, infer, "inference", device),
         )
         options = _Options(attacks, confirm, progress, notes)
-        return tuple(self._decide(program, base, shop, goal, options) for goal in goals)
+        outcomes = []
+        for goal in goals:
+            with at(goal.span):
+                outcomes.append(self._decide(program, base, shop, goal, options))
+        return tuple(outcomes)
 
     def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
         """Return how many rows each of these slices of the contract has."""
@@ -127,12 +139,12 @@ class IntervalBackend:
         builder = ProofBuilder(
             shop.model, goal.block, shop.train, shop.infer, goal.functional, goal.k
         )
-        outcomes: list[CaseOutcome] = []
+        bounded: list[_Bounded] = []
         for done, case in enumerate(cases):
-            outcomes.append(_bound_case(shop, goal, case, builder))
+            bounded.append(_bound_case(shop, goal, case, builder))
             if options.progress is not None:
                 options.progress(goal.clause.id, done + 1, len(cases))
-        outcomes, found = _attack(shop, goal, cases, outcomes, options.attacks)
+        outcomes, found = _attack(shop, goal, cases, bounded, options.attacks)
         verdict = _verdict(goal, outcomes, found)
         proof = builder.document() if isinstance(verdict, Held) else None
         if proof is not None and options.confirm:
@@ -178,7 +190,9 @@ def _slice_rows(program: Program, base: Path, model: Model, name: str) -> tuple[
             f"the slice {name!r} has no data",
             help="name a JSONL file: `data:` of the contract or of the slice",
         )
-    return select(load_requests(base / data, data, model.tokenizer.encode, model.ids), declared)
+    tokenizer = model.tokenizer_source
+    tokenize = None if tokenizer is None else tokenizer.encode
+    return select(load_requests(base / data, data, tokenize, model.ids), declared)
 
 
 def _without_rows(goal: Goal, backend: str) -> GoalOutcome:
@@ -237,33 +251,71 @@ def _hulls(centres: Sequence[tuple[Request, Tensor | None]], margin: float) -> l
     return list(found.values())
 
 
-def _bound_case(shop: Workshop, goal: Goal, case: _Case, builder: ProofBuilder) -> CaseOutcome:
-    problem = shop.problem(goal.block, case.tokens)
-    try:
-        bounds = problem.bound(case.centre, case.radius)
-    except NoBound as no:
-        return CaseOutcome(case.name, len(case.tokens), math.inf, reason=str(no))
-    found, margin = functional_bound(bounds.output, goal.functional, goal.k)
-    bound = found * claim_margin(shop.train, shop.infer)
+@dataclass(frozen=True, slots=True)
+class _Bounded:
+    """What is proved of a case, and the places of the output where the bound is largest."""
+
+    outcome: CaseOutcome
+    places: tuple[int, ...] = ()
+
+
+def _bound_case(shop: Workshop, goal: Goal, case: _Case, builder: ProofBuilder) -> _Bounded:
+    """Bound a case by the interval domain, and by affine forms where that is not enough."""
+    problem, margin = shop.problem(goal.block, case.tokens), claim_margin(shop.train, shop.infer)
     region = (
         token_region(case.tokens)
         if case.centre is None
         else box_region(goal.region.kind.value, case.centre, case.radius)
     )
-    builder.add(case.name, problem.graph, region, bound, bounds.witness)
-    stable = None if margin is None else margin > 0
-    return CaseOutcome(case.name, len(case.tokens), bound, stable=stable, margin=margin)
+    output: State | None = None
+    reason = None
+    try:
+        bounds = problem.bound(case.centre, case.radius)
+    except NoBound as no:
+        reason = str(no)
+    else:
+        output = bounds.output
+        found, top = functional_bound(output, goal.functional, goal.k)
+        if goal.functional == "no_flip" or goal.admits(found * margin):
+            builder.add(case.name, problem.graph, region, found * margin, bounds.witness)
+            stable = None if top is None else top > 0
+            return _bounded(case, found * margin, output.drift, stable=stable, margin=top)
+    try:
+        forms = problem.affine(case.centre, case.radius)
+    except NoBound as no:
+        if output is None:
+            reason = str(no)
+            return _Bounded(CaseOutcome(case.name, len(case.tokens), math.inf, reason=reason))
+        builder.add(case.name, problem.graph, region, found * margin, bounds.witness)
+        return _bounded(case, found * margin, output.drift)
+    drift = forms.box if output is None else forms.box.meet(output.drift)
+    bound = drift_bound(drift, goal.functional) * margin
+    builder.add(case.name, problem.graph, region, bound, forms.witness, "affine")
+    return _bounded(case, bound, drift)
+
+
+def _bounded(
+    case: _Case,
+    bound: float,
+    drift: Box,
+    *,
+    stable: bool | None = None,
+    margin: float | None = None,
+) -> _Bounded:
+    outcome = CaseOutcome(case.name, len(case.tokens), bound, stable=stable, margin=margin)
+    largest = drift.mag().flatten()
+    return _Bounded(outcome, tuple(largest.topk(min(_PLACES, largest.numel())).indices.tolist()))
 
 
 def _attack(
     shop: Workshop,
     goal: Goal,
     cases: Sequence[_Case],
-    outcomes: Sequence[CaseOutcome],
+    bounded: Sequence[_Bounded],
     wanted: bool,
 ) -> tuple[list[CaseOutcome], Attack | None]:
     """Attack the case with the largest bound, and every case that its bound leaves open."""
-    results = list(outcomes)
+    results = [found.outcome for found in bounded]
     if not wanted or goal.functional == "no_flip":
         return results, None
     widest = max(range(len(results)), key=lambda i: results[i].bound)
@@ -274,7 +326,13 @@ def _attack(
         train, infer = problem.simulators()
         with threads_for(problem.size):
             found = attack(
-                train, infer, goal.functional, cases[index].centre, cases[index].radius, seed=index
+                train,
+                infer,
+                goal.functional,
+                cases[index].centre,
+                cases[index].radius,
+                seed=index,
+                places=bounded[index].places,
             )
         results[index] = replace(results[index], attack=found.value)
         if strongest is None or found.value > strongest.value:

@@ -14,6 +14,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.export import block_graph
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
+from kcdsl_backends.affine.pair import Drift, drift
 from kcdsl_backends.attack.simulate import Simulator
 from kcdsl_backends.interval.context import Kernels, Parameter
 from kcdsl_backends.interval.errors import NoBound
@@ -62,6 +63,10 @@ class BlockProblem:
         """Propagate the region through the graph; see `propagate`."""
         with threads_for(self.size):
             return propagate(self.graph, self.kernels(), centre, radius)
+
+    def affine(self, centre: Tensor | None, radius: Tensor) -> Drift:
+        """Bound the drift by affine forms around reference runs; see `affine.pair.drift`."""
+        return drift(self.graph, self.train, self.infer, centre, radius)
 
     @property
     def size(self) -> int:
@@ -152,5 +157,5 @@ def certified_block_drift(
 def functional_bound(output: State, kind: str, k: int) -> tuple[float, float | None]:
     """Return (bound, margin): the margin of "no_flip" k, None for the other functionals."""
     if kind == "no_flip":
-        return drift_bound(output, "inf"), top_margin(output, k)
-    return drift_bound(output, kind), None
+        return drift_bound(output.drift, "inf"), top_margin(output, k)
+    return drift_bound(output.drift, kind), None

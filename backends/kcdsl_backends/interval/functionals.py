@@ -6,18 +6,17 @@ import math
 
 import torch
 
-from kcdsl_backends.interval.box import down, gamma, up
+from kcdsl_backends.interval.box import Box, down, gamma, up
 from kcdsl_backends.interval.state import State
 
 
-def drift_bound(output: State, kind: str) -> float:
+def drift_bound(drift: Box, kind: str) -> float:
     """Return a bound of the functional of the drift, the largest over all rows.
 
     Args:
-        output: state of the block output, rows along the last dimension.
+        drift: box of the drift of the block output, rows along the last dimension.
         kind: "inf" (largest element), "2" (largest row l2 norm), "span" (largest minus smallest).
     """
-    drift = output.drift
     match kind:
         case "inf":
             value = drift.mag().amax()

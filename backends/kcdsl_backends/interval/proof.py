@@ -53,8 +53,12 @@ class ProofBuilder:
         region: Mapping[str, Any],
         claim: float,
         witness: Mapping[str, tuple[float, float]],
+        domain: str = "interval",
     ) -> None:
-        """Add one case. `region` comes from `box_region` or `token_region`."""
+        """Add one case. `region` comes from `box_region` or `token_region`.
+
+        `domain` is "affine" where affine forms are needed beside the interval domain.
+        """
         digest, margin = graph.digest, claim_margin(self.train, self.infer)
         if digest not in self._graphs:
             constants = {key: encode_array(graph.constants[key]) for key in sorted(graph.constants)}
@@ -69,6 +73,7 @@ class ProofBuilder:
                 "graph": digest,
                 "region": dict(region),
                 "claim": "held" if self.functional == "no_flip" else claim.hex(),
+                **({} if domain == "interval" else {"domain": domain}),
                 "witness": [
                     {"node": node, "value": (v * margin).hex(), "drift": (d * margin).hex()}
                     for node, (v, d) in witness.items()

@@ -18,6 +18,7 @@ LARGEST_PROOF = 256 * 2**20
 MOST_CASES = 10_000
 HELD = "held"
 _KINDS = ("points", "ball", "hull")
+_DOMAINS = ("interval", "affine")
 _FUNCTIONALS = ("inf", "2", "span", "no_flip")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -51,13 +52,14 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One region on one graph with its claim (None: held) and witnesses."""
+    """One region on one graph with its claim (None: held), witnesses and domain."""
 
     name: str
     graph: str
     region: Region
     claim: float | None
     witness: tuple[Witness, ...]
+    domain: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,8 @@ def _cases(record: Reader, functional: Functional, graphs: Mapping[str, Block]) 
 
 
 def _case(value: object, functional: Functional, graphs: Mapping[str, Block]) -> Case:
-    record = Reader(value, "case").exactly("name", "graph", "region", "claim", "witness")
+    record = Reader(value, "case")
+    record.exactly("name", "graph", "region", "claim", "witness", optional=("domain",))
     record.place = f"case {record.text('name')[:80]!r}"
     digest = record.text("graph")
     if digest not in graphs:
@@ -163,6 +166,7 @@ def _case(value: object, functional: Functional, graphs: Mapping[str, Block]) ->
         region=_region(region, graphs[digest]),
         claim=_claim(record, functional),
         witness=_witnesses(record, graphs[digest]),
+        domain=record.choice("domain", _DOMAINS) if record.has("domain") else "interval",
     )
 
 

@@ -51,7 +51,13 @@ class Rational:
         self._parameters = RationalParameters(tensors, proof.parameters)
 
     def derive(self, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
-        """Return the bound of a case and the largest T and D of every node, rounded up."""
+        """Return the bound of a case and the largest T and D of every node, rounded up.
+
+        Raises:
+            Rejection: "document/domain" for a case of another domain than interval.
+        """
+        if case.domain != "interval":
+            raise Rejection("document/domain", f"no exact arithmetic for {case.domain!r}")
         states = self.states(case)
         sizes = {n: (ceiling(max(s.t.mags)), ceiling(max(s.d.mags))) for n, s in states.items()}
         output = states[self._proof.graphs[case.graph].output]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.document import Functional
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import State
@@ -12,17 +15,21 @@ from kcdsl_certs.recheck.rules.state import State
 
 def bound(functional: Functional, output: State) -> float:
     """Return an upper bound of the functional; for no_flip 0 if the top k stay, else infinity."""
-    d = output.d
-    match functional.kind:
+    if functional.kind == "no_flip":
+        return 0.0 if _stays(functional.k, output) else math.inf
+    return of_drift(functional.kind, output.d)
+
+
+def of_drift(kind: str, d: Box) -> float:
+    """Return an upper bound of "inf", "2" or "span" of a box of drifts."""
+    match kind:
         case "inf":
             found = box.magnitude(d).max()
         case "2":
             size = box.mag(d)
             found = box.up(np.sqrt((size**2).sum(axis=-1)), d.shape[-1] + 8).max()
-        case "span":
-            found = box.add_up(d.hi.max(axis=-1), -d.lo.min(axis=-1)).max()
         case _:
-            found = np.float64(0.0 if _stays(functional.k, output) else np.inf)
+            found = box.add_up(d.hi.max(axis=-1), -d.lo.min(axis=-1)).max()
     return float(found)
 
 

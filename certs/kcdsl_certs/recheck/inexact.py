@@ -6,15 +6,20 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.affine import drift
 from kcdsl_certs.recheck.block import Array
 from kcdsl_certs.recheck.document import Case, Proof
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import Floats
-from kcdsl_certs.recheck.functionals import bound
+from kcdsl_certs.recheck.functionals import bound, of_drift
 from kcdsl_certs.recheck.propagate import magnitudes, propagate
-from kcdsl_certs.recheck.rules.state import Scene, numeric
+from kcdsl_certs.recheck.rules.state import Scene, State, numeric
 from kcdsl_certs.recheck.safetensors import Tensor
 from kcdsl_certs.recheck.weights import Parameters
+
+# Of the interval domain, beside which the affine one stands by itself.
+_BOUNDLESS = ("bound/not-finite", "bound/overflow")
 
 
 class Doubles:
@@ -28,16 +33,26 @@ class Doubles:
         self._parameters = Parameters(tensors, proof.parameters)
 
     def derive(self, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
-        """Return the bound of a case and the largest T and D of every node."""
+        """Return the bound of a case and what its witnesses are compared with.
+
+        By node: the largest T and D, in the affine domain |h̃_t| + ρ_t and |h̃_i - h̃_t| + ρ_i + ρ_t.
+        """
         scene = self.scene(case)
-        sizes = {}
-        found = float("inf")
+        functional = self._proof.functional
         with np.errstate(all="ignore"):
-            for node, value in propagate(scene):
-                sizes[node.name] = magnitudes(value)
-                if node.name == scene.block.output:
-                    found = bound(self._proof.functional, numeric(value))
-        return found, sizes
+            if case.domain == "affine" and functional.kind == "no_flip":
+                raise Rejection("document/domain", "affine forms say nothing of an order")
+            if case.domain == "interval":
+                output, sizes = _intervals(scene)
+                return bound(functional, output), sizes
+            found = drift(scene)
+            boxed = found.output
+            try:
+                boxed = box.meet(boxed, _intervals(scene)[0].d)
+            except Rejection as rejection:
+                if rejection.reason not in _BOUNDLESS:
+                    raise
+        return of_drift(functional.kind, box.checked(boxed, "the drift")), dict(found.sizes)
 
     def scene(self, case: Case) -> Scene:
         """Return what the rules read for a case."""
@@ -47,6 +62,19 @@ class Doubles:
         train, infer = self._proof.train, self._proof.infer
         weights = block.weights
         return Scene(block, train, infer, self._parameters, keys, weights, centre, radius)
+
+
+def _intervals(scene: Scene) -> tuple[State, dict[str, tuple[float, float]]]:
+    """Return the output's boxes and the largest T and D of every node."""
+    sizes = {}
+    output: State | None = None
+    for node, value in propagate(scene):
+        sizes[node.name] = magnitudes(value)
+        if node.name == scene.block.output:
+            output = numeric(value)
+    if output is None:
+        raise Rejection("graph/order", "the output is not a node")
+    return output, sizes
 
 
 def _doubles(array: Array | None) -> Floats | None:

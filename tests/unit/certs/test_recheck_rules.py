@@ -132,18 +132,18 @@ def test_a_fused_row_sum_of_rounded_probabilities_may_lose_small_columns() -> No
     allowed = np.ones((1, 512), dtype=bool)
     p = attention.probabilities(scores, allowed)
     fused = kernel("float16", style="fused", probabilities="fp8_e4m3", scores="float32", tile=512)
-    rounding = attention._rounding(fused, scores, p.hi, allowed)
+    rounding = attention.softmax_rounding(fused, scores, p.hi, allowed)
     assert 1 - p.lo[0, 0] <= rounding[0, 0]
 
 
 FUNCTIONS = [
-    (elementwise._GELU, lambda x: x * mp.ncdf(x), lambda x: mp.ncdf(x) + x * mp.npdf(x)),
+    (elementwise.GELU, lambda x: x * mp.ncdf(x), lambda x: mp.ncdf(x) + x * mp.npdf(x)),
     (
-        elementwise._SILU,
+        elementwise.SILU,
         lambda x: x / (1 + mp.exp(-x)),
         lambda x: 1 / (1 + mp.exp(-x)) + x * mp.exp(-x) / (1 + mp.exp(-x)) ** 2,
     ),
-    (elementwise._TANH, mp.tanh, lambda x: mp.sech(x) ** 2),
+    (elementwise.TANH, mp.tanh, lambda x: mp.sech(x) ** 2),
 ]
 
 
@@ -203,6 +203,18 @@ def test_norms(centred: bool, offset: float, radius: float, move: float) -> None
 def test_a_variance_without_lower_bound_is_refused() -> None:
     with pytest.raises(Rejection, match="variance"):
         norms._side(box.exact(np.zeros((1, 3))), 0.0, False)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_an_eps_beyond_float32_is_refused(centred: bool) -> None:
+    # 1/sqrt(1e39) times 1e19 is 0.3; a float32 kernel divides by the root of infinity
+    x = box.exact(np.array([[1e19, -1e19]]))
+    with pytest.raises(Rejection, match="variance"):
+        norms._side(x, 1e39, centred)
+    x = box.exact(np.array([[1.0, -1.0]]))
+    with pytest.raises(Rejection, match="variance"):
+        norms._side(x, 1e39, centred)
+    assert norms._side(x, 1e30, centred).y.hi.max() < 1e-14
 
 
 def test_a_block_maximum_in_a_box_may_be_small() -> None:
@@ -366,7 +378,7 @@ def test_softmax_rounding_covers_the_argument_of_exp() -> None:
     scores = box.exact(np.array([[0.0, -60.0]]))
     allowed = np.ones((1, 2), dtype=bool)
     p = attention.probabilities(scores, allowed)
-    found = attention._rounding(kernel(exp_ulps=2), scores, p.hi, allowed)
+    found = attention.softmax_rounding(kernel(exp_ulps=2), scores, p.hi, allowed)
     u = mpf(2) ** -24
     off = mp.exp(mpf(-60) * (1 - u)) * (1 + 4 * u) - mp.exp(mpf(-60))
     assert off * (1 - mpf(10) ** -10) <= found[0, 1] < 10 * off
@@ -377,7 +389,7 @@ def test_softmax_rounding_covers_long_sums() -> None:
     scores = box.exact(np.zeros((1, n)))
     allowed = np.ones((1, n), dtype=bool)
     p = attention.probabilities(scores, allowed)
-    found = attention._rounding(kernel(exp_ulps=2), scores, p.hi, allowed)
+    found = attention.softmax_rounding(kernel(exp_ulps=2), scores, p.hi, allowed)
     total = mpf(0)
     for _ in range(n):
         total = (total + 1) * (1 + u)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kcdsl_certs.recheck import box
@@ -23,7 +25,7 @@ from kcdsl_certs.recheck.spec import FLOAT32, Kernel
 
 _FAR = 600.0  # beyond this a drift of the logit counts as unbounded
 _TRUST = 2.0**-49
-_ZETA = 2.0**-120
+ZETA = 2.0**-120
 _MARGIN = 2.0**-40  # more than the relative error of p°
 
 
@@ -31,19 +33,20 @@ def softmax(scene: Scene, node: Node, inputs: list[Value]) -> Probabilities:
     """Return softmax over the last dimension, over the columns that the mask allows."""
     node.attrs.exactly()
     scores = numeric(inputs[0])
-    allowed = _allowed(inputs[1:], scores.shape)
+    allowed = allowed_columns(inputs[1:], scores.shape)
     p_t, p_i = probabilities(scores.t, allowed), probabilities(scores.i, allowed)
     drift = probability_drift(p_t, scores.d, allowed)
     star = reduce(p_t, p_i, drift)
-    b_t = _rounding(scene.train, scores.t, star.t.hi, allowed)
-    b_i = _rounding(scene.infer, scores.i, star.i.hi, allowed)
+    b_t = softmax_rounding(scene.train, scores.t, star.t.hi, allowed)
+    b_i = softmax_rounding(scene.infer, scores.i, star.i.hi, allowed)
     stored = reduce(
         box.widen(star.t, b_t), box.widen(star.i, b_i), box.widen(star.d, box.up(b_t + b_i))
     )
     return Probabilities(star, _variation(star.d, scores.d, allowed), b_t, b_i, allowed, stored)
 
 
-def _allowed(masks: list[Value], shape: tuple[int, ...]) -> Bools:
+def allowed_columns(masks: Sequence[object], shape: tuple[int, ...]) -> Bools:
+    """Return which columns of the scores take part; a row without any is refused."""
     if not masks:
         return np.ones(shape, dtype=np.bool_)
     mask = masks[0]
@@ -152,8 +155,24 @@ def _variation(star: Box, drift: Box, allowed: Bools) -> Floats:
     return np.minimum(by_logits, total / 2)
 
 
-def _rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) -> Floats:
-    """Return B_K ≥ |stored probability - exact softmax of the stored scores|.
+def softmax_rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) -> Floats:
+    """Return B_K ≥ |stored probability - exact softmax of the stored scores|, high ≥ the latter.
+
+    Raises:
+        Rejection: "bound/not-finite".
+    """
+    form = kernel.probabilities
+    theta = relative_rounding(kernel, scores, allowed)
+    size = box.lifted(high)
+    wide = theta * size + ZETA + form.u * (size * (1 + theta) + ZETA) + form.eta
+    found = np.where(allowed, box.up(wide), 0.0)
+    if not bool(np.isfinite(found).all()):
+        raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
+    return found
+
+
+def relative_rounding(kernel: Kernel, scores: Box, allowed: Bools) -> Floats:
+    """Return Θ_K of each row, the relative error before the cast of the probabilities.
 
     Row sums formed from probabilities rounded to a coarse format lose up to u_p of themselves and
     η_p at every column, measured against a sum that is at least about 1.
@@ -179,12 +198,9 @@ def _rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) -> Floa
     if kernel.fused and form.precision < FLOAT32.precision:
         exponent = exponent + form.u / (1 - form.u) + lost / (1 - lost)
     theta = box.up(np.expm1(box.up(exponent)), 16)
-    size = box.lifted(high)
-    wide = theta * size + _ZETA + form.u * (size * (1 + theta) + _ZETA) + form.eta
-    found = np.where(allowed, box.up(wide), 0.0)
-    if not bool(np.isfinite(found).all()):
+    if not bool(np.isfinite(theta).all()):
         raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
-    return found
+    return theta
 
 
 def context(scene: Scene, node: Node, p: Probabilities, v: State) -> State:

@@ -24,7 +24,7 @@ from kcdsl_certs.recheck.rules.state import (
 )
 from kcdsl_certs.recheck.spec import FLOAT32, Kernel
 
-_SLACK = 2.0**-100
+SLACK = 2.0**-100
 _TRUST = 2.0**-48  # 4 ulp of a library function and the arithmetic around it
 _BELOW_NORMAL = 2.0**-126
 
@@ -72,13 +72,13 @@ def underflow(kernel: Kernel) -> float:
 
 def scale(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return x * factor."""
-    factor = _constant(node, "factor")
+    factor = constant(node, "factor")
     return _scaled(scene, node, inputs, lambda b: box.mul(b, box.exact(np.array(factor))))
 
 
 def divide(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return x / divisor."""
-    divisor = _constant(node, "divisor")
+    divisor = constant(node, "divisor")
     if divisor == 0:
         raise Rejection("graph/field", "a division by zero")
     return _scaled(scene, node, inputs, lambda b: _divided(b, divisor))
@@ -100,7 +100,7 @@ def _scaled(scene: Scene, node: Node, inputs: list[Value], move: Callable[[Box],
 
 def shift(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return x + offset."""
-    offset = _constant(node, "offset")
+    offset = constant(node, "offset")
     x = numeric(inputs[0])
     moved = box.exact(np.array(offset))
     y_t, y_i = box.add(x.t, moved), box.add(x.i, moved)
@@ -111,7 +111,7 @@ def shift(scene: Scene, node: Node, inputs: list[Value]) -> State:
     return settle(scene, node, (y_t, y_i, x.d), errors)
 
 
-def _constant(node: Node, name: str) -> float:
+def constant(node: Node, name: str) -> float:
     """Return a float attribute that float32 holds without losing precision to under- or overflow.
 
     Raises:
@@ -146,7 +146,7 @@ def neg(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 @dataclass(frozen=True, slots=True)
-class _Function:
+class Function:
     """A smooth function with its derivative, both as (lower, upper) at given doubles.
 
     `valley` is where the function has its only minimum (None: it increases); `turns` are the
@@ -208,33 +208,33 @@ def _about(y: Floats, radius: Floats) -> tuple[Floats, Floats]:
     return box.down(y - wide), box.above(y + wide)
 
 
-_GELU = _Function(_gelu_value, _gelu_slope, -0.7517915246935645, (-math.sqrt(2), math.sqrt(2)))
-_SILU = _Function(
+GELU = Function(_gelu_value, _gelu_slope, -0.7517915246935645, (-math.sqrt(2), math.sqrt(2)))
+SILU = Function(
     _silu_value, _silu_slope, -1.2784645427610738, (-2.3993572805154677, 2.3993572805154677)
 )
-_TANH = _Function(_tanh_value, _tanh_slope, None, (0.0,))
+TANH = Function(_tanh_value, _tanh_slope, None, (0.0,))
 
 
 def gelu(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return x·Φ(x)."""
-    return _activation(scene, node, inputs, _GELU, lambda x, y: x)
+    return _activation(scene, node, inputs, GELU, lambda x, y: x)
 
 
 def silu(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return x·σ(x)."""
-    return _activation(scene, node, inputs, _SILU, lambda x, y: y)
+    return _activation(scene, node, inputs, SILU, lambda x, y: y)
 
 
 def tanh(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return tanh(x)."""
-    return _activation(scene, node, inputs, _TANH, lambda x, y: y)
+    return _activation(scene, node, inputs, TANH, lambda x, y: y)
 
 
 def _activation(
     scene: Scene,
     node: Node,
     inputs: list[Value],
-    function: _Function,
+    function: Function,
     scaled_by: Callable[[Box, Box], Box],
 ) -> State:
     """Return the state of f(x); the error is 16·u_f of what `scaled_by` picks from x and Y."""
@@ -243,13 +243,13 @@ def _activation(
     y_t, y_i = image(function, x.t), image(function, x.i)
     d = box.mul(slopes(function, box.join(x.t, x.i)), x.d)
     errors = (
-        box.up(16 * scene.train.inner.u * box.mag(scaled_by(x.t, y_t)) + _SLACK),
-        box.up(16 * scene.infer.inner.u * box.mag(scaled_by(x.i, y_i)) + _SLACK),
+        box.up(16 * scene.train.inner.u * box.mag(scaled_by(x.t, y_t)) + SLACK),
+        box.up(16 * scene.infer.inner.u * box.mag(scaled_by(x.i, y_i)) + SLACK),
     )
     return settle(scene, node, (y_t, y_i, d), errors)
 
 
-def image(function: _Function, x: Box) -> Box:
+def image(function: Function, x: Box) -> Box:
     """Return the range of a function on a box."""
     low, high = function.value(x.lo), function.value(x.hi)
     lo, hi = np.minimum(low[0], high[0]), np.maximum(low[1], high[1])
@@ -259,7 +259,7 @@ def image(function: _Function, x: Box) -> Box:
     return Box(lo, hi)
 
 
-def slopes(function: _Function, x: Box) -> Box:
+def slopes(function: Function, x: Box) -> Box:
     """Return the range of a function's derivative on a box."""
     low, high = function.slope(x.lo), function.slope(x.hi)
     lo, hi = np.minimum(low[0], high[0]), np.maximum(low[1], high[1])
@@ -290,8 +290,8 @@ def rope(scene: Scene, node: Node, inputs: list[Value]) -> State:
     by_cos = box.add(box.mul(x.d, cos.i), box.mul(x.t, box.sub(cos.i, cos.t)))
     by_sin = box.add(box.mul(turned.d, sin.i), box.mul(turned.t, box.sub(sin.i, sin.t)))
     errors = (
-        _rope_error(scene.train, x.t, turned.t, cos.t.lo, sin.t.lo),
-        _rope_error(scene.infer, x.i, turned.i, cos.i.lo, sin.i.lo),
+        rope_error(scene.train, x.t, turned.t, cos.t.lo, sin.t.lo),
+        rope_error(scene.infer, x.i, turned.i, cos.i.lo, sin.i.lo),
     )
     return settle(scene, node, (y_t, y_i, box.add(by_cos, by_sin)), errors)
 
@@ -303,7 +303,12 @@ def _rotate(x: Box) -> Box:
     return Box(lo, hi)
 
 
-def _rope_error(kernel: Kernel, x: Box, turned: Box, cos: Floats, sin: Floats) -> Floats:
+def rope_error(kernel: Kernel, x: Box, turned: Box, cos: Floats, sin: Floats) -> Floats:
+    """Return E of rope, `turned` the boxes that the sines meet.
+
+    Raises:
+        Rejection: "bound/overflow".
+    """
     parts = (
         box.up(box.mag(x) * box.lifted(np.abs(cos))),
         box.up(box.mag(turned) * box.lifted(np.abs(sin))),

@@ -172,13 +172,13 @@ def matmul(scene: Scene, node: Node, inputs: list[Value]) -> State:
     errors = []
     for kernel, left, right, y in ((scene.train, a.t, b.t, y_t), (scene.infer, a.i, b.i, y_i)):
         size = box.product_up(box.mag(left), box.mag(right))
-        error = accumulated(kernel, size, box.mag(y), *_roundings(kernel, node, n))
+        error = accumulated(kernel, size, box.mag(y), *product_roundings(kernel, node, n))
         errors.append(box.up(error + flushed(kernel, box.mag(left), box.mag(right))))
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, (y_t, y_i, d), (errors[0], errors[1]), inner)
 
 
-def _roundings(kernel: Kernel, node: Node, n: int) -> tuple[int, int]:
+def product_roundings(kernel: Kernel, node: Node, n: int) -> tuple[int, int]:
     """Return how often partial sums, and terms before, of a product of n terms may be rounded.
 
     A fused score product may scale both operands before. A fused context product that does not read

@@ -17,8 +17,8 @@ from kcdsl_certs.recheck.spec import Kernel
 
 # float32 arithmetic inside: a smaller variance may lose its squares to underflow, a greater sum of
 # squares may overflow.
-_LEAST_VARIANCE = 2.0**-100
-_MOST_SQUARES = 2.0**126
+LEAST_VARIANCE = 2.0**-100
+MOST_SQUARES = 2.0**126
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ def _side(x: Box, eps: float, centred: bool) -> _Side:
     v_lo = least.mean(axis=-1, keepdims=True) * (1 - slack) - box.FLUSH
     v_hi = most.mean(axis=-1, keepdims=True) * (1 + slack) + box.FLUSH
     v = Box(box.add_down(np.maximum(v_lo, 0.0), np.array(eps)), box.add_up(v_hi, np.array(eps)))
-    sums = n * box.magnitude(x).max(axis=-1) ** 2
-    if not bool((v.lo >= _LEAST_VARIANCE).all() and (sums <= _MOST_SQUARES).all()):
+    sums = n * box.magnitude(x).max(axis=-1) ** 2 + eps
+    if not bool((v.lo >= LEAST_VARIANCE).all() and (sums <= MOST_SQUARES).all()):
         raise Rejection("bound/not-finite", "the variance may leave the range of float32")
     r = Box(1 / np.sqrt(v.hi) * (1 - 8 * ULP), 1 / np.sqrt(v.lo) * (1 + 8 * ULP))
     cap = np.sqrt(n - 1 if centred else n) * (1 + 4 * ULP)
@@ -169,16 +169,9 @@ def _error(
         count = gamma(n + 6, u)
         from_c = 4 * u * size + count * size.mean(axis=-1, keepdims=True) * (1 + n * ULP)
         from_c = from_c + (n + 6) * underflow(kernel)
-        squares = (size**2).mean(axis=-1, keepdims=True) * (1 + (n + 8) * ULP)
-        kappa = 4 * count * squares / side.v.lo * (1 + 8 * ULP)
-        if not bool((kappa < 1).all()):
-            raise Rejection("bound/not-finite", "the mean is too large against the variance")
-        root = box.up(1 / np.sqrt(1 - kappa) - 1 + 8 * ULP / (1 - kappa))
-        # One relative error on top of another counts once the first is large.
-        theta = np.where(root > 1, root * (1 + 8 * u), root) + 8 * u
     else:
         from_c = np.zeros(x.shape)
-        theta = np.full((*x.shape[:-1], 1), gamma(n + 3, u) + 8 * u)
+    theta = root_error(kernel, size, side.v.lo, centred)
     theta = box.up((1 + theta) * (1 + u) ** 2 - 1 + 16 * ULP)
     y = box.mag(side.y)
     error = box.up(theta * y + box.up(from_c) * side.r.hi * (1 + theta))
@@ -191,3 +184,21 @@ def _error(
     lost = lost + 3 * tiny * size.max(axis=-1, keepdims=True)
     parts = y * scale + error * scale + np.abs(bias)
     return box.up(error * scale + 3 * u * parts + tiny + lost, 16)
+
+
+def root_error(kernel: Kernel, size: Floats, least: Floats, centred: bool) -> Floats:
+    """Return the relative error of a row's inverse root, `size` ≥ |x| and v ≥ `least` ([…, 1]).
+
+    Raises:
+        Rejection: "bound/not-finite".
+    """
+    n, u = size.shape[-1], kernel.inner.u
+    if not centred:
+        return np.full((*size.shape[:-1], 1), gamma(n + 3, u) + 8 * u)
+    squares = (size**2).mean(axis=-1, keepdims=True) * (1 + (n + 8) * ULP)
+    kappa = 4 * gamma(n + 6, u) * squares / least * (1 + 8 * ULP)
+    if not bool((kappa < 1).all()):
+        raise Rejection("bound/not-finite", "the mean is too large against the variance")
+    root = box.up(1 / np.sqrt(1 - kappa) - 1 + 8 * ULP / (1 - kappa))
+    # One relative error on top of another counts once the first is large.
+    return np.asarray(np.where(root > 1, root * (1 + 8 * u), root) + 8 * u)

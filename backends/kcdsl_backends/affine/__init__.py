@@ -1,0 +1,1 @@
+"""Affine bounds of rounding errors around a reference run (docs/affine-forms.md)."""

@@ -1,0 +1,75 @@
+"""One kernel of a block while its tape is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import BlockGraph, Node
+from kcdsl_backends.affine.tape import SAFE, Entry, Tape
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.parameters import StoredParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What an operation reads: an entry of the tape, or a known number (index None)."""
+
+    index: int | None
+    reference: Tensor
+    reach: Tensor
+
+    @property
+    def size(self) -> Tensor:
+        """Return a bound of the magnitude."""
+        return (self.reference.abs() + self.reach) * SAFE
+
+
+@dataclass(slots=True)
+class KernelRun:
+    """The reference run of a kernel, and the tape of its errors."""
+
+    graph: BlockGraph
+    rounding: Rounding
+    parameters: StoredParameters
+    tape: Tape
+    nodes: Mapping[str, Node]
+    computed: dict[str, int] = field(default_factory=dict)
+    known: dict[str, Tensor] = field(default_factory=dict)
+    """References of nodes without errors: what is made of token ids and parameters alone."""
+
+    def operand(self, node: Node, position: int) -> Operand:
+        """Return an input of a node."""
+        name = node.inputs[position]
+        if name in self.computed:
+            index = self.computed[name]
+            entry = self.tape.entries[index]
+            return Operand(index, entry.reference, entry.reach)
+        reference = (
+            self.known[name]
+            if name in self.known
+            else self.parameters.plain(self.source(node, position))
+        )
+        return Operand(None, reference, torch.zeros_like(reference))
+
+    def source(self, node: Node, position: int) -> Node:
+        """Return the node that produces an input."""
+        return self.nodes[node.inputs[position]]
+
+    def entry(self, node: Node, position: int) -> tuple[int, Entry]:
+        """Return the entry of an input, with its index; a known number gets one without errors."""
+        operand = self.operand(node, position)
+        index = operand.index
+        if index is None:
+            known = Entry(node.inputs[position], operand.reference, operand.reach, lambda a: [])
+            index = self.tape.add(known)
+        return index, self.tape.entries[index]
+
+    def optional(self, node: Node, position: int) -> Tensor | None:
+        """Return the stored value of a parameter input, None where the node has no such input."""
+        if len(node.inputs) <= position:
+            return None
+        return self.parameters.plain(self.source(node, position))

@@ -1,0 +1,88 @@
+"""Write the tape of one kernel (section 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import BlockGraph, Node
+from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.rules import attention, elementwise, linear, norms, structural
+from kcdsl_backends.affine.storing import Result, store
+from kcdsl_backends.affine.tape import Entry, Tape
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.parameters import StoredParameters
+
+RULES: Mapping[str, Callable[[KernelRun, Node], None]] = {
+    "embedding": structural.embedding,
+    "linear": linear.linear,
+    "matmul": linear.matmul,
+    "add": elementwise.total(1.0),
+    "sub": elementwise.total(-1.0),
+    "mul": elementwise.mul,
+    "scale": elementwise.scale,
+    "divide": elementwise.scale,
+    "shift": elementwise.shift,
+    "neg": structural.neg,
+    "relu": elementwise.relu,
+    "tanh": elementwise.activation,
+    "silu": elementwise.activation,
+    "gelu": elementwise.activation,
+    "reshape": structural.reshape,
+    "expand": structural.expand,
+    "permute": structural.permute,
+    "slice": structural.slice_,
+    "concat": structural.concat,
+    "softmax": attention.softmax,
+    "rms_norm": norms.rms_norm,
+    "layer_norm": norms.layer_norm,
+    "rope": elementwise.rope,
+}
+
+
+def write(
+    graph: BlockGraph, parameters: StoredParameters, centre: Tensor | None, radius: Tensor
+) -> KernelRun:
+    """Return the reference run of a kernel on the centre of a region, with the tape of its errors.
+
+    Args:
+        graph: the block.
+        parameters: what the kernel stores; its numerics are the kernel's.
+        centre: [T, D] float64; None for a block on token ids.
+        radius: broadcastable to [T, D], float64, >= 0.
+
+    Raises:
+        NoBound: some result has no finite bound.
+    """
+    shape = (1, 1) if centre is None else tuple(centre.shape)
+    tape = Tape(radius.expand(shape).contiguous())
+    nodes = {node.name: node for node in graph.nodes}
+    run = KernelRun(graph, Rounding(parameters.numerics), parameters, tape, nodes)
+    tape.add(Entry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
+    for node in graph.nodes:
+        if node.op in ("param", "constant"):
+            continue
+        if node.op == "input":
+            _input(run, node, centre)
+        elif node.op == "matmul" and node.role == "context":
+            attention.context(run, node)
+        else:
+            RULES[node.op](run, node)
+    return run
+
+
+def _input(run: KernelRun, node: Node, centre: Tensor | None) -> None:
+    """Append what a kernel makes of the input: kernels coarser than float32 store it."""
+    if centre is None or tuple(centre.shape) != tuple(node.shape):
+        raise NoBound(node.name, "the region does not have the shape of the block's input")
+    reach = run.tape.radius
+    zero = torch.zeros_like(centre)
+    result = Result(centre, lambda a: [(0, a)], reach, 2.0**-52 * reach)
+    if run.rounding.coarse:
+        store(run, node, result)
+        return
+    entry = Entry(node.name, centre, reach, result.pull, None, zero)
+    run.computed[node.name] = run.tape.add(entry)

@@ -1,0 +1,152 @@
+"""Softmax, and its product with the values (section 4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.affine.adjoint import Adjoint, at
+from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.reaches import deviations
+from kcdsl_backends.affine.rules.linear import Heads, Pulled, heads, product
+from kcdsl_backends.affine.storing import Result, refuse_overflow, store, stored_format
+from kcdsl_backends.affine.tape import PASS, SAFE, Curved, Entry
+from kcdsl_backends.interval.box import Box, gamma, up
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.rules import softmax as interval
+
+FARTHEST = 30.0
+"""Beyond this score drift nothing is known of a softmax but that it lies between 0 and 1."""
+_LOST = 2.0**-900
+"""More than what becomes, after the largest drift, of a probability that float64 lost."""
+
+
+def softmax(run: KernelRun, node: Node) -> None:
+    """Append the masked softmax of the scores over the last dimension: numerator, projection.
+
+    Raises:
+        NoBound: a row without columns, or a score drift beyond `FARTHEST`.
+    """
+    index, scores = run.entry(node, 0)
+    mask = _mask(run, node, scores)
+    allowed = scores.reference.masked_fill(~mask, -torch.inf)
+    p, columns = allowed.softmax(-1), allowed.shape[-1]
+    trust = _relative_error(allowed, mask)
+    c = torch.where(mask, deviations(run.tape, index, p), 0.0)
+    if not bool((c < FARTHEST).all()):
+        raise NoBound(node.name, f"a score may drift by more than {FARTHEST:g}")
+    rise = (torch.expm1(c) * (1 + 2.0**-48) - c).clamp_min(0) + 2.0**-47 * c
+    # Σ p t is 0 up to the error of p.
+    off = 4 * (trust * p * c).sum(-1, keepdim=True) * SAFE
+    largest = 1 + (p * rise).sum(-1, keepdim=True) * SAFE + off
+    kappa = torch.maximum(1 - 1 / largest, off / (1 - off)) * SAFE + 2.0**-52
+    numerator = p * (c + rise)
+    radius = p * rise / 2 + (kappa + 4 * trust) * numerator + gamma(PASS) * p * scores.reach
+    first = run.tape.add(
+        Entry(
+            f"{node.name}/numerator",
+            torch.zeros_like(p),
+            (numerator + radius) * SAFE,
+            lambda a: [(index, a.times(p))],
+            p * rise / 2,
+            radius * SAFE,
+        )
+    )
+    least = (torch.exp(-c) / largest) * (1 - 2.0**-45) * (1 - off)
+    moved = p * torch.maximum(torch.expm1(c) * (1 + 4 * off), 1 - least) * SAFE
+    moved = torch.minimum(moved + _LOST, torch.ones_like(p))
+    gathered = numerator + p * numerator.sum(-1, keepdim=True)
+    own = 4 * trust * (p + gathered) + gamma(columns + PASS) * gathered + _LOST
+
+    def project(a: Adjoint) -> Pulled:
+        window = (*a.window[:-1], (0, columns))
+        values, weights = a.on(window), p[at(window)]
+        mean = (values * weights).sum(-1, keepdim=True)
+        return [(first, Adjoint(values - mean, window, a.shape))]
+
+    high = torch.minimum(((p + moved) * SAFE), torch.ones_like(p))
+    box = Box(scores.reference - scores.reach, scores.reference + scores.reach)
+    if run.rounding.numerics.attention.style == "composed":
+        theta = _theta(run, box, mask)
+        inside = torch.where(mask, theta * high + 2.0**-120, 0.0)
+        store(run, node, Result(p, project, moved, (own + inside) * SAFE))
+        return
+    total = Box(torch.zeros_like(high), high)
+    rounding = (interval._rounding(box, total, mask, run.rounding) + own) * SAFE
+    entry = Entry(node.name, p, (moved + rounding) * SAFE, project, None, rounding)
+    refuse_overflow(node.name, entry.size, stored_format(run, node))
+    run.computed[node.name] = run.tape.add(entry)
+
+
+def _mask(run: KernelRun, node: Node, scores: Entry) -> Tensor:
+    if len(node.inputs) < 2:
+        return torch.ones(scores.shape, dtype=torch.bool, device=scores.reference.device)
+    mask = run.parameters.mask(run.source(node, 1)).expand(scores.shape)
+    if not bool(mask.any(-1).all()):
+        raise NoBound(node.name, "a row of the attention mask admits no column")
+    return mask
+
+
+def _relative_error(allowed: Tensor, mask: Tensor) -> Tensor:
+    """Bound the relative error of a softmax formed in float64: exp to 4 ulp, of a rounded argument."""
+    top = allowed.amax(-1, keepdim=True)
+    spread = torch.where(mask, top - allowed, 0.0).amax(-1, keepdim=True).clamp_max(800)
+    return 2.0**-52 * (allowed.shape[-1] + 16 + 4 * spread)
+
+
+def _theta(run: KernelRun, scores: Box, mask: Tensor) -> Tensor:
+    """Return Θ of a composed softmax: how far a computed probability may be off, relatively."""
+    high = torch.where(mask, scores.hi, -torch.inf).amax(-1, keepdim=True)
+    low = torch.where(mask, scores.lo, torch.inf).amin(-1, keepdim=True)
+    log = interval.log_error(scores.shape[-1], up(high - low), run.rounding)
+    return torch.expm1(log) * SAFE
+
+
+def context(run: KernelRun, node: Node) -> None:
+    """Append probabilities @ values."""
+    p, v = run.operand(node, 0), run.operand(node, 1)
+    keys = p.reference.shape[-1]
+    steps = keys + 2 * interval.tile_count(keys, run.rounding) + 4
+    result = product(run, p, v, steps, 2)
+    second = p.reach @ v.reach * SAFE
+    values = heads(run, node, 1)
+    if values is None:
+        internal = (result.internal + second) * SAFE
+        plain = Result(result.reference, result.pull, result.linear, internal)
+        store(run, node, plain, accumulates=True)
+        return
+    curved = _second_order(p.reach, values)
+    store(
+        run,
+        node,
+        Result(
+            result.reference,
+            result.pull,
+            result.linear,
+            result.internal,
+            curved=curved,
+            extra=second,
+        ),
+        accumulates=True,
+    )
+
+
+def _second_order(moved: Tensor, values: Heads) -> Curved:
+    """Bound Σ_j moved[h, t, j]·|a·e_v[h, j]| with e_v[h, j] = W_h e_x[j] + o[h, j]."""
+    width = values.weight.shape[1]
+    inexact = gamma(width + PASS) * values.carried
+
+    def curved(a: Adjoint) -> Tensor:
+        window = (*a.window[:-1], (0, width))
+        (first, last), (start, stop), _ = window
+        functional = a.on(window)
+        total = functional.new_zeros(functional.shape[0])
+        for h in range(first, last):
+            part = functional[:, h - first]  # [B, rows, d]
+            through = (part @ values.weight[h]).abs() @ values.reach.T
+            size = through + part.abs() @ (values.own[h] + inexact[h]).T  # [B, rows, keys]
+            total = total + (size * moved[h, start:stop]).flatten(1).sum(-1)
+        return total * SAFE
+
+    return curved

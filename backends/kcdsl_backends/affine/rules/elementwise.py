@@ -1,0 +1,209 @@
+"""Elementwise operations (section 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.affine.adjoint import Adjoint
+from kcdsl_backends.affine.kernel import KernelRun, Operand
+from kcdsl_backends.affine.reaches import elements
+from kcdsl_backends.affine.rules.linear import Pulled
+from kcdsl_backends.affine.storing import Result, refuse_overflow, store
+from kcdsl_backends.affine.tape import PASS, SAFE, Entry
+from kcdsl_backends.interval.box import Box, gamma
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.rules.elementwise import GELU, SILU, TANH, Smooth
+
+_OWN = 2.0**-52
+"""Relative error of one float64 operation, doubled."""
+
+
+def total(sign: float) -> Callable[[KernelRun, Node], None]:
+    """Return the rule of a + b (sign 1) or a - b (sign -1)."""
+
+    def rule(run: KernelRun, node: Node) -> None:
+        a, b = run.operand(node, 0), run.operand(node, 1)
+        reference = a.reference + sign * b.reference
+        reach = (a.reach + b.reach) * SAFE
+        error = run.rounding.u_function * (reference.abs() + reach)
+        own = _OWN * reference.abs() + gamma(PASS) * reach
+
+        def pull(adjoint: Adjoint) -> Pulled:
+            found = [] if a.index is None else [(a.index, adjoint)]
+            return found if b.index is None else [*found, (b.index, adjoint.times(sign))]
+
+        _same_shape(node, a, b)
+        store(run, node, Result(reference, pull, reach, (error + own) * SAFE))
+
+    return rule
+
+
+def _same_shape(node: Node, *operands: Operand) -> None:
+    """Refuse errors that are broadcast; known numbers may be."""
+    if any(o.index is not None and o.reference.shape != node.shape for o in operands):
+        raise NoBound(node.name, f"{node.op} of shapes that broadcast")
+
+
+def mul(run: KernelRun, node: Node) -> None:
+    """Append a * b."""
+    a, b = run.operand(node, 0), run.operand(node, 1)
+    _same_shape(node, a, b)
+    reference = a.reference * b.reference
+    linear = (a.reach * b.reference.abs() + a.reference.abs() * b.reach) * SAFE
+    size = (a.size * b.size).expand(reference.shape) * SAFE
+    error = run.rounding.u_function * size + run.rounding.eta_function
+    second = (a.reach * b.reach).expand(reference.shape) * SAFE
+    own = _OWN * reference.abs() + gamma(PASS) * linear
+
+    def pull(adjoint: Adjoint) -> Pulled:
+        found = [] if a.index is None else [(a.index, adjoint.times(b.reference))]
+        return found if b.index is None else [*found, (b.index, adjoint.times(a.reference))]
+
+    store(run, node, Result(reference, pull, linear, (error + second + own) * SAFE))
+
+
+def scale(run: KernelRun, node: Node) -> None:
+    """Append x·c or x/c: c may be rounded, and a quotient may be a product with 1/c."""
+    name = "factor" if node.op == "scale" else "divisor"
+    constant = float(node.attrs[name])
+    if not 2.0**-126 <= abs(constant) <= 2.0**127:
+        raise NoBound(node.name, f"the constant {constant!r} leaves the range of float32")
+    factor = constant if node.op == "scale" else 1 / constant
+    index, x = run.entry(node, 0)
+    reference, linear = x.reference * factor, x.reach * abs(factor) * SAFE
+    size = (reference.abs() + linear) * SAFE
+    error = 3 * run.rounding.u_function * size + run.rounding.eta_function
+    own = gamma(PASS + 4) * size
+
+    def pull(adjoint: Adjoint) -> Pulled:
+        return [(index, adjoint.times(factor))]
+
+    store(run, node, Result(reference, pull, linear, (error + own) * SAFE))
+
+
+def shift(run: KernelRun, node: Node) -> None:
+    """Append x + offset."""
+    index, x = run.entry(node, 0)
+    offset = float(node.attrs["offset"])
+    reference = x.reference + offset
+    u = run.rounding.u_function
+    error = u * (reference.abs() + x.reach) + u * abs(offset)
+    own = _OWN * (reference.abs() + abs(offset)) + gamma(PASS) * x.reach
+    store(run, node, Result(reference, lambda a: [(index, a)], x.reach, (error + own) * SAFE))
+
+
+def relu(run: KernelRun, node: Node) -> None:
+    """Append max(x, 0), which no kernel rounds."""
+    index, x = run.entry(node, 0)
+    slope = (x.reference > x.reach).to(torch.float64)
+    open_ = (x.reference.abs() <= x.reach).to(torch.float64)
+    low, high = (x.reference - x.reach).clamp_min(0), (x.reference + x.reach).clamp_min(0)
+    reference = torch.where(open_ > 0, low / 2 + high / 2, x.reference.clamp_min(0))
+    half = open_ * ((high - low) / 2 * SAFE + _OWN * high)
+    entry = Entry(
+        node.name,
+        reference,
+        torch.where(open_ > 0, half, slope * x.reach) * SAFE,
+        lambda a: [(index, a.times(slope))],
+        None,
+        (half + gamma(PASS) * slope * x.reach) * SAFE,
+    )
+    refuse_overflow(node.name, entry.size, run.rounding.compute)
+    run.computed[node.name] = run.tape.add(entry)
+
+
+def _gelu_curvature(x: Box) -> tuple[Tensor, Tensor]:
+    """Return the range of the second derivative (2 - x²)·density(x), extreme at 0 and ±2."""
+
+    def second(v: Tensor) -> Tensor:
+        return torch.exp(-v * v / 2) / math.sqrt(2 * math.pi) * (2 - v * v)
+
+    ends = second(x.lo), second(x.hi)
+    low, high = torch.minimum(*ends), torch.maximum(*ends)
+    for place in (-2.0, 0.0, 2.0):
+        inside = (x.lo <= place + 1e-6) & (x.hi >= place - 1e-6)
+        value = second(torch.full_like(x.lo, place))
+        low = torch.where(inside, torch.minimum(low, value), low)
+        high = torch.where(inside, torch.maximum(high, value), high)
+    return low - 2.0**-40, high + 2.0**-40
+
+
+def _constant(low: float, high: float) -> Callable[[Box], tuple[Tensor, Tensor]]:
+    return lambda x: (torch.full_like(x.lo, low), torch.full_like(x.lo, high))
+
+
+_CURVATURES: dict[str, tuple[Smooth, Callable[[Box], tuple[Tensor, Tensor]]]] = {
+    "gelu": (GELU, _gelu_curvature),
+    "silu": (SILU, _constant(-0.1, 0.5 + 2.0**-40)),
+    "tanh": (TANH, _constant(-0.77, 0.77)),
+}
+
+
+def activation(run: KernelRun, node: Node) -> None:
+    """Append a smooth activation: tangent at the reference, remainder by the second derivative."""
+    function, curvature = _CURVATURES[node.op]
+    index, x = run.entry(node, 0)
+    reach = elements(run.tape, index)
+    run.tape.tighten(index, reach)
+    h = x.reference
+    box = Box(h - reach * SAFE, h + reach * SAFE)
+    slope = function.derivative(h)
+    least, most = curvature(box)
+    slopes = function.slopes(box)
+    wide = torch.maximum((slopes.lo - slope).abs(), (slopes.hi - slope).abs()) * reach * SAFE
+    square = reach * reach / 2 * SAFE
+    low = torch.maximum(least.clamp_max(0) * square, -wide)
+    high = torch.minimum(most.clamp_min(0) * square, wide)
+    values = function.range(box)
+    reference = function.value(h)
+    linear = slope.abs() * reach * SAFE
+    inside = function.error((h.abs() + reach) * SAFE, values.mag(), run.rounding.u_function)
+    trust = 2.0**-45 * torch.maximum(reference.abs(), h.abs().clamp_max(1.0)) + 2.0**-45 * reach
+    own = trust + gamma(PASS) * linear + 2.0**-1000
+    internal = ((high - low) / 2 + inside + own) * SAFE
+
+    def pull(adjoint: Adjoint) -> Pulled:
+        return [(index, adjoint.times(slope))]
+
+    centre = (low + high) / 2
+    store(run, node, Result(reference, pull, linear, internal, centre=centre, extra=centre.abs()))
+
+
+def rope(run: KernelRun, node: Node) -> None:
+    """Append the rotary embedding x∘C + rot(x)∘S with known tables."""
+    index, x = run.entry(node, 0)
+    cos, sin = run.parameters.plain(run.source(node, 1)), run.parameters.plain(run.source(node, 2))
+    half, kernel = node.shape[-1] // 2, run.rounding
+    shape = x.reference.shape
+    cos, sin = cos.expand(shape), sin.expand(shape)
+
+    def turned(values: Tensor) -> Tensor:
+        return torch.cat([-values[..., half:], values[..., :half]], -1)
+
+    def swapped(values: Tensor) -> Tensor:
+        return torch.cat([values[..., half:], values[..., :half]], -1)
+
+    reference = x.reference * cos + turned(x.reference) * sin
+    linear = (x.reach * cos.abs() + swapped(x.reach) * sin.abs()) * SAFE
+    terms = (x.size * cos.abs() + swapped(x.size) * sin.abs()) * SAFE
+    error = gamma(4, kernel.u_function) * terms + 2 * kernel.eta_function
+    if kernel.coarse:
+        refuse_overflow(node.name, terms, kernel.compute)
+        early = kernel.compute
+        error = error + early.unit_roundoff * (1.0 + 2.0**-10) * terms + 2 * early.underflow
+    own = gamma(4) * terms + gamma(PASS + 2) * linear
+
+    def pull(adjoint: Adjoint) -> Pulled:
+        window = (*adjoint.window[:-1], (0, 2 * half))
+        part = (slice(None), *(slice(a, b) for a, b in window))
+        values = adjoint.on(window)
+        by_sin = values * sin[part[1:]]
+        back = values * cos[part[1:]] + torch.cat([by_sin[..., half:], -by_sin[..., :half]], -1)
+        return [(index, Adjoint(back, window, adjoint.shape))]
+
+    store(run, node, Result(reference, pull, linear, (error + own) * SAFE))

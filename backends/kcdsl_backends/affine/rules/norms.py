@@ -1,0 +1,169 @@
+"""RMSNorm and LayerNorm as one operation (section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.affine.adjoint import Adjoint, at
+from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.reaches import deviations, directions, elements
+from kcdsl_backends.affine.rules.linear import Pulled
+from kcdsl_backends.affine.storing import Result, store
+from kcdsl_backends.affine.tape import SAFE, Amplified, Entry
+from kcdsl_backends.interval.box import gamma
+from kcdsl_backends.interval.errors import NoBound
+
+FARTHEST = 0.9
+"""Relative drift of the variance from which on there is no bound."""
+_LEAST_VARIANCE, _MOST_SQUARES = 2.0**-100, 2.0**126
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """How far the ingredients of a norm may move; all [..., 1] but `reach` [..., n].
+
+    `reach` bounds |δ|, `mean` |m|/v, `scale` the interval of q, `factor` is χ, `least` bounds the
+    variance from below.
+    """
+
+    reach: Tensor
+    mean: Tensor
+    scale: tuple[Tensor, Tensor]
+    factor: Tensor
+    least: Tensor
+
+
+def rms_norm(run: KernelRun, node: Node) -> None:
+    """Append x / sqrt(mean(x²) + eps) * weight."""
+    _norm(run, node, centred=False)
+
+
+def layer_norm(run: KernelRun, node: Node) -> None:
+    """Append (x - mean) / sqrt(var + eps) * weight + bias."""
+    _norm(run, node, centred=True)
+
+
+def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
+    index, x = run.entry(node, 0)
+    n, eps = x.shape[-1], float(node.attrs["eps"])
+    gain, bias = run.optional(node, 1), run.optional(node, 2)
+    g = torch.ones(n, dtype=torch.float64, device=x.reference.device) if gain is None else gain
+    b = torch.zeros_like(g) if bias is None else bias
+    c = x.reference - x.reference.mean(-1, keepdim=True) if centred else x.reference
+    v = c.square().mean(-1, keepdim=True) + eps
+    r = v.rsqrt()
+    y = c * r
+    moved = _moved(run, node, index, c, v, centred=centred)
+    low, high = moved.scale
+    steep = g * y
+    linear = g.abs() * (r * moved.reach + y.abs() * moved.mean) * SAFE
+    loose = moved.factor * g.abs() * r * moved.reach * SAFE
+    inside, flat, along = _inside(run, node, x, y, r, moved, g, b, centred=centred)
+    along = (along + (high - low) / 2 + moved.factor * moved.mean) * SAFE
+    own = gamma(n + 32) * (linear + steep.abs() + b.abs() + r * x.reference.abs() * g.abs())
+    centre = steep * ((low + high) / 2)
+
+    def pull(a: Adjoint) -> Pulled:
+        window = (*a.window[:-1], (0, n))
+        values, part = a.on(window) * g, at(window)
+        unit = y[part]
+        back = r[part[:-1]] * (values - unit * (values * unit).mean(-1, keepdim=True))
+        back = back - back.mean(-1, keepdim=True) if centred else back
+        return [(index, Adjoint(back, window, a.shape))]
+
+    def curved(a: Adjoint) -> Tensor:
+        part, rows = at(a.window), at(a.window)[:-1]
+        steeply, flatly = a.values * steep[part], a.values * g[part[-1]]
+        scaled = steeply.sum(-1).abs() + gamma(n + 8) * steeply.abs().sum(-1)
+        found = scaled * along[rows][..., 0]
+        if centred:
+            shifted = flatly.sum(-1).abs() + gamma(n + 8) * flatly.abs().sum(-1)
+            found = found + shifted * flat[rows][..., 0]
+        return found.flatten(1).sum(-1) * SAFE
+
+    extra = loose + steep.abs() * along + g.abs() * flat + centre.abs()
+    store(
+        run,
+        node,
+        Result(
+            y * g + b,
+            pull,
+            linear,
+            (inside + own) * SAFE,
+            centre=centre,
+            curved=curved,
+            amplified=Amplified(moved.factor, loose),
+            extra=extra * SAFE,
+        ),
+    )
+
+
+def _moved(
+    run: KernelRun, node: Node, index: int, c: Tensor, v: Tensor, *, centred: bool
+) -> _Moved:
+    n = c.shape[-1]
+    uniform = torch.full_like(c, 1 / n)
+    reach = deviations(run.tape, index, uniform) if centred else elements(run.tape, index)
+    reach = (reach + 4 * gamma(n + 8) * run.tape.entries[index].reach) * SAFE
+    mean = directions(run.tape, index, c / n) / v * SAFE
+    mean = mean + 4 * gamma(n + 8) * (c.abs() * reach).mean(-1, keepdim=True) / v
+    square = reach.square().mean(-1, keepdim=True) / v * SAFE
+    moved = (2 * mean + square) * SAFE
+    if not bool((moved < FARTHEST).all()):
+        raise NoBound(node.name, "the drift reaches the size of the variance")
+    rise = 0.375 * moved.square() / (1 - moved) ** 2.5 * SAFE
+    low, high = -square / 2 * SAFE, rise
+    factor = (mean + torch.maximum(-low, high)) * SAFE
+    # v itself is off by the float64 error of a mean of squares
+    inexact = 8 * gamma(n + 16) * c.square().mean(-1, keepdim=True)
+    return _Moved(reach, mean, (low, high), factor, v * (1 - moved) * (1 - 2.0**-45) - inexact)
+
+
+def _inside(
+    run: KernelRun,
+    node: Node,
+    x: Entry,
+    y: Tensor,
+    r: Tensor,
+    moved: _Moved,
+    g: Tensor,
+    b: Tensor,
+    *,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the roundings inside: each element's [..., n]; of the mean and of the root [..., 1]."""
+    kernel, n, size = run.rounding, x.shape[-1], x.size
+    u, lost = kernel.u_function, kernel.eta_function
+    average = size.mean(-1, keepdim=True) * SAFE
+    squares = size.square().mean(-1, keepdim=True) * SAFE
+    if not bool((moved.least >= _LEAST_VARIANCE).all()):
+        raise NoBound(node.name, "the variance may be zero")
+    if not bool((n * size.amax(-1) ** 2 <= _MOST_SQUARES).all()):
+        raise NoBound(node.name, "overflow reachable: the sum of squares may leave float32")
+    if centred:
+        kappa = 4 * gamma(n + 6, u) * squares / moved.least * SAFE
+        if not bool((kappa < 1).all()):
+            raise NoBound(node.name, "the mean is too large against the variance")
+        theta = ((1 + 8 * u) * (1 + 2.0**-48) / torch.sqrt(1 - kappa) - 1) * SAFE
+    else:
+        theta = torch.full_like(r, gamma(n + 3, u) + 8 * u)
+    root = moved.least.rsqrt() * (1 + theta) * SAFE
+    shifted = gamma(n + 6, u) * average * root if centred else torch.zeros_like(root)
+    magnitude = y.abs() * (1 + moved.mean + moved.factor) + r * moved.reach * (1 + moved.factor)
+    magnitude = magnitude * (1 + theta) * SAFE
+    each = (4 * u * (size + average) + (n + 6) * lost) * root + 6 * u * (magnitude + shifted)
+    if kernel.coarse:
+        form = kernel.compute
+        stored = magnitude + shifted + each
+        each = each + form.unit_roundoff * stored * SAFE + form.underflow
+    steep = g.abs()
+    scaled = 3 * u * ((magnitude + each + shifted) * steep + b.abs())
+    underflow = lost * (1 + steep + 3 * size.amax(-1, keepdim=True))
+    second = theta * r * moved.reach * (1 + moved.factor)
+    inside = (each * steep + scaled + underflow + second * steep) * SAFE
+    along = theta * (1 + 2 * moved.factor + 2 * moved.mean)
+    return inside, shifted, along

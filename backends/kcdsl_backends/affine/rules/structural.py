@@ -1,0 +1,129 @@
+"""Operations that move numbers without rounding them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import Node
+from kcdsl_backends.affine.adjoint import Adjoint, permuted, reshaped
+from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.rules.linear import Pulled
+from kcdsl_backends.affine.tape import Entry
+
+Back = Callable[[Adjoint, tuple[int, ...]], Adjoint]
+
+
+def _move(run: KernelRun, node: Node, change: Callable[[Tensor], Tensor], back: Back) -> None:
+    """Append a rearrangement of one operand; of a known number it is a known number."""
+    x = run.operand(node, 0)
+    if x.index is None:
+        run.known[node.name] = change(x.reference)
+        return
+    index, shape = x.index, tuple(x.reference.shape)
+    entry = Entry(
+        node.name,
+        change(x.reference),
+        change(x.reach),
+        lambda a: [(index, back(a, shape))],
+    )
+    run.computed[node.name] = run.tape.add(entry)
+
+
+def reshape(run: KernelRun, node: Node) -> None:
+    """Append x in another shape."""
+    _move(run, node, lambda x: x.reshape(node.shape), reshaped)
+
+
+def permute(run: KernelRun, node: Node) -> None:
+    """Append x with its dimensions in another order."""
+    dims = [int(d) for d in node.attrs["dims"]]
+    _move(run, node, lambda x: x.permute(dims), lambda a, _: permuted(a, dims))
+
+
+def neg(run: KernelRun, node: Node) -> None:
+    """Append -x."""
+    x = run.operand(node, 0)
+    if x.index is None:
+        run.known[node.name] = -x.reference
+        return
+    index = x.index
+    entry = Entry(node.name, -x.reference, x.reach, lambda a: [(index, a.times(-1.0))])
+    run.computed[node.name] = run.tape.add(entry)
+
+
+def expand(run: KernelRun, node: Node) -> None:
+    """Append x repeated along dimensions of length 1."""
+
+    def back(a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
+        added = len(a.shape) - len(shape)
+        repeated = [d for d in range(added, len(a.shape)) if shape[d - added] != a.shape[d]]
+        values = a.values.sum([1 + d for d in range(added)]) if added else a.values
+        window = list(a.window[added:])
+        for d in repeated:
+            values = values.sum(1 + d - added, keepdim=True)
+            window[d - added] = (0, 1)
+        return Adjoint(values, tuple(window), shape)
+
+    _move(run, node, lambda x: x.expand(node.shape).contiguous(), back)
+
+
+def slice_(run: KernelRun, node: Node) -> None:
+    """Append a slice along one dimension."""
+    dim, start, stop, step = (int(node.attrs[k]) for k in ("dim", "start", "stop", "step"))
+
+    def change(x: Tensor) -> Tensor:
+        return x[(*(slice(None) for _ in range(dim % x.dim())), slice(start, stop, step))]
+
+    def back(a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
+        at = dim % len(shape)
+        first = start % shape[at] if start < 0 else start
+        a = a.dense() if step != 1 else a
+        window = list(a.window)
+        if step == 1:
+            window[at] = (window[at][0] + first, window[at][1] + first)
+            return Adjoint(a.values, tuple(window), shape)
+        values = a.values.new_zeros((a.values.shape[0], *shape))
+        change_at = (slice(None), *(slice(None) for _ in range(at)), slice(start, stop, step))
+        values[change_at] = a.values
+        return Adjoint.full(values)
+
+    _move(run, node, change, back)
+
+
+def concat(run: KernelRun, node: Node) -> None:
+    """Append the operands joined along one dimension."""
+    parts = [run.operand(node, i) for i in range(len(node.inputs))]
+    dim = int(node.attrs["dim"]) % len(node.shape)
+    reference = torch.cat([p.reference for p in parts], dim)
+    if all(p.index is None for p in parts):
+        run.known[node.name] = reference
+        return
+
+    def pull(a: Adjoint) -> Pulled:
+        found, offset = [], 0
+        start, stop = a.window[dim]
+        for part in parts:
+            length = part.reference.shape[dim]
+            first, last = max(start, offset), min(stop, offset + length)
+            if part.index is not None and first < last:
+                values = a.values.narrow(1 + dim, first - start, last - first)
+                window = list(a.window)
+                window[dim] = (first - offset, last - offset)
+                found.append(
+                    (part.index, Adjoint(values, tuple(window), tuple(part.reference.shape)))
+                )
+            offset += length
+        return found
+
+    reach = torch.cat([p.reach for p in parts], dim)
+    run.computed[node.name] = run.tape.add(Entry(node.name, reference, reach, pull))
+
+
+def embedding(run: KernelRun, node: Node) -> None:
+    """Know the rows of the table at the node's token ids."""
+    table = run.parameters.plain(run.source(node, 0))
+    ids = torch.tensor(node.attrs["ids"], device=table.device)
+    run.known[node.name] = table[ids].reshape(node.shape)

@@ -1,0 +1,162 @@
+"""The errors of one kernel as a linear recurrence, and bounds of their functionals (section 1).
+
+Every entry of the tape states
+
+    e_n = Σ_m L_nm e_m + o_n,    |o_n - centre| <= radius element by element,
+
+so a functional a·e_n is bounded by one reverse pass: Σ over entries of adjoint·centre ±
+|adjoint|·radius. Entry 0 is the block input on its region, and is kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kcdsl_backends.affine.adjoint import Adjoint
+from kcdsl_backends.interval.box import gamma
+
+Pull = Callable[[Adjoint], Sequence[tuple[int, Adjoint]]]
+"""Lᵀ: the functionals of the operands' errors that a functional of the result's error is."""
+Curved = Callable[[Adjoint], Tensor]
+"""A bound [B] of what a part of o_n adds to functionals, where that depends on the functional."""
+
+SAFE = 1.0 + 2.0**-40
+"""More than the relative error of sums of up to 4,000 non-negative terms."""
+PASS = 8
+"""Roundings of a reverse pass at an entry beside the products of its map: sums of adjoints."""
+INPUT = 0
+"""The entry of the block input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amplified:
+    """A remainder that is a multiple of the linear part of a functional (section 5).
+
+    `factor` [..., 1] bounds the multiple, one for each row; `loose` bounds the remainder element by
+    element, where the functional is not one of a single row.
+    """
+
+    factor: Tensor
+    loose: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the recurrence.
+
+    `reach` bounds |e| element by element; `centre` and `radius` are None where they are zero.
+    `kept` says that the linear map was kept everywhere, with nothing rounded off to a grid.
+    """
+
+    name: str
+    reference: Tensor
+    reach: Tensor
+    pull: Pull
+    centre: Tensor | None = None
+    radius: Tensor | None = None
+    curved: Curved | None = None
+    amplified: Amplified | None = None
+    kept: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the node."""
+        return tuple(self.reference.shape)
+
+    @property
+    def size(self) -> Tensor:
+        """Return a bound of the magnitude of the stored value."""
+        return (self.reference.abs() + self.reach) * SAFE
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds [B] of functionals: low <= a·e - region·(x - centre) <= high."""
+
+    low: Tensor
+    high: Tensor
+    region: Adjoint | None
+
+    def with_region(self, radius: Tensor) -> tuple[Tensor, Tensor]:
+        """Return bounds of a·e for every input of the region."""
+        if self.region is None:
+            return self.low, self.high
+        moved = self.region.magnitude(radius) * (1 + 2 * gamma(self.region.values[0].numel() + 8))
+        return self.low - moved, self.high + moved
+
+    def magnitude(self, radius: Tensor) -> Tensor:
+        """Return a bound of |a·e| for every input of the region."""
+        low, high = self.with_region(radius)
+        return torch.maximum(-low, high)
+
+
+@dataclass(slots=True)
+class Tape:
+    """Entries in the order of the run; `radius` is that of the region of the block input."""
+
+    radius: Tensor
+    entries: list[Entry] = field(default_factory=list)
+
+    def add(self, entry: Entry) -> int:
+        """Append an entry and return its index."""
+        self.entries.append(entry)
+        return len(self.entries) - 1
+
+    @property
+    def amplifies(self) -> bool:
+        """Say whether functionals of one row are bounded better than those of several."""
+        return any(entry.amplified is not None for entry in self.entries)
+
+    def tighten(self, index: int, reach: Tensor) -> None:
+        """Lower the reach of an entry to a bound found by reverse passes."""
+        entry = self.entries[index]
+        self.entries[index] = replace(entry, reach=torch.minimum(entry.reach, reach))
+
+    def bound(self, index: int, adjoint: Adjoint) -> Range:
+        """Bound functionals of the error of one entry by a reverse pass."""
+        return self._bound({index: adjoint}, adjoint.values.shape[0])
+
+    def _bound(self, pending: dict[int, Adjoint], count: int) -> Range:
+        middle = torch.zeros(count, dtype=torch.float64, device=self.radius.device)
+        spread = torch.zeros_like(middle)
+        terms = 8
+        while pending:
+            index = max(pending)
+            functional = pending.pop(index)
+            if index == INPUT:
+                return _range(middle, spread, terms, functional)
+            entry = self.entries[index]
+            terms += functional.values[0].numel()
+            if entry.centre is not None:
+                middle = middle + functional.against(entry.centre)
+                spread = spread + 2.0**-30 * functional.magnitude(entry.centre.abs())
+            if entry.radius is not None:
+                spread = spread + functional.magnitude(entry.radius)
+            if entry.curved is not None:
+                spread = spread + entry.curved(functional)
+            pulled = entry.pull(functional)
+            if entry.amplified is not None:
+                if not pending and functional.single_row and len(pulled) == 1:
+                    rest = self._bound(dict(pulled), count)
+                    factor = entry.amplified.factor.expand(entry.shape)[functional.first]
+                    spread = spread + factor * rest.magnitude(self.radius)
+                    own = _range(middle, spread, terms, None)
+                    return Range(own.low + rest.low, own.high + rest.high, rest.region)
+                spread = spread + functional.magnitude(entry.amplified.loose)
+            for source, part in pulled:
+                before = pending.get(source)
+                pending[source] = part if before is None else before.plus(part)
+        return _range(middle, spread, terms, None)
+
+
+def _range(middle: Tensor, spread: Tensor, terms: int, region: Adjoint | None) -> Range:
+    """Return the bounds, with the float64 errors of sums of `terms` products.
+
+    2^-30 of |adjoint|·|centre| was added to the spread already, which covers those of the middle.
+    """
+    spread = spread * (1 + 2 * gamma(terms)) + middle.abs() * 2.0**-50
+    return Range(middle - spread, middle + spread, region)

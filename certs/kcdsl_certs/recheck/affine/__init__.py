@@ -1,0 +1,10 @@
+"""Affine forms around a reference run, a second time (docs/affine-forms.md).
+
+Each kernel is treated by itself: a forward walk writes one entry per operation on a tape (its
+linear maps and the bound of what they leave out), and reverse passes over the tape bound
+functionals of the error. `pair` puts the two kernels together.
+"""
+
+from kcdsl_certs.recheck.affine.pair import Drift, drift
+
+__all__ = ["Drift", "drift"]

@@ -1,0 +1,93 @@
+"""Walk a block graph in one kernel and write its tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.form import Operand, Walk
+from kcdsl_certs.recheck.affine.rules import (
+    activations,
+    algebra,
+    elementwise,
+    moves,
+    norms,
+    softmax,
+)
+from kcdsl_certs.recheck.affine.tape import Entry, Tape
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.state import Scene
+from kcdsl_certs.recheck.spec import Kernel
+
+Rule = Callable[[Walk, Node, list[Operand]], Operand]
+
+_OPS_OF_ROLE = {"probabilities": ("softmax",), "context": ("matmul",)}
+
+# Each operation with its least and greatest number of inputs.
+_RULES: dict[str, tuple[Rule, int, int]] = {
+    "input": (moves.source, 0, 0),
+    "param": (moves.leaf, 0, 0),
+    "constant": (moves.leaf, 0, 0),
+    "embedding": (moves.leaf, 1, 1),
+    "linear": (algebra.linear, 2, 3),
+    "matmul": (algebra.matmul, 2, 2),
+    "add": (elementwise.add, 2, 2),
+    "sub": (elementwise.sub, 2, 2),
+    "mul": (elementwise.mul, 2, 2),
+    "scale": (elementwise.scale, 1, 1),
+    "divide": (elementwise.divide, 1, 1),
+    "shift": (elementwise.shift, 1, 1),
+    "neg": (moves.neg, 1, 1),
+    "relu": (moves.relu, 1, 1),
+    "tanh": (activations.tanh, 1, 1),
+    "silu": (activations.silu, 1, 1),
+    "gelu": (activations.gelu, 1, 1),
+    "reshape": (moves.reshape, 1, 1),
+    "expand": (moves.expand, 1, 1),
+    "permute": (moves.permute, 1, 1),
+    "slice": (moves.slice_, 1, 1),
+    "concat": (moves.concat, 1, 10_000),
+    "softmax": (softmax.softmax, 1, 2),
+    "rms_norm": (norms.rms_norm, 1, 2),
+    "layer_norm": (norms.layer_norm, 1, 3),
+    "rope": (elementwise.rope, 3, 3),
+}
+
+
+def walk(scene: Scene, kernel: Kernel) -> Walk:
+    """Return the forms of every node in one kernel, and their tape.
+
+    Raises:
+        Rejection: naming the node.
+    """
+    region = None
+    if scene.centre is not None and scene.radius is not None:
+        region = np.broadcast_to(scene.radius, scene.centre.shape).astype(np.float64)
+    softmaxes = frozenset(node.name for node in scene.block.nodes if node.op == "softmax")
+    found = Walk(scene, kernel, Tape(region), {}, softmaxes)
+    found.tape.add(Entry(np.zeros((1,)) if region is None else region))
+    for node in scene.block.nodes:
+        try:
+            found.forms[node.name] = _apply(found, node)
+        except Rejection as rejection:
+            raise rejection.at(f"node {node.name[:80]!r}") from None
+    return found
+
+
+def _apply(at: Walk, node: Node) -> Operand:
+    if node.op not in _RULES:
+        raise Rejection("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
+    rule, least, most = _RULES[node.op]
+    if not least <= len(node.inputs) <= most:
+        raise Rejection("graph/field", f"{node.op} with {len(node.inputs)} inputs")
+    if node.role in _OPS_OF_ROLE and node.op not in _OPS_OF_ROLE[node.role]:
+        raise Rejection("graph/field", f"{node.op} in the role {node.role!r}")
+    try:
+        value = rule(at, node, [at.forms[name] for name in node.inputs])
+    except ValueError as error:  # numpy refuses shapes that do not fit
+        raise Rejection("graph/shape", str(error)[:200]) from None
+    if value.shape != node.shape:
+        raise Rejection("graph/shape", f"the shape is {list(value.shape)}, not {list(node.shape)}")
+    return value

@@ -1,0 +1,1 @@
+"""The rules of the affine domain, one module per family of operations."""

@@ -1,0 +1,217 @@
+"""linear and matmul (section 3), and the context product (section 4)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
+from kcdsl_certs.recheck.affine.form import (
+    UNIT,
+    Form,
+    Operand,
+    Origin,
+    Walk,
+    numeric,
+    product_up,
+    raised,
+)
+from kcdsl_certs.recheck.affine.rules import straight
+from kcdsl_certs.recheck.affine.storing import Formed, settle
+from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry, Pull
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.linear import (
+    accumulated,
+    check_product,
+    flushed,
+    product_roundings,
+    quantisation,
+)
+from kcdsl_certs.recheck.rules.state import gamma, target
+
+
+def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x @ weight.T + bias."""
+    node.attrs.exactly()
+    kernel = walk.kernel
+    key = walk.scene.keys.get(node.inputs[1])
+    if key is None:
+        raise Rejection("rule/weight", "the weight of a linear must be a parameter")
+    weight = walk.scene.parameters.linear(key, kernel)
+    before = numeric(inputs[0])
+    if len(before.shape) < 2 or before.shape[-1] != weight.shape[1]:
+        raise Rejection("graph/shape", "the input does not fit the weight")
+    bias = _bias(inputs[2:], weight.shape[0])
+    x = _quantised(walk, before)
+    n = weight.shape[1]
+    size_w, turned = np.abs(weight), weight.T
+    product = x.reference @ turned
+    carried = product_up(x.reach, size_w.T) if x.place is not None else np.zeros(product.shape)
+    terms = product_up(x.size, box.lifted(size_w).T)
+    total = terms if bias is None else raised(terms + np.abs(bias))
+    reference = product if bias is None else product + bias
+    own = raised(total * gamma(n + 4, UNIT)) + FAINT
+    result = raised(np.abs(reference) + carried + own)
+    error = accumulated(kernel, box.lifted(total), box.lifted(result), n, 2)
+    error = box.up(error + flushed(kernel, x.size, box.lifted(size_w).T))
+    if bias is not None and not kernel.nearest and kernel.coarse:
+        early = np.abs(product) + carried + own + error
+        error = raised(error + kernel.compute.u * early) + kernel.compute.eta
+    terms_back = gamma(weight.shape[0] + 8, UNIT)  # the reverse pass sums over the outputs
+    formed = Formed(
+        reference,
+        carried,
+        () if x.place is None else ((x.place, _through(weight)),),
+        raised(own + terms_back * carried + error),
+    )
+    form = settle(walk, formed, target(kernel, node), kernel.accumulate)
+    entry = None if form.place is None else walk.tape.entries[form.place]
+    if entry is None or entry.kept is not None or not entry.operands or x is not before:
+        return form
+    rest = raised(straight.radius_of(entry))
+    index = np.arange(form.reference.size).reshape(form.shape)
+    rest = rest.reshape(-1, weight.shape[0])
+    return replace(form, origin=Origin(weight, node.inputs[0], rest, index))
+
+
+def _bias(inputs: list[Operand], outputs: int) -> Floats | None:
+    if not inputs:
+        return None
+    bias = numeric(inputs[0])
+    if bias.place is not None:
+        raise Rejection("rule/weight", "the bias of a linear must be known")
+    if bias.shape != (outputs,):
+        raise Rejection("graph/shape", "the bias does not fit the weight")
+    return bias.reference
+
+
+def _quantised(walk: Walk, x: Form) -> Form:
+    """Return the dynamically quantised input, an entry of its own; x itself where there is none."""
+    if walk.kernel.activations[0] == "none":
+        return x
+    radius = raised(quantisation(walk.kernel, x.box)) + FAINT
+    reach = raised(x.reach + radius)
+    operands = () if x.place is None else ((x.place, _same),)
+    return Form(x.reference, reach, walk.tape.add(Entry(reach, operands, radius)))
+
+
+def _same(adjoint: Adjoint) -> Adjoint:
+    return adjoint
+
+
+def _through(weight: Floats) -> Pull:
+    """Return the pullback of x @ weight.T."""
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        columns = adjoint.window[-1]
+        count = adjoint.extent[-1]
+        flat = adjoint.values.reshape(-1, count) @ weight[columns]
+        values = flat.reshape(adjoint.batch, *adjoint.extent[:-1], weight.shape[1])
+        return Adjoint(values, (*adjoint.start[:-1], 0))
+
+    return pull
+
+
+def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return a @ b of two matrices; in the role "context", the probabilities times the values."""
+    node.attrs.exactly()
+    kernel = walk.kernel
+    if any(not isinstance(value, Form) for value in inputs):
+        raise Rejection("rule/mask", "a product with a mask")
+    a, b = numeric(inputs[0]), numeric(inputs[1])
+    n = check_product(a.shape, b.shape)
+    context = node.role == "context" and node.inputs[0] in walk.softmaxes
+    reference = a.reference @ b.reference
+    left, right = np.abs(a.reference), np.abs(b.reference)
+    own = product_up(left, right) * gamma(n + 4, UNIT) + FAINT
+    by_a = product_up(a.reach, right) if a.place is not None else np.zeros(reference.shape)
+    by_b = product_up(left, b.reach) if b.place is not None else np.zeros(reference.shape)
+    carried = raised(by_a + by_b)
+    rest, curved = _remainder(walk, a, b, context)
+    result = raised(np.abs(reference) + own + carried + rest)
+    size = product_up(a.size, b.size)
+    k, j = product_roundings(kernel, node, n)
+    if context:
+        tiles = -(-n // kernel.tile) if kernel.fused else 1
+        k, j = n + 2 * tiles + 4, 2
+    error = accumulated(kernel, box.lifted(size), box.lifted(result), k, j)
+    error = box.up(error + flushed(kernel, a.size, b.size))
+    lead = math.prod(reference.shape[:-2])
+    copies = lead // min(math.prod(a.shape[:-2]), math.prod(b.shape[:-2]))
+    count = max(reference.shape[-2:]) * copies
+    radius = own + gamma(count + 8, UNIT) * carried + error
+    operands: list[tuple[int, Pull]] = []
+    if a.place is not None:
+        operands.append((a.place, _left(b.reference, a.shape)))
+    if b.place is not None:
+        operands.append((b.place, _right(a.reference, b.shape)))
+    formed = Formed(
+        reference,
+        carried,
+        tuple(operands),
+        raised(radius if curved else radius + rest),
+        bent=rest if curved else None,
+        curved=curved,
+    )
+    return settle(walk, formed, target(kernel, node), kernel.accumulate)
+
+
+def _remainder(walk: Walk, a: Form, b: Form, context: bool) -> tuple[Floats, tuple[Curve, ...]]:
+    """Return an elementwise bound of e_a e_b, and a bound of its functionals where there is one."""
+    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    if a.place is None or b.place is None:
+        return np.zeros(shape), ()
+    rest = product_up(a.reach, b.reach)
+    if context:
+        values = straight.values(walk, b, shape)
+        if values is not None:
+            return rest, (straight.context_curve(a.reach, values, rest),)
+        return rest, ()
+    finer = straight.scores(walk, a, b, shape)
+    return (rest if finer is None else np.minimum(rest, finer)), ()
+
+
+def _left(b: Floats, shape: tuple[int, ...]) -> Pull:
+    """Return the pullback a ← α bᵀ, one matrix product per leading index."""
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        *lead, _, columns = adjoint.window
+        lead_b = _leading(b, lead)
+        matrices = b[(*lead_b, slice(None), columns)].swapaxes(-1, -2)
+        alpha = np.moveaxis(adjoint.values, 0, -3)  # [*lead, B, rows, columns]
+        head = alpha.shape[:-3]
+        flat = alpha.reshape(*head, -1, alpha.shape[-1]) @ matrices
+        values = np.moveaxis(flat.reshape(*head, *alpha.shape[-3:-1], -1), -3, 0)
+        found = Adjoint(np.ascontiguousarray(values), (*adjoint.start[:-1], 0))
+        return summed(found, shape)
+
+    return pull
+
+
+def _right(a: Floats, shape: tuple[int, ...]) -> Pull:
+    """Return the pullback b ← aᵀ α."""
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        *lead, rows, _ = adjoint.window
+        lead_a = _leading(a, lead)
+        matrices = a[(*lead_a, rows, slice(None))].swapaxes(-1, -2)
+        alpha = np.moveaxis(adjoint.values, 0, -2)  # [*lead, rows, B, columns]
+        head, (batch, width) = alpha.shape[:-3], alpha.shape[-2:]
+        flat = matrices @ alpha.reshape(*head, alpha.shape[-3], -1)
+        values = np.moveaxis(flat.reshape(*head, -1, batch, width), -2, 0)
+        start = (*adjoint.start[:-2], 0, adjoint.start[-1])
+        return summed(Adjoint(np.ascontiguousarray(values), start), shape)
+
+    return pull
+
+
+def _leading(array: Floats, lead: list[slice]) -> tuple[slice, ...]:
+    """Return the leading slices of a factor that may be broadcast."""
+    own = array.shape[:-2]
+    chosen = lead[len(lead) - len(own) :]
+    return tuple(slice(None) if n == 1 else s for n, s in zip(own, chosen, strict=True))

@@ -1,0 +1,158 @@
+"""Elementwise arithmetic and rotary embedding (section 3)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded, merged, summed
+from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
+from kcdsl_certs.recheck.affine.storing import Formed, settle
+from kcdsl_certs.recheck.affine.tape import FAINT, Pull
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.elementwise import constant, rope_error, underflow
+from kcdsl_certs.recheck.rules.state import gamma, target
+
+
+def add(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return a + b."""
+    return _sum(walk, node, inputs, 1.0)
+
+
+def sub(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return a - b."""
+    return _sum(walk, node, inputs, -1.0)
+
+
+def _sum(walk: Walk, node: Node, inputs: list[Operand], sign: float) -> Form:
+    node.attrs.exactly()
+    a, b = numeric(inputs[0]), numeric(inputs[1])
+    reference = a.reference + sign * b.reference
+    carried = raised(a.reach + b.reach)
+    error = walk.kernel.inner.u * raised(np.abs(reference) * (1 + 2 * UNIT) + carried)
+    radius = error + 2 * UNIT * np.abs(reference) + _copies(reference, a, b) * carried
+    operands = _operands((a, _spread(a.shape)), (b, _scaled(b.shape, sign)))
+    return _settled(walk, node, Formed(reference, carried, operands, raised(radius)))
+
+
+def mul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return a * b."""
+    node.attrs.exactly()
+    a, b = numeric(inputs[0]), numeric(inputs[1])
+    reference = a.reference * b.reference
+    carried = raised(a.reach * np.abs(b.reference) + np.abs(a.reference) * b.reach)
+    rest = a.reach * b.reach
+    own = 2 * UNIT * np.abs(reference) + FAINT
+    size = raised(np.abs(reference) + own + carried + rest)
+    error = walk.kernel.inner.u * size + underflow(walk.kernel)
+    radius = raised(rest + own + error + _copies(reference, a, b) * carried)
+    left, right = _broadcast(b, reference), _broadcast(a, reference)
+    operands = _operands((a, _times(left, a.shape)), (b, _times(right, b.shape)))
+    return _settled(walk, node, Formed(reference, carried, operands, radius))
+
+
+def scale(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x * factor."""
+    return _proportional(walk, node, inputs, constant(node, "factor"), False)
+
+
+def divide(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x / divisor."""
+    divisor = constant(node, "divisor")
+    if divisor == 0:
+        raise Rejection("graph/field", "a division by zero")
+    return _proportional(walk, node, inputs, divisor, True)
+
+
+def _proportional(
+    walk: Walk, node: Node, inputs: list[Operand], number: float, inverse: bool
+) -> Form:
+    x = numeric(inputs[0])
+    size = 1 / abs(number) if inverse else abs(number)
+    reference = x.reference / number if inverse else x.reference * number
+    carried = raised(x.reach * size)
+    own = 4 * UNIT * np.abs(reference) + FAINT
+    whole = raised(np.abs(reference) + own + carried)
+    error = 3 * walk.kernel.inner.u * whole + underflow(walk.kernel)
+    radius = raised(own + error + gamma(4, UNIT) * carried)
+    factor = 1 / number if inverse else number
+    operands = _operands((x, _scaled(x.shape, factor)))
+    return _settled(walk, node, Formed(reference, carried, operands, radius))
+
+
+def shift(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x + offset."""
+    offset = constant(node, "offset")
+    x = numeric(inputs[0])
+    reference = x.reference + offset
+    own = 2 * UNIT * np.abs(reference) + FAINT
+    error = walk.kernel.inner.u * raised(np.abs(reference) + own + x.reach + abs(offset))
+    operands = _operands((x, _spread(x.shape)))
+    return _settled(walk, node, Formed(reference, x.reach, operands, raised(own + error)))
+
+
+def rope(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x * cos + concat(-x[…, h:], x[…, :h]) * sin."""
+    node.attrs.exactly()
+    x, cos, sin = (numeric(value) for value in inputs)
+    if x.shape[-1] % 2 or cos.place is not None or sin.place is not None:
+        raise Rejection("rule/rope", "rope needs an even last dimension and known tables")
+    h = x.shape[-1] // 2
+    turned = np.concatenate([-x.reference[..., h:], x.reference[..., :h]], axis=-1)
+    far = np.concatenate([x.reach[..., h:], x.reach[..., :h]], axis=-1)
+    c, s = np.broadcast_to(cos.reference, x.shape), np.broadcast_to(sin.reference, x.shape)
+    reference = x.reference * c + turned * s
+    carried = raised(x.reach * np.abs(c) + far * np.abs(s))
+    own = 4 * UNIT * (np.abs(x.reference * c) + np.abs(turned * s)) + FAINT
+    around = box.widen(box.exact(turned), far)
+    error = rope_error(walk.kernel, x.box, around, c, s)
+    radius = raised(own + error + gamma(8, UNIT) * carried)
+    operands = _operands((x, _turned(c, s)))
+    return _settled(walk, node, Formed(reference, carried, operands, radius))
+
+
+def _turned(cos: Floats, sin: Floats) -> Pull:
+    """Return the pullback of rope: α·cos, and α·sin turned back."""
+    h = cos.shape[-1] // 2
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        wide = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], cos.shape[-1]))
+        by_sin = wide.times(sin).values
+        back = np.concatenate([by_sin[..., h:], -by_sin[..., :h]], axis=-1)
+        return merged(wide.times(cos), Adjoint(back, wide.start))
+
+    return pull
+
+
+def _settled(walk: Walk, node: Node, formed: Formed) -> Form:
+    return settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
+
+
+def _operands(*parts: tuple[Form, Pull]) -> tuple[tuple[int, Pull], ...]:
+    return tuple((form.place, pull) for form, pull in parts if form.place is not None)
+
+
+def _copies(reference: Floats, *operands: Form) -> float:
+    """Return γ of the sums that broadcasting makes of adjoints."""
+    least = min(math.prod(form.shape) for form in operands)
+    return gamma(4 + reference.size // max(1, least), UNIT)
+
+
+def _broadcast(form: Form, reference: Floats) -> Floats:
+    return np.broadcast_to(form.reference, reference.shape)
+
+
+def _spread(shape: tuple[int, ...]) -> Pull:
+    return lambda a: summed(a, shape)
+
+
+def _scaled(shape: tuple[int, ...], factor: float) -> Pull:
+    return lambda a: summed(Adjoint(a.values * factor, a.start), shape)
+
+
+def _times(factor: Floats, shape: tuple[int, ...]) -> Pull:
+    return lambda a: summed(a.times(factor), shape)

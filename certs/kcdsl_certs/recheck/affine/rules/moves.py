@@ -1,0 +1,173 @@
+"""Leaves and moves: the block input, known numbers, and what only moves elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.affine.adjoint import part, permuted, reshaped, spread, summed
+from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, known, numeric, raised
+from kcdsl_certs.recheck.affine.storing import Formed, settle
+from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules import structural
+from kcdsl_certs.recheck.rules.state import Mask, State, gamma
+from kcdsl_certs.recheck.spec import FLOAT32
+
+Move = Callable[[NDArray[Any]], NDArray[Any]]
+
+
+def source(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return the block input, entry 0, stored where compute is coarser than float32."""
+    node.attrs.exactly()
+    centre, region = walk.scene.centre, walk.tape.region
+    if centre is None or region is None or node.role:
+        raise Rejection("rule/input", "a block on token ids has no block input")
+    if centre.shape != walk.scene.block.input_shape:
+        raise Rejection("graph/shape", "the region does not have the input's shape")
+    if walk.kernel.compute.precision >= FLOAT32.precision:
+        return Form(centre, region, 0)
+    formed = Formed(centre, region, ((0, lambda a: a),), np.zeros(centre.shape))
+    return settle(walk, formed, walk.kernel.compute, FLOAT32)
+
+
+def leaf(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
+    """Return a parameter, a constant or the rows of a table, as this kernel stores it."""
+    rule = {
+        "param": structural.parameter,
+        "constant": structural.constant,
+        "embedding": structural.embedding,
+    }[node.op]
+    value = rule(walk.scene, node, [])
+    if isinstance(value, Mask):
+        return value
+    if not isinstance(value, State):
+        raise Rejection("internal", "a leaf without a value")
+    mine = value.t if walk.kernel is walk.scene.train else value.i
+    return known(mine.lo)
+
+
+def reshape(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
+    """Return the same elements in another shape."""
+    shape, before = _shape(node), inputs[0].shape
+    return _moved(walk, inputs[0], lambda v: v.reshape(shape), lambda a: reshaped(a, shape, before))
+
+
+def expand(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
+    """Return the input broadcast to a shape."""
+    shape, before = _shape(node), inputs[0].shape
+    copies = max(1, int(np.prod(shape)) // max(1, int(np.prod(before))))
+    return _moved(
+        walk,
+        inputs[0],
+        lambda v: np.broadcast_to(v, shape),
+        lambda a: summed(a, before),
+        copies,
+    )
+
+
+def permute(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
+    """Return the input with its dimensions in another order."""
+    rank = len(inputs[0].shape)
+    dims = [d % rank for d in node.attrs.exactly("dims").integers("dims", -rank)]
+    if sorted(dims) != list(range(rank)):
+        raise Rejection("graph/field", "'dims' must be an order of the dimensions")
+    return _moved(walk, inputs[0], lambda v: np.transpose(v, dims), lambda a: permuted(a, dims))
+
+
+def slice_(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
+    """Return start:stop:step along one dimension."""
+    attrs = node.attrs.exactly("dim", "start", "stop", "step")
+    rank = len(inputs[0].shape)
+    dim = attrs.integer("dim", -rank)
+    if dim >= rank:
+        raise Rejection("graph/field", "'dim' is beyond the dimensions")
+    axis, start = dim % rank, attrs.integer("start", 0)
+    stop, step = attrs.integer("stop", 0), attrs.integer("step", 1)
+    index = (slice(None),) * axis + (slice(start, stop, step),)
+    return _moved(walk, inputs[0], lambda v: v[index], lambda a: spread(a, axis, start, step))
+
+
+def concat(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
+    """Return the inputs one after another along one dimension."""
+    rank = len(inputs[0].shape)
+    dim = node.attrs.exactly("dim").integer("dim", -rank)
+    if dim >= rank or any(len(value.shape) != rank for value in inputs):
+        raise Rejection("graph/shape", "the inputs of a concat do not fit")
+    axis = dim % rank
+    masks = [value.allowed for value in inputs if isinstance(value, Mask)]
+    if len(masks) == len(inputs):
+        return Mask(np.concatenate(masks, axis=axis))
+    forms = [numeric(value) for value in inputs]
+    reference = np.concatenate([form.reference for form in forms], axis=axis)
+    reach = np.concatenate([form.reach for form in forms], axis=axis)
+    operands, offset = [], 0
+    for form in forms:
+        if form.place is not None:
+            operands.append((form.place, _taken(axis, offset, form.shape[axis])))
+        offset += form.shape[axis]
+    if not operands:
+        return known(reference)
+    return Form(reference, reach, walk.tape.add(Entry(reach, tuple(operands))))
+
+
+def _taken(axis: int, offset: int, size: int) -> Pull:
+    return lambda a: part(a, axis, offset, size)
+
+
+def neg(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return -x."""
+    node.attrs.exactly()
+    x = numeric(inputs[0])
+    if x.place is None:
+        return known(-x.reference)
+    minus = np.full(x.shape, -1.0)
+    entry = Entry(x.reach, ((x.place, lambda a: a.times(minus)),))
+    return Form(-x.reference, x.reach, walk.tape.add(entry))
+
+
+def relu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return max(x, 0): linear where the sign is known, else known to lie near its reference."""
+    node.attrs.exactly()
+    x = numeric(inputs[0])
+    if x.place is None:
+        return known(np.maximum(x.reference, 0.0))
+    sure = np.abs(x.reference) > x.reach
+    on = (sure & (x.reference > 0)).astype(np.float64)
+    lo = np.maximum(box.add_down(x.reference, -x.reach), 0.0)
+    hi = np.maximum(box.add_up(x.reference, x.reach), 0.0)
+    reference = np.where(sure, np.maximum(x.reference, 0.0), lo / 2 + hi / 2)
+    half = np.maximum(box.add_up(hi, -reference), box.add_up(reference, -lo))
+    radius = np.where(sure, 0.0, raised(half) + FAINT)
+    reach = np.where(sure, on * x.reach, radius)
+    entry = Entry(reach, ((x.place, lambda a: a.times(on)),), radius)
+    return Form(reference, reach, walk.tape.add(entry))
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    shape = node.attrs.exactly("shape").integers("shape", 1)
+    if shape != node.shape:
+        raise Rejection("graph/shape", "'shape' differs from the shape of the node")
+    return shape
+
+
+def _moved(walk: Walk, value: Operand, move: Move, pull: Pull, copies: int = 1) -> Operand:
+    """Return a mask or a form after a move of its elements; sums of `copies` adjoints round."""
+    if isinstance(value, Mask):
+        return Mask(move(value.allowed))
+    reference = np.ascontiguousarray(move(value.reference))
+    if value.place is None:
+        return known(reference)
+    reach = np.ascontiguousarray(move(value.reach))
+    radius = None if copies == 1 else raised(reach * gamma(copies, UNIT)) + FAINT
+    place = walk.tape.add(Entry(reach, ((value.place, pull),), radius))
+    origin = value.origin
+    if origin is not None:
+        origin = replace(origin, index=np.ascontiguousarray(move(origin.index)))
+    return Form(reference, reach, place, origin)

@@ -1,0 +1,269 @@
+"""layer_norm and rms_norm (section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine import reaches
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
+from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
+from kcdsl_certs.recheck.affine.storing import Formed, settle
+from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Pull, Share
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.elementwise import underflow
+from kcdsl_certs.recheck.rules.norms import LEAST_VARIANCE, MOST_SQUARES, root_error
+from kcdsl_certs.recheck.rules.state import gamma, target
+from kcdsl_certs.recheck.spec import Kernel
+
+_MOST_CHANGE = 0.9  # of the variance, relatively
+_MOST_WRONG = 2.0**-20
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """The reference run of a norm, in float64, and what it is off by.
+
+    c and y are [..., n]; v and r, one number per row, are [..., 1]. `wrong_c` and `wrong_y` are
+    absolute, `wrong` is relative, of v and of r.
+    """
+
+    c: Floats
+    v: Floats
+    r: Floats
+    y: Floats
+    wrong_c: Floats
+    wrong_y: Floats
+    wrong: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Drift:
+    """How far a norm's input may move it: |δ|, |m|/v, mean(δ²)/v, w, the range of q, χ."""
+
+    delta: Floats
+    along: Floats
+    change: Floats
+    low: Floats
+    high: Floats
+    chi: Floats
+
+
+def rms_norm(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x / sqrt(mean(x²) + eps) * weight."""
+    return _norm(walk, node, inputs, False)
+
+
+def layer_norm(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return (x - mean) / sqrt(var + eps) * weight + bias."""
+    return _norm(walk, node, inputs, True)
+
+
+def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
+    """Return the norm: c·r(1 - m/v + q) with one m and one q per row."""
+    eps = node.attrs.exactly("eps").real("eps")
+    x = numeric(inputs[0])
+    n = x.shape[-1]
+    if not eps >= 0 or (centred and n < 2):
+        raise Rejection("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
+    gain, bias = _known(inputs[1:2], n, 1.0), _known(inputs[2:3], n, 0.0)
+    at = _reference(x, eps, centred)
+    moved = _drift(walk, node.inputs[0], x, at, centred)
+    reference = at.y * gain + bias
+    size_g, size_y = np.abs(gain), np.abs(at.y)
+    sides = 1 + moved.chi
+    # |y'| and the linear part, element by element
+    tangent = raised(at.r * moved.delta + size_y * moved.along)
+    step = raised(at.r * moved.delta * sides + size_y * (moved.along + moved.chi))
+    y_mag = raised(size_y + at.wrong_y + step)
+    inner = _rounding(walk.kernel, x, at, moved, y_mag, eps, centred)
+    tilt = raised(inner.theta * sides)
+    # scalars per row: q in the direction y, the root's error in the direction y, the mean's in 1
+    spread = raised((moved.high - moved.low) / 2)
+    by_y = raised(spread + moved.chi * moved.along + tilt)
+    own = _float_errors(x, at, moved, centred) * size_g
+    own = raised(
+        own
+        + gamma(n + 8, UNIT) * size_g * (size_y * by_y + inner.mean)
+        + 4 * UNIT * (size_y * size_g + np.abs(bias) + np.abs(reference))
+    )
+    own = raised(own * sides)
+    element = raised(size_g * (tilt * at.r * moved.delta + at.wrong_y * (by_y + sides)))
+    scalars = raised(inner.theta * y_mag + inner.mean)
+    whole = raised(scalars + inner.element)
+    last = 3 * walk.kernel.inner.u * raised(y_mag * size_g + whole * size_g + np.abs(bias))
+    tiny = underflow(walk.kernel)
+    largest = x.size.max(axis=-1, keepdims=True)
+    last = last + tiny * (1 + size_g + 3 * largest)
+    radius = raised(own + element + size_g * inner.element + last + FAINT)
+    share = Share(raised(moved.chi), raised(size_g * at.r * moved.delta * moved.chi))
+    bent = raised(size_g * (size_y * by_y + inner.mean) + share.otherwise)
+    centre = at.y * gain * (moved.low / 2 + moved.high / 2)
+    curved: tuple[Curve, ...] = (_scalar(at.y * gain, by_y),)
+    if centred:
+        curved = (*curved, _scalar(np.broadcast_to(gain, x.shape), inner.mean))
+    formed = Formed(
+        reference,
+        raised(tangent * size_g),
+        () if x.place is None else ((x.place, _bracket(at, gain, centred)),),
+        radius,
+        centre,
+        bent,
+        curved,
+        None if x.place is None else share,
+    )
+    return settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
+
+
+def _known(values: list[Operand], n: int, otherwise: float) -> Floats:
+    if not values:
+        return np.full((n,), otherwise)
+    form = numeric(values[0])
+    if form.place is not None:
+        raise Rejection("rule/weight", "the weight and bias of a norm must be known")
+    if form.shape != (n,):
+        raise Rejection("graph/shape", "the weight of a norm does not fit its input")
+    return form.reference
+
+
+def _reference(x: Form, eps: float, centred: bool) -> _Reference:
+    h, n = x.reference, x.shape[-1]
+    c, wrong_c = h, np.zeros(x.shape)
+    if centred:
+        mean = h.mean(axis=-1, keepdims=True)
+        c = h - mean
+        wrong_c = raised(gamma(n + 4, UNIT) * np.abs(h).mean(axis=-1, keepdims=True) * 2)
+        wrong_c = raised(wrong_c + 2 * UNIT * (np.abs(h) + np.abs(mean)))
+    v = (c**2).mean(axis=-1, keepdims=True) + eps
+    if not bool((v > 0).all()):
+        raise Rejection("bound/not-finite", "a variance is zero")
+    off = (2 * np.abs(c) * wrong_c + wrong_c**2).mean(axis=-1, keepdims=True)
+    wrong = raised((off * (1 + 2.0**-30) + gamma(n + 8, UNIT) * 2 * v) / v)
+    if not bool((wrong < _MOST_WRONG).all()):
+        raise Rejection("bound/not-finite", "the mean is too large against the variance")
+    wrong = raised(wrong * 2 + 16 * UNIT)
+    r = 1 / np.sqrt(v)
+    y = c * r
+    wrong_y = raised(wrong_c * r * 2 + np.abs(y) * (wrong + 4 * UNIT)) + FAINT
+    return _Reference(c, v, r, y, wrong_c, wrong_y, wrong)
+
+
+def _drift(walk: Walk, name: str, x: Form, at: _Reference, centred: bool) -> _Drift:
+    """Return how far the row moves: δ from unit functionals, m from one functional per row."""
+    n = x.shape[-1]
+    if x.place is None or not x.reach.any():
+        none = np.zeros(at.v.shape)
+        return _Drift(np.zeros(x.shape), none, none, none, none, none)
+    delta = reaches.centred(walk, x) if centred else reaches.tight(walk, name, x).reach
+    functional = at.c / n
+    if centred:
+        functional = functional - functional.mean(axis=-1, keepdims=True)
+    mean = np.empty(at.v.shape)
+    for row in np.ndindex(*x.shape[:-1]):
+        mean[row] = reaches.along(walk, x, row, functional[row][None])
+    # the functional is off by the error of c and by its own roundings
+    size = np.abs(functional) + at.wrong_c / n
+    blur = (at.wrong_c + at.wrong_c.mean(axis=-1, keepdims=True)) / n * (1 + 2.0**-30)
+    off = blur + 4 * gamma(n + 8, UNIT) * (size + size.mean(axis=-1, keepdims=True))
+    mean = raised(mean + (off * x.reach).sum(axis=-1, keepdims=True) * (1 + n * 4 * UNIT)) + FAINT
+    plain = (np.abs(at.c) + at.wrong_c) * delta
+    mean = np.minimum(mean, raised(plain.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT)) + FAINT)
+    square = raised((delta**2).mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT)) + FAINT
+    least = at.v * (1 - at.wrong)
+    along, square = raised(mean / least), raised(square / least)
+    change = raised(2 * along + square)
+    if not bool((change < _MOST_CHANGE).all()):
+        raise Rejection("bound/not-finite", "the variance of a norm moves too far")
+    high = raised(0.375 * change**2 * (1 - change) ** -2.5 * (1 + 2.0**-30))
+    low = -square / 2
+    chi = raised(along + np.maximum(high, -low))
+    return _Drift(delta, along, change, low, high, chi)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """Roundings inside: of the root (relative), of the mean (times the root), of each element."""
+
+    theta: Floats
+    mean: Floats
+    element: Floats
+
+
+def _rounding(
+    kernel: Kernel,
+    x: Form,
+    at: _Reference,
+    moved: _Drift,
+    y_mag: Floats,
+    eps: float,
+    centred: bool,
+) -> _Inner:
+    """Return the roundings inside before gain and bias.
+
+    Raises:
+        Rejection: "bound/not-finite".
+    """
+    n, u, size = x.shape[-1], kernel.inner.u, x.size
+    least = at.v * (1 - at.wrong) * (1 - moved.change) * (1 - 2.0**-40)
+    sums = n * size.max(axis=-1) ** 2 + eps
+    if not bool((least >= LEAST_VARIANCE).all() and (sums <= MOST_SQUARES).all()):
+        raise Rejection("bound/not-finite", "the variance may leave the range of float32")
+    theta = raised(root_error(kernel, size, least, centred))
+    root = raised(1 / np.sqrt(least) * (1 + theta))
+    mean = np.zeros(at.v.shape)
+    element = np.zeros(x.shape)
+    if centred:
+        usual = raised(size.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT))
+        mean = raised(gamma(n + 6, u) * usual * root)
+        element = raised((4 * u * (size + usual) + (n + 6) * underflow(kernel)) * root)
+    products = 6 * u * raised(y_mag + mean + element) * (1 + theta)
+    element = raised(element + products)
+    if kernel.coarse:
+        whole = raised(y_mag + theta * y_mag + mean + element)
+        element = raised(element + kernel.compute.u * whole) + kernel.compute.eta
+    return _Inner(theta, mean, element)
+
+
+def _float_errors(x: Form, at: _Reference, moved: _Drift, centred: bool) -> Floats:
+    """Return what float64 loses: of y itself, of the map, and of the adjoints (before the gain)."""
+    n = x.shape[-1]
+    usual = x.reach.mean(axis=-1, keepdims=True) if centred else 0.0
+    size = np.abs(at.c) + at.wrong_c
+    mean = (size * (x.reach + usual)).mean(axis=-1, keepdims=True) / at.v
+    whole = raised(at.r * (x.reach + usual) + np.abs(at.y) * mean)
+    off = (at.wrong_c * (x.reach + usual)).mean(axis=-1, keepdims=True) / at.v
+    map_error = 2 * at.wrong * whole + 4 * np.abs(at.y) * off + 2 * at.wrong_y * mean
+    return raised((map_error + gamma(4 * n + 32, UNIT) * whole) * (1 + 2.0**-20))
+
+
+def _scalar(direction: Floats, size: Floats) -> Curve:
+    """Return the bound of one number per row, at most `size`, times a direction."""
+
+    def curve(adjoint: Adjoint) -> Floats:
+        sums = np.abs((adjoint.values * direction[adjoint.window]).sum(axis=-1))
+        rows = size[adjoint.window[:-1]][..., 0]
+        return np.asarray((sums * rows).reshape(adjoint.batch, -1).sum(axis=-1))
+
+    return curve
+
+
+def _bracket(at: _Reference, gain: Floats, centred: bool) -> Pull:
+    """Return the pullback of g·(rδ - y·m/v)."""
+    n = gain.shape[0]
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        whole = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], n))
+        window = whole.window
+        alpha = whole.values * gain
+        along = (alpha * at.y[window]).sum(axis=-1, keepdims=True) / at.v[
+            (*window[:-1], slice(None))
+        ]
+        values = alpha * at.r[(*window[:-1], slice(None))] - along * (at.c[window] / n)
+        if centred:
+            values = values - values.mean(axis=-1, keepdims=True)
+        return Adjoint(values, whole.start)
+
+    return pull

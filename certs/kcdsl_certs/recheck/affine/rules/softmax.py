@@ -1,0 +1,142 @@
+"""Softmax (section 4)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.affine import reaches
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
+from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
+from kcdsl_certs.recheck.affine.storing import Formed, settle
+from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Bools, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.attention import (
+    ZETA,
+    allowed_columns,
+    relative_rounding,
+    softmax_rounding,
+)
+from kcdsl_certs.recheck.rules.state import gamma
+
+_FARTHEST = 30.0  # a larger drift of the centred scores counts as unbounded
+
+
+def softmax(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return softmax over the last dimension, over the columns that the mask allows.
+
+    With t = e - p·e and y = p(e^t - 1), the drift is Π(y/Z), Πy = y - pΣy, Z = Σ p e^t ≥ 1.
+    """
+    node.attrs.exactly()
+    scores = numeric(inputs[0])
+    allowed = allowed_columns(list(inputs[1:]), scores.shape)
+    p, wrong = _reference(scores.reference, allowed)
+    n = p.shape[-1]
+    usual = _row(p * scores.reach)
+    c = _centred(walk, scores, p, wrong, allowed)
+    if not bool((c < _FARTHEST).all()):
+        raise Rejection("bound/not-finite", "the scores of a softmax drift too far")
+    g = _second_order(c)
+    moved = _row(p * (c + g) * (1 + 2 * wrong))
+    grown = _row(p * g * (1 + 2 * wrong))  # Z ≤ 1 + Σ p g
+    kappa = raised(grown / (1 + grown))  # ≥ 1 - 1/Z
+    # the numerator, up to multiples of p, which Π removes
+    half = p * g / 2
+    radius = raised(half * (1 + 8 * wrong) + kappa * p * (c + g) * (1 + 4 * wrong))
+    radius = raised(radius + gamma(2, UNIT) * p * scores.reach) + FAINT
+    numerator_reach = raised(p * scores.reach + half + radius)
+    operands: tuple[tuple[int, Pull], ...] = ()
+    if scores.place is not None:
+        operands = ((scores.place, _times(p)),)
+    numerator = walk.tape.add(Entry(numerator_reach, operands, radius, half))
+    # the map Π, with everything that the float64 p is off by
+    carried = raised(numerator_reach + p * _row(numerator_reach))
+    own = p * wrong * (1 + 4 * (scores.reach + usual) + 2 * moved)
+    own = raised(own + gamma(n + 3, UNIT) * carried)
+    own = np.where(allowed, own + FAINT, 0.0)
+    # 1 - e^{-c}/Z̄, formed without cancellation
+    low = raised(box.up(-np.expm1(-c), 16) + box.up(np.exp(-c), 16) * kappa)
+    factor = np.maximum(box.up(np.expm1(c), 16), low)
+    reach = np.minimum(1.0, raised(p * factor * (1 + 2 * wrong) + own))
+    high = np.minimum(1.0, raised(p * (1 + wrong) + reach))
+    error = _error(walk, scores, high, allowed)
+    formed = Formed(
+        p,
+        carried,
+        ((numerator, _project(p)),),
+        raised(own + error),
+        within=raised(reach + error) + FAINT,
+        sure=~allowed,
+    )
+    fused = walk.kernel.fused
+    form = settle(walk, formed, walk.kernel.probabilities, walk.kernel.inner, rounds=not fused)
+    return Form(form.reference, form.reach, form.place, None, allowed)
+
+
+def _reference(scores: Floats, allowed: Bools) -> tuple[Floats, Floats]:
+    """Return float64 probabilities and their relative error, up to 2^-990 absolutely."""
+    top = np.where(allowed, scores, -np.inf).max(axis=-1, keepdims=True)
+    distance = np.where(allowed, top - scores, 0.0)
+    terms = np.where(allowed, np.exp(-distance), 0.0)
+    p = terms / terms.sum(axis=-1, keepdims=True)
+    farthest = np.minimum(distance, 800.0).max(axis=-1, keepdims=True)
+    wrong = 2.0**-48 + 4 * UNIT * (farthest + scores.shape[-1])
+    return p, np.broadcast_to(wrong, p.shape)
+
+
+def _centred(walk: Walk, scores: Form, p: Floats, wrong: Floats, allowed: Bools) -> Floats:
+    """Return c ≥ |e - p·e| over the allowed columns, 0 elsewhere."""
+    usual = _row(p * scores.reach)
+    plain = raised(scores.reach + usual)
+    if scores.place is None or not scores.reach.any():
+        return np.where(allowed, plain, 0.0)
+    found = np.zeros(p.shape)
+    for row in np.ndindex(*p.shape[:-1]):
+        columns = np.flatnonzero(allowed[row])
+        functionals = np.zeros((columns.size, p.shape[-1]))
+        functionals[np.arange(columns.size), columns] = 1.0
+        found[(*row, columns)] = reaches.along(walk, scores, row, functionals - p[row])
+    found = raised(found + 4 * wrong * (scores.reach + usual) + FAINT)
+    single = allowed.sum(axis=-1, keepdims=True) == 1
+    return np.where(allowed & ~single, np.minimum(found, plain), 0.0)
+
+
+def _second_order(c: Floats) -> Floats:
+    """Return an upper bound of e^c - 1 - c, without cancellation for small c."""
+    tail = 1 + c  # more than 1 + c/13·(1 + c/14·(…)) for c < 0.5
+    for k in range(12, 2, -1):
+        tail = 1 + c / k * tail
+    series = c**2 / 2 * tail
+    large = np.expm1(c) - c
+    return np.asarray(np.where(c < 0.5, series, large * (1 + 2.0**-44)) * (1 + 2.0**-44))
+
+
+def _row(values: Floats) -> Floats:
+    """Return the sums of non-negative rows, raised."""
+    return raised(values.sum(axis=-1, keepdims=True) * (1 + values.shape[-1] * 2 * UNIT))
+
+
+def _error(walk: Walk, scores: Form, high: Floats, allowed: Bools) -> Floats:
+    """Return the error of the kernel's softmax; fused, with the cast of the probabilities."""
+    kernel, around = walk.kernel, scores.box
+    if kernel.fused:
+        return softmax_rounding(kernel, around, high, allowed)
+    theta = relative_rounding(kernel, around, allowed)
+    return np.where(allowed, raised(theta * box.lifted(high) + ZETA), 0.0)
+
+
+def _times(p: Floats) -> Pull:
+    return lambda a: a.times(p)
+
+
+def _project(p: Floats) -> Pull:
+    """Return the pullback of Πy = y - pΣy: α - (α·p)."""
+
+    def pull(adjoint: Adjoint) -> Adjoint:
+        whole = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], p.shape[-1]))
+        along = (whole.values * p[whole.window]).sum(axis=-1, keepdims=True)
+        return Adjoint(whole.values - along, whole.start)
+
+    return pull

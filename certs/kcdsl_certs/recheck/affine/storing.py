@@ -1,0 +1,106 @@
+"""Storing a result (section 2): what a cast adds, and where it makes a value known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.affine.form import Form, Walk, raised
+from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry, Pull, Share
+from kcdsl_certs.recheck.box import Bools, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.formats import nearest
+from kcdsl_certs.recheck.spec import FLOAT32, Format
+
+_LARGEST = 2.0**150  # beyond it float64 underflow would no longer be covered
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A result before it is stored.
+
+    `reference` is f̃, `carried` the reach of the linear part, `radius` all that is known element by
+    element (remainders, float64 errors and the error inside the operation), `bent` an elementwise
+    bound of the parts that `curved` and `share` bound for functionals. `within`, where given,
+    bounds |v - f̃| as well; `sure` says where v is f̃ whatever came in.
+    """
+
+    reference: Floats
+    carried: Floats
+    operands: tuple[tuple[int, Pull], ...]
+    radius: Floats
+    centre: Floats | None = None
+    bent: Floats | None = None
+    curved: tuple[Curve, ...] = ()
+    share: Share | None = None
+    within: Floats | None = None
+    sure: Bools | None = None
+
+    @property
+    def deviation(self) -> Floats:
+        """Return β ≥ |v - f̃|."""
+        found = self.carried + self.radius
+        for more in (self.bent, None if self.centre is None else np.abs(self.centre)):
+            found = found if more is None else found + more
+        found = raised(found) + FAINT
+        return found if self.within is None else np.minimum(found, self.within)
+
+
+def settle(walk: Walk, formed: Formed, form: Format, inner: Format, rounds: bool = True) -> Form:
+    """Store a result in a format, write its entry and return its form.
+
+    `inner` is the format of the arithmetic that formed it; `rounds` False: the cast is part of the
+    radius already.
+
+    Raises:
+        Rejection: "bound/overflow" or "bound/not-finite".
+    """
+    reference, deviation = formed.reference, formed.deviation
+    _finite(reference, deviation)
+    radius = raised(formed.radius) + FAINT
+    kept, reach = None, deviation
+    if rounds and not walk.kernel.nearest:
+        cast = raised(form.u * (np.abs(reference) + deviation)) + form.eta
+        radius, reach = raised(radius + cast), raised(deviation + cast)
+    elif rounds and form.precision < max(FLOAT32.precision, inner.precision):
+        spread = raised(np.abs(reference) + deviation)
+        lo = nearest(box.add_down(reference, -deviation), form)
+        hi = nearest(box.add_up(reference, deviation), form)
+        if not (np.isfinite(lo).all() and np.isfinite(hi).all()):
+            raise _overflow(~(np.isfinite(lo) & np.isfinite(hi)), form)
+        cast = np.maximum(raised(form.u * spread), form.eta)
+        middle = lo / 2 + hi / 2
+        half = np.maximum(box.add_up(hi, -middle), box.add_up(middle, -lo))
+        kept = half > cast
+        radius = np.where(kept, raised(radius + cast), half)
+        reach = np.where(kept, raised(deviation + cast), half)
+        reference = np.where(kept, reference, middle)
+    if formed.sure is not None:
+        radius, reach = np.where(formed.sure, 0.0, radius), np.where(formed.sure, 0.0, reach)
+    size = raised(np.abs(reference) + reach)
+    if not bool((size <= form.largest).all()):
+        raise _overflow(~(size <= form.largest), form)
+    _finite(reference, size, most=_LARGEST)
+    centre = formed.centre
+    operands, curved, share = formed.operands, formed.curved, formed.share
+    if kept is not None and not kept.any():
+        kept, operands, centre, curved, share = None, (), None, (), None
+    elif kept is not None and kept.all():
+        kept = None
+    if kept is not None and centre is not None:
+        centre = np.where(kept, centre, 0.0)
+    entry = Entry(reach, operands, radius, centre, kept, curved, share)
+    return Form(reference, reach, walk.tape.add(entry))
+
+
+def _overflow(where: np.ndarray, form: Format) -> Rejection:
+    flat = int(np.argmax(where))
+    place = [int(n) for n in np.unravel_index(flat, where.shape)]
+    return Rejection("bound/overflow", f"element {place} may overflow {form.name}")
+
+
+def _finite(*values: Floats, most: float = np.inf) -> None:
+    if not all(bool((np.isfinite(v) & (np.abs(v) <= most)).all()) for v in values):
+        raise Rejection("bound/not-finite", "the value has no finite bound")

@@ -1,0 +1,182 @@
+"""The entries of one kernel and the reverse pass over them (section 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged
+from kcdsl_certs.recheck.box import Bools, Floats
+from kcdsl_certs.recheck.errors import Rejection
+
+FAINT = 2.0**-900  # more than what an operation may lose to float64 underflow
+_UNIT = 2.0**-53
+
+Pull = Callable[[Adjoint], Adjoint | None]
+Curve = Callable[[Adjoint], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of o_n that is at most `ratio` (one number per row) times the linear part.
+
+    `otherwise` bounds it element by element, for functionals that do not see one row alone.
+    """
+
+    ratio: Floats
+    otherwise: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line e = Σ L e_m + o of the form.
+
+    `reach` ≥ |e|; each of `operands` is the place of e_m with the pullback of its map; |o - centre|
+    ≤ radius where o is known element by element; `curved` bounds what a functional of the rest of
+    o may be. Where `kept` is False neither maps nor curved parts exist (and centre is zero).
+    """
+
+    reach: Floats
+    operands: tuple[tuple[int, Pull], ...] = ()
+    radius: Floats | None = None
+    centre: Floats | None = None
+    kept: Bools | None = None
+    curved: tuple[Curve, ...] = ()
+    share: Share | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """a·e ∈ centre ± radius + α·(x - centre of the region), each [B]; `input` is α."""
+
+    centre: Floats
+    radius: Floats
+    input: Adjoint | None
+
+    def magnitude(self, region: Floats | None) -> Floats:
+        """Return the largest |a·e|, the region included."""
+        wide = self.radius
+        if self.input is not None and region is not None:
+            wide = wide + self.input.sizes(region)
+        return box.up(np.abs(self.centre) + wide, 16)
+
+
+@dataclass(slots=True)
+class _Frame:
+    """What has been found since the last share, which scales all that follows."""
+
+    centre: Floats
+    radius: Floats
+    ratio: float
+
+
+@dataclass(slots=True)
+class Tape:
+    """The entries of a kernel; entry 0 is the block input, |e| ≤ region."""
+
+    region: Floats | None
+    entries: list[Entry] = field(default_factory=list)
+    _still: list[bool] = field(default_factory=list)
+    _terms: int = 64
+    _total: float = 1.0
+
+    def add(self, entry: Entry) -> int:
+        """Append an entry and return its place.
+
+        Raises:
+            Rejection: "bound/not-finite".
+        """
+        for values in (entry.reach, entry.radius, entry.centre):
+            if values is not None and not bool(np.isfinite(values).all()):
+                raise Rejection("bound/not-finite", "the error has no finite bound")
+        if entry.centre is not None:
+            # The sums of centres are signed: each centre pays for their rounding in advance.
+            slack = (entry.reach.size + 2.0**20) * 2 * _UNIT * np.abs(entry.centre)
+            radius = slack if entry.radius is None else entry.radius + slack
+            entry = replace(entry, radius=radius)
+        self.entries.append(entry)
+        self._still.append(not entry.reach.any())
+        self._terms += 1 + 2 * entry.reach.size
+        self._total += float(entry.reach.sum())
+        return len(self.entries) - 1
+
+    def bound(self, place: int, functionals: Adjoint) -> Bound:
+        """Return bounds of functionals of the error of one entry, by one reverse pass.
+
+        Raises:
+            Rejection: "bound/not-finite".
+        """
+        count = functionals.batch
+        frames = [_Frame(np.zeros(count), np.zeros(count), 0.0)]
+        pending = {place: functionals}
+        alpha: Adjoint | None = None
+        while pending:
+            at = max(pending)
+            adjoint = pending.pop(at)
+            if self._still[at]:
+                continue
+            if at == 0:
+                alpha = adjoint
+                break
+            entry = self.entries[at]
+            self._own(entry, adjoint, frames, not pending)
+            kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
+            for operand, pull in entry.operands:
+                if self._still[operand]:
+                    continue
+                pulled = pull(kept)
+                if pulled is not None:
+                    self._meet(pending, operand, pulled, frames[-1])
+        return self._closed(frames, alpha)
+
+    def _own(self, entry: Entry, adjoint: Adjoint, frames: list[_Frame], alone: bool) -> None:
+        """Count what an entry adds by itself."""
+        frame = frames[-1]
+        if entry.radius is not None:
+            frame.radius = frame.radius + adjoint.sizes(entry.radius)
+        if not (entry.centre is not None or entry.curved or entry.share is not None):
+            return
+        kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
+        if entry.centre is not None:
+            frame.centre = frame.centre + kept.sums(entry.centre)
+        for curve in entry.curved:
+            frame.radius = frame.radius + curve(kept)
+        if entry.share is None:
+            return
+        if alone and all(size == 1 for size in kept.extent[:-1]):
+            ratio = float(entry.share.ratio[kept.window[:-1]].max())
+            frames.append(_Frame(np.zeros(kept.batch), np.zeros(kept.batch), ratio))
+        else:
+            frame.radius = frame.radius + kept.sizes(entry.share.otherwise)
+
+    def _meet(
+        self, pending: dict[int, Adjoint], place: int, adjoint: Adjoint, frame: _Frame
+    ) -> None:
+        """Add an adjoint to what already waits at an entry; the sum rounds."""
+        if place in pending:
+            adjoint = merged(pending[place], adjoint)
+            rounding = adjoint.sizes(self.entries[place].reach)
+            frame.radius = frame.radius + 2 * _UNIT * rounding
+        pending[place] = adjoint
+
+    def _closed(self, frames: list[_Frame], alpha: Adjoint | None) -> Bound:
+        """Return the sums of all frames, from the last inwards."""
+        slack = 1 + 4 * self._terms * _UNIT
+        reached = np.zeros(())
+        if alpha is not None and self.region is not None:
+            reached = alpha.sizes(self.region) * slack
+        last = frames.pop()
+        centre, radius = last.centre, last.radius * slack
+        ratio = last.ratio
+        while frames:
+            frame = frames.pop()
+            more = ratio * (np.abs(centre) + radius + reached)
+            centre, radius = frame.centre + centre, frame.radius * slack + radius + more
+            ratio = frame.ratio
+        radius = box.up(radius + 2.0**-800 * self._total, 64)
+        if not (np.isfinite(centre).all() and np.isfinite(radius + reached).all()):
+            raise Rejection("bound/not-finite", "a functional has no finite bound")
+        return Bound(centre, radius, alpha)

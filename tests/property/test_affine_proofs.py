@@ -1,0 +1,166 @@
+"""What the backend proves by affine forms is confirmed; what it does not prove is not."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kcdsl.ir.terms import ModelRef
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.bert import build as build_bert
+from kcdsl.model.llama import build as build_llama
+from kcdsl.model.presets import resolve
+from kcdsl_backends.interval.certified import Workshop, claim_margin
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.functionals import drift_bound
+from kcdsl_backends.interval.proof import ProofBuilder, box_region, token_region
+from kcdsl_certs.recheck import recheck
+
+TOKENS = (1, 5, 2)
+CONFIGS = {
+    "llama": {
+        "model_type": "llama", "hidden_size": 8, "intermediate_size": 12,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "vocab_size": 16, "max_position_embeddings": 32, "tie_word_embeddings": True,
+    },
+    "bert": {
+        "model_type": "bert", "hidden_size": 8, "intermediate_size": 12,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16,
+        "max_position_embeddings": 32,
+    },
+}  # fmt: skip
+EAGER: dict[str, Any] = {"preset": "torch-eager"}
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "identical": (EAGER, EAGER),
+    "float32 fused": (EAGER, {"preset": "torch-sdpa-flash"}),
+    "float32 nearest": ({**EAGER, "casts": "nearest"}, {**EAGER, "casts": "nearest"}),
+    "bfloat16 any": (EAGER, {"preset": "torch-sdpa-flash", "compute": "bfloat16"}),
+    "bfloat16 nearest": (EAGER, {**EAGER, "compute": "bfloat16", "casts": "nearest"}),
+    "float16 twice": (
+        {**EAGER, "compute": "float16", "casts": "nearest"},
+        {"preset": "torch-sdpa-flash", "compute": "float16", "casts": "nearest"},
+    ),
+    "fp8 weights": (EAGER, {"preset": "fp8-weights"}),
+    "fp8 everywhere": (EAGER, {"preset": "fp8-w8a8-per-tensor", "casts": "nearest"}),
+    "mxfp8": (EAGER, {"preset": "mxfp8"}),
+    "int8": (EAGER, {"preset": "int8-weights", "casts": "nearest"}),
+    "int8 dynamic": (EAGER, {"preset": "onnxruntime-int8"}),
+    "float64": (
+        {**EAGER, "compute": "float64", "accumulate": "float64"},
+        {"preset": "torch-sdpa-flash", "compute": "float64", "accumulate": "float64"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the weights of this module."""
+    return tmp_path_factory.mktemp("models")
+
+
+@cache
+def model(kind: str, folder: Path) -> Model:
+    torch.manual_seed(17)
+    module = (build_llama if kind == "llama" else build_bert)(CONFIGS[kind])
+    state = {
+        name: torch.randn_like(p) * 0.3 + (1.0 if "orm" in name and name.endswith("weight") else 0)
+        for name, p in module.named_parameters()
+    }
+    save_file(state, folder / f"{kind}.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIGS[kind]))
+    ref = ModelRef(f"{kind}.safetensors", architecture=kind, tokenizer="bytes")
+    return load_model(ref, folder)
+
+
+@cache
+def workshop(kind: str, pair: str, folder: Path) -> Workshop:
+    train, infer = (resolve(settings) for settings in PAIRS[pair])
+    return Workshop(model(kind, folder), train, infer, torch.device("cpu"))
+
+
+def region(kind: str, centre: Tensor | None) -> Tensor:
+    """Return the radius of a region: a point, a ball, or a hull that is wide somewhere."""
+    if centre is None:
+        return torch.zeros(1, 1, dtype=torch.float64)
+    if kind == "hull":
+        return torch.linspace(0, 2.0**-9, centre.numel(), dtype=torch.float64).reshape(centre.shape)
+    return torch.full((1, 1), 2.0**-10 if kind == "ball" else 0.0, dtype=torch.float64)
+
+
+def prove(
+    shop: Workshop, block: str, kind: str, functional: str, factor: float = 1.0
+) -> bytes | None:
+    """Return a proof with its claim times `factor`; None without a bound."""
+    problem, centre = shop.problem(block, TOKENS), shop.centre(block, TOKENS)
+    radius = region(kind, centre)
+    try:
+        forms = problem.affine(centre, radius)
+    except NoBound:
+        return None
+    box = forms.box
+    try:
+        box = box.meet(problem.bound(centre, radius).output.drift)
+    except NoBound:
+        assert block not in BLOCKS
+    found = drift_bound(box, functional)
+    margin = claim_margin(shop.train, shop.infer)
+    builder = ProofBuilder(shop.model, block, shop.train, shop.infer, functional, 1)
+    where = token_region(TOKENS) if centre is None else box_region(kind, centre, radius)
+    builder.add("a", problem.graph, where, found * margin * factor, forms.witness, "affine")
+    return builder.document()
+
+
+BLOCKS = ("attn_0", "mlp_0", "norm_1")
+# Where several norms follow one another the coarse kernels have no bound.
+DEEP = ("identical", "float32 fused", "float16 twice", "float64")
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_what_is_proved_of_a_part_is_confirmed(
+    kind: str, block: str, pair: str, folder: Path
+) -> None:
+    shop = workshop(kind, pair, folder)
+    for where, functional in (("points", "inf"), ("ball", "2"), ("hull", "span")):
+        assert confirmed(shop, block, where, functional)
+
+
+@pytest.mark.parametrize("pair", DEEP)
+@pytest.mark.parametrize("block", ["layer_0", "model"])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_what_is_proved_of_a_model_is_confirmed(
+    kind: str, block: str, pair: str, folder: Path
+) -> None:
+    shop = workshop(kind, pair, folder)
+    found = confirmed(shop, block, "points", "inf")
+    assert found or pair == "float16 twice"
+
+
+def confirmed(shop: Workshop, block: str, where: str, functional: str) -> bool:
+    """Return whether there is a bound, which must then be confirmed."""
+    proof = prove(shop, block, where, functional)
+    if proof is None:
+        return False
+    outcome = recheck(proof, shop.model.checkpoint.path)
+    assert outcome.ok, (where, functional, outcome.reason, outcome.detail)
+    return True
+
+
+@pytest.mark.parametrize("pair", ["float32 fused", "bfloat16 any", "bfloat16 nearest", "int8"])
+@pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_1"])
+def test_a_lower_claim_is_not(block: str, pair: str, folder: Path, follows: Any) -> None:
+    shop = workshop("bert", pair, folder)
+    for where in ("points", "ball", "hull"):
+        proof = prove(shop, block, where, "2", 0.995)
+        assert proof is not None
+        follows(json.loads(proof))
+        outcome = recheck(proof, shop.model.checkpoint.path)
+        assert (outcome.ok, outcome.reason) == (False, "claim/too-small")

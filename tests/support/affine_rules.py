@@ -1,0 +1,172 @@
+"""Small block graphs, one for each rule of the affine domain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.support import proofs
+
+Build = Callable[[np.random.Generator], Any]
+ROWS, WIDTH = 3, 6
+
+
+def source() -> tuple[Any, str]:
+    g = proofs.Graph((ROWS, WIDTH))
+    return g, g.add("input", [], (ROWS, WIDTH))
+
+
+def unary(op: str, **attrs: Any) -> Build:
+    def build(rng: np.random.Generator) -> Any:
+        g, x = source()
+        g.add(op, [x], (ROWS, WIDTH), **attrs)
+        return g
+
+    return build
+
+
+def binary(op: str) -> Build:
+    def build(rng: np.random.Generator) -> Any:
+        g, x = source()
+        w = g.param("w", rng.standard_normal((WIDTH, WIDTH)) / 2)
+        g.add(op, [x, g.add("linear", [x, w], (ROWS, WIDTH))], (ROWS, WIDTH))
+        return g
+
+    return build
+
+
+def with_known(op: str) -> Build:
+    def build(rng: np.random.Generator) -> Any:
+        g, x = source()
+        table = g.constant("table", rng.standard_normal((ROWS, WIDTH)).astype(np.float32))
+        g.add(op, [table, x], (ROWS, WIDTH))
+        return g
+
+    return build
+
+
+def linear(outputs: int, bias: bool) -> Build:
+    def build(rng: np.random.Generator) -> Any:
+        g, x = source()
+        inputs = [x, g.param("w", rng.standard_normal((outputs, WIDTH)))]
+        if bias:
+            inputs.append(g.param("b", rng.standard_normal(outputs)))
+        g.add("linear", inputs, (ROWS, outputs))
+        return g
+
+    return build
+
+
+def norm(op: str, gain: bool) -> Build:
+    def build(rng: np.random.Generator) -> Any:
+        g, x = source()
+        inputs = [x]
+        if gain:
+            inputs.append(g.param("g", 1 + 0.3 * rng.standard_normal(WIDTH)))
+        if gain and op == "layer_norm":
+            inputs.append(g.param("b", 0.3 * rng.standard_normal(WIDTH)))
+        g.add(op, inputs, (ROWS, WIDTH), eps=1e-5)
+        return g
+
+    return build
+
+
+def moves(rng: np.random.Generator) -> Any:
+    g, x = source()
+    y = g.add("reshape", [x], (ROWS, 2, 3), shape=[ROWS, 2, 3])
+    y = g.add("permute", [y], (2, ROWS, 3), dims=[1, 0, 2])
+    y = g.add("reshape", [y], (2, 1, ROWS, 3), shape=[2, 1, ROWS, 3])
+    y = g.add("expand", [y], (2, 2, ROWS, 3), shape=[2, 2, ROWS, 3])
+    y = g.add("reshape", [y], (4, ROWS, 3), shape=[4, ROWS, 3])
+    a = g.add("slice", [y], (4, ROWS, 2), dim=2, start=0, stop=3, step=2)
+    b = g.add("slice", [y], (4, ROWS, 2), dim=-1, start=1, stop=3, step=1)
+    g.add("neg", [g.add("concat", [a, b], (4, ROWS, 4), dim=2)], (4, ROWS, 4))
+    return g
+
+
+def rope(rng: np.random.Generator) -> Any:
+    g, x = source()
+    angles = rng.standard_normal((ROWS, WIDTH))
+    cos = g.constant("cos", np.cos(angles).astype(np.float32))
+    sin = g.constant("sin", np.sin(angles).astype(np.float32))
+    g.add("rope", [x, cos, sin], (ROWS, WIDTH))
+    return g
+
+
+def heads(g: Any, x: str, rng: np.random.Generator, name: str) -> str:
+    w = g.param(f"{name}.weight", rng.standard_normal((WIDTH, WIDTH)) / 2)
+    y = g.add("linear", [x, w], (ROWS, WIDTH))
+    y = g.add("reshape", [y], (ROWS, 2, 3), shape=[ROWS, 2, 3])
+    return str(g.add("permute", [y], (2, ROWS, 3), dims=[1, 0, 2]))
+
+
+def scores(g: Any, x: str, rng: np.random.Generator) -> str:
+    q, k = heads(g, x, rng, "q"), heads(g, x, rng, "k")
+    k = g.add("permute", [k], (2, 3, ROWS), dims=[0, 2, 1])
+    return str(g.add("matmul", [q, k], (2, ROWS, ROWS), role="scores"))
+
+
+def straight_scores(rng: np.random.Generator) -> Any:
+    g, x = source()
+    scores(g, x, rng)
+    return g
+
+
+def softmax(masked: bool) -> Build:
+    def build(rng: np.random.Generator) -> Any:
+        g, x = source()
+        inputs = [g.add("reshape", [x], (2, ROWS, 3), shape=[2, ROWS, 3])]
+        if masked:
+            inputs.append(g.constant("mask", np.tril(np.ones((ROWS, 3), dtype=bool))))
+        g.add("softmax", inputs, (2, ROWS, 3), role="probabilities")
+        return g
+
+    return build
+
+
+def context(straight: bool) -> Build:
+    """Return probabilities times values, straight from a linear or after an operation."""
+
+    def build(rng: np.random.Generator) -> Any:
+        g, x = source()
+        p = g.add("softmax", [scores(g, x, rng)], (2, ROWS, ROWS), role="probabilities")
+        v = heads(g, x, rng, "v")
+        if not straight:
+            v = g.add("scale", [v], (2, ROWS, 3), factor=1.5)
+        g.add("matmul", [p, v], (2, ROWS, 3), role="context")
+        return g
+
+    return build
+
+
+RULES: dict[str, Build] = {
+    "add": binary("add"),
+    "sub": binary("sub"),
+    "mul": binary("mul"),
+    "add known": with_known("add"),
+    "sub known": with_known("sub"),
+    "mul known": with_known("mul"),
+    "scale": unary("scale", factor=-0.3),
+    "divide": unary("divide", divisor=1.7),
+    "shift": unary("shift", offset=-0.7),
+    "neg": unary("neg"),
+    "relu": unary("relu"),
+    "tanh": unary("tanh"),
+    "silu": unary("silu"),
+    "gelu": unary("gelu"),
+    "linear": linear(4, False),
+    "linear with bias": linear(13, True),
+    "rms_norm": norm("rms_norm", True),
+    "rms_norm alone": norm("rms_norm", False),
+    "layer_norm": norm("layer_norm", True),
+    "layer_norm alone": norm("layer_norm", False),
+    "moves": moves,
+    "rope": rope,
+    "scores straight from linears": straight_scores,
+    "softmax": softmax(False),
+    "masked softmax": softmax(True),
+    "context straight from a linear": context(True),
+    "context": context(False),
+}
