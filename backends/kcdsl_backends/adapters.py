@@ -102,7 +102,7 @@ def find_adapter(run: str) -> Adapter:
     if run not in ADAPTERS:
         near = difflib.get_close_matches(run, ADAPTERS, n=1)
         raise refuse(
-            codes.UNKNOWN_KERNEL,
+            codes.UNKNOWN_ADAPTER,
             f"unknown kernel adapter {run!r}; known: {', '.join(ADAPTERS)}",
             help=f"did you mean {near[0]!r}?" if near else None,
         )

@@ -53,6 +53,6 @@ class StoredParameters:
                 else torch.from_numpy(self.constants[key[1]])
             )
             store = linear_weight if use == "linear" else plain_parameter
-            stored = store(source.detach().to("cpu", torch.float32), self.numerics)
+            stored = store(source.detach().to("cpu", torch.float32), self.numerics, key[1])
             self._cache[key] = stored.to(self.device, torch.float64)
         return self._cache[key]

@@ -16,6 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, assert_never
 
+from kcdsl.config import shown
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
@@ -65,7 +66,7 @@ def load_requests(
     Raises Refusal for a missing file, a malformed line, a duplicate id, text without a tokenizer,
     tokens that differ from those of the text beside them, and tokens that `check` refuses.
     """
-    source = read_source(path, SIZE_LIMIT)
+    source = read_source(shown(path), SIZE_LIMIT)
     digest = hashlib.sha256(source.text.encode("utf-8")).hexdigest()
     requests: list[Request] = []
     seen: dict[str, int] = {}
@@ -77,9 +78,10 @@ def load_requests(
         if request.id in seen:
             raise _refuse_line(
                 codes.DUPLICATE_REQUEST,
-                f"the id {request.id!r} was given in line {seen[request.id]} already",
+                f"the id `{request.id}` was given in line {seen[request.id]} already",
                 source,
                 number,
+                "give each row an id of its own, such as its number",
             )
         seen[request.id] = number
         requests.append(request)
@@ -131,7 +133,7 @@ def _read_row(
         first = error.diagnostics[0]
         if first.span is not None:
             raise
-        raise refusal(first.message, first.help) from error
+        raise _refuse_line(first.code, first.message, source, number, first.help) from error
     fields = {key: value for key, raw in row.items() if (value := _plain(raw)) is not None}
     fields.setdefault("length", Fraction(len(tokens)))
     return Request(f"{name}:{identifier}", identifier, tokens, fields, number)
@@ -142,7 +144,10 @@ def _tokens(
 ) -> tuple[int, ...]:
     text, given = row.get("text"), row.get("tokens")
     if text is None and given is None:
-        raise refusal("a request needs a `text` or its `tokens`")
+        raise refusal(
+            "a request needs a `text` or its `tokens`",
+            f"the row has {', '.join(f'`{key}`' for key in row)}",
+        )
     if given is not None and not (
         isinstance(given, list)
         and all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in given)
@@ -229,10 +234,11 @@ def _holds(predicate: Predicate, request: Request, file: RequestFile, slice_name
                 problem = "has no" if actual is None else f"has the {_kind(actual)} {actual} as"
                 raise _refuse_line(
                     codes.REQUEST_FIELD,
-                    f"the request {request.id!r} {problem} field {field!r}, which the slice "
-                    f"{slice_name!r} compares with a {_kind(value)}",
+                    f"the request `{request.id}` {problem} field `{field}`, which the slice "
+                    f"`{slice_name}` compares with a {_kind(value)}",
                     file.source,
                     request.line,
+                    "give the field to every row, or name a field that all rows have",
                 )
             return _compare(actual, op, value)
         case _:

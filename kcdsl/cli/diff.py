@@ -12,6 +12,7 @@ from kcdsl.cli.solver import add_timeout, limits, solver_backend
 from kcdsl.diagnostics import Severity, Sink
 from kcdsl.diagnostics.render import render
 from kcdsl.exits import Exit
+from kcdsl.ir.load import is_stored, load_bytes
 from kcdsl.ir.terms import Program
 from kcdsl.source.files import read_source
 from kcdsl.verdict.difference import Difference, Relation
@@ -22,8 +23,10 @@ FORMATS = ("full", "json", "markdown")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("old", metavar="OLD", help="the contract as it was")
-    parser.add_argument("new", metavar="NEW", help="the contract as it is to be")
+    parser.add_argument(
+        "old", metavar="OLD", help="the contract as it was, or what --emit ir wrote"
+    )
+    parser.add_argument("new", metavar="NEW", help="the contract as it is to be, or the like")
     parser.add_argument("--format", choices=FORMATS, default="full", help="form of the result")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the result to a file")
     add_timeout(parser, "how long z3 may take for all questions")
@@ -51,9 +54,11 @@ def exit_code(relation: Relation) -> Exit:
 
 
 def _program(given: str) -> Program:
-    """Return a compiled contract; what is wrong with it goes to stderr."""
+    """Return a contract, compiled or as it was stored; what is wrong with it goes to stderr."""
     path = find_contract(given, Path())
     source, sink = read_source(path), Sink()
+    if is_stored(source.text):
+        return load_bytes(source.text.encode("utf-8"), str(path))
     program = compile_source(source, sink, path.parent)
     if program is None:
         raise no_program(path, sink)

@@ -7,7 +7,6 @@ were imported. Fractions are written as "p/q".
 
 from __future__ import annotations
 
-import hashlib
 from fractions import Fraction
 from typing import Any
 
@@ -20,6 +19,8 @@ LIBRARY_SCHEMA = "kcdsl.library/1"
 
 def digest(program: ir.Program) -> str:
     """Return the SHA-256 of the canonical JSON of a program, in hexadecimal."""
+    import hashlib
+
     return hashlib.sha256(canonical_bytes(program)).hexdigest()
 
 
@@ -52,6 +53,8 @@ def document_json(program: ir.Program) -> dict[str, Any]:
 
 def library_digest(library: ir.Library) -> str:
     """Return the digest of a library as imports state it: "sha256:" and 64 hexadecimal digits."""
+    import hashlib
+
     import rfc8785
 
     return "sha256:" + hashlib.sha256(rfc8785.dumps(library_json(library))).hexdigest()

@@ -9,7 +9,7 @@ or of another kind is refused before any predicate is asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise, product
 from math import ceil, floor, prod
@@ -21,6 +21,7 @@ Case = Mapping[str, Value]
 """A value for each field that is tested."""
 
 MOST_CASES = 20_000
+MOST_TESTS = 2_000_000
 
 
 class Undecided(Exception):
@@ -31,25 +32,51 @@ def find_case(predicate: Predicate, whole: Iterable[str] = ()) -> Case | None:
     """Return a request that satisfies a predicate, or None if there can be none.
 
     The fields in `whole` hold whole numbers from 1 on. Raises `Undecided` beyond 20,000
-    combinations, and where a field is compared with constants of two kinds.
+    combinations or two million comparisons, and where a field is compared with constants of two
+    kinds.
     """
+    cases = _cases([predicate], whole)
+    return next((case for case in cases if holds(predicate, case)), None)
+
+
+def first_taken(
+    predicates: Sequence[Predicate], whole: Iterable[str] = ()
+) -> tuple[frozenset[int], Case | None]:
+    """Return which of several predicates are the first that some request satisfies, and a request
+    that satisfies none of them, if there can be one.
+
+    Raises `Undecided` as `find_case` does.
+    """
+    reached: set[int] = set()
+    left: Case | None = None
+    for case in _cases(predicates, whole):
+        first = next((i for i, where in enumerate(predicates) if holds(where, case)), None)
+        if first is not None:
+            reached.add(first)
+        elif left is None:
+            left = case
+    return frozenset(reached), left
+
+
+def _cases(predicates: Sequence[Predicate], whole: Iterable[str]) -> Iterator[Case]:
+    """Return requests that stand for all that predicates tell apart."""
     constants: dict[str, set[Value]] = {}
-    for test in tests_of(predicate):
-        values = constants.setdefault(test.field, set())
-        if any(type(value) is not type(test.value) for value in values):  # True == 1 in Python
-            raise Undecided
-        values.add(test.value)
+    tests = 0
+    for predicate in predicates:
+        for test in tests_of(predicate):
+            values = constants.setdefault(test.field, set())
+            if values and type(next(iter(values))) is not type(test.value):  # True == 1 in Python
+                raise Undecided
+            values.add(test.value)
+            tests += 1
     counted = frozenset(whole)
     choices = {
         name: _representatives(values, name in counted) for name, values in constants.items()
     }
-    if prod(len(values) for values in choices.values()) > MOST_CASES:
+    cases = prod(len(values) for values in choices.values())
+    if cases > MOST_CASES or cases * tests > MOST_TESTS:
         raise Undecided
-    for chosen in product(*choices.values()):
-        case = dict(zip(choices, chosen, strict=True))
-        if holds(predicate, case):
-            return case
-    return None
+    return (dict(zip(choices, chosen, strict=True)) for chosen in product(*choices.values()))
 
 
 def tests_of(predicate: Predicate) -> Iterator[FieldTest]:
@@ -82,7 +109,15 @@ def _compare(left: Value, op: str, right: Value) -> bool:
         return (left == right) is (op == "==")
     if not isinstance(left, Fraction) or not isinstance(right, Fraction):
         raise Undecided
-    return {"<=": left <= right, "<": left < right, ">=": left >= right, ">": left > right}[op]
+    match op:
+        case "<=":
+            return left <= right
+        case "<":
+            return left < right
+        case ">=":
+            return left >= right
+        case _:
+            return left > right
 
 
 def _representatives(constants: set[Value], whole: bool) -> list[Value]:

@@ -102,6 +102,10 @@ ORDERS = {
     ("min", "quantile"): "no percentile is below the minimum",
     ("mean", "max"): "a mean is no more than the maximum",
     ("quantile", "max"): "no percentile is above the maximum",
+    ("mean", "rate"): "a rate is the mean of values 0 and 1",
+    ("rate", "mean"): "a rate is the mean of values 0 and 1",
+    ("min", "rate"): "a rate is the mean of values 0 and 1",
+    ("rate", "max"): "a rate is the mean of values 0 and 1",
     ("quantile", "quantile"): "percentiles of the same values, in the order of their levels",
 }
 """(kind, kind): why the first is at most the second."""

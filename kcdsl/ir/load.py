@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +14,13 @@ from kcdsl.diagnostics.model import refuse
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import SCHEMA, digest
 from kcdsl.ir.walk import terms_of, walk
+
+_STORED = re.compile(r"\A\s*\{.*\"schema\"\s*:\s*\"" + re.escape(SCHEMA) + r"\"", re.DOTALL)
+
+
+def is_stored(text: str) -> bool:
+    """Say whether a text is to be read as a stored program rather than as a contract."""
+    return _STORED.match(text) is not None
 
 
 def load_bytes(data: bytes, name: str = "stored program") -> ir.Program:

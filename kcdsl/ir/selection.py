@@ -7,12 +7,17 @@ many cases is left open, and an open question is never answered with yes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 
 from kcdsl.ir.cases import Undecided, find_case
 from kcdsl.ir.terms import AllOf, NoneOf, Predicate, Program
 
 Inside = Callable[[str, str], bool]
 """inside(a, b): is every request of the slice a known to be one of the slice b."""
+
+Division = Callable[[str, tuple[str, ...]], tuple[bool, bool]]
+"""division(whole, parts): is every request of the whole known to be in one of the parts, which lie
+inside it; and are the parts known to share none."""
 
 
 def implies(inner: Predicate, outer: Predicate) -> bool | None:
@@ -46,3 +51,25 @@ def inclusion(program: Program) -> Inside:
         return known[key]
 
     return inside
+
+
+def division(program: Program, empty: Callable[[Predicate], bool | None] = is_empty) -> Division:
+    """Return how slices of a program are made up of others; answers are remembered.
+
+    `empty` says whether a predicate is known to select nothing.
+    """
+    known: dict[tuple[str, ...], tuple[bool, bool]] = {}
+    where = {item.name: item.where for item in program.slices}
+
+    def divided(whole: str, parts: tuple[str, ...]) -> tuple[bool, bool]:
+        key = (whole, *parts)
+        if key not in known:
+            rest = AllOf((where[whole], *(NoneOf(where[part]) for part in parts)))
+            covered = empty(rest) is True
+            apart = covered and all(
+                empty(AllOf((where[a], where[b]))) is True for a, b in combinations(parts, 2)
+            )
+            known[key] = covered, apart
+        return known[key]
+
+    return divided

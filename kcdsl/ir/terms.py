@@ -1,20 +1,87 @@
 """The first-order intermediate representation of a contract.
 
-Everything is frozen and hashable. Numbers are exact fractions in base units (see
-`kcdsl.check.units`): seconds, bytes, tokens/second, nats, or 1. Spans point into the contract file
-and take no part in equality, so the digest of a clause depends on its meaning alone.
+Everything is frozen and hashable. The nodes of formulas are in `kcdsl.ir.formulas`; this module
+gives them and what is made of them: slices, tables, clauses, programs. Spans point into the
+contract file and take no part in equality, so the digest of a clause depends on its meaning alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from dataclasses import field as dataclass_field
 from enum import StrEnum
 from fractions import Fraction
 
+from kcdsl.ir.formulas import (
+    Abs,
+    AllOf,
+    AnyOf,
+    Arith,
+    Compare,
+    Connective,
+    Drift,
+    FieldTest,
+    Formula,
+    HasFields,
+    Metric,
+    NoFlip,
+    NoneOf,
+    Norm,
+    Not,
+    Number,
+    Predicate,
+    Quantified,
+    Region,
+    RegionKind,
+    Statistic,
+    TableValue,
+    Term,
+)
 from kcdsl.source.text import Span
 
+__all__ = [
+    "Abs",
+    "AllOf",
+    "AnyOf",
+    "Arith",
+    "Budget",
+    "Clause",
+    "Compare",
+    "Connective",
+    "Constants",
+    "Drift",
+    "Escalation",
+    "EvidenceKind",
+    "Family",
+    "FieldTest",
+    "Formula",
+    "HasFields",
+    "ImportedFrom",
+    "KernelRef",
+    "Level",
+    "Library",
+    "Metric",
+    "ModelRef",
+    "NoFlip",
+    "NoneOf",
+    "Norm",
+    "Not",
+    "Number",
+    "Predicate",
+    "Program",
+    "Quantified",
+    "Region",
+    "RegionKind",
+    "Slice",
+    "Statistic",
+    "TableRow",
+    "TableValue",
+    "Term",
+    "ThresholdTable",
+    "UserMetric",
+]
+
 _NOWHERE = Span(0, 0)
+_EVERY_REQUEST = AllOf()
 
 
 class Family(StrEnum):
@@ -44,218 +111,7 @@ class EvidenceKind(StrEnum):
     SAMPLE = "sample"
 
 
-# --- terms ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """An exact constant in base units of `dimension` ("1", "s", "B", "tok/s", "nat", "ratio")."""
-
-    value: Fraction
-    dimension: str = "1"
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A registered metric, evaluated per unit (token, request, window …)."""
-
-    name: str
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Statistic:
-    """A statistic of a metric over a slice. `kind`: mean, max, min, rate, quantile (with `q`), or
-    aggregate, for a metric that is one number per window by itself."""
-
-    kind: str
-    of: Term
-    q: Fraction | None = None
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """`drift(block, x)`: any admissible run of the inference kernel minus one of the training one.
-
-    `measured` stands for `measured_drift`, the difference of the two runs that were observed.
-    """
-
-    block: str
-    variable: str
-    measured: bool = False
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A norm of a drift, taken row by row (token by token) and then the largest row.
-
-    `kind`: "inf", "2" or "span" (largest minus smallest component of the row).
-    """
-
-    kind: str
-    of: Drift
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Abs:
-    """Absolute value."""
-
-    of: Term
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Arith:
-    """`left op right` with op one of + - * /."""
-
-    op: str
-    left: Term
-    right: Term
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class TableValue:
-    """`table(name)`: the threshold that a table of the contract gives for the request at hand.
-
-    It stands alone on the right of a comparison. A clause that holds one means: for every bucket
-    of the table, the clause with the value of the bucket, on the slice within the bucket
-    (`kcdsl.ir.buckets.expand_tables`).
-    """
-
-    name: str
-    dimension: str = "1"
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-Term = Number | Metric | Statistic | Norm | Abs | Arith | TableValue
-
-
-# --- regions -------------------------------------------------------------------------------------
-
-
-class RegionKind(StrEnum):
-    """How the inputs of a quantifier are given."""
-
-    POINTS = "points"
-    """Each row of the slice, by itself, exactly."""
-    BALL = "ball"
-    """Around each row of the slice, an l_inf ball of the given radius on the block's input."""
-    HULL = "hull"
-    """The box spanned by the block's inputs over all rows of the slice, plus a relative margin."""
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The set a quantifier ranges over."""
-
-    kind: RegionKind
-    slice: str
-    radius: Fraction = Fraction(0)
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-# --- formulas ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Compare:
-    """`left op right` with op one of <= < >= > ==."""
-
-    op: str
-    left: Term
-    right: Term
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class NoFlip:
-    """No admissible pair of runs changes the top-k set of any row of `block` at `variable`."""
-
-    block: str
-    variable: str
-    k: int = 1
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class HasFields:
-    """Every trace record carries these fields, not null."""
-
-    fields: tuple[str, ...]
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Not:
-    """Negation."""
-
-    of: Formula
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Connective:
-    """`op` is "and", "or" or "implies" (exactly two parts)."""
-
-    op: str
-    parts: tuple[Formula, ...]
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantified:
-    """`forall` or `exists` a variable in a region."""
-
-    quantifier: str
-    variable: str
-    region: Region
-    body: Formula
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-Formula = Compare | NoFlip | HasFields | Not | Connective | Quantified
-
-
-# --- slices predicates, clauses, contract --------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FieldTest:
-    """`field op value` on a request; op one of == != <= < >= >; value a string, number or bool."""
-
-    field: str
-    op: str
-    value: str | Fraction | bool
-    span: Span = dataclass_field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class AllOf:
-    """Conjunction of slice predicates; empty means every request."""
-
-    parts: tuple[Predicate, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class AnyOf:
-    """Disjunction of slice predicates."""
-
-    parts: tuple[Predicate, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class NoneOf:
-    """Negation of a slice predicate."""
-
-    part: Predicate
-
-
-Predicate = FieldTest | AllOf | AnyOf | NoneOf
+# --- slices, tables, clauses, contract -----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +121,7 @@ class Slice:
 
     name: str
     data: str | None = None
-    where: Predicate = AllOf()
+    where: Predicate = _EVERY_REQUEST
     span: Span = field(default=_NOWHERE, compare=False)
 
 
@@ -337,6 +193,7 @@ class ModelRef:
     module: str | None = None
     config: str | None = None
     tokenizer: str | None = None
+    span: Span = field(default=_NOWHERE, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,17 @@ class Change:
     relation: Relation | None
 
 
+class Extent(StrEnum):
+    """What accepts the values of a witness."""
+
+    CONTRACT = "contract"
+    """Every clause of the contract."""
+    UNIT = "unit"
+    """Its clauses about the same unit; those about others were not compared with these values."""
+    CLAUSE = "clause"
+    """The clause of the same name, but not the whole contract, or that is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class WitnessValue:
     """A measured value: what is measured, the value with its unit, and the exact fraction."""
@@ -92,8 +103,9 @@ class WitnessValue:
 class Witness:
     """Values that the new contract accepts and the old one refuses, or the other way round.
 
-    `of` says what they are measured on. `lacking` and `present` are trace fields; `flips` are the
-    inputs at which the likeliest tokens change. `clause` is what refuses them.
+    `of` says what they are measured on. `lacking` are trace fields; `flips` are the inputs at which
+    the likeliest tokens change. `clause` is what refuses them. `extent` says what accepts them, and
+    `unit` what claims the values are about: "slices" as a whole, single "requests" or "windows".
     """
 
     accepts: str
@@ -104,6 +116,8 @@ class Witness:
     lacking: tuple[str, ...] = ()
     flips: tuple[str, ...] = ()
     request: str | None = None
+    extent: Extent = Extent.CONTRACT
+    unit: str = "slices"
 
 
 @dataclass(frozen=True, slots=True)

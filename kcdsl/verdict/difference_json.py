@@ -53,6 +53,7 @@ def _witness(witness: Witness) -> dict[str, Any]:
         "accepts": witness.accepts.lower(),
         "refuses": witness.refuses.lower(),
         "clause": witness.clause,
+        "extent": witness.extent.value,
         "of": witness.of,
         "values": [{"what": v.what, "value": v.shown, "exact": v.exact} for v in witness.values],
         "lacking": list(witness.lacking),

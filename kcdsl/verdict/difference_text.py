@@ -9,6 +9,7 @@ from kcdsl.verdict.difference import (
     Change,
     ClauseDifference,
     Difference,
+    Extent,
     Named,
     Relation,
     Status,
@@ -18,10 +19,11 @@ from kcdsl.verdict.difference import (
 _MEANING = {
     Relation.EQUAL: "both accept the same kernels",
     Relation.STRICTER: "whatever NEW accepts, OLD accepts",
-    Relation.WEAKER: "NEW accepts kernels that OLD refuses",
+    Relation.WEAKER: "NEW may accept kernels that OLD refuses, or is milder with them",
     Relation.INCOMPARABLE: "NEW is neither as strict as OLD nor weaker throughout",
     Relation.UNDECIDED: "whether NEW is as strict as OLD is open",
 }
+_UNITS = {"slices": "whole slices", "requests": "single requests", "windows": "single windows"}
 _ORDER = (
     Relation.WEAKER,
     Relation.INCOMPARABLE,
@@ -103,7 +105,8 @@ def _remarks(clause: ClauseDifference) -> Iterator[str]:
     elif clause.status is Status.ADDED and clause.relation is Relation.EQUAL:
         yield "adds nothing"
     for reason in clause.why:
-        yield f"  because {reason}"
+        equal = clause.kept_by or clause.relation is Relation.EQUAL
+        yield f"  because {reason}" if equal else f"though {reason}"
 
 
 def _changes(changes: tuple[Change, ...]) -> list[str]:
@@ -125,7 +128,17 @@ def _arrow(change: Change) -> str:
 
 def witness_lines(witness: Witness) -> Iterator[str]:
     """Yield a witness as text."""
-    yield f"{witness.accepts} accepts and {witness.refuses} refuses, on {witness.of}:"
+    accepts, refuses = witness.accepts, witness.refuses
+    match witness.extent:
+        case Extent.CONTRACT:
+            said = f"{accepts} accepts and {refuses} refuses"
+        case Extent.UNIT:
+            said = (
+                f"{refuses} refuses, and no clause of {accepts} about {_UNITS[witness.unit]} does"
+            )
+        case Extent.CLAUSE:
+            said = f"{witness.clause} of {accepts} accepts and that of {refuses} refuses"
+    yield f"{said}, on {witness.of}:"
     for value in witness.values:
         yield f"  {value.what} = {value.shown}"
     for field in witness.lacking:

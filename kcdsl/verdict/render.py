@@ -39,7 +39,8 @@ def print_report(report: Report, stream: TextIO) -> None:
 
 def svg(report: Report) -> str:
     """Return the report as an SVG picture that fetches nothing: no font from elsewhere."""
-    console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
+    # with a height too, as rich takes terminals called "dumb" to be 80 columns wide else
+    console = Console(record=True, width=WIDTH, height=50, file=StringIO(), force_terminal=True)
     console.print(render(report))
     picture = console.export_svg(title=f"kcdsl evaluate · {report.contract['name']}")
     return _FONT.sub("", picture)

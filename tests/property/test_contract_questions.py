@@ -6,14 +6,10 @@ several tokens for each request. The reference evaluator says what is true in th
 
 from __future__ import annotations
 
-import importlib.util
-import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,24 +18,12 @@ from kcdsl.diagnostics.codes import ALWAYS_HOLDS, CONTRADICTION, NEVER_HOLDS, Co
 from kcdsl.ir import terms as ir
 from kcdsl.ir.evaluate import Truth, answers
 from kcdsl.ir.orders import CURVES, EDGES, TEMPERED, UNTEMPERED, curves, least_factor
-from kcdsl.ir.world import Unit, World
+from kcdsl.ir.world import World
 from kcdsl_backends.smt import consistency as module
 from kcdsl_backends.smt.claims import Claim
 from kcdsl_backends.smt.findings import Findings, Implication
-
-
-def _support(name: str) -> Any:
-    path = Path(__file__).parents[1] / "support" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"questions_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-made = _support("contracts")
+from tests.support import contracts as made
+from tests.support.distributions import MeasuredWorlds, metrics_of_row
 
 TEMPERATURE = Fraction(1)
 METRICS = (
@@ -48,74 +32,14 @@ METRICS = (
 )  # fmt: skip
 
 
-SIZES = (0.01, 0.1, 0.3, 1.0, 3.0)
-
-
-def metrics_of_row(
-    random: Any, temperature: float = 1.0, sizes: Sequence[float] = SIZES
-) -> dict[str, float]:
-    """Return every metric of one position: two to five classes, small and large drifts."""
-    n, size = random.choice((2, 2, 3, 5)), random.choice(sizes)
-    z = [random.gauss(0, random.choice((0.01, 1, 3))) for _ in range(n)]
-    d = [random.gauss(0, size) for _ in range(n)]
-    p, q = (
-        _softmax(z, temperature),
-        _softmax([a + b for a, b in zip(z, d, strict=True)], temperature),
-    )
-    middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
-    ratios = [math.log(a / b) for a, b in zip(p, q, strict=True)]
-    mean, token = sum(d) / n, random.randrange(n)
-    return {
-        "kl": _kl(p, q),
-        "kl_infer_train": _kl(q, p),
-        "jeffreys": _kl(p, q) + _kl(q, p),
-        "js": (_kl(p, middle) + _kl(q, middle)) / 2,
-        "tv": sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2,
-        "hellinger2": max(0.0, 1 - sum(math.sqrt(a * b) for a, b in zip(p, q, strict=True))),
-        "log_ratio_linf": max(abs(x) for x in ratios),
-        "logit_span": max(d) - min(d),
-        "logit_linf": max(abs(x) for x in d),
-        "logit_l2": math.hypot(*d),
-        "logit_l2_centered": math.hypot(*(x - mean for x in d)),
-        "log_ratio": ratios[token],
-        "k1": -ratios[token],
-        "top1_overlap": float(random.random() < 0.8),
-        "hidden_l2": random.choice((0.0, 0.3, 1.1, 2.5)),
-    }
-
-
-def _softmax(z: Sequence[float], temperature: float) -> list[float]:
-    weights = [math.exp((x - max(z)) / temperature) for x in z]
-    return [w / sum(weights) for w in weights]
-
-
-def _kl(p: Sequence[float], q: Sequence[float]) -> float:
-    return max(0.0, sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
-
-
-class Measured(made.Worlds):  # type: ignore[misc, name-defined]
-    """Worlds whose metrics come from distributions; up to three tokens for each request."""
-
-    tokens = 3
-    sizes: Sequence[float] = SIZES
-
-    def unit(self, number: int) -> Unit:
-        unit = super().unit(number)
-        if number == 0:
-            self.sizes = self.choice((SIZES, SIZES[:1], SIZES[:2], SIZES[:3], SIZES[2:]))
-        rows = [metrics_of_row(self, 1.0, self.sizes) for _ in range(self.randint(1, self.tokens))]
-        values = {name: tuple(Fraction(row[name]) for row in rows) for name in rows[0]}
-        return replace(unit, values=values)
-
-
-class Contracts(made.Contracts):  # type: ignore[misc, name-defined]
+class Contracts(made.Contracts):
     """Contracts about these metrics, with thresholds that worlds come near."""
 
     plain = False
     """Only upper bounds that worlds often keep, so that there is much to follow from them."""
 
     def formula(self, depth: int = 2) -> ir.Formula:
-        return self.compare() if self.plain else super().formula(depth)  # type: ignore[no-any-return]
+        return self.compare() if self.plain else super().formula(depth)
 
     def pointwise(self) -> ir.Term:
         if self.random() < 0.15:
@@ -130,7 +54,7 @@ class Contracts(made.Contracts):  # type: ignore[misc, name-defined]
             threshold = Fraction(self.choice((1, 2, 5, 10, 20, 50, 100, 200, 300)), 100)
             op = self.choice(("<=", "<=", "<=", "<", ">=", ">"))
             return ir.Compare(op, self.statistic(), ir.Number(threshold))
-        return super().compare()  # type: ignore[no-any-return]
+        return super().compare()
 
     def clause(self, name: str) -> ir.Clause:
         clause = super().clause(name)
@@ -180,9 +104,9 @@ class Recorder(Findings):
 
     heard: Any = None
 
-    def add(self, code: Code, claims: Sequence[Claim]) -> None:
+    def add(self, code: Code, claims: Sequence[Claim], reasons: Sequence[str] = ()) -> None:
         self.heard.append((code, tuple(claims)))
-        Findings.add(self, code, claims)
+        Findings.add(self, code, claims, reasons)
 
     def redundant(self, clause: ir.Clause, every: bool, found: Sequence[Implication]) -> None:
         self.heard.extend(found)
@@ -198,7 +122,7 @@ def found_in(program: ir.Program, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def truths(program: ir.Program, worlds: int, seed: int) -> Iterator[dict[tuple[str, str], Truth]]:
     for n in range(worlds):
-        world: World = Measured(1000 * seed + n).world()
+        world: World = MeasuredWorlds(1000 * seed + n).world()
         yield {key: answer.truth for key, answer in answers(program, world).items()}
 
 

@@ -1,6 +1,6 @@
 """Every field of the IR takes part in the digest or is declared not to; programs load again.
 
-The mutations are made by walking the dataclasses of `kcdsl.ir.terms`, so a field that is added
+The mutations are made by walking the dataclasses of `kcdsl.ir`, so a field that is added
 without a place in the canonical form, in the loader or in the programs of this file is found here.
 """
 
@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl.diagnostics import Refusal
+from kcdsl.ir import formulas
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest, document, library_digest, to_json
 from kcdsl.ir.load import from_json, load_bytes
@@ -299,7 +300,7 @@ DECLARED = {
     for value in vars(ir).values()
     if isinstance(value, type)
     and dataclasses.is_dataclass(value)
-    and value.__module__ == ir.__name__
+    and value.__module__ in {ir.__name__, formulas.__name__}
 }
 
 Site = tuple[type, str]

@@ -18,7 +18,7 @@ from kcdsl.ir.buckets import Gap, expand_tables, gaps, whole_of
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program, Slice
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.checkpoint import file_digest
+from kcdsl.model.files import file_digest
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.crosscheck import Certify

@@ -26,6 +26,7 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.walk import terms_of, walk
+from kcdsl.source.text import Span
 
 
 def metrics_of(formula: Formula) -> frozenset[str]:
@@ -117,6 +118,12 @@ def drift_blocks(program: Program) -> tuple[str, ...]:
     for clause in program.clauses:
         named += [t.of.block for t in terms_of(clause.require) if isinstance(t, Norm)]
     return tuple(dict.fromkeys(named))
+
+
+def block_place(program: Program, block: str) -> Span | None:
+    """Return where the contract first speaks of the drift of a block."""
+    terms = (t for clause in program.clauses for t in terms_of(clause.require))
+    return next((t.of.span for t in terms if isinstance(t, Norm) and t.of.block == block), None)
 
 
 def label(term: Term) -> str:

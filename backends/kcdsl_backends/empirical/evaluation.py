@@ -14,6 +14,7 @@ from kcdsl.verdict.report import ClauseResult, CrossCheck, Precheck, Report
 from kcdsl_backends.empirical import precheck, runtime
 from kcdsl_backends.empirical.clauses import (
     DEFAULT_BLOCK,
+    block_place,
     conjuncts,
     drift_blocks,
     measured_norms,
@@ -116,20 +117,20 @@ def check_metrics(setting: Setting, clauses: Sequence[Clause]) -> None:
     for clause in clauses:
         for name in sorted(metrics_of(clause.require)):
             missing = UNMEASURED.get(name) if clause.evidence not in _PROOFS else None
-            help = "evaluate recorded behaviour elsewhere, or take the clause out"
+            help = "let the clause demand `evidence: proof`, or take it out"
             problem = _out_of_reach(name, setting) or (missing and (missing, help))
             if problem:
                 raise refuse(
                     codes.METRIC_OUT_OF_REACH,
-                    f"clause {clause.id} reads {name}, but {problem[0]}",
+                    f"the clause `{clause.id}` reads `{name}`, but {problem[0]}",
                     help=problem[1],
-                    span=None,
                 )
         for block, _ in sorted(measured_norms(clause.require)):
             if block not in setting.blocks:
                 raise refuse(
                     codes.METRIC_OUT_OF_REACH,
-                    f"clause {clause.id} measures the block {block}, which the model does not have",
+                    f"the clause `{clause.id}` measures the block `{block}`, which the model does "
+                    "not have",
                     help=f"blocks: {', '.join(sorted(setting.blocks))}",
                 )
 
@@ -201,6 +202,7 @@ def _crosschecks(
             codes.UNKNOWN_BLOCK,
             f"a clause speaks about the block {absent[0]}, which the model does not have",
             help=f"blocks: {', '.join(sorted(setting.blocks))}",
+            span=block_place(setting.program, absent[0]),
         )
     blocks = [b for b in named if b in setting.blocks and b != "model"]
     checks: list[CrossCheck] = []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import AttentionProgram, Composed, ScaledDotProduct, use_attention
@@ -137,9 +138,14 @@ def load_kernel(
     Refuse an unknown adapter, numerics that the adapter does not compute in (the message names
     those that do), a weight that does not fit its format, and a kernel that cannot run here.
     """
+    with at(ref.span):
+        return _load(ref, model, device)
+
+
+def _load(ref: KernelRef, model: Model, device: torch.device | str | None) -> TorchKernel:
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise refuse(codes.KERNEL_FAILED, "there is no CUDA device", help="use the device cpu")
+        raise refuse(codes.NO_DEVICE, "there is no CUDA device", help="use the device cpu")
     numerics = resolve(ref)
     adapter = find_adapter(ref.run)
     refuse_unserved(ref.run, adapter, numerics, place.type)
@@ -195,7 +201,7 @@ def _stored_weights(model: Model, module: nn.Module, numerics: Numerics) -> dict
     linear = {f"{n}.weight" for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     wanted = [n for n in matrices if n in linear or not model.built_in]
     return {
-        n: linear_weight(originals[n], numerics).to(matrices[n].device, matrices[n].dtype)
+        n: linear_weight(originals[n], numerics, n).to(matrices[n].device, matrices[n].dtype)
         for n in wanted
     }
 
@@ -211,7 +217,9 @@ def _refuse_overflow(module: nn.Module, numerics: Numerics) -> None:
     for name, tensor in module.named_parameters():
         if not bool(torch.isfinite(tensor).all()):
             raise refuse(
-                codes.WEIGHT_OVERFLOW, f"{name} does not fit {numerics.compute}: it overflows"
+                codes.WEIGHT_OVERFLOW,
+                f"{name} does not fit {numerics.compute}: it overflows",
+                help="compute in a format with a wider range, such as bfloat16",
             )
 
 

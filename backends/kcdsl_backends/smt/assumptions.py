@@ -1,26 +1,34 @@
 """What z3 is told of the variables of a translation, each fact with its reason.
 
-The facts themselves are data (`kcdsl.ir.facts`, `kcdsl.ir.orders`); here they meet the quantities
-that clauses speak of. Facts that are not linear are stated at the numbers that clauses compare
-with, which keeps every question linear: where kl <= 0.02 is spoken of, `kl <= 0.02 implies
-tv <= 0.1`.
+What holds of measured quantities is `kcdsl.ir.laws`; here the laws become expressions and words.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations, permutations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 import z3
 
-from kcdsl.ir.facts import MONOTONE, NORMS, at_most, bent
-from kcdsl.ir.terms import Abs, Drift, Norm
+from kcdsl.ir.facts import NORMS
+from kcdsl.ir.laws import (
+    AtMost,
+    Bent,
+    Between,
+    Flat,
+    Law,
+    Least,
+    Most,
+    Opposite,
+    Setting,
+    Share,
+    Tied,
+    laws,
+)
+from kcdsl.ir.terms import Drift, Norm
 from kcdsl.ir.words import region_text, term_text
-from kcdsl_backends.smt.intervals import interval
 from kcdsl_backends.smt.quantities import Quantity, Witness
 from kcdsl_backends.smt.solving import Expression, real
 from kcdsl_backends.smt.text import number, outward
@@ -31,8 +39,6 @@ if TYPE_CHECKING:
 
 
 _DIGITS = 8
-_MOST_PARTS, _MOST_TOGETHER = 6, 4
-"""How many slices inside another are tried together, out of how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,108 +52,112 @@ class Fact:
 def assumptions(translator: Translator) -> Iterator[Fact]:
     """Yield what holds of the variables that the translator has made so far."""
     quantities = list(translator.quantities)
-    for quantity in quantities:
-        yield from _range(translator, quantity)
-    for a, b in permutations(quantities, 2):
-        yield from _between(translator, a, b)
-    yield from _divisions(translator)
+    setting = Setting(
+        translator.inside,
+        translator.temperature,
+        translator.division,
+        dict(translator.known),
+        translator.by_request,
+        translator.one_request,
+    )
+    compared = [translator.constants.get(quantity, set()) for quantity in quantities]
+    written = _Writer(translator, quantities)
+    for law in laws(quantities, [quantity.term for quantity in quantities], compared, setting):
+        yield Fact(written.expression(law), written.words(law))
     yield from _norms(translator)
 
 
-def _range(translator: Translator, quantity: Quantity) -> Iterator[Fact]:
-    where, variable = interval(quantity.term, translator.known), translator.quantities[quantity]
-    if where.low is not None:
-        least = f"{quantity} is never below {real_text(where.low)}"
-        yield Fact(variable >= real(where.low, translator.context), least)
-    if where.high is not None:
-        most = f"{quantity} is never above {real_text(where.high)}"
-        yield Fact(variable <= real(where.high, translator.context), most)
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Writes laws about the quantities of a translator."""
 
+    translator: Translator
+    quantities: list[Quantity]
 
-def _between(translator: Translator, a: Quantity, b: Quantity) -> Iterator[Fact]:
-    """Yield what two quantities have to do with each other."""
-    small, large = translator.quantities[a], translator.quantities[b]
-    found = at_most(a, b, translator.temperature, translator.inside)
-    if found is not None:
-        factor, why = found
-        scale = "" if factor == 1 else f"{_rounded_up(factor)} "
-        words = f"{_named(a, b)} <= {scale}{_named(b, a)}"
-        expression = small <= real(factor, translator.context) * large
-        yield Fact(expression, _because(words, why))
-    magnitude = isinstance(b.of, Abs) and b.of.of == a.of
-    if magnitude and a.slice == b.slice and a.kind == b.kind in ("mean", "max"):
-        words = f"-{term_text(a.term)} <= {term_text(b.term)}"
-        yield Fact(-small <= large, _because(words, ("-x <= |x|",)))
-    for bound in sorted(translator.constants.get(b, ())):
-        for limit, why in bent(a, b, bound, translator.temperature, translator.inside):
-            premise = large <= real(bound, translator.context)
-            conclusion = small <= real(limit, translator.context)
-            words = f"{_named(b, a)} <= {real_text(bound)} gives {_named(a, b)} <= "
-            words += _rounded_up(limit)
-            yield Fact(z3.Implies(premise, conclusion), _because(words, why))
+    def expression(self, law: Law) -> Expression:
+        """Return a law as an expression."""
+        match law:
+            case Least(quantity, limit):
+                return self._of(quantity) >= self._real(limit)
+            case Most(quantity, limit):
+                return self._of(quantity) <= self._real(limit)
+            case AtMost(small, factor, large):
+                return self._of(small) <= self._real(factor) * self._of(large)
+            case Opposite(small, large):
+                return -self._of(small) <= self._of(large)
+            case Bent(large, bound, small, limit):
+                premise = self._of(large) <= self._real(bound)
+                return z3.Implies(premise, self._of(small) <= self._real(limit))
+            case Tied(mean, other, limit, low):
+                end, a, b = self._real(limit), self._of(mean), self._of(other)
+                return z3.Implies(a <= end, b <= end) if low else z3.Implies(a >= end, b >= end)
+            case Flat(mean, extreme, other):
+                same = self._of(mean) == self._of(extreme)
+                return z3.Implies(same, self._of(other) == self._of(extreme))
+            case Share(mean, quantile, q, low):
+                above = self._of(quantile) - self._real(low)
+                share = self._real(1 - q) * above < self._of(mean) - self._real(low)
+                return z3.Implies(above > 0, share)
+            case Between(whole, parts, above, below):
+                own, others = self._of(whole), [self._of(part) for part in parts]
+                ends = [z3.Or(*(own <= other for other in others))] * above
+                ends += [z3.Or(*(own >= other for other in others))] * below
+                return z3.And(*ends)
+            case _:
+                assert_never(law)
+
+    def words(self, law: Law) -> str:
+        """Return a law and its reason in words."""
+        match law:
+            case Least(quantity, limit):
+                return f"{self.quantities[quantity]} is never below {real_text(limit)}"
+            case Most(quantity, limit):
+                return f"{self.quantities[quantity]} is never above {real_text(limit)}"
+            case AtMost(small, factor, large, why):
+                scale = "" if factor == 1 else f"{_rounded_up(factor)} "
+                shown = f"{self._named(small, large)} <= {scale}{self._named(large, small)}"
+                return _because(shown, why)
+            case Opposite(small, large, why):
+                return _because(f"-{self._text(small)} <= {self._text(large)}", why)
+            case Bent(large, bound, small, limit, why):
+                shown = f"{self._named(large, small)} <= {real_text(bound)} gives "
+                shown += f"{self._named(small, large)} <= {_rounded_up(limit)}"
+                return _because(shown, why)
+            case Tied(mean, other, limit, low, why):
+                op = "<=" if low else ">="
+                shown = f"{self._text(mean)} {op} {real_text(limit)} gives "
+                return _because(f"{shown}{self._text(other)} {op} {real_text(limit)}", why)
+            case Flat(mean, extreme, other, why):
+                shown = f"{self._text(mean)} == {self._text(extreme)} gives "
+                return _because(f"{shown}{self._text(other)} == {self._text(extreme)}", why)
+            case Share(mean, quantile, q, low, why):
+                shown = f"{real_text(1 - q)} of {self._text(quantile)} - {real_text(low)} is below "
+                return _because(f"{shown}{self._text(mean)} - {real_text(low)}", why)
+            case Between(whole, parts):
+                own = self.quantities[whole]
+                names = ", ".join(self.quantities[part].slice for part in parts)
+                made_up = f"every request of {own.slice} is in one of {names}"
+                return f"{made_up}, so {term_text(own.term)} does not go beyond theirs"
+            case _:
+                assert_never(law)
+
+    def _of(self, index: int) -> Expression:
+        return self.translator.quantities[self.quantities[index]]
+
+    def _real(self, value: Fraction) -> Expression:
+        return real(value, self.translator.context)
+
+    def _text(self, index: int) -> str:
+        return term_text(self.quantities[index].term)
+
+    def _named(self, index: int, other: int) -> str:
+        """Return a quantity in words, with its slice where the other one has another."""
+        quantity, second = self.quantities[index], self.quantities[other]
+        return str(quantity) if quantity.slice != second.slice else term_text(quantity.term)
 
 
 def _because(words: str, why: tuple[str, ...]) -> str:
     return f"{words}: {'; '.join(dict.fromkeys(why))}" if why else words
-
-
-def _divisions(translator: Translator) -> Iterator[Fact]:
-    """Yield: a slice that is made up of others has no larger maximum than each of them, and where
-    they share no request its mean and percentiles lie between theirs."""
-    same: dict[object, list[Quantity]] = defaultdict(list)
-    for quantity in translator.quantities:
-        if quantity.kind in MONOTONE:
-            same[quantity.kind, quantity.q, quantity.of, quantity.side].append(quantity)
-    for group in same.values():
-        for whole in group:
-            parts = [
-                q
-                for q in group
-                if q.slice != whole.slice and translator.inside(q.slice, whole.slice)
-            ]
-            for chosen, apart in _divided(translator, whole, parts):
-                yield _of_parts(translator, whole, chosen, apart)
-
-
-def _divided(
-    translator: Translator, whole: Quantity, parts: list[Quantity]
-) -> Iterator[tuple[tuple[Quantity, ...], bool]]:
-    """Yield the fewest parts that make up a slice, and whether they share no request."""
-    few = parts if len(parts) <= _MOST_PARTS else []
-    sizes = range(2, min(len(few), _MOST_TOGETHER) + 1)
-    choices = [chosen for size in sizes for chosen in combinations(few, size)]
-    if len(parts) > _MOST_TOGETHER:
-        choices.append(tuple(parts))
-    found: list[set[str]] = []
-    for chosen in choices:
-        names = tuple(part.slice for part in chosen)
-        if any(known <= set(names) for known in found):
-            continue
-        covered, apart = translator.division(whole.slice, names)
-        if covered:
-            found.append(set(names))
-            if apart or whole.kind in ("min", "max"):
-                yield chosen, apart
-
-
-def _of_parts(
-    translator: Translator, whole: Quantity, parts: tuple[Quantity, ...], apart: bool
-) -> Fact:
-    own = translator.quantities[whole]
-    others = [translator.quantities[part] for part in parts]
-    limits = []
-    if apart or whole.kind == "max":
-        limits.append(z3.Or(*(own <= other for other in others)))
-    if apart or whole.kind == "min":
-        limits.append(z3.Or(*(own >= other for other in others)))
-    names = ", ".join(part.slice for part in parts)
-    why = f"every request of {whole.slice} is in one of {names}"
-    return Fact(z3.And(*limits), f"{why}, so {term_text(whole.term)} does not go beyond theirs")
-
-
-def _named(quantity: Quantity, other: Quantity) -> str:
-    """Return a quantity in words, with its slice where the other one has another."""
-    return str(quantity) if quantity.slice != other.slice else term_text(quantity.term)
 
 
 def _rounded_up(value: Fraction) -> str:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import combinations
 
+from kcdsl.ir import selection
 from kcdsl.ir.facts import canonical
 from kcdsl.ir.orders import CURVES, EDGES, TEMPERED
+from kcdsl.ir.selection import Division, Inside
 from kcdsl.ir.terms import (
-    AllOf,
     Clause,
     Compare,
     Connective,
@@ -25,7 +25,6 @@ from kcdsl.ir.terms import (
     HasFields,
     Metric,
     NoFlip,
-    NoneOf,
     Norm,
     Number,
     Program,
@@ -33,9 +32,8 @@ from kcdsl.ir.terms import (
     Statistic,
 )
 from kcdsl.ir.walk import subterms, terms_of, walk
-from kcdsl_backends.smt.predicates import emptiness, lies_inside
-from kcdsl_backends.smt.solving import Clock, Outcome
-from kcdsl_backends.smt.translate import Division, Inside
+from kcdsl_backends.smt.predicates import selects_nothing, selects_within
+from kcdsl_backends.smt.solving import Clock
 
 UNITS = ("", "requests", "windows")
 """What claims are about: a slice as a whole, or one unit of it."""
@@ -141,7 +139,7 @@ def inclusion(program: Program, clock: Clock) -> Inside:
             return False
         key = (inner, outer)
         if key not in known:
-            known[key] = lies_inside(program, declared[inner], declared[outer], clock)
+            known[key] = selects_within(program, declared[inner], declared[outer], clock)
         return known[key]
 
     return inside
@@ -149,22 +147,7 @@ def inclusion(program: Program, clock: Clock) -> Inside:
 
 def division(program: Program, clock: Clock) -> Division:
     """Return how slices are made up of others; answers are remembered."""
-    known: dict[tuple[str, ...], tuple[bool, bool]] = {}
-    where = {s.name: s.where for s in program.slices}
-
-    def divided(whole: str, parts: tuple[str, ...]) -> tuple[bool, bool]:
-        key = (whole, *parts)
-        if key not in known:
-            rest = AllOf((where[whole], *(NoneOf(where[part]) for part in parts)))
-            covered = emptiness(rest, clock) is Outcome.UNSAT
-            apart = covered and all(
-                emptiness(AllOf((where[a], where[b])), clock) is Outcome.UNSAT
-                for a, b in combinations(parts, 2)
-            )
-            known[key] = covered, apart
-        return known[key]
-
-    return divided
+    return selection.division(program, lambda where: selects_nothing(where, clock))
 
 
 def same_slice(inner: str, outer: str) -> bool:
@@ -221,6 +204,20 @@ def _keys(claim: Claim) -> Iterator[Hashable]:
                 yield from (("field", claim.slice, name) for name in fields)
             case _:
                 pass
+
+
+def subjects(clause: Clause) -> frozenset[Hashable]:
+    """Return what a clause speaks of, wherever: clauses that share nothing are independent."""
+    found: set[Hashable] = {_cluster()(name) for name in _metrics(terms_of(clause.require))}
+    for term in terms_of(clause.require):
+        if isinstance(term, Norm):
+            found.add(("drift", term.of.block, term.of.measured))
+    for part in walk(clause.require):
+        if isinstance(part, NoFlip):
+            found.add(("flip", part.block))
+        if isinstance(part, HasFields):
+            found |= {("field", name) for name in part.fields}
+    return frozenset(found)
 
 
 def _metrics(terms: Iterable[object]) -> Iterator[str]:

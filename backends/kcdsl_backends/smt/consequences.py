@@ -35,12 +35,24 @@ def evidence_rank(demanded: EvidenceKind | None) -> int:
 
 
 def covers(program: Program) -> Callable[[Clause, Clause], bool]:
-    """Return covers(a, b): a violation of `a` has every consequence that one of `b` has."""
-    return covers_between(program, program)
+    """Return covers(a, b): a violation of `a` has every consequence that one of `b` has.
+
+    A held-out clause does not stand for one that training is to see.
+    """
+    return _covers(program, program, lambda a, b: b.holdout or not a.holdout)
 
 
 def covers_between(first: Program, second: Program) -> Callable[[Clause, Clause], bool]:
-    """Return covers(a, b) for a clause `a` of the first program and `b` of the second."""
+    """Return covers(a, b) for a clause `a` of the first program and `b` of the second.
+
+    What was held out is not shown to training for the sake of another clause either.
+    """
+    return _covers(first, second, lambda a, b: a.holdout is b.holdout)
+
+
+def _covers(
+    first: Program, second: Program, may_stand: Callable[[Clause, Clause], bool]
+) -> Callable[[Clause, Clause], bool]:
     known: dict[tuple[bool, str], _Consequences] = {}
     answers: dict[tuple[_Consequences, _Consequences], bool] = {}
 
@@ -49,14 +61,14 @@ def covers_between(first: Program, second: Program) -> Callable[[Clause, Clause]
         if key not in known:
             level, evidence = LEVELS.index(clause.level), evidence_rank(clause.evidence)
             action = action_of(first if own else second, clause)
-            known[key] = _Consequences(level, action, evidence, clause.holdout)
+            known[key] = _Consequences(level, action, evidence)
         return known[key]
 
     def compare(a: Clause, b: Clause) -> bool:
         pair = consequences(a, True), consequences(b, False)
         if pair not in answers:
             answers[pair] = pair[0].cover(pair[1])
-        return answers[pair]
+        return answers[pair] and may_stand(a, b)
 
     return compare
 
@@ -66,14 +78,12 @@ class _Consequences:
     level: int
     action: str | None
     evidence: int
-    holdout: bool
 
     def cover(self, other: _Consequences) -> bool:
         return (
             self.level >= other.level
             and acts_as_severely(self.action, other.action)
             and self.evidence >= other.evidence
-            and (other.holdout or not self.holdout)
         )
 
 

@@ -153,24 +153,25 @@ class _Contract:
                     return []
                 case Outcome.UNSAT:
                     core = minimal(scene, [claim for claim in left if claim.name in named])
-                    self._conflict(core)
+                    self._conflict(scene, core)
                     dropped = core[-1]
                     left.remove(dropped)
                     for other in left:
                         pair = [other, dropped]
                         if other not in core and scene.together(pair)[0] is Outcome.UNSAT:
-                            self._conflict(pair)
+                            self._conflict(scene, pair)
         return left
 
-    def _conflict(self, core: Sequence[Claim]) -> None:
+    def _conflict(self, scene: Scene, core: Sequence[Claim]) -> None:
         if sum((claim.rate for claim in core), Fraction(0)) < 1:
-            self.findings.add(CONTRADICTION, core)
+            reasons = scene.because([claim.name for claim in core])
+            self.findings.add(CONTRADICTION, core, reasons)
 
     def _is_open(self, scene: Scene, claim: Claim) -> bool:
         """Say whether the claim can hold and can fail; report it otherwise."""
         match scene.together([claim])[0]:
             case Outcome.UNSAT:
-                self.findings.add(NEVER_HOLDS, [claim])
+                self.findings.add(NEVER_HOLDS, [claim], scene.because([claim.name]))
                 return False
             case Outcome.UNKNOWN:
                 self._undecided([claim])
@@ -180,7 +181,8 @@ class _Contract:
         match scene.can_fail(claim):
             case Outcome.UNSAT:
                 if not self._is_vacuous(claim.clause):
-                    self.findings.add(ALWAYS_HOLDS, [claim])
+                    reasons = scene.because([f"not {claim.name}"])
+                    self.findings.add(ALWAYS_HOLDS, [claim], reasons)
                 return False
             case Outcome.UNKNOWN:
                 self._undecided([claim])

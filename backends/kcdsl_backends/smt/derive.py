@@ -36,6 +36,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.walk import subterms
 from kcdsl.release.requirements import term_text
+from kcdsl.route.premises import WITHOUT_LOGITS
 from kcdsl_backends.smt.intervals import Interval, canonical, interval
 from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
 from kcdsl_backends.smt.predicates import lies_inside
@@ -45,7 +46,6 @@ from kcdsl_backends.smt.text import derivation, outward
 from kcdsl_backends.smt.translate import Translator
 
 LOGITS_BLOCK = "model"
-_WITHOUT_LOGITS = ("bert",)
 _FLIPPED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
 _NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
@@ -81,7 +81,7 @@ def derive(
 
 def _usable(program: Program, proof: ProvedDrift) -> Premises | None:
     """Return what the proof bounds, or None if the chain does not apply to it."""
-    if proof.block != LOGITS_BLOCK or program.model.architecture in _WITHOUT_LOGITS:
+    if proof.block != LOGITS_BLOCK or program.model.architecture in WITHOUT_LOGITS:
         return None
     if proof.region not in tuple(RegionKind) or not _declares(program, proof.slice):
         return None

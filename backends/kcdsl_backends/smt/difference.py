@@ -19,6 +19,7 @@ from kcdsl.verdict.difference import (
     Change,
     ClauseDifference,
     Difference,
+    Extent,
     Named,
     Relation,
     Status,
@@ -26,8 +27,9 @@ from kcdsl.verdict.difference import (
     from_implications,
     together,
 )
-from kcdsl_backends.smt.claims import Claim, inclusion
+from kcdsl_backends.smt.claims import Claim, inclusion, subjects
 from kcdsl_backends.smt.consequences import covers_between
+from kcdsl_backends.smt.findings import listed
 from kcdsl_backends.smt.pool import Answer, Pool
 from kcdsl_backends.smt.respects import consequences, stated
 from kcdsl_backends.smt.solving import Clock, Outcome
@@ -97,8 +99,8 @@ class _Comparison:
         self.stated_old = {c.id: c for c in self.old.clauses}
         self.stated_new = {c.id: c for c in self.new.clauses}
         self.renamed = self._find_renamed()
-        asked = {(OLD, name) for name in self.before if not self._is_same(name)}
-        asked |= {(NEW, name) for name in self.after if not self._is_same(name)}
+        asked = {(OLD, name) for name in self.before if not self._is_untouched(name)}
+        asked |= {(NEW, name) for name in self.after if not self._is_untouched(name)}
         asked -= {(NEW, name) for name in self.renamed}
         asked -= {(OLD, name) for name in self.renamed.values()}
         sides = [(OLD, c) for c in self.universe.old] + [(NEW, c) for c in self.universe.new]
@@ -126,10 +128,9 @@ class _Comparison:
 
     def contribution(self, item: ClauseDifference) -> Relation:
         """Return what a clause makes of the whole contract."""
-        if (item.old_id or item.id) not in self.kept or item.status is Status.ADDED:
+        if (item.old_id or item.id) not in self.kept or item.status is not Status.BOTH:
             return item.relation
-        weaker = item.status is Status.REMOVED or item.relation is Relation.WEAKER
-        return Relation.EQUAL if weaker else Relation.STRICTER
+        return Relation.EQUAL if item.relation is Relation.WEAKER else Relation.STRICTER
 
     # --- one clause -------------------------------------------------------------------------
 
@@ -175,23 +176,36 @@ class _Comparison:
         if self._is_waived(self.before[name]):
             return replace(found, relation=Relation.EQUAL, why=("its budget lets all units fail",))
         kept = self._if_kept(found, name) if not apart(old, self.around) else found
-        if kept.kept_by or kept.relation is not Relation.WEAKER:
+        if kept.kept_by or kept.why or kept.relation is not Relation.WEAKER:
             return kept
         return replace(kept, witness=self._witness(name, self._ask(OLD, name, NEW, [])))
 
     def _witness(self, name: str, alone: Answer) -> Witness | None:
         """Return values that OLD refuses for the sake of a clause and all of NEW accepts; else
-        values that its namesake in NEW accepts, as `alone` says."""
+        values that its namesake in NEW accepts, as `alone` says; None where none can be shown."""
         if alone.refuted is None:
             return None
-        sides, about = Sides("NEW", "OLD"), frozenset({name})
-        if not alone.refuted.by_budget:
-            whole = self._ask(OLD, name, NEW, frozenset(self.after)).refuted
-            if whole is not None and not whole.by_budget:
-                found = witness_of(self.universe.program, whole, sides, about)
+        whole = self._ask(OLD, name, NEW, frozenset(self.after)).refuted
+        if whole is not None:
+            asked = {premise.clause.id for premise in whole.premises}
+            extent = Extent.UNIT if self._related(name) - asked else Extent.CONTRACT
+            if name in asked or name not in self.after:
+                sides = Sides("NEW", "OLD", extent)
+                found = witness_of(self.universe.program, whole, sides, frozenset({name}))
                 if found is not None:
                     return found
-        return witness_of(self.universe.program, alone.refuted, sides)
+        if not alone.refuted.premises:
+            return None
+        return witness_of(self.universe.program, alone.refuted, Sides("NEW", "OLD", Extent.CLAUSE))
+
+    def _related(self, name: str) -> set[str]:
+        """Return the new clauses that speak of what an old one speaks of."""
+        own = frozenset().union(*(subjects(clause) for clause in self.before[name]))
+        return {
+            clause.id
+            for clause in self.universe.new
+            if not self._is_waived([clause]) and own & subjects(clause)
+        }
 
     def _if_kept(self, found: ClauseDifference, name: str) -> ClauseDifference:
         """Say whether the whole new contract still implies an old clause, and by what."""
@@ -199,10 +213,22 @@ class _Comparison:
         if answer.follows is None and found.relation is Relation.WEAKER and not found.changes:
             return replace(found, relation=Relation.UNDECIDED)
         if not answer.follows or not self._agree(answer.premises):
-            return found
+            return self._if_demanded(found, name)
         self.kept.add(name)
         by = _names(answer.premises)
-        return replace(found, kept_by=by, why=answer.reasons, witness=None)
+        relation = Relation.EQUAL if found.status is Status.REMOVED else found.relation
+        return replace(found, relation=relation, kept_by=by, why=answer.reasons, witness=None)
+
+    def _if_demanded(self, found: ClauseDifference, name: str) -> ClauseDifference:
+        """Say whether clauses of the new contract demand as much, with other consequences."""
+        answer = self._ask(OLD, name, NEW, frozenset(self.after) - {name})
+        by = _names(answer.premises)
+        aside = any(apart(self.stated_new[other], self.around) for other in by)
+        if not answer.follows or not by or aside or not self._agree(answer.premises):
+            return found
+        verb = "demands" if len(by) == 1 else "demand"
+        told = f"{listed(by)} still {verb} it, with other consequences"
+        return replace(found, why=(told,))
 
     def _added(self, name: str) -> ClauseDifference:
         new = self.stated_new[name]
@@ -251,6 +277,13 @@ class _Comparison:
         if name not in self.before or name not in self.after:
             return False
         return _demands(self.before[name]) == _demands(self.after[name])
+
+    def _is_untouched(self, name: str) -> bool:
+        """Say whether a clause demands literally the same in both, with the same consequences."""
+        if not self._is_same(name):
+            return False
+        old, new = self.stated_old[name], self.stated_new[name]
+        return not consequences(self.old, old, self.new, new)
 
     def _is_waived(self, clauses: Sequence[Clause]) -> bool:
         return all(c.budget is not None and c.budget.rate >= 1 for c in clauses)

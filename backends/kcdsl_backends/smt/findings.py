@@ -43,6 +43,7 @@ class Findings:
     source: SourceFile | None
     _plain: list[Diagnostic] = field(default_factory=list)
     _found: dict[tuple[Code, tuple[str, ...]], list[Claim]] = field(default_factory=dict)
+    _reasons: dict[tuple[Code, tuple[str, ...]], dict[str, None]] = field(default_factory=dict)
     _open: list[Claim] = field(default_factory=list)
     _last: list[Diagnostic] = field(default_factory=list)
 
@@ -61,11 +62,12 @@ class Findings:
         found = Diagnostic(code, message, self.source, span, labels, notes, help, severity)
         (self._last if code is REDUNDANT_CLAUSE else self._plain).append(found)
 
-    def add(self, code: Code, claims: Sequence[Claim]) -> None:
-        """Keep a finding about claims."""
+    def add(self, code: Code, claims: Sequence[Claim], reasons: Sequence[str] = ()) -> None:
+        """Keep a finding about claims, with the facts that it rests on."""
         ordered = sorted(claims, key=lambda claim: claim.index)
         ids = tuple(dict.fromkeys(claim.clause.id for claim in ordered))
         self._found.setdefault((code, ids), []).extend(ordered)
+        self._reasons.setdefault((code, ids), {}).update(dict.fromkeys(reasons))
 
     def undecided(self, claims: Sequence[Claim]) -> None:
         """Keep claims about which the solver left something open."""
@@ -77,7 +79,7 @@ class Findings:
         own = premises.pop(clause.id, None) is not None
         slices = tuple(dict.fromkeys(item.claim.slice for item in found if item.claim.slice))
         names = list(premises) + (["its other slices"] if own and premises else [])
-        by = _listed(names) if names else "what it requires of its other slices"
+        by = listed(names) if names else "what it requires of its other slices"
         where = "" if every or not slices else on_slices(slices)
         notes = tuple(dict.fromkeys(reason for item in found for reason in item.reasons))
         self.add_plain(
@@ -104,6 +106,7 @@ class Findings:
                 self.source,
                 clauses[ids[-1]].span,
                 labels=tuple(_required(clauses[name]) for name in ids[:-1]),
+                notes=tuple(f"because {why}" for why in self._reasons[code, ids]),
                 help=_HELP.get(code),
                 severity=Severity.WARNING if code in _WARNINGS else Severity.ERROR,
             )
@@ -121,7 +124,7 @@ class Findings:
         verb = "agrees" if len(names) == 1 else "agree"
         return Diagnostic(
             SOLVER_UNDECIDED,
-            f"whether {_listed(names)} {verb} with the rest{on_slices(slices)} was not decided in "
+            f"whether {listed(names)} {verb} with the rest{on_slices(slices)} was not decided in "
             "the time allowed",
             self.source,
             first.span,
@@ -141,12 +144,13 @@ def on_slices(slices: Sequence[str]) -> str:
     return f" on the slice{'s' if len(slices) > 1 else ''} {', '.join(slices)}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return names in words: "a", "a and b", "a, b and c"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _message(code: Code, ids: Sequence[str], slices: Sequence[str]) -> str:
-    names, where = _listed(ids), on_slices(slices)
+    names, where = listed(ids), on_slices(slices)
     if code is CONTRADICTION:
         both = {1: "cannot hold on overlapping slices", 2: "cannot both hold"}
         return f"{names} {both.get(len(ids), 'cannot all hold together')}{where}"

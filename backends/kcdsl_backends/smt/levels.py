@@ -16,12 +16,12 @@ from kcdsl.check.escalation import kind
 from kcdsl.diagnostics import Label
 from kcdsl.diagnostics.codes import CONFLICTING_LEVELS, INVERTED_ACTIONS
 from kcdsl.ir.normal import normal_formula
+from kcdsl.ir.selection import Inside
 from kcdsl.ir.terms import Budget, Clause, Compare, Family, Number, Program, Term
 from kcdsl_backends.smt.consequences import LEVELS, action_of
 from kcdsl_backends.smt.findings import Findings
 from kcdsl_backends.smt.slices import Overlap, overlap
 from kcdsl_backends.smt.solving import Clock
-from kcdsl_backends.smt.translate import Inside
 
 
 @dataclass(frozen=True, slots=True)

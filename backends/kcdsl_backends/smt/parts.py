@@ -12,7 +12,9 @@ from typing import assert_never
 
 from kcdsl.diagnostics import Severity
 from kcdsl.diagnostics.codes import DEAD_PART
+from kcdsl.ir.selection import Inside
 from kcdsl.ir.terms import (
+    Arith,
     Clause,
     Compare,
     Connective,
@@ -23,11 +25,11 @@ from kcdsl.ir.terms import (
     Program,
     Quantified,
 )
+from kcdsl.ir.walk import terms_of
 from kcdsl.ir.words import formula_text
 from kcdsl_backends.smt.findings import Findings
 from kcdsl_backends.smt.scene import translator_for
 from kcdsl_backends.smt.solving import Clock, Outcome, Solver
-from kcdsl_backends.smt.translate import Inside
 
 TRUE, FALSE = Connective("and", ()), Connective("or", ())
 
@@ -145,7 +147,10 @@ class _Question:
             changed = _put(formula, part.path, TRUE if value else FALSE)
             # A part made true weakens the whole, or strengthens it under a negation.
             weaker, stronger = (changed, formula) if value == part.positive else (formula, changed)
-            if self._follows(weaker, stronger):
+            if not self._follows(weaker, stronger):
+                continue
+            # A part that divides takes with it that the whole is undefined where it is.
+            if not _divides(part.formula) or self._follows(stronger, weaker):
                 return value
         return None
 
@@ -166,6 +171,10 @@ class _Question:
         solver = Solver(translator.context, self._clock)
         solver.add(translator.facts())
         return solver.decide(*goals) is Outcome.UNSAT
+
+
+def _divides(formula: Formula) -> bool:
+    return any(isinstance(term, Arith) and term.op == "/" for term in terms_of(formula))
 
 
 def _closed(part: Part, quantifier: str) -> Formula:

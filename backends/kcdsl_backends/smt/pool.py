@@ -1,17 +1,29 @@
 """Questions whether clauses imply clauses, asked in shared scenes.
 
 A claim about a whole slice follows from claims about whole slices; one about single units from
-claims about the same units, and from what hard claims say of each unit. A hard claim that is about
-each value by itself follows from claims about units with the budget 0 as well.
+claims about the same units, and from what hard claims say of each unit. What is about each value by
+itself and may fail of no unit says the same of the slice, of its requests and of its windows; a
+bound of a percentile says of requests that a share of them may fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from kcdsl.ir.terms import Clause, Compare, Formula, Norm, Number, Program, Quantified
+from kcdsl.ir.selection import Inside
+from kcdsl.ir.terms import (
+    Budget,
+    Clause,
+    Compare,
+    Formula,
+    Norm,
+    Number,
+    Program,
+    Quantified,
+    Statistic,
+)
 from kcdsl.ir.walk import subterms, walk
 from kcdsl_backends.smt.claims import (
     UNITS,
@@ -23,7 +35,6 @@ from kcdsl_backends.smt.claims import (
 from kcdsl_backends.smt.redundancy import premises_of, reasons
 from kcdsl_backends.smt.scene import Scene
 from kcdsl_backends.smt.solving import Clock, Outcome
-from kcdsl_backends.smt.translate import Inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +51,14 @@ class Answer:
 class Refuted:
     """A claim that does not follow from premises; both are in the scene.
 
-    `by_budget`: it does unit by unit, but the premises let more units fail.
+    `share`: it does unit by unit, but the premises with larger budgets let this share of the units
+    fail; all that do may be alike (`share` is the least of those budgets), or differ.
     """
 
     scene: Scene
     claim: Claim
     premises: tuple[Claim, ...]
-    by_budget: bool = False
+    share: Fraction | None = None
 
 
 @dataclass(slots=True)
@@ -64,8 +76,8 @@ class Pool:
     scenes: dict[Claim, Scene] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for side, clause in self.clauses:
-            for unit, lifted in _forms(clause):
+        for side, stated in self.clauses:
+            for clause, unit, lifted in _forms(stated):
                 for name in clause.slices or ("",):
                     claim = Claim(clause, name, len(self.claims), unit, lifted)
                     self.claims.append((side, claim))
@@ -118,7 +130,7 @@ class Pool:
         may: Callable[[Clause, Clause], bool],
     ) -> Answer:
         asked = [claim]
-        if not claim.unit and is_about_each(claim.clause.require):
+        if is_about_each(claim.clause.require) or _of_requests(claim.clause) is not None:
             asked += [c for c in forms if c.lifted and c.slice == claim.slice]
         found: list[Answer] = []
         for form in asked:
@@ -136,8 +148,7 @@ class Pool:
             found.append(answer)
         if any(answer.follows is None for answer in found):
             return Answer(None)
-        shown = [answer for answer in found if answer.refuted and answer.refuted.premises]
-        return (shown or found)[0]
+        return max(found, key=lambda answer: _told(answer, claim))
 
     def _ask(self, claim: Claim, premises: Sequence[Claim]) -> Answer:
         scene = self.scenes[claim]
@@ -160,9 +171,35 @@ class Pool:
             case Outcome.SAT:
                 return Answer(False, refuted=Refuted(scene, claim, tuple(premises)))
             case Outcome.UNSAT:
-                return Answer(False, refuted=Refuted(scene, claim, tuple(premises), True))
+                share = _failing(scene, claim, premises)
+                if share is None:
+                    return Answer(None)
+                return Answer(False, refuted=Refuted(scene, claim, tuple(premises), share))
             case _:
                 return Answer(None)
+
+
+def _told(answer: Answer, claim: Claim) -> tuple[bool, int]:
+    """Rank refutations: first those beside a claim of the same name, then by their premises."""
+    premises = () if answer.refuted is None else answer.refuted.premises
+    return any(p.clause.id == claim.clause.id for p in premises), len(premises)
+
+
+def _failing(scene: Scene, claim: Claim, premises: Sequence[Claim]) -> Fraction | None:
+    """Return a share of units, more than a claim allows, that can fail it where premises, which
+    imply it of each unit that keeps all of them, are kept within their budgets; None if unknown."""
+    if scene.together(premises)[0] is not Outcome.SAT:
+        return None  # the other units keep all
+    large = [p.rate for p in premises if p.rate > claim.rate]
+    small = [p for p in premises if p.rate <= claim.rate]
+    if large and scene.without(claim, small)[0] is Outcome.SAT:
+        return min(large)
+    alone = Fraction(0)
+    for premise in premises:
+        rest = [p for p in premises if p is not premise]
+        if premise.rate and scene.without(claim, rest)[0] is Outcome.SAT:
+            alone += premise.rate
+    return min(alone, Fraction(1)) if alone > claim.rate else None
 
 
 def is_exact(formula: Formula) -> bool:
@@ -186,14 +223,30 @@ def is_exact(formula: Formula) -> bool:
     return True
 
 
-def _forms(clause: Clause) -> list[tuple[str, bool]]:
-    """Return what a clause is about: (unit, lifted)."""
-    if clause.budget is not None:
-        return [(clause.budget.unit, False)]
-    found = [("", False)]
-    if clause.slices and holds_of_parts(clause.require):
-        found += [(unit, True) for unit in UNITS if unit]
-    return found
+def _forms(clause: Clause) -> list[tuple[Clause, str, bool]]:
+    """Return what a clause says of which unit: (clause, unit, lifted)."""
+    own = "" if clause.budget is None else clause.budget.unit
+    counted = _of_requests(clause)
+    if counted is not None:
+        return [(clause, own, False), (counted, "requests", True)]
+    strict = clause.budget is None or clause.budget.rate == 0
+    carries = holds_of_parts if not own else is_about_each
+    if not (strict and clause.slices and carries(clause.require)):
+        return [(clause, own, False)]
+    return [(clause, own, False), *((clause, unit, True) for unit in UNITS if unit != own)]
+
+
+def _of_requests(clause: Clause) -> Clause | None:
+    """Return what a bound of a percentile says of single requests: `p99(x) <= t` holds of a slice
+    if and only if `max(x) <= t` fails of at most 1% of its requests."""
+    match clause.require:
+        case Compare(("<=" | "<") as op, Statistic("quantile", of, q), Number() as bound):
+            if clause.budget is not None or not clause.slices or q is None or not 0 < q < 1:
+                return None
+            require = Compare(op, Statistic("max", of), bound)
+            return replace(clause, require=require, budget=Budget(1 - q, "requests"))
+        case _:
+            return None
 
 
 def _stated(claims: Sequence[Claim]) -> list[Claim]:

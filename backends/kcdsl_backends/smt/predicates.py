@@ -7,6 +7,9 @@ field of another kind. Every other comparison with a value of another kind is fa
 
 Text is modelled by its place among the texts that the predicates mention, as a real number. This
 allows more requests than there are, so "empty" and "implies" are never claimed wrongly.
+
+Where clauses are compared, every request has the fields that slices test, of their kind: an
+evaluation stops at a request that has not. `selects_nothing` and `selects_within` count on that.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from fractions import Fraction
 
 import z3
 
+from kcdsl.ir import selection
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Program, Slice
 from kcdsl_backends.smt.solving import Clock, Expression, Outcome, Solver, compare, real
 
@@ -46,6 +50,23 @@ def lies_inside(program: Program, inner: Slice, outer: Slice, timeout: int | Clo
         return True
     same_data = (inner.data or program.data) == (outer.data or program.data)
     return same_data and implies(inner.where, outer.where, timeout)
+
+
+def selects_nothing(where: Predicate, clock: Clock) -> bool:
+    """Say whether it is proved that no request whose fields can be tested satisfies a predicate."""
+    return selection.is_empty(where) is True or emptiness(where, clock) is Outcome.UNSAT
+
+
+def selects_within(program: Program, inner: Slice, outer: Slice, clock: Clock) -> bool:
+    """Say whether it is proved that every row of one slice is a row of the other, where the fields
+    of every request can be tested."""
+    if inner.name == outer.name:
+        return True
+    if (inner.data or program.data) != (outer.data or program.data):
+        return False
+    return selection.implies(inner.where, outer.where) is True or implies(
+        inner.where, outer.where, clock
+    )
 
 
 class _Encoding:

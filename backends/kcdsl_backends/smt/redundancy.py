@@ -6,8 +6,9 @@ used as a premise, and later clauses are tried first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from itertools import combinations
 
 from kcdsl.ir.normal import normal_formula
 from kcdsl.ir.terms import Clause, Compare, Number, Quantified
@@ -20,6 +21,9 @@ from kcdsl_backends.smt.solving import Outcome
 from kcdsl_backends.smt.translate import region_inside
 
 Covers = Callable[[Clause, Clause], bool]
+
+_MOST_TOGETHER = 6
+"""Out of how many premises with budgets every choice is tried."""
 
 
 def implied(
@@ -82,10 +86,30 @@ def premises_of(scene: Scene, claim: Claim, premises: Sequence[Claim]) -> list[C
         return []  # it holds by itself, which is reported elsewhere
     if sum((p.rate for p in core), Fraction(0)) <= claim.rate:
         return core
-    for premise in premises:
-        if scene.without(claim, [premise])[0] is Outcome.UNSAT:
-            return [premise]
-    return []
+    is_open = False
+    for chosen in _affordable(premises, claim.rate):
+        outcome, named = scene.without(claim, chosen)
+        if outcome is Outcome.UNSAT:
+            return minimal(scene, [p for p in chosen if p.name in named], claim)
+        is_open = is_open or outcome is Outcome.UNKNOWN
+    return None if is_open else []
+
+
+def _affordable(premises: Sequence[Claim], rate: Fraction) -> Iterator[list[Claim]]:
+    """Yield premises whose budgets together do not exceed a rate, no set inside another; of many
+    with budgets of their own, each alone."""
+    rated = [p for p in premises if 0 < p.rate <= rate]
+    sizes = range(len(rated), 0, -1) if len(rated) <= _MOST_TOGETHER else (1,)
+    found: list[frozenset[Claim]] = []
+    for size in sizes:
+        for chosen in combinations(rated, size):
+            members = frozenset(chosen)
+            if sum((p.rate for p in chosen), Fraction(0)) > rate or any(members < f for f in found):
+                continue
+            found.append(members)
+            yield [p for p in premises if p.rate == 0 or p in members]
+    if not rated:
+        yield [p for p in premises if p.rate == 0]
 
 
 def reasons(scene: Scene, claim: Claim, premises: Sequence[Claim]) -> tuple[str, ...]:
@@ -93,7 +117,9 @@ def reasons(scene: Scene, claim: Claim, premises: Sequence[Claim]) -> tuple[str,
     found = list(scene.reasons(claim, premises))
     found += _inclusions(scene, claim, premises)
     if any(p.lifted for p in premises):
-        found.append("what holds of a whole slice in this form holds of each of its requests")
+        whole, each = "a whole slice", "each of its requests"
+        one, other = (each, whole) if not claim.unit else (whole, each)
+        found.append(f"what holds of {one} in this form holds of {other}")
     if not found:
         found.append(_by_form(claim, premises))
     return tuple(found)

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kcdsl.ir.buckets import table_of
 from kcdsl.ir.normal import normal_formula
-from kcdsl.ir.terms import Budget, Clause, Program, Quantified, Slice, ThresholdTable
+from kcdsl.ir.terms import AllOf, Budget, Clause, Program, Quantified, Slice, ThresholdTable
 from kcdsl.ir.walk import walk
 from kcdsl.ir.words import formula_text, predicate_text
 from kcdsl.verdict.difference import Change, Relation, from_implications
@@ -90,7 +90,8 @@ def _slices(clause: Clause) -> set[str]:
 
 def _requests(declared: Slice, program: Program) -> str:
     data = declared.data or program.data or "no data"
-    return f"{predicate_text(declared.where)} in {data}"
+    where = "every request" if declared.where == AllOf() else predicate_text(declared.where)
+    return f"{where} in {data}"
 
 
 def _budget(budget: Budget | None) -> str:

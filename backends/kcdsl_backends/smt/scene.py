@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kcdsl.ir.selection import Inside
 from kcdsl.ir.terms import Program
 from kcdsl_backends.smt.assumptions import Fact
 from kcdsl_backends.smt.claims import Claim, division, same_slice
 from kcdsl_backends.smt.intervals import Interval
 from kcdsl_backends.smt.solving import Clock, Expression, Outcome, Solver
-from kcdsl_backends.smt.translate import Inside, Translator
+from kcdsl_backends.smt.translate import Translator
 
 
 def translator_for(program: Program, inside: Inside, clock: Clock, unit: str = "") -> Translator:
@@ -22,6 +23,7 @@ def translator_for(program: Program, inside: Inside, clock: Clock, unit: str = "
         division=division(program, clock),
         known={m.name: Interval(m.lower, m.upper) for m in program.metrics},
         by_request=frozenset(m.name for m in program.metrics if m.counted == "request"),
+        one_request=unit == "requests",
     )
 
 
@@ -73,8 +75,11 @@ class Scene:
 
     def reasons(self, claim: Claim, premises: Iterable[Claim]) -> tuple[str, ...]:
         """Return the facts that it takes for premises to imply a claim, each needed."""
+        return self.because([f"not {claim.name}", *(premise.name for premise in premises)])
+
+    def because(self, given: Sequence[str]) -> tuple[str, ...]:
+        """Return the facts that it takes for what was named to be impossible, each needed."""
         solver = self._explainer()
-        given = [f"not {claim.name}", *(premise.name for premise in premises)]
         names = [f"fact-{n}" for n in range(len(self.facts))]
         outcome, core = solver.decide_all(given)
         if outcome is Outcome.UNSAT:

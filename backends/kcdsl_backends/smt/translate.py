@@ -20,13 +20,14 @@ a table that was not, nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import z3
 
-from kcdsl.check.metrics import find_metric
+from kcdsl.ir.laws import has_two_sides, undivided
+from kcdsl.ir.selection import Division, Inside
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -57,16 +58,6 @@ NormKey = tuple[Witness, str, bool, str]
 """Input, block, measured, kind of norm."""
 Flag = tuple[object, ...]
 """(slice, trace field) or (input, block, k)."""
-Inside = Callable[[str, str], bool]
-"""inside(a, b): is every row of slice a proved to be a row of slice b."""
-
-Division = Callable[[str, tuple[str, ...]], tuple[bool, bool]]
-"""division(whole, parts): is every row of the whole proved to be in one of the parts, which lie
-inside it; and are the parts proved to share none."""
-
-
-def _undivided(whole: str, parts: tuple[str, ...]) -> tuple[bool, bool]:
-    return False, False
 
 
 def _apart(inner: str, outer: str) -> bool:
@@ -79,15 +70,17 @@ class Translator:
 
     `known` bounds metrics beyond their domain. `temperature` relates the span of the logits to the
     distributions in `facts`; None leaves them unrelated. `by_request` names metrics of the user
-    with one value per request. What was made is in `quantities`, `norms`, `flags`.
+    with one value per request. `one_request`: measured terms are about a single request. What was
+    made is in `quantities`, `norms`, `flags`.
     """
 
     context: z3.Context = field(default_factory=z3.Context)
     known: Mapping[str, Interval] = field(default_factory=dict)
     temperature: Fraction | None = None
     inside: Inside = _apart
-    division: Division = _undivided
+    division: Division = undivided
     by_request: frozenset[str] = frozenset()
+    one_request: bool = False
     flags: dict[Flag, Expression] = field(default_factory=dict)
     quantities: dict[Quantity, Expression] = field(default_factory=dict)
     norms: dict[NormKey, tuple[Expression, ...]] = field(default_factory=dict)
@@ -302,20 +295,8 @@ class Translator:
             kind, q, of = "value", None, _canonical(term)
         else:
             kind, q, of = term.kind, term.q, _canonical(term.of)
-        two = kind in ("quantile", "value", "aggregate") and self._is_of_tokens(of)
+        two = has_two_sides(term, self.by_request)
         return Quantity(name, kind, q, of, side if two else "")
-
-    def _is_of_tokens(self, term: Term) -> bool:
-        """Say whether a request can have several values of a term."""
-        for part in subterms(term):
-            if isinstance(part, Metric):
-                definition = find_metric(part.name)
-                if definition is None:
-                    if part.name not in self.by_request:
-                        return True
-                elif definition.kind == "pointwise" and definition.counted == "token":
-                    return True
-        return False
 
     def _variable(self, quantity: Quantity) -> Expression:
         if quantity not in self.quantities:

@@ -23,7 +23,7 @@ from kcdsl.ir.terms import (
     Quantified,
     Slice,
 )
-from kcdsl_backends.smt.predicates import lies_inside
+from kcdsl_backends.smt.predicates import selects_within
 from kcdsl_backends.smt.solving import Clock
 
 
@@ -98,7 +98,7 @@ def _equal(program: Program, a: Slice, b: Slice, clock: Clock) -> bool:
     if (a.data, a.where) == (b.data, b.where):
         return True
     one, two = replace(a, name="a"), replace(b, name="b")
-    return lies_inside(program, one, two, clock) and lies_inside(program, two, one, clock)
+    return selects_within(program, one, two, clock) and selects_within(program, two, one, clock)
 
 
 def _about(clause: Clause, names: Mapping[str, str]) -> Clause:

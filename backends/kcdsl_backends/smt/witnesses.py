@@ -31,7 +31,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.ir.words import region_text, term_text
-from kcdsl.verdict.difference import Witness, WitnessValue
+from kcdsl.verdict.difference import Extent, Witness, WitnessValue
 from kcdsl_backends.smt.assignment import Assignment, keeps
 from kcdsl_backends.smt.claims import Claim, quantified
 from kcdsl_backends.smt.pool import Refuted
@@ -49,6 +49,7 @@ class Sides:
 
     accepts: str
     refuses: str
+    extent: Extent = Extent.CONTRACT
 
 
 def witness_of(
@@ -59,8 +60,8 @@ def witness_of(
     Of the premises, only what clauses named in `about` speak of is shown (None: all of them).
     """
     scene, claim = refuted.scene, refuted.claim
-    if refuted.by_budget:
-        return _of_budget(program, refuted, sides)
+    if refuted.share is not None:
+        return _of_budget(program, refuted, refuted.share, sides)
     goals = [scene.fails[claim.name], *(scene.holds[p.name] for p in refuted.premises)]
     spoken = [p for p in refuted.premises if about is None or p.clause.id in about]
     found = _values(scene, [claim, *spoken], goals)
@@ -76,22 +77,21 @@ def witness_of(
     return _witness(program, claim, spoken, sides, of, assignment, shown)
 
 
-def _of_budget(program: Program, refuted: Refuted, sides: Sides) -> Witness | None:
-    """Return a share of units that fail: more than the claim allows, not more than a premise."""
+def _of_budget(program: Program, refuted: Refuted, share: Fraction, sides: Sides) -> Witness | None:
+    """Return units that fail a claim and keep every premise that may not fail of as many; None
+    where those that fail must differ from each other."""
     scene, claim = refuted.scene, refuted.claim
-    able = [p for p in refuted.premises if p.rate > claim.rate]
-    if not able:
-        return None
-    premise = max(able, key=lambda p: p.rate)
-    goals = [scene.fails[claim.name], scene.fails[premise.name]]
-    found = _values(scene, [claim, premise], goals)
+    kept = [p for p in refuted.premises if p.rate < share]
+    goals = [scene.fails[claim.name], *(scene.holds[p.name] for p in kept)]
+    found = _values(scene, [claim, *kept], goals)
     if found is None:
         return None
     assignment, shown = found
-    if any(keeps(c.clause.require, c.slice, assignment) for c in (claim, premise)):
+    if not all(keeps(p.clause.require, p.slice, assignment) for p in kept):
         return None
-    share = f"{real_text(premise.rate * 100)}%"
-    of = f"{share} of the {claim.unit} of the slice {claim.slice}"
+    if keeps(claim.clause.require, claim.slice, assignment):
+        return None
+    of = f"{real_text(share * 100)}% of the {claim.unit} of the slice {claim.slice}"
     return _witness(program, claim, (), sides, of, assignment, shown)
 
 
@@ -122,6 +122,8 @@ def _witness(
         tuple(lacking),
         tuple(flips),
         _request(program, claim, premises),
+        sides.extent,
+        claim.unit or "slices",
     )
 
 

@@ -1,20 +1,34 @@
 """What the constants of a theory satisfy whatever the kernels do, as assertions with reasons.
 
-The facts themselves are data in `kcdsl.ir.facts`; here they meet the constants that a contract
-speaks of.
+What holds of measured quantities is `kcdsl.ir.laws`; here the laws become assertions.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
-from typing import Any
+from typing import Any, assert_never
 
-from kcdsl.ir import terms as ir
-from kcdsl.ir.facts import NORMS, Interval, at_most, bent, interval
+from kcdsl.ir.facts import NORMS, Interval
+from kcdsl.ir.laws import (
+    AtMost,
+    Bent,
+    Between,
+    Flat,
+    Law,
+    Least,
+    Most,
+    Opposite,
+    Setting,
+    Share,
+    Tied,
+    laws,
+    undivided,
+)
+from kcdsl.ir.selection import Division
 from kcdsl.ir.smtlib import text
 from kcdsl.ir.smtlib.theory import Extreme, NormAt, Quantity, Theory
 
@@ -23,34 +37,86 @@ Fact = tuple[str, str]
 
 
 def assumptions(
-    theory: Theory, temperature: Fraction | None, known: Mapping[str, Interval]
+    theory: Theory,
+    temperature: Fraction | None,
+    known: Mapping[str, Interval],
+    division: Division = undivided,
 ) -> Iterator[Fact]:
     """Yield what holds of the constants that the theory has made so far.
 
     `temperature` relates the span of the logits to the distributions; None leaves them apart.
-    `known` bounds metrics beyond their definition.
+    `known` bounds metrics beyond their definition, `division` says how slices are made up.
     """
-    constants = list(theory.constants.items())
-    for constant, symbol in constants:
-        yield from _range(constant, symbol, known)
-    quantities = [c for c, _ in constants if isinstance(c, Quantity)]
-    for a, b in permutations(quantities, 2):
-        if a.unit == b.unit:
-            yield from _between(theory, a, b, temperature)
+    for constant, symbol in theory.constants.items():
+        if not isinstance(constant, Quantity):
+            yield f"(<= 0.0 {symbol})", "least value there is"
+    measured = [c for c in theory.constants if isinstance(c, Quantity)]
+    for unit in dict.fromkeys(quantity.unit for quantity in measured):
+        group = [quantity for quantity in measured if quantity.unit == unit]
+        # Units of different slices are counted apart, so nothing relates them.
+        setting = Setting(
+            _same if unit else theory.inside,
+            temperature,
+            undivided if unit else division,
+            dict(known),
+            theory.by_request,
+            unit.startswith("one request"),
+        )
+        compared = [theory.bounds.get(quantity, set()) for quantity in group]
+        symbols = [theory.constants[quantity] for quantity in group]
+        for law in laws(group, [quantity.term for quantity in group], compared, setting):
+            yield _assertion(law, symbols), _reason(law, group)
     yield from _extremes(theory)
     yield from _at_inputs(theory)
     yield from _flags(theory)
 
 
-def _range(constant: Any, symbol: str, known: Mapping[str, Interval]) -> Iterator[Fact]:
-    found = interval(constant.term if isinstance(constant, Quantity) else _NORM, known)
-    if found.low is not None:
-        yield f"(<= {text.real(found.low)} {symbol})", "least value there is"
-    if found.high is not None:
-        yield f"(<= {symbol} {text.real(found.high)})", "greatest value there is"
+def _assertion(law: Law, symbols: list[str]) -> str:
+    """Return a law as an expression."""
+    match law:
+        case Least(quantity, limit):
+            return f"(<= {text.real(limit)} {symbols[quantity]})"
+        case Most(quantity, limit):
+            return f"(<= {symbols[quantity]} {text.real(limit)})"
+        case AtMost(small, factor, large):
+            return f"(<= {symbols[small]} {_scaled(factor, symbols[large])})"
+        case Opposite(small, large):
+            return f"(<= (- {symbols[small]}) {symbols[large]})"
+        case Bent(large, bound, small, limit):
+            premise = f"(<= {symbols[large]} {text.real(bound)})"
+            return f"(=> {premise} (<= {symbols[small]} {text.real(limit)}))"
+        case Tied(mean, other, limit, low):
+            op, end = "<=" if low else ">=", text.real(limit)
+            return f"(=> ({op} {symbols[mean]} {end}) ({op} {symbols[other]} {end}))"
+        case Flat(mean, extreme, other):
+            same = f"(= {symbols[mean]} {symbols[extreme]})"
+            return f"(=> {same} (= {symbols[other]} {symbols[extreme]}))"
+        case Share(mean, quantile, q, low):
+            end, high = text.real(low), symbols[quantile]
+            share = f"(* {text.real(1 - q)} (- {high} {end}))"
+            return f"(=> (< {end} {high}) (< {share} (- {symbols[mean]} {end})))"
+        case Between(whole, parts, above, below):
+            own, limits = symbols[whole], []
+            if above:
+                limits.append(text.disjunction(f"(<= {own} {symbols[part]})" for part in parts))
+            if below:
+                limits.append(text.disjunction(f"(<= {symbols[part]} {own})" for part in parts))
+            return text.conjunction(limits)
+        case _:
+            assert_never(law)
 
 
-_NORM = ir.Norm("inf", ir.Drift("", ""))
+def _reason(law: Law, group: list[Quantity]) -> str:
+    match law:
+        case Least():
+            return "least value there is"
+        case Most():
+            return "greatest value there is"
+        case Between(whole, parts):
+            names = ", ".join(group[part].slice for part in parts)
+            return f"every request of {group[whole].slice} is in one of {names}"
+        case _:
+            return "; ".join(law.why) or "holds of every single value"
 
 
 def _groups(items: Iterable[Any], key: Any) -> Iterator[list[Any]]:
@@ -58,45 +124,6 @@ def _groups(items: Iterable[Any], key: Any) -> Iterator[list[Any]]:
     for item in items:
         found[key(item)].append(item)
     return (group for group in found.values() if len(group) > 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A constant as `kcdsl.ir.facts` looks at it."""
-
-    kind: str
-    q: Fraction | None
-    of: ir.Term
-    slice: str
-    side: str = ""
-
-
-def _placed(quantity: Quantity) -> _Placed:
-    match quantity.term:
-        case ir.Statistic(kind, of, q):
-            return _Placed(kind, q, of, quantity.slice)
-        case term:
-            return _Placed("value", None, term, quantity.slice)
-
-
-def _between(
-    theory: Theory, a: Quantity, b: Quantity, temperature: Fraction | None
-) -> Iterator[Fact]:
-    """Yield what two measured terms have to do with each other, whatever is measured.
-
-    Units of different slices are counted apart, so nothing relates them.
-    """
-    inside = theory.inside if not a.unit else _same
-    low, high = theory.constants[a], theory.constants[b]
-    found = at_most(_placed(a), _placed(b), temperature, inside)
-    if found is not None:
-        factor, why = found
-        reason = "; ".join(why) or "holds of every single value"
-        yield f"(<= {low} {_scaled(factor, high)})", reason
-    for bound in sorted(theory.bounds.get(b, ())):
-        for limit, why in bent(_placed(a), _placed(b), bound, temperature, inside):
-            premise = f"(<= {high} {text.real(bound)})"
-            yield f"(=> {premise} (<= {low} {text.real(limit)}))", "; ".join(why)
 
 
 def _same(inner: str, outer: str) -> bool:

@@ -15,13 +15,15 @@ from fractions import Fraction
 from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.facts import Interval
-from kcdsl.ir.selection import inclusion
+from kcdsl.ir.selection import division, inclusion
 from kcdsl.ir.smtlib import text
 from kcdsl.ir.smtlib.assumptions import assumptions
 from kcdsl.ir.smtlib.requests import slice_lines
 from kcdsl.ir.smtlib.theory import Theory
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.ir.words import formula_text
+
+UNITS = ("requests", "windows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,22 @@ class Claim:
         return f"{self.clause.id} on {self.slice}" if self.slice else f"{self.clause.id} holds"
 
 
+Failure = tuple[Claim, ...]
+"""A way in which a clause fails: these claims of it do not hold, each of its unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What the budgets of a unit may add up to: less than one, or (`rate`) at most a rate."""
+
+    unit: str
+    rate: Fraction | None = None
+
+    def allows(self, total: Fraction) -> bool:
+        """Say whether budgets that add up to `total` keep to it."""
+        return total < 1 and (self.rate is None or total <= self.rate)
+
+
 def consistency(program: Program) -> str:
     """Return the script that asks whether every clause of a program can hold at once.
 
@@ -45,19 +63,21 @@ def consistency(program: Program) -> str:
     them. `sat`: nothing that the script knows speaks against the contract.
     """
     written = expand_tables(program)
-    return _script(program, written, claims_of(written), None)
+    return _script(program, written, claims_of(written))
 
 
 def implication(program: Program, clause_id: str) -> str:
     """Return the script that asks whether the other clauses imply one clause.
 
     `unsat`: they do, or they contradict each other by themselves. `sat`: the model shows measured
-    values that keep the others and not this one. Raises KeyError for an unknown clause.
+    values that keep the others, as far as they are asked, and not this one. Raises KeyError for an
+    unknown clause.
     """
     if all(clause.id != clause_id for clause in program.clauses):
         raise KeyError(clause_id)
     written = expand_tables(program)
-    return _script(program, written, claims_of(written), clause_id)
+    claims, failures = _question(written.clauses, clause_id)
+    return _script(program, written, claims, clause_id, failures)
 
 
 def claims_of(program: Program) -> tuple[Claim, ...]:
@@ -65,49 +85,85 @@ def claims_of(program: Program) -> tuple[Claim, ...]:
 
     A clause whose budget is everything demands nothing and is left out.
     """
-    found = [Claim(c, name, "") for c in program.clauses if c.budget is None for name in _on(c)]
-    for unit in ("requests", "windows"):
-        groups = _one_unit_each([c for c in program.clauses if c.budget and c.budget.unit == unit])
-        for number, group in enumerate(groups, 1):
-            label = f"one {unit.removesuffix('s')}" + (f" ({number})" if number > 1 else "")
-            found += [Claim(c, name, label) for c in group for name in _on(c)]
-    return tuple(found)
+    return tuple(_claims(program.clauses))
+
+
+def _claims(clauses: Sequence[Clause], limit: Limit | None = None) -> Iterator[Claim]:
+    """Yield claims; those with a budget of the unit of `limit` in groups that keep to it."""
+    yield from (Claim(c, name, "") for c in clauses if c.budget is None for name in _on(c))
+    for unit in UNITS:
+        own = limit is not None and limit.unit == unit
+        for label, group in _groups(clauses, limit if limit and own else Limit(unit)):
+            yield from (Claim(c, name, label) for c in group for name in _on(c))
 
 
 def _on(clause: Clause) -> tuple[str, ...]:
     return clause.slices or ("",)
 
 
-def _one_unit_each(clauses: Sequence[Clause]) -> list[list[Clause]]:
-    """Split clauses with budgets into groups whose budgets add up to less than one."""
+def _question(
+    clauses: Sequence[Clause], clause_id: str
+) -> tuple[tuple[Claim, ...], tuple[Failure, ...]]:
+    """Return the claims of the other clauses, and the ways in which this one can fail."""
+    others = [c for c in clauses if c.id != clause_id]
+    asked = [c for c in clauses if c.id == clause_id]
+    budget = next((c.budget for c in asked), None)  # that of every bucket, where it has a table
+    if budget is None:
+        return tuple(_claims(others)), tuple((Claim(c, n, ""),) for c in asked for n in _on(c))
+    limit = Limit(budget.unit, budget.rate)
+    labels = [label for label, _ in _groups(others, limit)] or [_label(budget.unit, 1)]
+    failures = (tuple(Claim(c, n, at) for at in labels) for c in asked for n in _on(c))
+    return tuple(_claims(others, limit)), tuple(failures) if budget.rate < 1 else ()
+
+
+def _groups(clauses: Sequence[Clause], limit: Limit) -> list[tuple[str, list[Clause]]]:
+    """Split clauses with budgets of a unit into groups within a limit, each about a unit of its
+    own. What may fail of no unit is in every group, what passes the limit by itself in none."""
+    own = [c for c in clauses if c.budget is not None and c.budget.unit == limit.unit]
+    rated = [(_rate(c), c) for c in own if _rate(c) > 0]
     groups: list[tuple[Fraction, list[Clause]]] = []
-    for clause in clauses:
-        assert clause.budget is not None
-        rate = clause.budget.rate
-        if rate >= 1:
+    for rate, clause in rated:
+        if not limit.allows(rate):
             continue
         for n, (total, group) in enumerate(groups):
-            if total + rate < 1:
+            if limit.allows(total + rate):
                 groups[n] = total + rate, [*group, clause]
                 break
         else:
             groups.append((rate, [clause]))
-    return [group for _, group in groups]
+    free = [c for c in own if _rate(c) == 0]
+    chosen = [[c for c in own if c in free or c in group] for _, group in groups]
+    chosen = chosen or [free] * bool(free)
+    return [(_label(limit.unit, n), group) for n, group in enumerate(chosen, 1)]
+
+
+def _rate(clause: Clause) -> Fraction:
+    return Fraction(0) if clause.budget is None else clause.budget.rate
+
+
+def _label(unit: str, number: int) -> str:
+    return f"one {unit.removesuffix('s')}" + (f" ({number})" if number > 1 else "")
 
 
 def _script(
-    original: Program, program: Program, claims: Sequence[Claim], refuted: str | None
+    original: Program,
+    program: Program,
+    claims: Sequence[Claim],
+    refuted: str | None = None,
+    failures: Sequence[Failure] = (),
 ) -> str:
-    theory = Theory(inclusion(program))
-    asserted = [claim for claim in claims if claim.clause.id != refuted]
-    formulas = [theory.holds(c.clause.require, c.slice, c.unit) for c in asserted]
-    failing = [
-        theory.fails(c.clause.require, c.slice, c.unit) for c in claims if c.clause.id == refuted
-    ]
+    by_request = frozenset(m.name for m in program.metrics if m.counted == "request")
+    theory = Theory(inclusion(program), by_request)
+    formulas = [theory.holds(c.clause.require, c.slice, c.unit) for c in claims]
+    failing = text.disjunction(
+        text.conjunction(theory.fails(c.clause.require, c.slice, c.unit) for c in failure)
+        for failure in failures
+    )
     instances = theory.instances()
     temperature = program.constants.temperature
     known = {metric.name: Interval(metric.lower, metric.upper) for metric in program.metrics}
-    facts = dict(assumptions(theory, temperature if temperature > 0 else None, known))
+    tempered = temperature if temperature > 0 else None
+    facts = dict(assumptions(theory, tempered, known, division(program)))
     slices = [line for s in program.slices for line in slice_lines(s, theory.symbols)]
     lines = [
         *_head(original, refuted),
@@ -116,10 +172,8 @@ def _script(
         *_section("statements", (text.declare(s, "Bool") for s in theory.flags.values())),
         *_section("what holds whatever the kernels do", _facts(facts)),
         *_section("what quantified statements say of single rows", _asserted(instances)),
-        *_section("clauses", _claims(theory, asserted, formulas)),
-        *_section(
-            f"{refuted} does not hold", _asserted([text.disjunction(failing)] * bool(failing))
-        ),
+        *_section("clauses", _named(theory, claims, formulas)),
+        *_section(f"{refuted} does not hold", _asserted([failing] * (refuted is not None))),
         "",
         "(check-sat)",
     ]
@@ -133,8 +187,8 @@ def _head(program: Program, refuted: str | None) -> Iterator[str]:
         yield "; empty; (get-unsat-core) after (check-sat) names them. sat: not as far as is known."
     else:
         yield text.comment(f"Do the other clauses imply {refuted}? unsat: they do, or contradict")
-        yield "; each other. sat: (get-model) after (check-sat) shows measured values that keep"
-        yield "; them and not it."
+        yield "; each other, or a slice is empty. sat: (get-model) after (check-sat) shows measured"
+        yield "; values that keep them and not it."
     yield "(set-info :smt-lib-version 2.6)"
     yield "(set-option :produce-unsat-cores true)"
     yield "(set-option :produce-models true)"
@@ -162,7 +216,7 @@ def _asserted(formulas: Sequence[str]) -> Iterator[str]:
     return (f"(assert {formula})" for formula in formulas)
 
 
-def _claims(theory: Theory, claims: Sequence[Claim], formulas: Sequence[str]) -> Iterator[str]:
+def _named(theory: Theory, claims: Sequence[Claim], formulas: Sequence[str]) -> Iterator[str]:
     last = ""
     for claim, formula in zip(claims, formulas, strict=True):
         clause = claim.clause

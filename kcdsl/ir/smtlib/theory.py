@@ -1,10 +1,13 @@
 """Clauses as statements about real constants.
 
-A measured term on a slice (`p99(kl)` on `long`) becomes a real constant; `kcdsl.ir.smtlib.facts`
-says what is true of the constants whatever the kernels do. A claim about every input of a region
+A measured term on a slice (`p99(kl)` on `long`) becomes a real constant; `assumptions` says what is
+true of the constants whatever the kernels do. A claim about every input of a region
 speaks of the largest norm of the drift that occurs there (`Extreme`), which is exact: inputs and
 admitted runs are finitely many, so the largest is attained. A quantifier over anything else becomes
 a truth value of its own (`Opaque`), about which its instances are stated.
+
+A percentile of a metric of tokens stands for each request by its largest or by its smallest token,
+whichever harms the comparison: two constants (`Quantity.side`).
 
 Division by a measured term makes a statement undefined where the term is zero, and an undefined
 statement is not true; so `holds` demands of every divisor that it is not zero.
@@ -15,25 +18,47 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import assert_never
+from typing import Literal, assert_never
 
 from kcdsl.ir import terms as ir
 from kcdsl.ir.facts import canonical
+from kcdsl.ir.laws import has_two_sides
 from kcdsl.ir.selection import Inside
 from kcdsl.ir.smtlib import text
 from kcdsl.ir.smtlib.text import Symbols
 from kcdsl.ir.store import Store, postorder
-from kcdsl.ir.walk import subterms, walk
+from kcdsl.ir.walk import subterms, terms_of, walk
 from kcdsl.ir.words import formula_text, region_text, term_text
+
+Side = Literal["largest", "smallest"]
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A measured term on a slice. `unit` is "" for the slice as a whole, else names one unit."""
+    """A measured term on a slice. `unit` is "" for the slice as a whole, else names one unit.
+
+    `side` says which token stands for its request, "" where only one can.
+    """
 
     unit: str
     slice: str
-    term: ir.Term
+    term: ir.Metric | ir.Statistic
+    side: Side | Literal[""] = ""
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of a statistic, "value" for a single value."""
+        return self.term.kind if isinstance(self.term, ir.Statistic) else "value"
+
+    @property
+    def q(self) -> Fraction | None:
+        """Return the level of a quantile."""
+        return self.term.q if isinstance(self.term, ir.Statistic) else None
+
+    @property
+    def of(self) -> ir.Term:
+        """Return what the statistic is of."""
+        return self.term.of if isinstance(self.term, ir.Statistic) else self.term
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +93,16 @@ class NormAt:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A quantified statement that is no bound of one norm."""
+    """A quantified statement that is no bound of one norm.
+
+    `turned`: it stands under an odd number of negations and speaks of measured terms, which then
+    have their other side.
+    """
 
     unit: str
     slice: str
     formula: ir.Quantified
+    turned: bool = False
 
 
 Constant = Quantity | Extreme | NormAt
@@ -84,6 +114,8 @@ class Theory:
     """Translates clauses and keeps the constants they speak of, in the order of their use."""
 
     inside: Inside
+    by_request: frozenset[str] = frozenset()
+    """The metrics of the user with one value per request."""
     store: Store = field(default_factory=Store)
     symbols: Symbols = field(default_factory=Symbols)
     constants: dict[Constant, str] = field(default_factory=dict)
@@ -151,7 +183,7 @@ class Theory:
     def _instance(self, item: Opaque, at: Input, positive: bool) -> str:
         translation = _Translation(self, item.slice, item.unit)
         formula = item.formula
-        true = translation.holds(formula.body, {formula.variable: at})
+        true = translation.holds(formula.body, {formula.variable: at}, item.turned)
         return true if positive else text.negation(true)
 
 
@@ -162,71 +194,84 @@ class _Translation:
     theory: Theory
     slice: str
     unit: str
+    divisors: list[str] = field(default_factory=list)
 
-    def holds(self, formula: ir.Formula, at: Environment) -> str:
-        """Return that the formula is defined and true."""
-        truth = self.formula(formula, at)
-        divisors = dict.fromkeys(self._divisors(formula))
-        defined = (f"(not (= {self.term(divisor, at)} 0.0))" for divisor in divisors)
+    def holds(self, formula: ir.Formula, at: Environment, negated: bool = False) -> str:
+        """Return that the formula is defined and true; `negated` as in `formula`."""
+        self.divisors.clear()
+        truth = self.formula(formula, at, negated)
+        defined = (f"(not (= {divisor} 0.0))" for divisor in dict.fromkeys(self.divisors))
         return text.conjunction([*defined, truth])
 
-    def formula(self, formula: ir.Formula, at: Environment) -> str:
-        """Return the truth of a formula where it is defined."""
+    def formula(self, formula: ir.Formula, at: Environment, negated: bool = False) -> str:
+        """Return the truth of a formula where it is defined.
+
+        `negated`: it stands under an odd number of negations, which turns its harmful side round.
+        """
         match formula:
             case ir.Compare(op, left, right):
                 if not _bound(left, at) or not _bound(right, at):
-                    return self._unbound(formula)
-                self._note(left, right)
-                return _compared(op, self.term(left, at), self.term(right, at))
+                    return self._unbound(formula, negated)
+                side: Side = "largest" if (op not in (">=", ">")) != negated else "smallest"
+                self._note(left, right, side)
+                return _compared(op, self.term(left, at, side), self.term(right, at, _other(side)))
             case ir.NoFlip():
-                return self._unbound(formula)
+                return self._unbound(formula, negated)
             case ir.HasFields(fields):
                 return text.conjunction(self._field(name) for name in fields)
             case ir.Not(of):
-                return text.negation(self.formula(of, at))
+                return text.negation(self.formula(of, at, not negated))
             case ir.Connective("implies", (left, right)):
-                first = text.negation(self.formula(left, at))
-                return text.disjunction([first, self.formula(right, at)])
+                first = text.negation(self.formula(left, at, not negated))
+                return text.disjunction([first, self.formula(right, at, negated)])
             case ir.Connective(op, parts):
-                inner = [self.formula(part, at) for part in parts]
+                inner = [self.formula(part, at, negated) for part in parts]
                 return text.conjunction(inner) if op == "and" else text.disjunction(inner)
             case ir.Quantified():
-                return self._quantified(formula)
+                return self._quantified(formula, negated)
             case _:
                 assert_never(formula)
 
-    def term(self, term: ir.Term, at: Environment) -> str:
-        """Return a term."""
+    def term(self, term: ir.Term, at: Environment, side: Side) -> str:
+        """Return a term, measured on the given side where it has two."""
         match term:
             case ir.Number(value):
                 return text.real(value)
             case ir.Metric() | ir.Statistic():
-                return self._quantity(term)
+                quantity = self._of(term, side)
+                words = term_text(term)
+                if quantity.side == "smallest":
+                    words += " by smallest tokens"
+                return self.theory.real(quantity, self._here(words))
             case ir.Norm(kind, drift):
                 place = at[drift.variable]
                 name = f"{term_text(term)} for x = {_input(place)}"
                 return self.theory.real(NormAt(kind, drift.block, place), name)
             case ir.Abs(of):
-                inner = self.term(of, at)
+                inner = self.term(of, at, side)
                 return f"(ite (>= {inner} 0.0) {inner} (- {inner}))"
             case ir.Arith(op, left, right):
-                return f"({op} {self.term(left, at)} {self.term(right, at)})"
+                a = self.term(left, at, side)
+                b = self.term(right, at, _other(side) if op in "-/" else side)
+                if op == "/" and not (isinstance(right, ir.Number) and right.value):
+                    self.divisors.append(b)
+                return f"({op} {a} {b})"
             case ir.TableValue(name):
                 raise ValueError(f"the table {name} was not written out")
             case _:
                 assert_never(term)
 
-    def _quantity(self, term: ir.Term) -> str:
-        return self.theory.real(self._of(term), self._here(term_text(term)))
+    def _of(self, term: ir.Metric | ir.Statistic, side: Side) -> Quantity:
+        stored = self.theory.store.term(_plain(term))
+        assert isinstance(stored, ir.Metric | ir.Statistic)
+        two = has_two_sides(stored, self.theory.by_request)
+        return Quantity(self.unit, self.slice, stored, side if two else "")
 
-    def _of(self, term: ir.Term) -> Quantity:
-        return Quantity(self.unit, self.slice, self.theory.store.term(_plain(term)))
-
-    def _note(self, left: ir.Term, right: ir.Term) -> None:
+    def _note(self, left: ir.Term, right: ir.Term, side: Side) -> None:
         """Remember which numbers a measured term is compared with."""
-        for term, number in ((left, right), (right, left)):
+        for term, number, end in ((left, right, side), (right, left, _other(side))):
             if isinstance(term, ir.Metric | ir.Statistic) and isinstance(number, ir.Number):
-                self.theory.bounds.setdefault(self._of(term), set()).add(number.value)
+                self.theory.bounds.setdefault(self._of(term, end), set()).add(number.value)
 
     def _field(self, name: str) -> str:
         key = ("field", self.unit, self.slice, name)
@@ -237,18 +282,18 @@ class _Translation:
         place = f" on {self.slice}" if self.slice else ""
         return f"{words}{place}{', ' + self.unit if self.unit else ''}"
 
-    def _unbound(self, formula: ir.Compare | ir.NoFlip) -> str:
+    def _unbound(self, formula: ir.Compare | ir.NoFlip, negated: bool) -> str:
         """Return a truth value for a claim about admitted runs outside its simple form."""
-        key = ("claim", self.unit, self.slice, formula)
+        key = ("claim", self.unit, self.slice, formula, negated and _is_measured(formula))
         return self.theory.flag(key, self._here(formula_text(formula)))
 
     # --- quantifiers ------------------------------------------------------------------------
 
-    def _quantified(self, formula: ir.Quantified) -> str:
+    def _quantified(self, formula: ir.Quantified, negated: bool) -> str:
         simple = self._simple(formula, formula.body)
         if simple is not None:
             return simple
-        key = Opaque(self.unit, self.slice, formula)
+        key = Opaque(self.unit, self.slice, formula, negated and _is_measured(formula))
         symbol = self.theory.flag(key, self._here(formula_text(formula)))
         if _only_observed(formula):
             self.theory.opaque.setdefault(key, symbol)
@@ -286,23 +331,16 @@ class _Translation:
         extreme = Extreme(self.unit, end, kind, drift.block, drift.measured, region)
         return self.theory.real(extreme, extreme_name(extreme))
 
-    def _divisors(self, formula: ir.Formula) -> list[ir.Term]:
-        """Return the terms that a formula divides by, outside the scope of quantifiers."""
-        found: list[ir.Term] = []
-        for node in postorder(formula, _outside_quantifiers):
-            match node:
-                case ir.Arith("/", _, right) if not isinstance(right, ir.Number):
-                    found.append(right)
-                case ir.Arith("/", _, ir.Number(value)) if value == 0:
-                    found.append(node.right)
-        return found
-
 
 def extreme_name(extreme: Extreme) -> str:
     """Return an extreme in words."""
     norm = ir.Norm(extreme.kind, ir.Drift(extreme.block, "x", extreme.measured))
     where = f", {extreme.unit}" if extreme.unit else ""
     return f"{extreme.end} {term_text(norm)} for x in {region_text(extreme.region)}{where}"
+
+
+def _other(side: Side) -> Side:
+    return "smallest" if side == "largest" else "largest"
 
 
 def _input(at: Input) -> str:
@@ -320,6 +358,11 @@ def _bound(term: ir.Term, at: Environment) -> bool:
     return all(drift.measured and drift.variable in at for drift in norms)
 
 
+def _is_measured(formula: ir.Formula) -> bool:
+    """Say whether a statement speaks of measured terms."""
+    return any(isinstance(term, ir.Metric | ir.Statistic) for term in terms_of(formula))
+
+
 def _only_observed(formula: ir.Quantified) -> bool:
     """Say whether a quantifier is about drift that was observed, and holds no other quantifier."""
     parts = list(walk(formula.body))
@@ -327,18 +370,6 @@ def _only_observed(formula: ir.Quantified) -> bool:
         return False
     norms = [node for node in postorder(formula) if isinstance(node, ir.Norm)]
     return all(norm.of.measured and norm.of.variable == formula.variable for norm in norms)
-
-
-def _outside_quantifiers(node: object) -> tuple[object, ...]:
-    match node:
-        case ir.Compare(_, left, right) | ir.Arith(_, left, right):
-            return left, right
-        case ir.Not(of) | ir.Abs(of):
-            return (of,)
-        case ir.Connective(_, parts):
-            return parts
-        case _:
-            return ()
 
 
 def _plain(term: ir.Term) -> ir.Term:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
-from kcdsl.ir.selection import implies, is_empty
-from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate
+from kcdsl.ir.selection import division, implies, inclusion, is_empty
+from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
+from tests.support import contracts as made
 
 
 def number(op: str, value: int, field: str = "n") -> FieldTest:
@@ -40,6 +42,35 @@ def test_emptiness() -> None:
     assert is_empty(AllOf((number("<", 1), number(">", 1)))) is True
     assert is_empty(AllOf((number("<=", 1), number(">=", 1)))) is False
     assert is_empty(AnyOf()) is True
+    assert is_empty(AllOf((number(">", 1), number("<", 2)))) is False  # of numbers, not whole ones
+    assert is_empty(number("<", 1)) is False
+    assert is_empty(number(">", 1)) is False
+
+
+def test_slices_of_other_data_lie_apart() -> None:
+    slices = (
+        Slice("all"),
+        Slice("same", "data.jsonl"),
+        Slice("other", "other.jsonl"),
+        Slice("long", where=number(">", 5)),
+    )
+    inside = inclusion(replace(made.program(), slices=slices))
+    found = {(a.name, b.name) for a in slices for b in slices if a != b and inside(a.name, b.name)}
+    assert found == {("all", "same"), ("same", "all"), ("long", "all"), ("long", "same")}
+    assert not inside("none", "all")
+
+
+def test_what_makes_up_a_slice() -> None:
+    slices = (
+        Slice("all"),
+        Slice("long", where=number(">", 5)),
+        Slice("brief", where=number("<=", 5)),
+        Slice("most", where=number("<=", 9)),
+    )
+    divided = division(replace(made.program(), slices=slices))
+    assert divided("all", ("long", "brief")) == (True, True)
+    assert divided("all", ("long", "most")) == (True, False)
+    assert divided("all", ("brief", "most")) == (False, False)
 
 
 @pytest.mark.parametrize("other", [Fraction(1), "true"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,6 +20,7 @@ from kcdsl.ir.smtlib.script import claims_of
 from kcdsl.ir.smtlib.text import Symbols
 from kcdsl.ir.smtlib.theory import Quantity, Theory
 from kcdsl.ir.store import Store
+from tests.support import contracts as made
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -34,19 +33,6 @@ EXAMPLES = {
     "tables": "grammar/corpus/accepted/tables.kc.yaml",
 }
 
-
-def _support(name: str) -> Any:
-    path = Path(__file__).parents[2] / "support" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"smtlib_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _support("contracts")
 
 F = Fraction
 KL = ir.Metric("kl")
@@ -133,6 +119,57 @@ def test_implication_shows_what_follows() -> None:
     assert made.ask_z3(implication(program, "A")) == "sat"
     with pytest.raises(KeyError):
         implication(program, "C")
+
+
+@pytest.mark.parametrize(
+    ("others", "budget", "expected"),
+    [
+        (("1/100",), "5/100", "unsat"),
+        (("5/100",), "5/100", "unsat"),
+        (("5/100",), "1/100", "sat"),  # four of a hundred may fail it and keep the other
+        (("5/100",), "0", "sat"),
+        (("0",), "0", "unsat"),
+        (("1/100",), "1", "unsat"),  # it demands nothing
+        (("99/100",), "99/100", "unsat"),
+        (("1",), "99/100", "sat"),
+    ],
+)
+def test_what_follows_within_budgets(others: tuple[str, ...], budget: str, expected: str) -> None:
+    same = at_most(stat("max"), "1")
+    premises = [clause(same, f"A-{n}", rate) for n, rate in enumerate(others)]
+    script = implication(made.program(*premises, clause(same, "B", budget)), "B")
+    assert made.ask_z3(script) == made.ask_cvc5(script) == expected
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "budget", "expected"),
+    [
+        ("2/100", "3/100", "5/100", "unsat"),
+        ("3/100", "3/100", "5/100", "sat"),  # three of a hundred may fail each: six fail it
+        ("0", "5/100", "5/100", "unsat"),
+    ],
+)
+def test_budgets_of_what_only_together_implies_add_up(
+    low: str, high: str, budget: str, expected: str
+) -> None:
+    width = ir.Arith("-", stat("max"), stat("min"))
+    program = made.program(
+        clause(at_most(stat("min"), "1", ">="), "A", low),
+        clause(at_most(stat("max"), "2"), "B", high),
+        clause(at_most(width, "1"), "C", budget),
+    )
+    script = implication(program, "C")
+    assert made.ask_z3(script) == made.ask_cvc5(script) == expected
+
+
+def test_what_may_fail_of_no_request_stands_beside_every_group() -> None:
+    tight = [clause(at_most(stat("min"), n), f"A-{n}", "3/100") for n in ("7", "1")]
+    free = clause(at_most(stat("max"), "2"), "B", "0")
+    other = clause(
+        ir.Connective("and", (at_most(stat("min"), "1"), at_most(stat("max"), "3"))), "C", "5/100"
+    )
+    script = implication(made.program(*tight, free, other), "C")
+    assert made.ask_z3(script) == made.ask_cvc5(script) == "unsat"
 
 
 def test_claims_about_every_run_are_bounds_of_their_largest() -> None:
@@ -245,7 +282,7 @@ def test_the_orders_that_a_script_states_are_those_of_the_facts() -> None:
     for term in STATISTICS:
         theory.holds(at_most(term, "1"), "all")
     facts = [fact for fact, _ in assumptions(theory, None, {})]
-    symbols = {
+    symbols: dict[ir.Term, str] = {
         quantity.term: symbol
         for quantity, symbol in theory.constants.items()
         if isinstance(quantity, Quantity)
@@ -261,7 +298,10 @@ def test_facts_hold_of_every_world() -> None:
         worlds = made.Worlds(seed)
         worlds.tokens = 3
         unit = worlds.unit(0)
-        for (name, values), (other, more) in permutations(unit.values.items(), 2):
+        measured = {
+            name: [v for v in values if v is not None] for name, values in unit.values.items()
+        }
+        for (name, values), (other, more) in permutations(measured.items(), 2):
             one: ir.Term = ir.Metric(name)
             factor = domination(one, ir.Metric(other), F(1))
             if factor is not None:
@@ -317,3 +357,12 @@ def test_the_command_asks_what_follows(cli: Cli, repository: Path) -> None:
     assert ran.code == 2
     assert "KC471" in ran.stderr
     assert ran.stdout == ""
+
+
+@pytest.mark.parametrize(("op", "limit"), [("-", "0"), ("/", "1")])
+def test_what_is_taken_away_stands_by_its_other_tokens(op: str, limit: str) -> None:
+    median, mean = stat("quantile", q="1/2"), stat("mean")
+    program = made.program(clause(at_most(ir.Arith(op, median, median), limit)))
+    assert made.ask_z3(implication(program, "A")) == "sat"
+    program = made.program(clause(at_most(ir.Arith("-", mean, mean), "0")))
+    assert made.ask_z3(implication(program, "A")) == "unsat"

@@ -104,6 +104,15 @@ def test_the_same_bound_with_two_levels_on_overlapping_slices() -> None:
     assert found(apart, "KC416") == []
 
 
+def test_a_lower_level_for_a_slice_inside_another() -> None:
+    """The other way round it is meant: see below."""
+    two = bound("A", "p99(kl) <= 0.02", "all", "L3") + bound("B", "p99(kl) <= 0.02", "long", "L2")
+    (conflict,) = found(two, "KC416")
+    assert "the same bound means L3, fallback in A and L2, higher_precision in B" in (
+        conflict.message
+    )
+
+
 def test_the_same_bound_with_two_actions() -> None:
     two = bound("A", "p99(kl) <= 0.02", "chat", "L2") + bound(
         "B", "p99(kl) <= 0.02", "long", "L2", ", then: freeze"

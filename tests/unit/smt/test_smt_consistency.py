@@ -429,14 +429,17 @@ def test_unknown_is_never_taken_for_consistent(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Solver, "_check", lambda *_: (Outcome.UNKNOWN, ()))
+    kinds = AnyOf((FieldTest("tag", "==", "a"), FieldTest("tag", "==", Fraction(1))))
     program = build.program(
-        build.clause("A", build.compare(build.stat("mean", "kl"), "<=", "0.1")),
-        slices=(Slice("all"),),
+        build.clause("A", build.compare(build.stat("mean", "kl"), "<=", "0.1"), ("mixed",)),
+        slices=(Slice("mixed", where=kinds),),
     )
     diagnostics = consistent(program)
     assert ids(diagnostics) == ["KC414", "KC414"]
-    assert "slice 'all'" in diagnostics[0].message
+    assert "slice 'mixed'" in diagnostics[0].message
     assert "A" in diagnostics[1].message
+    plain = replace(program, slices=(Slice("mixed"),))  # has requests, whatever a solver says
+    assert ids(consistent(plain)) == ["KC414"]
 
 
 def test_unknown_about_the_whole_is_reported_too(
@@ -483,3 +486,29 @@ def test_the_catalogue_loads_this_backend() -> None:
 
     spec = next(spec for spec in CATALOGUE if spec.name == "smt")
     assert spec.load() is BACKEND
+
+
+def test_findings_say_by_which_laws(build: Build) -> None:
+    low = build.clause("A", build.compare(build.stat("min", "kl"), ">=", "0.3"))
+    high = build.clause("B", build.compare(build.p(95, "kl"), "<=", "0.2"))
+    (found,) = consistent(build.program(low, high))
+    assert found.code.id == "KC410"
+    assert found.notes == ("because min(kl) <= p95(kl): no percentile is below the minimum",)
+    both = build.clause("C", Connective("and", (low.require, high.require)))
+    (found,) = consistent(build.program(both))
+    assert (found.code.id, len(found.notes)) == ("KC411", 1)
+    order = Compare("<=", build.p(50, "kl"), build.stat("max", "kl"))
+    (found,) = consistent(build.program(build.clause("D", order)))
+    assert found.code.id == "KC413"
+    assert found.notes == ("because p50(kl) <= max(kl): no percentile is above the maximum",)
+
+
+@pytest.mark.parametrize(("op", "limit"), [("-", "0"), ("/", "1")])
+def test_what_is_taken_away_stands_by_its_other_tokens(build: Build, op: str, limit: str) -> None:
+    """Each request by its largest token, less the same by its smallest, is not always zero."""
+    median = build.p(50, "kl")
+    clause = build.clause("A", build.compare(Arith(op, median, median), "<=", limit))
+    assert consistent(build.program(clause)) == []
+    mean = build.stat("mean", "kl")  # has no sides
+    plain = build.clause("A", build.compare(Arith("-", mean, mean), "<=", "0"))
+    assert ids(consistent(build.program(plain))) == ["KC413"]

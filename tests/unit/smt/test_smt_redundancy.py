@@ -323,3 +323,24 @@ def test_from_a_contradiction_nothing_is_said_to_follow(build: Build) -> None:
     b = build.clause("B", build.compare(build.stat("mean", "kl"), ">=", "0.3"))
     c = upper(build, "C", build.stat("mean", "hidden_l2"), "0.1")
     assert list(redundant(build.program(a, b, c))) == ["A and B cannot both hold on the slice all"]
+
+
+def test_of_several_ways_to_imply_one_that_the_budget_affords_is_found(build: Build) -> None:
+    low, high = build.stat("min", "kl"), build.stat("max", "kl")
+    clauses = [
+        with_budget(build.clause("A", build.compare(low, ">=", "1")), "0.03"),
+        with_budget(build.clause("B", build.compare(high, "<=", "2")), "0.03"),
+        with_budget(build.clause("C", build.compare(low, ">=", "1.1")), "0.01"),
+        with_budget(build.clause("D", build.compare(high, "<=", "2.1")), "0.02"),
+    ]
+    width = build.clause("E", build.compare(Arith("-", high, low), "<=", "1"))
+    for order in (clauses, clauses[::-1], [clauses[0], clauses[3], clauses[1], clauses[2]]):
+        found = list(redundant(build.program(*order, with_budget(width, "0.03"))))
+        assert [m for m in found if m.startswith("E")] in (
+            ["E follows from C and D"], ["E follows from D and C"],
+        )  # fmt: skip
+        assert not [
+            m
+            for m in redundant(build.program(*order, with_budget(width, "0.02")))
+            if m.startswith("E")
+        ]

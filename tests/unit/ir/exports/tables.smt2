@@ -87,6 +87,8 @@
 
 ; --- what holds whatever the kernels do
 ; least value there is
+(assert (<= 0.0 |largest norm_2(measured_drift(attn_0, x)) for x in points(long[spread: tier == "free" or tier == "trial"])|))
+(assert (<= 0.0 |largest norm_2(measured_drift(attn_0, x)) for x in points(long[spread: otherwise])|))
 (assert (<= 0.0 |p99(kl) on all[tau_kl: length <= 128 and category == "chat"]|))
 (assert (<= 0.0 |p99(kl) on all[tau_kl: length <= 128]|))
 (assert (<= 0.0 |p99(kl) on all[tau_kl: otherwise]|))
@@ -100,8 +102,6 @@
 (assert (<= 0.0 |max(logit_l2) on all[spread: tier == "free" or tier == "trial"]|))
 (assert (<= 0.0 |mean(logit_l2) on all[spread: otherwise]|))
 (assert (<= 0.0 |max(logit_l2) on all[spread: otherwise]|))
-(assert (<= 0.0 |largest norm_2(measured_drift(attn_0, x)) for x in points(long[spread: tier == "free" or tier == "trial"])|))
-(assert (<= 0.0 |largest norm_2(measured_drift(attn_0, x)) for x in points(long[spread: otherwise])|))
 (assert (<= 0.0 |p95(latency) on all[latency_by_length: length <= 128], one window|))
 (assert (<= 0.0 |p95(latency) on all[latency_by_length: length >= 129], one window|))
 ; greatest value there is
@@ -116,6 +116,9 @@
 ; a mean is no more than the maximum
 (assert (<= |mean(logit_l2) on all[spread: tier == "free" or tier == "trial"]| |max(logit_l2) on all[spread: tier == "free" or tier == "trial"]|))
 (assert (<= |mean(logit_l2) on all[spread: otherwise]| |max(logit_l2) on all[spread: otherwise]|))
+; a mean is at an end of the range only where every value is
+(assert (=> (<= |mean(logit_l2) on all[spread: tier == "free" or tier == "trial"]| 0.0) (<= |max(logit_l2) on all[spread: tier == "free" or tier == "trial"]| 0.0)))
+(assert (=> (<= |mean(logit_l2) on all[spread: otherwise]| 0.0) (<= |max(logit_l2) on all[spread: otherwise]| 0.0)))
 
 ; --- clauses
 ; N-KL, L2, hard: p99(kl) <= table(tau_kl)

@@ -1,0 +1,230 @@
+"""Formulas: what clauses and slices say, as trees of frozen nodes.
+
+Numbers are exact fractions in base units (see `kcdsl.check.units`): seconds, bytes, tokens/second,
+nats, or 1. Spans point into the contract file and take no part in equality.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from dataclasses import field as dataclass_field
+from enum import StrEnum
+from fractions import Fraction
+
+from kcdsl.source.text import Span
+
+_NOWHERE = Span(0, 0)
+
+
+# --- terms ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """An exact constant in base units of `dimension` ("1", "s", "B", "tok/s", "nat", "ratio")."""
+
+    value: Fraction
+    dimension: str = "1"
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A registered metric, evaluated per unit (token, request, window …)."""
+
+    name: str
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A statistic of a metric over a slice. `kind`: mean, max, min, rate, quantile (with `q`), or
+    aggregate, for a metric that is one number per window by itself."""
+
+    kind: str
+    of: Term
+    q: Fraction | None = None
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """`drift(block, x)`: any admissible run of the inference kernel minus one of the training one.
+
+    `measured` stands for `measured_drift`, the difference of the two runs that were observed.
+    """
+
+    block: str
+    variable: str
+    measured: bool = False
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of a drift, taken row by row (token by token) and then the largest row.
+
+    `kind`: "inf", "2" or "span" (largest minus smallest component of the row).
+    """
+
+    kind: str
+    of: Drift
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Abs:
+    """Absolute value."""
+
+    of: Term
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Arith:
+    """`left op right` with op one of + - * /."""
+
+    op: str
+    left: Term
+    right: Term
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TableValue:
+    """`table(name)`: the threshold that a table of the contract gives for the request at hand.
+
+    It stands alone on the right of a comparison. A clause that holds one means: for every bucket
+    of the table, the clause with the value of the bucket, on the slice within the bucket
+    (`kcdsl.ir.buckets.expand_tables`).
+    """
+
+    name: str
+    dimension: str = "1"
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+Term = Number | Metric | Statistic | Norm | Abs | Arith | TableValue
+
+
+# --- regions -------------------------------------------------------------------------------------
+
+
+class RegionKind(StrEnum):
+    """How the inputs of a quantifier are given."""
+
+    POINTS = "points"
+    """Each row of the slice, by itself, exactly."""
+    BALL = "ball"
+    """Around each row of the slice, an l_inf ball of the given radius on the block's input."""
+    HULL = "hull"
+    """The box spanned by the block's inputs over all rows of the slice, plus a relative margin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The set a quantifier ranges over."""
+
+    kind: RegionKind
+    slice: str
+    radius: Fraction = Fraction(0)
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+# --- formulas ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """`left op right` with op one of <= < >= > ==."""
+
+    op: str
+    left: Term
+    right: Term
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NoFlip:
+    """No admissible pair of runs changes the top-k set of any row of `block` at `variable`."""
+
+    block: str
+    variable: str
+    k: int = 1
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HasFields:
+    """Every trace record carries these fields, not null."""
+
+    fields: tuple[str, ...]
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """Negation."""
+
+    of: Formula
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Connective:
+    """`op` is "and", "or" or "implies" (exactly two parts)."""
+
+    op: str
+    parts: tuple[Formula, ...]
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantified:
+    """`forall` or `exists` a variable in a region."""
+
+    quantifier: str
+    variable: str
+    region: Region
+    body: Formula
+    span: Span = field(default=_NOWHERE, compare=False)
+
+
+Formula = Compare | NoFlip | HasFields | Not | Connective | Quantified
+
+
+# --- predicates of requests -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FieldTest:
+    """`field op value` on a request; op one of == != <= < >= >; value a string, number or bool."""
+
+    field: str
+    op: str
+    value: str | Fraction | bool
+    span: Span = dataclass_field(default=_NOWHERE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """Conjunction of slice predicates; empty means every request."""
+
+    parts: tuple[Predicate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """Disjunction of slice predicates."""
+
+    parts: tuple[Predicate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NoneOf:
+    """Negation of a slice predicate."""
+
+    part: Predicate
+
+
+Predicate = FieldTest | AllOf | AnyOf | NoneOf

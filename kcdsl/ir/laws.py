@@ -1,0 +1,277 @@
+"""What holds between measured quantities whatever the kernels do, each law with its reason.
+
+The facts are data (`kcdsl.ir.facts`, `kcdsl.ir.orders`); here they meet the quantities that clauses
+speak of. Every translation of contracts into logic states these laws of its constants, and no
+others, so that two solvers are asked the same. Facts that are not linear are stated at the numbers
+that clauses compare with, which keeps every question linear: where kl <= 0.02 is spoken of,
+`kl <= 0.02 implies tv <= 0.1`.
+
+A percentile counts requests, each of which stands by its worst token: by its largest value where
+the comparison needs the term to be small, else by its smallest (`side`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import combinations, permutations
+
+from kcdsl.check.metrics import find_metric
+from kcdsl.ir.facts import MONOTONE, Interval, Placed, at_most, bent, interval
+from kcdsl.ir.selection import Division, Inside
+from kcdsl.ir.terms import Abs, Metric, Statistic, Term
+from kcdsl.ir.walk import subterms
+
+_MOST_PARTS, _MOST_TOGETHER = 6, 4
+"""How many slices inside another are tried together, out of how many."""
+
+
+def undivided(whole: str, parts: tuple[str, ...]) -> tuple[bool, bool]:
+    """Know nothing of how slices are made up."""
+    return False, False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is known of a contract beyond its clauses.
+
+    `temperature` relates the span of the logits to the distributions; None leaves them apart.
+    `known` bounds metrics beyond their definition. `by_request` names metrics of the user with one
+    value per request. `one_request`: the quantities are of a single request.
+    """
+
+    inside: Inside
+    temperature: Fraction | None = None
+    division: Division = undivided
+    known: dict[str, Interval] = field(default_factory=dict)
+    by_request: frozenset[str] = frozenset()
+    one_request: bool = False
+
+
+# --- laws, about quantities by their index ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """quantity >= limit."""
+
+    quantity: int
+    limit: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """quantity <= limit."""
+
+    quantity: int
+    limit: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """small <= factor * large."""
+
+    small: int
+    factor: Fraction
+    large: int
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opposite:
+    """-small <= large."""
+
+    small: int
+    large: int
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bent:
+    """large <= bound implies small <= limit."""
+
+    large: int
+    bound: Fraction
+    small: int
+    limit: Fraction
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A mean at the end of the range means that every value is there.
+
+    `low`: mean <= limit implies other <= limit; else mean >= limit implies other >= limit.
+    """
+
+    mean: int
+    other: int
+    limit: Fraction
+    low: bool
+    why: tuple[str, ...] = ("a mean is at an end of the range only where every value is",)
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A mean that is an extreme means that all values are equal: mean == extreme implies
+    other == extreme."""
+
+    mean: int
+    extreme: int
+    other: int
+    why: tuple[str, ...] = ("a mean is an extreme only where all values are equal",)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """quantile > low implies (1 - q) (quantile - low) < mean - low."""
+
+    mean: int
+    quantile: int
+    q: Fraction
+    low: Fraction
+    why: tuple[str, ...] = ("more than 1 - q of the values reach the q-quantile",)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A whole is at most one of its parts (`above`), and at least one of them (`below`)."""
+
+    whole: int
+    parts: tuple[int, ...]
+    above: bool
+    below: bool
+
+
+Law = Least | Most | AtMost | Opposite | Bent | Tied | Flat | Share | Between
+
+
+def laws(
+    quantities: Sequence[Placed],
+    terms: Sequence[Term],
+    compared: Sequence[Collection[Fraction]],
+    setting: Setting,
+) -> Iterator[Law]:
+    """Yield what holds of quantities; `terms` are what is measured, `compared` the numbers that
+    clauses compare each with."""
+    ranges = [interval(term, setting.known) for term in terms]
+    for n, found in enumerate(ranges):
+        if found.low is not None:
+            yield Least(n, found.low)
+        if found.high is not None:
+            yield Most(n, found.high)
+    for small, large in permutations(range(len(quantities)), 2):
+        a, b = quantities[small], quantities[large]
+        related = at_most(a, b, setting.temperature, setting.inside)
+        if related is not None:
+            yield AtMost(small, related[0], large, related[1])
+        magnitude = isinstance(b.of, Abs) and b.of.of == a.of and a.slice == b.slice
+        if magnitude and a.kind == b.kind and a.kind in ("mean", "max"):
+            yield Opposite(small, large, ("-x <= |x|",))
+        for bound in sorted(compared[large]):
+            for limit, why in bent(a, b, bound, setting.temperature, setting.inside):
+                yield Bent(large, bound, small, limit, why)
+        if setting.one_request and _is_worst(a, b):
+            yield AtMost(large, Fraction(1), small, ("a request stands by its worst token",))
+            yield AtMost(small, Fraction(1), large, ("a request stands by its worst token",))
+    yield from _means(quantities, ranges, setting)
+    yield from _divisions(quantities, setting)
+
+
+def _is_worst(a: Placed, b: Placed) -> bool:
+    """Say whether a is the extreme token of one request that b, a percentile of it, is."""
+    if a.of != b.of or a.slice != b.slice or b.kind != "quantile":
+        return False
+    return (a.kind, b.side) in (("max", "largest"), ("min", "smallest"))
+
+
+def _means(
+    quantities: Sequence[Placed], ranges: Sequence[Interval], setting: Setting
+) -> Iterator[Law]:
+    """Yield what a mean says of the other statistics of the same values."""
+    same: dict[object, list[int]] = defaultdict(list)
+    for n, quantity in enumerate(quantities):
+        if quantity.kind in MONOTONE:
+            same[quantity.of, quantity.slice].append(n)
+    for group in same.values():
+        for mean in (n for n in group if quantities[n].kind == "mean"):
+            for other in (n for n in group if n != mean):
+                low, high = ranges[mean].low, ranges[mean].high
+                if low is not None:
+                    yield Tied(mean, other, low, True)
+                if high is not None:
+                    yield Tied(mean, other, high, False)
+                for extreme in group:
+                    if quantities[extreme].kind in ("min", "max") and extreme != other:
+                        yield Flat(mean, extreme, other)
+                q, of = quantities[other].q, quantities[other].of
+                single = low is not None and not is_of_tokens(of, setting.by_request)
+                if single and low is not None and q is not None and q < 1:
+                    yield Share(mean, other, q, low)
+
+
+def _divisions(quantities: Sequence[Placed], setting: Setting) -> Iterator[Between]:
+    """Yield: a slice that is made up of others has no larger maximum than each of them, and where
+    they share no request its mean and percentiles lie between theirs."""
+    same: dict[object, list[int]] = defaultdict(list)
+    for n, quantity in enumerate(quantities):
+        if quantity.kind in MONOTONE:
+            same[quantity.kind, quantity.q, quantity.of, quantity.side].append(n)
+    for group in same.values():
+        for whole in group:
+            name = quantities[whole].slice
+            inner = [
+                n
+                for n in group
+                if quantities[n].slice != name and setting.inside(quantities[n].slice, name)
+            ]
+            for chosen, apart in _divided(quantities, whole, inner, setting):
+                kind = quantities[whole].kind
+                yield Between(whole, chosen, apart or kind == "max", apart or kind == "min")
+
+
+def _divided(
+    quantities: Sequence[Placed], whole: int, parts: Sequence[int], setting: Setting
+) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """Yield the fewest parts that make up a slice, and whether they share no request."""
+    few = parts if len(parts) <= _MOST_PARTS else ()
+    sizes = range(2, min(len(few), _MOST_TOGETHER) + 1)
+    choices = [chosen for size in sizes for chosen in combinations(few, size)]
+    if len(parts) > _MOST_TOGETHER:
+        choices.append(tuple(parts))
+    found: list[set[str]] = []
+    for chosen in choices:
+        names = tuple(quantities[part].slice for part in chosen)
+        if any(known <= set(names) for known in found):
+            continue
+        covered, apart = setting.division(quantities[whole].slice, names)
+        if covered:
+            found.append(set(names))
+            if apart or quantities[whole].kind in ("min", "max"):
+                yield chosen, apart
+
+
+# --- sides ---------------------------------------------------------------------------------------
+
+
+def has_two_sides(term: Metric | Statistic, by_request: frozenset[str]) -> bool:
+    """Say whether a measured term is another number by the largest and by the smallest token of
+    each request."""
+    if isinstance(term, Statistic) and term.kind not in ("quantile", "aggregate"):
+        return False
+    return is_of_tokens(term.of if isinstance(term, Statistic) else term, by_request)
+
+
+def is_of_tokens(term: Term, by_request: frozenset[str]) -> bool:
+    """Say whether a request can have several values of a term."""
+    for part in subterms(term):
+        if isinstance(part, Metric):
+            definition = find_metric(part.name)
+            if definition is None:
+                if part.name not in by_request:
+                    return True
+            elif definition.kind == "pointwise" and definition.counted == "token":
+                return True
+    return False

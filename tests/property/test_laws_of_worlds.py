@@ -1,0 +1,261 @@
+"""No world breaks a law that solvers are told of measured quantities."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from random import Random
+from typing import Literal, assert_never
+
+import z3
+
+from kcdsl.ir import terms as ir
+from kcdsl.ir.evaluate import rows, windows
+from kcdsl.ir.facts import Interval
+from kcdsl.ir.laws import (
+    AtMost,
+    Bent,
+    Between,
+    Flat,
+    Law,
+    Least,
+    Most,
+    Opposite,
+    Setting,
+    Share,
+    Tied,
+    has_two_sides,
+    laws,
+)
+from kcdsl.ir.norms import Undefined
+from kcdsl.ir.selection import division, inclusion
+from kcdsl.ir.smtlib.assumptions import _assertion
+from kcdsl.ir.truth import Scope
+from kcdsl.ir.world import Unit, World
+from kcdsl_backends.smt.assumptions import _Writer
+from kcdsl_backends.smt.claims import same_slice
+from kcdsl_backends.smt.quantities import LARGEST, SMALLEST, Quantity, Side
+from kcdsl_backends.smt.solving import real
+from kcdsl_backends.smt.translate import Translator
+from tests.support import small_worlds as small
+from tests.support.distributions import MeasuredWorlds
+
+OWN = "own"
+"""A metric of the user with one value per request, from 0 to 2."""
+STATISTICS = (
+    ("mean", None),
+    ("max", None),
+    ("min", None),
+    ("quantile", Fraction(1, 2)),
+    ("quantile", Fraction(9, 10)),
+)
+SMALL: tuple[ir.Term, ...] = (ir.Metric("hidden_linf"), ir.Metric("hidden_l2"), ir.Metric(OWN))
+OF_DISTRIBUTIONS: tuple[ir.Term, ...] = (
+    *(ir.Metric(name) for name in ("kl", "tv", "js", "logit_linf", "logit_span", "log_ratio")),
+    ir.Abs(ir.Metric("log_ratio")),
+)
+ROUNDING = Fraction(1, 10**9)
+KNOWN = {OWN: Interval(Fraction(0), Fraction(2))}
+
+
+def quantities(terms: Sequence[ir.Term], slices: Sequence[str]) -> list[Quantity]:
+    """Return every statistic of terms on slices, on each side that it has."""
+    found = []
+    for name in slices:
+        for of in terms:
+            for kind, q in STATISTICS:
+                two = has_two_sides(ir.Statistic(kind, of, q), frozenset({OWN}))
+                sides: tuple[Side | Literal[""], ...] = (LARGEST, SMALLEST) if two else ("",)
+                found += [Quantity(name, kind, q, of, side) for side in sides]
+    return found
+
+
+def values(
+    found: Sequence[Quantity], world: World, units: dict[str, tuple[Unit, ...]]
+) -> list[Fraction | None]:
+    """Return what was measured on the units of each slice; None where there is nothing."""
+    return [
+        value_of(quantity, Scope(world, lambda _: (), units[quantity.slice])) for quantity in found
+    ]
+
+
+def value_of(quantity: Quantity, scope: Scope) -> Fraction | None:
+    try:
+        value = scope.value(quantity.term, quantity.side or LARGEST, {})
+    except Undefined:
+        return None
+    assert isinstance(value, Fraction)
+    return value
+
+
+def keeps(law: Law, value: Sequence[Fraction | None], slack: Fraction) -> bool | None:
+    """Say whether values keep a law; None where it says nothing of them. Orders may be missed by
+    `slack`, which is for values that were rounded."""
+
+    def at(n: int) -> Fraction:
+        found = value[n]
+        assert found is not None
+        return found
+
+    match law:
+        case Least(quantity, limit):
+            return at(quantity) >= limit - slack
+        case Most(quantity, limit):
+            return at(quantity) <= limit + slack
+        case AtMost(lesser, factor, large):
+            return at(lesser) <= factor * at(large) + slack
+        case Opposite(lesser, large):
+            return -at(lesser) <= at(large) + slack
+        case Bent(large, bound, lesser, limit):
+            return at(lesser) <= limit + slack if at(large) <= bound else None
+        case Tied(mean, other, limit, low):
+            if at(mean) > limit if low else at(mean) < limit:
+                return None
+            return at(other) <= limit if low else at(other) >= limit
+        case Flat(mean, extreme, other):
+            return at(other) == at(extreme) if at(mean) == at(extreme) else None
+        case Share(mean, quantile, q, low):
+            if at(quantile) <= low:
+                return None
+            return (1 - q) * (at(quantile) - low) < at(mean) - low
+        case Between(whole, parts, above, below):
+            others = [at(part) for part in parts]
+            return not ((above and at(whole) > max(others)) or (below and at(whole) < min(others)))
+        case _:
+            assert_never(law)
+
+
+def spoken(law: Law) -> Iterator[int]:
+    """Yield the quantities that a law speaks of."""
+    for name in ("quantity", "small", "large", "mean", "other", "extreme", "quantile", "whole"):
+        if hasattr(law, name):
+            yield getattr(law, name)
+    if isinstance(law, Between):
+        yield from law.parts
+
+
+def check(
+    found: Sequence[Quantity],
+    setting: Setting,
+    compared: Collection[Fraction],
+    worlds: Iterator[list[Fraction | None]],
+    slack: Fraction = Fraction(0),
+) -> Counter[str]:
+    told = list(laws(found, [q.term for q in found], [compared] * len(found), setting))
+    seen: Counter[str] = Counter()
+    for measured in worlds:
+        for law in told:
+            if any(measured[n] is None for n in spoken(law)):
+                continue
+            kept = keeps(law, measured, slack)
+            shown = [f"{found[n]} = {measured[n]}, {found[n].side}" for n in spoken(law)]
+            assert kept is not False, (law, shown)
+            seen[type(law).__name__] += kept is True
+    return seen
+
+
+ODD = ir.FieldTest("category", "==", "odd")
+SLICES = (*small.SLICES, ir.Slice("mixed", where=ir.NoneOf(ir.AllOf((ODD, small.LONG)))))
+"""`odd` and `mixed` make up all requests and share some; `long` and `brief` share none."""
+PROGRAM = replace(small.program(), slices=SLICES)
+NAMES = [item.name for item in SLICES]
+
+
+def with_own(world: World, random: Random) -> World:
+    """Return a world in which every request has a value of the user's metric."""
+    units = tuple(
+        replace(unit, values={**unit.values, OWN: (Fraction(random.choice((0, 0, 1, 2))),)})
+        for unit in world.data["data.jsonl"]
+    )
+    return replace(world, data={"data.jsonl": units})
+
+
+def of_slices(world: World) -> dict[str, tuple[Unit, ...]]:
+    return {item.name: rows(item, PROGRAM, world) for item in SLICES}
+
+
+def test_laws_of_whole_slices() -> None:
+    found, random = quantities(SMALL, NAMES), Random(1)
+    setting = Setting(inclusion(PROGRAM), Fraction(1), division(PROGRAM), KNOWN, frozenset({OWN}))
+
+    def worlds() -> Iterator[list[Fraction | None]]:
+        for seed in range(12):
+            for world in small.worlds(seed, 11):
+                measured = with_own(world, random)
+                yield values(found, measured, of_slices(measured))
+
+    seen = check(found, setting, small.NUMBERS, worlds())
+    for law in ("Least", "Most", "AtMost", "Tied", "Flat", "Share", "Between"):
+        assert seen[law] >= 100, seen
+
+
+def test_laws_of_single_requests_and_windows() -> None:
+    found, random = quantities(SMALL, ["all"]), Random(2)
+    for size in (1, 2):
+        setting = Setting(
+            same_slice, Fraction(1), known=KNOWN, by_request=frozenset({OWN}), one_request=size == 1
+        )
+
+        def worlds(size: int = size) -> Iterator[list[Fraction | None]]:
+            for seed in range(10):
+                for world in small.worlds(seed, 5):
+                    measured = with_own(world, random)
+                    for group in windows(measured.data["data.jsonl"], size):
+                        yield values(found, measured, {"all": group})
+
+        seen = check(found, setting, small.NUMBERS, worlds())
+        for law in ("AtMost", "Tied", "Flat", "Share"):
+            assert seen[law] >= 100, (size, seen)
+
+
+def test_laws_of_distributions() -> None:
+    found = quantities(OF_DISTRIBUTIONS, ["all"])
+    bounds = [Fraction(n, 100) for n in (1, 5, 20, 50, 100, 300)]
+    setting = Setting(same_slice, Fraction(1))
+
+    def worlds() -> Iterator[list[Fraction | None]]:
+        for seed in range(60):
+            made = MeasuredWorlds(seed)
+            world = made.world(made.choice((1, 2, 5, 12)))
+            yield values(found, world, {"all": world.data["data.jsonl"]})
+
+    seen = check(found, setting, bounds, worlds(), ROUNDING)
+    for law in ("Least", "Most", "AtMost", "Bent", "Opposite"):
+        assert seen[law] >= 100, seen
+
+
+def test_both_translations_state_the_laws() -> None:
+    """What z3 is told and what a script says of values is what the laws say of them."""
+    found = quantities(
+        (*SMALL[:2], ir.Metric("kl"), ir.Metric("tv"), *OF_DISTRIBUTIONS[5:]), ["all"]
+    )
+    found += quantities(SMALL[1:], ["long", "brief"])
+    inside, divided = inclusion(PROGRAM), division(PROGRAM)
+    setting = Setting(inside, Fraction(1), divided, KNOWN, frozenset({OWN}))
+    told = list(laws(found, [q.term for q in found], [small.NUMBERS] * len(found), setting))
+    random, chosen = Random(3), dict[type[Law], list[Law]]()
+    for law in random.sample(told, len(told)):
+        same = chosen.setdefault(type(law), [])
+        if len(same) < 40:
+            same.append(law)
+    translator = Translator()
+    variables = [translator._variable(quantity) for quantity in found]
+    symbols = [f"v{n}" for n in range(len(found))]
+    reals = [z3.Real(symbol, translator.context) for symbol in symbols]
+    declared = "\n".join(f"(declare-const {symbol} Real)" for symbol in symbols)
+    seen: Counter[tuple[str, bool]] = Counter()
+    for law in (law for same in chosen.values() for law in same):
+        stated = _Writer(translator, found).expression(law)
+        script = f"{declared}\n(assert {_assertion(law, symbols)})"
+        (written,) = z3.parse_smt2_string(script, ctx=translator.context)
+        for _ in range(12):
+            value = [Fraction(random.randint(-1, 4), 2) for _ in found]
+            kept = keeps(law, value, Fraction(0)) is not False
+            used = {n: real(value[n], translator.context) for n in spoken(law)}
+            for formula, names in ((stated, variables), (written, reals)):
+                put = z3.substitute(formula, *((names[n], used[n]) for n in used))
+                assert z3.is_true(z3.simplify(put)) is kept, (law, value, formula)
+            seen[type(law).__name__, kept] += 1
+    assert len(seen) == 18, seen

@@ -1,0 +1,161 @@
+"""How contracts differ where units, budgets and the whole contract matter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from kcdsl.ir.terms import Arith, Budget, Clause, HasFields, Level
+from kcdsl.verdict.difference import ClauseDifference, Extent, Relation, Status, together
+from kcdsl_backends.smt import BACKEND
+
+Build = Any
+
+
+def upper(build: Build, id: str, statistic: Any, limit: str, **more: Any) -> Clause:
+    clause: Clause = build.clause(id, build.compare(statistic, "<=", limit))
+    return replace(clause, **more)
+
+
+def budget(rate: str, unit: str = "requests") -> Budget:
+    return Budget(Fraction(rate), unit)
+
+
+def compare(build: Build, old: list[Clause], new: list[Clause]) -> dict[str, ClauseDifference]:
+    found = BACKEND.difference(build.program(*old), build.program(*new))
+    return {item.id: item for item in found.clauses}
+
+
+def relation(build: Build, old: list[Clause], new: list[Clause]) -> Relation:
+    return BACKEND.difference(build.program(*old), build.program(*new)).relation
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("0.01", "0.05", Relation.WEAKER),
+        ("0.05", "0.01", Relation.STRICTER),
+        ("0", None, Relation.EQUAL),
+        (None, "0", Relation.EQUAL),
+        (None, "0.01", Relation.WEAKER),
+        ("0.01", None, Relation.STRICTER),
+    ],
+)
+def test_budgets(build: Build, old: str | None, new: str | None, expected: Relation) -> None:
+    maximum = build.stat("max", "kl")
+    first, second = (
+        upper(build, "A", maximum, "1", budget=None if rate is None else budget(rate))
+        for rate in (old, new)
+    )
+    assert relation(build, [first], [second]) is expected
+
+
+@pytest.mark.parametrize("op", ["<=", "<"])
+def test_a_percentile_counts_requests(build: Build, op: str) -> None:
+    tail = build.clause("A", build.compare(build.p(99, "kl"), op, "1"))
+    counted = build.clause("A", build.compare(build.stat("max", "kl"), op, "1"))
+    for rate, expected in (
+        ("0.01", Relation.EQUAL),
+        ("0.005", Relation.STRICTER),
+        ("0.02", Relation.WEAKER),
+    ):
+        new = replace(counted, budget=budget(rate))
+        assert relation(build, [tail], [new]) is expected
+    windows = replace(counted, budget=budget("0.01", "windows"))
+    assert relation(build, [tail], [windows]) is Relation.INCOMPARABLE
+
+
+def test_a_lower_bound_of_a_percentile_is_none_of_requests(build: Build) -> None:
+    tail = build.clause("A", build.compare(build.p(99, "kl"), ">=", "1"))
+    counted = build.clause("A", build.compare(build.stat("max", "kl"), ">=", "1"))
+    new = replace(counted, budget=budget("0.01"))
+    assert relation(build, [tail], [new]) is Relation.INCOMPARABLE
+
+
+def test_the_share_of_a_witness_is_what_the_new_budget_allows(build: Build) -> None:
+    maximum = build.stat("max", "kl")
+    old = upper(build, "A", maximum, "1", budget=budget("0.01"))
+    new = upper(build, "A", maximum, "1", budget=budget("0.05"))
+    cap = upper(build, "B", maximum, "1.5", budget=budget("0"))
+    witness = compare(build, [old], [new, cap])["A"].witness
+    assert witness is not None
+    assert witness.of == "5% of the requests of the slice all"
+    assert witness.extent is Extent.CONTRACT
+    (value,) = witness.values
+    assert 1 < Fraction(value.exact) <= Fraction(3, 2)
+
+
+def test_budgets_that_only_add_up_leave_the_question_without_a_witness(build: Build) -> None:
+    low, high = build.stat("min", "kl"), build.stat("max", "kl")
+    width = build.clause("C", build.compare(Arith("-", high, low), "<=", "1"))
+    a = replace(build.clause("A", build.compare(low, ">=", "1")), budget=budget("0.03"))
+    b = replace(build.clause("B", build.compare(high, "<=", "2")), budget=budget("0.03"))
+    c = replace(width, budget=budget("0.05"))
+    found = compare(build, [a, b, c], [a, b])["C"]
+    assert (found.relation, found.witness) == (Relation.WEAKER, None)
+    affordable = replace(width, budget=budget("0.06"))
+    assert compare(build, [a, b, affordable], [a, b])["C"].kept_by == ("A", "B")
+
+
+def test_what_holds_of_no_request_alone_refuses_a_witness(build: Build) -> None:
+    """Of a clause about the whole slice, values of requests are no witness, nor the other way."""
+    old = upper(build, "A", build.stat("mean", "kl"), "1")
+    new = replace(old, budget=budget("0.5", "windows"))
+    found = compare(build, [old], [new])["A"]
+    assert (found.relation, found.witness) == (Relation.INCOMPARABLE, None)
+
+
+def test_a_witness_says_which_clauses_were_looked_at(build: Build) -> None:
+    old = upper(build, "A", build.stat("mean", "kl"), "1")
+    other = upper(build, "B", build.stat("max", "kl"), "2", budget=budget("0.5", "windows"))
+    apart = upper(build, "C", build.stat("max", "hidden_l2"), "2", budget=budget("0.5", "windows"))
+    for kept, extent in ((other, Extent.UNIT), (apart, Extent.CONTRACT)):
+        witness = compare(build, [old, kept], [kept])["A"].witness
+        assert witness is not None
+        assert (witness.extent, witness.unit) == (extent, "slices")
+
+
+def test_a_removed_clause_that_others_imply_leaves_the_contract_as_it_is(build: Build) -> None:
+    strict = upper(build, "A", build.stat("max", "kl"), "1")
+    loose = upper(build, "B", build.p(99, "kl"), "2")
+    found = compare(build, [strict, loose], [strict])["B"]
+    assert (found.status, found.relation, found.kept_by) == (
+        Status.REMOVED, Relation.EQUAL, ("A",),
+    )  # fmt: skip
+    assert relation(build, [strict, loose], [strict]) is Relation.EQUAL
+
+
+def test_a_clause_of_a_lower_level_is_no_substitute(build: Build) -> None:
+    strict = upper(build, "A", build.stat("max", "kl"), "1", level=Level.L1)
+    loose = upper(build, "B", build.p(99, "kl"), "2")
+    found = compare(build, [strict, loose], [strict])["B"]
+    assert (found.relation, found.kept_by) == (Relation.WEAKER, ())
+    assert found.why == ("A still demands it, with other consequences",)
+
+
+def test_fields_that_records_may_lack(build: Build) -> None:
+    old = build.clause("A", HasFields(("rng_seed", "build_fingerprint")))
+    new = build.clause("A", HasFields(("rng_seed",)))
+    found = compare(build, [old], [new])["A"]
+    assert found.relation is Relation.WEAKER
+    assert found.witness is not None
+    assert found.witness.lacking == ("build_fingerprint",)
+
+
+def test_relations_of_a_whole() -> None:
+    equal, stricter, weaker = Relation.EQUAL, Relation.STRICTER, Relation.WEAKER
+    undecided, incomparable = Relation.UNDECIDED, Relation.INCOMPARABLE
+    for parts, whole in (
+        ((), equal),
+        ((equal, stricter), stricter),
+        ((equal, weaker), weaker),
+        ((weaker, stricter), incomparable),
+        ((undecided, stricter), undecided),
+        ((undecided, equal), undecided),
+        ((undecided, weaker), incomparable),
+        ((incomparable, stricter), incomparable),
+    ):
+        assert together(parts) is whole
