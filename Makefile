@@ -14,7 +14,7 @@ SHELL   := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools demo demo-minilm test test-fast test-slow test-gpu lint type layers format \
-        grammar pages docs wheel changelog clean distclean
+        fuzz-language grammar pages docs wheel changelog clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do \
@@ -102,6 +102,11 @@ docs: setup ## links, tables and help texts of the documentation agree with the 
 
 bench-%: setup
 	$(BIN)/python -m bench.$*
+
+COUNT ?= 20000
+SEED  ?= 1
+fuzz-language: setup ## COUNT damaged documents of campaign SEED: no crash, no hang, no other meaning
+	$(BIN)/python -m bench.fuzz_language --count $(COUNT) --seed $(SEED) --workers $(WORKERS)
 
 # --- releases -------------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def measure(name: str) -> Measured:
     base = _forget_peak()
     verify = seconds(lambda: problem.bound(centre, zero), repeat=20, warmup=2)
     peak = _peak()
-    bound = drift_bound(problem.bound(centre, zero).output, "inf")
+    bound = drift_bound(problem.bound(centre, zero).output.drift, "inf")
     found: list[Attack] = []
     train, infer = problem.simulators()
     attacked = seconds(

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator
+from collections.abc import Mapping as Table
 from contextlib import contextmanager
-from dataclasses import dataclass
-from difflib import unified_diff
-from itertools import pairwise, zip_longest
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.fixing import edited, fix
-from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink
-from kcdsl.diagnostics.render import FORMATS, Checked, Run, render
-from kcdsl.format import edits, format_text
-from kcdsl.format.comments import find_comments, scalars
+from kcdsl.check.incremental import Incremental
+from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink, Suppressed
+from kcdsl.diagnostics.render import FORMATS
+from kcdsl.format.comments import scalars
+from kcdsl.ir import smtlib
 from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.load import load_bytes
 from kcdsl.ir.terms import Program
 from kcdsl.route.router import route
 from kcdsl.source.files import decode_source
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.text import SourceFile, Span
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
+from kcdsl.source.text import SourceFile
+from tests.fuzz.findings import check_colours, check_rendering, check_spans
+from tests.fuzz.formatting import check_format, check_meaning
+from tests.fuzz.promise import Broken, expect
+from tests.fuzz.serving import asked, check_answer, requests, same_findings
 from tests.fuzz.watchdog import Hang, limit
 
 SECONDS = 2.0
 NAME = "mutant.kc.yaml"
-LAYOUT_ALONE = {"KC015"}
-"""Codes of findings about the layout, which formatting may mend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,8 @@ class Failure:
     stage: str
     key: str
     detail: str
+    raised: bool = False
+    """Whether it is a traceback."""
 
 
 @dataclass(slots=True)
@@ -50,27 +51,54 @@ class Examined:
 
     outcome: str
     failure: Failure | None = None
-    slowest: float = 0.0
-    """The processor time of the slowest stage."""
+    times: Table[str, float] = field(default_factory=dict)
+    """The processor time of each stage, of its slowest run."""
+    codes: frozenset[str] = frozenset()
+    """The codes of what was found."""
+    changed: bool = False
+    """Whether formatting makes another text of it."""
 
 
-class Broken(Exception):
-    """Raised where something does not hold."""
+def examine(
+    data: bytes,
+    folder: Path,
+    *,
+    before: bytes | None = None,
+    served: bool = False,
+    solved: bool = False,
+    seconds: float = SECONDS,
+) -> Examined:
+    """Check everything that is promised of a document, each stage within a time limit.
 
-
-def examine(data: bytes, folder: Path, *, seconds: float = SECONDS) -> Examined:
-    """Check everything that is promised of a document, each stage within a time limit."""
+    `before` is what an editor held before the document; `folder` is where files are looked for.
+    With `served` a language server is asked about it, with `solved` z3 reads the question that it
+    is put as.
+    """
     examination = _Examination(folder, seconds)
     failure = None
     try:
         examination.run(data)
+        if examination.source is not None and before is not None:
+            with examination.at("edit"):
+                _check_edit(before, examination.source, examination.sink, folder)
+        if examination.source is not None and served:
+            examination.serve(examination.source, before)
+        if examination.program is not None and solved:
+            with examination.at("solver"):
+                _check_question(examination.program)
     except Broken as error:
         failure = Failure(examination.stage, str(error).partition(":")[0], str(error))
     except Hang as error:
         failure = Failure(examination.stage, "hang", f"{error}\n{traceback.format_exc()}")
     except Exception as error:
-        failure = Failure(examination.stage, _origin(error), traceback.format_exc())
-    return Examined(examination.outcome, failure, examination.slowest)
+        failure = Failure(examination.stage, _origin(error), traceback.format_exc(), True)
+    return Examined(
+        examination.outcome,
+        failure,
+        examination.times,
+        frozenset(examination.codes),
+        examination.changed,
+    )
 
 
 def _origin(error: Exception) -> str:
@@ -87,111 +115,122 @@ class _Examination:
         self.folder = folder
         self.seconds = seconds
         self.stage = ""
-        self.outcome = "unreadable"
-        self.slowest = 0.0
+        self.outcome = "not text"
+        self.changed = False
+        self.times: dict[str, float] = {}
+        self.codes: set[str] = set()
+        self.source: SourceFile | None = None
+        self.sink = Sink()
+        self.program: Program | None = None
 
     @contextmanager
-    def at(self, stage: str) -> Iterator[None]:
+    def at(self, stage: str, *, rounds: int = 1) -> Iterator[None]:
         self.stage = stage
         begun = time.process_time()
-        with limit(self.seconds):
+        with limit(rounds * self.seconds):
             yield
-        self.slowest = max(self.slowest, time.process_time() - begun)
+        taken = time.process_time() - begun
+        self.times[stage] = max(self.times.get(stage, 0.0), taken / rounds)
 
     def run(self, data: bytes) -> None:
         with self.at("read"):
             try:
-                source = decode_source(NAME, data)
+                self.source = source = decode_source(NAME, data)
             except Refusal as refusal:
-                _check_findings(refusal.diagnostics, None)
+                self._check_findings(refusal.diagnostics, (), None)
                 return
-        sink = Sink()
+        sink = self.sink
         with self.at("lint"):
             analysis = analyse(source, sink, self.folder)
-        with self.at("findings"):
-            _check_findings(sink, source)
+        self._check_findings(tuple(sink), analysis.suppressed, source)
         with self.at("places"):
             _check_places(source, analysis)
-        self.outcome = "no YAML" if analysis.root is None else "rejected"
-        program = analysis.program
-        expect((program is None and analysis.library is None) == sink.has_errors, "no program and no error")
+        self.outcome = "not YAML" if analysis.root is None else "rejected"
+        self.program = program = analysis.program
+        nothing = program is None and analysis.library is None
+        expect(nothing == sink.has_errors, "no program and no error, or both")
         if program is not None:
             self.outcome = "accepted"
             with self.at("program"):
                 _check_program(program)
+        elif analysis.library is not None:
+            self.outcome = "library"
         with self.at("format"):
-            text = _check_format(source)
+            text = check_format(source)
         if text is not None:
+            self.changed = text != source.text
             again = Sink()
             with self.at("lint"):
                 after = analyse(SourceFile(NAME, text), again, self.folder)
             with self.at("meaning"):
-                _check_meaning(analysis, sink, after, again)
+                check_meaning(source, analysis, sink, after, again)
         if any(found.fix is not None for found in sink):
-            self._check_fixes(source, sink)
+            self._check_fixes(source, analysis)
 
-    def _check_fixes(self, source: SourceFile, sink: Sink) -> None:
-        """Every fix alone, and all together, leads to a text that is read without a crash."""
-        for found in sink:
+    def _check_findings(
+        self,
+        found: tuple[Diagnostic, ...],
+        accepted: tuple[Suppressed, ...],
+        source: SourceFile | None,
+    ) -> None:
+        """Every finding has a place inside its file, and renders in every format."""
+        everything = (*found, *(item.diagnostic for item in accepted))
+        self.codes |= {item.code.id for item in everything}
+        with self.at("findings"):
+            check_spans(everything, source)
+        for name in FORMATS:
+            with self.at(name):
+                check_rendering(found, accepted, name, NAME)
+        with self.at("colours"):
+            check_colours(found)
+
+    def _check_fixes(self, source: SourceFile, analysis: Analysis) -> None:
+        """Every fix alone, and all together, leads to a text that is read without a crash; what
+        could be read still can, and the safe ones leave the meaning of what has one."""
+        for found in self.sink:
             if found.fix is not None and found.source == source:
                 with self.at("fix"):
                     edited(source.text, found.fix.edits)
-        # Each round of fixes is a lint; a fix may take as long as its rounds.
-        seconds, self.seconds = self.seconds, 10 * self.seconds
-        with self.at("fix"):
-            fixed = fix(source, self.folder, unsafe=True)
-        self.seconds = seconds
-        errors = sum(found.severity is Severity.ERROR for found in sink)
-        left = sum(found.severity is Severity.ERROR for found in fixed.left)
-        expect(left <= errors, f"fixes make errors: {errors}, then {left}")
+        errors = _errors(self.sink)
+        for unsafe in (False, True):
+            # Each round of fixes is a lint; a fix may take as long as its rounds.
+            with self.at("fix", rounds=10):
+                fixed = fix(source, self.folder, unsafe=unsafe)
+            left = _errors(fixed.left)
+            readable = fixed.analysis.root is not None
+            if analysis.root is not None:
+                expect(readable, f"fixes make it unreadable: {fixed.source.text!r}")
+                expect(left <= errors, f"fixes make errors: {errors}, then {left}")
+            elif not readable:  # a document that can be read at last may have more errors
+                expect(left <= errors, f"fixes make errors: {errors}, then {left}")
+            if analysis.program is not None and not unsafe:
+                program = fixed.analysis.program
+                same = program is not None and digest(program) == digest(analysis.program)
+                expect(same, f"safe fixes change the meaning: {fixed.source.text!r}")
+
+    def serve(self, source: SourceFile, before: bytes | None) -> None:
+        """A server finds what a check finds, and answers every request."""
+        old = None if before is None else before.decode("utf-8", "replace")
+        with self.at("server"):
+            question = asked(source, old, self.folder)
+            same = same_findings(question.snapshot, self.sink, NAME)
+            expect(same, "the server finds something else")
+        for method, params, offset in requests(question):
+            with self.at(method):
+                check_answer(question, method, params, offset)
 
 
-def expect(true: bool, what: str) -> None:
-    """Raise Broken unless something holds; the text before a colon names the defect."""
-    if not true:
-        raise Broken(what)
-
-
-# --- findings -------------------------------------------------------------------------------------
-
-
-def _check_findings(found: Iterable[Diagnostic], source: SourceFile | None) -> None:
-    """Every finding has a place inside its file, and renders in every format."""
-    diagnostics = list(found)
-    for item in diagnostics:
-        expect(bool(item.message.strip()), f"empty message: {item.code.id}")
-        if source is None:
-            continue
-        expect(item.source is not None and item.span is not None, f"no place: {item.code.id}")
-        assert item.source is not None
-        spans = [item.span, *(label.span for label in item.labels)]
-        spans += [edit.span for edit in item.fix.edits] if item.fix is not None else []
-        size = len(item.source.text)
-        for span in spans:
-            inside = span is not None and 0 <= span.start <= span.end <= size
-            expect(inside, f"place outside the file: {item.code.id} {span} of {size}")
-        if item.fix is not None:
-            places = sorted(edit.span for edit in item.fix.edits)
-            apart = all(a.end <= b.start for a, b in pairwise(places))
-            expect(apart, f"edits of one fix overlap: {item.code.id} {places}")
-    for name in FORMATS:
-        text = render(diagnostics, name, None, Run(files=(Checked(NAME),)))
-        text.encode("utf-8")
-        if name in {"json", "sarif"}:
-            json.loads(text)
-        elif name == "junit":
-            ElementTree.fromstring(text)
-        elif name == "concise":
-            expect(text.count("\n") + bool(text) == len(diagnostics), "concise: not one line each")
-        else:
-            expect(not any(ord(c) < 32 and c not in "\n\t" for c in text), f"{name}: control characters")
+def _errors(found: Iterable[Diagnostic]) -> int:
+    return sum(item.severity is Severity.ERROR for item in found)
 
 
 def _check_places(source: SourceFile, analysis: Analysis) -> None:
     """Every scalar is mapped character by character, but for what the documentation names."""
     for scalar in scalars(analysis.root) if analysis.root is not None else ():
-        mapped = map_scalar(source, scalar)
         raw = source.text[scalar.span.start : scalar.span.end]
+        if raw.startswith("*"):  # an alias, which is an error
+            continue
+        mapped = map_scalar(source, scalar)
         expect(mapped.pieces is not None, f"unmapped {scalar.style}: {raw!r} as {scalar.text!r}")
 
 
@@ -207,80 +246,27 @@ def _check_program(program: Program) -> None:
     expect(len(route(program)) == len(program.clauses), "a clause without a route")
 
 
-# --- format ---------------------------------------------------------------------------------------
+def _check_question(program: Program) -> None:
+    """z3 reads the question whether every clause can hold, and those that it can be asked next."""
+    import z3
+
+    for text in (smtlib.consistency(program), smtlib.implication(program, program.clauses[0].id)):
+        try:
+            z3.parse_smt2_string(text)
+        except z3.Z3Exception as error:
+            raise Broken(f"z3 does not read it: {error}\n{text}") from error
 
 
-def _check_format(source: SourceFile) -> str | None:
-    """Formatting twice is formatting once; comments keep their order and what they stand at."""
-    sink = Sink()
-    text = format_text(source, sink)
-    if text is None:
-        expect(sink.has_errors, "not formatted, without an error")
-        expect(all(d.code.id != "KC701" for d in sink), "refused to format")
-        return None
-    new = SourceFile(NAME, text)
-    again = Sink()
-    twice = format_text(new, again)
-    expect(twice is not None, f"formatted once and not twice: {[d.message for d in again]}")
-    assert twice is not None
-    difference = "\n".join(unified_diff(text.splitlines(), twice.splitlines(), lineterm=""))
-    expect(twice == text, f"formatted twice is another text:\n{difference}")
-    expect("\r" not in text and text.endswith("\n"), "line ends")
-    expect(_applied(source.text, text), "the edits lead to another text")
-    before, after = _attached(source), _attached(new)
-    for old, now in zip_longest(before, after):
-        expect(old is not None and now is not None, "a comment too many or too few")
-        same = old[:1] == now[:1] and now[1] in old[1:]
-        expect(same, f"a comment moved: {old} to {now}")
-    return text
-
-
-def _applied(old: str, new: str) -> bool:
-    text = old
-    for edit in reversed(edits(old, new)):
-        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
-    return text == new
-
-
-def _attached(source: SourceFile) -> list[tuple[str | int, ...]]:
-    """Return each comment with the number of scalars before it.
-
-    Between a key and its value it may move above the key: then that number is allowed too.
-    """
-    root = parse_yaml(source, Sink())
-    if root is None:
-        return []
-    ordered = list(_in_order(root))
-    found: list[tuple[str | int, ...]] = []
-    at = 0
-    for comment in find_comments(source, root):
-        while at < len(ordered) and ordered[at][0].start < comment.start:
-            at += 1
-        after_key = at > 0 and ordered[at - 1][1]
-        found.append((comment.text, at, at - 1) if after_key else (comment.text, at))
-    return found
-
-
-def _in_order(node: Node) -> Iterator[tuple[Span, bool]]:
-    """Yield the place of every scalar that is not empty, and whether it is a key."""
-    match node:
-        case Scalar(span=span):
-            yield span, False
-        case Sequence(items=items):
-            for item in items:
-                yield from _in_order(item)
-        case Mapping(entries=entries):
-            for entry in entries:
-                yield entry.key.span, True
-                yield from _in_order(entry.value)
-
-
-def _check_meaning(before: Analysis, old: Sink, after: Analysis, new: Sink) -> None:
-    """The formatted document means the same, and the same is said about it."""
-    expect((before.program is None) == (after.program is None), "accepted before or after alone")
-    if before.program is not None and after.program is not None:
-        expect(digest(before.program) == digest(after.program), "formatted means something else")
-    codes = [
-        sorted(d.code.id for d in sink if d.code.id not in LAYOUT_ALONE) for sink in (old, new)
-    ]
-    expect(codes[0] == codes[1], f"other findings after formatting: {codes[0]} then {codes[1]}")
+def _check_edit(before: bytes, source: SourceFile, sink: Sink, folder: Path) -> None:
+    """Checking again after an edit finds what checking anew finds, back and forth."""
+    try:
+        old = SourceFile(NAME, before.decode("utf-8"))
+    except UnicodeDecodeError:
+        return
+    incremental, fresh = Incremental(), Sink()
+    incremental.analyse(old, folder)
+    _, found = incremental.analyse(source, folder)
+    expect(found.found == sink.found, "other findings after an edit")
+    analyse(old, fresh, folder)
+    _, found = incremental.analyse(old, folder)
+    expect(found.found == fresh.found, "other findings after undoing an edit")

@@ -34,7 +34,7 @@ def _characters(data: bytes) -> list[bytes]:
 
 
 def _shorten(parts: Sequence[bytes], shows: Shows, stop: float) -> bytes:
-    """Leave out runs of parts, from half of all down to single ones, as long as the rest shows it."""
+    """Leave out runs of parts, from half of all down to single ones, while the rest shows it."""
     kept = list(parts)
     size = max(1, len(kept) // 2)
     while True:

@@ -1,4 +1,5 @@
-"""The documents that mutants are made of: corpus, examples, and the pages of diagnostic codes."""
+"""The documents that mutants are made of: corpus, examples, the pages of diagnostic codes, and
+generated ones."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from kcdsl.diagnostics.model import Sink
+from kcdsl.source.text import SourceFile
+from kcdsl.source.yaml_nodes import parse_yaml
 from tests.support.pages import completed
+from tests.support.styles import Writer
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```yaml([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -32,7 +37,9 @@ def seeds() -> tuple[Seed, ...]:
         for path in sorted((ROOT / place).rglob("*.yaml")):
             if "out" not in path.parts:
                 name = path.relative_to(ROOT).as_posix()
-                found.append(Seed(name, path.read_bytes(), path.parent, "rejected" not in path.parts))
+                found.append(
+                    Seed(name, path.read_bytes(), path.parent, "rejected" not in path.parts)
+                )
     for page in sorted((ROOT / "kcdsl" / "diagnostics" / "pages").glob("KC*.md")):
         blocks = _BLOCK.findall(page.read_text(encoding="utf-8"))
         for number, (words, block) in enumerate(blocks):
@@ -45,3 +52,15 @@ def seeds() -> tuple[Seed, ...]:
 def good_seeds() -> tuple[Seed, ...]:
     """Return the documents that are meant to be accepted."""
     return tuple(seed for seed in seeds() if seed.good)
+
+
+@cache
+def readable_seeds() -> tuple[Seed, ...]:
+    """Return the documents that are YAML, so that they have a tree."""
+    texts = ((seed, seed.data.decode("utf-8", "replace")) for seed in seeds())
+    return tuple(s for s, text in texts if parse_yaml(SourceFile(s.name, text), Sink()) is not None)
+
+
+def generated_seed(number: int) -> Seed:
+    """Return a document that is accepted, written in styles by chance."""
+    return Seed(f"styles/{number}", Writer(number).text().encode(), ROOT / "grammar/corpus", True)

@@ -14,8 +14,8 @@ Change = Callable[[bytes, bytes, Random], bytes]
 _TOKEN = re.compile(r"[ \t]+|\r?\n[ \t]*|[A-Za-z_]\w*|[0-9][0-9.eE]*|[<>=!]=|.", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _DAMAGE = (
-    b"\xff", b"\xc3", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xef\xbb\xbf", b"\xfe\xff",
-    b"\xe2\x80\xa8", b"\xc2\x85", b"\0", b"\r", b"\xf0\x9d\x92\xb3", b"\x80",
+    b"\xff", b"\xc3", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xef\xbb\xbf",
+    b"\xfe\xff", b"\xe2\x80\xa8", b"\xc2\x85", b"\0", b"\r", b"\xf0\x9d\x92\xb3", b"\x80",
 )  # fmt: skip
 
 
@@ -151,7 +151,9 @@ def numbers(data: bytes, _: bytes, random: Random) -> bytes:
 def nest(data: bytes, _: bytes, random: Random) -> bytes:
     """Nest deeply, or write a very long line."""
     at = _place(data, random)
-    piece = random.choice((b"[", b"{", b"(", b"- ", b"{a: ", b"not ", b"-", b"abs(", b"1 + ", b"x, "))
+    piece = random.choice(
+        (b"[", b"{", b"(", b"- ", b"{a: ", b"not ", b"-", b"abs(", b"1 + ", b"x, ")
+    )
     times = random.choice((3, 39, 41, 300, 5000))
     close = {b"[": b"]", b"{": b"}", b"(": b")", b"{a: ": b"}", b"abs(": b")"}.get(piece, b"")
     end = close * times if random.random() < 0.5 else b""

@@ -61,20 +61,22 @@ def _tree(node: yaml.Node) -> Tree:
             return Branch(True, pairs)
 
 
-def _copy(tree: Tree) -> Tree:
+def copied(tree: Tree) -> Tree:
+    """Return a tree that can be changed alone."""
     if isinstance(tree, Leaf):
         return Leaf(tree.text, tree.style)
     return Branch(
         tree.mapping,
-        [(None if k is None else Leaf(k.text, k.style), _copy(v)) for k, v in tree.parts],
+        [(None if k is None else Leaf(k.text, k.style), copied(v)) for k, v in tree.parts],
     )
 
 
-def _branches(tree: Tree) -> Iterator[Branch]:
+def branches(tree: Tree) -> Iterator[Branch]:
+    """Yield every list and mapping."""
     if isinstance(tree, Branch):
         yield tree
         for _, value in tree.parts:
-            yield from _branches(value)
+            yield from branches(value)
 
 
 def _leaves(tree: Tree) -> Iterator[Leaf]:
@@ -87,10 +89,11 @@ def _leaves(tree: Tree) -> Iterator[Leaf]:
         yield from _leaves(value)
 
 
-def _expressions(tree: Tree) -> list[Leaf]:
+def expressions(tree: Tree) -> list[Leaf]:
+    """Return the scalars that hold expressions."""
     return [
         value
-        for branch in _branches(tree)
+        for branch in branches(tree)
         for key, value in branch.parts
         if key is not None and key.text in EXPRESSION_FIELDS and isinstance(value, Leaf)
     ]
@@ -98,10 +101,10 @@ def _expressions(tree: Tree) -> list[Leaf]:
 
 def change(tree: Tree, other: Tree, random: Random) -> None:
     """Change one thing of a tree; `other` is there to borrow from."""
-    places = [(branch, i) for branch in _branches(tree) for i in range(len(branch.parts))]
-    expressions = _expressions(tree)
-    if expressions and random.random() < 0.4:
-        _rewrite(random.choice(expressions), expressions, random)
+    places = [(branch, i) for branch in branches(tree) for i in range(len(branch.parts))]
+    written = expressions(tree)
+    if written and random.random() < 0.4:
+        _rewrite(random.choice(written), written, random)
         return
     if not places:
         return
@@ -114,7 +117,7 @@ def change(tree: Tree, other: Tree, random: Random) -> None:
             if not _within(target, value) and not _within(branch, their_value):
                 branch.parts[i], target.parts[j] = (key, their_value), (theirs, value)
         case 1:
-            branch.parts.insert(random.randint(0, len(branch.parts)), (_twin(key), _copy(value)))
+            branch.parts.insert(random.randint(0, len(branch.parts)), (_twin(key), copied(value)))
         case 2:
             del branch.parts[i]
         case 3:
@@ -133,14 +136,14 @@ def change(tree: Tree, other: Tree, random: Random) -> None:
         case 8:
             random.choice(list(_leaves(tree))).text = random.choice((*NUMBERS, *YAML))
         case _:
-            deep: Tree = _copy(value)
+            deep: Tree = copied(value)
             for _ in range(random.choice((1, 2, 38, 60))):
                 deep = Branch(False, [(None, deep)])
             branch.parts[i] = (key, deep)
 
 
 def _within(branch: Branch, tree: Tree) -> bool:
-    return any(found is branch for found in _branches(tree))
+    return any(found is branch for found in branches(tree))
 
 
 def _twin(key: Leaf | None) -> Leaf | None:
@@ -152,8 +155,8 @@ def _some(tree: Tree, other: Tree, random: Random) -> Tree:
     if random.random() < 0.3:
         return Leaf(random.choice((*NUMBERS, *EXPRESSIONS)), "plain")
     from_tree = random.choice((tree, other))
-    found = [value for branch in _branches(from_tree) for _, value in branch.parts]
-    return _copy(random.choice(found)) if found else Leaf("", "plain")
+    found = [value for branch in branches(from_tree) for _, value in branch.parts]
+    return copied(random.choice(found)) if found else Leaf("", "plain")
 
 
 def _other_kind(value: Tree, random: Random) -> Tree:
@@ -166,7 +169,9 @@ def _other_kind(value: Tree, random: Random) -> Tree:
             return random.choice((Branch(False, [(None, v) for _, v in value.parts]), Leaf("", "")))
         case Branch():
             key = Leaf("0", "plain")
-            return Branch(True, [(Leaf(f"{key.text}{n}", '"'), v) for n, (_, v) in enumerate(value.parts)])
+            return Branch(
+                True, [(Leaf(f"{key.text}{n}", '"'), v) for n, (_, v) in enumerate(value.parts)]
+            )
 
 
 def _rewrite(leaf: Leaf, others: list[Leaf], random: Random) -> None:
@@ -247,10 +252,15 @@ class Writer:
         step = self._random.choice((1, 2, 2, 4))
         if isinstance(value, Leaf):
             if value.style in {"|", ">"} or ("\n" in value.text and self._random.random() < 0.5):
-                return [self._behind(f"{lead} {self._header(value)}"), *self._body(value, indent + step)]
+                return [
+                    self._behind(f"{lead} {self._header(value)}"),
+                    *self._body(value, indent + step),
+                ]
             return [self._behind(f"{lead} {self._scalar(value, False)}".rstrip(" "))]
         if not value.parts or self._random.random() < 0.4:
-            return [self._behind(line) for line in f"{lead} {self._flow(value, indent + 1)}".split("\n")]
+            return [
+                self._behind(line) for line in f"{lead} {self._flow(value, indent + 1)}".split("\n")
+            ]
         return [self._behind(lead), *self._block(value, indent + step)]
 
     def _header(self, leaf: Leaf) -> str:
@@ -264,7 +274,9 @@ class Writer:
         if isinstance(tree, Leaf):
             return self._scalar(tree, True)
         parts = [
-            self._flow(v, indent) if k is None else f"{self._scalar(k, True, True)}: {self._flow(v, indent)}"
+            self._flow(v, indent)
+            if k is None
+            else f"{self._scalar(k, True, True)}: {self._flow(v, indent)}"
             for k, v in tree.parts
         ]
         gap = self._random.choice((", ", ", ", " , ", ",\n" + " " * indent))

@@ -1,11 +1,13 @@
-"""A limit on the processor time that a piece of work may take."""
+"""A limit on the time that a piece of work may take."""
 
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+PATIENCE = 30
+"""How many times its limit work may last on a busy machine; beyond that it waits for something."""
 
 
 class Hang(Exception):
@@ -14,21 +16,31 @@ class Hang(Exception):
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise Hang in the body, or after it, once it has used so much processor time.
+    """Raise Hang in the body, or after it, once it has used so much processor time, or has lasted
+    thirty times as long.
 
-    Processor time and not wall time: a busy machine is no hang. Main thread only.
+    Processor time first: a busy machine is no hang. Main thread only.
     """
 
-    def stop(*_: object) -> None:
-        raise Hang(f"more than {seconds:g} s of processor time")
+    caught: list[str] = []
 
-    before = signal.signal(signal.SIGPROF, stop)
+    def stop(*_: object) -> None:
+        caught.append(f"more than {seconds:g} s of processor time")
+        raise Hang(caught[-1])
+
+    def wake(*_: object) -> None:
+        caught.append(f"more than {PATIENCE * seconds:g} s")
+        raise Hang(caught[-1])
+
+    before = signal.signal(signal.SIGPROF, stop), signal.signal(signal.SIGALRM, wake)
     signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
-    begun = time.process_time()
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds, 1.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-    if time.process_time() - begun > seconds:
-        stop()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGPROF, before[0])
+        signal.signal(signal.SIGALRM, before[1])
+    if caught:  # and the work went on
+        raise Hang(caught[0])

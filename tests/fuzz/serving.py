@@ -1,0 +1,180 @@
+"""What must hold of the answers of the language server about a document, wherever the cursor is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lsprotocol import types as lsp
+from lsprotocol.converters import get_converter
+
+from kcdsl.diagnostics.model import Sink
+from kcdsl.lsp.answers import FEATURES, Question
+from kcdsl.lsp.checking import Checker
+from kcdsl.lsp.documents import Snapshot, document
+from kcdsl.lsp.positions import Encoding, Lines, Place
+from kcdsl.lsp.rename import CannotRename
+from kcdsl.source.text import SourceFile, Span
+from tests.fuzz.promise import expect
+
+CURSORS = 5
+"""Places that are asked about."""
+_CONVERTER = get_converter()
+_WORD_END = re.compile(r"(?<=\w)(?!\w)|(?<=[(\[{:,])")
+NEW_NAME = "new_name"
+"""What everything is renamed to."""
+
+
+def asked(source: SourceFile, before: str | None, folder: Path) -> Question:
+    """Return a question about a document that an editor has open, `before` a moment ago."""
+    uri, checker = (folder / source.name).absolute().as_uri(), Checker()
+    if before is not None:
+        checker.snapshot(document(uri, before, 1), {})
+    snapshot = checker.snapshot(document(uri, source.text, 2), {})
+    return Question(snapshot, (Encoding.UTF16, Encoding.UTF8)[len(source.text) % 2])
+
+
+def cursors(text: str) -> list[int]:
+    """Return a few places, spread over a text, at the ends of words and behind signs."""
+    ends = [found.start() for found in _WORD_END.finditer(text)] or [0]
+    return sorted({ends[len(ends) * n // CURSORS] for n in range(CURSORS)} | {len(text)})
+
+
+def requests(question: Question) -> Iterator[tuple[str, Any, int]]:
+    """Yield every method with its parameters about a document, and where the cursor is."""
+    document, lines = question.snapshot.document, question.snapshot.document.lines
+    identifier = lsp.TextDocumentIdentifier(document.uri)
+    whole = _range(lines, Span(0, len(lines.text)), question.encoding)
+    options = lsp.FormattingOptions(2, True)
+    yield lsp.TEXT_DOCUMENT_DIAGNOSTIC, lsp.DocumentDiagnosticParams(identifier), 0
+    yield lsp.TEXT_DOCUMENT_DOCUMENT_SYMBOL, lsp.DocumentSymbolParams(identifier), 0
+    yield lsp.TEXT_DOCUMENT_FOLDING_RANGE, lsp.FoldingRangeParams(identifier), 0
+    yield lsp.TEXT_DOCUMENT_FORMATTING, lsp.DocumentFormattingParams(identifier, options), 0
+    yield lsp.TEXT_DOCUMENT_SEMANTIC_TOKENS_FULL, lsp.SemanticTokensParams(identifier), 0
+    yield lsp.TEXT_DOCUMENT_INLAY_HINT, lsp.InlayHintParams(identifier, whole), 0
+    yield lsp.TEXT_DOCUMENT_CODE_LENS, lsp.CodeLensParams(identifier), 0
+    yield lsp.TEXT_DOCUMENT_DOCUMENT_LINK, lsp.DocumentLinkParams(identifier), 0
+    for offset in cursors(lines.text):
+        here = _range(lines, Span(offset, offset), question.encoding)
+        at, context = here.start, lsp.CodeActionContext([])
+        yield lsp.TEXT_DOCUMENT_HOVER, lsp.HoverParams(identifier, at), offset
+        yield lsp.TEXT_DOCUMENT_COMPLETION, lsp.CompletionParams(identifier, at), offset
+        yield lsp.TEXT_DOCUMENT_SIGNATURE_HELP, lsp.SignatureHelpParams(identifier, at), offset
+        yield lsp.TEXT_DOCUMENT_CODE_ACTION, lsp.CodeActionParams(identifier, here, context), offset
+        yield lsp.TEXT_DOCUMENT_DEFINITION, lsp.DefinitionParams(identifier, at), offset
+        with_declaration = lsp.ReferenceContext(include_declaration=True)
+        references = lsp.ReferenceParams(with_declaration, identifier, at)
+        yield lsp.TEXT_DOCUMENT_REFERENCES, references, offset
+        highlights = lsp.DocumentHighlightParams(identifier, at)
+        yield lsp.TEXT_DOCUMENT_DOCUMENT_HIGHLIGHT, highlights, offset
+        yield lsp.TEXT_DOCUMENT_PREPARE_RENAME, lsp.PrepareRenameParams(identifier, at), offset
+        yield lsp.TEXT_DOCUMENT_RENAME, lsp.RenameParams(identifier, at, NEW_NAME), offset
+        selection = lsp.SelectionRangeParams(identifier, [at])
+        yield lsp.TEXT_DOCUMENT_SELECTION_RANGE, selection, offset
+
+
+def _range(lines: Lines, span: Span, encoding: Encoding) -> lsp.Range:
+    start, end = (
+        lsp.Position(place.line, place.character) for place in lines.places(span, encoding)
+    )
+    return lsp.Range(start, end)
+
+
+def check_answer(question: Question, method: str, params: Any, offset: int) -> None:
+    """An answer can be sent, and its ranges lie in the document; a rename keeps it accepted."""
+    feature, _, _ = FEATURES[method]
+    try:
+        answer = feature(question, params)
+    except CannotRename as refusal:
+        expect(bool(str(refusal)), "a rename without a reason")
+        return
+    sent = _CONVERTER.unstructure(answer)
+    json.dumps(sent, ensure_ascii=False).encode("utf-8")
+    snapshot, encoding = question.snapshot, question.encoding
+    lines = snapshot.document.lines
+    for found in _ranges(sent, snapshot.document.uri):
+        places = [_place(found[name]) for name in ("start", "end")]
+        known = [lines.place(lines.offset(place, encoding), encoding) for place in places]
+        expect(places == known and places[0] <= places[1], f"a range outside of {method}: {found}")
+    if method == lsp.TEXT_DOCUMENT_SEMANTIC_TOKENS_FULL:
+        _check_tokens(sent["data"], lines, encoding)
+    elif method == lsp.TEXT_DOCUMENT_COMPLETION:
+        _check_completion(sent["items"], lines.place(offset, encoding))
+    elif method == lsp.TEXT_DOCUMENT_RENAME:
+        _check_rename(question, sent)
+
+
+def _ranges(sent: Any, uri: str) -> Iterator[dict[str, Any]]:
+    """Yield the ranges of an answer that are in the document."""
+    if isinstance(sent, list):
+        for item in sent:
+            yield from _ranges(item, uri)
+    if not isinstance(sent, dict) or sent.get("uri", uri) != uri:
+        return
+    if sent.keys() == {"start", "end"}:
+        yield sent
+        return
+    for name, value in sent.items():
+        if name != "changes":
+            yield from _ranges(value, uri)
+            continue
+        yield from _ranges(value.get(uri, []), uri)
+
+
+def _place(sent: dict[str, int]) -> Place:
+    return Place(sent["line"], sent["character"])
+
+
+def _check_tokens(data: list[int], lines: Lines, encoding: Encoding) -> None:
+    """Tokens go on in the order of the document and end on their line."""
+    expect(
+        len(data) % 5 == 0 and all(number >= 0 for number in data),
+        "tokens that are not five numbers each",
+    )
+    line = character = end = 0
+    for down, right, length, *_ in zip(*[iter(data)] * 5, strict=True):
+        line, character = line + down, right if down else character + right
+        expect(bool(down) or character >= end, "a token in another")
+        end = character + length
+        last = lines.place(lines.span(line).end, encoding).character if line < len(lines) else -1
+        expect(length > 0 and end <= last, "a token beyond its line")
+
+
+def _check_completion(items: list[dict[str, Any]], cursor: Place) -> None:
+    """What is offered replaces a range of the line of the cursor that holds the cursor."""
+    for item in items:
+        edit = item.get("textEdit")
+        expect(edit is not None, f"an offer without an edit: {item['label']}")
+        assert edit is not None
+        start, end = (_place(edit["range"][name]) for name in ("start", "end"))
+        holds = start.line == end.line and start <= cursor <= end
+        expect(holds, f"an offer that is not at the cursor: {item['label']}")
+
+
+def _check_rename(question: Question, sent: dict[str, Any]) -> None:
+    """The edits do not overlap, and a contract without errors has none after them."""
+    snapshot, encoding = question.snapshot, question.encoding
+    lines = snapshot.document.lines
+    edits = [
+        tuple(lines.offset(_place(edit["range"][name]), encoding) for name in ("start", "end"))
+        for edit in (sent.get("changes") or {}).get(snapshot.document.uri, [])
+    ]
+    edits.sort()
+    expect(all(a[1] <= b[0] for a, b in pairwise(edits)), "edits of a rename overlap")
+    text = snapshot.source.text
+    for start, end in reversed(edits):
+        text = text[:start] + NEW_NAME + text[end:]
+    if snapshot.analysis.program is not None:
+        after = snapshot.read(SourceFile(snapshot.source.name, text), Sink())
+        expect(after.program is not None, "a rename makes errors")
+
+
+def same_findings(snapshot: Snapshot, sink: Sink, name: str) -> bool:
+    """Say whether a server finds in a document what a check of it finds."""
+    here = [(d.code.id, d.span) for d in snapshot.findings if d.source == snapshot.source]
+    there = [(d.code.id, d.span) for d in sink if d.source is not None and d.source.name == name]
+    return here == there
