@@ -8,13 +8,15 @@ environment counts more than the file, and an option of the command line more th
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kcdsl.diagnostics.codes import BAD_CONFIGURATION
+from kcdsl.diagnostics.codes import BAD_CONFIGURATION, RETIRED, all_codes
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink
 from kcdsl.diagnostics.render import FORMATS
 from kcdsl.source.files import read_source
@@ -24,6 +26,8 @@ FILES = (("kcdsl.toml", ()), ("pyproject.toml", ("tool", "kcdsl")))
 """The files of a folder, in the order of their weight, with the path to our section."""
 COLOURS = ("auto", "always", "never")
 SEVERITIES = tuple(severity.value for severity in Severity)
+CODES_HELP = "such as KC208 or KC5; `kcdsl explain` lists the codes"
+_CODES = re.compile("KC[0-9]{0,3}")
 
 
 class Kind(Enum):
@@ -33,6 +37,7 @@ class Kind(Enum):
     INTEGER = "an integer"
     TRUTH = "true or false"
     TEXTS = "a list of texts"
+    CODES = "a list of codes, or of their beginnings"
     KEYS = "a list of paths and of tables with `path`"
 
 
@@ -65,10 +70,10 @@ OPTIONS = (
     Option("exclude", Kind.TEXTS, (), "files that are left out of the folders given"),
     Option("fail-on", Kind.TEXT, "error", "least severity that fails `kcdsl lint`", SEVERITIES),
     Option("format", Kind.TEXTS, (), "how `kcdsl lint` writes, as its --format", FORMATS),
-    Option("ignore", Kind.TEXTS, (), "codes whose warnings and notes are not shown"),
+    Option("ignore", Kind.CODES, (), "codes whose warnings and notes are not shown"),
     Option("metrics", Kind.TEXTS, (), "modules and files that declare metrics"),
     Option("refuse-suppressions", Kind.TRUTH, False, "refuse contracts with accepted findings"),
-    Option("select", Kind.TEXTS, (), "the only codes whose warnings and notes are shown"),
+    Option("select", Kind.CODES, (), "the only codes whose warnings and notes are shown"),
     Option("threshold", Kind.INTEGER, 1, "how many trusted keys must have signed"),
     Option("trusted-keys", Kind.KEYS, None, "public keys whose certificates are accepted"),
 )
@@ -192,6 +197,14 @@ def _nearest(start: Path, sink: Sink) -> tuple[SourceFile, Path, Mapping[str, An
     return None
 
 
+@lru_cache(maxsize=4)
+def _tables(text: str) -> Mapping[str, Any]:
+    """Return the tables of a TOML text, which a language server asks for at every edit."""
+    import tomllib
+
+    return tomllib.loads(text)
+
+
 def _read(
     file: Path, section: tuple[str, ...], sink: Sink
 ) -> tuple[SourceFile, Mapping[str, Any]] | None:
@@ -207,7 +220,7 @@ def _read(
     import tomllib
 
     try:
-        table: Any = tomllib.loads(source.text)
+        table: Any = _tables(source.text)
     except tomllib.TOMLDecodeError as error:
         from kcdsl.source.toml import error_span
 
@@ -265,12 +278,18 @@ def _take(
     changed = _with(config, option, given, origin)
     wrong = [(path, word) for path, word in _words(option, given) if not _allowed(option, word)]
     for path, word in wrong:
-        from kcdsl.check.report import suggest
-
-        message, place = f"`{option.name}` cannot be `{word}`", changed.place(option.name, *path)
-        help = suggest(word, option.allowed)
+        place = changed.place(option.name, *path)
+        message, help = f"`{option.name}` cannot be `{word}`", _help(option, word)
         sink.add(Diagnostic(BAD_CONFIGURATION, message, source, place, help=help))
     return config if wrong else changed
+
+
+def _help(option: Option, word: str) -> str:
+    if option.kind is Kind.CODES:
+        return CODES_HELP
+    from kcdsl.check.report import suggest
+
+    return suggest(word, option.allowed)
 
 
 def _unknown(key: str, origin: Origin) -> Diagnostic:
@@ -283,6 +302,8 @@ def _unknown(key: str, origin: Origin) -> Diagnostic:
 
 def _with(config: Config, option: Option, value: Any, origin: Origin) -> Config:
     origins = {**config.origins, option.name: origin}
+    if option.kind is Kind.CODES:
+        value = tuple(code_or_beginning(word) or word for word in value)
     return replace(config, **{option.field: value, "origins": origins})
 
 
@@ -298,7 +319,7 @@ def _fits(option: Option, value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool)
         case Kind.TRUTH:
             return isinstance(value, bool)
-        case Kind.TEXTS:
+        case Kind.TEXTS | Kind.CODES:
             return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
         case Kind.KEYS:
             return isinstance(value, tuple) and all(isinstance(i, str | dict) for i in value)
@@ -307,14 +328,23 @@ def _fits(option: Option, value: Any) -> bool:
 def _words(option: Option, value: Any) -> Iterator[tuple[tuple[int, ...], str]]:
     if isinstance(value, str):
         yield (), value
-    elif option.kind is Kind.TEXTS:
+    elif option.kind in {Kind.TEXTS, Kind.CODES}:
         yield from (((index,), word) for index, word in enumerate(value))
 
 
 def _allowed(option: Option, word: str) -> bool:
+    if option.kind is Kind.CODES:
+        return code_or_beginning(word) is not None
     if not option.allowed:
         return True
     return (word.partition("=")[0] if option.name == "format" else word) in option.allowed
+
+
+def code_or_beginning(word: str) -> str | None:
+    """Return a code, or the beginning of codes, as it is declared; None where no code fits."""
+    name = RETIRED.get(word.upper(), word.upper())
+    fits = _CODES.fullmatch(name) and any(code.id.startswith(name) for code in all_codes())
+    return name if fits else None
 
 
 def _example(option: Option) -> str | None:
@@ -336,7 +366,7 @@ def _from_environment(config: Config, option: Option, text: str, sink: Sink) -> 
     """Return the configuration with a variable; the items of a list are separated by commas."""
     value: Any = text
     match option.kind:
-        case Kind.TEXTS | Kind.KEYS:
+        case Kind.TEXTS | Kind.CODES | Kind.KEYS:
             value = tuple(part.strip() for part in text.split(",") if part.strip())
         case Kind.INTEGER:
             value = int(text) if text.strip().isdecimal() else None

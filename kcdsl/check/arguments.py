@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from kcdsl.check.names import BLOCK, BLOCK_EXAMPLES, Scope
 from kcdsl.check.report import Reporter, suggest
 from kcdsl.check.sorts import BLOCK_SORT, STATES, Sequence, described
@@ -21,10 +23,16 @@ def block_name(expression: ast.Expression, scope: Scope, reporter: Reporter) -> 
             BLOCK_NAME,
             f"there is no block `{expression.id}`",
             expression.span,
-            suggest(expression.id, BLOCK_EXAMPLES, "blocks, with any number"),
+            suggest(expression.id, _blocks_like(expression.id), "blocks, with any number"),
         )
         return None
     return expression.id
+
+
+def _blocks_like(name: str) -> list[str]:
+    """Return a block of each kind, with the number that a name ends in."""
+    number = re.search(r"(?<![0-9])(?:0|[1-9][0-9]*)$", name)
+    return [block.replace("0", number[0] if number else "0") for block in BLOCK_EXAMPLES]
 
 
 def variable_name(expression: ast.Expression, scope: Scope, reporter: Reporter) -> str | None:

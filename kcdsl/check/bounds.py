@@ -27,6 +27,7 @@ _UPPER = {"<=", "<"}
 _LOWER = {">=", ">"}
 _WRITTEN = re.compile(r"p[0-9]+(?=[ ]*\()")
 _INSTEAD = re.compile(r"write (p[0-9]+)\(")
+_PLAIN = re.compile(r"[0-9.]+")
 _NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
@@ -191,7 +192,20 @@ def _check_vacuous(compare: ir.Compare, op: str, metrics: Registry, reporter: Re
     limits = f"the term lies in {_shown(left)}"
     if any(not isinstance(part, ir.Number) for part in subterms(compare.right)):
         limits = f"the left side lies in {_shown(left)}, the right side in {_shown(right)}"
-    reporter.error(VACUOUS, f"the comparison {word}: {limits}", compare.span)
+    reporter.error(
+        VACUOUS,
+        f"the comparison {word}: {limits}",
+        compare.span,
+        _as_percent(compare.right, reporter.source),
+    )
+
+
+def _as_percent(bound: ir.Term, source: SourceFile) -> str | None:
+    """Return the help for a share that is written as a number of percent without the sign."""
+    if not isinstance(bound, ir.Number) or bound.dimension != "ratio" or not 1 < bound.value <= 100:
+        return None
+    written = source.text[bound.span.start : bound.span.end]
+    return f"write `{written}%` for a percentage" if _PLAIN.fullmatch(written) else None
 
 
 def _settled(small: Interval, large: Interval, equal: bool) -> tuple[bool, bool]:

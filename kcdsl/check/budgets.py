@@ -45,8 +45,12 @@ def read_budget(raw: RawClause, reporter: Reporter) -> tuple[ir.Budget | None, S
         unit = _counted(parsed.unit.id, parsed.unit.span, reporter)
         rate, dimension, _ = read
         if dimension.exponents or not 0 <= rate < 1:
+            percent = parsed.rate.unit is None and 1 <= rate < 100
             reporter.error(
-                OUT_OF_RANGE, "a budget is a share, at least 0 and below 1", parsed.rate.span
+                OUT_OF_RANGE,
+                "a budget is a share, at least 0 and below 1",
+                parsed.rate.span,
+                f"write `{rate}%` for a percentage" if percent else None,
             )
             return None, None
         return _make_budget(rate, unit), node.span
@@ -75,7 +79,7 @@ def _record_budget(raw: RawClause, reporter: Reporter) -> tuple[ir.Budget | None
             "`delta` does not say what it counts",
             delta.span,
             "add `over: requests` or `over: windows`",
-            fix=add_field(reporter.source, raw.body, "delta", "over: requests"),
+            fix=add_field(reporter.source, raw.body, "delta", "over: windows"),
         )
         return None, None
     return _make_budget(rate, unit), delta.span

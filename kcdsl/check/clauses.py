@@ -10,7 +10,7 @@ from kcdsl.check.escalation import ACTIONS, ALIASES
 from kcdsl.check.metrics import Registry
 from kcdsl.check.names import Scope
 from kcdsl.check.records import record_formula
-from kcdsl.check.report import Reporter, add_field, replacement, suggest, without
+from kcdsl.check.report import Reporter, add_field, meant, replacement, suggest, without
 from kcdsl.check.structure import RawClause, StructureReader
 from kcdsl.check.typing import formula, trace_fields
 from kcdsl.diagnostics.codes import (
@@ -157,7 +157,10 @@ def _level(context: _Context) -> ir.Level | None:
     if isinstance(node, Scalar) and node.text in ir.Level.__members__:
         return ir.Level(node.text)
     shown = f" `{node.text}`" if isinstance(node, Scalar) else ""
-    context.reporter.error(NOT_ALLOWED, f"there is no level{shown}", node.span, "one of L1, L2, L3")
+    help = "one of L1, L2, L3"
+    if isinstance(node, Scalar) and f"L{node.text[-1:]}" in ir.Level.__members__:
+        help = meant(f"L{node.text[-1]}", f"did you mean `L{node.text[-1]}`?")
+    context.reporter.error(NOT_ALLOWED, f"there is no level{shown}", node.span, help)
     return None
 
 
@@ -204,7 +207,13 @@ def _holdout(context: _Context) -> bool:
         return False
     if isinstance(node, Scalar) and isinstance(node.value, bool):
         return node.value
-    context.reporter.error(WRONG_KIND, "`holdout` takes true or false", node.span)
+    plain = isinstance(node, Scalar) and node.text in {"true", "false"}
+    context.reporter.error(
+        WRONG_KIND,
+        "`holdout` takes true or false",
+        node.span,
+        "leave the quotation marks out" if plain else "write `holdout: true`, or leave it out",
+    )
     return False
 
 

@@ -16,7 +16,7 @@ from kcdsl.check.names import Scope
 from kcdsl.check.policy import check_actions, read_constants, read_escalation
 from kcdsl.check.predicates import check_slice
 from kcdsl.check.recovery import recover
-from kcdsl.check.report import Reporter
+from kcdsl.check.report import Reporter, suggest_file
 from kcdsl.check.sections import ROLES
 from kcdsl.check.structure import (
     RawContract,
@@ -24,14 +24,20 @@ from kcdsl.check.structure import (
     StructureReader,
     is_library,
     read_structure,
+    stored_schema,
 )
 from kcdsl.check.thresholds import check_table
 from kcdsl.check.user_metrics import read_registry
-from kcdsl.diagnostics.codes import DATA_ABSENT, NOT_A_CONTRACT, UNUSED_TABLE
+from kcdsl.diagnostics.codes import (
+    DATA_ABSENT,
+    NOT_A_CONTRACT,
+    STORED_PROGRAM,
+    UNUSED_TABLE,
+)
 from kcdsl.diagnostics.model import Diagnostic, Fix, Refusal, Sink, Suppressed, refuse
 from kcdsl.ir import terms as ir
 from kcdsl.ir.walk import terms_of, walk
-from kcdsl.source.files import read_source
+from kcdsl.source.files import is_there, read_source
 from kcdsl.source.removal import remove_entry
 from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
@@ -57,10 +63,22 @@ def compile_contract(path: Path) -> tuple[ir.Program | None, Sink]:
 
 def load_program(path: Path) -> ir.Program:
     """Compile a contract file; raises Refusal with every error and warning where it does not."""
-    program, sink = compile_contract(path)
-    if program is None:
+    return load_contract(path)[0]
+
+
+def load_contract(path: Path) -> tuple[ir.Program, tuple[Suppressed, ...]]:
+    """Compile a contract file as `load_program` does; return the findings that its comments accept
+    too, those of a solver included, which is not asked."""
+    source, sink = read_source(path), Sink()
+    analysis = analyse(source, sink, path.parent)
+    if analysis.program is None:
         raise no_program(path, sink)
-    return program
+    accepted = analysis.suppressed
+    if _SUPPRESSION.search(source.text):
+        from kcdsl.check.suppressions import unasked
+
+        accepted += unasked(source, analysis.root)
+    return analysis.program, accepted
 
 
 def no_program(path: Path, sink: Sink) -> Refusal:
@@ -99,6 +117,8 @@ class Analysis:
     slices: tuple[ir.Slice | None, ...] = ()
     clauses: tuple[ir.Clause | None, ...] = ()
     program: ir.Program | None = None
+    draft: ir.Program | None = None
+    """What could be read of a program with errors, without the parts that are in error."""
     tables: tuple[ir.ThresholdTable | None, ...] = ()
     imports: tuple[Import, ...] = ()
     raw_library: RawLibrary | None = None
@@ -124,9 +144,15 @@ def analyse(
             source, sink, lambda text, into: _analyse(text, into, folder, texts).root
         )
     if _SUPPRESSION.search(source.text):
-        from kcdsl.check.suppressions import apply
+        from kcdsl.check.suppressions import accept
 
-        analysis = replace(analysis, suppressed=apply(source, analysis.root, sink))
+        analysis = replace(analysis, suppressed=accept(source, analysis.root, sink, folder))
+        if sink.has_errors:  # the configuration may refuse what comments accept
+            analysis = replace(analysis, program=None, library=None)
+    if any(found.fix is not None for found in sink):
+        from kcdsl.check.sparing import spare_comments
+
+        spare_comments(source, analysis.root, sink)
     sink.found.sort(key=lambda diagnostic: _place(diagnostic, source))
     return analysis
 
@@ -141,6 +167,15 @@ def _place(diagnostic: Diagnostic, source: SourceFile) -> tuple[str, int]:
 def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts | None) -> Analysis:
     reporter, loader = Reporter(source, sink), Loader(sink, texts=texts or {})
     root = parse_yaml(source, sink)
+    stored = stored_schema(root)
+    if stored is not None:
+        reporter.error(
+            STORED_PROGRAM,
+            f"this is a document `{stored.text}`, which kcdsl wrote, not a contract",
+            stored.span,
+            help="name the contract that it was made from; `kcdsl diff` reads `kcdsl.ir/1` too",
+        )
+        return Analysis(source, root)
     if is_library(root):
         loader.stack.append(Path(source.name))
         found = analyse_library(root, reporter, folder, loader)
@@ -175,19 +210,13 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts |
     constants = read_constants(raw.constants, reader)
     used = _names_in_use(clauses)
     if None not in clauses and clauses:
-        report_unused(root, raw.imports, used, reporter)
+        report_unused(root, raw.imports, _used_or_missing(used, raw, imports), reporter)
         _report_unused_tables(root, raw, used["tables"], reporter)
-    partial = Analysis(source, root, raw, scope, slices, clauses, None, tables, imports)
-    if (
-        sink.has_errors
-        or raw.name is None
-        or raw.version is None
-        or model is None
-        or train is None
-        or infer is None
-    ):
+    partial = Analysis(source, root, raw, scope, slices, clauses, tables=tables, imports=imports)
+    if raw.name is None or raw.version is None or model is None or train is None or infer is None:
         return partial
-    if folder is not None:
+    good = not sink.has_errors
+    if good and folder is not None:
         _note_absent_files(raw, folder, reporter)
     program = ir.Program(
         name=raw.name.text,
@@ -211,7 +240,7 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts |
         imports=_provenance(imports, used),
         metrics=_user_metrics(clauses, scope.metrics),
     )
-    return replace(partial, program=program)
+    return replace(partial, program=program if good else None, draft=program)
 
 
 def _user_metrics(
@@ -270,6 +299,21 @@ def _names_in_use(clauses: tuple[ir.Clause | None, ...]) -> dict[str, frozenset[
     return {"slices": frozenset(slices), "tables": frozenset(tables)}
 
 
+def _used_or_missing(
+    used: dict[str, frozenset[str]], raw: RawContract, imports: tuple[Import, ...]
+) -> dict[str, frozenset[str]]:
+    """Add the names that are imported and that no library gives: those are errors already."""
+    given = {
+        "slices": {part.name for item in imports for part in item.slices},
+        "tables": {part.name for item in imports for part in item.tables},
+    }
+    named = {
+        what: {name.local.text for item in raw.imports for name in item.brought(what)}
+        for what in given
+    }
+    return {what: used[what] | (named[what] - given[what]) for what in given}
+
+
 def _report_unused_tables(
     root: Mapping, raw: RawContract, used: frozenset[str], reporter: Reporter
 ) -> None:
@@ -321,12 +365,13 @@ def _note_absent_files(raw: RawContract, folder: Path, reporter: Reporter) -> No
     for node in named:
         if node.text.startswith("package:"):
             continue
-        if not (folder / node.text).exists():
+        if not is_there(folder / node.text):
             reporter.note(
                 DATA_ABSENT,
                 f"there is no file {node.text} here yet",
                 node.span,
-                "compiling does not need it; `verify` and `evaluate` do",
+                suggest_file(node.text, folder)
+                or "compiling does not need it; `verify` and `evaluate` do",
             )
     for item in raw.slices:
         if item.data is None and raw.data is None:

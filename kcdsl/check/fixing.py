@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse
+from kcdsl.diagnostics.codes import DATA_ABSENT
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Sink
 from kcdsl.source.text import SourceFile
 
 _ROUNDS = 20
+_SYNTAX, _ERRORS, _KINDS = 0, 1, 3
+"""What hides more comes first; each kind counts with those before it."""
 _ALONE = 32
 """Fixes of one round that are tried one by one, where all together make things worse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A text after its fixes: how many were applied, which were taken back because the text had
-    more errors with them, what is left to say about it, and what it means now."""
+    """A text after its fixes: how many were applied, which were taken back because the text was
+    no better with them, what is left to say about it, and what it means now."""
 
     source: SourceFile
     applied: int
@@ -37,16 +40,21 @@ def fix(
 ) -> Fixed:
     """Apply the safe fixes (with `unsafe` the others too) of wanted diagnostics until none is left.
 
-    Fixes that would leave more errors than there were are taken back; so is a round that leads to
-    a text which was there already. The result has never more errors than the text.
+    What hides more is mended first: what is no YAML and errors of syntax, then other errors, then
+    the rest. Each fix leaves the text with fewer findings of its kind and with no more errors,
+    unless the text could not be read before; safe ones leave its meaning as it is, where it has
+    one. Fixes that do not are taken back. What is said about files that are absent does not
+    count: that is not about the text.
     """
     state = _State(source, folder)
     seen = {source.text}
     refused: dict[tuple[str, str], Diagnostic] = {}
     applied = 0
     for _ in range(_ROUNDS):
-        offered = (d for d in state.sink if wanted(d) and _key(d) not in refused)
-        chosen = _compatible(source, offered, unsafe)
+        offered = [d for d in state.sink if wanted(d) and _key(d) not in refused]
+        kinds = ([d for d in offered if _kind(d) == kind] for kind in range(_KINDS))
+        fitting = (_compatible(source, found, unsafe) for found in kinds)
+        chosen = next((found for found in fitting if found), [])
         if not chosen:
             break
         after = state.after(chosen)
@@ -67,17 +75,47 @@ class _State:
     def __init__(self, source: SourceFile, folder: Path | None) -> None:
         self.source, self.folder, self.sink = source, folder, Sink()
         self.analysis = analyse(source, self.sink, folder)
-        self.errors = sum(d.severity is Severity.ERROR for d in self.sink)
+        self.counts = [
+            sum(_kind(d) <= kind and d.code != DATA_ABSENT for d in self.sink)
+            for kind in range(_KINDS)
+        ]
 
-    def after(self, chosen: Iterable[Diagnostic]) -> _State | None:
-        """Return the state after fixes that do not touch each other; None where there is nothing
-        to do, or there would be more errors."""
-        edits = [edit for d in chosen if d.fix is not None for edit in d.fix.edits]
+    def after(self, chosen: Sequence[Diagnostic]) -> _State | None:
+        """Return the state after fixes of one kind that do not touch each other; None where there
+        is nothing to do, or not each of them makes the text better."""
+        fixes = [d.fix for d in chosen if d.fix is not None]
+        edits = [edit for fix in fixes for edit in fix.edits]
         if not edits:
             return None
         text = edited(self.source.text, edits)
         state = _State(SourceFile(self.source.name, text), self.folder)
-        return None if state.errors > self.errors else state
+        better = state.better_by(len(fixes), _kind(chosen[0]), self)
+        # What is not YAML hides all that is to be said about it.
+        hidden, hides = self.analysis.root is None, state.analysis.root is None
+        if hidden != hides:
+            better = hidden
+        if not better or (all(fix.safe for fix in fixes) and not state.means_what(self)):
+            return None
+        return state
+
+    def better_by(self, fixes: int, kind: int, before: _State) -> bool:
+        """Say whether so many findings of a kind are gone since, and no errors have come."""
+        fewer = self.counts[kind] <= before.counts[kind] - fixes
+        return fewer and all(self.counts[k] <= before.counts[k] for k in (_SYNTAX, _ERRORS))
+
+    def means_what(self, before: _State) -> bool:
+        """Say whether the text means what it did before, where it meant anything."""
+        meant = before.meaning
+        return meant is None or self.meaning == meant
+
+    @property
+    def meaning(self) -> str | None:
+        """Return the digest of the contract or library; None where it is in error."""
+        from kcdsl.ir.canonical import digest, library_digest
+
+        if self.analysis.library is not None:
+            return library_digest(self.analysis.library)
+        return None if self.analysis.program is None else digest(self.analysis.program)
 
 
 def _one_by_one(
@@ -94,6 +132,12 @@ def _one_by_one(
             kept.append(diagnostic)
             best = after
     return kept, best
+
+
+def _kind(diagnostic: Diagnostic) -> int:
+    if diagnostic.severity is not Severity.ERROR:
+        return _KINDS - 1
+    return _SYNTAX if diagnostic.code.family == "KC0" else _ERRORS
 
 
 def _key(diagnostic: Diagnostic) -> tuple[str, str]:
@@ -119,7 +163,7 @@ def _compatible(
     taken: list[Edit] = []
     for diagnostic in offered:
         fix = diagnostic.fix
-        if fix is None or not (fix.safe or unsafe):
+        if fix is None or not mends(fix, unsafe):
             continue
         if diagnostic.source is None or diagnostic.source.name != source.name:
             continue

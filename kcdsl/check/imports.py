@@ -16,7 +16,7 @@ from kcdsl.check.libraries import (
     path_problem,
     rebase,
 )
-from kcdsl.check.report import Reporter, nearest, replacement, suggest
+from kcdsl.check.report import Reporter, nearest, replacement, suggest, suggest_file
 from kcdsl.check.sections import IMPORTED, RawImport, RawName
 from kcdsl.diagnostics.codes import (
     IMPORT_CHANGED,
@@ -111,7 +111,8 @@ def _load(raw: RawImport, folder: Path | None, reporter: Reporter, loader: Loade
         return None
     loaded = loader.load(folder / text)
     if loaded.problem is not None:
-        reporter.error(IMPORT_FILE, f"{text} {loaded.problem}", span)
+        problem = f"{text} {loaded.problem}"
+        reporter.error(IMPORT_FILE, problem, span, suggest_file(text, folder))
     return loaded
 
 
@@ -178,6 +179,8 @@ def _chosen(
     found = []
     for name in fresh.get(what, ()):
         part = offered.get(name.theirs.text)
+        if isinstance(part, ir.KernelRef):  # its place in the library is none of the contract
+            part = replace(part, span=name.theirs.span)
         if part is not None:
             found.append((name, part))
             continue

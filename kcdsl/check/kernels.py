@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
-from kcdsl.check.report import Reporter, replacement, suggest
+from kcdsl.check.report import Reporter, meant, replacement, suggest
 from kcdsl.check.structure import RawKernel, StructureReader
 from kcdsl.diagnostics.codes import (
     CONFLICTING_FIELDS,
     MISSING_FIELD,
     NOT_ALLOWED,
     UNKNOWN_ADAPTER,
+    UNKNOWN_ARCHITECTURE,
     WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label, Refusal
@@ -79,10 +80,10 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
         )
     if architecture is not None and architecture.text not in ARCHITECTURES:
         reader.reporter.error(
-            NOT_ALLOWED,
+            UNKNOWN_ARCHITECTURE,
             f"there is no architecture `{architecture.text}`",
             architecture.span,
-            suggest(architecture.text, ARCHITECTURES) + " For another: module: package:factory",
+            _or_module(suggest(architecture.text, ARCHITECTURES)),
         )
     if module is not None and not _FACTORY.fullmatch(module.text):
         reader.reporter.error(
@@ -100,9 +101,15 @@ def read_model(node: Mapping | None, reader: StructureReader) -> ModelRef | None
         values["module"],
         values["config"],
         values["tokenizer"],
+        node.span,
     )
 
 
+def _or_module(help: str) -> str:
+    return help + (" For" if help.endswith("?") else "; for") + " another: module: package:factory"
+
+
+_OF_VALUE = re.compile(r"([\w.]+) is .*; (?:allowed:|it must be) ")
 _MEANT = re.compile(r"did you mean '([\w.-]+)'\?")
 
 
@@ -110,36 +117,70 @@ def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
     """Check one kernel; None after an error in its structure."""
     if raw is None:
         return None
+    before = len(reporter.sink.found)
     if raw.run.text not in ADAPTERS:
         reporter.error(
             UNKNOWN_ADAPTER,
             f"no adapter is called `{raw.run.text}`",
             raw.run.span,
-            suggest(raw.run.text, ADAPTERS, "adapters"),
+            _other_adapter(raw.run.text),
         )
     numerics: Pairs = ()
     if raw.numerics is not None:
         numerics = _pairs(raw.numerics, "", StructureReader(reporter))
     kernel = KernelRef(raw.run.text, numerics, raw.span)
-    if not reporter.sink.has_errors:
-        _check_numerics(kernel, raw, reporter)
+    _check_numerics(kernel, raw, reporter, whole=len(reporter.sink.found) == before)
     return kernel
 
 
-def _check_numerics(kernel: KernelRef, raw: RawKernel, reporter: Reporter) -> None:
-    """Report numerics that have no meaning, at the value that is named or the whole mapping."""
+def _other_adapter(name: str) -> str:
+    longer = f"torch.{name}"
+    if longer in ADAPTERS:
+        return meant(longer, f"did you mean `{longer}`?")
+    return suggest(name, ADAPTERS, "adapters")
+
+
+def _check_numerics(kernel: KernelRef, raw: RawKernel, reporter: Reporter, whole: bool) -> None:
+    """Report numerics that have no meaning, at the value that is named or the whole mapping.
+
+    A value that is refused is taken out, and the others are tried again. Once something is
+    missing, as it is from the start unless the numerics are `whole`, only values that are never
+    allowed are reported, for what they have to do with each other may be of no account.
+    """
     from kcdsl.model.presets import resolve
 
-    try:
-        resolve(kernel)
-    except Refusal as refusal:
-        for diagnostic in refusal.diagnostics:
+    leaves = dict(_leaves(raw.numerics)) if raw.numerics is not None else {}
+    numerics = kernel.numerics
+    while True:
+        try:
+            resolve(replace(kernel, numerics=numerics))
+        except Refusal as refusal:
+            diagnostic = refusal.diagnostics[0]
+        else:
+            return
+        value = _OF_VALUE.match(diagnostic.message)
+        leaf = leaves.pop(value[1], None) if value is not None else None
+        if leaf is not None:
+            fix = _instead(diagnostic.help, leaf.span)
+            reporter.sink.add(replace(diagnostic, source=reporter.source, span=leaf.span, fix=fix))
+        elif whole:
             span = raw.numerics.span if raw.numerics is not None else raw.run.span
-            fix = None
-            for leaf in _leaves(raw.numerics) if raw.numerics is not None else ():
-                if f"'{leaf.text}'" in diagnostic.message:
-                    span, fix = leaf.span, _instead(diagnostic.help, leaf.span)
-            reporter.sink.add(replace(diagnostic, source=reporter.source, span=span, fix=fix))
+            reporter.sink.add(replace(diagnostic, source=reporter.source, span=span))
+        if leaf is None or value is None:
+            return
+        numerics, whole = _without(numerics, value[1]), False
+
+
+def _without(numerics: Pairs, name: str) -> Pairs:
+    """Return the numerics without a value, which a section may hold."""
+    section, _, rest = name.partition(".")
+    found = []
+    for key, value in numerics:
+        if key != section:
+            found.append((key, value))
+        elif rest and isinstance(value, tuple):
+            found.append((key, _without(value, rest)))
+    return tuple(found)
 
 
 def _instead(help: str | None, span: Span) -> Fix | None:
@@ -148,12 +189,14 @@ def _instead(help: str | None, span: Span) -> Fix | None:
     return None if word is None else replacement(span, word[1])
 
 
-def _leaves(node: Mapping) -> Iterator[Scalar]:
+def _leaves(node: Mapping, before: str = "") -> Iterator[tuple[str, Scalar]]:
+    """Yield the values with their names, such as `attention.tile`."""
     for entry in node.entries:
+        name = before + entry.key.text
         if isinstance(entry.value, Mapping):
-            yield from _leaves(entry.value)
+            yield from _leaves(entry.value, f"{name}.")
         elif isinstance(entry.value, Scalar):
-            yield entry.value
+            yield name, entry.value
 
 
 def _pairs(node: Mapping, section: str, reader: StructureReader) -> Pairs:

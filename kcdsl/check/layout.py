@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cache
 
 from kcdsl.diagnostics.model import Sink
 from kcdsl.source.text import SourceFile, Span
@@ -17,8 +18,7 @@ from kcdsl.source.yaml_nodes import Mapping, parse_yaml
 _SECTION = re.compile(r"^clauses:[ \t]*(?:#[^\n]*)?\n", re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^[^ \t\r\n#]", re.MULTILINE)
 _KEY = re.compile(r"( +)([A-Za-z][A-Za-z0-9_.-]*):(?= |\n)")
-_LINE = re.compile(r"[^\n]*\n?")
-_NOT_BLANK = re.compile(r"[^\n]")
+_FIRST = re.compile(r"^ *(?=[^ #\n])", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +45,30 @@ def layout(text: str) -> Layout | None:
     begin = headings[0].end()
     after = _TOP_LEVEL.search(text, begin)
     end = after.start() if after is not None else len(text)
+    first = _FIRST.search(text, begin, end)
+    if first is None:
+        return None
     starts: list[int] = []
     names: list[str] = []
-    indent = ""
-    for line in _LINE.finditer(text, begin, end):
-        words = line[0].strip()
-        if not words or words.startswith("#"):
-            continue
-        key = _KEY.match(line[0])
-        if not starts:
-            if key is None:
-                return None
-            indent = key[1]
-        depth = len(line[0]) - len(line[0].lstrip(" "))
-        if depth < len(indent) or (depth == len(indent) and key is None):
+    for line in _not_deeper(len(first[0])).finditer(text, begin, end):
+        key = _KEY.match(text, line.start(), end)
+        if key is None or len(key[1]) < len(first[0]):
             return None
-        if depth == len(indent) and key is not None:
-            starts.append(line.start())
-            names.append(key[2])
-    if not starts:
-        return None
+        starts.append(line.start())
+        names.append(key[2])
     spans = tuple(Span(a, b) for a, b in zip(starts, [*starts[1:], end], strict=True))
     return Layout(spans, tuple(names), text[: starts[0]] + text[end:])
 
 
+@cache
+def _not_deeper(indent: int) -> re.Pattern[str]:
+    """Match the beginnings of lines that hold something and are indented so far at most."""
+    return re.compile(rf"^ {{0,{indent}}}(?=[^ #\n])", re.MULTILINE)
+
+
 def blank(text: str) -> str:
     """Return as many spaces and the same line ends, so that nothing after it moves."""
-    return _NOT_BLANK.sub(" ", text)
+    return "\n".join([" " * len(line) for line in text.split("\n")])
 
 
 def stands_alone(text: str, name: str) -> bool:

@@ -19,7 +19,7 @@ from kcdsl.diagnostics.codes import DUPLICATE_IDENTIFIER, IMPORT_FILE
 from kcdsl.diagnostics.model import Label, Refusal, Severity, Sink
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import library_digest
-from kcdsl.source.files import read_source
+from kcdsl.source.files import is_file, is_folder, read_source
 from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
@@ -77,8 +77,8 @@ class Loader:
             limits = f"{FILE_LIMIT} files and {DEPTH_LIMIT} levels"
             return Loaded(path, None, None, f"is one too many: imports end at {limits}")
         source = self.texts.get(path)
-        if source is None and not path.is_file():
-            return Loaded(path, None, None, "is a folder" if path.is_dir() else "is not there")
+        if source is None and not is_file(path):
+            return Loaded(path, None, None, "is a folder" if is_folder(path) else "is not there")
         try:
             source = source or read_source(path, SIZE_LIMIT)
         except Refusal as refusal:

@@ -53,6 +53,14 @@ def metric_reference(name: ast.Name, scope: Scope, reporter: Reporter) -> Metric
             f"write {in_words(name.id, scope.metrics)}",
             fix=replacement(name.span, in_words(name.id, scope.metrics), safe=True),
         )
+    elif name.id in scope.tables:
+        reporter.error(
+            WRONG_SORT,
+            f"`{name.id}` is a table, not a number",
+            name.span,
+            f"write table({name.id})",
+            fix=wrapped(name.span, "table"),
+        )
     else:
         names = scope.metrics.names()
         help = suggest(name.id, names, "metrics")
@@ -182,7 +190,9 @@ def _level(expression: ast.Expression, reporter: Reporter) -> Fraction | None:
             OUT_OF_RANGE,
             "the level of a quantile lies strictly between 0 and 1",
             expression.span,
-            "for the extremes write max(...) or min(...)",
+            f"write {value}%"
+            if bare and 1 < value < 100 and isinstance(expression, ast.Num)
+            else "for the extremes write max(...) or min(...)",
         )
         return None
     return value
@@ -230,6 +240,9 @@ def _instead(expression: ast.Expression) -> str | None:
             return "bound the metric itself, and say in `budget` which share may exceed the bound"
         case ast.Call(function=ast.Name(id=name)) if name in STATISTICS:
             return "a statistic is one number; compare it as it is"
+        case ast.Call(function=ast.Name(id=name)) if name not in FUNCTIONS:
+            close = nearest(name, FUNCTIONS)
+            return None if close is None else f"did you mean `{close}(...)`?"
         case _:
             return None
 

@@ -143,12 +143,12 @@ class _File:
             what = "a plain function at the top of the module"
             self._error(decorator, f"a metric is {what}", "move the function there")
             return None
-        values = self._arguments(decorator)
+        values, good = self._arguments(decorator)
         parameters = self._parameters(node)
-        if values is None or parameters is None:
+        definition = self._definition(node, values)
+        if not good or parameters is None or definition is None:
             return None
-        definition = self._definition(node, decorator, values)
-        if definition is None or not self._fits(node, decorator, parameters, definition):
+        if not self._fits(node, decorator, parameters, definition):
             return None
         keyword = next((k.value for k in decorator.keywords if k.arg == "name"), None)
         place = self.span(keyword) if keyword is not None else self._name_span(node)
@@ -156,7 +156,8 @@ class _File:
 
     # --- arguments -------------------------------------------------------------------------------
 
-    def _arguments(self, call: ast.Call) -> dict[str, ast.expr] | None:
+    def _arguments(self, call: ast.Call) -> tuple[dict[str, ast.expr], bool]:
+        """Return the arguments that are known, and whether they are all there are and need be."""
         good = True
         if call.args:
             self._error(call.args[0], "the arguments of `metric` have names")
@@ -176,10 +177,10 @@ class _File:
         if good and missing:
             self._error(call.func, f"the declaration needs {', '.join(missing)}")
             good = False
-        return values if good else None
+        return values, good
 
     def _definition(
-        self, node: ast.FunctionDef, decorator: ast.Call, values: Mapping[str, ast.expr]
+        self, node: ast.FunctionDef, values: Mapping[str, ast.expr]
     ) -> MetricDefinition | None:
         read = LiteralReader(values, self._error)
         name = read.text("name") or node.name

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 
+from kcdsl.source.files import is_file, is_folder
+
 
 def find_file(named: str, folder: Path) -> Path | None:
     """Return the source of `package.module`, or of `file.py` beside the configuration.
@@ -19,7 +21,7 @@ def find_file(named: str, folder: Path) -> Path | None:
     """
     if is_file_name(named):
         path = folder / named
-        return path if path.is_file() else None
+        return path if is_file(path) else None
     return find_module(named, [str(folder), *(entry for entry in sys.path if entry)])
 
 
@@ -60,12 +62,12 @@ def _look(part: str, where: Sequence[str]) -> _Found | None:
     spaces: list[str] = []
     for folder in where:
         package = Path(folder) / part
-        if (package / "__init__.py").is_file():
+        if is_file(package / "__init__.py"):
             return package / "__init__.py", [str(package)]
         module = Path(folder) / f"{part}.py"
-        if module.is_file():
+        if is_file(module):
             return module, []
-        if package.is_dir():
+        if is_folder(package):
             spaces.append(str(package))
     return (None, spaces) if spaces else None
 

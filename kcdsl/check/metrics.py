@@ -71,12 +71,11 @@ _WORDS = ("mean", "max", "min", "rate")
 PREFIX = re.compile(r"(?:p[1-9][0-9]?|mean|max|min|rate|abs)_")
 """How a name of the record form may begin; names of metrics do not begin so."""
 _UNIT_SUFFIXES = {
-    "latency_ms": ("latency", "ms"),
-    "latency_s": ("latency", "s"),
-    "peak_memory_mb": ("peak_memory", "MB"),
-    "peak_memory_gb": ("peak_memory", "GB"),
-    "throughput_tok_s": ("throughput", "tok/s"),
+    "_" + unit.replace("/", "_").lower(): unit
+    for unit in UNITS
+    if unit not in {"%", "1", "ratio", "tok"}
 }
+"""How a name of the record form may end."""
 
 
 def _nothing() -> Mapping[str, MetricDefinition]:
@@ -134,8 +133,7 @@ class Registry:
                     statistic, rest = word, name.removeprefix(word + "_")
         magnitude = rest.startswith("abs_")
         rest = rest.removeprefix("abs_")
-        rest, unit = _UNIT_SUFFIXES.get(rest, (rest, None))
-        definition = self.find(rest)
+        definition, unit = self._with_unit(rest)
         if definition is None:
             return None
         if not statistic:
@@ -146,6 +144,18 @@ class Registry:
             else:
                 return None
         return RecordMetric(statistic, definition.name, magnitude, q, unit)
+
+    def _with_unit(self, name: str) -> tuple[MetricDefinition | None, str | None]:
+        """Return the metric of a name with an optional unit of its dimension, and the unit."""
+        definition = self.find(name)
+        if definition is not None:
+            return definition, None
+        for suffix, unit in _UNIT_SUFFIXES.items():
+            if name.endswith(suffix):
+                definition = self.find(name.removesuffix(suffix))
+                if definition is not None and definition.dimension == UNITS[unit].dimension:
+                    return definition, unit
+        return None, None
 
 
 BUILT_IN = Registry()

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from kcdsl.check.metrics import BUILT_IN, Registry
-from kcdsl.check.report import Reporter, suggest
-from kcdsl.check.units import NO_UNITS, ONE, UNITS, Dimension
+from kcdsl.check.report import Reporter, meant, suggest
+from kcdsl.check.units import NO_UNITS, ONE, SPELLINGS, UNITS, Dimension
 from kcdsl.diagnostics.codes import (
     UNKNOWN_UNIT,
     WRONG_ARGUMENTS,
@@ -28,6 +28,18 @@ DRIFTS = ("drift", "measured_drift")
 REGIONS = ("points", "ball", "hull")
 STATEMENTS = ("no_flip", "has")
 FUNCTIONS = (*STATISTICS, *NORMS, "abs", "table", *DRIFTS, *REGIONS, *STATEMENTS)
+OTHER_NAMES = {
+    "median": "p50",
+    "avg": "mean",
+    "average": "mean",
+    "maximum": "max",
+    "p100": "max",
+    "minimum": "min",
+    "p0": "min",
+    "percentile": "quantile",
+    "share": "rate",
+}
+"""What people call functions that have another name here."""
 SIGNATURES = {
     "drift": "drift(block, x)",
     "measured_drift": "measured_drift(block, x)",
@@ -86,10 +98,18 @@ def quantity(number: ast.Num, reporter: Reporter) -> tuple[Fraction, Dimension, 
             UNKNOWN_UNIT,
             f"there is no unit `{number.unit}`",
             number.unit_span,
-            NO_UNITS.get(number.unit) or suggest(number.unit, UNITS, "units"),
+            other_unit(number.unit),
         )
         return None
     return number.value * unit.factor, unit.dimension, False
+
+
+def other_unit(name: str) -> str:
+    """Return what to write in place of something that is no unit."""
+    if name in NO_UNITS:
+        return NO_UNITS[name]
+    known = SPELLINGS.get(name.lower())
+    return suggest(name, UNITS, "units") if known is None else meant(known, f"write `{known}`")
 
 
 def single_comparison(

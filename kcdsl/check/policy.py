@@ -61,7 +61,8 @@ def read_escalation(node: Mapping | None, reader: StructureReader) -> Escalation
         elif name in FAMILIES:
             _family(node, name, reader, stated)
         else:
-            _unknown(entry.key, reader, [*_LEVELS, *(family.value for family in Family)])
+            rows = [*_LEVELS, *(family.value for family in Family), "by_family"]
+            _unknown(entry.key, reader, rows)
     escalation = build_escalation(
         {level: _name(scalar) for level, scalar in stated.levels.items()},
         {cell: _name(scalar) for cell, scalar in stated.cells.items()},

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from kcdsl.check.fields import LENGTH
 from kcdsl.check.names import Scope, single_comparison
-from kcdsl.check.report import Reporter
+from kcdsl.check.report import Reporter, meant
 from kcdsl.check.sections import RawSlice
 from kcdsl.check.sorts import described
-from kcdsl.diagnostics.codes import VACUOUS, WRONG_SORT
+from kcdsl.diagnostics.codes import DOUBTFUL_NAME, VACUOUS, WRONG_SORT
 from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.ir import terms as ir
 from kcdsl.source.text import SourceFile, Span
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_expression
 
+_NEAR = 0.8
+"""How alike two names are that may be meant for each other; 1 is equal."""
 _MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
 
 
@@ -71,9 +74,14 @@ def _comparison(expression: ast.Comparison, reporter: Reporter) -> ir.Predicate 
         left, right, op = right, left, _MIRRORED[op]
     if not isinstance(left, ast.Name):
         help = "compare a field of the request with a value"
+        if isinstance(left, ast.Binary | ast.Minus):
+            message = "a test compares one field, and computes nothing"
+            reporter.error(WRONG_SORT, message, left.span, help)
+            return None
         code = VACUOUS if not isinstance(left, ast.Call) else WRONG_SORT
         reporter.error(code, "the comparison names no field", expression.span, help)
         return None
+    _doubt(left, reporter)
     value = _value(right, reporter)
     if value is None:
         return None
@@ -97,7 +105,9 @@ def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | b
         case ast.Minus(of=ast.Num(value=value, unit=None)):
             return -value
         case ast.Num(unit_span=span):
-            reporter.error(WRONG_SORT, "fields of requests have no units", span)
+            reporter.error(
+                WRONG_SORT, "fields of requests have no units", span, "leave the unit out"
+            )
         case ast.Name(id=name, span=span):
             reporter.error(
                 WRONG_SORT,
@@ -113,18 +123,45 @@ def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | b
     return None
 
 
-def _in_quotes(source: SourceFile, span: Span) -> Fix:
-    """Return the fix that quotes a name, by the marks that its scalar does not use."""
-    line = source.text[source.line_start(source.position(span.start).line) : span.start]
-    mark = "'" if line.replace('\\"', "").count('"') % 2 else '"'
+def _in_quotes(source: SourceFile, span: Span) -> Fix | None:
+    """Return the fix that quotes a name, by the marks that its scalar does not use; none where the
+    scalar begins with the name, and would end with it."""
+    from kcdsl.source.scalar_at import scalar_at
+
+    scalar = scalar_at(source, span.start)
+    if scalar is None or (scalar.style == "plain" and scalar.span.start == span.start):
+        return None
+    mark = "'" if scalar.style == '"' else '"'
     edits = (Edit(Span(span.start, span.start), mark), Edit(Span(span.end, span.end), mark))
     return Fix("put it in quotation marks", edits, safe=False)
+
+
+def _doubt(field: ast.Name, reporter: Reporter) -> None:
+    """Warn of a field whose name is nearly that of the one which every request has."""
+    if field.id != LENGTH and _nearly(field.id, LENGTH):
+        reporter.warning(
+            DOUBTFUL_NAME,
+            f"`{field.id}` is no field that every request has",
+            field.span,
+            meant(LENGTH, f"did you mean `{LENGTH}`, the number of tokens?"),
+        )
+
+
+def _nearly(name: str, other: str) -> bool:
+    # No more letters can agree than both have; so most names need no closer look.
+    common = sum(min(name.count(letter), other.count(letter)) for letter in set(name))
+    if 2 * common < _NEAR * (len(name) + len(other)):
+        return False
+    from difflib import SequenceMatcher
+
+    return SequenceMatcher(None, other, name).ratio() >= _NEAR
 
 
 def _membership(of: ast.Expression, among: ast.ListOf, reporter: Reporter) -> ir.Predicate | None:
     if not isinstance(of, ast.Name):
         reporter.error(WRONG_SORT, f"a field is needed, not {_words(of)}", of.span)
         return None
+    _doubt(of, reporter)
     if not among.items:
         reporter.error(VACUOUS, "nothing is in an empty list", among.span)
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kcdsl.check.report import Reporter, insertion
-from kcdsl.check.units import Dimension, describe, example, takes_bare_numbers
+from kcdsl.check.units import Dimension, describe, example, sample, takes_bare_numbers
 from kcdsl.diagnostics.codes import DIMENSION, DIVISION_BY_ZERO
 from kcdsl.diagnostics.model import Fix
 from kcdsl.ir import terms as ir
@@ -33,14 +33,12 @@ def align(left: Typed, right: Typed, span: Span, reporter: Reporter) -> tuple[Ty
             return (other, adapted) if flip else (adapted, other)
     bare = left if left.bare else right if right.bare else None
     other = right if bare is left else left
-    help = None
     if bare is not None and example(other.dimension) is not None:
-        help = f"a number needs its unit here, such as {example(other.dimension)}"
         reporter.error(
             DIMENSION,
             f"a number without a unit meets {describe(other.dimension)}",
             bare.term.span,
-            help,
+            f"a number needs its unit here, such as {example(other.dimension)}",
             fix=_with_unit(bare.term, other.dimension),
         )
         return None
@@ -48,8 +46,17 @@ def align(left: Typed, right: Typed, span: Span, reporter: Reporter) -> tuple[Ty
         DIMENSION,
         f"{describe(left.dimension)} and {describe(right.dimension)} cannot be combined",
         span,
-        help,
+        _needed(left, right),
     )
+    return None
+
+
+def _needed(left: Typed, right: Typed) -> str | None:
+    """Say which dimension a number beside something else should have."""
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one.term, ir.Number) and not isinstance(other.term, ir.Number):
+            shown = sample(other.dimension)
+            return None if shown is None else f"write {describe(other.dimension)}, such as {shown}"
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kcdsl.check.report import Reporter, insertion, suggest
+from kcdsl.check.report import Reporter, Suggestion, insertion, suggest
 from kcdsl.diagnostics.codes import BAD_IDENTIFIER, MISSING_FIELD, UNKNOWN_FIELD, WRONG_KIND
 from kcdsl.diagnostics.model import Fix
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
@@ -20,6 +20,26 @@ SLICE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 KEYWORDS = frozenset(
     ("forall", "exists", "in", "of", "and", "or", "not", "implies", "true", "false")
 )
+
+_EXAMPLES = {
+    "level": "add `level: L1`, `level: L2` or `level: L3`",
+    "run": "add the adapter, such as `run: torch.sdpa`",
+    "train": "add the kernel that trained the model, such as `train: {run: torch.eager}`",
+    "infer": "add the kernel that answers requests, such as `infer: {run: torch.sdpa}`",
+    "unit": "add the unit of the values, such as `unit: nats`",
+    "rows": "add `rows: [{where: PREDICATE, value: NUMBER}]`",
+}
+"""What is written where a field is missing that no fix can add."""
+
+_FIRST_FIELDS = {
+    "model": "checkpoint",
+    "train": "run",
+    "infer": "run",
+    "numerics": "preset",
+    "weights": "format",
+    "activations": "format",
+}
+"""Mappings and the field that people mean who write a text in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +56,31 @@ class StructureReader:
         required: Collection[str] = (),
         skeletons: Lines = MappingProxyType({}),
     ) -> None:
-        """Report unknown and missing fields; `skeletons` has the lines that fixes add."""
+        """Report unknown fields, and missing ones that none of these seems to be; `skeletons` has
+        the lines that fixes add."""
+        misspelt: set[str] = set()
         for entry in node.entries:
             if entry.key.text not in allowed:
+                help = suggest(entry.key.text, allowed)
+                if isinstance(help, Suggestion):
+                    misspelt.add(help.nearest)
+                    if node.get(help.nearest) is not None:
+                        help = f"{help} It is there already"
                 self.reporter.error(
                     UNKNOWN_FIELD,
                     f"{what} has no field `{entry.key.text}`",
                     entry.key.span,
-                    suggest(entry.key.text, allowed),
+                    help,
                 )
         for name in required:
-            if node.get(name) is None:
+            if node.get(name) is None and name not in misspelt:
                 first = node.entries[0].key.span if node.entries else node.span
                 line, order = skeletons.get(name), list(allowed)
                 self.reporter.error(
                     MISSING_FIELD,
                     f"{what} needs the field `{name}`",
                     first,
+                    _EXAMPLES.get(name),
                     fix=None
                     if line is None
                     else self._line(node, line, order[order.index(name) :]),
@@ -80,7 +108,10 @@ class StructureReader:
         if node is None:
             return None
         if not isinstance(node, Mapping):
-            self.wrong_kind(node, name, "a mapping")
+            field = _FIRST_FIELDS.get(name)
+            named = field is not None and isinstance(node, Scalar) and isinstance(node.value, str)
+            help = f"write {{{field}: {node.text}}}" if named and isinstance(node, Scalar) else None
+            self.wrong_kind(node, name, "a mapping", help)
             return None
         if allowed is not None:
             self.fields(node, f"`{name}`", allowed, required)

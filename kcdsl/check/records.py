@@ -6,10 +6,10 @@ import re
 from fractions import Fraction
 
 from kcdsl.check.measurements import check_signs, in_words
-from kcdsl.check.metrics import RECORD_NAMES, RecordMetric
+from kcdsl.check.metrics import PREFIX, RECORD_NAMES, RecordMetric, Registry
 from kcdsl.check.names import Scope, quantity
 from kcdsl.check.quantities import Typed, align
-from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.report import Reporter, Suggestion, meant, nearest, suggest
 from kcdsl.check.sorts import described
 from kcdsl.check.structure import RawClause
 from kcdsl.check.terms import table_value
@@ -76,7 +76,7 @@ def _subject(name: Scalar, scope: Scope, reporter: Reporter) -> tuple[RecordMetr
             UNKNOWN_METRIC,
             f"there is no metric `{name.text}`",
             name.span,
-            suggest(name.text, sorted(names), "metrics"),
+            _similar(name.text, metrics) or suggest(name.text, sorted(names), "metrics"),
         )
         return None
     definition = metrics[record.metric]
@@ -94,6 +94,16 @@ def _subject(name: Scalar, scope: Scope, reporter: Reporter) -> tuple[RecordMetr
     return record, Typed(statistic, definition.dimension)
 
 
+def _similar(name: str, metrics: Registry) -> Suggestion | None:
+    """Suggest the name that has the statistic of another and a metric that is nearly its own."""
+    begun = re.match(rf"(?:{PREFIX.pattern})*", name)
+    names = {f"{begun[0] if begun else ''}{metric}" for metric in metrics.names()}
+    close = nearest(name, sorted(names))
+    if close is None or metrics.find_record(close) is None:
+        return None
+    return meant(close, f"did you mean `{close}`?")
+
+
 def _threshold(
     raw: RawClause,
     name: Scalar,
@@ -104,7 +114,12 @@ def _threshold(
     scalar = raw.scalar("threshold")
     if scalar is None:
         if raw.node("threshold") is None:
-            reporter.error(MISSING_FIELD, "a record needs the field `threshold`", name.span)
+            reporter.error(
+                MISSING_FIELD,
+                "a record needs the field `threshold`",
+                name.span,
+                "add `threshold: NUMBER`, or `threshold: table(NAME)`",
+            )
         else:
             reporter.error(WRONG_KIND, "`threshold` takes a number", raw.span)
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
+from pathlib import Path
 
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink
@@ -73,6 +73,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     for candidate in names:
         if candidate.lower() == name.lower():
             return candidate
+    from difflib import get_close_matches
+
     close = get_close_matches(name, names, n=1, cutoff=0.6)
     return close[0] if close else None
 
@@ -147,6 +149,17 @@ def suggest(name: str, allowed: Iterable[str], listed: str = "allowed") -> str:
         text.same = close.lower() == name.lower()
         return text
     return f"{listed}: {', '.join(names)}" if names else f"{listed}: none"
+
+
+def suggest_file(text: str, folder: Path) -> Suggestion | None:
+    """Return "did you mean …?" where a path leads nowhere and a file beside it has a close name."""
+    from kcdsl.source.files import is_there, similar_file
+
+    close = None if is_there(folder / text) else similar_file(folder / text)
+    if close is None:
+        return None
+    whole = "".join((*text.rpartition("/")[:2], close))
+    return meant(whole, f"did you mean `{whole}`?")
 
 
 def meant(name: str, text: str) -> Suggestion:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kcdsl.check.reading import CLAUSE_ID, identifier
 from kcdsl.check.reading import StructureReader as StructureReader
-from kcdsl.check.report import Reporter, without
+from kcdsl.check.report import Reporter, nearest, replacement, without
 from kcdsl.check.sections import (
     ROLES,
     RawImport,
@@ -141,12 +141,24 @@ def fields_named(entries: tuple[Entry, ...], names: Collection[str]) -> list[int
 
 
 def is_library(root: Node | None) -> bool:
-    """Say whether a document declares itself a library."""
-    return (
-        isinstance(root, Mapping)
-        and root.get("library") is not None
-        and root.get("contract") is None
-    )
+    """Say whether a document declares itself a library, be the word misspelt."""
+    if not isinstance(root, Mapping) or root.get("contract") is not None:
+        return False
+    if root.get("library") is not None:
+        return True
+    unknown = (e.key.text for e in root.entries if e.key.text not in SECTIONS)
+    return any(nearest(name, ("contract", "library")) == "library" for name in unknown)
+
+
+def stored_schema(root: Node | None) -> Scalar | None:
+    """Return the schema that a document names instead of a version of the language: it is something
+    that kcdsl wrote, such as a compiled contract."""
+    if not isinstance(root, Mapping) or root.get("kcdsl") is not None:
+        return None
+    schema = root.get("schema")
+    if isinstance(schema, Scalar) and schema.text.startswith("kcdsl."):
+        return schema
+    return None
 
 
 def read_library(root: Mapping, reporter: Reporter) -> RawLibrary:
@@ -213,11 +225,14 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
 def _check_version(root: Mapping, reporter: Reporter) -> None:
     version = root.get("kcdsl")
     if isinstance(version, Scalar) and version.value != LANGUAGE_VERSION:
+        quoted = version.text == str(LANGUAGE_VERSION)
         reporter.error(
             UNSUPPORTED_VERSION,
             f"language version {version.text!r} is not supported",
             version.span,
-            f"this release reads kcdsl: {LANGUAGE_VERSION}",
+            f"this release reads kcdsl: {LANGUAGE_VERSION}"
+            + (", a number without quotation marks" if quoted else ""),
+            fix=replacement(version.span, version.text, safe=True) if quoted else None,
         )
 
 
@@ -309,6 +324,9 @@ def _one_action(source: SourceFile, body: Mapping, actions: list[Entry]) -> Fix 
 
 
 def _require_something(reader: StructureReader, key: Scalar, body: Mapping) -> None:
+    strange = [e.key.text for e in body.entries if e.key.text not in (*CLAUSE_FIELDS, "id")]
+    if {nearest(name, CLAUSE_FIELDS) for name in strange} & {"require", "metric"}:
+        return  # reported as misspelt already
     if body.get("require") is None and body.get("metric") is None:
         reader.reporter.error(
             MISSING_FIELD,

@@ -1,7 +1,8 @@
 """Comments that accept a finding: `# kcdsl: ignore[KC507] reason`, on its line or the one above.
 
 Warnings and notes may be accepted, with a reason; errors may not, because nothing is compiled while
-there is one. A comment that accepts nothing is itself a finding, so that none outlives its cause.
+there is one. A comment that accepts nothing is itself a finding, so that none outlives its cause;
+except about files that are absent, which may be there for some and not for others.
 A comment about a line speaks of every line of the texts that begin there, since a text in block
 style has no room for comments of its own.
 """
@@ -11,14 +12,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kcdsl.diagnostics.codes import (
     ALWAYS_HOLDS,
     BAD_SUPPRESSION,
     CONFLICTING_LEVELS,
+    CONTRADICTION,
+    DATA_ABSENT,
     DEAD_PART,
+    EMPTY_SLICE,
     EQUAL_SLICES,
+    NEVER_HOLDS,
     REDUNDANT_CLAUSE,
+    REFUSED_SUPPRESSION,
     SOLVER_UNDECIDED,
     SUPPRESSED_ERROR,
     UNUSED_SLICE,
@@ -48,6 +55,8 @@ _OF_SOLVER = frozenset(
     )
 )
 """What `kcdsl compile --consistency` alone finds, so that nobody else calls them unused."""
+_ERRORS = frozenset(code.id for code in (CONTRADICTION, NEVER_HOLDS, EMPTY_SLICE))
+"""What a solver finds and nobody can accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +71,24 @@ class Suppression:
     comment: Span
 
 
-def apply(
-    source: SourceFile, root: Node | None, sink: Sink, *, solver: bool = False
+def accept(
+    source: SourceFile,
+    root: Node | None,
+    sink: Sink,
+    folder: Path | None = None,
+    *,
+    solver: bool = False,
 ) -> tuple[Suppressed, ...]:
     """Take accepted findings out of a sink and return them; report comments that are of no use.
 
-    With `solver` the findings are those of a solver about the contract, and only comments about
-    such are judged; without, only the others.
+    Where the configuration of `folder` refuses accepted findings, they stay, and the comments are
+    errors; those about findings of a solver are so in any case, because nobody else can tell
+    whether they accept one. With `solver` the findings are those of a solver about the contract,
+    and only comments about such are judged; without, only the others.
     """
     if root is None:
         return ()
+    refused = _refused(folder)
     reports = Sink()
     written = read(source, root, reports)
     accepted: list[Suppressed] = []
@@ -79,10 +96,11 @@ def apply(
     kept: list[Diagnostic] = []
     for diagnostic in sink:
         match = _match(source, diagnostic, written)
-        if match is None:
+        if match is not None:
+            used.add(match)
+        if match is None or refused is not None:
             kept.append(diagnostic)
         else:
-            used.add(match)
             line = source.position(match.comment.start).line
             accepted.append(Suppressed(diagnostic, match.reason, line))
     sink.found[:] = kept
@@ -90,9 +108,50 @@ def apply(
         for report in reports:
             sink.add(report)
     for item in written:
-        if item not in used and (item.code in _OF_SOLVER) == solver:
+        if refused is not None and (item in used or item.code in _OF_SOLVER):
+            sink.add(_forbidden(source, item, refused))
+        elif (
+            item not in used and item.code != DATA_ABSENT.id and (item.code in _OF_SOLVER) == solver
+        ):
             sink.add(_useless(source, item, written, kept))
     return tuple(accepted)
+
+
+def unasked(source: SourceFile, root: Node | None) -> tuple[Suppressed, ...]:
+    """Return what the comments of a document accept of the findings that a solver alone would
+    make: whoever has not asked one counts them as accepted."""
+    if root is None:
+        return ()
+    return tuple(
+        Suppressed(
+            Diagnostic(code, "what a solver finds here", source, item.span, severity=Severity.NOTE),
+            item.reason,
+            source.position(item.comment.start).line,
+        )
+        for item in read(source, root, Sink())
+        if item.code in _OF_SOLVER and (code := find(item.code)) is not None
+    )
+
+
+def _refused(folder: Path | None) -> str | None:
+    """Return where the configuration refuses accepted findings; None where it does not."""
+    if folder is None:
+        return None
+    from kcdsl.config import read_config
+
+    config = read_config(folder, Sink())
+    return str(config.origin("refuse-suppressions")) if config.refuse_suppressions else None
+
+
+def _forbidden(source: SourceFile, item: Suppression, where: str) -> Diagnostic:
+    return Diagnostic(
+        REFUSED_SUPPRESSION,
+        f"{item.code} is accepted here, and that is refused",
+        source,
+        item.span,
+        notes=(f"`refuse-suppressions` is set by {where}",),
+        help="correct what it speaks of, and remove the comment",
+    )
 
 
 def read(source: SourceFile, root: Node, sink: Sink) -> tuple[Suppression, ...]:
@@ -116,11 +175,11 @@ def read(source: SourceFile, root: Node, sink: Sink) -> tuple[Suppression, ...]:
         for code in codes:
             start = comment.start + match.start(1) + code.start()
             place = Span(start, start + len(code[0]))
-            if find(code[0]) is None:
+            known = find(code[0])
+            if known is None:
                 sink.add(_bad(source, f"there is no code {code[0]}", place))
             else:
-                reason = match[2].strip()
-                found.append(Suppression(code[0].upper(), lines, reason, place, comment))
+                found.append(Suppression(known.id, lines, match[2].strip(), place, comment))
     return tuple(found)
 
 
@@ -190,11 +249,14 @@ def _useless(
     written: tuple[Suppression, ...],
     findings: list[Diagnostic],
 ) -> Diagnostic:
-    error = any(_speaks_of(source, item, d) for d in findings if d.severity is Severity.ERROR)
+    error = item.code in _ERRORS or any(
+        _speaks_of(source, item, d) for d in findings if d.severity is Severity.ERROR
+    )
     code: Code = SUPPRESSED_ERROR if error else UNUSED_SUPPRESSION
     plain = Diagnostic(code, "", source, item.span, severity=Severity.WARNING)
     if error:
-        message = f"{item.code} is an error here, and errors cannot be accepted"
+        here = "" if item.code in _ERRORS else " here"
+        message = f"{item.code} is an error{here}, and errors cannot be accepted"
         return replace(plain, message=message, help="correct what it speaks of")
     others = [other for other in written if other.comment == item.comment and other != item]
     span, what = _removal(source, item, bool(others))

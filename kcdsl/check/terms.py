@@ -6,12 +6,15 @@ silent, so one mistake gives one diagnostic.
 
 from __future__ import annotations
 
+import re
+
 from kcdsl.check.arguments import block_name, check_input, variable_name
 from kcdsl.check.measurements import aggregate, statistic
 from kcdsl.check.names import (
     DRIFTS,
     FUNCTIONS,
     NORMS,
+    OTHER_NAMES,
     PERCENTILE,
     STATISTICS,
     Scope,
@@ -19,7 +22,7 @@ from kcdsl.check.names import (
     quantity,
 )
 from kcdsl.check.quantities import Typed, combine, negated
-from kcdsl.check.report import Reporter, nearest, replacement, suggest, wrapped
+from kcdsl.check.report import Reporter, meant, nearest, replacement, suggest, wrapped
 from kcdsl.check.sorts import described
 from kcdsl.check.units import (
     ONE,
@@ -30,8 +33,13 @@ from kcdsl.diagnostics.codes import (
     UNKNOWN_TABLE,
     WRONG_SORT,
 )
+from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.ir import terms as ir
+from kcdsl.source.text import Span
 from kcdsl.syntax import ast
+
+_FINE_LEVEL = re.compile(r"p(9[0-9]{2,})")
+"""A percentile as people write it that has more than two digits: p999, p9999."""
 
 
 def drift(expression: ast.Expression, scope: Scope, reporter: Reporter) -> ir.Drift | None:
@@ -121,14 +129,28 @@ def _call(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:
             WRONG_SORT, f"a Real is needed here, not {described(call, scope)}", call.span
         )
         return None
-    metric = scope.metrics.find(name) is not None or scope.metrics.find_record(name) is not None
-    reporter.error(
-        UNKNOWN_FUNCTION,
-        f"`{name}` is a metric, not a function" if metric else f"there is no function `{name}`",
-        call.function.span,
-        f"write mean({name})" if metric else suggest(name, FUNCTIONS, "functions"),
-    )
+    _unknown_function(call, scope, reporter)
     return None
+
+
+def _unknown_function(call: ast.Call, scope: Scope, reporter: Reporter) -> None:
+    name, place = call.function.id, call.function.span
+    if scope.metrics.find(name) is not None or scope.metrics.find_record(name) is not None:
+        message, help = f"`{name}` is a metric, not a function", f"write mean({name})"
+        reporter.error(UNKNOWN_FUNCTION, message, place, help)
+        return
+    message, known = f"there is no function `{name}`", OTHER_NAMES.get(name.lower())
+    level = _FINE_LEVEL.fullmatch(name)
+    if level is not None and call.arguments:
+        first = call.arguments[0].span
+        written = f"quantile(0.{level[1]}, "
+        fix = Fix(f"write `{written}...)`", (Edit(Span(place.start, first.start), written),), False)
+        reporter.error(UNKNOWN_FUNCTION, message, place, f"write {written}...)", fix=fix)
+        return
+    help = suggest(name, FUNCTIONS, "functions")
+    if known is not None:
+        help = meant(known, f"write `{known}(...)`")
+    reporter.error(UNKNOWN_FUNCTION, message, place, help)
 
 
 def table_value(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | None:

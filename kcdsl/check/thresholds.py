@@ -7,9 +7,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 from kcdsl.check.bounds import check_compare
-from kcdsl.check.names import Scope, quantity
+from kcdsl.check.names import Scope, other_unit, quantity
 from kcdsl.check.predicates import predicate
-from kcdsl.check.report import Reporter, replacement, suggest, without
+from kcdsl.check.report import Reporter, replacement, without
 from kcdsl.check.sections import RawRow, RawTable
 from kcdsl.check.units import UNITS, Unit, describe
 from kcdsl.diagnostics.codes import (
@@ -22,7 +22,7 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.ir import terms as ir
-from kcdsl.ir.cases import Case, Undecided, find_case
+from kcdsl.ir.cases import Case, Undecided, find_case, first_taken
 from kcdsl.ir.walk import subterms
 from kcdsl.source.removal import remove_entry
 from kcdsl.source.text import Span
@@ -32,6 +32,8 @@ from kcdsl.syntax.parser import parse_expression, parse_quantity
 
 _WHOLE = ("length",)
 """Fields that count something, so that they hold whole numbers."""
+_MOST_LABELLED = 100
+"""Rows for which the row that takes their requests is looked for."""
 
 
 def check_table(raw: RawTable, reporter: Reporter) -> ir.ThresholdTable | None:
@@ -64,7 +66,7 @@ def _unit(scalar: Scalar | None, reporter: Reporter) -> Unit | None:
             UNKNOWN_UNIT,
             f"there is no unit `{scalar.text}`",
             scalar.span,
-            suggest(scalar.text, UNITS, "units"),
+            other_unit(scalar.text),
         )
     return unit
 
@@ -107,12 +109,16 @@ def _is_total(
     raw: RawTable, rows: Sequence[ir.TableRow], otherwise: bool, reporter: Reporter
 ) -> bool:
     """Report rows that no request reaches, and requests that no row takes."""
+    try:
+        reached, left = first_taken([row.where for row in rows], _WHOLE)
+    except Undecided:
+        return _is_undecided(raw, otherwise, reporter)
     good = True
     for position, row in enumerate(rows):
         where = raw.rows[position].where
-        if where is not None and not _is_reached(rows, position):
+        if where is not None and position not in reached:
+            taken = _taken_by(rows, position) if position < _MOST_LABELLED else None
             good = False
-            taken = _taken_by(rows, position)
             labels: tuple[Label, ...] = ()
             first = raw.rows[taken].where if taken is not None else None
             if first is not None:
@@ -130,7 +136,19 @@ def _is_total(
             )
     if not good:
         return False
-    return _check_rest(raw, rows, otherwise, reporter)
+    return _check_rest(raw, left, otherwise, reporter)
+
+
+def _is_undecided(raw: RawTable, otherwise: bool, reporter: Reporter) -> bool:
+    """Report a table of too many cases to look at, unless it says what holds otherwise."""
+    if not otherwise:
+        reporter.error(
+            TABLE_GAP,
+            f"whether the rows of `{raw.name.text}` take every request is not decided",
+            raw.name.span,
+            "add `otherwise: VALUE`",
+        )
+    return otherwise
 
 
 def _without_row(raw: RawTable, position: int, reporter: Reporter) -> Fix | None:
@@ -141,21 +159,9 @@ def _without_row(raw: RawTable, position: int, reporter: Reporter) -> Fix | None
     return without(reporter.source, rows, [position])
 
 
-def _check_rest(
-    raw: RawTable, rows: Sequence[ir.TableRow], otherwise: bool, reporter: Reporter
-) -> bool:
-    rest = ir.AllOf(tuple(ir.NoneOf(row.where) for row in rows))
-    try:
-        case = find_case(rest, _WHOLE)
-    except Undecided:
-        if not otherwise:
-            reporter.error(
-                TABLE_GAP,
-                f"whether the rows of `{raw.name.text}` take every request is not decided",
-                raw.name.span,
-                "add `otherwise: VALUE`",
-            )
-        return otherwise
+def _check_rest(raw: RawTable, case: Case | None, otherwise: bool, reporter: Reporter) -> bool:
+    """Report a table without a value for a request, or with one for no request; `case` is a request
+    that no row takes, or None."""
     if case is not None and not otherwise:
         reporter.error(
             TABLE_GAP,
@@ -176,11 +182,6 @@ def _check_rest(
         )
         return False
     return True
-
-
-def _is_reached(rows: Sequence[ir.TableRow], position: int) -> bool:
-    above = tuple(ir.NoneOf(row.where) for row in rows[:position])
-    return _can_hold(ir.AllOf((*above, rows[position].where)))
 
 
 def _taken_by(rows: Sequence[ir.TableRow], position: int) -> int | None:

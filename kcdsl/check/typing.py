@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 from kcdsl.check.arguments import block_name, check_input, variable_name
@@ -23,6 +24,7 @@ from kcdsl.check.terms import term
 from kcdsl.check.thresholds import check_threshold, tables_stand_alone
 from kcdsl.check.traces import TRACE_FIELDS, doubtful
 from kcdsl.diagnostics.codes import (
+    BAD_IDENTIFIER,
     DOUBTFUL_NAME,
     DUPLICATE_IDENTIFIER,
     OUT_OF_RANGE,
@@ -30,6 +32,7 @@ from kcdsl.diagnostics.codes import (
     UNKNOWN_NAME,
     UNKNOWN_SLICE,
     UNUSED_VARIABLE,
+    VACUOUS,
     WRONG_ARGUMENTS,
     WRONG_SORT,
 )
@@ -39,6 +42,7 @@ from kcdsl.ir.normal import free_variables
 from kcdsl.source.text import Span
 from kcdsl.syntax import ast
 
+_FIELD = re.compile(r"[^\s()<>=\[\]{}]+")
 MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
 NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
@@ -98,6 +102,14 @@ def _not_a_statement(expression: ast.Expression, scope: Scope, reporter: Reporte
             )
             return
     if not known and term(expression, scope, reporter) is None:
+        return
+    if isinstance(expression, ast.Truth):
+        reporter.error(
+            VACUOUS,
+            "a truth value says nothing about the kernels",
+            expression.span,
+            "compare a statistic of a metric, or a norm of a drift, with a number",
+        )
         return
     reporter.error(
         WRONG_SORT,
@@ -280,8 +292,17 @@ def _has(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
         reporter.error(UNKNOWN_NAME, "the first argument of `has` is `trace`", trace.span)
         return None
     if not isinstance(listed, ast.ListOf):
+        edits = (
+            Edit(Span(listed.span.start, listed.span.start), "["),
+            Edit(Span(listed.span.end, listed.span.end), "]"),
+        )
+        named = isinstance(listed, ast.Name)
         reporter.error(
-            WRONG_SORT, f"a List[Field] is needed here, not {described(listed, scope)}", listed.span
+            WRONG_SORT,
+            f"a List[Field] is needed here, not {described(listed, scope)}",
+            listed.span,
+            "write has(trace, [field, ...])",
+            fix=Fix("put it in square brackets", edits, safe=False) if named else None,
         )
         return None
     fields: list[tuple[str, Span]] = []
@@ -297,12 +318,28 @@ def _has(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Formula | None:
     return trace_fields(fields, call.span, reporter)
 
 
+def _is_field(name: str, span: Span, reporter: Reporter) -> bool:
+    """Report a statement in the place of the name of a field."""
+    if _FIELD.fullmatch(name):
+        return True
+    reporter.error(
+        BAD_IDENTIFIER,
+        f"`{name}` cannot name a field of traces",
+        span,
+        "a list names fields that every record has; join statements by `and`, in one text",
+    )
+    return False
+
+
 def trace_fields(
     fields: list[tuple[str, Span]], span: Span, reporter: Reporter
 ) -> ir.HasFields | None:
     """Check the fields that every trace record must carry."""
     if not fields:
         reporter.error(WRONG_ARGUMENTS, "the list of trace fields is empty", span)
+        return None
+    known = [_is_field(name, place, reporter) for name, place in fields]
+    if not all(known):
         return None
     seen: dict[str, Span] = {}
     for number, (name, place) in enumerate(fields):

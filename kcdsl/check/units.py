@@ -60,6 +60,7 @@ _WORDS = {
     THROUGHPUT: "a rate in tokens per second",
     TOKENS: "a number of tokens",
 }
+_ALL_EXAMPLES = {ONE: "0.05", RATIO: "1%", NATS: "0.02 nats"}
 _EXAMPLES = {TIME: "250 ms", BYTES: "80 GiB", THROUGHPUT: "4000 tok/s", TOKENS: "128 tok"}
 
 
@@ -105,6 +106,25 @@ _ULPS = "a unit in the last place depends on format and value; state the bound a
 NO_UNITS = {"bit": _BITS, "bits": _BITS, "ulp": _ULPS, "ulps": _ULPS}
 """What people write as units and what cannot be one, with the reason."""
 
+SPELLINGS: dict[str, str] = {
+    other: unit
+    for unit, others in {
+        "ns": "nsec nanosecond nanoseconds",
+        "us": "usec microsecond microseconds",
+        "ms": "msec millis millisecond milliseconds",
+        "s": "sec secs second seconds",
+        "min": "mins minute minutes",
+        "h": "hr hrs hour hours",
+        "B": "byte bytes",
+        "tok": "toks token tokens",
+        "tok/s": "tps tok/sec token/s tokens/s tokens/sec tokens/second",
+        "nats": "nat",
+        "%": "percent pct",
+    }.items()
+    for other in others.split()
+}
+"""What people write for units."""
+
 
 def describe(dimension: Dimension) -> str:
     """Return the dimension in words."""
@@ -114,6 +134,11 @@ def describe(dimension: Dimension) -> str:
 def example(dimension: Dimension) -> str | None:
     """Return a quantity as one would write it, for dimensions whose unit cannot be left out."""
     return _EXAMPLES.get(dimension)
+
+
+def sample(dimension: Dimension) -> str | None:
+    """Return a quantity as one may write it; None for a dimension that has no unit."""
+    return _EXAMPLES.get(dimension) or _ALL_EXAMPLES.get(dimension)
 
 
 def takes_bare_numbers(dimension: Dimension) -> bool:

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from io import TextIOWrapper
@@ -91,19 +90,46 @@ def _guarded(words: list[str]) -> int:
 def _run(words: list[str]) -> int:
     name = _command(words)
     if name is not None and name not in COMMANDS:
+        from difflib import get_close_matches
+
         close = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `kcdsl {close[0]}`?" if close else "`kcdsl --help` lists the commands"
         raise refuse(USAGE, f"there is no command `{name}`", help=hint)
     parser = _parser((name,) if name is not None else tuple(COMMANDS))
     try:
-        arguments = parser.parse_args(words)
+        arguments, unknown = parser.parse_known_args(words)
     except SystemExit as stop:
         # --help, --version, or words that make no command; nothing that runs may end the process.
         return stop.code if isinstance(stop.code, int) else int(Exit.COULD_NOT_RUN)
+    if unknown:
+        raise _not_taken(unknown[0], name, parser)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return int(Exit.COULD_NOT_RUN)
     return int(_module(arguments.command).run(arguments))
+
+
+def _not_taken(word: str, command: str | None, parser: argparse.ArgumentParser) -> Refusal:
+    """Return the refusal of a word that is no option, or one argument too many."""
+    from difflib import get_close_matches
+
+    where = f"kcdsl {command}" if command is not None else "kcdsl"
+    hint = f"`{where} --help` lists what it takes"
+    if not word.startswith("-"):
+        return refuse(USAGE, f"`{where}` has no use for `{word}`", help=hint)
+    name = word.partition("=")[0]
+    close = get_close_matches(name, _options(parser), n=1)
+    hint = f"did you mean `{close[0]}`?" if close else hint
+    return refuse(USAGE, f"`{where}` has no option `{name}`", help=hint)
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options of a parser and of the commands below it."""
+    found = [name for action in parser._actions for name in action.option_strings]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [name for child in action.choices.values() for name in _options(child)]
+    return found
 
 
 def _command(words: Sequence[str]) -> str | None:
@@ -127,6 +153,7 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
         "drift from the training kernel.",
         epilog="exit codes: 0 holds, 1 violated or findings, 2 could not run, 3 inconclusive, "
         "4 certificate invalid",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kcdsl {__version__}")
     _add_common(parser, default=False)
@@ -135,7 +162,9 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
         if find_spec(COMMANDS[name]) is None:
             continue
         module = _module(name)
-        child = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        child = commands.add_parser(
+            name, help=module.HELP, description=module.HELP, allow_abbrev=False
+        )
         _add_common(child, default=argparse.SUPPRESS)
         module.configure(child)
         if any(variable.startswith(f"KCDSL_{name.upper()}_") for variable in os.environ):

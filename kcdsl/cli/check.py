@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 
 def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl.cli.discover import find_contract
+    from kcdsl.config import load_config
     from kcdsl.release.artefacts import ArtefactRefused, locate
     from kcdsl.release.kernels import read_kernels
     from kcdsl.release.triple import build_expectation
@@ -96,6 +97,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
     base = contract.resolve().parent
     program = _compile(contract)
     trusted = trust_policy(arguments.key, arguments.threshold, base)
+    strict = load_config(base).refuse_suppressions
     given = None if arguments.checkpoint is None else Path(arguments.checkpoint)
     checkpoint = locate(program.model.checkpoint, base) if given is None else given
     kernels = None if arguments.kernels is None else read_kernels(Path(arguments.kernels))
@@ -123,6 +125,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
             proofs=proofs,
             partial=len(paths) > 1 or not arguments.complete,
             expected_inputs=expectation.inputs,
+            refuse_suppressions=strict,
         )
 
     reports = tuple((str(p), run(p, b)) for p, b in zip(paths, bundles, strict=True))

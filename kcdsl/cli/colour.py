@@ -22,7 +22,10 @@ def wanted(words: Sequence[str]) -> str:
         return found
     if any(os.environ.get(name) for name in _NAMES):
         return "auto"
-    return read_config(Path(), Sink()).color
+    try:
+        return read_config(Path(), Sink()).color
+    except OSError:
+        return "auto"
 
 
 def _option(words: Sequence[str]) -> str | None:

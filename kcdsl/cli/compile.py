@@ -9,12 +9,13 @@ from pathlib import Path
 from kcdsl.check.compile import analyse, no_program
 from kcdsl.cli.discover import find_contract
 from kcdsl.cli.solver import add_timeout, limits, solver_backend
-from kcdsl.diagnostics import Diagnostic, Severity, Sink, refuse
+from kcdsl.config import load_config
+from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE
-from kcdsl.diagnostics.render import FORMATS, render
+from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, Run, render
 from kcdsl.exits import Exit
 from kcdsl.ir.canonical import digest, document, library_digest
-from kcdsl.ir.terms import Library, Program
+from kcdsl.ir.terms import Library, ModelRef, Program
 from kcdsl.ir.training import for_training, training_document
 from kcdsl.route.router import Route, route
 from kcdsl.source.files import read_source
@@ -59,42 +60,53 @@ def run(arguments: argparse.Namespace) -> Exit:
     path = find_contract(arguments.contract, Path())
     source, sink = read_source(path), Sink()
     analysis = analyse(source, sink, path.parent)
-    program, withheld = analysis.program, None
+    program, withheld, accepted = analysis.program, None, analysis.suppressed
     if analysis.library is not None:
         if arguments.emit or arguments.follows or arguments.consistency or arguments.purpose:
             raise no_program(path, sink)
-        _print(sink, arguments.format)
+        _print(sink, arguments.format, _about(path, accepted, Exit.HELD))
         _deliver(_library(analysis.library), arguments.output)
         return Exit.HELD
     if program is None:
-        _print(sink, arguments.format)
+        _print(sink, arguments.format, _about(path, accepted, Exit.COULD_NOT_RUN))
         return Exit.COULD_NOT_RUN
     full = program
     if arguments.purpose == "training":
         program, withheld = for_training(program)
     findings = Sink()
     if arguments.consistency:
+        from kcdsl.check.suppressions import accept
+
         findings = _consistency(program, source, arguments.timeout)
+        accepted += accept(source, analysis.root, findings, path.parent, solver=True)
     routes = route(program)
     for diagnostic in (*findings, *_undecided(routes)):
         sink.add(diagnostic)
-    _print(sink, arguments.format, frozenset(findings))
+    code = Exit.VIOLATED if findings.has_errors else Exit.HELD
+    _print(sink, arguments.format, _about(path, accepted, code), frozenset(findings))
     if arguments.emit == "ir":
         written = document(program) if withheld is None else training_document(full)
         _deliver(written.decode("utf-8") + "\n", arguments.output)
     elif arguments.emit == "smtlib" or arguments.follows:
         _deliver(_question(program, arguments.follows), arguments.output)
     else:
-        _deliver(_table(program, routes, arguments.output), arguments.output)
+        weights = _weights(program.model, path.parent)
+        _deliver(_table(program, weights, routes, arguments.output), arguments.output)
     if withheld is not None:
         print(f"left out for training: {withheld}", file=sys.stderr)
-    return Exit.VIOLATED if findings.has_errors else Exit.HELD
+    return code
 
 
-def _print(sink: Sink, format: str, asked: frozenset[Diagnostic] = frozenset()) -> None:
-    """Print errors and warnings, and what was asked for; of other notes only their number."""
-    if format == "json":
-        print(render(sink, format, sys.stderr), file=sys.stderr)
+def _about(path: Path, accepted: tuple[Suppressed, ...], code: Exit) -> Run:
+    files = (Checked(str(path)),)
+    return Run("kcdsl compile", files, accepted, load_config(path.parent).docs_url, exit_code=code)
+
+
+def _print(sink: Sink, format: str, run: Run, asked: frozenset[Diagnostic] = frozenset()) -> None:
+    """Print errors and warnings, and what was asked for; of other notes and of accepted findings
+    only their number."""
+    if format in DOCUMENTS:
+        print(render(sink, format, sys.stderr, run), file=sys.stderr)
         return
     shown = [d for d in sink if d.severity is not Severity.NOTE or d in asked]
     if shown:
@@ -103,6 +115,10 @@ def _print(sink: Sink, format: str, asked: frozenset[Diagnostic] = frozenset()) 
     if hidden and format == "full":
         plural = "s" if hidden > 1 else ""
         print(f"{hidden} note{plural}: `kcdsl lint` shows them", file=sys.stderr)
+    accepted = len(run.suppressed)
+    if accepted and format == "full":
+        plural = "s" if accepted > 1 else ""
+        print(f"{accepted} finding{plural} accepted by comments", file=sys.stderr)
 
 
 def _question(program: Program, follows: str | None) -> str:
@@ -168,7 +184,17 @@ def _library(library: Library) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(program: Program, routes: tuple[Route, ...], output: str | None) -> str:
+def _weights(model: ModelRef, folder: Path) -> str:
+    """Return the digest of the checkpoint as it is now, or where it was looked for in vain."""
+    from kcdsl.model.files import file_digest, resolve_file
+
+    try:
+        return f"sha256:{file_digest(resolve_file(model.checkpoint, folder))}"
+    except Refusal as refusal:
+        return refusal.diagnostics[0].message
+
+
+def _table(program: Program, weights: str, routes: tuple[Route, ...], output: str | None) -> str:
     from io import StringIO
 
     from rich.console import Console
@@ -191,7 +217,8 @@ def _table(program: Program, routes: tuple[Route, ...], output: str | None) -> s
         cells = (name, clause.level.value, clause.family.value, item.fragment.value)
         table.add_row(*(Text(cell) for cell in cells), backend, Text(item.reason))
     console.print(Text(f"contract {program.name} {program.version}"))
-    console.print(Text(f"digest   sha256:{digest(program)}\n"))
+    console.print(Text(f"digest      sha256:{digest(program)}"))
+    console.print(Text(f"checkpoint  {weights}\n"), soft_wrap=True)
     console.print(table)
     lines = buffer.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"

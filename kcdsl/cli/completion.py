@@ -3,148 +3,83 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Iterator
 
+from kcdsl.cli.completion_scripts import Command, Option, bash, fish, zsh
 from kcdsl.exits import Exit
 
 HELP = "print the completion script for a shell"
-SHELLS = ("bash", "zsh", "fish")
+SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}
+_FILES = {
+    "PATH", "FILE", "CONTRACT", "OLD", "NEW", "CERT", "KEY", "PUB", "CODE|CLAUSE", "FORMAT[=FILE]",
+}  # fmt: skip
+"""What stands in the help for a file."""
+_FOLDERS = {"DIR", "FOLDER"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("shell", choices=SHELLS, help="the shell that will read the script")
+    parser.add_argument("shell", choices=tuple(SHELLS), help="the shell that will read the script")
 
 
 def run(arguments: argparse.Namespace) -> Exit:
     """Print the script; a shell reads it with `source <(kcdsl completion bash)` or the like."""
-    match arguments.shell:
-        case "bash":
-            print(_bash(_commands()))
-        case "zsh":
-            print(_zsh(_commands()))
-        case _:
-            print(_fish(_commands()))
+    print(SHELLS[arguments.shell](commands()), end="")
     return Exit.HELD
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    name: str
-    help: str
-    options: tuple[tuple[str, str], ...]
-    """Option with its help text."""
-    choices: tuple[tuple[str, tuple[str, ...]], ...]
-    """Option -> its values; the option "" stands for the positional arguments."""
+def commands() -> list[Command]:
+    """Return what can be written: for no command yet (whose name is empty), for each command, and
+    for each action of one, such as `config show`."""
+    from kcdsl.cli import COMMANDS, _parser
+
+    return list(_commands(_parser(tuple(COMMANDS)), "", ""))
 
 
-def _commands() -> list[_Command]:
-    from kcdsl.cli import COMMANDS
-
-    found = []
-    for name, target in COMMANDS.items():
-        module = import_module(target)
-        parser = argparse.ArgumentParser(add_help=False)
-        parser.add_argument("--help", action="store_true", help="show the help")
-        module.configure(parser)
-        options: list[tuple[str, str]] = []
-        choices: dict[str, tuple[str, ...]] = {}
-        for action in parser._actions:
-            for option in action.option_strings:
-                options.append((option, " ".join((action.help or "").split())))
-            if action.choices:
-                for option in action.option_strings or [""]:
-                    choices[option] = tuple(str(choice) for choice in action.choices)
-        found.append(_Command(name, module.HELP, tuple(options), tuple(choices.items())))
-    return found
-
-
-def _bash(commands: list[_Command]) -> str:
-    cases = []
-    for command in commands:
-        cases.append(f"    {command.name})")
-        cases.append('      case "$before" in')
-        for option, values in command.choices:
-            if option:
-                words = " ".join(values)
-                cases.append(
-                    f'        {option}) COMPREPLY=($(compgen -W "{words}" -- "$word")); return ;;'
-                )
-        cases.append("      esac")
-        words = " ".join(option for option, _ in command.options)
-        cases.append(
-            f'      if [[ "$word" == -* ]]; then COMPREPLY=($(compgen -W "{words}" -- "$word"))'
+def _commands(parser: argparse.ArgumentParser, name: str, help: str) -> Iterator[Command]:
+    words: tuple[tuple[str, str], ...] = ()
+    takes, options, below = "", [], []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            words += tuple((word, helps.get(word, "")) for word in action.choices)
+            below = [(child, word, helps.get(word, "")) for word, child in action.choices.items()]
+            continue
+        about = Option(
+            tuple(action.option_strings),
+            " ".join((action.help or "").split()).replace("%%", "%"),
+            action.nargs != 0,
+            _words(name, action),
+            _takes(action),
         )
-        plain = dict(command.choices).get("")
-        if plain is not None:
-            cases.append(f'      else COMPREPLY=($(compgen -W "{" ".join(plain)}" -- "$word"))')
+        if about.names:
+            options.append(about)
         else:
-            cases.append('      else COMPREPLY=($(compgen -f -- "$word"))')
-        cases.append("      fi ;;")
-    names = " ".join(command.name for command in commands)
-    body = "\n".join(cases)
-    return f"""_kcdsl() {{
-  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"
-  COMPREPLY=()
-  if [[ $COMP_CWORD -eq 1 ]]; then
-    COMPREPLY=($(compgen -W "{names} --help --version" -- "$word"))
-    return
-  fi
-  case "${{COMP_WORDS[1]}}" in
-{body}
-  esac
-}}
-complete -o filenames -F _kcdsl kcdsl"""
+            words += tuple((word, "") for word in about.words)
+            takes = takes or about.takes
+    yield Command(name, help, tuple(options), words, takes)
+    for child, word, text in below:
+        yield from _commands(child, f"{name} {word}".strip(), text)
 
 
-def _zsh(commands: list[_Command]) -> str:
-    cases = []
-    for command in commands:
-        cases.append(f"    {command.name})")
-        cases.append("      case $words[CURRENT-1] in")
-        for option, values in command.choices:
-            if option:
-                cases.append(f"        {option}) compadd -- {' '.join(values)}; return ;;")
-        cases.append("      esac")
-        options = " ".join(option for option, _ in command.options)
-        cases.append(f"      if [[ $PREFIX == -* ]]; then compadd -- {options}")
-        plain = dict(command.choices).get("")
-        offered = "_files" if plain is None else f"compadd -- {' '.join(plain)}"
-        cases.append(f"      else {offered}")
-        cases.append("      fi ;;")
-    names = " ".join(command.name for command in commands)
-    body = "\n".join(cases)
-    return f"""#compdef kcdsl
-_kcdsl() {{
-  if (( CURRENT == 2 )); then
-    compadd -- {names} --help --version
-    return
-  fi
-  case $words[2] in
-{body}
-  esac
-}}
-compdef _kcdsl kcdsl"""
+def _words(command: str, action: argparse.Action) -> tuple[str, ...]:
+    """Return the words that an argument may be, where they are known."""
+    from kcdsl.diagnostics.codes import FAMILIES, all_codes
+    from kcdsl.diagnostics.render import FORMATS
+
+    if action.choices is not None:
+        return tuple(str(choice) for choice in action.choices)
+    match command, action.dest:
+        case "lint", "format":
+            return FORMATS
+        case ("lint", "select" | "ignore") | ("explain", "topic"):
+            return (*FAMILIES, *(code.id for code in all_codes()))
+        case _:
+            return ()
 
 
-def _fish(commands: list[_Command]) -> str:
-    lines = ["complete -c kcdsl -f -n __fish_use_subcommand -l version -d 'show the version'"]
-    for command in commands:
-        help = _quoted(command.help)
-        lines.append(f"complete -c kcdsl -f -n __fish_use_subcommand -a {command.name} -d {help}")
-        inside = f"'__fish_seen_subcommand_from {command.name}'"
-        choices = dict(command.choices)
-        for option, text in command.options:
-            sort = "-l" if option.startswith("--") else "-s"
-            values = choices.get(option)
-            more = f" -x -a '{' '.join(values)}'" if values else ""
-            name = option.lstrip("-")
-            lines.append(f"complete -c kcdsl -n {inside} {sort} {name}{more} -d {_quoted(text)}")
-        if "" in choices:
-            lines.append(f"complete -c kcdsl -f -n {inside} -a '{' '.join(choices[''])}'")
-    return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+def _takes(action: argparse.Action) -> str:
+    """Return "files", "folders", or nothing."""
+    if action.metavar in _FILES:
+        return "files"
+    return "folders" if action.metavar in _FOLDERS else ""

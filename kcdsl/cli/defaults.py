@@ -17,7 +17,7 @@ from kcdsl.diagnostics.codes import USAGE
 
 def prefix(command: str) -> str:
     """Return how the variables of a command begin."""
-    return f"KCDSL_{command.upper()}_"
+    return f"KCDSL_{command.upper().replace(' ', '_')}_"
 
 
 def set_defaults(
@@ -31,7 +31,17 @@ def set_defaults(
         if option.startswith("--") and action.dest not in {"help", "traceback", "color"}
     }
     start = prefix(command)
+    inside = {
+        f"{command} {name}": child
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name, child in action.choices.items()
+    }
+    for name, child in inside.items():
+        set_defaults(child, name, environment)
     for variable in sorted(name for name in environment if name.startswith(start)):
+        if variable.startswith(tuple(prefix(name) for name in inside)):
+            continue
         action = options.get(variable.removeprefix(start))
         if action is None:
             from kcdsl.check.report import suggest
@@ -39,7 +49,7 @@ def set_defaults(
             raise refuse(
                 USAGE,
                 f"{variable} names no option of `kcdsl {command}`",
-                help=suggest(variable, [start + name for name in sorted(options)]),
+                help=suggest(variable, [start + name for name in sorted(options)], "its variables"),
             )
         action.default = _value(action, variable, environment[variable])
         action.required = False
@@ -52,8 +62,16 @@ def _value(action: argparse.Action, variable: str, text: str) -> Any:
             raise _refused(variable, text, "1 or 0")
         return value
     if isinstance(action, argparse._AppendAction):
-        return [_item(action, variable, part.strip()) for part in text.split(",") if part.strip()]
+        parts = (part.strip() for part in text.split(","))
+        return _Replaced(_item(action, variable, part) for part in parts if part)
     return _item(action, variable, text)
+
+
+class _Replaced(list[Any]):
+    """A list that the command line begins anew: argparse adds to a copy of the default."""
+
+    def __copy__(self) -> list[Any]:
+        return []
 
 
 def _item(action: argparse.Action, variable: str, text: str) -> Any:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kcdsl.config import load_config, shown
-from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import (
-    FILE_MISSING,
     NO_CONTRACT,
     SEVERAL_CONTRACTS,
 )
+from kcdsl.source.files import missing
 
 
 def find_contract(given: str | None, start: Path) -> Path:
@@ -59,7 +60,7 @@ def contracts_in(
     Raises Refusal for a file that is missing and a folder that holds no contract.
     """
     if not given:
-        return [find_contract(None, start)]
+        return [_the_one(start)]
     found: dict[Path, None] = {}
     for name in given:
         path = Path(name)
@@ -79,6 +80,16 @@ def contracts_in(
             )
         found.update(dict.fromkeys(inside))
     return list(found)
+
+
+def _the_one(start: Path) -> Path:
+    try:
+        return find_contract(None, start)
+    except Refusal as refusal:
+        (problem,) = refusal.diagnostics
+        if problem.code != SEVERAL_CONTRACTS:
+            raise
+        raise Refusal(replace(problem, help="name one of them, or `.` for all")) from refusal
 
 
 def _excluded(path: Path, patterns: Sequence[str], base: Path) -> bool:
@@ -142,7 +153,7 @@ def _existing(path: Path, origin: str | None) -> Path:
             help="name the contract file",
             notes=notes,
         )
-    raise refuse(FILE_MISSING, f"there is no file {path}", notes=notes)
+    raise missing(path, notes)
 
 
 def _configured(start: Path) -> Path | None:

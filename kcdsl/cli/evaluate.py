@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
     from kcdsl.release.triple import Fingerprints
     from kcdsl.verdict.report import ImpliedClause, Report
@@ -21,9 +24,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     from kcdsl.cli.devices import CHOICES
 
-    parser.add_argument("contract", nargs="?", metavar="CONTRACT")
+    parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
     parser.add_argument("--slice", action="append", metavar="NAME", help="only this slice")
-    parser.add_argument("--device", choices=CHOICES, default="auto")
+    parser.add_argument(
+        "--device", choices=CHOICES, default="auto", help="default: cuda where there is one"
+    )
     parser.add_argument(
         "--seed", type=_natural, default=0, metavar="N", help="of sampling and resampling"
     )
@@ -52,27 +57,34 @@ def run(arguments: argparse.Namespace) -> Exit:
     """Run the command: evaluate, write the files, print the report."""
     from dataclasses import replace
 
-    from kcdsl.check.compile import load_program
+    from kcdsl.check.compile import load_contract
     from kcdsl.cli.devices import choose_device
     from kcdsl.cli.discover import find_contract
     from kcdsl.cli.progress import progress_bars
+    from kcdsl.diagnostics.places import in_contract
+    from kcdsl.release.artefacts import checkpoint_manifest, locate
     from kcdsl.release.signing import signing_key
 
     path = find_contract(arguments.contract, Path())
-    program, base = load_program(path), path.resolve().parent
+    (program, suppressed), base = load_contract(path), path.resolve().parent
     key = signing_key(arguments.sign, base)
-    with progress_bars() as progress:
+    device = choose_device(arguments.device)
+    if key is not None:  # what no certificate can name is refused before hours of measuring
+        checkpoint_manifest(locate(program.model.checkpoint, base))
+    with in_contract(path), progress_bars() as progress:
         evaluation = _backend().evaluate(
             program,
             base,
-            device=choose_device(arguments.device),
+            device=device,
             slices=tuple(arguments.slice or ()),
             seed=arguments.seed,
             seconds=arguments.seconds,
             progress=progress,
         )
-    report: Report = replace(evaluation.report, implied=_implied(program))
-    bundle = None if key is None else _certificate(program, base, report, key)
+    found: Report = evaluation.report
+    notes = (*found.notes, *_accepted(suppressed))
+    report = replace(found, implied=_implied(program), notes=notes)
+    bundle = None if key is None else _certificate(program, base, report, suppressed, key)
     folder = Path(arguments.output) if arguments.output else path.parent / "out"
     written = _write(folder, report, evaluation.traces, bundle, arguments.svg)
     if arguments.json:
@@ -153,7 +165,16 @@ def _implied(program: Program) -> tuple[ImpliedClause, ...]:
     return ()
 
 
-def _certificate(program: Program, base: Path, report: Report, key: Any) -> bytes:
+def _accepted(suppressed: Sequence[Suppressed]) -> list[str]:
+    return [
+        f"{item.diagnostic.code} is accepted in line {item.line} of the contract: {item.reason}"
+        for item in suppressed
+    ]
+
+
+def _certificate(
+    program: Program, base: Path, report: Report, suppressed: Sequence[Suppressed], key: Any
+) -> bytes:
     from kcdsl.release.issue import issue
     from kcdsl.release.measured import certified_clauses
 
@@ -163,6 +184,7 @@ def _certificate(program: Program, base: Path, report: Report, key: Any) -> byte
         clauses=certified_clauses(program, base, report),
         keys=[key],
         fingerprints=_fingerprints(report),
+        suppressed=suppressed,
     )
 
 

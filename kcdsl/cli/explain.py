@@ -44,9 +44,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     code = _CODE.fullmatch(arguments.topic)
     if code is None:
         if arguments.format == "markdown":
-            raise refuse(
-                USAGE, "a clause is not explained as Markdown", help="leave --format out"
-            )
+            raise refuse(USAGE, "a clause is not explained as Markdown", help="leave --format out")
         from kcdsl.cli.explain_clause import explain_clause
 
         return explain_clause(arguments)
@@ -56,17 +54,17 @@ def run(arguments: argparse.Namespace) -> Exit:
         return Exit.HELD
     found = find(wanted)
     if found is None:
-        raise refuse(UNKNOWN_CODE, f"there is no code {wanted}", help=_near(wanted))
+        raise refuse(UNKNOWN_CODE, f"there is no code {wanted}", help=_where(wanted))
     _show(found, arguments.format)
     return Exit.HELD
 
 
-def _near(wanted: str) -> str:
-    from kcdsl.check.report import nearest
-
-    close = nearest(wanted, [code.id for code in all_codes()])
-    listed = "`kcdsl explain` lists every code"
-    return f"did you mean `{close}`? {listed}" if close is not None else listed
+def _where(wanted: str) -> str:
+    """Say where the codes are that could be meant: near numbers mean nothing alike."""
+    family = wanted[:3]
+    if family in FAMILIES:
+        return f"`kcdsl explain {family}` lists the codes about {FAMILIES[family]}"
+    return "`kcdsl explain` lists every code"
 
 
 def _show(code: Code, format: str) -> None:

@@ -7,16 +7,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kcdsl.check.compile import compile_source, no_program
+from kcdsl.check.compile import Analysis, analyse, no_program
 from kcdsl.check.report import suggest
 from kcdsl.cli.discover import find_contract
-from kcdsl.diagnostics import Sink, refuse
-from kcdsl.diagnostics.codes import UNKNOWN_CLAUSE
+from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
+from kcdsl.diagnostics.codes import OUTSIDE_FRAGMENTS, UNKNOWN_CLAUSE
 from kcdsl.exits import Exit
-from kcdsl.ir.fragment import Blame
+from kcdsl.ir.fragment import Blame, classify
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.route.blame import why_uncovered
-from kcdsl.route.catalogue import BackendSpec, catalogue
+from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 from kcdsl.route.router import Route, route
 from kcdsl.source.files import read_source
 from kcdsl.source.text import SourceFile
@@ -35,20 +35,27 @@ class Candidate:
 
 
 def explain_clause(arguments: argparse.Namespace) -> Exit:
-    """Print the table of backends for the clause `arguments.topic` of `arguments.contract`."""
+    """Print the table of backends for the clause `arguments.topic` of `arguments.contract`.
+
+    A clause that no backend covers is explained too, and so is one beside clauses in error.
+    """
     path = find_contract(arguments.contract, Path())
     source, sink = read_source(path), Sink()
-    program = compile_source(source, sink, path.parent)
-    if program is None:
-        raise no_program(path, sink)
-    clause = next((c for c in program.clauses if c.id == arguments.topic), None)
-    if clause is None:
-        names = [c.id for c in program.clauses]
+    analysis = analyse(source, sink, path.parent)
+    name = arguments.topic
+    if analysis.raw is not None and all(c.id.text != name for c in analysis.raw.clauses):
         raise refuse(
             UNKNOWN_CLAUSE,
-            f"{path} has no clause `{arguments.topic}`, and there is no such code",
-            help=suggest(arguments.topic, names, "clauses"),
+            f"{path} has no clause `{name}`, and there is no such code",
+            help=suggest(name, [c.id.text for c in analysis.raw.clauses], "clauses"),
         )
+    program, elsewhere = analysis.draft, _errors(sink)
+    clause = next((c for c in program.clauses if c.id == name), None) if program else None
+    own = tuple(found for found in elsewhere if _speaks_of(found, name, analysis))
+    if own:
+        raise Refusal(own)
+    if program is None or clause is None:
+        raise no_program(path, sink)
     specs = catalogue()
     chosen = next(r for r in route(program, specs) if r.clause_id == clause.id)
     candidates = [_candidate(clause, spec, chosen) for spec in specs]
@@ -56,13 +63,38 @@ def explain_clause(arguments: argparse.Namespace) -> Exit:
         print(_json(program, clause, chosen, candidates, source))
     else:
         print(_text(program, clause, chosen, candidates, source))
+    if elsewhere:
+        plural = "s" if len(elsewhere) > 1 else ""
+        print(
+            f"the contract has {len(elsewhere)} error{plural}: `kcdsl lint` shows them",
+            file=sys.stderr,
+        )
     return Exit.HELD
+
+
+def _errors(sink: Sink) -> list[Diagnostic]:
+    return [found for found in sink if found.severity is Severity.ERROR]
+
+
+def _speaks_of(found: Diagnostic, name: str, analysis: Analysis) -> bool:
+    """Say whether an error is one of a clause, other than that no backend covers it."""
+    if found.code is OUTSIDE_FRAGMENTS or found.span is None or analysis.raw is None:
+        return False
+    if found.source is not None and found.source.name != analysis.source.name:
+        return False
+    own = [c for c in analysis.raw.clauses if c.id.text == name]
+    spans = [part.span for c in own for part in (c.id, c.body) if part is not None]
+    return any(span.start <= found.span.start <= span.end for span in spans)
 
 
 def _candidate(clause: Clause, spec: BackendSpec, chosen: Route) -> Candidate:
     blame = why_uncovered(clause, spec.fragments)
     if blame is not None:
         return Candidate(spec.name, False, blame.reason, blame)
+    if chosen.fragment is Fragment.IMPLIED and not chosen.premises:
+        reason = chosen.why_not[spec.name]
+        place = classify(clause).blame[0].span
+        return Candidate(spec.name, False, reason, Blame(reason, place))
     if spec.name == chosen.backend:
         return Candidate(spec.name, True, "it is the least backend that covers the clause", None)
     return Candidate(spec.name, True, chosen.why_not.get(spec.name, ""), None)

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from kcdsl.cli.discover import contracts_in
-from kcdsl.diagnostics import Sink
+from kcdsl.config import load_config
+from kcdsl.diagnostics import Refusal, Sink, refuse
+from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.render.full import render_full
 from kcdsl.exits import Exit
 from kcdsl.format import format_text
@@ -17,6 +19,7 @@ from kcdsl.source.writing import write_bytes
 
 HELP = "write contracts in the house layout; comments and meaning stay"
 _STDIN = "-"
+_NO_END = "\n\\ No newline at end of file\n"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,30 +40,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Exit:
     """Format each file; exit code 1 where `--check` or `--diff` found one that would change, 2
-    where one cannot be read or is not YAML, and then that file is left as it is."""
-    changed, failed, seen = [], 0, 0
-    for source, path in _sources(arguments.paths):
+    where one cannot be read, written or formatted, and then that file is left as it is."""
+    dry = arguments.check or arguments.diff
+    seen, failed, changed = 0, 0, 0
+    for name, path in _places(arguments.paths):
         seen += 1
-        sink = Sink()
-        text = format_text(source, sink)
-        if text is None:
-            print(render_full(sink, sys.stderr), file=sys.stderr)
+        try:
+            source = _read(name, path)
+            text = _formatted(source)
+            if path is None and not dry:
+                sys.stdout.write(text)
+            if text == source.text:
+                continue
+            if path is not None and not dry:
+                write_bytes(path, text.encode("utf-8"), path.stat().st_mode & 0o777)
+        except Refusal as refusal:
+            print(render_full(refusal.diagnostics, sys.stderr), file=sys.stderr)
             failed += 1
             continue
-        if path is None and not (arguments.check or arguments.diff):
-            sys.stdout.write(text)
-        if text == source.text:
-            continue
-        changed.append(source.name)
+        changed += 1
         if arguments.diff:
             sys.stdout.write(difference(source, text))
-        elif path is not None and not arguments.check:
-            write_bytes(path, text.encode("utf-8"), path.stat().st_mode & 0o777)
-    dry = arguments.check or arguments.diff
-    for name in changed if arguments.check and not arguments.diff else ():
-        print(name)
-    word = "would change" if dry else "changed"
-    notes = [f"{seen} file{'s' if seen != 1 else ''}: {len(changed)} {word}"]
+        elif arguments.check:
+            print(name)
+    notes = [
+        f"{seen} file{'s' if seen != 1 else ''}: {changed} {'would change' if dry else 'changed'}"
+    ]
     if failed:
         notes.append(f"{failed} left as they are" if failed > 1 else "1 left as it is")
     print(", ".join(notes), file=sys.stderr)
@@ -69,21 +74,35 @@ def run(arguments: argparse.Namespace) -> Exit:
     return Exit.VIOLATED if dry and changed else Exit.HELD
 
 
-def _sources(paths: list[str]) -> list[tuple[SourceFile, Path | None]]:
-    """Return the texts to format; the path is None for standard input."""
+def _places(paths: list[str]) -> list[tuple[str, Path | None]]:
+    """Return the names of what is to be formatted; the path is None for standard input."""
     if _STDIN in paths:
-        return [(decode_source("<stdin>", sys.stdin.buffer.read()), None)]
-    return [(read_source(path), path) for path in contracts_in(paths, Path())]
+        if len(paths) > 1:
+            raise refuse(USAGE, "standard input is read alone", help="leave the others out")
+        return [("<stdin>", None)]
+    config = load_config(Path())
+    found = contracts_in(paths, Path(), config.exclude, config.origin("exclude").folder)
+    return [(str(path), path) for path in found]
+
+
+def _read(name: str, path: Path | None) -> SourceFile:
+    return decode_source(name, sys.stdin.buffer.read()) if path is None else read_source(path)
+
+
+def _formatted(source: SourceFile) -> str:
+    """Return the text in the house layout; raises Refusal where it has none."""
+    sink = Sink()
+    text = format_text(source, sink)
+    if text is None:
+        raise Refusal(tuple(sink))
+    return text
 
 
 def difference(source: SourceFile, text: str, how: str = "formatted") -> str:
     """Return what would change, as a unified diff."""
     from difflib import unified_diff
+    from io import StringIO
 
-    lines = unified_diff(
-        source.text.splitlines(keepends=True),
-        text.splitlines(keepends=True),
-        source.name,
-        f"{source.name} ({how})",
-    )
-    return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+    old, new = (list(StringIO(part, newline="\n")) for part in (source.text, text))
+    lines = unified_diff(old, new, source.name, f"{source.name} ({how})")
+    return "".join(line if line.endswith("\n") else f"{line}{_NO_END}" for line in lines)

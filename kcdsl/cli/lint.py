@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.cli.discover import contracts_in
@@ -17,15 +19,19 @@ from kcdsl.diagnostics.codes import (
     FILE_MISSING,
     INPUT_OUTPUT,
     NO_CONTRACT,
+    SEVERAL_CONTRACTS,
     USAGE,
 )
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, Run, render
 from kcdsl.exits import Exit
-from kcdsl.source.files import decode_source, read_source
-from kcdsl.source.text import SourceFile
+from kcdsl.source.files import SIZE_LIMIT, decode_source, is_folder, read_source
+from kcdsl.source.text import SourceFile, Span
+
+if TYPE_CHECKING:
+    from kcdsl.check.structure import RawClause
 
 HELP = "check contracts and report what is wrong, without running anything"
-_UNREADABLE = {FILE_MISSING, INPUT_OUTPUT, NO_CONTRACT, BAD_CONFIGURATION}
+_UNREADABLE = {FILE_MISSING, INPUT_OUTPUT, NO_CONTRACT, SEVERAL_CONTRACTS, BAD_CONFIGURATION}
 _STDIN = "-"
 
 
@@ -92,15 +98,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Exit:
     """Print every finding; exit code 1 if one is at least as severe as `--fail-on`, 2 if a file
     cannot be read."""
-    options = read_options(arguments)
     if not arguments.watch:
-        return _Session(options).run()
+        return _Session(read_options(arguments)).run()
     if _STDIN in arguments.paths:
         raise refuse(USAGE, "standard input cannot be watched", help="name files or folders")
     from kcdsl.cli.watch import watch
 
-    session = _Session(options)
-    return watch(session.watched, lambda: session.run())
+    session = _Session(read_options(arguments))
+
+    def again() -> Exit:
+        session.options = read_options(arguments)
+        return session.run()
+
+    return watch(session.watched, again)
 
 
 class _Session:
@@ -116,8 +126,11 @@ class _Session:
         self.changed = 0
 
     def watched(self) -> set[Path]:
-        """Return the files whose change matters: the contracts and what they import or name."""
-        return {*self._paths(), *self.behind}
+        """Return the files whose change matters: the contracts, those that are named and not
+        there yet, and what they import or name."""
+        named = {Path(name) for name in self.options.paths}
+        paths, _ = self._paths()
+        return {*paths, *self.behind, *(path for path in named if not is_folder(path))}
 
     def run(self) -> Exit:
         """Check every path once and write the findings."""
@@ -125,6 +138,8 @@ class _Session:
         self.fixed = self.changed = 0
         for source, folder, path in self._texts():
             self._check(source, folder, path)
+        if self.options.config.file is not None:
+            self.behind.add(Path(self.options.config.file.name))
         shown = [d for d in dict.fromkeys(self.found) if self.options.shows(d)]
         code = self._code(shown)
         if self.options.diff and not shown:
@@ -132,11 +147,20 @@ class _Session:
         self._deliver(shown, code)
         return code
 
-    def _paths(self) -> list[Path]:
-        config = self.options.config
-        return contracts_in(
-            self.options.paths, Path(), config.exclude, config.origin("exclude").folder
-        )
+    def _paths(self) -> tuple[list[Path], list[Diagnostic]]:
+        """Return the files that the paths name, and what is wrong with other paths."""
+        config, options = self.options.config, self.options
+        found: dict[Path, None] = {}
+        wrong: list[Diagnostic] = []
+        for name in options.paths or (None,):
+            given = () if name is None else (name,)
+            try:
+                paths = contracts_in(given, Path(), config.exclude, config.origin("exclude").folder)
+            except Refusal as refusal:
+                wrong.extend(refusal.diagnostics)
+            else:
+                found.update(dict.fromkeys(paths))
+        return list(found), wrong
 
     def _texts(self) -> Iterator[tuple[SourceFile, Path | None, Path | None]]:
         """Yield each text with its folder and file; what cannot be read is among the findings."""
@@ -144,16 +168,24 @@ class _Session:
             if len(self.options.paths) > 1:
                 raise refuse(USAGE, "standard input is read alone", help="leave the others out")
             name = self.options.stdin_filename
-            yield decode_source(name, sys.stdin.buffer.read()), Path(name).parent, None
+            source = self._read(name, lambda: decode_source(name, _standard_input()))
+            if source is not None:
+                yield source, Path(name).parent, None
             return
-        for path in self._paths():
-            try:
-                source = read_source(path)
-            except Refusal as refusal:
-                self.files.append(Checked(str(path)))
-                self.found.extend(refusal.diagnostics)
-                continue
-            yield source, path.parent, path
+        paths, wrong = self._paths()
+        self.found.extend(wrong)
+        for path in paths:
+            source = self._read(str(path), partial(read_source, path))
+            if source is not None:
+                yield source, path.parent, path
+
+    def _read(self, name: str, read: Callable[[], SourceFile]) -> SourceFile | None:
+        try:
+            return read()
+        except Refusal as refusal:
+            self.files.append(Checked(name))
+            self.found.extend(refusal.diagnostics)
+            return None
 
     def _check(self, source: SourceFile, folder: Path | None, path: Path | None) -> None:
         options = self.options
@@ -168,7 +200,9 @@ class _Session:
         self.changed += mended.source.text != source.text
         for diagnostic in mended.refused:
             where = f"{source.name}: {diagnostic.code}"
-            print(f"{where}: its fix was taken back: it would make errors", file=sys.stderr)
+            print(
+                f"{where}: its fix was taken back: the contract would be no better", file=sys.stderr
+            )
         if options.diff:
             from kcdsl.cli.fmt import difference
 
@@ -179,21 +213,18 @@ class _Session:
         elif mended.source.text != source.text:
             from kcdsl.source.writing import write_bytes
 
-            target = path.resolve()
-            write_bytes(target, mended.source.text.encode("utf-8"), target.stat().st_mode & 0o777)
+            write_bytes(path, mended.source.text.encode("utf-8"), path.stat().st_mode & 0o777)
         self._keep(mended.analysis, mended.left)
 
     def _keep(self, analysis: Analysis, found: Sink | Sequence[Diagnostic]) -> None:
         self.found.extend(found)
         self.suppressed.extend(analysis.suppressed)
         clauses = analysis.raw.clauses if analysis.raw is not None else ()
-        named = tuple((clause.id.text, clause.span) for clause in clauses)
+        named = tuple((clause.id.text, _whole(clause)) for clause in clauses)
         self.files.append(Checked(analysis.source.name, named))
         sources = [d.source for d in found if d.source is not None]
         self.behind |= {Path(source.name) for source in sources}
         self.behind |= {item.loaded.path for item in analysis.imports if item.loaded is not None}
-        if self.options.config.file is not None:
-            self.behind.add(Path(self.options.config.file.name))
 
     def _code(self, shown: Sequence[Diagnostic]) -> Exit:
         if any(d.code in _UNREADABLE for d in shown):
@@ -203,9 +234,10 @@ class _Session:
 
     def _deliver(self, shown: list[Diagnostic], code: Exit) -> None:
         options = self.options
+        accepted = tuple(s for s in self.suppressed if options.shows(s.diagnostic))
         about = Run(
             files=tuple(self.files),
-            suppressed=tuple(s for s in self.suppressed if options.shows(s.diagnostic)),
+            suppressed=accepted,
             docs_url=options.config.docs_url,
             fail_on=options.fail_on,
             exit_code=int(code),
@@ -215,7 +247,8 @@ class _Session:
                 from kcdsl.source.writing import write_bytes
 
                 text = render(shown, output.format, None, about)
-                write_bytes(output.file, f"{text}\n".encode())
+                # Names of files may hold bytes that are no characters; in JSON, this is an escape.
+                write_bytes(output.file, f"{text}\n".encode("utf-8", "backslashreplace"))
                 continue
             # The mended text of standard input has standard output for itself.
             mended = options.fix and _STDIN in options.paths
@@ -227,28 +260,49 @@ class _Session:
             else:
                 text = ""
             if text:
-                print(text, file=stream)
-            if output.format == "full":
-                print(self._summary(shown), file=sys.stderr)
+                print(text, file=stream, flush=True)
+            if output.format == "full" and self.files:
+                print(self._summary(shown, len(accepted)), file=sys.stderr)
 
-    def _summary(self, shown: list[Diagnostic]) -> str:
+    def _summary(self, shown: list[Diagnostic], accepted: int) -> str:
         files = len(self.files)
         counts = [
             _number(n, severity.value)
             for severity in Severity
             if (n := sum(d.severity is severity for d in shown))
         ]
-        if self.suppressed:
-            counts.append(f"{len(self.suppressed)} accepted")
+        if accepted:
+            counts.append(f"{accepted} accepted")
         text = f"{_number(files, 'contract')}: {', '.join(counts) or 'nothing found'}"
         if self.fixed:
             text += f"; {self.fixed} fixed"
-        safe = sum(d.fix is not None and d.fix.safe for d in shown)
-        guesses = sum(d.fix is not None and not d.fix.safe for d in shown)
-        if safe:
-            more = f" ({safe + guesses} with --unsafe-fixes)" if guesses else ""
-            return f"{text}; --fix mends {safe}{more}"
-        return f"{text}; --fix --unsafe-fixes mends {guesses}" if guesses else text
+        if not any(d.fix for d in shown):
+            return text
+        from kcdsl.check.fixing import mends
+
+        safe = sum(mends(d.fix, unsafe=False) for d in shown)
+        every = sum(mends(d.fix, unsafe=True) for d in shown)
+        if not safe:
+            return f"{text}; {every} fixable with --fix --unsafe-fixes"
+        more = f", {every - safe} more with --unsafe-fixes" if every > safe else ""
+        return f"{text}; {safe} fixable with --fix{more}"
+
+
+def _whole(clause: RawClause) -> Span:
+    """Return the place of a clause with all its fields."""
+    if clause.body is None:
+        return clause.span
+    body = clause.body.span
+    return Span(min(clause.span.start, body.start), max(clause.span.end, body.end))
+
+
+def _standard_input() -> bytes:
+    """Return what standard input holds, one byte more than is allowed at most."""
+    stream = getattr(sys.stdin, "buffer", None)
+    if stream is None:
+        raise refuse(INPUT_OUTPUT, "there is no standard input", help="name a file")
+    data: bytes = stream.read(SIZE_LIMIT + 1)
+    return data
 
 
 def _statistics(shown: list[Diagnostic]) -> str:

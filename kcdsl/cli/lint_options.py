@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kcdsl.config import Config, load_config
+from kcdsl.config import CODES_HELP, Config, code_or_beginning, load_config
 from kcdsl.diagnostics import Diagnostic, Severity, refuse
-from kcdsl.diagnostics.codes import USAGE, all_codes
+from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.render import FORMATS, SUFFIXES
 
 _RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
@@ -70,7 +70,7 @@ def read_options(arguments: argparse.Namespace) -> Options:
         outputs=outputs,
         fail_on=Severity(arguments.fail_on or config.fail_on),
         select=_codes(arguments.select, config, "select"),
-        ignore=_codes(arguments.ignore, config, "ignore"),
+        ignore=_codes(_ignored(arguments), config, "ignore"),
         statistics=arguments.statistics,
         fix=arguments.fix and not arguments.diff,
         unsafe=arguments.unsafe_fixes,
@@ -109,18 +109,24 @@ def _outputs(arguments: argparse.Namespace, config: Config) -> tuple[Output, ...
     return tuple(found)
 
 
+def _ignored(arguments: argparse.Namespace) -> list[str] | None:
+    """Return what the command line leaves out; what it asks for by `--select` and no more, the
+    configuration cannot leave out."""
+    if arguments.ignore is None and arguments.select is not None:
+        return []
+    ignored: list[str] | None = arguments.ignore
+    return ignored
+
+
 def _codes(given: Sequence[str] | None, config: Config, name: str) -> tuple[str, ...]:
     """Return codes and beginnings of codes; each must fit a code that there is."""
-    words: Sequence[str] = getattr(config, name)
-    if given is not None:
-        words = [part.strip() for word in given for part in word.split(",") if part.strip()]
-    found = tuple(word.upper() for word in words)
-    for word in found:
-        if not any(code.id.startswith(word) for code in all_codes()):
-            origin = f"--{name}" if given is not None else config.origin(name)
-            raise refuse(
-                USAGE,
-                f"{origin}: no code begins with {word}",
-                help="`kcdsl explain` lists the codes",
-            )
-    return found
+    if given is None:
+        configured: tuple[str, ...] = getattr(config, name)
+        return configured
+    found = []
+    for word in (part.strip() for item in given for part in item.split(",")):
+        fitting = code_or_beginning(word) if word else None
+        if word and fitting is None:
+            raise refuse(USAGE, f"--{name}: no code begins with `{word}`", help=CODES_HELP)
+        found += [] if fitting is None else [fitting]
+    return tuple(found)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
+    from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.implied import Implied
@@ -25,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     from kcdsl.cli.devices import CHOICES
 
-    parser.add_argument("contract", nargs="?", metavar="CONTRACT")
+    parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
     parser.add_argument(
         "--block", action="append", metavar="NAME", help="only clauses on this block"
     )
@@ -43,7 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="have the independent checker re-derive every proof (default: on)",
     )
-    parser.add_argument("--device", choices=CHOICES, default="auto")
+    parser.add_argument(
+        "--device", choices=CHOICES, default="auto", help="default: cuda where there is one"
+    )
     parser.add_argument(
         "--sign", metavar="KEY", help="private key (default: kcdsl.key beside CONTRACT)"
     )
@@ -55,22 +58,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Exit:
     """Run the command."""
-    from kcdsl.check.compile import load_program
+    from kcdsl.check.compile import load_contract
+    from kcdsl.cli.devices import choose_device
     from kcdsl.cli.discover import find_contract
+    from kcdsl.diagnostics.places import in_contract
     from kcdsl.model.presets import resolve
     from kcdsl.release.signing import UNSIGNED, signing_key
     from kcdsl.verdict.goal_report import VERIFY_SCHEMA, goal_json
 
     path = find_contract(arguments.contract, Path())
-    program, base = load_program(path), path.resolve().parent
+    (program, suppressed), base = load_contract(path), path.resolve().parent
     _refuse_inconsistent(program, path)
     chosen = _choose(program, arguments)
     key = signing_key(arguments.sign, base)
+    device = choose_device(arguments.device)
     backend = _backend(arguments.backend)
-    outcomes = _decide(program, base, chosen, backend, arguments)
-    implied = _implied(program, base, outcomes, backend)
+    with in_contract(path):
+        outcomes = _decide(program, base, chosen, backend, device, arguments)
+        implied = _implied(program, base, outcomes, backend)
     folder = Path(arguments.output) if arguments.output else path.parent / "out"
-    certificate = _write(program, base, folder, outcomes, implied, key, arguments)
+    certificate = _write(
+        program, base, folder, outcomes, implied, suppressed, key, device, arguments
+    )
     code = _exit(outcomes)
     if arguments.json:
         numerics = {"train": resolve(program.train), "infer": resolve(program.infer)}
@@ -145,8 +154,9 @@ def _choose(program: Program, arguments: argparse.Namespace) -> tuple[Goal, ...]
         raise refuse(
             NO_GOAL,
             f"no clause of the contract speaks about {what}",
-            help=f"blocks with clauses: {', '.join(blocks) or 'none'}; "
-            "write `forall x in points(SLICE): norm_inf(drift(BLOCK, x)) <= LIMIT`",
+            help=(f"blocks with clauses: {', '.join(blocks)}; " if blocks else "")
+            + "write `forall x in points(SLICE): norm_inf(drift(BLOCK, x)) <= LIMIT`; "
+            "`kcdsl evaluate` decides what is measured",
         )
     return chosen
 
@@ -156,9 +166,9 @@ def _decide(
     base: Path,
     chosen: Sequence[Goal],
     backend: Any,
+    device: str,
     arguments: argparse.Namespace,
 ) -> tuple[GoalOutcome, ...]:
-    from kcdsl.cli.devices import choose_device
     from kcdsl.cli.progress import progress_bars
 
     with progress_bars() as progress:
@@ -166,7 +176,7 @@ def _decide(
             program,
             base,
             chosen,
-            device=choose_device(arguments.device),
+            device=device,
             attacks=arguments.attack == "on",
             confirm=arguments.confirm == "on",
             progress=progress,
@@ -243,11 +253,12 @@ def _write(
     folder: Path,
     outcomes: Sequence[GoalOutcome],
     implied: Sequence[Implied],
+    suppressed: Sequence[Suppressed],
     key: SigningKey | None,
+    device: str,
     arguments: argparse.Namespace,
 ) -> Path:
     """Write the certificate and the proofs that it names, all of them or none."""
-    from kcdsl.cli.devices import choose_device
     from kcdsl.model.fingerprint import kernel_fingerprint
     from kcdsl.release.issue import issue
     from kcdsl.release.proved import implied_clauses, proof_reference, proved_clauses
@@ -257,7 +268,6 @@ def _write(
     references = {name: proof_reference(name, proof) for name, proof in proofs.items()}
     results = proved_clauses(program, base, outcomes, references)
     results += implied_clauses(program, base, implied)
-    device = choose_device(arguments.device)
     bundle = issue(
         program=program,
         base=base,
@@ -267,6 +277,7 @@ def _write(
             "train": kernel_fingerprint(program.train, device),
             "infer": kernel_fingerprint(program.infer, device),
         },
+        suppressed=suppressed,
     )
     stem = "-".join(["verify", *(arguments.block or ()), *(arguments.clause or ())])
     target = folder / f"{stem}.cert.json"

@@ -4,11 +4,16 @@ A page is Markdown: a heading `# KC203: unknown metric`, a first paragraph that 
 then sections. Fenced blocks are examples, which tests run:
 
 - `yaml bad at="…"` and `yaml good` are contracts; a base contract supplies sections they lack.
-  `at` is the text that the finding covers, `by` the command that finds it where it is not
-  `kcdsl lint`;
-- `text output` follows a bad contract and is what that command prints about it;
-- `file NAME` writes a file, `python` is run where files of bytes are needed, and `console bad` and
-  `console good` hold commands with what they print.
+  `at` is the text that the finding covers;
+- `file NAME` writes a file, `python` is run where files of bytes are needed (`python bad` ends with
+  a refusal), and `console bad` and `console good` hold commands with what they print: lines
+  `$ kcdsl …`, or `$ NAME=VALUE kcdsl …` for a variable of the environment;
+- `varies="…"` is a pattern of what differs from run to run; blanks do not count there;
+- `planted="module.name=expression"` shows a defect or a lack that no input has: what `name` gives
+  is replaced by the value of the expression while the commands run.
+
+In what a command prints, `…` stands for any text in its line, and for any lines where it stands
+alone. The folder `tiny_lm` is that of `examples/tiny_lm`.
 """
 
 from __future__ import annotations
@@ -28,10 +33,10 @@ _SENTENCE_END = re.compile(r"(?<=\.)\s+")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block: its language, whether it is `bad`, `good` or neither, its text.
+    """A fenced block: its language, its kind (such as `bad` or `good`), its text.
 
-    `at` is the text that the finding of a bad contract covers, `by` the command that finds it,
-    `varies` a pattern of what differs from run to run, and `name` that of a file. The whole block,
+    `at` is the text that the finding of a bad contract covers, `varies` a pattern of what differs
+    from run to run, `planted` the defect that it shows, and `name` that of a file. The whole block,
     fences included, stands at `start` to `end` of the page.
     """
 
@@ -40,8 +45,8 @@ class Block:
     text: str
     at: str | None = None
     name: str | None = None
-    by: str | None = None
     varies: str | None = None
+    planted: str | None = None
     start: int = 0
     end: int = 0
 
@@ -81,10 +86,10 @@ class Page:
         return "".join([*parts, self.text[last:]]).rstrip("\n") + "\n"
 
 
-def page(code: Code) -> Page | None:
-    """Return the page of a code; None where it has none."""
+def page(code: Code) -> Page:
+    """Return the page of a code."""
     file = files("kcdsl.diagnostics") / "pages" / f"{code.id}.md"
-    return parse(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return parse(file.read_text(encoding="utf-8"))
 
 
 def place(code: Code) -> str | None:
@@ -120,15 +125,15 @@ def _blocks(text: str) -> Iterator[Block]:
             for name, value in _OPTION.findall(rest)
         }
         words = rest.split()
-        kind = words[0] if words and words[0] in {"bad", "good", "output"} else ""
+        kind = words[0] if words and words[0] in {"bad", "good", "roughly"} else ""
         yield Block(
             language,
             kind,
             fence[2],
             options.get("at"),
             rest.strip() if language == "file" else None,
-            options.get("by"),
             options.get("varies"),
+            options.get("planted"),
             fence.start(),
             fence.end(),
         )

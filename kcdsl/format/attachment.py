@@ -1,15 +1,16 @@
 """What each comment of a document belongs to, decided from the document alone.
 
-A *part* is an entry of a mapping or an item of a list. A comment stands above a part, behind its
-key or dash, behind the part, or at the end of a collection.
+A *part* is an entry of a mapping or an item of a list; the root is one too. A comment stands above
+a part, between its key (or dash) and its value, behind it, or at the end of a collection.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from kcdsl.format.comments import Comment, find_comments
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
 
 Part = Entry | Node
@@ -21,9 +22,9 @@ class Notes:
 
     above: list[Comment] = field(default_factory=list)
     head: list[Comment] = field(default_factory=list)
-    """Between the key or the dash and the value."""
+    """Between the key or the dash and the value, and in an empty collection."""
     behind: list[Comment] = field(default_factory=list)
-    """On the line where the part ends; the others below it."""
+    """On the line where the part ends."""
     ending: list[Comment] = field(default_factory=list)
     """At the end of the collection that is its value."""
 
@@ -33,18 +34,24 @@ class Attachment:
 
     def __init__(self, source: SourceFile, root: Node) -> None:
         self._source = source
-        self._waiting = list(reversed(find_comments(source, root)))
+        self._root = root
+        self.comments = find_comments(source, root)
+        self._starts = [comment.start for comment in self.comments]
+        self._waiting = list(reversed(self.comments))
         self._notes: dict[int, Notes] = {}
-        self.comments = tuple(reversed(self._waiting))
-        self._value(root, root, is_flow(source, root), None, len(source.text) + 1)
-        notes = self.of(root)
-        notes.above = [*notes.above, *notes.head]
-        notes.head = []
-        self.rest = self._until(len(source.text) + 1)
+        end = len(source.text) + 1
+        self._value(root, root, False, end)
+        self._behind(root, root, end)
+        self.rest = self._until(end)
 
     def of(self, part: Part) -> Notes:
-        """Return the comments of a part; the root is one, too."""
+        """Return the comments of a part."""
         return self._notes.setdefault(id(part), Notes())
+
+    def inside(self, node: Node) -> bool:
+        """Say whether there is a comment between the first and the last character of a node."""
+        first = bisect_right(self._starts, node.span.start)
+        return first < len(self._starts) and self._starts[first] < node.span.end
 
     def _until(self, offset: int) -> list[Comment]:
         """Take the comments that start before a place."""
@@ -56,86 +63,78 @@ class Attachment:
     def _line(self, offset: int) -> int:
         return self._source.position(offset).line - 1
 
-    def _value(self, part: Part, node: Node, flow: bool, key: Span | None, limit: int) -> None:
-        """Attach what stands between a part's key and its value, and inside the value."""
+    def _column(self, offset: int) -> int:
+        return self._source.position(offset).column - 1
+
+    def _value(self, part: Part, node: Node, flow: bool, limit: int) -> None:
+        """Attach what stands between a part's key and its value, and inside the value.
+
+        `flow` says that the value stands inside brackets or braces, `limit` where the next part
+        begins.
+        """
         notes = self.of(part)
         if isinstance(node, Scalar):
-            empty = node.span.start == node.span.end
-            notes.head += [] if empty and key is not None else self._until(node.span.start)
+            if node is self._root and node.span.start == node.span.end:
+                notes.head += self._until(limit)
+            elif self._has_place(node):
+                notes.head += self._until(node.span.start)
             return
-        parts = parts_of(node)
+        parts, flow = parts_of(node), flow or is_flow(self._source, node)
         if flow or not parts:
-            notes.head += self._until(node.span.start)
-        else:
-            between = self._until(start_of(parts[0]))
-            same_line = bool(between) and not between[0].alone and key is not None
-            notes.head += between[:1] if same_line else []
-            self.of(parts[0]).above += between[1:] if same_line else between
-        if not parts:
-            notes.behind += self._until(node.span.end)
-            return
-        self._inside(part, node, parts, flow, limit)
-
-    def _inside(
-        self, owner: Part, node: Mapping | Sequence, parts: tuple[Part, ...], flow: bool, limit: int
-    ) -> None:
-        end = node.span.end if flow else limit
-        for number, part in enumerate(parts):
+            notes.head += self._until(node.span.start if parts else node.span.end)
+        elif isinstance(part, Entry):
+            first = self._waiting[-1] if self._waiting else None
+            if first is not None and not first.alone and first.start < start_of(parts[0]):
+                notes.head.append(self._waiting.pop())
+        for number, inner in enumerate(parts):
+            begin = start_of(inner)
+            gap = self._until(begin)
+            if flow and number == 0 and not notes.head and gap and not gap[0].alone:
+                notes.head.append(gap.pop(0))
+            self.of(inner).above += gap
             following = parts[number + 1] if number + 1 < len(parts) else None
-            begin = start_of(part)
-            if number or flow:
-                gap = self._until(begin)
-                opened = not number and bool(gap) and not gap[0].alone
-                opened = opened and gap[0].line == self._line(node.span.start)
-                head = self.of(owner).head
-                if opened and not head:
-                    head.append(gap.pop(0))
-                self.of(part).above += gap
-            value = value_of(part)
-            key = part.key.span if isinstance(part, Entry) else Span(begin, begin)
-            until = end if following is None else start_of(following)
-            self._value(part, value, flow or is_flow(self._source, value), key, until)
-            self._behind(part, value, key, until)
-        self._close(owner, node, parts[0], flow, end)
+            until = start_of(following) if following is not None else limit
+            if following is None and flow:
+                until = node.span.end
+            self._value(inner, value_of(inner), flow, until)
+            self._behind(inner, value_of(inner), until)
+        if parts:
+            self._close(part, node, flow, limit)
 
-    def _behind(self, part: Part, value: Node, key: Span, until: int) -> None:
+    def _behind(self, part: Part, value: Node, until: int) -> None:
         """Attach the comment on the line where a part ends."""
         first = self._waiting[-1] if self._waiting else None
         if first is None or first.alone or first.start >= until:
             return
-        if isinstance(value, Scalar) and value.style in {"|", ">"}:
-            return
-        end = key.end if value.span.start == value.span.end else value.span.end
-        if first.line == self._line(max(end, key.end)):
+        away = isinstance(part, Entry) and not self._has_place(value)
+        end = part.key.span.end if isinstance(part, Entry) and away else value.span.end
+        if first.line == self._line(max(end - 1, 0)):
             self.of(part).behind.append(self._waiting.pop())
 
-    def _close(
-        self, owner: Part, node: Mapping | Sequence, first: Part, flow: bool, end: int
-    ) -> None:
+    def _has_place(self, node: Node) -> bool:
+        """Say whether a node stands where it says: one without a character does behind its colon,
+        and elsewhere wherever the reader had come to."""
+        start = node.span.start
+        return start < node.span.end or not self._source.text[max(start - 1, 0) : start].isspace()
+
+    def _close(self, owner: Part, node: Mapping | Sequence, flow: bool, limit: int) -> None:
         """Attach the comments at the end of a collection: in a block those as deep as its parts."""
         if flow:
-            self.of(owner).ending += self._until(end)
+            self.of(owner).ending += self._until(node.span.end)
             return
-        column = self._source.position(start_of(first)).column - 1
-        if isinstance(node, Sequence):
-            column = self._source.position(node.span.start).column - 1
-        while self._waiting and self._waiting[-1].start < end:
+        column = self._column(node.span.start)
+        shallow = isinstance(owner, Entry) and self._column(owner.key.span.start) == column
+        while self._waiting and self._waiting[-1].start < limit:
             comment = self._waiting[-1]
-            outer = isinstance(owner, Entry) and self._column(owner) == column
-            if comment.alone and (comment.column < column or outer):
+            if comment.alone and (comment.column < column or shallow):
                 return
             self.of(owner).ending.append(self._waiting.pop())
-
-    def _column(self, entry: Entry) -> int:
-        return self._source.position(entry.key.span.start).column - 1
 
 
 def is_flow(source: SourceFile, node: Node) -> bool:
     """Say whether a collection is written in brackets or braces."""
-    return not isinstance(node, Scalar) and source.text[node.span.start : node.span.start + 1] in {
-        "{",
-        "[",
-    }
+    start = node.span.start
+    return not isinstance(node, Scalar) and source.text[start : start + 1] in {"{", "["}
 
 
 def parts_of(node: Mapping | Sequence) -> tuple[Part, ...]:

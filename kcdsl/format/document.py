@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from difflib import SequenceMatcher
-
 from kcdsl.diagnostics.codes import FORMAT_REFUSED
-from kcdsl.diagnostics.model import Diagnostic, Edit, Sink
-from kcdsl.format.comments import find_comments
+from kcdsl.diagnostics.model import Diagnostic, Sink
+from kcdsl.format.comments import find_comments, scalars
 from kcdsl.format.expression import spell
 from kcdsl.format.layout import Printer
-from kcdsl.format.scalar import STARTS
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.format.scalar import STARTS, comment_of
+from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
 
 
@@ -23,25 +21,30 @@ def format_text(source: SourceFile, sink: Sink) -> str | None:
     root = parse_yaml(source, sink)
     if root is None or sink.has_errors:
         return None
-    text = Printer(source, root).text()
-    again = SourceFile(source.name, text)
-    read, errors = parse_yaml(again, reread := Sink()), reread.has_errors
-    if (
-        read is None
-        or errors
-        or not _same(root, read, "")
-        or _notes(source, root) != _notes(again, read)
-    ):
-        message = "the layout of this document cannot be changed without changing what it says"
-        sink.add(
-            Diagnostic(FORMAT_REFUSED, message, source, help="please report it with the document")
-        )
-        return None
-    return text
+    for careful in (False, True):
+        text = Printer(source, root, careful=careful).text()
+        if _keeps(source, root, SourceFile(source.name, text)):
+            return text
+    message = "the layout of this document cannot be changed without changing what it says"
+    sink.add(Diagnostic(FORMAT_REFUSED, message, source, help="please report it with the document"))
+    return None
+
+
+def _keeps(source: SourceFile, root: Node, again: SourceFile) -> bool:
+    """Say whether a formatted document has the tree and the comments of the document."""
+    sink = Sink()
+    read = parse_yaml(again, sink)
+    if read is None or sink.has_errors:
+        return False
+    return _same(root, read, "") and _notes(source, root) == _notes(again, read)
 
 
 def _notes(source: SourceFile, root: Node) -> list[str]:
-    return sorted(comment.text for comment in find_comments(source, root))
+    """Return the texts of all comments, those behind the sign of a block scalar too."""
+    found = [comment.text for comment in find_comments(source, root)]
+    blocks = [scalar for scalar in scalars(root) if scalar.style in {"|", ">"}]
+    found += [comment_of(source.text[s.span.start : s.span.end]).strip() for s in blocks]
+    return sorted(text for text in found if text)
 
 
 def _same(one: Node, other: Node, field: str) -> bool:
@@ -57,7 +60,7 @@ def _same(one: Node, other: Node, field: str) -> bool:
             return spelled is not None and spelled == spell(other.text, start)
         case Sequence(items=left), Sequence(items=right):
             return len(left) == len(right) and all(
-                _same(a, b, field) for a, b in zip(left, right, strict=True)
+                _same(a, b, "") for a, b in zip(left, right, strict=True)
             )
         case Mapping(entries=first), Mapping(entries=second):
             return len(first) == len(second) and all(
@@ -66,17 +69,3 @@ def _same(one: Node, other: Node, field: str) -> bool:
             )
         case _:
             return False
-
-
-def edits(old: str, new: str) -> tuple[Edit, ...]:
-    """Return edits of whole lines that turn one text into another."""
-    before, after = old.splitlines(keepends=True), new.splitlines(keepends=True)
-    starts = [0]
-    for line in before:
-        starts.append(starts[-1] + len(line))
-    matcher = SequenceMatcher(None, before, after, autojunk=False)
-    return tuple(
-        Edit(Span(starts[a], starts[b]), "".join(after[c:d]))
-        for kind, a, b, c, d in matcher.get_opcodes()
-        if kind != "equal"
-    )

@@ -1,262 +1,306 @@
 """The layout: two spaces of indentation, one space in flow collections, comments where they were.
 
-The tree is printed in its own order. Comments are taken from a queue as the printing passes their
-place: those above an entry are printed above it, those after a value behind it, and those at the
-end of a block, as deep as its entries, at its end.
+The tree is printed in its own order, each part with the comments that `attachment` gives it. What
+is printed depends on the tree, the comments of its parts, which collections are in flow form and
+where empty lines are; all of that is the same when the result is read, and so it is printed alike.
 """
 
 from __future__ import annotations
 
-from kcdsl.format.comments import Comment, find_comments
-from kcdsl.format.scalar import written
+import re
+
+from kcdsl.format.attachment import Attachment, Part, is_flow, parts_of, start_of, value_of
+from kcdsl.format.comments import Comment
+from kcdsl.format.scalar import comment_of, written
 from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
 
 WIDTH = 100
 STEP = 2
+_LONGEST_KEY = 1000
+"""A longer key needs a question mark before it (YAML says: beyond 1024 characters)."""
+_NO_DASH = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 
 
 class Printer:
-    """Prints one document."""
+    """Prints one document; `careful` puts every text in quotation marks."""
 
-    def __init__(self, source: SourceFile, root: Node) -> None:
+    def __init__(self, source: SourceFile, root: Node, *, careful: bool = False) -> None:
         self._source = source
         self._root = root
-        self._comments = list(find_comments(source, root))
+        self._careful = careful
+        self._notes = Attachment(source, root)
+        self._spoken_of = set() if careful else self._lines_spoken_of()
+        self._flat: dict[tuple[int, str], bool] = {}
         self._lines: list[str] = []
-        self._noted = 0
-        """The number of the line that a comment was put behind last."""
+        self._commented = 0
+        """The number of the line that ends in a comment, if it is the last."""
+        self._sealed = 0
+        """How many lines stand up to a block scalar that takes the empty lines after it."""
 
     def text(self) -> str:
         """Return the document in the house layout, with a line end at its end."""
-        if isinstance(self._root, Mapping) and self._root.entries and not self._is_flow(self._root):
-            self._mapping(self._root, 0, outermost=True)
-        else:
-            self._above(self._root.span.start, 0)
-            self._value("", self._root, 0, "")
-        self._remaining(0)
-        while self._lines and not self._lines[-1]:
+        self._above(self._root, "", 0)
+        self._value(self._root, self._root, "", 0)
+        self._own_lines(self._notes.rest, 0)
+        while len(self._lines) > self._sealed and not self._lines[-1]:
             self._lines.pop()
         return "\n".join(self._lines) + "\n"
 
-    # --- lines ------------------------------------------------------------------------------------
+    def _lines_spoken_of(self) -> set[int]:
+        """Return the lines, from 0, that comments to kcdsl speak of."""
+        found: set[int] = set()
+        for comment in self._notes.comments:
+            if comment.speaks_of_lines:
+                line = comment.line
+                while comment.alone and line + 1 < self._source.line_count:
+                    line += 1
+                    text = self._source.line(line + 1).strip()
+                    if text and not text.startswith("#"):
+                        break
+                found.add(line)
+        return found
 
-    def _line(self, text: str) -> None:
-        self._lines.append(text.rstrip())
+    # --- lines ------------------------------------------------------------------------------------
 
     def _space(self) -> None:
         """Leave one empty line, except at the beginning."""
-        if self._lines and self._lines[-1]:
+        if self._lines and self._lines[-1] and len(self._lines) > self._sealed:
             self._lines.append("")
 
-    # --- comments ---------------------------------------------------------------------------------
-
-    def _above(self, offset: int, indent: int) -> None:
-        """Print the comments before a place on lines of their own."""
-        while self._comments and self._comments[0].start < offset:
-            comment = self._comments.pop(0)
+    def _own_lines(self, comments: list[Comment], indent: int) -> None:
+        """Print comments on lines of their own."""
+        for comment in comments:
             if comment.after_blank:
                 self._space()
-            self._line(" " * indent + comment.text)
+            self._lines.append(" " * indent + comment.text)
+            self._commented = len(self._lines)
 
-    def _behind(self, offset: int) -> None:
-        """Put the comments that follow a place on its line behind what was printed last."""
-        line = self._source.position(offset).line - 1
-        while self._comments and not self._comments[0].alone and self._comments[0].line == line:
-            self._append(self._comments.pop(0))
-
-    def _append(self, comment: Comment) -> None:
-        """Put a comment behind the last line, or below it where that ends in a comment already."""
-        last = self._lines[-1] if self._lines else ""
-        if not last:
-            self._line(comment.text)
-        elif len(self._lines) == self._noted or last.lstrip().startswith("#"):
-            self._line(last[: len(last) - len(last.lstrip())] + comment.text)
-        else:
-            self._lines[-1] = f"{last}  {comment.text}"
-            self._noted = len(self._lines)
-
-    def _end_of_block(self, column: int, indent: int, until: int) -> None:
-        """Print the comments that close a block: as deep as its entries, before what follows."""
-        while self._comments and self._comments[0].start < until:
-            comment = self._comments[0]
-            if not comment.alone or comment.column < column:
-                return
-            self._comments.pop(0)
-            if comment.after_blank:
-                self._space()
-            self._line(" " * indent + comment.text)
-
-    def _remaining(self, indent: int) -> None:
-        self._above(len(self._source.text) + 1, indent)
-
-    # --- nodes ------------------------------------------------------------------------------------
-
-    def _is_flow(self, node: Node) -> bool:
-        return not isinstance(node, Scalar) and self._source.text[node.span.start] in "{["
-
-    def _column(self, offset: int) -> int:
-        return self._source.position(offset).column - 1
+    def _behind(self, comments: list[Comment], indent: int) -> None:
+        """Put comments behind the last line, or below it where that ends in a comment already."""
+        for comment in comments:
+            if self._commented == len(self._lines):
+                self._lines.append(" " * indent + comment.text)
+            else:
+                self._lines[-1] += f"  {comment.text}"
+            self._commented = len(self._lines)
 
     def _blank_above(self, offset: int) -> bool:
         line = self._source.position(offset).line
-        return line > 1 and not self._source.line(line - 1).strip()
+        return line > 1 and not self._source.line(line - 1).strip(" \t\ufeff")
 
-    def _mapping(self, node: Mapping, indent: int, outermost: bool = False, lead: str = "") -> None:
-        """Print a mapping in block form; `lead` is what stands before its first key."""
-        flow = self._is_flow(node)
-        column = self._column(node.entries[0].key.span.start)
-        for number, entry in enumerate(node.entries):
-            first = number == 0
-            if not (first and lead):
-                self._before(node.entries, number, outermost, indent, flow)
-            prefix = lead if first and lead else " " * indent
-            following = node.entries[number + 1 :]
-            until = following[0].key.span.start if following else node.span.end
-            self._entry(prefix, entry, indent, until)
-        if not flow:
-            end = len(self._source.text) + 1 if outermost else self._next_token(node.span.end)
-            self._end_of_block(column, indent, end)
+    # --- parts ------------------------------------------------------------------------------------
 
-    def _before(
-        self, entries: tuple[Entry, ...], number: int, outermost: bool, indent: int, flow: bool
+    def _part(self, part: Part, lead: str, indent: int) -> None:
+        """Print a part; its line begins with `lead`, and its key or dash stands at `indent`."""
+        if isinstance(part, Entry):
+            self._value(part, part.value, lead + self._key(part, lead), indent)
+        else:
+            self._value(part, part, lead, indent)
+
+    def _above(
+        self, part: Part, lead: str, indent: int, *, apart: bool = False, blank: bool = False
     ) -> None:
-        """Print the comments and the empty line above an entry."""
-        key = entries[number].key
-        first = self._comments[0] if self._comments else None
-        commented = first is not None and first.start < key.span.start
-        apart = bool(number) and outermost and self._tall(entries[number - 1], entries[number])
-        kept = bool(number) and not flow and not commented and self._blank_above(key.span.start)
-        if apart or kept:
+        """Print the comments above a part; `apart` asks for an empty line above them, `blank` for
+        one below them."""
+        above, head = self._comments_above(part, lead)
+        if apart:
             self._space()
-        self._above(key.span.start, indent)
-        if commented and not flow and self._blank_above(key.span.start):
+        self._own_lines(above, indent)
+        if above and blank:
             self._space()
+        self._own_lines(head, indent)
 
-    def _tall(self, before: Entry, after: Entry) -> bool:
-        """Say whether one of two sections takes several lines."""
-        return any(
-            not isinstance(e.value, Scalar)
-            and not self._fits(f"{e.key.text}: ", e.value, e.key.text)
-            for e in (before, after)
+    def _comments_above(self, part: Part, lead: str) -> tuple[list[Comment], list[Comment]]:
+        """Return the comments above a part, and those that move there from its key or dash."""
+        notes, value = self._notes.of(part), value_of(part)
+        if isinstance(part, Entry):
+            stays = self._is_block(value, lead + self._key(part, lead), part.key.text)
+            head = [] if stays else self._outside(notes.head, value)
+            return notes.above, [*self._of_key(part.key), *head]
+        if isinstance(value, Scalar) or not self._is_block(value, lead, ""):
+            return notes.above, self._outside(notes.head, value)
+        own = [*notes.above, *notes.head, *self._of_whole(part)]
+        if not lead:
+            return own, []
+        # Nothing can stand between the dash and its first part.
+        first = f"{lead} " if isinstance(value, Mapping) else f"{' ' * len(lead)} -"
+        above, head = self._comments_above(parts_of(value)[0], first)
+        return [*own, *above], head
+
+    def _of_key(self, key: Scalar) -> list[Comment]:
+        """Return the comment behind the sign of a key that is a block scalar."""
+        text = comment_of(self._raw(key)).strip()
+        return [Comment(text, key.span.start, 0, 0, True, False)] if text else []
+
+    def _raw(self, node: Scalar) -> str:
+        return self._source.text[node.span.start : node.span.end]
+
+    def _of_whole(self, part: Part) -> list[Comment]:
+        """Return the comments behind a part, if they may move to its beginning."""
+        value = value_of(part)
+        alone = is_flow(self._source, value) and not self._notes.inside(value)
+        return self._notes.of(part).behind if alone else []
+
+    def _outside(self, head: list[Comment], value: Node) -> list[Comment]:
+        """Return the comments before a value; what keeps its lines is printed with those inside."""
+        if not self._is_kept(value):
+            return head
+        return [comment for comment in head if comment.start < value.span.start]
+
+    def _parts(self, node: Mapping | Sequence, indent: int, first: str) -> None:
+        """Print the parts of a collection in block form; `first` is what the line of the first one
+        begins with, where what stands above it is printed already."""
+        flow = is_flow(self._source, node)
+        parts = parts_of(node)
+        pad = " " * indent + ("" if isinstance(node, Mapping) else "-")
+        end = node.span.start
+        for number, part in enumerate(parts):
+            begin = start_of(part) if isinstance(part, Entry) else self._dash(end)
+            blank, end = self._blank_above(begin), value_of(part).span.end
+            if number == 0 and first:
+                self._part(part, first, indent)
+                continue
+            apart = number > 0 and not flow and blank and not self._notes.of(part).above
+            if number and node is self._root and isinstance(node, Mapping):
+                apart = apart or self._tall(parts[number - 1]) or self._tall(part)
+            self._above(part, pad, indent, apart=apart, blank=blank)
+            self._part(part, pad, indent)
+
+    def _dash(self, offset: int) -> int:
+        """Return where the dash of an item stands, at or after a place outside comments."""
+        found = _NO_DASH.match(self._source.text, offset)
+        assert found is not None
+        return found.end()
+
+    def _tall(self, part: Part) -> bool:
+        """Say whether a section takes several lines."""
+        assert isinstance(part, Entry)
+        return not isinstance(part.value, Scalar) and not self._on_one_line(
+            part.value, self._key(part, ""), part.key.text
         )
 
-    def _fits(self, lead: str, node: Mapping | Sequence, field: str) -> bool:
+    def _key(self, entry: Entry, lead: str) -> str:
+        """Return a key with what tells it from its value."""
+        key = self._key_text(entry.key, flow=False)
+        if len(key) > _LONGEST_KEY:
+            return f"? {key}\n{' ' * len(lead)}:"
+        return f"{key}:"
+
+    def _key_text(self, key: Scalar, *, flow: bool) -> str:
+        raw = self._raw(key)
+        one_line = flow or "\n" in raw or "\r" in raw
+        text = written(self._source, key, "", one_line, careful=self._careful).first
+        # A key of no character stands behind a question mark, which is not written.
+        return text.removesuffix(comment_of(raw)) or "null"
+
+    # --- values -----------------------------------------------------------------------------------
+
+    def _is_block(self, node: Node, lead: str, field: str) -> bool:
+        """Say whether a value is printed part by part."""
+        return (
+            not isinstance(node, Scalar)
+            and not self._on_one_line(node, lead, field)
+            and not self._is_kept(node)
+        )
+
+    def _on_one_line(self, node: Mapping | Sequence, lead: str, field: str) -> bool:
         """Say whether a collection stays in its flow form, on the line that `lead` begins."""
-        if not self._is_flow(node) or self._holds_comment(node):
-            return self._is_flow(node) and not _parts(node)
-        return not _parts(node) or len(lead + self._flow(node, field)) <= WIDTH
+        key = (id(node), lead)
+        if key not in self._flat:
+            self._flat[key] = self._fits(node, lead, field)
+        return self._flat[key]
 
-    def _next_token(self, offset: int) -> int:
-        """Return where the next thing that is no comment begins, at or after a place."""
-        text, at = self._source.text, offset
-        while at < len(text):
-            if text[at] == "#":
-                stop = text.find("\n", at)
-                at = len(text) if stop < 0 else stop
-            elif text[at].isspace():
-                at += 1
-            else:
-                return at
-        return len(text) + 1
+    def _fits(self, node: Mapping | Sequence, lead: str, field: str) -> bool:
+        if not parts_of(node):
+            return True
+        if not is_flow(self._source, node) or self._notes.inside(node) or self._is_kept(node):
+            return False
+        wide = len(f"{lead} {self._flow(node, field)}") > WIDTH
+        return not wide or self._is_spoken_of(node)
 
-    def _entry(self, prefix: str, entry: Entry, indent: int, until: int) -> None:
-        key = written(self._source, entry.key, "", False).first
-        self._between(entry, indent)
-        self._value(f"{prefix}{key}:", entry.value, indent, entry.key.text)
-        if isinstance(entry.value, Scalar) and entry.value.span.end == entry.value.span.start:
-            self._behind(entry.key.span.end)
-        if self._comments and self._comments[0].start < until:
-            self._behind(max(entry.key.span.end, entry.value.span.end))
+    def _rows(self, node: Node) -> range:
+        """Return the lines, from 0, that a node stands on."""
+        position = self._source.position
+        return range(position(node.span.start).line - 1, position(node.span.end).line)
 
-    def _between(self, entry: Entry, indent: int) -> None:
-        """Print comments between a key and a scalar or flow value above the key."""
-        value = entry.value
-        if isinstance(value, Scalar) or self._is_flow(value):
-            own = [c for c in self._comments if entry.key.span.end <= c.start < value.span.start]
-            for comment in own:
-                self._comments.remove(comment)
-                self._line(" " * indent + comment.text)
+    def _is_spoken_of(self, node: Node) -> bool:
+        return bool(self._spoken_of) and not self._spoken_of.isdisjoint(self._rows(node))
 
-    def _value(self, lead: str, node: Node, indent: int, field: str) -> None:
-        """Print a value behind `lead`, a key with its colon or the dash of an item."""
-        space = " " if lead else ""
-        match node:
-            case Scalar():
-                self._scalar(lead + space, node, indent, field)
-                if node.style not in {"|", ">"}:
-                    self._behind(node.span.end)
-            case Mapping() | Sequence() if self._fits(lead + space, node, field):
-                self._line(lead + space + self._flow(node, field))
-                self._above(node.span.end, indent)
-                self._behind(node.span.end)
-            case Mapping() | Sequence():
-                self._blocked(lead, node, indent, field)
-                if self._is_flow(node):
-                    self._behind(node.span.end)
+    def _is_kept(self, node: Node) -> bool:
+        """Say whether a flow collection keeps its lines: a comment speaks of one of them."""
+        if not self._spoken_of or isinstance(node, Scalar) or not parts_of(node):
+            return False
+        several = len(self._rows(node)) > 1
+        return several and is_flow(self._source, node) and self._is_spoken_of(node)
 
-    def _blocked(self, lead: str, node: Mapping | Sequence, indent: int, field: str) -> None:
-        """Print a collection in block form below a key, or behind the dash of an item."""
-        if lead.endswith("-"):
-            if isinstance(node, Mapping):
-                self._mapping(node, indent, lead=f"{lead} ")
-            else:
-                self._line(lead)
-                self._sequence(node, indent, field)
-            return
-        if lead:
-            self._line(lead)
-            first = _parts(node)[0].span.start
-            comment = self._comments[0] if self._comments else None
-            if comment is not None and not comment.alone and comment.start < first:
-                self._append(self._comments.pop(0))
-        inner = indent + STEP if lead else indent
-        if isinstance(node, Mapping):
-            self._mapping(node, inner)
+    def _value(self, part: Part, node: Node, lead: str, indent: int) -> None:
+        """Print the value of a part behind `lead`: a key with its colon, a dash, or nothing."""
+        field = part.key.text if isinstance(part, Entry) else ""
+        space = f"{lead} " if lead else ""
+        if isinstance(node, Scalar):
+            self._scalar(node, lead, indent, field)
+        elif self._on_one_line(node, lead, field):
+            self._lines.append(space + self._flow(node, field))
+        elif self._is_kept(node):
+            raw = self._source.text[node.span.start : node.span.end].replace("\r\n", "\n")
+            first, *rest = raw.replace("\r", "\n").split("\n")
+            self._lines.append(space + first.rstrip(" \t"))
+            for line in rest:
+                text = line.strip(" \t")
+                self._lines.append(" " * (indent + STEP) + text if text else "")
         else:
-            self._sequence(node, inner, field)
+            self._block(part, node, lead, indent)
+            return
+        self._behind(self._notes.of(part).behind, indent)
 
-    def _sequence(self, node: Sequence, indent: int, field: str) -> None:
-        flow = self._is_flow(node)
-        column = self._column(node.span.start)
-        for number, item in enumerate(node.items):
-            commented = bool(self._comments) and self._comments[0].start < item.span.start
-            if not flow and not commented and number and self._blank_above(item.span.start):
-                self._space()
-            self._above(item.span.start, indent)
-            self._value(" " * indent + "-", item, indent + STEP, field)
-        if not flow:
-            self._end_of_block(column, indent, self._next_token(node.span.end))
+    def _block(self, part: Part, node: Mapping | Sequence, lead: str, indent: int) -> None:
+        """Print a collection part by part: below a key, behind a dash, or from the margin.
 
-    def _scalar(self, lead: str, node: Scalar, indent: int, field: str) -> None:
-        lines = written(self._source, node, field, False)
-        self._line(lead + lines.first)
+        A comment behind the closing bracket speaks of the whole, and so goes to its beginning:
+        behind the key, or above; with others inside it stays at the end, and so in its order.
+        """
+        notes = self._notes.of(part)
+        inner = indent + STEP if lead else indent
+        first = ""
+        if isinstance(part, Entry):
+            self._lines.append(lead)
+            head = [*notes.head, *self._of_whole(part)]
+            self._behind(head[:1], inner)
+            self._own_lines(head[1:], inner)
+        elif lead and isinstance(node, Mapping):
+            first = f"{lead} "
+        elif lead:
+            self._lines.append(lead)
+            first = f"{' ' * inner}-"
+        self._parts(node, inner, first)
+        self._own_lines(notes.ending, inner)
+        if not self._of_whole(part):
+            self._behind(notes.behind, inner)
+
+    def _scalar(self, node: Scalar, lead: str, indent: int, field: str) -> None:
+        room = WIDTH - len(lead) - 1
+        lines = written(self._source, node, field, False, careful=self._careful, room=room)
+        first = lines.first if lead or lines.first else "null"
+        self._lines.append(f"{lead} {first}" if lead and first else lead or first)
         deeper = " " * (indent + STEP)
-        for line in lines.rest:
-            self._line(deeper + line if line else "")
+        self._lines += [deeper + line if line else "" for line in lines.rest]
+        if lines.keeps:
+            self._sealed = len(self._lines)
+        if not lines.rest and node.style in {"|", ">"} and comment_of(first):
+            self._commented = len(self._lines)
 
     def _flow(self, node: Node, field: str) -> str:
         """Return a value on one line."""
         match node:
             case Scalar():
-                lines = written(self._source, node, field, True)
-                return " ".join((lines.first, *lines.rest)).strip()
+                return written(self._source, node, field, True, careful=self._careful).first
             case Sequence(items=items):
-                return "[" + ", ".join(self._flow(item, field) for item in items) + "]"
+                return "[" + ", ".join(self._flow(item, "") for item in items) + "]"
             case Mapping(entries=entries):
                 return "{" + ", ".join(self._pair(entry) for entry in entries) + "}"
 
     def _pair(self, entry: Entry) -> str:
-        key = written(self._source, entry.key, "", True).first
+        key = self._key_text(entry.key, flow=True)
         value = self._flow(entry.value, entry.key.text)
-        return f"{key}: {value}" if value else f"{key}:"
-
-    def _holds_comment(self, node: Node) -> bool:
-        return any(node.span.start < c.start < node.span.end for c in self._comments)
-
-
-def _parts(node: Mapping | Sequence) -> tuple[Node, ...]:
-    """Return the keys of a mapping, or the items of a list."""
-    if isinstance(node, Mapping):
-        return tuple(entry.key for entry in node.entries)
-    return node.items
+        return f"? {key} : {value}" if len(key) > _LONGEST_KEY else f"{key}: {value}"

@@ -1,12 +1,18 @@
-"""How a scalar is written: verbatim, except for expressions, which have one spelling."""
+"""How a scalar is written: verbatim, except for expressions, which have one spelling.
+
+What is written is decoded again; where it would be another text, it is put in double quotation
+marks with escapes instead.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from kcdsl.format.expression import spell, spell_lines
-from kcdsl.source.text import SourceFile
+from kcdsl.source.scalar_map import map_scalar
+from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
 
 STARTS = {"require": "requirement", "where": "predicate", "budget": "budget"}
@@ -15,40 +21,132 @@ _HEADER = re.compile(r"([|>])([-+0-9]*)[ \t]*(#[^\r\n]*)?(?:\r\n|\r|\n|$)")
 _UNSAFE_START = re.compile(r"[-?:,\[\]{}#&*!|>'\"%@` ]")
 _UNSAFE = re.compile(r":(?: |$)| #|\s$")
 _FLOW = re.compile(r"[,\[\]{}]")
+_SHORT = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\0": "\\0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
     """A scalar in lines: the first follows its key, the others are indented below it by what they
-    say. A block scalar has its header as the first line."""
+    say. A block scalar has its header as the first line; `keeps` says that empty lines after it
+    would belong to it."""
 
     first: str
     rest: tuple[str, ...] = ()
     block: bool = False
+    keeps: bool = False
 
 
-def written(source: SourceFile, scalar: Scalar, field: str, flow: bool) -> Lines:
-    """Return how a scalar is written under a field; `flow` says that it is inside `{}` or `[]`."""
+def written(
+    source: SourceFile,
+    scalar: Scalar,
+    field: str,
+    flow: bool,
+    *,
+    careful: bool = False,
+    room: int | None = None,
+) -> Lines:
+    """Return how a scalar is written under a field; `flow` says that it is inside `{}` or `[]`,
+    and then it is one line; `careful` puts every text in quotation marks. An expression of several
+    lines becomes one line where that has at most `room` characters."""
     raw = source.text[scalar.span.start : scalar.span.end].replace("\r\n", "\n").replace("\r", "\n")
     start = STARTS.get(field)
     is_text = isinstance(scalar.value, str) and not scalar.broken
-    if scalar.style in {"|", ">"}:
+    if scalar.style in {"|", ">"} and not (flow or careful):
         return _block(raw, scalar, start if is_text else None)
+    comment = comment_of(raw) if scalar.style in {"|", ">"} else ""
     spelled = spell(scalar.text, start) if start is not None and is_text else None
     if spelled is not None:
-        return Lines(quoted(spelled, scalar.style, flow))
-    first, *rest = (line.strip(" \t") for line in raw.split("\n"))
-    return Lines(first, tuple(rest))
+        line = quoted(spelled, '"' if careful else scalar.style, flow)
+        if room is not None and len(line) > room and not (flow or careful) and start is not None:
+            return _broken(source, scalar, start, line)
+        return Lines(line + comment)
+    if comment or scalar.style in {"|", ">"}:
+        return Lines(in_double(scalar.text) + comment)
+    if is_text and careful:
+        return Lines(in_double(scalar.text))
+    cut = not _balanced(raw) or raw.endswith(":")
+    if flow and scalar.style == "plain" and is_text and cut:
+        return Lines(in_double(scalar.text))
+    if "\n" not in raw:
+        return Lines(raw)
+    lines = tuple(line.strip(" \t") for line in raw.split("\n"))
+    if flow:
+        return _checked((" ".join(lines),), scalar)
+    return _checked(lines, scalar)
+
+
+def _broken(source: SourceFile, scalar: Scalar, start: str, line: str) -> Lines:
+    """Return an expression broken where it was, given how it is written on one line."""
+    pieces = map_scalar(source, scalar).pieces
+    if pieces is None:
+        return Lines(line)
+    text = "".join(
+        "\n" if source.text[begin] in "\r\n" else char
+        for char, (begin, _) in zip(scalar.text, pieces, strict=True)
+    )
+    lines = spell_lines(text, start) or []
+    mark = line[0] if line[0] in _WRITTEN else ""
+    if len(lines) < 2 or not all(text.isprintable() for text in lines):
+        return Lines(line)
+    first, *inner, last = (_WRITTEN[mark](text) for text in lines)
+    return Lines(mark + first, (*inner, last + mark))
+
+
+_WRITTEN: dict[str, Callable[[str], str]] = {
+    "": lambda text: text,
+    "'": lambda text: text.replace("'", "''"),
+    '"': lambda text: in_double(text)[1:-1],
+}
+"""How a text stands between quotation marks."""
+
+
+def _checked(lines: tuple[str, ...], scalar: Scalar) -> Lines:
+    """Return the lines of a scalar if they are read as its text, or its text with escapes."""
+    first, *rest = lines
+    raw = "\n".join((first, *(f"  {line}" if line else "" for line in rest)))
+    return Lines(first, tuple(rest)) if _reads(raw, scalar) else Lines(in_double(scalar.text))
+
+
+def _reads(raw: str, scalar: Scalar) -> bool:
+    """Say whether something written in the style of a scalar is read as its text."""
+    again = replace(scalar, span=Span(0, len(raw)))
+    return map_scalar(SourceFile("", raw), again).pieces is not None
+
+
+def _balanced(text: str) -> bool:
+    """Say whether every round bracket is closed, so that no comma outside seems to be inside."""
+    depth = 0
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def quoted(text: str, style: str, flow: bool) -> str:
     """Return a text as a scalar that every YAML reader takes for it, in its own style if it may."""
+    if not text.isprintable():
+        return in_double(text)
     unsafe = _UNSAFE_START.match(text) or _UNSAFE.search(text) or (flow and _FLOW.search(text))
     if style == "plain" and not unsafe:
         return text
     if style == "'" or (style == "plain" and '"' in text and "'" not in text):
         return "'" + text.replace("'", "''") + "'"
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return in_double(text)
+
+
+def in_double(text: str) -> str:
+    """Return a text in double quotation marks on one line, with escapes where they are needed."""
+    return '"' + "".join(_SHORT.get(char) or _escaped(char) for char in text) + '"'
+
+
+def _escaped(char: str) -> str:
+    code = ord(char)
+    if char.isprintable():
+        return char
+    if code > 0xFFFF:
+        return f"\\U{code:08x}"
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def _block(raw: str, scalar: Scalar, start: str | None) -> Lines:
@@ -56,35 +154,47 @@ def _block(raw: str, scalar: Scalar, start: str | None) -> Lines:
     header = _HEADER.match(raw)
     assert header is not None
     body = raw[header.end() :].split("\n")
-    comment = f"  {header[3].rstrip()}" if header[3] else ""
+    comment = comment_of(raw)
     chomp = "".join(char for char in header[2] if char in "+-")
     given = "\n".join(line.rstrip() for line in body if line.strip())
-    if start is not None and (lines := spell_lines(given, start)) is not None:
-        return Lines(header[1] + chomp + comment, _placed(lines, given), block=True)
-    digits = "".join(char for char in header[2] if char.isdigit())
-    indents = [len(line) - len(line.lstrip(" ")) for line in body if line.strip(" ")]
-    depth = min(indents, default=0)
-    if digits or (body and body[0].strip(" ") == "" and scalar.text[:1] in {" ", "\n"}):
-        depth = _explicit(body, scalar, depth)
-        digits = "2" if scalar.text[:1] in {" ", "\n"} else ""
-    lines = [line[depth:] if line.strip(" ") else "" for line in body]
-    while lines and not lines[-1] and "+" not in chomp:
-        lines.pop()
-    if "+" in chomp and lines and not lines[-1]:
-        lines.pop()
-    return Lines(header[1] + digits + chomp + comment, tuple(lines), block=True)
+    if start is not None and (spelled := spell_lines(given, start)) is not None:
+        lines = _placed(spelled, given)
+        return Lines(header[1] + chomp + comment, lines, True, chomp == "+")
+    if body and not body[-1]:
+        body.pop()
+    while body and not body[-1].strip(" ") and chomp != "+":
+        body.pop()
+    if not scalar.text.strip("\n"):
+        body = [""] * len(body)
+    depths = {len(line) - len(line.lstrip(" ")) for line in body if line.strip(" ")}
+    taken = max(0, _depth(body) - _depth(scalar.text.split("\n")))
+    for depth in sorted({*depths, taken, 0}, reverse=True):
+        kept = tuple(line[depth:] if len(line) > depth else "" for line in body)
+        # With a digit the reader takes two spaces off, and the others belong to the text.
+        deep = _depth(kept) == _depth(scalar.text.split("\n"))
+        for digits in ("", "2") if deep else ("",):
+            first = header[1] + digits + chomp
+            text = "\n".join((first, *(f"  {line}" if line else "" for line in kept))) + "\n"
+            if _reads(text, scalar):
+                return Lines(first + comment, kept, True, chomp == "+")
+    return Lines(in_double(scalar.text) + comment)
 
 
-def _explicit(body: list[str], scalar: Scalar, depth: int) -> int:
-    """Return the indentation that the reader took off, where a line starts with spaces."""
-    first = next((line for line in body if line.strip(" ")), "")
-    text = next((line for line in scalar.text.split("\n") if line.strip(" ")), "")
-    found = len(first) - len(first.lstrip(" ")) - (len(text) - len(text.lstrip(" ")))
-    return found if found >= 0 else depth
+def _depth(lines: Sequence[str]) -> int:
+    """Return how many spaces the first line begins with that has anything else."""
+    first = next((line for line in lines if line.strip(" ")), "")
+    return len(first) - len(first.lstrip(" "))
+
+
+def comment_of(raw: str) -> str:
+    """Return the comment behind the sign of a block scalar, with white space before it."""
+    header = _HEADER.match(raw)
+    return "  " + header[3].rstrip(" \t") if header is not None and header[3] else ""
 
 
 def _placed(lines: list[str], given: str) -> tuple[str, ...]:
-    """Indent the lines of an expression after the first by two, if one of them was deeper."""
+    """Indent the lines of an expression after the first by two for each level they had."""
     depths = [len(line) - len(line.lstrip()) for line in given.split("\n")]
-    deeper = any(depth > depths[0] for depth in depths[1:])
-    return (lines[0], *(f"  {line}" if deeper else line for line in lines[1:]))
+    levels = sorted({depth for depth in depths if depth > depths[0]})
+    steps = {depth: "  " * number for number, depth in enumerate(levels, start=1)}
+    return tuple(steps.get(depth, "") + line for depth, line in zip(depths, lines, strict=True))

@@ -11,6 +11,7 @@ from lsprotocol import types as lsp
 
 from kcdsl.diagnostics.model import Diagnostic
 from kcdsl.lsp import tokens as tokens_feature
+from kcdsl.lsp.across import references_across, rename_across
 from kcdsl.lsp.actions import EXPLAIN, FIX_ALL, QUICK_FIX, REWRITE, Action, actions
 from kcdsl.lsp.completion import complete
 from kcdsl.lsp.documents import NOWHERE, Snapshot
@@ -27,9 +28,9 @@ from kcdsl.lsp.navigation import (
 )
 from kcdsl.lsp.outline import folds, outline, selection
 from kcdsl.lsp.positions import Encoding
-from kcdsl.lsp.rename import prepare, rename
+from kcdsl.lsp.rename import prepare
 from kcdsl.lsp.signatures import signature
-from kcdsl.lsp.wire import Wire, fold, markup, result_id, signature_help
+from kcdsl.lsp.wire import Wire, fold, joined, markup, result_id, signature_help
 from kcdsl.source.text import Span
 
 
@@ -40,6 +41,8 @@ class Question:
     snapshot: Snapshot
     encoding: Encoding
     client: lsp.ClientCapabilities = field(default_factory=lsp.ClientCapabilities)
+    others: tuple[Snapshot, ...] = ()
+    """The other documents of the workspace that import or are imported, for those of `ACROSS`."""
 
     @cached_property
     def wire(self) -> Wire:
@@ -165,9 +168,12 @@ def referred(question: Question, params: lsp.ReferenceParams) -> list[lsp.Locati
     """Return where a name is used."""
     view, wire, there = question.settled()
     offset = there(question.wire.offset(params.position))
-    uri = question.snapshot.document.uri
-    spans = references(view, offset, params.context.include_declaration)
-    return [lsp.Location(uri, wire.range(span)) for span in spans]
+    uri, declaration = question.snapshot.document.uri, params.context.include_declaration
+    found = [lsp.Location(uri, wire.range(span)) for span in references(view, offset, declaration)]
+    for item, span in references_across(view, offset, question.others, declaration):
+        there_wire = wire if item is view else Wire(item.document, question.encoding)
+        found.append(lsp.Location(item.document.uri, there_wire.range(span)))
+    return [place for number, place in enumerate(found) if place not in found[:number]]
 
 
 def highlighted(
@@ -192,10 +198,16 @@ def renamable(question: Question, params: lsp.PrepareRenameParams) -> Any:
 def renamed(question: Question, params: lsp.RenameParams) -> lsp.WorkspaceEdit:
     """Return the edits that change a name everywhere."""
     offset = question.wire.offset(params.position)
-    found = rename(question.snapshot, offset, params.new_name)
+    found = rename_across(question.snapshot, offset, params.new_name, question.others)
     workspace = question.client.workspace
     about = workspace.workspace_edit if workspace is not None else None
-    return question.wire.workspace_edit(found, about is not None and bool(about.document_changes))
+    versioned = about is not None and bool(about.document_changes)
+    return joined(
+        [
+            Wire(item.document, question.encoding).workspace_edit(edits, versioned)
+            for item, edits in found
+        ]
+    )
 
 
 # --- the whole document --------------------------------------------------------------------------
@@ -309,6 +321,9 @@ def linked(question: Question, params: lsp.DocumentLinkParams) -> list[lsp.Docum
 
 
 _LEGEND = lsp.SemanticTokensLegend(list(tokens_feature.TYPES), list(tokens_feature.MODIFIERS))
+
+ACROSS = frozenset({lsp.TEXT_DOCUMENT_REFERENCES, lsp.TEXT_DOCUMENT_RENAME})
+"""Methods whose answers depend on the other documents of the workspace."""
 
 NO_ANSWER = object()
 """In place of an empty answer: a failure to check must not read as "nothing found"."""

@@ -16,13 +16,13 @@ from kcdsl.check.units import UNITS, describe
 from kcdsl.diagnostics.codes import all_codes
 from kcdsl.lsp.cursor import Cursor, comment_before, locate, word_before
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.hover import slice_text
 from kcdsl.lsp.nodes import Path as NodePath
 from kcdsl.lsp.nodes import language
+from kcdsl.lsp.parts import slice_text
 from kcdsl.lsp.schema import FieldHelp, description_at, fields_at, schemas_at, values_at
 from kcdsl.lsp.words import describe_metric
 from kcdsl.source.text import Span
-from kcdsl.source.yaml_nodes import Scalar
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
 _IGNORE = re.compile(r"\bkcdsl:\s*ignore\[[^\]]*\Z")
 _LIBRARIES = (".kc.yaml", ".kc.yml")
@@ -215,6 +215,31 @@ def _new_clause(span: Span) -> list[Item]:
 
 
 def _values(known: Snapshot, cursor: Cursor, span: Span, library: bool) -> list[Item]:
+    """Return the values that a place takes; of a list without those that stand in it."""
+    listed = _other_items(known.analysis.root, cursor.path)
+    found = _every_value(known, cursor, span, library)
+    return [item for item in found if item.label not in listed]
+
+
+def _other_items(root: Node | None, path: NodePath) -> set[str]:
+    """Return the texts of the other items of the list that a place lies in."""
+    *steps, last = path or ("",)
+    if not isinstance(last, int):
+        return set()
+    node = root
+    for step in steps:
+        match node:
+            case Mapping():
+                node = node.get(str(step))
+            case Sequence(items=items) if isinstance(step, int) and step < len(items):
+                node = items[step]
+            case _:
+                return set()
+    items = node.items if isinstance(node, Sequence) else ()
+    return {item.text for i, item in enumerate(items) if i != last and isinstance(item, Scalar)}
+
+
+def _every_value(known: Snapshot, cursor: Cursor, span: Span, library: bool) -> list[Item]:
     path, analysis = cursor.path, known.analysis
     parent, name = ("", "", *(step for step in path if isinstance(step, str)))[-2:]
     section = path[0] if path else ""
@@ -288,8 +313,9 @@ def _record_names(analysis: Analysis, span: Span) -> list[Item]:
         if definition.kind == "aggregate":
             names.append(definition.name)
             continue
-        words: list[str] = [w for w in ("mean", "max", "rate") if w in definition.statistics]
-        words += ["p99"] if "quantile" in definition.statistics else []
+        worst, tail = ("max", "p99") if definition.better == "lower" else ("min", "p1")
+        words: list[str] = [w for w in ("mean", worst, "rate") if w in definition.statistics]
+        words += [tail] if "quantile" in definition.statistics else []
         magnitude = "abs_" if definition.signed else ""
         names += [f"{word}_{magnitude}{definition.name}" for word in words]
     items = []

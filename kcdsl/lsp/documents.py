@@ -202,6 +202,10 @@ class Snapshot:
         """Check another text as if it stood in place of the document."""
         return analyse(source, sink, self.document.folder, self.texts)
 
+    def importing(self, texts: Texts) -> Snapshot:
+        """Return the snapshot with other texts in place of files that it may import."""
+        return replace(self, texts={**self.texts, **texts})
+
     @cached_property
     def digest(self) -> str | None:
         """Return the digest of the contract, in hexadecimal digits; None where it has errors."""
@@ -210,16 +214,16 @@ class Snapshot:
     @cached_property
     def _premises(self) -> tuple[Clause, ...]:
         """Return the clauses from which others may follow: those with a quantifier."""
-        program = self.analysis.program
+        program = self.analysis.draft
         clauses = program.clauses if program is not None else ()
         return tuple(c for c in clauses if any(isinstance(p, Quantified) for p in walk(c.require)))
 
     def route(self, clause: str) -> Route | None:
-        """Return the route of a clause; None where the contract has errors or is not known whole.
+        """Return the route of a clause; None where it is in error, or not all of them are known.
 
         A route follows from the clause and those that it may follow from, which are few.
         """
-        program = self.analysis.program
+        program = self.analysis.draft
         if program is None or not self.whole:
             return None
         own = tuple(c for c in program.clauses if c.id == clause and c not in self._premises)

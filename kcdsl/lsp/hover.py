@@ -12,6 +12,7 @@ from kcdsl.check.fields import field_sorts
 from kcdsl.check.measurements import in_words
 from kcdsl.check.metrics import MetricDefinition
 from kcdsl.check.sorts import Unknown, sort_at
+from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.diagnostics.codes import find as find_code
 from kcdsl.diagnostics.model import Sink
 from kcdsl.ir import terms as ir
@@ -21,12 +22,12 @@ from kcdsl.lsp.knowledge import (
     clause_named,
     mark,
     policy_action,
-    quoted,
     scope_in,
     verdicts_of,
 )
 from kcdsl.lsp.lexemes import Role
 from kcdsl.lsp.nodes import Field, clause_of, fields_at, inner_span
+from kcdsl.lsp.parts import kernel_text, library_text, slice_text, table_text
 from kcdsl.lsp.schema import description_at
 from kcdsl.lsp.symbols import Word, Written, written
 from kcdsl.lsp.words import (
@@ -110,7 +111,9 @@ def _key(snapshot: Snapshot, field: Field) -> Hover | None:
     if field.path[:-1] == ("slices",):
         return Hover(slice_text(analysis, field.name), span)
     if field.path[:-1] == ("tables",):
-        return Hover(_table_text(analysis, field.name), span)
+        return Hover(table_text(analysis, field.name), span)
+    if field.path[0] == "imports" and len(field.path) == 4:
+        return Hover(_imported_text(analysis, field.path[2], field.name), span)
     text = description_at(field.path, analysis.raw_library is not None)
     title = f"**{field.name}**"
     return Hover(f"{title}: {text}" if text else title, span) if text else None
@@ -137,11 +140,24 @@ def _value(snapshot: Snapshot, field: Field, scalar: Scalar) -> Hover | None:
         return _record_metric(analysis, text, span)
     if name in {"then", "remediation", "action"} or field.path[0] == "escalation":
         return Hover(_action_text(text), span) if _action_text(text) else None
-    if field.path[0] == "imports" and name in {"slices", "tables"}:
-        described = slice_text(analysis, text) if name == "slices" else _table_text(analysis, text)
-        return Hover(described, span)
+    if field.path[0] == "imports" and len(field.path) == 4 and isinstance(field.path[1], int):
+        described = library_text(analysis, field.path[1], str(field.path[2]), text)
+        return Hover(described, span) if described else None
+    if in_clause and name == "require":
+        return Hover(_trace_field(text), span)
     about = description_at(field.path, analysis.raw_library is not None)
     return Hover(f"**{name}**: {about}", span) if about else None
+
+
+def _imported_text(analysis: Analysis, what: object, name: str) -> str:
+    """Return what the name is that an import gives to something."""
+    known = {"slices": slice_text, "tables": table_text}
+    return known.get(str(what), kernel_text)(analysis, name)
+
+
+def _trace_field(name: str) -> str:
+    known = ", one of the well-known ones" if name in TRACE_FIELDS else ""
+    return f"**{name}**: a field of a trace record{known}"
 
 
 def _record_metric(analysis: Analysis, text: str, span: Span) -> Hover | None:
@@ -160,42 +176,6 @@ def _action_text(name: str) -> str:
         return ""
     also = f" (another spelling of `{action}`)" if action != name else ""
     return f"**{name}**{also}: action {severity(action) + 1} of {len(ACTIONS)}, mildest first"
-
-
-def slice_text(analysis: Analysis, name: str) -> str:
-    """Return what a slice is, as Markdown."""
-    raw = analysis.raw or analysis.raw_library
-    for item in raw.slices if raw is not None else ():
-        if item.name.text == name:
-            where = f"the requests with `{quoted(item.where)}`" if item.where else "every request"
-            default = raw.data.text if raw is not None and raw.data is not None else None
-            data = item.data.text if item.data is not None else default
-            return f"**{name}**: `Slice`\n\n{where}" + (f" of `{data}`" if data else "")
-    for brought in analysis.imports:
-        for part in brought.slices:
-            if part.name == name:
-                data = f" of `{part.data}`" if part.data else ""
-                return f"**{name}**: `Slice`{data}\n\nimported from `{brought.file}`"
-    return f"**{name}**: no slice of this contract"
-
-
-def _table_text(analysis: Analysis, name: str) -> str:
-    raw = analysis.raw or analysis.raw_library
-    for item in raw.tables if raw is not None else ():
-        if item.name.text != name:
-            continue
-        unit = item.unit.text if item.unit is not None else ""
-        rows = [f"**{name}**: `Table`" + (f" of thresholds in {unit}" if unit else ""), ""]
-        for row in item.rows:
-            if row.where is not None and row.value is not None:
-                rows.append(f"- `{quoted(row.where)}`: {row.value.text}")
-        if item.otherwise is not None and isinstance(item.otherwise.value, Scalar):
-            rows.append(f"- otherwise: {item.otherwise.value.text}")
-        return "\n".join(rows)
-    for brought in analysis.imports:
-        if any(table.name == name for table in brought.tables):
-            return f"**{name}**: `Table`\n\nimported from `{brought.file}`"
-    return f"**{name}**: no table of this contract"
 
 
 # --- clauses -------------------------------------------------------------------------------------
@@ -272,7 +252,8 @@ def _route_text(snapshot: Snapshot, expression: Written) -> str:
     chosen = snapshot.route(item.raw.id.text)
     if chosen is None:
         return ""
-    return f"decided by `{chosen.backend or 'nobody'}`: {chosen.reason}"
+    backend = "nobody" if chosen.backend is None else f"`{chosen.backend}`"
+    return f"decided by {backend}: {chosen.reason}"
 
 
 def _sort(analysis: Analysis, expression: Written, offset: int) -> tuple[Span, str] | None:
@@ -315,7 +296,7 @@ def _word_text(analysis: Analysis, expression: Written, word: Word) -> str:
         case Role.SLICE:
             return slice_text(analysis, name)
         case Role.TABLE:
-            return _table_text(analysis, name)
+            return table_text(analysis, name)
         case Role.BLOCK:
             return describe_block(name)
         case Role.VARIABLE:
@@ -325,8 +306,10 @@ def _word_text(analysis: Analysis, expression: Written, word: Word) -> str:
         case Role.KEYWORD:
             return f"**{name}**: {KEYWORDS[name]}" if name in KEYWORDS else ""
         case Role.FIELD:
-            holder = "request" if expression.start == "predicate" else "trace record"
-            return f"**{name}**: a field of a {holder}"
+            in_request = expression.start == "predicate"
+            return f"**{name}**: a field of a request" if in_request else _trace_field(name)
+        case Role.NUMBER if expression.start == "budget":
+            return "The share that may break the requirement."
         case _:
             return ""
 

@@ -75,7 +75,7 @@ def mark(verdict: str) -> str:
 
 def policy_action(analysis: Analysis, item: KnownClause) -> str | None:
     """Return the action that the policy gives a clause which states none."""
-    program, clause = analysis.program, item.clause
+    program, clause = analysis.draft, item.clause
     if clause is None or program is None or clause.action is not None:
         return None
     return program.escalation.action(clause.family, clause.level)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 
 from kcdsl.source.text import Span
 
@@ -49,19 +50,15 @@ def units(text: str, encoding: Encoding) -> int:
         return len(text)
     if encoding is Encoding.UTF8:
         return len(text.encode("utf-8", "surrogatepass"))
-    return len(text) + sum(char > "\uffff" for char in text)
+    return len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
 def _code_points(text: str, wanted: int, encoding: Encoding) -> int:
     """Return how many code points of a text lie before a number of units, rounded down."""
     if encoding is Encoding.UTF32 or text.isascii():
         return min(wanted, len(text))
-    passed = 0
-    for number, char in enumerate(text):
-        passed += units(char, encoding)
-        if passed > wanted:
-            return number
-    return len(text)
+    lengths = range(len(text) + 1)
+    return bisect_right(lengths, wanted, key=lambda length: units(text[:length], encoding)) - 1
 
 
 @dataclass(frozen=True)
@@ -72,10 +69,15 @@ class Lines:
 
     @cached_property
     def _starts(self) -> list[int]:
+        if "\r" not in self.text:
+            return [0, *(end + 1 for end in self._ends[:-1])]
         return [0, *(found.end() for found in _BREAK.finditer(self.text))]
 
     @cached_property
     def _ends(self) -> list[int]:
+        if "\r" not in self.text:
+            lengths = [len(line) + 1 for line in self.text.split("\n")]
+            return [end - 1 for end in accumulate(lengths)]
         return [*(found.start() for found in _BREAK.finditer(self.text)), len(self.text)]
 
     def __len__(self) -> int:

@@ -101,7 +101,7 @@ def _check_meaning(
         return
     if new.program is None:
         raise CannotRename(f"the contract would not compile with the name `{name}`")
-    if digest(new.program) != digest(_renamed(old.program, target, name)):
+    if digest(new.program) != digest(under_new_name(old.program, target, name)):
         raise CannotRename(f"the contract would mean something else with the name `{name}`")
 
 
@@ -128,7 +128,7 @@ def _shape(analysis: Analysis, key: object, name: str) -> list[tuple[Kind, str, 
 # --- the old program under the new name ----------------------------------------------------------
 
 
-def _renamed(program: ir.Program, target: Occurrence, name: str) -> ir.Program:
+def under_new_name(program: ir.Program, target: Occurrence, name: str) -> ir.Program:
     """Return the program with the name exchanged wherever the IR holds it."""
     old = target.name
 

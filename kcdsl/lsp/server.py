@@ -19,11 +19,17 @@ from kcdsl import __version__
 from kcdsl.diagnostics.codes import find as find_code
 from kcdsl.lsp import answers, running, wire
 from kcdsl.lsp.answers import Question
-from kcdsl.lsp.documents import Document, path_of
+from kcdsl.lsp.documents import Document, Snapshot, path_of
 from kcdsl.lsp.hover import code_text
 from kcdsl.lsp.positions import Encoding
 from kcdsl.lsp.rename import CannotRename
-from kcdsl.lsp.session import Session, contracts_below, folder_of, read_document
+from kcdsl.lsp.session import (
+    Session,
+    contracts_below,
+    folder_of,
+    read_document,
+    takes_part_in_imports,
+)
 from kcdsl.lsp.work import Work
 
 _log = logging.getLogger(__name__)
@@ -141,9 +147,17 @@ class Server(LanguageServer):
 
     # --- questions -------------------------------------------------------------------------------
 
-    async def ask(self, uri: str, feature: Callable[..., Any], params: Any, empty: Any) -> Any:
+    async def ask(
+        self,
+        uri: str,
+        feature: Callable[..., Any],
+        params: Any,
+        empty: Any,
+        across: bool = False,
+    ) -> Any:
         """Return what a feature answers about an open document; where that fails `empty`, or an
-        error where an empty answer would say too much."""
+        error where an empty answer would say too much. With `across` it is told of the other
+        documents too."""
         document = self.session.get(uri)
         if document is None and empty is not answers.NO_ANSWER:
             return empty
@@ -151,7 +165,8 @@ class Server(LanguageServer):
             if document is None:
                 raise LookupError(f"{uri} is not open")
             snapshot = await self.work.snapshot(document, self.session.texts(document))
-            question = Question(snapshot, self.session.encoding, self.client_capabilities)
+            others = await self._others(document) if across else ()
+            question = Question(snapshot, self.session.encoding, self.client_capabilities, others)
             return await self.work.answer(partial(feature, question, params))
         except CannotRename as refusal:
             raise JsonRpcException(str(refusal), _REQUEST_FAILED) from refusal
@@ -189,6 +204,18 @@ class Server(LanguageServer):
             return found + [d for d in opened.values() if d not in found]
 
         return await self.work.answer(read)
+
+    async def _others(self, document: Document) -> tuple[Snapshot, ...]:
+        """Return what is known of the other documents that import or may be imported."""
+        if not takes_part_in_imports(document):
+            return ()
+        return tuple(
+            [
+                await self.work.snapshot(other, self.session.texts(other))
+                for other in await self.every_document()
+                if other.path != document.path and takes_part_in_imports(other)
+            ]
+        )
 
     # --- commands --------------------------------------------------------------------------------
 
@@ -312,17 +339,17 @@ def _watch_files(server: Server) -> None:
 
 
 def _handler(
-    server: Server, feature: Callable[..., Any], empty: Any
+    server: Server, feature: Callable[..., Any], empty: Any, across: bool
 ) -> Callable[[Any], Coroutine[Any, Any, Any]]:
     async def handle(params: Any) -> Any:
-        return await server.ask(params.text_document.uri, feature, params, empty)
+        return await server.ask(params.text_document.uri, feature, params, empty, across)
 
     return handle
 
 
 def _answer_questions(server: Server) -> None:
     for method, (feature, empty, options) in answers.FEATURES.items():
-        server.feature(method, options)(_handler(server, feature, empty))
+        server.feature(method, options)(_handler(server, feature, empty, method in answers.ACROSS))
 
 
 def _answer_about_workspace(server: Server) -> None:

@@ -51,25 +51,28 @@ class Session:
 
     def texts(self, of: Document) -> Texts:
         """Return the other open documents that a document may import, by their paths."""
-        found: dict[Path, SourceFile] = {}
-        if "imports" not in of.source.text:
-            return found
-        for other in self:
-            if other.path is not None and other.uri != of.uri:
-                found[other.path] = other.source
-        return {path: text for path, text in found.items() if path.name in of.source.text}
+        return {
+            other.path: other.source
+            for other in self
+            if other.path is not None and _may_import(of, other)
+        }
 
     def importers(self, of: Document) -> list[Document]:
         """Return the open documents that may import a document."""
-        name = of.path.name if of.path is not None else None
-        return [
-            other
-            for other in self
-            if name is not None
-            and other.uri != of.uri
-            and "imports" in other.source.text
-            and name in other.source.text
-        ]
+        return [other for other in self if _may_import(other, of)]
+
+
+def takes_part_in_imports(document: Document) -> bool:
+    """Say whether a document may import others or be imported."""
+    return "imports" in document.source.text or "library" in document.source.text
+
+
+def _may_import(document: Document, other: Document) -> bool:
+    """Say whether a document may depend on another: one that it names, or a library, which may be
+    behind one that it names."""
+    if other.path is None or other.uri == document.uri or "imports" not in document.source.text:
+        return False
+    return "library" in other.source.text or other.path.name in document.source.text
 
 
 def read_document(path: Path) -> Document | None:

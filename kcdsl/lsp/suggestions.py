@@ -16,8 +16,8 @@ from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.check.units import UNITS, Dimension, describe
 from kcdsl.lsp.completion import Item, ItemKind
 from kcdsl.lsp.documents import Snapshot
-from kcdsl.lsp.hover import slice_text
 from kcdsl.lsp.lexemes import Frame, Lexeme, Role, Start, lexemes, open_frames
+from kcdsl.lsp.parts import slice_text
 from kcdsl.lsp.terminals import next_terminals
 from kcdsl.lsp.words import (
     KEYWORDS,

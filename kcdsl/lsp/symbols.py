@@ -80,7 +80,7 @@ def written(analysis: Analysis, field: Field) -> Written | None:
     places = map_scalar(analysis.source, scalar)
     words = tuple(
         Word(lexeme, places.span(lexeme.start, lexeme.end))
-        for lexeme in lexemes(scalar.text, start, is_metric)
+        for lexeme in (lexemes(scalar.text, start, is_metric) if places.pieces is not None else ())
     )
     return Written(field, scalar, start, places, words)
 

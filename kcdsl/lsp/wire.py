@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from kcdsl.lsp.words import describe_function
 from kcdsl.source.text import Span
 
 SOURCE = "kcdsl"
+_converter = cache(get_converter)  # a new one takes milliseconds
 _SEVERITIES = {
     Severity.ERROR: lsp.DiagnosticSeverity.Error,
     Severity.WARNING: lsp.DiagnosticSeverity.Warning,
@@ -154,7 +156,7 @@ class Wire:
         if finding.fix is None:
             return None
         edits = [
-            {"range": get_converter().unstructure(self.range(e.span)), "newText": e.text}
+            {"range": _converter().unstructure(self.range(e.span)), "newText": e.text}
             for e in finding.fix.edits
         ]
         return {"title": finding.fix.title, "safe": finding.fix.safe, "edits": edits}
@@ -223,6 +225,17 @@ class Wire:
         return found
 
 
+def joined(found: Iterable[lsp.WorkspaceEdit]) -> lsp.WorkspaceEdit:
+    """Return edits of several documents as one; all of them are versioned, or none."""
+    together = lsp.WorkspaceEdit()
+    for item in found:
+        if item.document_changes is not None:
+            together.document_changes = [*(together.document_changes or ()), *item.document_changes]
+        if item.changes is not None:
+            together.changes = {**(together.changes or {}), **item.changes}
+    return together
+
+
 _UNNECESSARY = {codes.UNUSED_VARIABLE, codes.UNUSED_IMPORT, codes.UNUSED_TABLE}
 
 
@@ -251,7 +264,7 @@ def plain(snippet: str) -> str:
 
 def result_id(found: list[lsp.Diagnostic]) -> str:
     """Return what tells two lists of diagnostics apart."""
-    text = json.dumps(get_converter().unstructure(found), sort_keys=True, default=str)
+    text = json.dumps(_converter().unstructure(found), sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 

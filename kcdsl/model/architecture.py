@@ -25,10 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import bert, llama
-from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors, resolve_file
+from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors
 from kcdsl.model.config import read_config
+from kcdsl.model.files import resolve_file
 from kcdsl.model.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 Factory = Callable[[dict[str, Any]], nn.Module]
@@ -192,6 +194,11 @@ def load_model(ref: ModelRef, base: Path) -> Model:
 
     Refuse every defect of the checkpoint, the configuration, the tokenizer or the factory.
     """
+    with at(ref.span):
+        return _load(ref, base)
+
+
+def _load(ref: ModelRef, base: Path) -> Model:
     path = resolve_file(ref.checkpoint, base)
     if ref.config is not None:
         config = read_config(resolve_file(ref.config, base))
@@ -244,8 +251,12 @@ def _from_factory(target: str, config: dict[str, Any], base: Path) -> nn.Module:
     finally:
         sys.path.remove(str(base))
     if not isinstance(module, nn.Module):
+        kind = type(module).__name__
+        found = f"the class {module.__name__}" if isinstance(module, type) else kind
         raise refuse(
-            codes.MODEL_FACTORY, f"{target} returned {type(module).__name__}, not a torch.nn.Module"
+            codes.MODEL_FACTORY,
+            f"{target} returned {found}, not a torch.nn.Module",
+            help="build the module from the configuration, and return it",
         )
     return module
 

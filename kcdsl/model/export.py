@@ -93,7 +93,11 @@ def _export(block: str, module: nn.Module, example: Tensor) -> torch.export.Expo
                 program = program.run_decompositions({})
     except Exception as error:  # torch.export raises many kinds of error for foreign code
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise refuse(codes.EXPORT_FAILED, f"block {block!r} cannot be exported: {first}") from error
+        raise refuse(
+            codes.EXPORT_FAILED,
+            f"block {block!r} cannot be exported: {first}",
+            help="let the block do the same to every input, without branches on values",
+        ) from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

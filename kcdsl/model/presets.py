@@ -5,7 +5,6 @@ Imports neither numpy nor torch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -229,9 +228,30 @@ def _count(name: str, value: Any, largest: int) -> int:
     return int(value)
 
 
+_OTHER_NAMES = {
+    "fp64": "float64",
+    "double": "float64",
+    "fp32": "float32",
+    "single": "float32",
+    "float": "float32",
+    "tf32": "tfloat32",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "fp8_e4m3",
+    "e4m3": "fp8_e4m3",
+    "e5m2": "fp8_e5m2",
+    "channel": "per_channel",
+    "tensor": "per_tensor",
+}
+"""What people call formats and scales that have another name here."""
+
+
 def _refusal(message: str, allowed: Iterable[str] = (), tried: object = None) -> Refusal:
+    import difflib
+
     options = tuple(allowed)
     near = difflib.get_close_matches(str(tried), options, n=1) if tried is not None else []
+    near = [name for name in (_OTHER_NAMES.get(str(tried).lower()),) if name in options] or near
     shown = f"; allowed: {', '.join(options)}" if options else ""
     return refuse(
         codes.NUMERICS, message + shown, help=f"did you mean {near[0]!r}?" if near else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
 
 
@@ -52,7 +53,11 @@ class FileTokenizer:
         try:
             self._fast: Any = Fast.from_file(str(path))
         except Exception as error:  # the package raises bare Exception for every defect of the file
-            raise refuse(codes.TOKENIZER, f"{path} is no tokenizer: {error}") from None
+            raise refuse(
+                codes.TOKENIZER,
+                f"{shown(path)} is no tokenizer: {error}",
+                help="take the tokenizer.json of the checkpoint, or write `tokenizer: bytes`",
+            ) from None
         self._fast.no_padding()
         self._fast.no_truncation()
 

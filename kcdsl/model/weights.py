@@ -29,12 +29,12 @@ _TORCH_FORMATS = {
 }
 
 
-def plain_parameter(w: Tensor, numerics: Numerics) -> Tensor:
+def plain_parameter(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tensor:
     """Return a parameter other than a linear weight: rounded to `compute`, as float32."""
-    return round_to(w, numerics.compute)
+    return round_to(w, numerics.compute, name)
 
 
-def linear_weight(w: Tensor, numerics: Numerics) -> Tensor:
+def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tensor:
     """Return the weight [out, in] of a linear as the kernel uses it, as float32.
 
     Stored in the format and scale of `numerics.weights`, dequantised in float32, then rounded to
@@ -42,7 +42,7 @@ def linear_weight(w: Tensor, numerics: Numerics) -> Tensor:
     """
     stored = numerics.weights
     if stored.scale == "none":
-        return round_to(round_to(w, stored.format), numerics.compute)
+        return round_to(round_to(w, stored.format, name), numerics.compute, name)
     w = w.to(torch.float32)
     if stored.scale == "mx":
         scale = _mx_scale(w, MX_EXPONENT[stored.format])
@@ -50,13 +50,13 @@ def linear_weight(w: Tensor, numerics: Numerics) -> Tensor:
         amax = _AMAX[stored.scale](w.abs())
         scale = amax / QMAX[stored.format]
         scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return round_to(_code(w / scale, stored.format) * scale, numerics.compute)
+    return round_to(_code(w / scale, stored.format) * scale, numerics.compute, name)
 
 
-def round_to(w: Tensor, format: str) -> Tensor:
+def round_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
     """Return float32 values rounded to nearest even in a format, as float32.
 
-    Refuse a value that is beyond the largest finite number of the format.
+    Refuse a value that is beyond the largest finite number of the format; `name` is whose it is.
     """
     w = w.to(torch.float32)
     if format in ("float64", "float32"):
@@ -70,8 +70,8 @@ def round_to(w: Tensor, format: str) -> Tensor:
     if bool(over.any()):
         raise refuse(
             codes.WEIGHT_OVERFLOW,
-            f"a weight of {float(w[over].abs().max()):.6g} does not fit {format}, whose largest"
-            f" number is {largest:.6g}",
+            f"{name} holds {float(w[over].abs().max()):.6g}, which does not fit {format}, whose"
+            f" largest number is {largest:.6g}",
             help="give the weights a scale, or choose a format with a wider range",
         )
     return rounded

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl import __version__
-from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics import Suppressed, refuse
 from kcdsl.diagnostics.codes import CANNOT_CERTIFY
 from kcdsl.ir.terms import Program
 from kcdsl.release.artefacts import data_digests
@@ -20,7 +20,15 @@ from kcdsl_certs.envelope import bundle_bytes, sign
 from kcdsl_certs.keys import SigningKey
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.requirements import RequiredClause
-from kcdsl_certs.statement import STAGES, Evaluator, Input, Predicate, Scope, payload_bytes
+from kcdsl_certs.statement import (
+    STAGES,
+    AcceptedFinding,
+    Evaluator,
+    Input,
+    Predicate,
+    Scope,
+    payload_bytes,
+)
 from kcdsl_certs.triple import Triple, numerics_digest
 from kcdsl_certs.verdicts import admissible
 
@@ -56,7 +64,10 @@ def results_for(
         wanted = required.alternatives[alternative][comparison]
     except IndexError:
         raise refuse(
-            CANNOT_CERTIFY, f"{required.label} has a form that a certificate cannot state"
+            CANNOT_CERTIFY,
+            f"{required.label} has a form that a certificate cannot state",
+            help="say it in several clauses: one of more than 64 alternatives, or one that negates "
+            "a quantifier, has no normal form",
         ) from None
     stated: dict[str, Any] = {
         "id": required.id,
@@ -103,14 +114,15 @@ def issue(
     evaluator: str = "kcdsl",
     assumptions: Sequence[str] = (),
     supersedes: str | None = None,
+    suppressed: Sequence[Suppressed] = (),
 ) -> bytes:
     """Build and sign the certificate of these results; returns the bundle.
 
     Without `keys` it carries no signature, and every check refuses it.
     `base` is the folder of the contract. The same results at the same time give the same payload.
     `sequence` defaults to the time of issue in seconds, so that later certificates come later.
-    `supersedes` is the identity of an older certificate. Raises Refusal for results that cannot
-    be certified.
+    `supersedes` is the identity of an older certificate; `suppressed` are the findings about the
+    contract that comments in it accept. Raises Refusal for results that cannot be certified.
     """
     if not clauses or stage not in STAGES or lifetime <= timedelta(0):
         raise refuse(CANNOT_CERTIFY, "a certificate needs results, a stage and a lifetime")
@@ -131,11 +143,18 @@ def issue(
             assumptions=tuple(assumptions),
             non_claims=NON_CLAIMS,
             supersedes=supersedes,
+            suppressions=_accepted(suppressed),
         )
         envelope = sign(payload_bytes(predicate), keys)
     except Reject as error:
         raise refuse(CANNOT_CERTIFY, f"{error.detail} ({error.reason})") from error
     return bundle_bytes(envelope, keys[0].public.hint if keys else "unsigned")
+
+
+def _accepted(suppressed: Sequence[Suppressed]) -> tuple[AcceptedFinding, ...]:
+    return tuple(
+        sorted({AcceptedFinding(item.diagnostic.code.id, item.reason) for item in suppressed})
+    )
 
 
 def _with_numerics(clause: CertifiedClause, triple: Triple) -> CertifiedClause:

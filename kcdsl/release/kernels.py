@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kcdsl.diagnostics import refuse
+from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import FILE_MISSING, KERNELS_FILE
 from kcdsl.release.triple import Fingerprints
 from kcdsl_certs.reject import Reject
@@ -34,15 +34,19 @@ def read_kernels(path: Path) -> Fingerprints:
     except OSError as error:
         raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error
     except Reject as error:
-        raise refuse(KERNELS_FILE, f"{path}: {error.detail} ({error.reason})") from error
+        raise _refused(path, f": {error.detail} ({error.reason})") from error
     match value:
         case {"schema": schema, "train": dict(train), "infer": dict(infer), **rest}:
             if schema == KERNELS_SCHEMA and not rest:
                 return {"train": train, "infer": infer}
         case _:
             pass
-    raise refuse(
+    raise _refused(path, "")
+
+
+def _refused(path: Path, why: str) -> Refusal:
+    return refuse(
         KERNELS_FILE,
-        f"{path} is no document of the schema {KERNELS_SCHEMA}",
+        f"{path} is no document of the schema {KERNELS_SCHEMA}{why}",
         help="`kcdsl evaluate` writes one, kernels.json; it has the objects `train` and `infer`",
     )

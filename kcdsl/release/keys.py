@@ -44,7 +44,11 @@ def password_from(variable: str) -> bytes:
     """Return the password in an environment variable; raises Refusal where it is empty."""
     value = os.environ.get(variable, "")
     if not value:
-        raise refuse(NO_PASSWORD, f"the environment variable {variable} is not set or empty")
+        raise refuse(
+            NO_PASSWORD,
+            f"the environment variable {variable} is not set or empty",
+            help=f"put the password into {variable}, or leave --password-env out",
+        )
     return value.encode("utf-8")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kcdsl.check.report import suggest
 from kcdsl.config import Origin, load_config
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import (
@@ -18,6 +19,8 @@ from kcdsl_certs.keys import TrustedKey, TrustPolicy
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
 from kcdsl_certs.strict import parse_time
+
+_FIELDS = ("path", "stages", "valid_from", "valid_until")
 
 
 def trust_policy(given: Sequence[str], threshold: int | None, folder: Path) -> TrustPolicy:
@@ -42,14 +45,18 @@ def trust_policy(given: Sequence[str], threshold: int | None, folder: Path) -> T
         raise refuse(
             NO_TRUSTED_KEY,
             "no key is trusted, so no certificate can be",
-            help=f"pass --key PUB, list trusted_keys under [tool.kcdsl], or put {PUBLIC_KEY} "
-            f"into {folder}",
+            help="pass --key PUB, list trusted-keys in the configuration, or put "
+            f"{PUBLIC_KEY} beside the contract",
         )
     wanted = config.threshold if threshold is None else threshold
     try:
         return TrustPolicy(tuple(keys), wanted)
     except Reject as error:
-        raise refuse(TRUST_POLICY, error.detail) from error
+        raise refuse(
+            TRUST_POLICY,
+            error.detail,
+            help="the threshold lies between 1 and the number of distinct keys; repeat --key",
+        ) from error
 
 
 def _trusted(path: Path, **limits: Any) -> TrustedKey:
@@ -61,14 +68,17 @@ def _configured(entry: str | Mapping[str, Any], origin: Origin) -> TrustedKey:
         return _trusted(origin.folder / entry)
     if not isinstance(entry.get("path"), str):
         raise refuse(BAD_CONFIGURATION, f"{origin}: a trusted key is a path or a table with `path`")
-    unknown = sorted(entry.keys() - {"path", "stages", "valid_from", "valid_until"})
-    if unknown:
-        raise refuse(BAD_CONFIGURATION, f"{origin}: a trusted key has no {', '.join(unknown)}")
+    for name in sorted(entry.keys() - set(_FIELDS)):
+        message = f"{origin}: a trusted key has no `{name}`"
+        raise refuse(BAD_CONFIGURATION, message, help=suggest(name, _FIELDS))
     limits: dict[str, Any] = {}
     if "stages" in entry:
         stages = entry["stages"]
-        if not isinstance(stages, list) or not all(stage in STAGES for stage in stages):
-            raise refuse(BAD_CONFIGURATION, f"{origin}: stages are among {', '.join(STAGES)}")
+        if not isinstance(stages, list):
+            raise refuse(BAD_CONFIGURATION, f"{origin}: `stages` is a list of {', '.join(STAGES)}")
+        for name in (str(stage) for stage in stages if stage not in STAGES):
+            message = f"{origin}: there is no stage `{name}`"
+            raise refuse(BAD_CONFIGURATION, message, help=suggest(name, STAGES))
         limits["stages"] = frozenset(stages)
     for name in ("valid_from", "valid_until"):
         if name in entry:

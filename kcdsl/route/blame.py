@@ -41,15 +41,34 @@ def why_outside(clause: Clause, fragment: Fragment) -> Blame | None:
 def why_uncovered(clause: Clause, fragments: Collection[Fragment]) -> Blame | None:
     """Return what keeps a clause out of each of several fragments; None where one holds it.
 
-    Of several fragments the nearest is asked: the one that the fewest parts do not fit.
+    Of several fragments the nearest is asked: one that speaks of what the clause speaks of, and of
+    those the one that the fewest parts do not fit.
     """
     placement = classify(clause)
     if placement.fragment in fragments:
         return None
-    wanted = [fragment for fragment in Fragment if fragment in fragments]
-    culprits = [list(_candidates(clause, fragment)) for fragment in wanted]
-    nearest = min((found for found in culprits if found), key=len, default=[placement.blame[0]])
+    decisive = [placement.blame[0]]
+    found = [
+        (_is_strange(clause.require, fragment), list(_candidates(clause, fragment)) or decisive)
+        for fragment in Fragment
+        if fragment in fragments
+    ]
+    _, nearest = min(found, key=lambda f: (f[0], len(f[1])), default=(True, decisive))
     return nearest[0]
+
+
+def _is_strange(requirement: Formula, fragment: Fragment) -> bool:
+    """Say whether a fragment has nothing in common with a requirement: fields of traces, top ranks
+    and numbers are three things."""
+    match fragment:
+        case Fragment.TRACE_FIELDS:
+            return not any(isinstance(part, HasFields) for part in walk(requirement))
+        case Fragment.UNIVERSAL_FLIP:
+            return not any(isinstance(part, NoFlip) for part in walk(requirement))
+        case Fragment.UNIVERSAL_DRIFT:
+            return not any(isinstance(part, Compare) for part in walk(requirement))
+        case _:
+            return not any(isinstance(part, Compare | NoFlip) for part in walk(requirement))
 
 
 def _candidates(clause: Clause, fragment: Fragment) -> Iterator[Blame]:
@@ -131,7 +150,7 @@ def _shape(requirement: Formula) -> Iterator[Blame]:
             case Not(span=span):
                 yield Blame("a negation", span)
             case Connective(op=op, span=span) if op != "and":
-                yield Blame(f"`{op}` joins its parts", span)
+                yield Blame(f"`{op}` joins claims; each bound is decided by itself", span)
             case _:
                 continue
 

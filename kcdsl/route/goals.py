@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kcdsl.ir.terms import Clause, Compare, NoFlip, Norm, Number, Program, Quantified, Region
+from kcdsl.source.text import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,18 @@ class Goal:
     op: str
     threshold: Fraction | None
     k: int = 1
+
+    @property
+    def span(self) -> Span:
+        """Return the place of the drift, or of `no_flip`, in the contract."""
+        match self.clause.require:
+            case (
+                Quantified(body=Compare(left=Norm(of=drift)))
+                | Quantified(body=Compare(right=Norm(of=drift)))
+            ):
+                return drift.span
+            case formula:
+                return formula.body.span if isinstance(formula, Quantified) else formula.span
 
     def admits(self, bound: float) -> bool:
         """Say whether a finite upper bound of the functional settles the goal."""

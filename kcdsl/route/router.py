@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kcdsl.ir.fragment import CHAIN_METRICS, Placement, classify
-from kcdsl.ir.terms import Abs, Clause, Compare, Metric, Norm, Program, Quantified, Statistic
-from kcdsl.ir.walk import terms_of, walk
+from kcdsl.ir.fragment import Placement, classify
+from kcdsl.ir.terms import Clause, Program
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
-
-_LOGITS_BLOCK = "model"
+from kcdsl.route.premises import Premises
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +37,20 @@ def route(
     """
     offers = tuple(catalogue() if specs is None else specs)
     absent = {spec.name: spec.missing() for spec in offers}
-    return tuple(_route(clause, program, offers, absent, wanted) for clause in program.clauses)
+    premises = Premises(program)
+    return tuple(
+        _route(clause, premises.of(clause), offers, absent, wanted) for clause in program.clauses
+    )
 
 
 def _route(
     clause: Clause,
-    program: Program,
+    premises: tuple[str, ...],
     offers: tuple[BackendSpec, ...],
     absent: Mapping[str, tuple[str, ...]],
     wanted: str | None,
 ) -> Route:
     placement = classify(clause)
-    premises = drift_premises(clause, program)
     why_not: dict[str, str] = {}
     able: list[BackendSpec] = []
     for spec in offers:
@@ -74,7 +74,7 @@ def _route(
             why_not[spec.name] = f"able too, but {chosen.name} comes first"
     reason = placement.blame[0].reason
     if placement.fragment is Fragment.IMPLIED:
-        reason = f"follows from {', '.join(premises)} by the bound chain"
+        reason = f"may follow from {', '.join(premises)} by the bound chain"
     elif placement.fragment is Fragment.STATISTICAL and premises:
         reason += f"; may follow from {', '.join(premises)} too"
     return Route(clause.id, placement.fragment, chosen.name, reason, why_not, premises)
@@ -120,46 +120,3 @@ def _nobody(
         return "no drift clause on the block model could imply it"
     needs = {name for spec in fitting for name in absent[spec.name]}
     return f"not installed: {', '.join(sorted(needs))}"
-
-
-def drift_premises(clause: Clause, program: Program) -> tuple[str, ...]:
-    """Return the drift clauses from which the bound chain could derive this clause.
-
-    Those bound the drift of logits (block `model`) over a region of every slice that the
-    clause speaks of; they are candidates, and only the derivation decides.
-    """
-    terms = [t for t in terms_of(clause.require) if isinstance(t, Statistic)]
-    names = {m.name for m in terms_of(clause.require) if isinstance(m, Metric)}
-    if not terms or not names <= CHAIN_METRICS:
-        return ()
-    if "log_ratio" in names and not all(isinstance(t.of, Abs) for t in terms):
-        return ()
-    found = []
-    for other in program.clauses:
-        covered = {
-            part.region.slice
-            for part in walk(other.require)
-            if isinstance(part, Quantified) and _bounds_logits(part)
-        }
-        if covered and set(clause.slices) <= _subsumed(covered, program):
-            found.append(other.id)
-    return tuple(found)
-
-
-def _bounds_logits(part: Quantified) -> bool:
-    return part.quantifier == "forall" and any(
-        isinstance(inner, Compare)
-        and isinstance(inner.left, Norm)
-        and not inner.left.of.measured
-        and inner.op in {"<=", "<"}
-        and inner.left.of.block == _LOGITS_BLOCK
-        for inner in walk(part.body)
-    )
-
-
-def _subsumed(covered: set[str], program: Program) -> set[str]:
-    """Add the slices that are, by their definition, subsets of a covered one."""
-    everything = {
-        s.data for s in program.slices if s.name in covered and not getattr(s.where, "parts", True)
-    }
-    return covered | {s.name for s in program.slices if s.data in everything}

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from itertools import islice
 from pathlib import Path
 
 from kcdsl.diagnostics.codes import FILE_MISSING, INPUT_OUTPUT, NOT_UTF8, TOO_LARGE
-from kcdsl.diagnostics.model import refuse
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.model import Refusal, refuse
+from kcdsl.source.text import SourceFile, Span
 
 SIZE_LIMIT = 4 * 2**20
 """Largest contract in bytes; one that a person can review is a thousand times smaller."""
+
+
+_LONGEST_NAME = 255
+_NEIGHBOURS = 1000
+"""How many files of a folder are looked at for a suggestion."""
 
 
 def read_source(path: Path, limit: int = SIZE_LIMIT) -> SourceFile:
@@ -19,7 +26,7 @@ def read_source(path: Path, limit: int = SIZE_LIMIT) -> SourceFile:
         with path.open("rb") as stream:
             data = stream.read(limit + 1)
     except FileNotFoundError as error:
-        raise refuse(FILE_MISSING, f"there is no file {name}") from error
+        raise missing(path) from error
     except IsADirectoryError as error:
         raise refuse(FILE_MISSING, f"{name} is a folder, not a file") from error
     except OSError as error:
@@ -27,17 +34,67 @@ def read_source(path: Path, limit: int = SIZE_LIMIT) -> SourceFile:
     return decode_source(name, data, limit)
 
 
+def missing(path: Path, notes: tuple[str, ...] = ()) -> Refusal:
+    """Return the refusal of a path where there is no file."""
+    close = similar_file(path)
+    help = None if close is None else f"did you mean {path.with_name(close)}?"
+    return refuse(FILE_MISSING, f"there is no file {path}", help=help, notes=notes)
+
+
 def decode_source(name: str, data: bytes, limit: int = SIZE_LIMIT) -> SourceFile:
     """Return the text of a file by its bytes; raises Refusal where it is too large or not UTF-8."""
     if len(data) > limit:
-        raise refuse(TOO_LARGE, f"{name} is larger than {limit} bytes")
+        raise refuse(
+            TOO_LARGE,
+            f"{name} is larger than {limit} bytes",
+            help="split it into several files",
+        )
     try:
         return SourceFile(name, data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
+        start = len(data[: error.start].decode("utf-8"))
+        line = data.count(b"\n", 0, error.start) + 1
         raise refuse(
             NOT_UTF8,
-            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}, "
-            f"line {line}",
-            help="save the file as UTF-8",
+            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} in line {line}",
+            help="save it as UTF-8" + ("; it begins as UTF-16 does" if _is_utf16(data) else ""),
+            source=SourceFile(name, data.decode("utf-8", errors="replace")),
+            span=Span(start, start + 1),
         ) from error
+
+
+def _is_utf16(data: bytes) -> bool:
+    return data.startswith((b"\xff\xfe", b"\xfe\xff"))
+
+
+# Path.exists() and its like raise for names that are too long; those of os.path do not.
+
+
+def is_there(path: Path) -> bool:
+    """Say whether a file or folder is at a path; a path that no file can have leads nowhere."""
+    return os.path.exists(path)
+
+
+def similar_file(path: Path) -> str | None:
+    """Return the name of a neighbour that a missing path probably means, or None."""
+    if len(path.name) > _LONGEST_NAME:
+        return None
+    from difflib import get_close_matches
+
+    try:
+        with os.scandir(path.parent) as entries:
+            names = [entry.name for entry in islice(entries, _NEIGHBOURS) if entry.is_file()]
+    except (OSError, ValueError):
+        return None
+    close = get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return close[0] if close else None
+
+
+def is_file(path: Path) -> bool:
+    """Say whether a file is at a path; a path that no file can have leads nowhere."""
+    return os.path.isfile(path)
+
+
+def is_folder(path: Path) -> bool:
+    """Say whether a folder is at a path; a path that no file can have leads nowhere."""
+    return os.path.isdir(path)

@@ -16,7 +16,10 @@ _QUANTIFIER = re.compile(
     r"\b(?:forall|exists)[ \t]+\w+[ \t]+in[ \t]+\w+\([^()\r\n]*\)[ \t]*(:)(?!\S)"
 )
 _TOKEN = re.compile(r"(?<![\w\"'])[A-Za-z_]\w*\(|[(),\[\]\"'{}#\r\n]")
+_ESCAPED = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8}))")
 _SPECIAL = ":,[]"
+_PRIVATE = range(0xE000, 0xF900)
+"""Characters that no text has a use for; one that has them all is left as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,12 @@ def mask_expressions(text: str) -> Masked:
     places += _inside_calls(text)
     if not places:
         return Masked(text, {})
-    unused = (code for code in range(0xE000, 0xF900) if chr(code) not in text)
-    forward = {char: chr(next(unused)) for char in _SPECIAL}
+    taken = {ord(char) for char in set(text)}
+    taken.update(int(found[1] or found[2], 16) for found in _ESCAPED.finditer(text))
+    unused = [code for code in _PRIVATE if code not in taken][: len(_SPECIAL)]
+    if len(unused) < len(_SPECIAL):
+        return Masked(text, {})
+    forward = {char: chr(code) for char, code in zip(_SPECIAL, unused, strict=True)}
     chars = list(text)
     for i in places:
         chars[i] = forward[chars[i]]
@@ -56,19 +63,21 @@ def _inside_calls(text: str) -> list[int]:
     Quotation marks, braces and comment signs end the search: what holds them is quoted anyway.
     """
     places: list[int] = []
-    frames: list[tuple[bool, list[int]]] = []
+    waiting: list[int] = []
+    frames: list[tuple[bool, int]] = []  # whether it is a call, and how many waited before it
     for token in _TOKEN.finditer(text):
         char = token[0][-1]
         if char == "(":
-            frames.append((len(token[0]) > 1, []))
+            frames.append((len(token[0]) > 1, len(waiting)))
         elif char == ")" and frames:
-            is_call, found = frames.pop()
+            is_call, before = frames.pop()
             if is_call:
-                places += found
-            elif frames:
-                frames[-1][1].extend(found)
+                places += waiting[before:]
+            if is_call or not frames:
+                del waiting[before:]
         elif char in ",[]" and frames:
-            frames[-1][1].append(token.start())
+            waiting.append(token.start())
         elif char not in "),[]":
             frames.clear()
+            waiting.clear()
     return places

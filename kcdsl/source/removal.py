@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Collection
 
 from kcdsl.diagnostics.model import Edit
 from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Entry, Mapping, Sequence
 
+SpanOf = Callable[[int], Span]
+"""The place of a part by its number. Asked for as needed: a collection may have many parts."""
+
 
 def remove_entry(source: SourceFile, mapping: Mapping, entry: Entry) -> Edit:
     """Return the edit that removes an entry; in block style its whole lines, comments above it
     excepted. The mapping must have other entries."""
-    (edit,) = remove_parts(source, mapping, {mapping.entries.index(entry)})
+    index = next(i for i, other in enumerate(mapping.entries) if other is entry)
+    (edit,) = remove_parts(source, mapping, {index})
     return edit
 
 
@@ -22,40 +25,46 @@ def remove_parts(
 ) -> tuple[Edit, ...]:
     """Return the edits that remove the chosen entries or items; others must be left."""
     if isinstance(node, Mapping):
-        spans = [entry.key.span.hull(entry.value.span) for entry in node.entries]
-    else:
-        spans = [item.span for item in node.items]
-    return remove_spans(source, node.span, spans, chosen)
+        entries = node.entries
+        return remove_spans(
+            source, node.span, len(entries), lambda i: _of_entry(entries[i]), chosen
+        )
+    items = node.items
+    return remove_spans(source, node.span, len(items), lambda i: items[i].span, chosen)
+
+
+def _of_entry(entry: Entry) -> Span:
+    return entry.key.span.hull(entry.value.span)
 
 
 def remove_spans(
-    source: SourceFile, whole: Span, spans: Several[Span], chosen: Collection[int]
+    source: SourceFile, whole: Span, count: int, span: SpanOf, chosen: Collection[int]
 ) -> tuple[Edit, ...]:
-    """Return the edits that remove the chosen parts of a collection, by the spans of all parts."""
+    """Return the edits that remove the chosen parts of a collection that has `count` of them."""
     if source.text[whole.start : whole.start + 1] in {"{", "["}:
-        return tuple(_from_flow(spans, chosen))
-    return tuple(_from_block(source, whole, spans, index) for index in sorted(chosen))
+        return tuple(_from_flow(count, span, chosen))
+    return tuple(_from_block(source, whole, count, span, index) for index in sorted(chosen))
 
 
-def _from_flow(spans: Several[Span], chosen: Collection[int]) -> list[Edit]:
+def _from_flow(count: int, span: SpanOf, chosen: Collection[int]) -> list[Edit]:
     """Remove each part with the comma after it, and those at the end with the comma before."""
-    last = max(index for index in range(len(spans)) if index not in chosen)
+    last = next(index for index in reversed(range(count)) if index not in chosen)
     inner = [i for i in sorted(chosen) if i < last]
-    edits = [Edit(Span(spans[i].start, spans[i + 1].start), "") for i in inner]
-    if last + 1 < len(spans):
-        edits.append(Edit(Span(spans[last].end, spans[-1].end), ""))
+    edits = [Edit(Span(span(i).start, span(i + 1).start), "") for i in inner]
+    if last + 1 < count:
+        edits.append(Edit(Span(span(last).end, span(count - 1).end), ""))
     return edits
 
 
-def _from_block(source: SourceFile, whole: Span, spans: Several[Span], index: int) -> Edit:
+def _from_block(source: SourceFile, whole: Span, count: int, span: SpanOf, index: int) -> Edit:
     text = source.text
-    start, end = spans[index].start, _line_after(text, spans[index].end)
+    start, end = span(index).start, _line_after(text, span(index).end)
     before = source.line_start(source.position(start).line)
     lead = text[before:start].strip()
     if not lead or (lead == "-" and text[whole.start] == "-"):
         return Edit(Span(before, end), "")
     # The first entry of a list item stands behind its dash.
-    return Edit(Span(start, spans[index + 1].start if index + 1 < len(spans) else end), "")
+    return Edit(Span(start, span(index + 1).start if index + 1 < count else end), "")
 
 
 def _line_after(text: str, end: int) -> int:

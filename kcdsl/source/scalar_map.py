@@ -3,7 +3,8 @@
 Covers plain, single-quoted, double-quoted, literal and folded scalars with chomping and
 indentation indicators, escapes, folds and CRLF. The decoding made here is compared with the value
 that the YAML parser delivered, so a map is never silently wrong: where the two differ, every
-position falls back to the span of the whole scalar.
+position falls back to the span of the whole scalar, and an expression there is refused (KC999).
+No document is known for which they differ; docs/spans.md says what each character maps to.
 """
 
 from __future__ import annotations
@@ -48,23 +49,24 @@ class ScalarMap:
 
     whole: Span
     pieces: tuple[tuple[int, int], ...] | None
+    empty: int
+    """Where the text of a scalar without a character stands: between its quotation marks."""
 
     def span(self, start: int, end: int) -> Span:
         """Return the source range of the decoded characters `[start, end)`.
 
-        A range at or beyond the end of the text lies just after its last character.
+        One without a character, or beyond the end of the text, lies just after the character
+        before it, whatever white space follows that.
         """
         if self.pieces is None:
             return self.whole
         if not self.pieces:
-            return Span(self.whole.start, self.whole.start)
-        if start >= len(self.pieces):
-            at = self.pieces[-1][1]
-            return Span(at, at)
-        first = self.pieces[start][0]
-        if end <= start:
-            return Span(first, first)
-        return Span(first, self.pieces[min(end, len(self.pieces)) - 1][1])
+            return Span(self.empty, self.empty)
+        end = min(end, len(self.pieces))
+        if start < end:
+            return Span(self.pieces[start][0], self.pieces[end - 1][1])
+        at = self.pieces[min(start, len(self.pieces)) - 1][1] if start else self.pieces[0][0]
+        return Span(at, at)
 
 
 def map_scalar(source: SourceFile, scalar: Scalar) -> ScalarMap:
@@ -73,17 +75,15 @@ def map_scalar(source: SourceFile, scalar: Scalar) -> ScalarMap:
     base = scalar.span.start
     match scalar.style:
         case "plain":
-            candidates = [_flow(raw, base, 0, len(raw), "plain")]
-        case "'":
-            candidates = [_flow(raw, base, 1, len(raw) - 1, "'")]
-        case '"':
-            candidates = [_flow(raw, base, 1, len(raw) - 1, '"')]
+            pieces = _flow(raw, base, 0, len(raw), "plain")
+        case "'" | '"':
+            pieces = _flow(raw, base, 1, len(raw) - 1, scalar.style)
         case _:
-            candidates = _block(raw, base, scalar.style)
-    for pieces in candidates:
-        if pieces is not None and "".join(piece[0] for piece in pieces) == scalar.text:
-            return ScalarMap(scalar.span, tuple((a, b) for _, a, b in pieces))
-    return ScalarMap(scalar.span, None)
+            pieces = _block(raw, base, scalar)
+    if pieces is None or "".join(piece[0] for piece in pieces) != scalar.text:
+        return ScalarMap(scalar.span, None, base)
+    empty = base + (scalar.style in {"'", '"'})
+    return ScalarMap(scalar.span, tuple((start, end) for _, start, end in pieces), empty)
 
 
 def _flow(raw: str, base: int, start: int, end: int, style: str) -> list[_Piece] | None:
@@ -173,23 +173,14 @@ class _Line:
     end: int
 
 
-def _block(raw: str, base: int, style: str) -> list[list[_Piece] | None]:
+def _block(raw: str, base: int, scalar: Scalar) -> list[_Piece] | None:
     header = _HEADER.match(raw)
     if header is None:
-        return []
-    chomp = header[2] or header[3] or ""
-    explicit = header[1] or header[4]
+        return None
     lines = _lines(raw, header.end())
-    full = [line for line in lines if raw[line.start : line.stop].strip(" ")]
-    found = _indentation(raw, full[0]) if full else 0
-    # With an explicit indicator the indentation of the parent counts too; it is not visible from
-    # here, so each possible one is tried and the comparison with the value decides.
-    indents = range(int(explicit), found + int(explicit) + 1) if explicit else (found,)
-    if not full:
-        widest = max((line.stop - line.start for line in lines), default=0)
-        indents = range(widest + 1)
-    decode = _literal if style == "|" else _folded
-    return [_chomp(decode(raw, base, lines, n), chomp) for n in indents]
+    indent = _indentation(raw, lines, scalar.text, explicit=bool(header[1] or header[4]))
+    decode = _literal if scalar.style == "|" else _folded
+    return _chomp(decode(raw, base, lines, indent), header[2] or header[3] or "")
 
 
 def _lines(raw: str, start: int) -> list[_Line]:
@@ -203,15 +194,29 @@ def _lines(raw: str, start: int) -> list[_Line]:
     return lines
 
 
-def _indentation(raw: str, line: _Line) -> int:
-    text = raw[line.start : line.stop]
-    return len(text) - len(text.lstrip(" "))
+def _indentation(raw: str, lines: list[_Line], text: str, *, explicit: bool) -> int:
+    """Return how many spaces before each line are not part of the text.
+
+    An indicator counts from the indentation of the parent, which is not visible from here; so the
+    spaces that the decoded text begins a line with tell how many were taken away.
+    """
+    for line in lines:
+        deep = _depth(raw[line.start : line.stop])
+        if deep < line.stop - line.start:
+            if not explicit:
+                return deep
+            first = next((part for part in text.split("\n") if part.strip(" ")), "")
+            return max(deep - _depth(first), 0)
+    widest = max((line.stop - line.start for line in lines), default=0)
+    return max(widest - max(map(len, text.split("\n"))), 0)
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
 
 
 def _content(raw: str, base: int, line: _Line, indent: int) -> list[_Piece]:
     begin = min(line.start + indent, line.stop)
-    if not raw[line.start : line.stop].strip(" "):
-        begin = min(line.start + indent, line.stop)
     return [(raw[k], base + k, base + k + 1) for k in range(begin, line.stop)]
 
 

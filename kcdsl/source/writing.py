@@ -15,16 +15,39 @@ from kcdsl.diagnostics.codes import INPUT_OUTPUT, KEY_EXISTS
 def write_bytes(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file in one step, replacing an older one; missing folders are made.
 
+    A link stays, and what it leads to is written; a device or a pipe takes the data as it is.
     Raises Refusal where that fails.
     """
-    make_folder(path.parent)
-    write_together([NewFile(path, data, mode)], replace=True)
+    target = _led_to(path)
+    if target.exists() and not target.is_file() and not target.is_dir():
+        _pour(target, data)
+        return
+    make_folder(target.parent)
+    write_together([NewFile(target, data, mode)], replace=True)
+
+
+def _led_to(path: Path) -> Path:
+    """Return what a link leads to; a path that is none as it is."""
+    try:
+        return path.resolve() if path.is_symlink() else path
+    except (OSError, RuntimeError) as error:
+        raise refuse(INPUT_OUTPUT, f"{path} is a link that leads nowhere") from error
+
+
+def _pour(path: Path, data: bytes) -> None:
+    try:
+        with path.open("wb") as stream:
+            stream.write(data)
+    except OSError as error:
+        raise refuse(INPUT_OUTPUT, f"{path} cannot be written: {error.strerror}") from error
 
 
 def make_folder(folder: Path) -> None:
     """Make a folder and what is above it; raises Refusal where that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise refuse(INPUT_OUTPUT, f"{folder} is a file, not a folder") from error
     except OSError as error:
         raise refuse(INPUT_OUTPUT, f"{folder} cannot be made: {error.strerror}") from error
 
@@ -74,7 +97,7 @@ def write_together(files: Sequence[NewFile], *, replace: bool) -> None:
 
 def _refuse_target(path: Path) -> None:
     if path.is_dir():
-        raise refuse(INPUT_OUTPUT, f"{path} is a folder")
+        raise refuse(INPUT_OUTPUT, f"{path} is a folder, not a file", help=f"name a file in {path}")
     if not path.parent.is_dir():
         raise refuse(INPUT_OUTPUT, f"there is no folder {path.parent}")
 

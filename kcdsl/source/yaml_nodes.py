@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import yaml
@@ -34,7 +35,17 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink
 from kcdsl.source.masking import Masked, mask_expressions
 from kcdsl.source.numbers import exact
+from kcdsl.source.properties import properties
+from kcdsl.source.resolution import (
+    CORE_BOOL,
+    CORE_FLOAT,
+    CORE_INT,
+    CORE_NULL,
+    NOT_FINITE,
+    ambiguity,
+)
 from kcdsl.source.text import SourceFile, Span
+from kcdsl.source.yaml_errors import NO_CHARACTER, syntax_error
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEPTH_LIMIT = 40
@@ -129,37 +140,14 @@ class _Open:
     parts: list[Node] = field(default_factory=list)
 
 
-_CORE_NULL = {"", "~", "null", "Null", "NULL"}
-_CORE_BOOL = {w: w.lower() == "true" for w in ("true", "True", "TRUE", "false", "False", "FALSE")}
-_CORE_INT = re.compile(r"[-+]?[0-9]+")
-_CORE_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
-_OLD_BOOL = re.compile(r"(?i:yes|no|on|off)")
-_BASE_60 = re.compile(r"[-+]?[0-9]+(?::[0-5]?[0-9])+(?:\.[0-9_]*)?")
-_DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt ].*)?")
-_OCTAL = re.compile(r"[-+]?0[0-9]+")
-_GROUPED = re.compile(r"[-+]?[0-9][0-9_]*_[0-9_]*(?:\.[0-9_]*)?")
-_PREFIXED = re.compile(r"[-+]?0[xXoObB][0-9a-fA-F_]+")
+_ALIAS = re.compile(r"\*([0-9A-Za-z_-]+)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FORBIDDEN = re.compile(
-    "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
+    "\r(?!\n)|[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
 )
-
-
-def _ambiguity(text: str) -> str | None:
-    """Say how other readers take a plain scalar that is not what it seems, or None."""
-    if _OLD_BOOL.fullmatch(text):
-        return "YAML 1.1 takes it for a truth value"
-    if _BASE_60.fullmatch(text):
-        return "YAML 1.1 takes it for a number in base 60"
-    if _DATE.fullmatch(text):
-        return "YAML 1.1 takes it for a date"
-    if _OCTAL.fullmatch(text):
-        return "YAML 1.1 takes it for an octal number"
-    if _GROUPED.fullmatch(text):
-        return "YAML 1.1 takes it for a number"
-    if _PREFIXED.fullmatch(text):
-        return "readers take it for a number in another base"
-    return None
+_BREAKS = {"\r": "\\r", "\x85": "\\N", "\u2028": "\\L", "\u2029": "\\P"}
+"""What ends a line, even a comment, for some readers and editors and not for others, and how a text
+in quotation marks has it."""
 
 
 def parse_yaml(source: SourceFile, sink: Sink) -> Node | None:
@@ -169,9 +157,10 @@ def parse_yaml(source: SourceFile, sink: Sink) -> Node | None:
 
 def _in_quotes(text: str) -> str:
     """Return a text as a quoted scalar of one line."""
-    if '"' in text and "'" not in text:
+    if '"' in text and "'" not in text and "\n" not in text:
         return f"'{text}'"
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
 
 
 class _Builder:
@@ -192,44 +181,31 @@ class _Builder:
         bad = _FORBIDDEN.search(text)
         if bad is not None:
             at = bad.start() + self._shift
-            name = f"U+{ord(bad[0]):04X}"
-            self._error(NOT_YAML, f"the character {name} may not occur in YAML", Span(at, at + 1))
+            name, escape = f"U+{ord(bad[0]):04X}", _BREAKS.get(bad[0])
+            message, help = f"the character {name} may not occur in YAML", None
+            if escape is not None:
+                message = f"the character {name} ends a line for some readers and not for others"
+                help = f"remove it, or write `{escape}` in a text in double quotation marks"
+            self._error(NOT_YAML, message, Span(at, at + 1), help)
             return None
         try:
             for event in yaml.parse(self._masked.text, Loader=_LOADER):
                 if not self._take(event):
                     return None
         except yaml.MarkedYAMLError as error:
-            self._syntax_error(error)
+            self._sink.add(syntax_error(self._source, error, self._place))
             return None
         except yaml.YAMLError as error:
             self._error(NOT_YAML, f"the document is not YAML: {error}", Span(0, 0))
             return None
         if self._root is None:
-            self._error(EMPTY_DOCUMENT, "the file holds no document", Span(0, 0))
+            help = "a contract begins with `kcdsl: 1`"
+            self._error(EMPTY_DOCUMENT, "the file holds no document", Span(0, 0), help)
         return self._root
 
-    def _syntax_error(self, error: yaml.MarkedYAMLError) -> None:
-        mark = error.problem_mark or error.context_mark
-        at = self._place(mark.index) if mark is not None else 0
-        labels: tuple[Label, ...] = ()
-        if error.context_mark is not None and error.problem_mark is not None:
-            begin = self._place(error.context_mark.index)
-            if begin != at:
-                labels = (Label(Span(begin, begin + 1), error.context or "started here"),)
-        end = min(at + 1, len(self._source.text))
-        problem = error.problem or "unreadable"
-        self._sink.add(
-            Diagnostic(
-                NOT_YAML,
-                f"not YAML: {problem}",
-                self._source,
-                Span(at, max(at, end)),
-                labels=labels,
-                help=_advice(problem, self._source.text[at : at + 1]),
-                fix=_without_tabs(self._source.text, at),
-            )
-        )
+    @cached_property
+    def _aliases(self) -> frozenset[str]:
+        return frozenset(_ALIAS.findall(self._source.text))
 
     @property
     def _in_flow(self) -> bool:
@@ -256,7 +232,10 @@ class _Builder:
                 self._documents += 1
                 if self._documents > 1:
                     self._error(
-                        SEVERAL_DOCUMENTS, "a second document starts here", self._span(event)
+                        SEVERAL_DOCUMENTS,
+                        "a second document starts here",
+                        self._span(event),
+                        "give each contract a file of its own",
                     )
                     return False
             case yaml.AliasEvent():
@@ -267,24 +246,21 @@ class _Builder:
                     "write the value out",
                     self._written_out(event),
                 )
-                self._attach(Scalar(None, "", "plain", self._span(event), broken=True))
+                span = self._span(event)
+                written = self._source.text[span.start : span.end]
+                self._attach(Scalar(None, written, "plain", span, broken=True))
             case yaml.ScalarEvent():
-                self._refuse_properties(event)
-                scalar = self._scalar(event)
+                scalar = self._scalar(event, self._without_properties(event))
                 if event.anchor is not None:
-                    written = self._source.text[scalar.span.start : scalar.span.end]
-                    plain = written[written.find("&") :].partition(" ")[2].strip()
-                    if plain and "\n" not in plain and plain[0] not in "|>!":
-                        self._anchored[event.anchor] = plain
+                    written = self._source.text[scalar.span.start : scalar.span.end].strip()
+                    if written and "\n" not in written and written[0] not in "|>":
+                        self._anchored[event.anchor] = written
                 self._attach(scalar)
             case yaml.SequenceStartEvent() | yaml.MappingStartEvent():
-                self._refuse_properties(event)
+                span = self._without_properties(event)
                 if len(self._open) >= DEPTH_LIMIT:
-                    self._error(
-                        TOO_DEEP, f"more than {DEPTH_LIMIT} nested levels", self._span(event)
-                    )
+                    self._error(TOO_DEEP, f"more than {DEPTH_LIMIT} nested levels", span)
                     return False
-                span = self._span(event)
                 is_mapping = isinstance(event, yaml.MappingStartEvent)
                 flow = self._in_flow or bool(event.flow_style)
                 self._open.append(_Open(is_mapping, flow, span.start, span.end))
@@ -292,24 +268,28 @@ class _Builder:
                 self._close(event)
         return True
 
-    def _refuse_properties(self, event: yaml.NodeEvent) -> None:
+    def _without_properties(self, event: yaml.NodeEvent) -> Span:
+        """Report the anchor and the tag of a node; return its place without them."""
         span = self._span(event)
-        text = self._source.text
-        if event.anchor is not None:
-            at = text.find(f"&{event.anchor}", span.start)
-            place = Span(at, at + len(event.anchor) + 1) if at >= 0 else span
-            # As long as an alias needs it, the anchor stays; a later round removes it.
-            needed = f"*{event.anchor}" in text
-            fix = None if needed or at < 0 else self._removed(place, safe=True)
-            self._error(ANCHOR, f"the anchor `&{event.anchor}` is not allowed", place, None, fix)
         tag = getattr(event, "tag", None)
+        if event.anchor is None and tag is None:
+            return span
+        text = self._source.text
+        found = properties(text, span)
+        if event.anchor is not None:
+            place = found.anchor or span
+            # As long as an alias needs it, the anchor stays; a later round removes it.
+            needed = event.anchor in self._aliases
+            fix = None if needed or found.anchor is None else self._removed(place, safe=True)
+            help = "write the value out where its aliases stand, then remove it" if needed else None
+            message = f"the anchor `&{event.anchor}` is not allowed"
+            self._error(ANCHOR, message, place, help or "remove it", fix)
         if tag is not None:
-            at = text.find("!", span.start)
-            word = re.compile(r"![^\s,\[\]{}]*").match(text, at) if at >= 0 else None
-            place = Span(word.start(), word.end()) if word is not None else span
-            spelled = word[0] if word is not None else tag
-            fix = self._removed(place, safe=False) if word is not None else None
+            place = found.tag or span
+            spelled = text[place.start : place.end]
+            fix = None if found.tag is None else self._removed(place, safe=False)
             self._error(CUSTOM_TAG, f"the tag `{spelled}` is not allowed", place, "remove it", fix)
+        return Span(found.end, span.end)
 
     def _removed(self, place: Span, *, safe: bool) -> Fix:
         """Return the fix that removes a property with the white space behind it."""
@@ -349,50 +329,51 @@ class _Builder:
 
     def _entries(self, parts: list[Node], whole: Span) -> tuple[Entry, ...]:
         entries: list[Entry] = []
-        seen: dict[str, Scalar] = {}
+        seen: dict[str, Entry] = {}
+        said: dict[str, str] = {}
         written = list(zip(parts[::2], parts[1::2], strict=True))
+
+        def place(number: int) -> Span:
+            return written[number][0].span.hull(written[number][1].span)
+
         for number, (key, value) in enumerate(written):
             if not isinstance(key, Scalar):
                 self._error(WRONG_KIND, f"a key is {key.kind}, not a text", key.span)
             elif key.text == "<<" and key.style == "plain":
-                self._error(MERGE_KEY, "the merge key `<<` is not allowed", key.span)
+                self._error(
+                    MERGE_KEY, "the merge key `<<` is not allowed", key.span, "write it out"
+                )
             elif key.text in seen:
+                first = seen[key.text]
+                if key.text not in said:
+                    said[key.text] = self._written(first.value)
+                fix = None
+                if self._written(value) == said[key.text]:
+                    from kcdsl.source.removal import remove_spans
+
+                    edits = remove_spans(self._source, whole, len(written), place, {number})
+                    fix = Fix("remove the second", edits)
                 self._sink.add(
                     Diagnostic(
                         DUPLICATE_KEY,
                         f"the key `{key.text}` occurs twice in one mapping",
                         self._source,
                         key.span,
-                        labels=(Label(seen[key.text].span, "first here"),),
+                        labels=(Label(first.key.span, "first here"),),
                         help="remove or rename one of them",
-                        fix=self._once(whole, written, number),
+                        fix=fix,
                     )
                 )
             else:
-                seen[key.text] = key
-                entries.append(Entry(key, value))
+                seen[key.text] = Entry(key, value)
+                entries.append(seen[key.text])
         return tuple(entries)
 
-    def _once(self, whole: Span, written: list[tuple[Node, Node]], number: int) -> Fix | None:
-        """Return the fix that removes an entry which says what one before it says too."""
-        from kcdsl.source.removal import remove_spans
+    def _written(self, node: Node) -> str:
+        return self._source.text[node.span.start : node.span.end].strip()
 
-        text = self._source.text
-        key, value = written[number]
-        same = (
-            other
-            for name, other in written[:number]
-            if isinstance(name, Scalar) and isinstance(key, Scalar) and name.text == key.text
-        )
-        first = next(same)
-        said, before = (text[node.span.start : node.span.end].strip() for node in (value, first))
-        if said != before:
-            return None
-        spans = [name.span.hull(node.span) for name, node in written]
-        return Fix("remove the second", remove_spans(self._source, whole, spans, {number}))
-
-    def _scalar(self, event: yaml.ScalarEvent) -> Scalar:
-        span, text = self._span(event), self._masked.restore(event.value)
+    def _scalar(self, event: yaml.ScalarEvent, span: Span) -> Scalar:
+        text = self._masked.restore(event.value)
         style = event.style or "plain"
         if style == "plain" and self._masked.matters(event.value, self._in_flow):
             self._sink.add(
@@ -405,17 +386,20 @@ class _Builder:
                     fix=Fix("put it in quotation marks", (Edit(span, _in_quotes(text)),)),
                 )
             )
+        if style == '"' and _SURROGATE.search(text):
+            self._error(NOT_YAML, "half a surrogate pair is no character", span, NO_CHARACTER)
+            return Scalar(text, text, style, span, broken=True)
         if style != "plain":
             return Scalar(text, text, style, span)
         value = self._resolve(text, span)
         return Scalar(text if value is _BROKEN else value, text, style, span, value is _BROKEN)
 
     def _resolve(self, text: str, span: Span) -> Value | _Broken:
-        if text in _CORE_NULL:
+        if text in CORE_NULL:
             return None
-        if text in _CORE_BOOL:
-            return _CORE_BOOL[text]
-        reason = _ambiguity(text)
+        if text in CORE_BOOL:
+            return CORE_BOOL[text]
+        reason = ambiguity(text)
         if reason is not None:
             self._error(
                 AMBIGUOUS_SCALAR,
@@ -425,37 +409,13 @@ class _Builder:
                 Fix("put it in quotation marks", (Edit(span, _in_quotes(text)),), safe=False),
             )
             return _BROKEN
-        if _NOT_FINITE.fullmatch(text):
+        if NOT_FINITE.fullmatch(text):
             self._error(BAD_NUMBER, f"`{text}` is not a finite number", span)
             return _BROKEN
-        if not _CORE_FLOAT.fullmatch(text):
+        if not CORE_FLOAT.fullmatch(text):
             return text
         value = exact(text)
         if value is None:
             self._error(BAD_NUMBER, "the number is too long, too large or too small", span)
             return _BROKEN
-        return int(value) if _CORE_INT.fullmatch(text) else value
-
-
-def _without_tabs(text: str, at: int) -> Fix | None:
-    """Return the fix that indents a line by spaces, where a tab is the trouble: as the line above,
-    and two more behind a key without a value."""
-    start = text.rfind("\n", 0, at) + 1
-    lead = re.compile(r"[ \t]*").match(text, start)
-    assert lead is not None
-    if text[at : at + 1] != "\t" or at >= lead.end():
-        return None
-    above = next((line for line in reversed(text[:start].split("\n")) if line.strip()), "")
-    indent = len(above) - len(above.lstrip(" "))
-    indent += 2 if above.rstrip().endswith(":") else 0
-    return Fix("indent with spaces", (Edit(Span(start, lead.end()), " " * indent),), safe=False)
-
-
-def _advice(problem: str, char: str) -> str | None:
-    if char == "\t":
-        return "indent with spaces, not tabs"
-    if "mapping values are not allowed" in problem:
-        return "put the text in quotation marks: an unquoted text may not hold `: `"
-    if char in {"%", "@", "`"}:
-        return f"put the text in quotation marks: it may not begin with `{char}`"
-    return None
+        return int(value) if CORE_INT.fullmatch(text) else value

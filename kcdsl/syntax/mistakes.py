@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 _WORDS = {
@@ -38,6 +39,16 @@ _NAMES = {"NAME", "UNIT"}
 _OPERAND = {"NAME", "NUMBER", "LPAR"}
 _ARITHMETIC = {"PLUS", "MINUS", "STAR", "SLASH"}
 _LOGIC = {"AND", "OR", "IMPLIES"}
+_BOUND = re.compile(r"\b(?:forall|exists)\s+\w+$")
+_CALLED = re.compile(r"\b(?:p[0-9]+|mean|max|min|rate|abs)$")
+_LEVEL = re.compile(r"\bp([0-9]{2})$")
+_REGION = re.compile(r"\b(?:forall|exists)\s+\w+\s+in\s+(\w+)$")
+_QUANTIFIER = re.compile(r"\b(?:forall|exists)$")
+
+_LAST_WORD = re.compile(r"[A-Za-z]+$")
+_BINDS = re.compile(r"\w+\s+in\b")
+_BINDING = ("forall", "exists")
+_JOINING = ("and", "or", "implies", "not", "in")
 
 _CHARACTERS: tuple[tuple[str, str], ...] = (
     ("&&", "write `and`"),
@@ -69,7 +80,7 @@ _CHARACTERS: tuple[tuple[str, str], ...] = (
     ("µ", "write `us` for microseconds"),
     ("{", "the language has no braces; lists are `[a, b]`"),
     ("@", "the language has no `@`"),
-    (".", "names hold letters, digits and `_`; a number starts with a digit"),
+    (".", "a name holds letters, digits and `_`, and has no parts; a statistic is p99(kl)"),
     ("“", 'use straight quotation marks: "text"'),
     ("”", 'use straight quotation marks: "text"'),
     ("'", "close the text with `'`"),
@@ -122,6 +133,8 @@ def advice_for_token(
         return "close the bracket with `)`"
     if kind == "$END" and "RSQB" in wanted:
         return "close the list with `]`"
+    if kind == "$END" and "OF" in wanted and before[-1:].isalpha():
+        return "a budget is a share, such as `1% of requests`"
     if kind == "$END" and "OF" in wanted:
         return "say what the budget counts: `of requests` or `of windows`"
     if kind == "RPAR" and text.count(")") > text.count("("):
@@ -130,12 +143,54 @@ def advice_for_token(
         return "write `<=` or `>=`; for an implication write `implies`"
     if kind == "STAR" and before.endswith("*"):
         return "there are no powers; multiply instead"
+    if kind in _NAMES and _QUANTIFIER.search(before):
+        return "put what is quantified in round brackets: `(forall x in REGION: A)`"
     if kind in _NAMES and token in {"if", "then"}:
         return "write `A implies B`"
+    called = _CALLED.search(before)
+    if called is not None and "LPAR" in wanted and kind in _NAMES:
+        return f"write `{called[0]}({token})`"
+    level = _LEVEL.search(before)
+    if level is not None and kind == "NUMBER" and token.startswith("."):
+        return f"write quantile(0.{level[1]}{token[1:]}, METRIC)"
+    region = _REGION.search(before)
+    if region is not None and "LPAR" in wanted and kind in _NAMES | {"COLON", "COMMA"}:
+        return f"a region is points({region[1]}), ball({region[1]}, RADIUS) or hull({region[1]})"
+    if kind == "COMMA" and _BOUND.search(before):
+        return "a quantifier binds one variable"
+    if kind == "COMMA" and "COLON" in wanted:
+        return "write `:` after the region, not `,`"
     if kind == "COLON" and "IN" not in wanted:
         return "a `:` follows only the region of `forall` or `exists`"
     if kind in _NAMES and "COLON" in wanted:
         return "put `:` after the region"
     if kind in _NAMES | {"NUMBER"} and "COMMA" in wanted:
         return "separate arguments with `,`"
+    if kind in _NAMES | {"NUMBER", "LPAR", "LSQB", "NOT"}:
+        return _misspelt_keyword(token, before, wanted, text[at:])
     return None
+
+
+def _misspelt_keyword(token: str, before: str, wanted: set[str], rest: str) -> str | None:
+    """Return the keyword that one of two words side by side probably means."""
+    last = _LAST_WORD.search(before)
+    words: list[tuple[str, tuple[str, ...]]] = []
+    if last is not None:
+        words.append((last[0], _BINDING if _BINDS.match(rest) else _JOINING))
+    words.append((token, tuple(word for word in _JOINING if word.upper() in wanted)))
+    for word, keywords in words:
+        for keyword in keywords:
+            if word != keyword and _alike(word.lower(), keyword):
+                return f"did you mean `{keyword}` where `{word}` stands?"
+    return None
+
+
+def _alike(word: str, keyword: str) -> bool:
+    """Say whether a word is a keyword but for one letter or the order of its letters."""
+    if sorted(word) == sorted(keyword):
+        return True
+    if abs(len(word) - len(keyword)) > 1 or min(len(word), len(keyword)) < 2:
+        return False
+    longer, shorter = sorted((word, keyword), key=len, reverse=True)
+    start = next((i for i, c in enumerate(shorter) if c != longer[i]), len(shorter))
+    return longer[start + 1 :] == shorter[start + (len(longer) == len(shorter)) :]

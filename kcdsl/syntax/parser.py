@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kcdsl.diagnostics.codes import BAD_NUMBER, EXPRESSION_SYNTAX, TOO_DEEP, Code
+from kcdsl.diagnostics.codes import BAD_NUMBER, EXPRESSION_SYNTAX, INTERNAL, TOO_DEEP, Code
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.source.numbers import exact
 from kcdsl.source.scalar_map import ScalarMap, map_scalar
@@ -34,22 +34,28 @@ def parse_quantity(source: SourceFile, scalar: Scalar, sink: Sink) -> ast.Num | 
 
 
 def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Builder | None:
+    if scalar.broken:
+        return None
     places = map_scalar(source, scalar)
     text = scalar.text
 
     def report(code: Code, message: str, begin: int, end: int, help: str | None = None) -> None:
         span = places.span(begin, end)
         fix = None
-        if places.pieces is not None and help is not None:
+        if help is not None:
             from kcdsl.syntax.mending import mended
 
-            fix = mended(source, span, help)
+            fix = mended(scalar, places, begin, end, help)
         sink.add(Diagnostic(code, message, source, span, help=help, fix=fix))
 
-    if scalar.broken:
-        return None
     if not text.strip():
         sink.add(Diagnostic(EXPRESSION_SYNTAX, "the expression is empty", source, scalar.span))
+        return None
+    if places.pieces is None:
+        # Places would be wrong, and so would fixes be, which replace what is there.
+        message = "kcdsl does not find the characters of this text in the file"
+        help = "write it on one line in double quotation marks, and report it with the document"
+        sink.add(Diagnostic(INTERNAL, message, source, scalar.span, help=help))
         return None
     if len(text) > LENGTH_LIMIT:
         report(TOO_DEEP, f"the expression is longer than {LENGTH_LIMIT} characters", 0, len(text))

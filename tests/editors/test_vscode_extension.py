@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from kcdsl.check.units import UNITS
+from kcdsl.lsp.session import contracts_below
 
 
 def test_the_extension_builds_and_its_tests_pass(repository: Path) -> None:
@@ -30,3 +31,17 @@ def test_every_unit_is_highlighted(repository: Path) -> None:
         found = number.fullmatch(f"5 {unit}")
         assert found is not None, unit
         assert found[2] == unit
+
+
+def test_the_extension_takes_the_files_that_the_server_reads(
+    repository: Path, tmp_path: Path
+) -> None:
+    folder = repository / "grammar" / "editors" / "vscode"
+    manifest = json.loads((folder / "package.json").read_text("utf-8"))
+    (language,) = manifest["contributes"]["languages"]
+    names = [f"a{extension}" for extension in language["extensions"]] + language["filenames"]
+    for name in (*names, "other.yaml"):
+        (tmp_path / name).write_text("kcdsl: 1\n", encoding="utf-8")
+    assert sorted(path.name for path in contracts_below(tmp_path)) == sorted(names)
+    for name in (*language["extensions"], *language["filenames"]):
+        assert any(event.endswith(name) for event in manifest["activationEvents"]), name

@@ -173,7 +173,12 @@ def test_values(tmp_path: Path) -> None:
     assert labels("clauses:\n  N: {evidence: ¦}\n")[0] == "proof"
     assert labels("clauses:\n  N: {holdout: ¦}\n") == ["true", "false"]
     assert labels("clauses:\n  N: {slices: [¦]}\n") == ["all", "long"]
+    assert labels("clauses:\n  N: {slices: [all, ¦]}\n") == ["long"]
+    assert labels("clauses:\n  - {id: N, slices: [long, ¦]}\n") == ["all"]
+    assert "rng_seed" not in labels("clauses:\n  N: {require: [rng_seed, ¦]}\n")
     assert labels("clauses:\n  N: {metric: ¦}\n")[:1] == ["p50_logit_l2"]
+    assert {"min_margin", "p1_margin"} <= set(labels("clauses:\n  N: {metric: ¦}\n"))
+    assert not {"max_margin", "p99_margin"} & set(labels("clauses:\n  N: {metric: ¦}\n"))
     ops = {i.label: i.insert for i in items("clauses:\n  N: {metric: p99_kl, op: ¦}\n")}
     assert ops["<="] == '"<="'
     units = {i.label: i.insert for i in items("tables:\n  t:\n    unit: ¦\n")}

@@ -301,6 +301,23 @@ def test_hints_say_what_is_left_unsaid() -> None:
     assert " on all" in whole
 
 
+def test_an_error_elsewhere_does_not_hide_what_is_known_of_a_clause() -> None:
+    text = HEAD + (
+        "clauses:\n"
+        "  A: {require: p99(kl) <= 1, level: L2}\n"
+        "  B: {require: p99(klx) <= 1, level: L2}\n"
+        '  C: {require: "exists x in points(all): span(drift(attn_0, x)) <= 1", level: L2}\n'
+    )
+    known = snapshot(text)
+    found = {(text[: h.offset].count("\n"), h.text) for h in hints(known, Span(0, len(text)))}
+    line = text[: place(text, "A:")].count("\n")
+    assert {(line, " → empirical"), (line, " → higher_precision"), (line + 2, " → nobody")} <= found
+    assert (line + 1, " → empirical") not in found
+    shown = hover(known, place(text, "C:"))
+    assert shown is not None
+    assert "decided by nobody, fragment outside" in shown.text
+
+
 def test_no_lens_on_a_contract_that_does_not_compile() -> None:
     assert [(x.command, x.clause) for x in lenses(snapshot(TEXT))] == [
         ("evaluate", "N-1"),

@@ -20,13 +20,16 @@ sys.exit(code)
 """
 
 
-def imported(forbidden: tuple[str, ...], *words: str) -> tuple[int, list[str]]:
+def imported(
+    forbidden: tuple[str, ...], *words: str, folder: Path | None = None
+) -> tuple[int, list[str]]:
     """Run a command in a new process; return its code and which modules it has imported."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, ",".join(forbidden), *words],
         capture_output=True,
         encoding="utf-8",
         timeout=120,
+        cwd=folder,
         check=False,
     )
     last = done.stderr.strip().splitlines()[-1]
@@ -63,6 +66,16 @@ def test_nothing_heavy_is_imported(words: tuple[str, ...], code: int) -> None:
 def test_lint_needs_no_table_printer() -> None:
     path = str(CORPUS / "accepted" / "statements.kc.yaml")
     assert imported(("rich", "jsonschema", "rfc8785"), "lint", path) == (0, [])
+
+
+def test_what_is_not_asked_is_not_imported(tmp_path: Path) -> None:
+    text = (CORPUS / "accepted" / "example.kc.yaml").read_text(encoding="utf-8")
+    text = text.replace("slices:", "data: refusals.jsonl\nslices:", 1)
+    (tmp_path / "contract.yaml").write_text(text, encoding="utf-8")
+    for name in ("model.safetensors", "refusals.jsonl"):
+        (tmp_path / name).touch()
+    idle = ("difflib", "hashlib", "json", "xml", "tomllib", "kcdsl.diagnostics.pages")
+    assert imported(idle, "lint", str(tmp_path / "contract.yaml"), folder=tmp_path) == (0, [])
 
 
 def test_the_check_would_notice() -> None:

@@ -74,6 +74,25 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken(page) == ["none.md", "#three"]
 
 
+def test_every_folder_of_tests_is_listed(repository: Path) -> None:
+    rows = table((repository / "CONTRIBUTING.md").read_text(encoding="utf-8"), "| folder | what |")
+    listed = {re.match(r"`tests/(\w+)", name) for name, _ in rows}
+    tests = {path.parent for path in (repository / "tests").rglob("test_*.py")}
+    parts = {path.relative_to(repository / "tests").parts for path in tests}
+    folders = {part[0] for part in parts if part and "node_modules" not in part}
+    assert {found[1] for found in listed if found is not None} == folders
+
+
+def test_every_page_is_listed(repository: Path) -> None:
+    index = repository / "docs" / "README.md"
+    listed = {target.partition("#")[0] for target in links(index)}
+    pages = {path.name for path in (repository / "docs").glob("*.md")} - {index.name}
+    assert len(pages) > 10
+    assert pages <= listed
+    examples = (repository / "examples").glob("*/README.md")
+    assert {f"../{path.relative_to(repository).as_posix()}" for path in examples} <= listed
+
+
 def test_exit_code_table_is_the_enumeration(repository: Path) -> None:
     text = (repository / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     rows = table(text, "| code | name |")
@@ -121,6 +140,7 @@ def test_the_contract_of_the_readme_compiles_without_a_finding(
     found = cli("lint", "contract.yaml", cwd=tmp_path)
     assert found.code == 0
     assert not re.search(r"^(error|warning|note)\b", found.stdout + found.stderr, re.MULTILINE)
+    assert cli("fmt", "--check", "contract.yaml", cwd=tmp_path).code == 0
     compiled = cli("compile", cwd=tmp_path)
     assert compiled.code == 0
     assert re.search(r"N-ATTN-0 .* interval", compiled.stdout)

@@ -61,10 +61,19 @@ def grow(inner: st.SearchStrategy[ast.Expression]) -> st.SearchStrategy[ast.Expr
 EXPRESSIONS = st.recursive(LEAF, grow, max_leaves=12)
 
 
+HEADER = "|1+\n "
+
+
+def written(text: str) -> str:
+    """Return a text as a literal scalar, in which every text may stand as it is."""
+    return HEADER + text.replace("\n", "\n ")
+
+
 def parsed(text: str) -> tuple[ast.Expression | None, Sink]:
     """Parse a text as a literal scalar that fills the whole file."""
-    source, sink = SourceFile("text", text), Sink()
-    return parse_expression(source, Scalar(text, text, "plain", Span(0, len(text))), sink), sink
+    source, sink = SourceFile("text", written(text)), Sink()
+    scalar = Scalar(text, text, "|", Span(0, len(source.text)))
+    return parse_expression(source, scalar, sink), sink
 
 
 @settings(max_examples=150)
@@ -146,7 +155,7 @@ def test_the_text_of_a_span_parses_to_its_node(expression: ast.Expression) -> No
     root, _ = parsed(text)
     assert root is not None
     for node in nodes(root):
-        again, _ = parsed(text[node.span.start : node.span.end])
+        again, _ = parsed(written(text)[node.span.start : node.span.end])
         assert again == node
 
 
@@ -165,4 +174,5 @@ def test_any_text_gives_a_tree_or_one_diagnostic_inside_it(text: str) -> None:
     assert (tree is None) == sink.has_errors
     for diagnostic in sink:
         assert diagnostic.span is not None
-        assert 0 <= diagnostic.span.start <= diagnostic.span.end <= len(text)
+        first = len(HEADER) if text.strip() else 0
+        assert first <= diagnostic.span.start <= diagnostic.span.end <= len(written(text))

@@ -77,6 +77,10 @@ def test_the_corpus_and_the_examples(repository: Path) -> None:
     assert seen > 100
 
 
+X = "x" * 48
+"""Two of these are too wide for a line."""
+
+
 def test_what_is_not_yaml_is_left_alone() -> None:
     sink = Sink()
     assert format_text(SourceFile("c", "a: [1\n"), sink) is None
@@ -111,6 +115,26 @@ def test_edits_turn_one_text_into_the_other(seed: int) -> None:
         ("a: 1   # why\n", "a: 1  # why\n"),
         ("a:\n  # one\n\n\n  # two\n  b: 1\n", "a:\n  # one\n\n  # two\n  b: 1\n"),
         ("a: |+\n   x\n\nb: 1\n", "a: |+\n  x\n\nb: 1\n"),
+        ("a: >+\n\n     \n", "a: >+\n\n\n"),
+        ("? > # c\n  a\n: 1\n", '# c\n"a\\n": 1\n'),
+        ("a: 1\n?\n: 2\n", "a: 1\nnull: 2\n"),
+        # A comment behind a bracket speaks of the whole.
+        (f"a: {{b: {X}, c: {X}}} # d\n", f"a:  # d\n  b: {X}\n  c: {X}\n"),
+        (f"- {{b: {X}, c: {X}}} # d\n", f"# d\n- b: {X}\n  c: {X}\n"),
+        (f"- [{X}, {X}] # d\n", f"# d\n-\n  - {X}\n  - {X}\n"),
+        ("a: {b: 1, # c\n  d: 2} # e\n", "a:\n  b: 1  # c\n  d: 2  # e\n"),
+        # An expression of several lines is one line if that fits, and else stays broken.
+        ("require: a<=1\n  and b<=2 # c\n", "require: a <= 1 and b <= 2  # c\n"),
+        (f"require: {X}<=1\n    and {X}<=2 # c\n", f"require: {X} <= 1\n  and {X} <= 2  # c\n"),
+        (f"where: '{X}<=1\n\n  or {X}==''z'''\n", f"where: '{X} <= 1\n  or {X} == ''z'''\n"),
+        (f'where: "{X}\\x20<\n\n  \\"{X}\\""\n', f'where: "{X} <\n  \\"{X}\\""\n'),
+        (f'where: {X}\n    in ["{X}"]\n', f'where: {X}\n  in ["{X}"]\n'),
+        (f"a: {{where: '{X} <=\n   {X}'}}\n", f"a:\n  where: '{X} <=\n    {X}'\n"),
+        # The levels of an expression in a block scalar stay.
+        (
+            "where: |\n    (a<=1\n          and (\n            b<=1))\n",
+            "where: |\n  (a <= 1\n    and (\n      b <= 1))\n",
+        ),
     ],
 )
 def test_single_layouts(given: str, wanted: str) -> None:

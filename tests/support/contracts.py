@@ -298,7 +298,7 @@ def pinned(theory: Theory, scopes: Callable[[str], Scope]) -> Iterator[str]:
     for constant, symbol in theory.constants.items():
         match constant:
             case Quantity():
-                value = scopes(constant.slice).value(constant.term, "largest", {})
+                value = scopes(constant.slice).value(constant.term, constant.side or "largest", {})
             case Extreme():
                 value = extreme(constant, scopes(""))
             case _:
@@ -313,7 +313,7 @@ def pinned(theory: Theory, scopes: Callable[[str], Scope]) -> Iterator[str]:
                 claim = ir.Quantified("forall", "x", region, ir.NoFlip(block, "x", k))
                 true = scopes("").holds(claim, {})
             case Opaque():
-                true = scopes(meaning.slice).holds(meaning.formula, {})
+                true = scopes(meaning.slice).holds(meaning.formula, {}, meaning.turned)
             case _:
                 raise AssertionError(meaning)
         yield symbol if true else f"(not {symbol})"

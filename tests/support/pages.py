@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Diagnostic, Sink
+from kcdsl.diagnostics.pages import Block
 from kcdsl.source.text import SourceFile
+from tests.support.commands import ANNOTATING, PLAIN_TERMINAL
 
 BASE = {
     "kcdsl": "kcdsl: 1\n",
@@ -19,6 +30,8 @@ BASE = {
     "clauses": "clauses:\n  BASE: {require: mean(tv) <= 5%, slices: [long], level: L1}\n",
 }
 """The sections that an example which leaves them out gets."""
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TINY_LM = ("model.safetensors", "config.json", "contract.yaml", "prompts.jsonl")
 FILES = ("model.safetensors", "requests.jsonl", "config.json", "tokenizer.json")
 
 
@@ -42,14 +55,139 @@ def found(text: str, folder: Path) -> tuple[SourceFile, list[Diagnostic]]:
     return source, sink.found
 
 
-def consoles(text: str) -> list[tuple[list[str], str]]:
-    """Return the commands of a console block, each with what it prints."""
-    import shlex
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A line `$ NAME=VALUE… kcdsl WORDS…` of a console block, with what it prints."""
 
-    runs: list[tuple[list[str], str]] = []
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    output: str
+
+
+def consoles(text: str) -> list[Command]:
+    """Return the commands of a console block."""
+    runs: list[Command] = []
     for line in text.splitlines(keepends=True):
         if line.startswith("$ "):
-            runs.append((shlex.split(line[2:], comments=True), ""))
+            words = shlex.split(line[2:], comments=True)
+            program = words.index("kcdsl")
+            pairs = (word.partition("=") for word in words[:program])
+            environment = {name: value for name, _, value in pairs}
+            runs.append(Command(tuple(words[program + 1 :]), environment, ""))
         elif runs:
-            runs[-1] = (runs[-1][0], runs[-1][1] + line)
+            runs[-1] = replace(runs[-1], output=runs[-1].output + line)
     return runs
+
+
+def prepare(block: Block, folder: Path) -> None:
+    """Write the file of a block `file NAME`; run a block `python`, which makes files of bytes."""
+    if block.language == "file":
+        assert block.name
+        path = folder / block.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text, encoding="utf-8")
+    elif block.language == "python":
+        with contextlib.chdir(folder):
+            exec(compile(block.text, "example", "exec"), {"__name__": "__example__"})
+
+
+def provide(blocks: Sequence[Block], folder: Path) -> None:
+    """Put the model of the examples where a page speaks of it."""
+    if any("tiny_lm/" in block.text for block in blocks):
+        (folder / "tiny_lm").mkdir()
+        for name in TINY_LM:
+            shutil.copy(EXAMPLES / "tiny_lm" / name, folder / "tiny_lm" / name)
+
+
+def run_planted(defect: str, words: Sequence[str], folder: Path) -> str:
+    """Return what a command prints in a process where `module.name=expression` holds of what
+    `module.name` gives."""
+    target, _, expression = defect.partition("=")
+    module, _, name = target.rpartition(".")
+    program = (
+        f"import sys, {module}\n"
+        f"assert hasattr({module}, {name!r})\n"
+        f"{target} = lambda *given, **named: {expression}\n"
+        "sys.argv[0] = 'kcdsl'\n"
+        "from kcdsl.cli import main\n"
+        "sys.exit(main())\n"
+    )
+    outer = {key: value for key, value in os.environ.items() if key not in ANNOTATING}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=folder,
+        env={**outer, **PLAIN_TERMINAL},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        timeout=60,
+        check=False,
+    )
+    return done.stdout
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Forget the modules of a folder that were imported meanwhile: the next example has others."""
+    known = set(sys.modules)
+    try:
+        yield
+    finally:
+        for name in set(sys.modules) - known:
+            origin = getattr(sys.modules[name], "__file__", None)
+            if origin is not None and Path(origin).is_relative_to(folder):
+                del sys.modules[name]
+
+
+def agrees(shown: str, printed: str, *, roughly: bool = False) -> bool:
+    """Say whether a page shows what was printed; `…` stands for any text in its line, and for any
+    lines where it stands alone. Blanks at the ends of lines do not count.
+
+    `roughly` says so of a run with numbers that another machine, or another run, has otherwise: a
+    number with a fraction may be off by a factor of 3, and blanks only part words.
+    """
+    numbers: list[float] = []
+    lines = (line.rstrip() for line in shown.splitlines())
+    pattern = "".join(_pattern(line, numbers if roughly else None) for line in lines)
+    plain = "".join(f"{_words(line, roughly)}\n" for line in printed.splitlines())
+    found = re.fullmatch(pattern, plain)
+    if found is None:
+        return False
+    return all(
+        _near(float(text), number) for text, number in zip(found.groups(), numbers, strict=True)
+    )
+
+
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+(?:e-?\d+)?|e-?\d+)(?!\w)")
+
+
+def _words(line: str, roughly: bool) -> str:
+    return " ".join(line.split()) if roughly else line.rstrip()
+
+
+def _pattern(line: str, numbers: list[float] | None) -> str:
+    """Return the pattern of a line; its numbers are added to `numbers`, each with a group."""
+    if line == "…":
+        return r"(?:.*\n)*"
+    parts, last, line = [], 0, _words(line, numbers is not None)
+    found = numbers if numbers is not None else []
+    for number in _NUMBER.finditer(line) if numbers is not None else ():
+        parts += [re.escape(line[last : number.start()]), r"(\d+(?:\.\d+)?(?:e-?\d+)?)"]
+        found.append(float(number[0]))
+        last = number.end()
+    parts.append(re.escape(line[last:]))
+    return "".join(parts).replace("…", ".*") + r"\n"
+
+
+def _near(one: float, other: float) -> bool:
+    return one == other or (min(one, other) > 0 and max(one, other) <= 3 * min(one, other))
+
+
+def settled(printed: str, varies: str | None) -> str:
+    """Return what was printed with what differs from run to run, a pattern, taken out, and with it
+    the blanks that fill a table."""
+    if varies is None:
+        return printed
+    lines = re.sub(varies, "…", printed).splitlines()
+    return "".join(" ".join(line.split()) + "\n" for line in lines)

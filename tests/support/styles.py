@@ -16,6 +16,8 @@ EXPRESSIONS = (
     "forall x in points(all):no_flip(model,x,5)",
     "has(trace, [rng_seed, build_fingerprint])",
     "not (p99(kl) > 0.02) or mean(kl) <= 1 - 0.5*(2)",
+    "(p99(kl) <= 0.02 and mean(kl) <= 0.01) or (p99(tv) <= 0.5 and mean(tv) <= 0.25) or "
+    "( max(kl)<=1 and max(tv)<=0.75 )",
 )
 PREDICATES = (
     "length>128",
@@ -96,7 +98,24 @@ class Writer:
             step = self.random.choice([1, 2, 4])
             for name, value in fields:
                 self.above(indent + step)
-                self.put(f"{lead}{' ' * step}{name}: {value}")
+                self.broken(f"{lead}{' ' * step}{name}: ", value)
+
+    def broken(self, lead: str, value: str) -> None:
+        """Write a value, an expression broken at some of its spaces now and then."""
+        if " " not in value or value.startswith("[") or self.random.random() < 0.7:
+            self.put(lead + value)
+            return
+        first, *rest = value.split(" ")
+        deeper = " " * (len(lead) - len(lead.lstrip()) + self.random.choice([1, 2, 5]))
+        line = lead + first
+        for word in rest:
+            if self.random.random() < 0.3:
+                self.lines.append(line + self.random.choice(["", "  "]))
+                self.lines += [""] * self.random.choice([0, 0, 0, 1])
+                line = deeper + word
+            else:
+                line += f" {word}"
+        self.put(line)
 
     def quoted(self, text: str, flow: bool) -> str:
         """Return an expression in a style that any YAML reader takes for it."""

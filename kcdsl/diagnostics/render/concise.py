@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kcdsl.diagnostics.model import Diagnostic
+from kcdsl.diagnostics.render.terminal import printable
 
 
 def render_concise(diagnostics: Iterable[Diagnostic]) -> str:
@@ -21,4 +22,4 @@ def _line(diagnostic: Diagnostic) -> str:
             place = f"{diagnostic.source.name}:{at.line}:{at.column}: "
     help = f" ({diagnostic.help})" if diagnostic.help else ""
     text = f"{place}{diagnostic.severity}[{diagnostic.code}] {diagnostic.message}{help}"
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from kcdsl.diagnostics.model import Diagnostic, Severity
+from kcdsl.diagnostics.render.terminal import printable
 
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 
@@ -12,8 +15,9 @@ _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE
 def render_github(diagnostics: Iterable[Diagnostic]) -> str:
     """Return one `::error file=…,line=…,endLine=…,col=…,endColumn=…,title=…::message` a line.
 
-    Columns count from 1; the last column is inclusive, and is left out where the place spans
-    several lines, as the format has it. Source: the workflow commands of GitHub Actions.
+    Files are named from the root of the checkout, wherever the step runs. Columns count from 1; the
+    last column is inclusive, and is left out where the place spans several lines, as the format
+    has it. Source: the workflow commands of GitHub Actions.
     """
     return "\n".join(_line(diagnostic) for diagnostic in diagnostics)
 
@@ -22,7 +26,7 @@ def _line(diagnostic: Diagnostic) -> str:
     fields: list[tuple[str, object]] = []
     source, span = diagnostic.source, diagnostic.span
     if source is not None:
-        fields.append(("file", source.name))
+        fields.append(("file", _named(source.name)))
     if source is not None and span is not None:
         start, end = source.position(span.start), source.position(span.end)
         fields += [("line", start.line), ("endLine", end.line)]
@@ -33,7 +37,16 @@ def _line(diagnostic: Diagnostic) -> str:
     tail = [f"note: {note}" for note in diagnostic.notes]
     tail += [f"help: {diagnostic.help}"] if diagnostic.help else []
     text = "\n".join([diagnostic.message, *tail])
-    return f"::{_COMMANDS[diagnostic.severity]} {listed}::{_message(text)}"
+    return f"::{_COMMANDS[diagnostic.severity]} {listed}::{_message(printable(text))}"
+
+
+def _named(name: str) -> str:
+    """Return a file as annotations name it: from the root of the checkout, where it is inside."""
+    root = os.environ.get("GITHUB_WORKSPACE")
+    path = Path(name).resolve()
+    if not root or not path.is_relative_to(Path(root).resolve()):
+        return name
+    return path.relative_to(Path(root).resolve()).as_posix()
 
 
 def _message(text: str) -> str:

@@ -14,19 +14,23 @@ if TYPE_CHECKING:
     from kcdsl.diagnostics.render import Checked, Run
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_Finding = tuple[Diagnostic, str | None]
+"""A finding, with the reason for which it is accepted; None where it is not."""
 _RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 
 
 def render_junit(diagnostics: Iterable[Diagnostic], run: Run) -> str:
     """Return a suite for each file, with a case for each clause and one, named as the file, for
-    the rest of it: failed by what is at least as severe as `fail_on`, the rest as output.
+    the rest of it: failed by what is at least as severe as `fail_on`, the rest as output, accepted
+    findings with their reasons too.
 
     Files without findings are passed cases. Findings of no file make a suite of their own.
     """
-    by_file: dict[str, list[Diagnostic]] = {file.name: [] for file in run.files}
-    for diagnostic in diagnostics:
+    by_file: dict[str, list[_Finding]] = {file.name: [] for file in run.files}
+    accepted = ((item.diagnostic, item.reason) for item in run.suppressed)
+    for diagnostic, reason in (*((found, None) for found in diagnostics), *accepted):
         name = diagnostic.source.name if diagnostic.source is not None else "kcdsl"
-        by_file.setdefault(name, []).append(diagnostic)
+        by_file.setdefault(name, []).append((diagnostic, reason))
     clauses = {file.name: file for file in run.files}
     root = xml.Element("testsuites", {"name": run.command})
     tests = failures = 0
@@ -42,25 +46,26 @@ def render_junit(diagnostics: Iterable[Diagnostic], run: Run) -> str:
 
 
 def _cases(
-    name: str, found: list[Diagnostic], file: Checked | None
-) -> Iterator[tuple[str, list[Diagnostic]]]:
+    name: str, found: list[_Finding], file: Checked | None
+) -> Iterator[tuple[str, list[_Finding]]]:
     """Yield the cases of a file: the name of each and its findings."""
     clauses = file.clauses if file is not None else ()
-    parts: list[list[Diagnostic]] = [[] for _ in clauses]
-    rest: list[Diagnostic] = []
-    for diagnostic in found:
+    parts: list[list[_Finding]] = [[] for _ in clauses]
+    rest: list[_Finding] = []
+    for diagnostic, reason in found:
         at = -1 if diagnostic.span is None else diagnostic.span.start
-        inside = (i for i, (_, span) in enumerate(clauses) if span.start <= at <= span.end)
-        index = next(inside, None)
-        (rest if index is None else parts[index]).append(diagnostic)
+        # Where one clause ends and the next begins, it is about the next.
+        inside = [i for i, (_, span) in enumerate(clauses) if span.start <= at <= span.end]
+        (parts[inside[-1]] if inside else rest).append((diagnostic, reason))
     yield name, rest
     yield from ((clause, part) for (clause, _), part in zip(clauses, parts, strict=True))
 
 
-def _case(suite: xml.Element, file: str, name: str, found: list[Diagnostic], run: Run) -> bool:
+def _case(suite: xml.Element, file: str, name: str, found: list[_Finding], run: Run) -> bool:
     """Add one case; say whether it failed."""
     attributes = {"classname": _clean(file), "name": _clean(name), "file": _clean(file)}
-    failing = [d for d in found if _RANK[d.severity] >= _RANK[run.fail_on]]
+    open_findings = [d for d, reason in found if reason is None]
+    failing = [d for d in open_findings if _RANK[d.severity] >= _RANK[run.fail_on]]
     first = failing[0] if failing else None
     if first is not None and first.source is not None and first.span is not None:
         attributes["line"] = str(first.source.position(first.span.start).line)
@@ -70,10 +75,12 @@ def _case(suite: xml.Element, file: str, name: str, found: list[Diagnostic], run
         message = _clean(f"{first.code}: {first.message}{more}")
         failure = xml.SubElement(element, "failure", {"message": message, "type": str(first.code)})
         failure.text = _clean(render_concise(failing))
-    others = [d for d in found if d not in failing]
+    rest = (d for d in open_findings if _RANK[d.severity] < _RANK[run.fail_on])
+    others = [render_concise([d]) for d in rest]
+    others += [f"{render_concise([d])} accepted: {reason}" for d, reason in found if reason]
     if others:
         output = xml.SubElement(element, "system-out")
-        output.text = _clean(render_concise(others))
+        output.text = _clean("\n".join(others))
     return first is not None
 
 

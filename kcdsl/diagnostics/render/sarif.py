@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,9 @@ def render_sarif(diagnostics: Iterable[Diagnostic], run: Run) -> str:
                 "exitCode": run.exit_code,
             }
         ],
-        "artifacts": [{"location": {"uri": _uri(file.name)}} for file in run.files],
+        "artifacts": [
+            {"location": {"uri": uri}} for uri in dict.fromkeys(_uri(f.name) for f in run.files)
+        ],
         "columnKind": "unicodeCodePoints",
         "results": results,
     }
@@ -67,19 +70,15 @@ def render_sarif(diagnostics: Iterable[Diagnostic], run: Run) -> str:
 
 
 def _rule(code: Code, docs_url: str | None) -> dict[str, Any]:
-    from kcdsl.diagnostics.pages import page
-
-    written, url = page(code), page_url(docs_url, code.id)
+    written, url = code.page, page_url(docs_url, code.id)
     words = code.title.replace("'", "").replace("-", " ").split()
     rule: dict[str, Any] = {
         "id": code.id,
         "name": "".join(word[:1].upper() + word[1:] for word in words),
         "shortDescription": {"text": code.title},
-        "fullDescription": {"text": code.explanation},
-        "help": {"text": f"kcdsl explain {code.id}: {code.explanation}"},
+        "fullDescription": {"text": written.summary},
+        "help": {"text": written.plain, "markdown": written.markdown},
     }
-    if written is not None:
-        rule["help"]["markdown"] = written.text
     if url is not None:
         rule["helpUri"] = url
     return rule
@@ -133,7 +132,7 @@ def _artifact(source: SourceFile) -> dict[str, str]:
 def _uri(name: str) -> str:
     """Return a file as a URI reference; a relative name stays relative."""
     path = PurePath(name)
-    return path.as_uri() if path.is_absolute() else quote(path.as_posix())
+    return path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))
 
 
 def _place(source: SourceFile, span: Span | None) -> dict[str, Any]:

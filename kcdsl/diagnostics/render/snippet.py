@@ -125,9 +125,22 @@ def _columns(text: str) -> int:
     return sum(cells(char) for char in text)
 
 
+def _fits(text: str, room: int) -> bool:
+    """Say whether a line has room; one that is much longer is not read to its end."""
+    if text.isascii() and len(text) > room:  # each takes a column, or more
+        return False
+    if text.isascii() and text.isprintable():
+        return True
+    for char in text:
+        room -= cells(char)
+        if room < 0:
+            return False
+    return True
+
+
 def _window(text: str, row: Sequence[Mark], room: int) -> tuple[int, int]:
     """Choose the part of a long line that is shown: `[skip, cut)`, with the first mark inside."""
-    if _columns(text) <= room:
+    if _fits(text, room):
         return 0, len(text)
     half = room // 2
     skip = max(0, min(row[0].start - half // 2, len(text) - half))
@@ -176,5 +189,12 @@ def _lines(text: str) -> list[str]:
 def _first_difference(old: Sequence[str], new: Sequence[str]) -> int:
     if not old or not new:
         return 0
-    pairs = enumerate(zip(old[0], new[0], strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(old[0]), len(new[0])))
+    one, other = old[0], new[0]
+    equal, size = 0, min(len(one), len(other))
+    while equal < size:  # by halves: a line may be very long
+        middle = (equal + size + 1) // 2
+        if one[equal:middle] == other[equal:middle]:
+            equal = middle
+        else:
+            size = middle - 1
+    return equal

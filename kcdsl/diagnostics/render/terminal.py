@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import unicodedata
+from functools import lru_cache
 from typing import TextIO
 
 FIXED_WIDTH = 100
@@ -40,9 +41,12 @@ def paint(text: str, code: str, colour: bool) -> str:
 
 def printable(text: str) -> str:
     """Return a text for one line or several, without what could move the cursor."""
+    if text.isprintable():
+        return text
     return "".join(char if char == "\n" else visible(char) for char in text)
 
 
+@lru_cache(maxsize=1024)
 def visible(char: str) -> str:
     """Return a character, or the sign of replacement for one that controls the terminal or turns
     the order of what follows."""
@@ -51,6 +55,7 @@ def visible(char: str) -> str:
     return char
 
 
+@lru_cache(maxsize=1024)
 def cells(char: str) -> int:
     """Return how many columns a character takes, as `shown` writes it."""
     if char == "\t":
@@ -64,4 +69,6 @@ def cells(char: str) -> int:
 
 def shown(text: str) -> str:
     """Return a piece of a line of source: tabs as spaces, nothing that could harm."""
+    if text.isprintable():
+        return text
     return "".join(" " * TAB if char == "\t" else visible(char) for char in text)

@@ -15,10 +15,11 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import (
     KERNEL_FAILED,
     KERNEL_NUMERICS,
+    NO_DEVICE,
     NUMERICS,
     SEQUENCE,
+    UNKNOWN_ADAPTER,
     UNKNOWN_BLOCK,
-    UNKNOWN_KERNEL,
     WEIGHT_OVERFLOW,
 )
 from kcdsl.ir.terms import KernelRef, ModelRef
@@ -294,7 +295,7 @@ def test_a_claim_that_is_coarser_is_kept(tiny: Model) -> None:
 
 
 def test_an_unknown_adapter_is_refused_with_a_suggestion(tiny: Model) -> None:
-    with refused(UNKNOWN_KERNEL, "'torch.eagr'", "did you mean 'torch.eager'"):
+    with refused(UNKNOWN_ADAPTER, "'torch.eagr'", "did you mean 'torch.eager'"):
         load_kernel(kernel("torch.eagr", preset="torch-eager"), tiny, "cpu")
     with refused(NUMERICS, "torch-eagle"):
         load_kernel(kernel("torch.eager", preset="torch-eagle"), tiny, "cpu")
@@ -304,7 +305,7 @@ def test_a_kernel_that_cannot_run_here_is_refused(tiny: Model) -> None:
     with refused(KERNEL_FAILED, "torch.sdpa.efficient", "cpu"):
         load_kernel(kernel("torch.sdpa.efficient"), tiny, "cpu")
     if not torch.cuda.is_available():
-        with refused(KERNEL_FAILED, "no CUDA device"):
+        with refused(NO_DEVICE, "no CUDA device"):
             load_kernel(kernel("torch.eager"), tiny, "cuda")
 
 

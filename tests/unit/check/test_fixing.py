@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kcdsl.check.compile import analyse
+from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.fixing import edited, fix
+from kcdsl.diagnostics.codes import DATA_ABSENT, find
 from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
+from kcdsl.diagnostics.pages import names
+from kcdsl.ir.canonical import digest, library_digest
 from kcdsl.source.files import read_source
 from kcdsl.source.text import SourceFile
+from tests.support.pages import FILES, completed
 
 HEAD = """kcdsl: 1
 contract: c
@@ -23,48 +28,118 @@ clauses:
 """
 
 
-def found(source: SourceFile) -> list[Diagnostic]:
-    sink = Sink()
-    analyse(source, sink)
-    return sink.found
-
-
 def lined(clauses: str, *, unsafe: bool = False) -> tuple[str, list[str]]:
     """Return the clauses after the fixes, and the codes that are left."""
     result = fix(SourceFile("c", HEAD + clauses), None, unsafe=unsafe)
     return result.source.text.removeprefix(HEAD), [str(d.code) for d in result.left]
 
 
-def test_each_fix_of_the_corpus_removes_its_finding(repository: Path) -> None:
-    seen = 0
+def documents(repository: Path, folder: Path) -> Iterator[tuple[str, SourceFile, Path]]:
+    """Yield every document that is wrong on purpose: of the pages of codes, and of the corpus."""
+    for name in FILES:
+        (folder / name).touch()
+    for name in names():
+        code = find(name)
+        assert code is not None
+        for number, block in enumerate(code.page.blocks):
+            if block.language == "yaml" and block.kind == "bad":
+                yield f"{name} {number}", SourceFile("contract.yaml", completed(block.text)), folder
     for path in sorted((repository / "grammar" / "corpus" / "rejected").glob("*.yaml")):
-        try:
-            source = read_source(path)
-        except Exception:
-            continue
-        for diagnostic in found(source):
-            if diagnostic.fix is None:
+        yield path.name, read_source(path), path.parent
+
+
+def examined(source: SourceFile, folder: Path) -> tuple[list[Diagnostic], Analysis]:
+    """Return what is said about a text and not about absent files, and what it means."""
+    sink = Sink()
+    analysis = analyse(source, sink, folder)
+    return [d for d in sink if d.code != DATA_ABSENT], analysis
+
+
+def weight(found: list[Diagnostic]) -> tuple[int, int]:
+    """Return what fixes make smaller: first the number of errors, then that of findings."""
+    return sum(d.severity is Severity.ERROR for d in found), len(found)
+
+
+def meaning(analysis: Analysis) -> str | None:
+    if analysis.library is not None:
+        return library_digest(analysis.library)
+    return None if analysis.program is None else digest(analysis.program)
+
+
+def test_each_fix_leaves_fewer_findings_and_safe_ones_the_meaning(
+    repository: Path, tmp_path: Path
+) -> None:
+    safe = unsafe = meant = 0
+    for name, source, folder in documents(repository, tmp_path):
+        before, analysis = examined(source, folder)
+        for diagnostic in before:
+            if diagnostic.fix is None or diagnostic.source != source:
                 continue
-            seen += 1
-            text = edited(source.text, list(diagnostic.fix.edits))
-            left = found(SourceFile(source.name, text))
-            assert not [
-                d for d in left if (d.code, d.message) == (diagnostic.code, diagnostic.message)
-            ], (path, diagnostic)
-    assert seen > 30
+            text = edited(source.text, diagnostic.fix.edits)
+            assert text != source.text, (name, diagnostic)
+            after, changed = examined(SourceFile(source.name, text), folder)
+            assert weight(after) < weight(before), (name, diagnostic, after)
+            same = (diagnostic.code, diagnostic.message)
+            assert same not in [(d.code, d.message) for d in after], (name, diagnostic)
+            if diagnostic.fix.safe:
+                safe += 1
+                meant += analysis.program is not None
+                assert meaning(analysis) in {None, meaning(changed)}, (name, diagnostic)
+            else:
+                unsafe += 1
+    assert safe > 20
+    assert unsafe > 50
+    assert meant > 2
 
 
-def test_all_fixes_leave_no_more_errors(repository: Path) -> None:
-    for path in sorted((repository / "grammar" / "corpus" / "rejected").glob("*.yaml")):
-        try:
-            source = read_source(path)
-        except Exception:
-            continue
-        before = [d for d in found(source) if d.severity is Severity.ERROR]
-        result = fix(source, None, unsafe=True)
-        after = [d for d in result.left if d.severity is Severity.ERROR]
-        assert len(after) <= len(before), path
-        assert fix(result.source, None, unsafe=True).source.text == result.source.text, path
+def test_all_fixes_together(repository: Path, tmp_path: Path) -> None:
+    for name, source, folder in documents(repository, tmp_path):
+        before, analysis = examined(source, folder)
+        for unsafe in (False, True):
+            result = fix(source, folder, unsafe=unsafe)
+            left = [d for d in result.left if d.code != DATA_ABSENT]
+            assert weight(left) < weight(before) or not result.applied, name
+            again = fix(result.source, folder, unsafe=unsafe)
+            assert (again.source.text, again.applied) == (result.source.text, 0), name
+            if not unsafe:
+                assert meaning(analysis) in {None, meaning(result.analysis)}, name
+
+
+def test_a_fix_that_uncovers_as_much_as_it_mends_is_taken_back() -> None:
+    clauses = "  A: {require: '0.001 <= p99(kl) <= 1', level: L2}\n"
+    result = fix(SourceFile("c", HEAD + clauses), None)
+    assert result.source.text == HEAD + clauses
+    assert (result.applied, [str(d.code) for d in result.refused]) == (0, ["KC207"])
+
+
+def test_what_was_hidden_behind_a_mended_mistake_may_come_to_light() -> None:
+    clauses = "  A: {require: 'p99(klx) ≤ 1', level: L2}\n"
+    mended, left = lined(clauses)
+    assert mended == clauses.replace("≤", "<=")
+    assert left == ["KC203"]
+    assert lined(clauses, unsafe=True)[1] == []
+    two = "  A: {require: 'p99(klx) + p99(tvx) ≤ 1', level: L2}\n"
+    assert lined(two) == (two, ["KC010"])  # one error would become two
+
+
+def test_a_fix_that_removes_a_comment_is_no_safe_one() -> None:
+    table = "  tau: {unit: nats, rows: [{where: length <= 128, value: 0.01}], otherwise: 0.05}"
+    clauses = "  A: {require: p99(kl) <= 1, level: L2}\n"
+    plain = f"{clauses}tables:\n{table}\n"
+    assert lined(plain) == (clauses, [])
+    commented = f"{clauses}tables:\n{table}  # the limits of the last release\n"
+    assert lined(commented) == (commented, ["KC232"])
+    assert lined(commented, unsafe=True) == (clauses, [])
+
+
+def test_a_fix_that_does_harm_does_not_stop_the_others() -> None:
+    clauses = (
+        "  A: {require: '0.001 <= p99(kl) <= 1', level: L2}\n"
+        "  B: {require: 'p99(kl) ≤ 1', level: L2}\n"
+    )
+    mended, left = lined(clauses)
+    assert mended == clauses.replace("≤", "<=")
+    assert left == ["KC207"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +155,29 @@ def test_safe_fixes(clauses: str, wanted: str) -> None:
     assert lined(clauses) == (wanted, [])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("requir: p99(kl) <= 1", "require: p99(kl) <= 1"),
+        ("metrc: p99_kl, threshold: 1", "metric: p99_kl, threshold: 1"),
+    ],
+)
+def test_a_misspelt_field_is_one_mistake(wrong: str, right: str) -> None:
+    clauses = f"  A: {{{wrong}, level: L2}}\n"
+    assert lined(clauses) == (clauses, ["KC101"])
+    assert lined(clauses, unsafe=True) == (clauses.replace(wrong, right), [])
+
+
 def test_guesses_are_unsafe() -> None:
     clauses = "  A: {require: p99(kll) <= 1, level: L2}\n"
     assert lined(clauses) == (clauses, ["KC203"])
     assert lined(clauses, unsafe=True) == (clauses.replace("kll", "kl"), [])
+
+
+def test_what_is_not_yaml_may_become_a_contract_with_other_findings() -> None:
+    text = completed("clauses:\n\tA:\n\t\trequire: p99(klx) <= 1\n\t\tlevell: L2\n")
+    mended = fix(SourceFile("c.kc.yaml", text), None, unsafe=True)
+    assert mended.analysis.root is not None
+    assert mended.applied > 0
+    assert "\t" not in mended.source.text
+    assert fix(SourceFile("c.kc.yaml", text), None).source.text == text

@@ -452,6 +452,11 @@ def test_clauses_in_error_do_not_make_imports_unused(place: Path) -> None:
     assert [d.code.id for d in found] == ["KC203"]
 
 
+def test_a_name_that_the_library_lacks_is_no_unused_one(place: Path) -> None:
+    found = found_in(place, lambda t: t.replace("[tail, safety]", "[tail, safety, saftey]"))
+    assert [(d.code.id, at(d)) for d in found] == [("KC230", "saftey")]
+
+
 # --- commands ------------------------------------------------------------------------------------
 
 

@@ -78,6 +78,9 @@ def test_aliases_lead_to_metrics() -> None:
         ("max_kl", "max", "kl", False, None, None),
         ("min_embedding_cosine", "min", "embedding_cosine", False, None, None),
         ("mean_k3", "mean", "k3", False, None, None),
+        ("mean_kl_nats", "mean", "kl", False, None, "nats"),
+        ("max_latency_min", "max", "latency", False, None, "min"),
+        ("max_peak_memory_gib", "max", "peak_memory", False, None, "GiB"),
         ("p99_jeffreys", "quantile", "jeffreys", False, Fraction(99, 100), None),
     ],
 )
@@ -103,6 +106,8 @@ def test_every_listed_record_name_resolves() -> None:
         assert found.unit is None or UNITS[found.unit].dimension == METRICS[found.metric].dimension
 
 
-@pytest.mark.parametrize("name", ["kl", "p99_kll", "p0_kl", "p100_kl", "latency", "mean_", ""])
+@pytest.mark.parametrize(
+    "name", ["kl", "p99_kll", "p0_kl", "p100_kl", "latency", "mean_kl_ms", "p99_ms", "mean_", ""]
+)
 def test_names_that_are_none(name: str) -> None:
     assert find_record_metric(name) is None

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from kcdsl.check.compile import Analysis, analyse
+from pathlib import Path
+
+import pytest
+
+from kcdsl.check.compile import Analysis, analyse, load_contract
 from kcdsl.check.fixing import fix
+from kcdsl.check.suppressions import accept
+from kcdsl.diagnostics import Diagnostic, Refusal, Severity
+from kcdsl.diagnostics.codes import CONTRADICTION, DATA_ABSENT, REDUNDANT_CLAUSE, RETIRED
 from kcdsl.diagnostics.model import Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.source.text import SourceFile, Span
 
 HEAD = """kcdsl: 1
 contract: c
@@ -65,7 +72,7 @@ def test_one_unused_code_of_two() -> None:
 
 def test_errors_cannot_be_accepted() -> None:
     codes, analysis = checked("  A: {require: p99(kx) <= 1, level: L2}  # kcdsl: ignore[KC203] no")
-    assert sorted(codes) == ["KC203", "KC900"]
+    assert sorted(codes) == ["KC203", "KC905"]
     assert analysis.program is None
     assert analysis.suppressed == ()
 
@@ -76,3 +83,121 @@ def test_text_that_looks_like_a_comment_is_none() -> None:
     )
     assert "KC900" not in checked(clauses)[0]
     assert "KC904" not in checked(clauses)[0]
+
+
+def test_a_text_in_block_style_is_spoken_of_as_a_whole() -> None:
+    body = """  O:
+    require: >-{comment}
+      has(trace,
+      [rng_sed])
+    level: L3
+"""
+    assert checked(body.format(comment=""))[0] == ["KC208"]
+    assert checked(body.format(comment="  # kcdsl: ignore[KC208] ours"))[0] == []
+    above = body.format(comment="").replace(
+        "    require", "    # kcdsl: ignore[KC208] ours\n    require"
+    )
+    assert checked(above)[0] == []
+    elsewhere = body.format(comment="").replace("  O:", "  O:  # kcdsl: ignore[KC208] ours")
+    assert checked(elsewhere)[0] == ["KC900", "KC208"]
+
+
+def test_a_retired_code_accepts_what_its_successor_reports() -> None:
+    old, new = next(iter(RETIRED.items()))
+    codes, analysis = checked(
+        f"  A: {{require: p99(kl) <= 1, level: L2}}  # kcdsl: ignore[{old}] x"
+    )
+    assert codes == ["KC900"]
+    sink = Sink()
+    analyse(analysis.source, sink)
+    assert [d.message for d in sink] == [f"nothing here is reported as {new}"]
+
+
+def test_absent_files_may_be_there_for_others(tmp_path: Path) -> None:
+    text = HEAD + "  A: {require: p99(kl) <= 1, level: L2}\n"
+    text = text.replace("data: d.jsonl", "data: d.jsonl  # kcdsl: ignore[KC606] made by the build")
+    for present in (False, True):
+        (tmp_path / "m.safetensors").touch()
+        if present:
+            (tmp_path / "d.jsonl").touch()
+        sink = Sink()
+        analysis = analyse(SourceFile("c", text), sink, tmp_path)
+        assert list(sink) == []
+        assert [s.diagnostic.code for s in analysis.suppressed] == (
+            [] if present else [DATA_ABSENT]
+        )
+
+
+# --- what a solver finds -------------------------------------------------------------------------
+TWO = """  A: {require: p99(kl) <= 0.01, level: L2}
+  # kcdsl: ignore[KC415] a promise of its own
+  B: {require: p99(kl) <= 0.02, level: L2}
+"""
+
+
+def solved(clauses: str, *found: Diagnostic, folder: Path | None = None) -> tuple[list[str], int]:
+    """Return the codes that are left of the findings of a solver, and how many are accepted."""
+    sink = Sink()
+    analysis = analyse(SourceFile("c", HEAD + clauses), Sink(), folder)
+    for finding in found:
+        sink.add(finding)
+    accepted = accept(analysis.source, analysis.root, sink, folder, solver=True)
+    return [str(d.code) for d in sink], len(accepted)
+
+
+def follows(clauses: str, severity: Severity = Severity.WARNING) -> Diagnostic:
+    source = SourceFile("c", HEAD + clauses)
+    at = source.text.index("  B:") + 2
+    code = CONTRADICTION if severity is Severity.ERROR else REDUNDANT_CLAUSE
+    return Diagnostic(code, "B follows from A", source, Span(at, at + 1), severity=severity)
+
+
+def test_only_the_solver_says_whether_its_findings_are_there() -> None:
+    assert checked(TWO)[0] == []
+    assert checked(TWO)[1].suppressed == ()
+    assert solved(TWO, follows(TWO)) == ([], 1)
+    assert solved(TWO) == (["KC900"], 0)
+
+
+def test_comments_about_other_findings_are_none_of_its_business() -> None:
+    clauses = TWO.replace("KC415]", "KC415, KC208]")
+    assert checked(clauses)[0] == ["KC900"]
+    assert solved(clauses, follows(clauses)) == ([], 1)
+
+
+def test_errors_of_a_solver_cannot_be_accepted_and_that_is_known_before() -> None:
+    clauses = TWO.replace("KC415", "KC410")
+    assert checked(clauses)[0] == ["KC905"]
+    assert solved(clauses, follows(clauses, Severity.ERROR)) == (["KC410"], 0)
+
+
+def test_whoever_asks_no_solver_counts_its_findings_as_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "contract.yaml"
+    path.write_text(HEAD + TWO + f"{TRACE}  # kcdsl: ignore[KC208] our own field\n")
+    program, accepted = load_contract(path)
+    assert len(program.clauses) == 3
+    assert [(str(s.diagnostic.code), s.reason, s.line) for s in accepted] == [
+        ("KC208", "our own field", 12),
+        ("KC415", "a promise of its own", 10),
+    ]
+
+
+# --- refused -------------------------------------------------------------------------------------
+
+
+def test_a_configuration_that_refuses_them(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").touch()
+    (tmp_path / "d.jsonl").touch()
+    (tmp_path / "kcdsl.toml").write_text("refuse-suppressions = true\n")
+    text = HEAD + TWO + f"{TRACE}  # kcdsl: ignore[KC208] our own field\n"
+    sink = Sink()
+    analysis = analyse(SourceFile("c", text), sink, tmp_path)
+    assert [str(d.code) for d in sink] == ["KC906", "KC208", "KC906"]
+    assert analysis.program is None
+    assert analysis.suppressed == ()
+    path = tmp_path / "contract.yaml"
+    path.write_text(text)
+    with pytest.raises(Refusal):
+        load_contract(path)
+    path.write_text(HEAD + "  A: {require: p99(kl) <= 0.01, level: L2}\n")
+    assert load_contract(path)[1] == ()

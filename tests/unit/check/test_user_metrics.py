@@ -125,6 +125,13 @@ def test_a_suggestion_names_the_metric(project: Project) -> None:
     assert found.help == "did you mean `gap`?"
 
 
+def test_a_declaration_reports_all_its_mistakes(project: Project) -> None:
+    module = HEAD + GOOD.replace('"numerical"', '"numeric"').replace('"lower"', '"less", size=1')
+    module = module.replace("infer_logits", "infer_logit")
+    found = errors(project("require: p99(kl) <= 1", module))
+    assert [marked(d) for d in found] == ['"numeric"', '"less"', "size=1", "infer_logit"]
+
+
 def test_signed_metrics_need_a_magnitude(project: Project) -> None:
     module = HEAD + GOOD.replace('needs=["logits"],', 'needs=["logits"], signed=True,')
     assert [d.code.id for d in errors(project("require: mean(gap) <= 1", module))] == ["KC506"]

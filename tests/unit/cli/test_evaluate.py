@@ -103,6 +103,20 @@ def test_a_contract_that_holds(cli: Any, write: Write, follows: Any) -> None:
     assert not (folder / "out" / "evaluate.cert.json").exists()
 
 
+def test_the_report_and_the_certificate_list_what_comments_accept(cli: Any, write: Write) -> None:
+    folder = write(f"{KL}  # kcdsl: ignore[KC415] promised to another team")
+    assert cli("keygen", cwd=folder).code == 0
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 0
+    report = document((folder / "out" / "report.json").read_text())
+    said = "KC415 is accepted in line 13 of the contract: promised to another team"
+    assert said in report["notes"]
+    assert said in " ".join(ran.stdout.split())
+    envelope = json.loads((folder / "out" / "evaluate.cert.json").read_text())["dsseEnvelope"]
+    predicate = json.loads(base64.b64decode(envelope["payload"]))["predicate"]
+    assert predicate["suppressions"] == [{"code": "KC415", "reason": "promised to another team"}]
+
+
 def test_json_and_picture_and_folder(cli: Any, write: Write) -> None:
     folder = write(KL)
     ran = cli("evaluate", "--json", "-o", "made/here", "--svg", "report.svg", cwd=folder)
@@ -306,7 +320,7 @@ def test_numbers_out_of_range_are_usage_errors(cli: Any, write: Write, option: l
             lambda f: (f / "prompts.jsonl").write_text(
                 '{"id": "a", "text": "' + "x" * 40 + '", "category": "c"}\n'
             ),
-            "KC620",
+            "KC460",
         ),
         (lambda f: (f / "model.safetensors").write_bytes(b"broken"), "KC4"),
         (lambda f: (f / "model.safetensors").unlink(), "KC601"),

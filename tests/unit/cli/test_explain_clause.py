@@ -96,6 +96,69 @@ def test_carets_inside_a_block_scalar(cli: Cli, folder: Path) -> None:
     assert source[carets.index("^") : carets.rindex("^") + 1] == "drift(attn_0, x)"
 
 
+def test_a_proof_without_a_premise_is_covered_by_nobody(cli: Cli, folder: Path) -> None:
+    text = HEAD + "  A: {require: mean(kl) <= 1e-3, level: L2, evidence: proof}\n"
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+    document = json.loads(cli("explain", "A", "--format", "json", cwd=folder).stdout)
+    assert document["backend"] is None
+    by_name = {b["backend"]: b for b in document["backends"]}
+    assert not any(b["covers"] for b in by_name.values())
+    assert by_name["smt"]["reason"] == "no drift clause on the block model could imply it"
+    assert {b["blame"]["text"] for b in by_name.values()} == {"mean(kl)"}
+
+
+@pytest.mark.parametrize(
+    ("require", "blamed"),
+    [
+        (
+            "exists x in points(all): norm_inf(drift(attn_0, x)) <= 1",
+            "exists x in points(all): norm_inf(drift(attn_0, x)) <= 1",
+        ),
+        (
+            "forall x in points(all): norm_inf(drift(attn_0, x)) + 1 <= 2",
+            "norm_inf(drift(attn_0, x)) + 1",
+        ),
+        (
+            "forall x in points(all): no_flip(model, x) or no_flip(head, x)",
+            "no_flip(model, x) or no_flip(head, x)",
+        ),
+    ],
+)
+def test_a_clause_that_no_backend_covers(cli: Cli, folder: Path, require: str, blamed: str) -> None:
+    text = HEAD + f'  A: {{require: "{require}", level: L2}}\n  B: {{level: L1}}\n'
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+    ran = cli("explain", "A", "--format", "json", cwd=folder)
+    assert ran.code == 0
+    assert ran.stderr == "the contract has 2 errors: `kcdsl lint` shows them\n"
+    document = json.loads(ran.stdout)
+    assert document["fragment"] == "outside"
+    assert document["backend"] is None
+    assert not any(b["covers"] for b in document["backends"])
+    texts = {b["backend"]: b["blame"]["text"] for b in document["backends"]}
+    assert texts["interval"] == blamed
+    assert texts["empirical"] in {"drift(attn_0, x)", "no_flip(model, x)"}
+
+
+def test_of_a_clause_in_error_its_errors_alone(cli: Cli, folder: Path) -> None:
+    text = (
+        HEAD + "  A: {require: p99(k) <= 1, level: L2}\n  B: {require: p99(kx) <= 1, level: L2}\n"
+    )
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+    ran = cli("explain", "A", cwd=folder)
+    assert ran.code == 2
+    assert "`k`" in ran.stderr
+    assert "`kx`" not in ran.stderr
+
+
+def test_the_head_in_error(cli: Cli, folder: Path) -> None:
+    text = HEAD.replace("contract: c\n", "")
+    text += "  A: {require: p99(kl) <= 1, level: L2}\n"
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+    ran = cli("explain", "A", cwd=folder)
+    assert (ran.code, ran.stdout) == (2, "")
+    assert "`contract`" in ran.stderr
+
+
 def test_an_unknown_clause(cli: Cli, folder: Path) -> None:
     ran = cli("explain", "N-KX", cwd=folder)
     assert ran.code == 2

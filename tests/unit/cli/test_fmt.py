@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,3 +65,28 @@ def test_the_mode_of_a_file_stays(cli: Cli, folder: Path) -> None:
     (folder / "a.kc.yaml").chmod(0o640)
     cli("fmt", "a.kc.yaml", cwd=folder)
     assert (folder / "a.kc.yaml").stat().st_mode & 0o777 == 0o640
+
+
+def test_what_cannot_be_read_is_left_and_the_rest_is_done(cli: Cli, folder: Path) -> None:
+    (folder / "below" / "contract.yaml").write_bytes(b"a:  \xff\n")
+    ran = cli("fmt", ".", cwd=folder)
+    assert ran.code == 2
+    assert "KC008" in ran.stderr
+    assert ran.stderr.endswith("2 files: 1 changed, 1 left as it is\n")
+    assert (folder / "a.kc.yaml").read_bytes() == NEAT.encode()
+
+
+def test_standard_input_is_formatted_alone(cli: Cli, folder: Path) -> None:
+    command = [sys.executable, "-m", "kcdsl", "fmt", "-"]
+    ran = subprocess.run(command, input=UGLY.encode(), capture_output=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, NEAT.encode())
+    refused = cli("fmt", "-", "a.kc.yaml", cwd=folder)
+    assert (refused.code, refused.stdout) == (2, "")
+    assert "standard input is read alone" in refused.stderr
+
+
+def test_files_that_the_configuration_leaves_out(cli: Cli, folder: Path) -> None:
+    (folder / "kcdsl.toml").write_text('exclude = ["a.*"]\n')
+    ran = cli("fmt", ".", cwd=folder)
+    assert ran.stderr == "1 file: 0 changed\n"
+    assert (folder / "a.kc.yaml").read_bytes() == UGLY.encode()

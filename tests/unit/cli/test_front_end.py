@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -90,7 +92,7 @@ def test_lint(cli: Cli, folder: Path, follows: Callable[..., None]) -> None:
 def test_lint_of_nothing(cli: Cli, tmp_path: Path) -> None:
     ran = cli("lint", tmp_path / "absent.yaml")
     assert ran.code == 2
-    assert "KC601" in ran.stderr
+    assert "KC601" in ran.stdout
     assert cli("lint", cwd=tmp_path).code == 2
 
 
@@ -128,7 +130,10 @@ def test_consistency_on_request(cli_process: Cli, folder: Path) -> None:
 def test_explain(cli: Cli) -> None:
     ran = cli("explain", "kc203")
     assert ran.code == 0
-    assert ran.stdout.startswith("# KC203: unknown metric")
+    assert ran.stdout.startswith("KC203: unknown metric\n\nThere is no metric of this name.\n")
+    ran = cli("explain", "KC203", "--format", "markdown")
+    assert ran.stdout.startswith("# KC203: unknown metric\n")
+    assert "```yaml\nclauses:" in ran.stdout
     assert "KC001" in cli("explain").stdout
     ran = cli("explain", "KC998")
     assert (ran.code, ran.stdout) == (2, "")
@@ -160,6 +165,33 @@ def test_usage_errors(cli: Cli, words: list[str]) -> None:
     ran = cli(*words)
     assert (ran.code, ran.stdout) == (2, "")
     assert ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "help"),
+    [
+        (["lint", "--fxi"], "`kcdsl lint` has no option `--fxi`", "did you mean `--fix`?"),
+        (["--colour=always", "lint"], "`kcdsl lint` has no option `--colour`", "`--color`?"),
+        (["config", "show", "--frmat=x"], "`kcdsl config` has no option `--frmat`", "`--format`?"),
+        (["compile", "a", "b"], "`kcdsl compile` has no use for `b`", "`kcdsl compile --help`"),
+        (["--zzz"], "`kcdsl` has no option `--zzz`", "`kcdsl --help`"),
+    ],
+)
+def test_a_word_that_is_not_taken_is_named(
+    cli: Cli, words: list[str], message: str, help: str
+) -> None:
+    ran = cli(*words)
+    assert (ran.code, ran.stdout) == (2, "")
+    assert f"error[KC901]: {message}" in ran.stderr
+    assert help in ran.stderr
+
+
+def test_lint_of_several_contracts_without_a_path(cli: Cli, folder: Path) -> None:
+    (folder / "other.kc.yaml").write_text(GOOD, encoding="utf-8")
+    ran = cli("lint", cwd=folder)
+    assert ran.code == 2
+    assert "name one of them, or `.` for all" in ran.stdout + ran.stderr
+    assert cli("lint", ".", cwd=folder).code == 0
 
 
 def test_a_misspelt_command_is_suggested(cli: Cli) -> None:
@@ -262,3 +294,18 @@ def test_unusable_configuration(tmp_path: Path, text: str) -> None:
 def test_a_configured_contract_that_is_absent(tmp_path: Path) -> None:
     (tmp_path / "kcdsl.toml").write_text('contract = "absent.yaml"\n', encoding="utf-8")
     assert refused(tmp_path) == "KC601"
+
+
+def test_compile_prints_the_digest_of_the_checkpoint(
+    cli: Cli, tmp_path: Path, repository: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(repository / "examples" / "tiny_lm", folder)
+    weights = folder / "model.safetensors"
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    result = cli("compile", str(folder / "contract.yaml"))
+    assert f"checkpoint  sha256:{digest}\n" in result.stdout
+    weights.unlink()
+    result = cli("compile", str(folder / "contract.yaml"))
+    assert result.code == 0
+    assert f"checkpoint  there is no file model.safetensors (looked in {folder})\n" in result.stdout

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as xml
@@ -112,20 +112,159 @@ def test_standard_input(folder: Path) -> None:
     assert run(folder, "fmt", "-", text="a:   1").stdout == "a: 1\n"
 
 
-def test_watching(folder: Path) -> None:
-    program = [sys.executable, "-m", "kcdsl", "lint", "bad.kc.yaml", "--watch"]
-    process = subprocess.Popen(
-        program, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+# --- accepted findings ---------------------------------------------------------------------------
+ACCEPTED = (
+    GOOD
+    + """\
+  # kcdsl: ignore[KC208] the field of our own tracer
+  O: {require: "has(trace, [rng_sed])", level: L3}
+"""
+)
+
+
+def test_accepted_findings_are_in_every_report_with_their_reasons(
+    cli: Cli, folder: Path, follows: Callable[..., None]
+) -> None:
+    (folder / "good.kc.yaml").write_text(ACCEPTED)
+    words = [f"--format={name}={name}.out" for name in ("json", "sarif", "junit")]
+    ran = cli("lint", "good.kc.yaml", *words, cwd=folder)
+    assert (ran.code, ran.stdout) == (0, "")
+    assert ran.stderr == "1 contract: 1 accepted\n"
+    (record,) = json.loads((folder / "json.out").read_text())
+    follows([record], "kcdsl.diagnostics/1")
+    assert record["suppressed"] == {"reason": "the field of our own tracer", "line": 10}
+    (result,) = json.loads((folder / "sarif.out").read_text())["runs"][0]["results"]
+    assert result["suppressions"][0]["justification"] == "the field of our own tracer"
+    assert result["suppressions"][0]["location"]["physicalLocation"]["region"] == {"startLine": 10}
+    cases = {c.attrib["name"]: c for c in xml.parse(folder / "junit.out").iter("testcase")}
+    assert cases["O"].findtext("system-out", "").endswith("accepted: the field of our own tracer")
+    assert cases["O"].find("failure") is None
+    hidden = cli("lint", "good.kc.yaml", "--ignore", "KC208", "--format", "json", cwd=folder)
+    assert json.loads(hidden.stdout) == []
+
+
+FOLLOWS = """\
+  # kcdsl: ignore[KC415] a promise of its own
+  B: {require: p99(kl) <= 2, level: L2}
+"""
+
+
+def test_findings_of_the_solver_are_accepted_where_it_is_asked(
+    cli_process: Cli, folder: Path
+) -> None:
+    (folder / "contract.yaml").write_text(GOOD + FOLLOWS)
+    plain = cli_process("lint", "contract.yaml", cwd=folder)
+    assert (plain.code, plain.stderr) == (0, "1 contract: nothing found\n")
+    asked = cli_process("compile", "contract.yaml", "--consistency", cwd=folder)
+    assert asked.code == 0
+    assert "KC" not in asked.stderr
+    assert "1 finding accepted by comments" in asked.stderr
+    document = cli_process(
+        "compile", "contract.yaml", "--consistency", "--format", "sarif", cwd=folder
     )
-    try:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "1 contract: 1 error; --fix --unsafe-fixes mends 1\n"
-        assert process.stderr.readline() == "watching; Ctrl-C ends\n"
-        time.sleep(0.05)
-        (folder / "bad.kc.yaml").write_text(GOOD)
-        assert process.stderr.readline() == "1 contract: nothing found\n"
-        process.send_signal(2)
-        assert process.wait(timeout=10) == 0
-    finally:
-        process.kill()
-        process.communicate()
+    (run,) = json.loads(document.stderr)["runs"]
+    (result,) = run["results"]
+    assert (result["ruleId"], run["invocations"][0]["exitCode"]) == ("KC415", 0)
+    assert result["suppressions"][0]["justification"] == "a promise of its own"
+    (folder / "contract.yaml").write_text(GOOD + FOLLOWS.replace("kl) <= 2", "tv) <= 0.5"))
+    unused = cli_process("compile", "contract.yaml", "--consistency", cwd=folder)
+    assert "warning[KC900]: nothing here is reported as KC415" in unused.stderr
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def test_a_test_case_for_each_clause_has_the_findings_inside_it(cli: Cli, folder: Path) -> None:
+    (folder / "bad.kc.yaml").write_text(
+        BAD.replace("contract: c", "contract: c d")
+        + "  B:\n    require: >-\n      p99(kl) <= 1\n      and max(tvv) <= 1\n    level: L2\n"
+        + "  C: {require: p99(kl) <= 2, level: L2}\n"
+        + "  D:\n    require: p99(kl) <= 3\n    level: L9\n"
+    )
+    ran = cli("lint", "bad.kc.yaml", "--format", "junit", cwd=folder)
+    failures = {
+        case.attrib["name"]: failure.attrib["type"]
+        for case in xml.fromstring(ran.stdout).iter("testcase")
+        for failure in case.iter("failure")
+    }
+    assert failures == {"bad.kc.yaml": "KC107", "A": "KC203", "B": "KC203", "D": "KC104"}
+
+
+def test_statistics(cli: Cli, folder: Path) -> None:
+    twice = BAD + "  B: {require: p99(kll) <= 1, level: L7}\n"
+    (folder / "bad.kc.yaml").write_text(twice)
+    ran = cli("lint", "--statistics", "bad.kc.yaml", cwd=folder)
+    assert ran.code == 1
+    assert ran.stdout.splitlines() == [
+        "2  error    KC203  unknown metric (2 with a fix)",
+        "1  error    KC104  value not allowed",
+    ]
+    assert cli("lint", "--statistics", "--format", "json", ".", cwd=folder).code == 2
+
+
+def test_the_summary_says_what_fixes_would_do(cli: Cli, folder: Path) -> None:
+    (folder / "bad.kc.yaml").write_text(BAD + "  B: {require: p99(kl) \u2264 1, level: L2}\n")
+    ran = cli("lint", "bad.kc.yaml", cwd=folder)
+    assert ran.stderr == "1 contract: 2 errors; 1 fixable with --fix, 1 more with --unsafe-fixes\n"
+    mended = cli("lint", "--fix", "bad.kc.yaml", cwd=folder)
+    assert mended.stderr == "1 contract: 1 error; 1 fixed; 1 fixable with --fix --unsafe-fixes\n"
+
+
+def test_a_mended_text_of_standard_input_has_standard_output_for_itself(folder: Path) -> None:
+    ran = run(folder, "lint", "-", "--fix", "--unsafe-fixes", text=BAD)
+    assert (ran.returncode, ran.stdout) == (0, GOOD)
+    left = run(folder, "lint", "-", "--fix", text=BAD)
+    assert (left.returncode, left.stdout) == (1, BAD)
+    assert "error[KC203]" in left.stderr
+
+
+def test_a_fix_goes_through_a_link_and_keeps_the_mode(cli: Cli, folder: Path) -> None:
+    (folder / "bad.kc.yaml").chmod(0o640)
+    (folder / "link.kc.yaml").symlink_to("bad.kc.yaml")
+    assert cli("lint", "--fix", "--unsafe-fixes", "link.kc.yaml", cwd=folder).code == 0
+    assert (folder / "link.kc.yaml").is_symlink()
+    assert (folder / "bad.kc.yaml").read_text() == GOOD
+    assert (folder / "bad.kc.yaml").stat().st_mode & 0o777 == 0o640
+
+
+def test_the_diff_is_one_that_patch_takes(folder: Path) -> None:
+    text = BAD.rstrip("\n")
+    (folder / "bad.kc.yaml").write_text(text, encoding="utf-8")
+    ran = run(folder, "lint", "--diff", "--unsafe-fixes", "bad.kc.yaml")
+    assert ran.returncode == 1
+    patched = subprocess.run(
+        ["git", "apply", "-p0", "-"], cwd=folder, input=ran.stdout, text=True, check=False
+    )
+    assert patched.returncode == 0
+    mended = (folder / "bad.kc.yaml").read_text(encoding="utf-8")
+    assert mended == text.replace("(kll)", "(kl)")
+
+
+def test_the_severity_that_fails(cli: Cli, folder: Path) -> None:
+    (folder / "m.safetensors").unlink()
+    for least, code in (("error", 0), ("warning", 0), ("note", 1)):
+        assert cli("lint", "good.kc.yaml", "--fail-on", least, cwd=folder).code == code
+    assert (
+        cli("lint", "--fail-on", "note", "--ignore", "KC606", "good.kc.yaml", cwd=folder).code == 0
+    )
+
+
+def test_several_files_one_of_them_missing(cli: Cli, folder: Path) -> None:
+    ran = cli("lint", "bad.kc.yaml", "none.kc.yaml", "--format", "concise", cwd=folder)
+    assert ran.code == 2
+    assert "error[KC203]" in ran.stdout
+    assert "error[KC601]" in ran.stdout
+
+
+def test_a_file_whose_name_is_no_text(cli: Cli, folder: Path) -> None:
+    os.rename(folder / "bad.kc.yaml", os.fsencode(folder) + b"/b\xff.kc.yaml")
+    words = [f"--format={name}=out.{name}" for name in ("json", "sarif", "junit", "github", "full")]
+    ran = cli("lint", ".", *words, "--format", "concise", cwd=folder)
+    assert ran.code == 1
+    assert "error[KC203]" in ran.stdout
+    (record,) = json.loads((folder / "out.json").read_bytes())
+    assert os.fsencode(record["file"]) == b"b\xff.kc.yaml"
+    (result,) = json.loads((folder / "out.sarif").read_bytes())["runs"][0]["results"]
+    place = result["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "b%FF.kc.yaml"
+    xml.fromstring((folder / "out.junit").read_bytes())

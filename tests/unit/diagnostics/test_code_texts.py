@@ -1,31 +1,36 @@
-"""The texts of codes: each has one, in its page or in its declaration, never in both."""
+"""The codes and their index: each is raised, and each that is named is declared."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kcdsl.diagnostics.codes import all_codes
-from kcdsl.diagnostics.pages import names
+import pytest
+
+from kcdsl.diagnostics import codes
+from kcdsl.diagnostics.codes import FAMILIES, RETIRED, Code, all_codes, find
+from kcdsl.diagnostics.model import Diagnostic
+from kcdsl.diagnostics.pages import parse
+from kcdsl.diagnostics.render import Run
+from kcdsl.diagnostics.render.sarif import render_sarif
+
+if TYPE_CHECKING:
+    from tests.conftest import Cli
 
 INDEX = "docs/codes.md"
-FAMILIES = {
-    "KC0": "YAML and lexing",
-    "KC1": "structure",
-    "KC2": "names and types",
-    "KC3": "shapes, formats, units",
-    "KC4": "fragments, routing, vacuity, model and kernel support",
-    "KC5": "statistics",
-    "KC6": "evidence, files and certificates",
-    "KC7": "layout",
-    "KC9": "the tool itself",
+NO_CODES = {
+    "KC000": "kcdsl/lsp/completion.py",  # a snippet has it where the author writes a code
+    "KC799": "kcdsl/diagnostics/pages/KC902.md",  # the page of the unknown code
 }
+PROGRAMS = ("kcdsl", "backends", "certs", "grammar", "examples")
 
 
-def test_each_code_has_one_text() -> None:
-    paged = set(names())
+def test_each_code_has_a_text() -> None:
     for code in all_codes():
-        assert code.explanation, code
-        assert (code.text == "") == (code.id in paged), f"{code}: one text, in its page"
+        assert len(code.summary) > 20, code
 
 
 def index() -> str:
@@ -36,7 +41,6 @@ def index() -> str:
         "A code keeps its meaning; a number is never used again. `kcdsl explain KC203` "
         "prints the page of a code.",
     ]
-    paged = set(names())
     for family, words in FAMILIES.items():
         lines += [
             "",
@@ -48,9 +52,10 @@ def index() -> str:
         for code in all_codes():
             if code.id.startswith(family):
                 link = f"[{code.id}](../kcdsl/diagnostics/pages/{code.id}.md)"
-                shown = link if code.id in paged else code.id
-                text = code.explanation.split(". ")[0].rstrip(".").replace("|", "\\|")
-                lines.append(f"| {shown} | {code.title} | {text} |")
+                text = code.summary.rstrip(".").replace("|", "\\|")
+                lines.append(f"| {link} | {code.title} | {text} |")
+    lines += ["", "## Retired", "", "| code | reported now as |", "|---|---|"]
+    lines += [f"| {old} | {new} |" for old, new in sorted(RETIRED.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -58,5 +63,97 @@ def test_the_index_is_that_of_the_codes(repository: Path) -> None:
     assert (repository / INDEX).read_text(encoding="utf-8") == index(), "run `make pages`"
 
 
+def test_a_retired_number_is_not_used_again_and_leads_to_what_took_its_place() -> None:
+    declared = {code.id for code in all_codes()}
+    assert not declared & set(RETIRED)
+    for old, new in RETIRED.items():
+        found = find(old)
+        assert found is not None
+        assert found.id == new
+
+
 def test_every_code_is_in_a_family() -> None:
     assert all(code.id[:3] in FAMILIES for code in all_codes())
+
+
+def test_whoever_speaks_of_a_code_takes_its_page(repository: Path, cli: Cli) -> None:
+    folder = repository / "kcdsl" / "diagnostics" / "pages"
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
+    explained = {
+        c["code"]: c for c in json.loads(cli("explain", "--format", "json").stdout)["codes"]
+    }
+    run = Run(docs_url="https://example.org/codes")
+    document = json.loads(render_sarif([Diagnostic(code, "x") for code in all_codes()], run))
+    rules = {rule["id"]: rule for rule in document["runs"][0]["tool"]["driver"]["rules"]}
+    assert set(pages) == set(explained) == set(rules)
+    for code in all_codes():
+        written = parse(pages[code.id])
+        assert explained[code.id]["markdown"] == written.markdown
+        assert explained[code.id]["explanation"] == written.summary
+        assert rules[code.id]["help"]["markdown"] == written.markdown
+        assert rules[code.id]["fullDescription"]["text"] == written.summary
+        assert rules[code.id]["helpUri"] == f"https://example.org/codes/{code.id}.md"
+        assert code.uri == (folder / f"{code.id}.md").as_uri()  # the link of the language server
+
+
+# --- declared and raised -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def programs(repository: Path, project_files: tuple[Path, ...]) -> dict[str, str]:
+    """Return the sources that may raise a code, those that declare them left out."""
+    folders = tuple(repository / name for name in PROGRAMS)
+    found = [
+        path
+        for path in project_files
+        if path.suffix == ".py" and any(path.is_relative_to(folder) for folder in folders)
+    ]
+    texts = {p.relative_to(repository).as_posix(): p.read_text(encoding="utf-8") for p in found}
+    del texts["kcdsl/diagnostics/codes.py"]
+    return texts
+
+
+def _without_imports(text: str) -> str:
+    return re.sub(r"^ *from [^(\n]+ import (\([^)]*\)|[^(\n]+\n)", "", text, flags=re.MULTILINE)
+
+
+def test_each_declared_code_is_used(programs: dict[str, str]) -> None:
+    """Its page shows that it is reported too: the bad example yields it."""
+    used = {
+        word
+        for text in programs.values()
+        for word in re.findall(r"\b[A-Z][A-Z0-9_]+\b", _without_imports(text))
+    }
+    named = {name: code for name, code in vars(codes).items() if isinstance(code, Code)}
+    assert set(named.values()) == set(all_codes())
+    assert {name for name in named if name not in used} == set()
+
+
+def test_imports_are_no_uses() -> None:
+    text = "from a import (\n    ONE,\n    TWO,\n)\nfrom b import THREE\nraise refuse(FOUR)\n"
+    assert _without_imports(text).split() == ["raise", "refuse(FOUR)"]
+
+
+def test_codes_are_made_by_their_declaration_alone(programs: dict[str, str]) -> None:
+    makers = [
+        n for n, text in programs.items() if re.search(r"(?<![\w.])Code\(|\._declare\(", text)
+    ]
+    assert makers == []
+
+
+def _numbers(text: str) -> Iterator[str]:
+    yield from re.findall(r"\bKC[0-9]{3}\b", text)
+
+
+def test_each_number_that_is_named_is_declared(
+    repository: Path, project_files: tuple[Path, ...], programs: dict[str, str]
+) -> None:
+    known = {code.id for code in all_codes()} | set(RETIRED)
+    pages = {
+        path.relative_to(repository).as_posix(): path.read_text(encoding="utf-8")
+        for path in project_files
+        if path.suffix == ".md"
+    }
+    named = {(n, where) for where, text in (programs | pages).items() for n in _numbers(text)}
+    assert len(named) > 300
+    assert {pair for pair in named if pair[0] not in known} == set(NO_CODES.items())

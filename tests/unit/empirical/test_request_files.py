@@ -118,6 +118,7 @@ def test_what_the_model_or_its_tokenizer_refuses_is_refused_at_its_line(tmp_path
     assert first.span is not None
     assert first.source.position(first.span.start).line == 2
     assert "too long" in first.message
+    assert first.code is codes.SEQUENCE
     with pytest.raises(Refusal, match="no tokenizer"):
         load_requests(path, "rows.jsonl", None)
 
@@ -196,5 +197,5 @@ def test_a_row_without_the_field_is_refused_wherever_the_predicate_names_it(
     assert first.code.id == "KC622"
     assert first.span is not None
     assert file.source.position(first.span.start).line == 2
-    assert "'category'" in first.message
-    assert "'refusals'" in first.message
+    assert "`category`" in first.message
+    assert "`refusals`" in first.message

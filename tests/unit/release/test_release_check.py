@@ -346,12 +346,14 @@ def test_trusted_keys_come_from_the_configuration(
     assert run('trusted_keys = [{path = "release.pub", stages = ["full"]}]').code == 4
     late = 'trusted_keys = [{path = "release.pub", valid_until = "2026-11-30T00:00:00Z"}]'
     assert run(late).code == 4
-    for text, code in (
+    for text, words in (
         ("trusted_keys = []", "KC641"),
         ("trusted_keys = 1", "KC605"),
         ("trusted_keys = [1]", "KC605"),
         ('trusted_keys = [{path = "release.pub", role = "x"}]', "KC605"),
+        ('trusted_keys = [{path = "release.pub", stags = ["full"]}]', "did you mean `stages`?"),
         ('trusted_keys = [{path = "release.pub", stages = ["x"]}]', "KC605"),
+        ('trusted_keys = [{path = "release.pub", stages = ["canry"]}]', "did you mean `canary`?"),
         ('trusted_keys = [{path = "release.pub", valid_from = "x"}]', "KC605"),
         ('trusted_keys = ["gone.pub"]', "KC640"),
         ('trusted_keys = ["release.pub"]\nthreshold = 0', "KC643"),
@@ -359,4 +361,4 @@ def test_trusted_keys_come_from_the_configuration(
         ("trusted_keys = [", "KC605"),
     ):
         ran = run(text)
-        assert (ran.code, code in ran.stderr) == (2, True), (text, ran.stderr)
+        assert (ran.code, words in ran.stderr) == (2, True), (text, ran.stderr)

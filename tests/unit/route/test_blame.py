@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kcdsl.check.compile import compile_contract
 from kcdsl.diagnostics.model import Sink
 from kcdsl.ir.fragment import fragment_of
@@ -38,3 +40,36 @@ def test_the_place_is_a_part_of_the_requirement(repository: Path) -> None:
             if blame is not None:
                 assert blame.reason
                 assert blame.span.start < blame.span.end
+
+
+@pytest.mark.parametrize(
+    ("clause", "blamed"),
+    [
+        (
+            'require: "forall x in points(all): span(drift(attn_0, x)) <= 1", evidence: proof',
+            "drift(attn_0, x)",
+        ),
+        (
+            'require: "forall x in points(all): no_flip(model, x)", evidence: proof',
+            "no_flip(model, x)",
+        ),
+    ],
+)
+def test_the_nearest_fragment_speaks_of_the_same_things(
+    tmp_path: Path, clause: str, blamed: str
+) -> None:
+    path = tmp_path / "c.kc.yaml"
+    path.write_text(
+        "kcdsl: 1\ncontract: c\nversion: 1.0.0\n"
+        "model: {checkpoint: m, architecture: llama}\n"
+        "kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}\n"
+        f"slices: {{all: {{}}}}\nclauses:\n  A: {{{clause}, level: L1}}\n",
+        encoding="utf-8",
+    )
+    program, _ = compile_contract(path)
+    assert program is not None
+    measuring = {Fragment.STATISTICAL, Fragment.TRACE_FIELDS}
+    blame = why_uncovered(program.clauses[0], measuring)
+    assert blame is not None
+    assert path.read_text("utf-8")[blame.span.start : blame.span.end] == blamed
+    assert "a measurement sees a few" in blame.reason

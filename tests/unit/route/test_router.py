@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Sink
-from kcdsl.ir.terms import Program
+from kcdsl.ir.selection import implies
+from kcdsl.ir.terms import Clause, Predicate, Program
+from kcdsl.route import premises
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 from kcdsl.route.router import Route, route
 from kcdsl.source.text import SourceFile
@@ -14,10 +18,16 @@ contract: c
 version: 1
 model: {checkpoint: m, architecture: llama}
 kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}
-slices: {all: {}, long: {where: length > 128}, other: {data: other.jsonl}}
+slices:
+  all: {}
+  long: {where: length > 128}
+  longer: {where: length > 256}
+  other: {data: other.jsonl}
+  third: {data: third.jsonl}
 clauses:
 """
 DRIFT = '  D: {require: "forall x in points(all): span(drift(model, x)) <= 1", level: L1}\n'
+MEASURED = "  K{}: {{require: p99(kl) <= 1, level: L1}}\n"
 ATTN = '  D: {require: "forall x in points(all): span(drift(attn_0, x)) <= 1", level: L1}\n'
 
 
@@ -62,7 +72,7 @@ def test_each_fragment_finds_its_backend() -> None:
     }
     assert set(found["K"].why_not) == {"smt", "interval"}
     assert "measured kl" in found["K"].why_not["interval"]
-    assert found["P"].reason == "follows from D by the bound chain"
+    assert found["P"].reason == "may follow from D by the bound chain"
     assert found["P"].premises == ("D",)
 
 
@@ -100,16 +110,87 @@ def test_a_proof_needs_a_drift_clause_on_the_logits() -> None:
 
 
 def test_premises_cover_the_slices_of_the_clause() -> None:
-    def premises(slice: str) -> tuple[str, ...]:
+    def premises_on(slice: str) -> tuple[str, ...]:
         clause = f"  K: {{require: mean(kl) <= 1, level: L1, slices: [{slice}]}}\n"
         return routes(DRIFT + clause, *ALL)["K"].premises
 
-    assert premises("all") == ("D",)
-    assert premises("long") == ("D",)
-    assert premises("other") == ()
+    assert premises_on("all") == ("D",)
+    assert premises_on("long") == ("D",)
+    assert premises_on("other") == ()
 
 
 def test_the_catalogue_is_the_default() -> None:
     names = {spec.name for spec in catalogue()}
     (found,) = route(program("  K: {require: p99(kl) <= 1, level: L1}\n"))
     assert {found.backend, *found.why_not} == names
+
+
+def test_each_clause_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def counted(clause: Clause) -> set[str]:
+        looked.append(clause.id)
+        return covered(clause)
+
+    covered = premises._covered
+    monkeypatch.setattr(premises, "_covered", counted)
+    many = program(DRIFT + "".join(MEASURED.format(number) for number in range(60)))
+    found = route(many, ALL)
+    assert looked == [clause.id for clause in many.clauses]
+    assert all(r.premises == ("D",) for r in found if r.clause_id != "D")
+
+
+def test_each_pair_of_slices_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[tuple[object, object]] = []
+
+    def counted(inner: Predicate, outer: Predicate) -> bool | None:
+        looked.append((inner, outer))
+        return implies(inner, outer)
+
+    monkeypatch.setattr("kcdsl.route.premises.implies", counted)
+    on_long = "  L{}: {{require: mean(kl) <= 1, level: L1, slices: [longer]}}\n"
+    clauses = _drift("D", "long") + "".join(on_long.format(number) for number in range(60))
+    found = route(program(clauses), ALL)
+    assert [r.premises for r in found] == [(), *[("D",)] * 60]
+    assert len(looked) == 1
+
+
+def _drift(name: str, slice: str, block: str = "model") -> str:
+    claim = f"forall x in points({slice}): span(drift({block}, x)) <= 1"
+    return f'  {name}: {{require: "{claim}", level: L1}}\n'
+
+
+@pytest.mark.parametrize(
+    ("slices", "expected"),
+    [
+        ("[all]", ("ALL",)),
+        ("[long]", ("ALL", "LONG")),
+        ("[longer]", ("ALL", "LONG")),
+        ("[other]", ("OTHER",)),
+        ("[all, longer]", ("ALL", "LONG")),
+        ("[long, other]", ("ALL", "LONG", "OTHER")),
+        ("[third]", ()),
+        ("[all, third]", ()),
+    ],
+)
+def test_each_slice_needs_a_premise_that_may_contain_it(
+    slices: str, expected: tuple[str, ...]
+) -> None:
+    drifts = (
+        _drift("ALL", "all")
+        + _drift("LONG", "long")
+        + _drift("OTHER", "other")
+        + _drift("HEAD", "all", "head")
+    )
+    clause = f"  K: {{require: mean(kl) <= 1, level: L1, slices: {slices}, evidence: proof}}\n"
+    found = routes(drifts + clause, *ALL)["K"]
+    assert found.premises == expected
+    assert found.backend == ("smt" if expected else None)
+
+
+def test_a_model_without_logits_has_no_premises() -> None:
+    text = HEAD.replace("llama", "bert") + DRIFT
+    text += "  P: {require: mean(tv) <= 50%, level: L1, evidence: proof}\n"
+    found = compile_source(SourceFile("x", text), Sink())
+    assert found is not None
+    assert [(r.backend, r.premises) for r in route(found, ALL)] == [("interval", ()), (None, ())]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.source.files import SIZE_LIMIT, read_source
+from kcdsl.source.files import SIZE_LIMIT, decode_source, read_source
 from kcdsl.source.numbers import exact, spell
 from kcdsl.source.writing import NewFile, write_bytes, write_together
 
@@ -35,6 +35,27 @@ def test_unusable_files(tmp_path: Path) -> None:
     large = tmp_path / "large.yaml"
     large.write_bytes(b"#" * (SIZE_LIMIT + 1))
     assert refused(large) == "KC011"
+
+
+@pytest.mark.parametrize(
+    ("data", "line", "column", "help"),
+    [
+        (b"a: 1\nb: \xe9\n", 2, 4, "save it as UTF-8"),
+        ("ä: 🚀".encode() + b"\xf0\x9f\x9a", 1, 5, "save it as UTF-8"),
+        ("kcdsl: 1".encode("utf-16"), 1, 1, "save it as UTF-8; it begins as UTF-16 does"),
+    ],
+)
+def test_what_is_not_utf8_is_shown_at_its_place(
+    data: bytes, line: int, column: int, help: str
+) -> None:
+    with pytest.raises(Refusal) as caught:
+        decode_source("a.yaml", data)
+    found = caught.value.diagnostics[0]
+    assert found.source is not None
+    assert found.span is not None
+    assert found.source.text[found.span.start : found.span.end] == "\N{REPLACEMENT CHARACTER}"
+    at = found.source.position(found.span.start)
+    assert (at.line, at.column, found.help) == (line, column, help)
 
 
 def test_writing_is_complete_or_nothing(tmp_path: Path) -> None:

@@ -69,3 +69,22 @@ def test_the_note_is_a_note() -> None:
     sink = Sink()
     parse_yaml(SourceFile("x.yaml", "{require: f(a, b)}"), sink)
     assert [d.severity for d in sink] == [Severity.NOTE]
+
+
+def test_an_escaped_character_is_not_taken_for_a_replacement() -> None:
+    text = 'a: "\\ue000\\U0000E001\\uE002"\nb: forall x in points(all): no_flip(model, x)\n'
+    values, _ = read(text)
+    assert values["a"] == "\ue000\ue001\ue002"
+    assert values["b"] == "forall x in points(all): no_flip(model, x)"
+
+
+def test_a_text_that_uses_every_private_character_is_left_as_it_is() -> None:
+    every = "".join(map(chr, range(0xE000, 0xF900)))
+    values, _ = read(f"a: '{every}'\nb: f(1, 2)\n")
+    assert values == {"a": every, "b": "f(1, 2)"}
+
+
+def test_nested_brackets_take_no_longer_than_others() -> None:
+    deep = "(" * 100_000 + "," * 100_000 + ")" * 100_000
+    assert mask_expressions(f"k: {deep}").back == {}
+    assert mask_expressions("k: f((1, (2, [3])))").text.count(",") == 0

@@ -10,6 +10,7 @@ from kcdsl.diagnostics import Sink
 from kcdsl.source.scalar_map import map_scalar
 from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
+from kcdsl.syntax.parser import parse_expression
 
 
 def value(text: str) -> tuple[SourceFile, Scalar]:
@@ -55,7 +56,7 @@ def test_the_end_of_the_text_is_just_after_its_last_character() -> None:
     span = map_scalar(source, scalar).span(3, 4)
     assert (span.start, span.end) == (11, 11)
     source, scalar = value("k: ''\n")
-    assert map_scalar(source, scalar).span(0, 0).start == 3
+    assert map_scalar(source, scalar).span(0, 0).start == 4
 
 
 def test_a_decoding_that_differs_falls_back_to_the_whole_scalar() -> None:
@@ -69,3 +70,45 @@ def test_a_decoding_that_differs_falls_back_to_the_whole_scalar() -> None:
 def test_empty_bodies(text: str) -> None:
     source, scalar = value(text)
     assert map_scalar(source, scalar).pieces is not None
+
+
+def test_every_node_that_is_refused_is_mapped_too() -> None:
+    source, sink = SourceFile("x.yaml", "k: *a\n"), Sink()
+    root = parse_yaml(source, sink)
+    assert isinstance(root, Mapping)
+    alias = root.get("k")
+    assert isinstance(alias, Scalar)
+    assert alias.broken
+    assert map_scalar(source, alias).pieces == ((3, 4), (4, 5))
+
+
+@pytest.mark.parametrize("chomp", ["", "-", "+"])
+@pytest.mark.parametrize("body", ["  \n     \n", "\n", "", "    \n  a\n\n", "   a\n     \n  b\n"])
+def test_indentation_indicators(chomp: str, body: str) -> None:
+    for digit in (1, 2):
+        for sign in "|>":
+            for header in (f"{sign}{digit}{chomp}", f"{sign}{chomp}{digit}"):
+                source, scalar = value(f"k: {header}\n{body}")
+                mapped = map_scalar(source, scalar)
+                assert mapped.pieces is not None
+                assert len(mapped.pieces) == len(scalar.text)
+
+
+def test_a_deep_indentation_takes_no_longer_than_another() -> None:
+    deep = " " * 200_000
+    for text in (f"k: |1\n{deep}a\n", f"k: |\n{deep}\n", f"k: |+1\n{deep}\n"):
+        source, scalar = value(text)
+        assert map_scalar(source, scalar).pieces is not None
+
+
+def test_an_expression_whose_characters_are_not_found_is_refused() -> None:
+    source, scalar = value("k: |\n  p99(klx) <= 0.02\n")
+    sink = Sink()
+    other = replace(scalar, text="p99(klx) <= 0.03\n")
+    assert parse_expression(source, other, sink) is None
+    (found,) = sink
+    assert found.code.id == "KC999"
+    assert found.span == scalar.span
+    assert found.fix is None
+    assert found.help is not None
+    assert "double quotation marks" in found.help

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from random import Random
+from typing import Any
 
 import pytest
+import yaml
 
 from kcdsl.diagnostics import Sink
+from kcdsl.source import yaml_nodes
+from kcdsl.source.resolution import CORE_BOOL, CORE_FLOAT, CORE_NULL, NOT_FINITE, ambiguity
 from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import DEPTH_LIMIT, Mapping, Node, Scalar, Sequence, parse_yaml
 
@@ -72,6 +77,10 @@ def test_scalars(text: str, value: object) -> None:
         "0x1F",
         "0o17",
         "0b11",
+        ".1_0",
+        "1_0.5e+3",
+        "1_0:30",
+        "=",
     ],
 )
 def test_scalars_that_readers_take_differently(text: str) -> None:
@@ -134,3 +143,125 @@ def test_places_count_code_points_and_skip_a_byte_order_mark() -> None:
     assert isinstance(items, Sequence)
     assert (items.items[1].span.start, items.items[1].span.end) == (10, 11)
     assert (items.span.start, items.span.end) == (5, 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "reported"),
+    [
+        ("k: !<tag:yaml.org,2002:str> foo\n", {"!<tag:yaml.org,2002:str>"}),
+        ("k: &a !t foo\n", {"&a", "!t"}),
+        ("k: !t &a  # why: &x !y\n  # and\n  foo\n", {"!t", "&a"}),
+        ("k: &a\n", {"&a"}),
+        ("&a k: foo\n", {"&a"}),
+        ("k: &a [foo]\n", {"&a"}),
+        ("k: !!map\n  a: 1\n", {"!!map"}),
+    ],
+)
+def test_a_node_begins_behind_its_properties(text: str, reported: set[str]) -> None:
+    source, sink = SourceFile("x.yaml", text), Sink()
+    root = parse_yaml(source, sink)
+    assert isinstance(root, Mapping)
+    shown = {text[d.span.start : d.span.end] for d in sink if d.span is not None}
+    assert shown == reported
+    (entry,) = root.entries
+    assert text[entry.key.span.start : entry.key.span.end] == "k"
+    value = text[entry.value.span.start : entry.value.span.end].rstrip()
+    assert value in {"foo", "", "[foo]", "a: 1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("k: &x {a: 1, a: 1}\n", "k: &x {a: 1}\n"),
+        ("k: &x\n  a: 1\n  a: 1\n", "k: &x\n  a: 1\n"),
+    ],
+)
+def test_a_repeated_entry_is_removed_behind_an_anchor(text: str, wanted: str) -> None:
+    source, sink = SourceFile("x.yaml", text), Sink()
+    parse_yaml(source, sink)
+    (fix,) = [d.fix for d in sink if d.code.id == "KC002"]
+    assert fix is not None
+    for edit in fix.edits:
+        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
+    assert text == wanted
+
+
+@pytest.mark.parametrize("text", ['"\\ud83d\\ude00"', '"a\\uD800"'])
+@pytest.mark.parametrize("loader", [yaml.SafeLoader, yaml.CSafeLoader])
+def test_half_a_character_is_refused_by_both_readers(
+    text: str, loader: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yaml_nodes, "_LOADER", loader)
+    source, sink = SourceFile("x.yaml", f"k: {text}\n"), Sink()
+    parse_yaml(source, sink)
+    (found,) = sink
+    assert found.code.id == "KC001"
+    assert found.help is not None
+    assert "\\U0001f600" in found.help
+
+
+def test_an_unquoted_text_of_several_lines_is_quoted_on_one() -> None:
+    text = "x: forall y in points(all):\n\n  z\n"
+    source, sink = SourceFile("x.yaml", text), Sink()
+    parse_yaml(source, sink)
+    (found,) = sink
+    assert found.code.id == "KC015"
+    assert found.fix is not None
+    (edit,) = found.fix.edits
+    again = parse_yaml(SourceFile("x.yaml", f"x: {edit.text}\n"), Sink())
+    assert isinstance(again, Mapping)
+    assert again.entries[0].value == Scalar(
+        "forall y in points(all):\nz",
+        "forall y in points(all):\nz",
+        '"',
+        again.entries[0].value.span,
+    )
+
+
+def test_many_anchors_and_repeated_keys_are_cheap() -> None:
+    many = "".join(f"- &a{n} 1\n" for n in range(20_000))
+    assert len(read(many)[1]) == 20_000
+    large = "x" * 200_000
+    repeated = f"k: '{large}'\n" + "k: 1\n" * 20_000
+    assert len(read(repeated)[1]) == 20_000
+
+
+PIECES = (
+    "0", "1", "12", "60", "_", ".", ":", "e", "E", "+", "-", "x", "o", "b", "a", "T", "Z", " ",
+    "yes", "No", "on", "y", "n", "true", "~", "null", "inf", "nan", "2001", "-1-1",
+)  # fmt: skip
+
+
+def test_what_is_taken_for_a_text_is_one_to_older_readers_too() -> None:
+    """Where PyYAML, which reads YAML 1.1, finds no text, neither do we, or it is reported."""
+    resolver: Any = yaml.SafeLoader("")
+    random = Random(0)
+    texts = 0
+    for _ in range(20_000):
+        text = "".join(random.choice(PIECES) for _ in range(random.randint(1, 6))).strip()
+        old = resolver.resolve(yaml.ScalarNode, text, (True, False))
+        if ambiguity(text) or NOT_FINITE.fullmatch(text):
+            continue
+        number = CORE_FLOAT.fullmatch(text) is not None
+        ours = text in CORE_NULL or text in CORE_BOOL or number
+        assert ours or old == "tag:yaml.org,2002:str", text
+        texts += not ours
+    assert texts > 5_000
+
+
+def test_a_file_that_is_indented_by_tabs_is_indented_anew() -> None:
+    text = "a:\n\tb:\n  # y\n\t\tc: 1  # \t x\n\n\t\td: [1,\n\t\t   2]\r\n\te: 3\n"
+    source, sink = SourceFile("x.yaml", text), Sink()
+    assert parse_yaml(source, sink) is None
+    (found,) = sink
+    assert found.fix is not None
+    assert not found.fix.safe
+    for edit in reversed(found.fix.edits):
+        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
+    assert text == "a:\n  b:\n  # y\n    c: 1  # \t x\n\n    d: [1,\n       2]\r\n  e: 3\n"
+    # Beside lines indented by spaces, one line is mended, as the line above it.
+    source, sink = SourceFile("x.yaml", "a:\n  b: 1\n\tc: 2\n\td: 3\n"), Sink()
+    assert parse_yaml(source, sink) is None
+    (found,) = sink
+    assert found.fix is not None
+    assert [(edit.span.start, edit.text) for edit in found.fix.edits] == [(10, "  ")]

@@ -34,6 +34,7 @@ async function start(): Promise<void> {
         documentSelector: [
           { language: "kernel-contract" },
           { pattern: "**/*.kc.{yaml,yml}" },
+          { pattern: "**/contract.yaml" },
         ],
       },
     );

@@ -1,0 +1,94 @@
+"""Blocks of the documentation that no command prints are accepted where they are meant to go."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kcdsl.check.compile import analyse
+from kcdsl.config import load_config
+from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.pages import Block, parse
+from kcdsl.route.catalogue import BackendSpec
+from kcdsl.source.text import SourceFile
+from tests.support.files import files_below
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCTESTS = {"docs/ir.md"}
+"""Pages whose Python is a dialogue; tests/packaging/test_ir_page.py has it."""
+
+
+def blocks(*languages: str) -> Iterator[tuple[str, Block]]:
+    """Yield the blocks of some languages, with the pages that have them."""
+    for path in files_below(REPOSITORY):
+        name = path.relative_to(REPOSITORY).as_posix()
+        if path.suffix == ".md" and not name.startswith("kcdsl/diagnostics/pages/"):
+            for block in parse(path.read_text(encoding="utf-8")).blocks:
+                if block.language in languages:
+                    yield name, block
+
+
+def the_block(page: str, language: str) -> str:
+    (found,) = (block.text for name, block in blocks(language) if name == page)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "block"), [pytest.param(*item, id=item[0]) for item in blocks("yaml", "toml", "json")]
+)
+def test_data_can_be_read(name: str, block: Block) -> None:
+    match block.language:
+        case "yaml":
+            yaml.compose(block.text)
+        case "toml":
+            assert tomllib.loads(block.text)
+        case _:
+            assert json.loads(block.text)
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [pytest.param(*item, id=item[0]) for item in blocks("python") if item[0] not in DOCTESTS],
+)
+def test_programs_can_be_compiled(name: str, block: Block) -> None:
+    assert compile(block.text, name, "exec")
+
+
+def test_the_numerics_of_the_page_are_those_of_a_kernel() -> None:
+    numerics = the_block("docs/numerics.md", "yaml")
+    indented = "".join(f"    {line}\n" for line in numerics.splitlines())
+    contract = (
+        "kcdsl: 1\ncontract: c\nversion: 1.0.0\n"
+        "model: {checkpoint: m.safetensors, architecture: llama}\n"
+        f"kernels:\n  train: {{run: torch.eager}}\n  infer:\n    run: torch.sdpa\n{indented}"
+        "data: d.jsonl\nslices: {all: {}}\nclauses: {A: {require: max(kl) <= 1, level: L1}}\n"
+    )
+    sink = Sink()
+    analysis = analyse(SourceFile("contract.yaml", contract), sink)
+    assert [d.message for d in sink] == []
+    assert analysis.program is not None
+    assert len(analysis.program.infer.numerics) == 7
+
+
+def test_the_catalogue_of_the_page_on_backends_is_one() -> None:
+    scope: dict[str, object] = {}
+    exec(compile(the_block("backends/README.md", "python"), "page", "exec"), scope)
+    catalogue = scope["CATALOGUE"]
+    assert isinstance(catalogue, tuple)
+    assert all(isinstance(spec, BackendSpec) for spec in catalogue)
+    groups = tomllib.loads(the_block("backends/README.md", "toml"))["project"]["entry-points"]
+    assert list(groups) == ["kcdsl.backends"]
+
+
+def test_the_trust_policy_of_the_page_on_certificates_is_configuration(tmp_path: Path) -> None:
+    text = the_block("certs/README.md", "toml")
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    config = load_config(tmp_path)
+    assert config.threshold == 1
+    assert config.trusted_keys is not None
+    assert len(config.trusted_keys) == 2

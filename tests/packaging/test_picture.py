@@ -1,0 +1,50 @@
+"""The picture in README.md is that of the report which `kcdsl evaluate --svg` writes."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.pages import agrees
+
+if TYPE_CHECKING:
+    from tests.conftest import Cli
+
+PICTURE = "docs/images/evaluate-minilm.svg"
+_CELL = re.compile(r'<text[^>]* y="([\d.]+)"[^>]*>(.*?)</text>')
+
+
+def lines(picture: str) -> str:
+    """Return the lines of a picture, without what the load of a machine decides: times, and with
+    them the verdict of the whole."""
+    rows: dict[float, list[str]] = {}
+    for height, cell in _CELL.findall(picture):
+        rows.setdefault(float(height), []).append(html.unescape(cell).replace("\xa0", " ").strip())
+    text = [" ".join(row) for _, row in sorted(rows.items())]
+    return "\n".join(row for row in text if "R-LATENCY" not in row and " health " not in row)
+
+
+def test_the_picture_has_what_is_compared(repository: Path) -> None:
+    text = lines((repository / PICTURE).read_text(encoding="utf-8"))
+    assert "N-HIDDEN L2 all p99(hidden_l2) <= 3 1.19 – census 0/24 ✓ held" in text
+    assert "attn_0 24 0.0642 0.125 1.57" in text
+    assert PICTURE in (repository / "README.md").read_text(encoding="utf-8")
+    assert not agrees(text, text.replace("0.125", "0.525"), roughly=True)
+
+
+@pytest.mark.slow
+def test_the_picture_is_that_of_the_report(repository: Path, tmp_path: Path, cli: Cli) -> None:
+    folder = tmp_path / "minilm"
+    shutil.copytree(
+        repository / "examples" / "minilm", folder, ignore=shutil.ignore_patterns("out")
+    )
+    ran = cli("evaluate", "--svg", "report.svg", cwd=folder)
+    assert ran.code in {0, 1}, ran.stderr
+    shown = lines((repository / PICTURE).read_text(encoding="utf-8"))
+    drawn = lines((folder / "report.svg").read_text(encoding="utf-8"))
+    assert agrees(shown, drawn, roughly=True)

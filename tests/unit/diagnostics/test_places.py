@@ -1,0 +1,105 @@
+"""Places of refusals that come from running a compiled contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kcdsl.check.compile import load_program
+from kcdsl.diagnostics import Diagnostic, Refusal, refuse
+from kcdsl.diagnostics.codes import KERNEL_FAILED, UNKNOWN_BLOCK
+from kcdsl.diagnostics.places import at, in_contract
+from kcdsl.route.goals import goals
+from kcdsl.source.text import SourceFile, Span
+from tests.support.commands import run_here
+
+CONTRACT = """kcdsl: 1
+contract: example
+version: 1.0.0
+model:
+  checkpoint: package:models/model.safetensors
+  architecture: llama
+kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}
+data: package:models/requests.jsonl
+slices: {all: {}}
+clauses:
+  N-1: {require: "forall x in points(all): 0.1 >= norm_inf(drift(attn_0, x))", level: L2}
+  N-2: {require: "forall x in points(all): norm_2(drift(mlp_0, x)) <= 0.1", level: L2}
+  N-3: {require: "forall x in points(all): no_flip(head, x)", level: L2}
+"""
+LIBRARY = """kcdsl: 1
+library: fleet
+version: 1.0.0
+kernels:
+  # far from the beginning, so that no place here is one of the contract
+  serving: {run: torch.sdpa, numerics: {preset: torch-sdpa-flash}}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A contract."""
+    file = tmp_path / "contract.yaml"
+    file.write_text(CONTRACT, encoding="utf-8")
+    return file
+
+
+def placed(path: Path, span: Span, refusal: Refusal) -> tuple[Diagnostic, ...]:
+    """Return what is reported of a refusal inside of both."""
+    with pytest.raises(Refusal) as caught, in_contract(path), at(span):
+        raise refusal
+    return caught.value.diagnostics
+
+
+def test_a_refusal_without_a_place_gets_that_of_the_contract(path: Path) -> None:
+    (found,) = placed(path, Span(0, 5), refuse(UNKNOWN_BLOCK, "no block"))
+    assert found.source == SourceFile(str(path), CONTRACT)
+    assert found.span == Span(0, 5)
+
+
+def test_the_first_place_counts(path: Path) -> None:
+    own = SourceFile("requests.jsonl", "{}")
+    (found,) = placed(path, Span(0, 5), refuse(UNKNOWN_BLOCK, "x", source=own, span=Span(1, 2)))
+    assert (found.source, found.span) == (own, Span(1, 2))
+    (found,) = placed(path, Span(0, 5), refuse(UNKNOWN_BLOCK, "x", span=Span(7, 9)))
+    assert found.span == Span(7, 9)
+    (found,) = placed(path, Span(0, 5), refuse(UNKNOWN_BLOCK, "x", source=own))
+    assert (found.source, found.span) == (own, None)
+
+
+@pytest.mark.parametrize("span", [Span(0, 0), Span(3, 10_000)])
+def test_a_program_without_text_has_no_places(path: Path, span: Span) -> None:
+    (found,) = placed(path, span, refuse(KERNEL_FAILED, "x"))
+    assert (found.source, found.span) == (None, None)
+
+
+def test_a_contract_that_is_gone_hides_no_refusal(tmp_path: Path) -> None:
+    (found,) = placed(tmp_path / "gone.yaml", Span(0, 5), refuse(KERNEL_FAILED, "x"))
+    assert (found.code, found.source, found.span) == (KERNEL_FAILED, None, None)
+
+
+def test_what_a_compiled_contract_knows_of_its_text(path: Path) -> None:
+    program = load_program(path)
+
+    def text(span: Span) -> str:
+        return CONTRACT[span.start : span.end]
+
+    assert text(program.model.span).startswith("checkpoint:")
+    assert text(program.train.span) == "{run: torch.eager}"
+    assert text(program.infer.span) == "{run: torch.sdpa}"
+    drifts = [text(goal.span) for goal in goals(program)]
+    assert drifts == ["drift(attn_0, x)", "drift(mlp_0, x)", "no_flip(head, x)"]
+
+
+def test_an_imported_kernel_stands_where_it_is_imported(path: Path) -> None:
+    (path.parent / "fleet.kc.yaml").write_text(LIBRARY, encoding="utf-8")
+    imported = CONTRACT.replace("infer: {run: torch.sdpa}}", "infer: {run: torch.eager}}").replace(
+        "kernels: {train: {run: torch.eager}, infer: {run: torch.eager}}",
+        "imports:\n  - file: fleet.kc.yaml\n    kernels: {infer: serving}\n"
+        "kernels: {train: {run: torch.eager}}",
+    )
+    path.write_text(imported, encoding="utf-8")
+    assert run_here("lint", "--fix", path).code == 0
+    program, text = load_program(path), path.read_text(encoding="utf-8")
+    assert text[program.infer.span.start : program.infer.span.end] == "serving"

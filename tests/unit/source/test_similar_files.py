@@ -1,0 +1,48 @@
+"""A path that leads nowhere is answered with a file beside it that has a close name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kcdsl.diagnostics.model import Refusal
+from kcdsl.source.files import read_source, similar_file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with two files and a folder."""
+    (tmp_path / "contract.yaml").touch()
+    (tmp_path / "prompts.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("contrct.yaml", "contract.yaml"),
+        ("contract.yml", "contract.yaml"),
+        ("promts.jsonl", "prompts.jsonl"),
+        ("modl", None),
+        ("something else", None),
+        ("gone/contract.yaml", None),
+        ("contract.yaml/contract.yaml", None),
+        ("x" * 300, None),
+        ("a\0/contract.yaml", None),
+    ],
+)
+def test_neighbours(folder: Path, name: str, meant: str | None) -> None:
+    assert similar_file(folder / name) == meant
+
+
+def test_a_missing_file_is_refused_with_the_one_that_is_there(folder: Path) -> None:
+    with pytest.raises(Refusal) as refused:
+        read_source(folder / "contrct.yaml")
+    (diagnostic,) = refused.value.diagnostics
+    assert diagnostic.code.id == "KC601"
+    assert diagnostic.help == f"did you mean {folder / 'contract.yaml'}?"
+    with pytest.raises(Refusal) as refused:
+        read_source(folder / "other.yaml")
+    assert refused.value.diagnostics[0].help is None
