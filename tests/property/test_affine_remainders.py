@@ -90,7 +90,11 @@ def test_no_input_of_the_region_leaves_the_bounds(model: Model, block: str, radi
             )
         low, high = run.tape.bound(index, functional).with_region(run.tape.radius)
         reached = 0.0
-        for x in _climb(lambda x: (a * simulator.run(x, {})).sum(), centre, radius, generator):
+
+        def objective(x: Tensor, a: Tensor = a) -> Tensor:
+            return (a * simulator.run(x, {})).sum()
+
+        for x in _climb(objective, centre, radius, generator):
             value = float((a * (simulator.run(x, {}) - entry.reference)).sum())
             slack = 1e-13 * float(a.abs().sum())
             assert float(low[0]) - slack <= value <= float(high[0]) + slack

@@ -145,10 +145,11 @@ def confirmed(found: Floats, derived: Floats, noise: Floats | float, looser: flo
 
 # The programs round differently; nothing else may make the checker find more than the prover.
 AGREE = 2.0**-20
-# How much less it may find: products of small terms are collected in other ways, and the prover
-# counts an error of the mean in rms_norm, which has none.
+# How much less it may find: products of small terms are collected in other ways. Eigenvalues are
+# bounded more closely than by the prover, and where one row of a node is bounded by reverse passes,
+# all are.
 LOOSER = 2.0**-10
-LOOSER_OF = {"rms_norm": 1.0, "rms_norm alone": 1.0}
+LOOSER_OF = dict.fromkeys(("rms_norm", "rms_norm alone", "layer_norm", "layer_norm alone"), 1.0)
 
 
 @pytest.mark.parametrize("radius", [0.0, 2.0**-10, 2.0**-5])
@@ -196,7 +197,7 @@ def compare(mine: ProverEntry, other: Entry, noise: float, looser: float, known:
     none = np.zeros(other.reach.shape)
     a = none if mine.centre is None else mine.centre.numpy()
     b = none if other.centre is None else other.centre
-    assert (np.abs(a - b) <= np.abs(a) * LOOSER + noise).all()
+    assert (np.abs(a - b) <= np.abs(a) * looser + noise).all()
     centre = np.abs(b)
     a = none if mine.radius is None else mine.radius.numpy()
     b = none if other.radius is None else other.radius
@@ -232,8 +233,10 @@ def functionals(
         assert second.tape.region is not None
         moved = 0.0 if b.input is None else b.input.sizes(second.tape.region)
         middle, half = ((high + low) / 2).numpy(), ((high - low) / 2).numpy()
-        assert (np.abs(middle - b.centre) <= half * 2.0**-16 + slack).all()
-        confirmed(half, b.radius + moved, slack, looser)
+        apart = np.abs(middle - b.centre)
+        assert (apart <= half * max(2.0**-16, looser - LOOSER) + slack).all()
+        inside = apart if looser > LOOSER else 0.0  # an interval in an interval
+        confirmed(half, b.radius + moved + inside, slack, looser)
 
 
 PAIRS = [

@@ -109,7 +109,7 @@ def permuted(adjoint: Adjoint, dims: Sequence[int]) -> Adjoint:
 
 
 def reshaped(adjoint: Adjoint, shape: tuple[int, ...]) -> Adjoint:
-    """Pull functionals of x.reshape(...) back to x of shape `shape`, keeping windows if possible."""
+    """Pull functionals of x.reshape(...) back to x of this shape, with windows where possible."""
     window: list[tuple[int, int]] = []
     current = adjoint
     for mine, theirs in _groups(shape, adjoint.shape):

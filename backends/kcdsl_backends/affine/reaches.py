@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.affine.adjoint import Adjoint, whole
-from kcdsl_backends.affine.tape import Range, Tape
+from kcdsl_backends.affine.energy import norm
+from kcdsl_backends.affine.tape import SAFE, Range, Tape
 
 BATCH = 512
 """Functionals bounded by one reverse pass."""
@@ -34,25 +35,34 @@ def unit_functionals(
             yield i, start, stop, Adjoint(values.reshape(stop - start, 1, *rest), window, shape)
 
 
-def elements(tape: Tape, index: int) -> Tensor:
-    """Bound |e| of an entry, element by element."""
+def elements(tape: Tape, index: int, needed: Tensor) -> Tensor:
+    """Bound |e| of an entry, element by element: by reverse passes in the rows that are needed.
+
+    Args:
+        needed: [..., 1] bool; other rows keep the reach of the entry.
+    """
     entry = tape.entries[index]
-    found = torch.empty_like(entry.reach)
+    found = entry.reach.clone()
     for i, start, stop, functionals in unit_functionals(entry.shape, found.device):
-        found[i].view(-1)[start:stop] = tape.bound(index, functionals).magnitude(tape.radius)
+        if bool(needed[i].any()):
+            found[i].view(-1)[start:stop] = tape.bound(index, functionals).magnitude(tape.radius)
     return torch.minimum(found, entry.reach)
 
 
-def deviations(tape: Tape, index: int, weights: Tensor) -> Tensor:
+def deviations(tape: Tape, index: int, weights: Tensor, needed: Tensor) -> Tensor:
     """Bound |e_j - Σ_k weights_k e_k| in every row of an entry [..., n].
 
     Args:
         weights: [..., n], for every row the weights of a mean.
+        needed: [..., 1] bool: rows for which reverse passes are made.
     """
     entry = tape.entries[index]
     *lead, count, n = entry.shape
+    wide = (entry.reach + (weights.abs() * entry.reach).sum(-1, keepdim=True)) * SAFE
+    found = wide.clone()
+    if not bool(needed.any()):
+        return found
     unit = torch.eye(n, dtype=torch.float64, device=weights.device)
-    found = torch.empty_like(entry.reach)
     if (count * n) ** 2 <= TOGETHER and not tape.amplifies:
         for head in rows((*lead, 1)):
             values = torch.zeros(count, n, count, n, dtype=torch.float64, device=weights.device)
@@ -63,21 +73,43 @@ def deviations(tape: Tape, index: int, weights: Tensor) -> Tensor:
             bounds = tape.bound(index, Adjoint(values.reshape(shape), window, entry.shape))
             found[head] = bounds.magnitude(tape.radius).reshape(count, n)
     else:
-        for row in rows(entry.shape):
-            values = unit - weights[row]
-            found[row] = tape.bound(index, on_row(values, row, entry.shape)).magnitude(tape.radius)
-    wide = entry.reach + (weights.abs() * entry.reach).sum(-1, keepdim=True)
-    return torch.minimum(found, wide * (1 + 2.0**-40))
+        for row in _chosen(needed):
+            functionals = on_row(unit - weights[row], row, entry.shape)
+            found[row] = tape.bound(index, functionals).magnitude(tape.radius)
+    return torch.minimum(found, wide)
 
 
-def directions(tape: Tape, index: int, along: Tensor) -> Tensor:
+def directions(tape: Tape, index: int, along: Tensor, needed: Tensor) -> Tensor:
     """Bound |Σ_j along_j e_j| in every row of an entry [..., n] -> [..., 1]."""
     entry = tape.entries[index]
-    found = torch.empty_like(entry.reach[..., :1])
-    for row in rows(entry.shape):
+    found = (along.abs() * entry.reach).sum(-1, keepdim=True) * SAFE
+    for row in _chosen(needed):
         functional = on_row(along[row].reshape(1, -1), row, entry.shape)
         found[row] = tape.bound(index, functional).magnitude(tape.radius)
     return found
+
+
+def norms(tape: Tape, index: int, functionals: Tensor, needed: Tensor) -> Tensor:
+    """Bound the Euclidean norm of functionals of every row of an entry [..., n] -> [..., 1].
+
+    Args:
+        functionals: [m, n] of every row, or [..., n]: the row's elements with these weights.
+        needed: [..., 1] bool; other rows get infinity.
+    """
+    entry = tape.entries[index]
+    found = torch.full_like(entry.reach[..., :1], torch.inf)
+    weighted = functionals.shape == entry.reach.shape
+    for row in _chosen(needed):
+        values = torch.diag(functionals[row]) if weighted else functionals
+        found[row] = norm(tape, index, on_row(values, row, entry.shape))
+    return found
+
+
+def _chosen(needed: Tensor) -> Iterator[tuple[int, ...]]:
+    """Yield the index of every row that is needed."""
+    for row in rows(tuple(needed.shape)):
+        if bool(needed[row]):
+            yield row
 
 
 def rows(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -99,10 +99,6 @@ def _to_nearest(entry: Entry, form: Format, half: Tensor) -> Entry:
     def kept(adjoint: Adjoint) -> Sequence[tuple[int, Adjoint]]:
         return pull(adjoint.times(keep))
 
-    def bent(adjoint: Adjoint) -> Tensor:
-        assert curved is not None
-        return curved(adjoint.times(keep))
-
     return Entry(
         entry.name,
         torch.where(stairs, low / 2 + high / 2, entry.reference),
@@ -110,7 +106,7 @@ def _to_nearest(entry: Entry, form: Format, half: Tensor) -> Entry:
         kept,
         None if entry.centre is None else entry.centre * keep,
         torch.where(stairs, gap, entry.radius + half) * SAFE,
-        None if curved is None else bent,
+        None if curved is None else curved.where(keep),
         None if amplified is None else Amplified(amplified.factor, amplified.loose * keep),
         kept=not bool(stairs.any()),
     )

@@ -21,8 +21,6 @@ from kcdsl_backends.interval.box import gamma
 
 Pull = Callable[[Adjoint], Sequence[tuple[int, Adjoint]]]
 """Lᵀ: the functionals of the operands' errors that a functional of the result's error is."""
-Curved = Callable[[Adjoint], Tensor]
-"""A bound [B] of what a part of o_n adds to functionals, where that depends on the functional."""
 
 SAFE = 1.0 + 2.0**-40
 """More than the relative error of sums of up to 4,000 non-negative terms."""
@@ -30,6 +28,33 @@ PASS = 8
 """Roundings of a reverse pass at an entry beside the products of its map: sums of adjoints."""
 INPUT = 0
 """The entry of the block input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curved:
+    """A part of o_n that is known functional by functional only.
+
+    `between` bounds what it adds to functionals, [B] from below and above; `norm` bounds the
+    Euclidean norm of what it adds to all of them, if that is less than the norm of those bounds.
+    """
+
+    between: Callable[[Adjoint], tuple[Tensor, Tensor]]
+    norm: Callable[[Adjoint], float] | None = None
+
+    def together(self, adjoint: Adjoint) -> float:
+        """Bound the Euclidean norm of what is added to the functionals."""
+        if self.norm is not None:
+            return self.norm(adjoint)
+        low, high = self.between(adjoint)
+        return float(torch.maximum(-low, high).norm()) * SAFE
+
+    def where(self, keep: Tensor) -> Curved:
+        """Return the same part of keep∘o_n."""
+        norm = self.norm
+        return Curved(
+            lambda a: self.between(a.times(keep)),
+            None if norm is None else lambda a: norm(a.times(keep)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +74,8 @@ class Entry:
     """One line of the recurrence.
 
     `reach` bounds |e| element by element; `centre` and `radius` are None where they are zero.
-    `kept` says that the linear map was kept everywhere, with nothing rounded off to a grid.
+    `kept` says that the linear map was kept everywhere, with nothing rounded off to a grid;
+    `carried` is the reach from operand to operand, where reverse passes have lowered it.
     """
 
     name: str
@@ -61,11 +87,17 @@ class Entry:
     curved: Curved | None = None
     amplified: Amplified | None = None
     kept: bool = True
+    carried: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the node."""
         return tuple(self.reference.shape)
+
+    @property
+    def widest(self) -> Tensor:
+        """Return the reach as carried on, of which rounding errors of adjoints are a share."""
+        return self.reach if self.carried is None else self.carried
 
     @property
     def size(self) -> Tensor:
@@ -114,7 +146,8 @@ class Tape:
     def tighten(self, index: int, reach: Tensor) -> None:
         """Lower the reach of an entry to a bound found by reverse passes."""
         entry = self.entries[index]
-        self.entries[index] = replace(entry, reach=torch.minimum(entry.reach, reach))
+        lowered = torch.minimum(entry.reach, reach)
+        self.entries[index] = replace(entry, reach=lowered, carried=entry.widest)
 
     def bound(self, index: int, adjoint: Adjoint) -> Range:
         """Bound functionals of the error of one entry by a reverse pass."""
@@ -137,7 +170,8 @@ class Tape:
             if entry.radius is not None:
                 spread = spread + functional.magnitude(entry.radius)
             if entry.curved is not None:
-                spread = spread + entry.curved(functional)
+                low, high = entry.curved.between(functional)
+                middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
             pulled = entry.pull(functional)
             if entry.amplified is not None:
                 if not pending and functional.single_row and len(pulled) == 1:

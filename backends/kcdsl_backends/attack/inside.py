@@ -1,6 +1,6 @@
 """Roundings inside an operation, beside those of sums and of storing (sections 4 and 6 there).
 
-What the model admits is larger: softmax has none here, and of a norm only the inverse root.
+What the model admits is a little larger: a norm's squares, for instance, are exact here.
 """
 
 from __future__ import annotations

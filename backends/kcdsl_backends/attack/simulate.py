@@ -5,7 +5,8 @@ A run is admitted by a specification if every stored result obeys its error mode
 chosen by the caller, make it one:
 
 - accumulation: a dot product of n terms is exact + s·A_n,2 (section 3 there);
-- early cast: with `casts: any` a product of a linear may be stored before its bias is added;
+- early cast: with `casts: any` a product of a linear may be stored before its bias is added, and
+  what a norm normalised before its gain;
 - inside: elements of elementwise operations, and the inverse root of norms (inside.py);
 - cast: with `casts: any` the stored result is v·(1 + u·s); with `casts: nearest` it is v rounded to
   nearest, and there is no symbol.
@@ -79,8 +80,7 @@ class Simulator:
             coarser = [n for n in stored if self._format(n).precision < SIMULATED]
             shapes |= {f"cast {n.name}": n.shape for n in coarser}
             if self._coarse:
-                biased = (n for n in stored if n.op == "linear" and len(n.inputs) > 2)
-                shapes |= {f"early {n.name}": n.shape for n in biased}
+                shapes |= {f"early {n.name}": n.shape for n in stored if _casts_early(n)}
                 inputs = (n for n in self.graph.nodes if n.op == "input")
                 shapes |= {f"cast {n.name}": n.shape for n in inputs}
         return shapes
@@ -107,8 +107,10 @@ class Simulator:
                 value = value + accumulated * self._sum_error(node, value, nodes, values)
             early = symbols.get(f"early {node.name}")
             if early is not None:
-                product = value - self._operand(node.inputs[2], nodes, values)
-                value = value + FORMATS[self.numerics.compute].unit_roundoff * early * product
+                biased = len(node.inputs) > 2
+                bias = self._operand(node.inputs[2], nodes, values) if biased else 0.0
+                unit = FORMATS[self.numerics.compute].unit_roundoff
+                value = value + unit * early * (value - bias)
             value = self._inside(node, value, symbols, nodes, values)
             values[node.name] = self._store(node, value, symbols.get(f"cast {node.name}"))
         return values[self.graph.output]
@@ -254,6 +256,11 @@ class Simulator:
             torch.round(code) if spec.format == "int8" else nearest_to(code, FORMATS[spec.format])
         )
         return x + (code * scale - x.detach())
+
+
+def _casts_early(node: Node) -> bool:
+    """Say whether a result may be stored before its bias or gain is applied."""
+    return node.op in NORMS or (node.op == "linear" and len(node.inputs) > 2)
 
 
 def _slice(x: Tensor, node: Node) -> Tensor:

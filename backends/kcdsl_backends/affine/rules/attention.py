@@ -18,6 +18,8 @@ from kcdsl_backends.interval.rules import softmax as interval
 
 FARTHEST = 30.0
 """Beyond this score drift nothing is known of a softmax but that it lies between 0 and 1."""
+NEGLIGIBLE = 2.0**-12
+"""Up to this score drift remainders are not worth reverse passes."""
 _LOST = 2.0**-900
 """More than what becomes, after the largest drift, of a probability that float64 lost."""
 
@@ -33,7 +35,10 @@ def softmax(run: KernelRun, node: Node) -> None:
     allowed = scores.reference.masked_fill(~mask, -torch.inf)
     p, columns = allowed.softmax(-1), allowed.shape[-1]
     trust = _relative_error(allowed, mask)
-    c = torch.where(mask, deviations(run.tape, index, p), 0.0)
+    around = (scores.reach + (p * scores.reach).sum(-1, keepdim=True)) * SAFE
+    needed = torch.where(mask, around, 0.0).amax(-1, keepdim=True) > NEGLIGIBLE
+    c = deviations(run.tape, index, p, needed)
+    c = torch.where(mask, c, 0.0)
     if not bool((c < FARTHEST).all()):
         raise NoBound(node.name, f"a score may drift by more than {FARTHEST:g}")
     rise = (torch.expm1(c) * (1 + 2.0**-48) - c).clamp_min(0) + 2.0**-47 * c
@@ -89,7 +94,7 @@ def _mask(run: KernelRun, node: Node, scores: Entry) -> Tensor:
 
 
 def _relative_error(allowed: Tensor, mask: Tensor) -> Tensor:
-    """Bound the relative error of a softmax formed in float64: exp to 4 ulp, of a rounded argument."""
+    """Bound the relative error of a softmax in float64: exp to 4 ulp, of a rounded argument."""
     top = allowed.amax(-1, keepdim=True)
     spread = torch.where(mask, top - allowed, 0.0).amax(-1, keepdim=True).clamp_max(800)
     return 2.0**-52 * (allowed.shape[-1] + 16 + 4 * spread)
@@ -111,7 +116,8 @@ def context(run: KernelRun, node: Node) -> None:
     result = product(run, p, v, steps, 2)
     second = p.reach @ v.reach * SAFE
     values = heads(run, node, 1)
-    if values is None:
+    matters = second.sum() > NEGLIGIBLE * result.linear.sum()
+    if values is None or not bool(matters):
         internal = (result.internal + second) * SAFE
         plain = Result(result.reference, result.pull, result.linear, internal)
         store(run, node, plain, accumulates=True)
@@ -137,7 +143,7 @@ def _second_order(moved: Tensor, values: Heads) -> Curved:
     width = values.weight.shape[1]
     inexact = gamma(width + PASS) * values.carried
 
-    def curved(a: Adjoint) -> Tensor:
+    def between(a: Adjoint) -> tuple[Tensor, Tensor]:
         window = (*a.window[:-1], (0, width))
         (first, last), (start, stop), _ = window
         functional = a.on(window)
@@ -147,6 +153,7 @@ def _second_order(moved: Tensor, values: Heads) -> Curved:
             through = (part @ values.weight[h]).abs() @ values.reach.T
             size = through + part.abs() @ (values.own[h] + inexact[h]).T  # [B, rows, keys]
             total = total + (size * moved[h, start:stop]).flatten(1).sum(-1)
-        return total * SAFE
+        total = total * SAFE
+        return -total, total
 
-    return curved
+    return Curved(between)

@@ -11,7 +11,8 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.kernel import KernelRun, Operand
-from kcdsl_backends.affine.reaches import elements
+from kcdsl_backends.affine.reaches import elements, norms
+from kcdsl_backends.affine.remainder import Remainder
 from kcdsl_backends.affine.rules.linear import Pulled
 from kcdsl_backends.affine.storing import Result, refuse_overflow, store
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry
@@ -19,6 +20,8 @@ from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.elementwise import GELU, SILU, TANH, Smooth
 
+NEGLIGIBLE, SMALL = 2.0**-12, 2.0**-9
+"""Up to these shares of the linear part a remainder is worth no reverse passes, no norms."""
 _OWN = 2.0**-52
 """Relative error of one float64 operation, doubled."""
 
@@ -148,30 +151,49 @@ def activation(run: KernelRun, node: Node) -> None:
     """Append a smooth activation: tangent at the reference, remainder by the second derivative."""
     function, curvature = _CURVATURES[node.op]
     index, x = run.entry(node, 0)
-    reach = elements(run.tape, index)
-    run.tape.tighten(index, reach)
-    h = x.reference
-    box = Box(h - reach * SAFE, h + reach * SAFE)
-    slope = function.derivative(h)
+    h, slope = x.reference, function.derivative(x.reference)
+    reach, box, square = x.reach, *_around(h, x.reach)
     least, most = curvature(box)
+    needed = _matters(least, most, square, slope * reach, NEGLIGIBLE)
+    if bool(needed.any()):
+        reach = elements(run.tape, index, needed)
+        run.tape.tighten(index, reach)
+        box, square = _around(h, reach)
+        least, most = curvature(box)
+    needed = _matters(least, most, square, slope * reach, SMALL)
+    steepest = torch.maximum(most.abs(), least.abs())
+    together = norms(run.tape, index, steepest.sqrt() * SAFE, needed)
+    sums = (steepest * square).sum(-1, keepdim=True) * SAFE
+    sums = torch.minimum(sums, together.square() / 2 * SAFE)
+    linear = slope.abs() * reach * SAFE
     slopes = function.slopes(box)
     wide = torch.maximum((slopes.lo - slope).abs(), (slopes.hi - slope).abs()) * reach * SAFE
-    square = reach * reach / 2 * SAFE
     low = torch.maximum(least.clamp_max(0) * square, -wide)
     high = torch.minimum(most.clamp_min(0) * square, wide)
     values = function.range(box)
     reference = function.value(h)
-    linear = slope.abs() * reach * SAFE
     inside = function.error((h.abs() + reach) * SAFE, values.mag(), run.rounding.u_function)
     trust = 2.0**-45 * torch.maximum(reference.abs(), h.abs().clamp_max(1.0)) + 2.0**-45 * reach
     own = trust + gamma(PASS) * linear + 2.0**-1000
-    internal = ((high - low) / 2 + inside + own) * SAFE
+    internal = (inside + own) * SAFE
 
     def pull(adjoint: Adjoint) -> Pulled:
         return [(index, adjoint.times(slope))]
 
-    centre = (low + high) / 2
-    store(run, node, Result(reference, pull, linear, internal, centre=centre, extra=centre.abs()))
+    remainder = Remainder(low, high, sums).curved()
+    extra = torch.maximum(-low, high)
+    store(run, node, Result(reference, pull, linear, internal, curved=remainder, extra=extra))
+
+
+def _around(reference: Tensor, reach: Tensor) -> tuple[Box, Tensor]:
+    """Return the interval of an argument, and half the square of its reach."""
+    return Box(reference - reach * SAFE, reference + reach * SAFE), reach * reach / 2 * SAFE
+
+
+def _matters(least: Tensor, most: Tensor, square: Tensor, linear: Tensor, share: float) -> Tensor:
+    """Say of every row [..., 1] whether its remainder may exceed a share of the linear part."""
+    loose = (torch.maximum(most.abs(), least.abs()) * square).sum(-1, keepdim=True)
+    return ~(loose <= share * linear.abs().sum(-1, keepdim=True))
 
 
 def rope(run: KernelRun, node: Node) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.kernel import KernelRun, Operand
+from kcdsl_backends.affine.rules.structural import MOVES, moved
 from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry
 from kcdsl_backends.interval.box import Box, gamma
@@ -42,7 +43,7 @@ def linear(run: KernelRun, node: Node) -> None:
         early = kernel.compute
         stored = product.abs() + reach + error
         error = error + early.unit_roundoff * stored * SAFE + early.underflow
-    own = gamma(terms + 4) * total + gamma(terms + PASS) * reach
+    own = gamma(terms + 4) * total + gamma(max(weight.shape) + PASS) * reach
 
     def pull(a: Adjoint) -> Pulled:
         start, stop = a.window[-1]
@@ -130,36 +131,40 @@ class Heads:
         return self.reach @ self.weight.abs().mT * SAFE
 
 
-def heads(run: KernelRun, node: Node, position: int) -> Heads | None:
-    """Return the heads behind an operand, None where it does not come straight from a linear."""
-    source = run.source(node, position)
-    transposed = False
-    while source.op in ("permute", "reshape"):
-        if source.op == "permute":
-            dims = [int(d) for d in source.attrs["dims"]]
-            if dims == [0, 2, 1] and len(source.shape) == 3 and not transposed:
-                transposed = True
-            elif dims != [1, 0, 2]:
-                return None
+def heads(run: KernelRun, node: Node, position: int, *, transposed: bool = False) -> Heads | None:
+    """Return the heads behind an operand, None where it does not come straight from a linear.
+
+    Args:
+        transposed: the operand is [heads, d, T].
+    """
+    moves, source = [], run.source(node, position)
+    while source.op in MOVES:
+        moves.append(source)
         source = run.source(source, 0)
     if source.op != "linear" or run.rounding.numerics.activations.format != "none":
         return None
     entry = run.tape.entries[run.computed[source.name]]
-    x = run.operand(source, 0)
-    shape = run.operand(node, position).reference.shape
-    count, tokens, width = (
-        (shape[0], *shape[1:]) if not transposed else (shape[0], shape[2], shape[1])
-    )
-    if not entry.kept or entry.radius is None or entry.shape != (tokens, count * width):
+    if not entry.kept or entry.radius is None or len(entry.shape) != 2:
+        return None
+    tokens, features = entry.shape
+    place = torch.arange(tokens * features, device=entry.radius.device).reshape(entry.shape)
+    for move in reversed(moves):
+        place = moved(move, place)
+    if place.dim() != 3:
+        return None
+    place = place.mT if transposed else place
+    outputs = place[:, :1] % features
+    row = torch.arange(tokens, device=place.device)[:, None]
+    if place.shape[1] != tokens or not bool((place == row * features + outputs).all()):
         return None
     weight = run.parameters.linear(run.source(source, 1))
-    own = entry.radius.reshape(tokens, count, width).transpose(0, 1)
-    return Heads(weight.reshape(count, width, -1), own, x.reach)
+    own = entry.radius.flatten()[place.flatten()].reshape(place.shape)
+    return Heads(weight[outputs[:, 0]], own, run.operand(source, 0).reach)
 
 
 def _through_weights(run: KernelRun, node: Node) -> Tensor | None:
     """Bound |e_q·e_k| through the product of both weights; None where they are not at hand."""
-    query, key = heads(run, node, 0), heads(run, node, 1)
+    query, key = heads(run, node, 0), heads(run, node, 1, transposed=True)
     if query is None or key is None or query.weight.shape[1] != key.weight.shape[1]:
         return None
     width = query.weight.shape[1]

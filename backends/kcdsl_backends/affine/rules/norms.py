@@ -10,15 +10,17 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.reaches import deviations, directions, elements
+from kcdsl_backends.affine.reaches import deviations, directions, elements, norms
 from kcdsl_backends.affine.rules.linear import Pulled
 from kcdsl_backends.affine.storing import Result, store
-from kcdsl_backends.affine.tape import SAFE, Amplified, Entry
+from kcdsl_backends.affine.tape import SAFE, Amplified, Curved, Entry
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.interval.errors import NoBound
 
 FARTHEST = 0.9
-"""Relative drift of the variance from which on there is no bound."""
+"""Relative drift along the row from which on there is no bound."""
+NEGLIGIBLE, SMALL = 2.0**-12, 2.0**-9
+"""Up to these relative drifts along a row remainders are worth no reverse passes, no norms."""
 _LEAST_VARIANCE, _MOST_SQUARES = 2.0**-100, 2.0**126
 
 
@@ -26,13 +28,13 @@ _LEAST_VARIANCE, _MOST_SQUARES = 2.0**-100, 2.0**126
 class _Moved:
     """How far the ingredients of a norm may move; all [..., 1] but `reach` [..., n].
 
-    `reach` bounds |δ|, `mean` |m|/v, `scale` the interval of q, `factor` is χ, `least` bounds the
-    variance from below.
+    `reach` bounds |δ| and `mean` |μ|; `shrink` bounds 1 - κ and `factor` |κ/(1 + μ) - 1|; `least`
+    bounds the variance from below.
     """
 
     reach: Tensor
     mean: Tensor
-    scale: tuple[Tensor, Tensor]
+    shrink: Tensor
     factor: Tensor
     least: Tensor
 
@@ -58,14 +60,15 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
     r = v.rsqrt()
     y = c * r
     moved = _moved(run, node, index, c, v, centred=centred)
-    low, high = moved.scale
     steep = g * y
     linear = g.abs() * (r * moved.reach + y.abs() * moved.mean) * SAFE
-    loose = moved.factor * g.abs() * r * moved.reach * SAFE
+    loose = moved.factor * linear * SAFE
     inside, flat, along = _inside(run, node, x, y, r, moved, g, b, centred=centred)
-    along = (along + (high - low) / 2 + moved.factor * moved.mean) * SAFE
-    own = gamma(n + 32) * (linear + steep.abs() + b.abs() + r * x.reference.abs() * g.abs())
-    centre = steep * ((low + high) / 2)
+    along = (along + moved.shrink / 2) * SAFE
+    h = x.reference.abs()
+    h = h + h.mean(-1, keepdim=True) if centred else h
+    own = gamma(n + 32) * (linear + steep.abs() + b.abs() + r * h * g.abs())
+    centre = steep * (-moved.shrink / 2)
 
     def pull(a: Adjoint) -> Pulled:
         window = (*a.window[:-1], (0, n))
@@ -75,7 +78,7 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
         back = back - back.mean(-1, keepdim=True) if centred else back
         return [(index, Adjoint(back, window, a.shape))]
 
-    def curved(a: Adjoint) -> Tensor:
+    def between(a: Adjoint) -> tuple[Tensor, Tensor]:
         part, rows = at(a.window), at(a.window)[:-1]
         steeply, flatly = a.values * steep[part], a.values * g[part[-1]]
         scaled = steeply.sum(-1).abs() + gamma(n + 8) * steeply.abs().sum(-1)
@@ -83,7 +86,8 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
         if centred:
             shifted = flatly.sum(-1).abs() + gamma(n + 8) * flatly.abs().sum(-1)
             found = found + shifted * flat[rows][..., 0]
-        return found.flatten(1).sum(-1) * SAFE
+        total = found.flatten(1).sum(-1) * SAFE
+        return -total, total
 
     extra = loose + steep.abs() * along + g.abs() * flat + centre.abs()
     store(
@@ -95,7 +99,7 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
             linear,
             (inside + own) * SAFE,
             centre=centre,
-            curved=curved,
+            curved=Curved(between),
             amplified=Amplified(moved.factor, loose),
             extra=extra * SAFE,
         ),
@@ -105,22 +109,35 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
 def _moved(
     run: KernelRun, node: Node, index: int, c: Tensor, v: Tensor, *, centred: bool
 ) -> _Moved:
-    n = c.shape[-1]
-    uniform = torch.full_like(c, 1 / n)
-    reach = deviations(run.tape, index, uniform) if centred else elements(run.tape, index)
-    reach = (reach + 4 * gamma(n + 8) * run.tape.entries[index].reach) * SAFE
-    mean = directions(run.tape, index, c / n) / v * SAFE
-    mean = mean + 4 * gamma(n + 8) * (c.abs() * reach).mean(-1, keepdim=True) / v
-    square = reach.square().mean(-1, keepdim=True) / v * SAFE
-    moved = (2 * mean + square) * SAFE
-    if not bool((moved < FARTHEST).all()):
+    n, around = c.shape[-1], run.tape.entries[index].reach
+    reach = (around + around.mean(-1, keepdim=True) if centred else around) * SAFE
+    mean = (c.abs() * reach).mean(-1, keepdim=True) / v * SAFE
+    needed = ~(mean <= NEGLIGIBLE)
+    if bool(needed.any()):
+        if centred:
+            reach = deviations(run.tape, index, torch.full_like(c, 1 / n), needed)
+        else:
+            reach = elements(run.tape, index, needed)
+        reach = (reach + 4 * gamma(n + 8) * around) * SAFE
+        mean = directions(run.tape, index, c / n, needed) / v * SAFE
+        mean = mean + 4 * gamma(n + 8) * (c.abs() * reach).mean(-1, keepdim=True) / v
+    if not bool((mean < FARTHEST).all()):
         raise NoBound(node.name, "the drift reaches the size of the variance")
-    rise = 0.375 * moved.square() / (1 - moved) ** 2.5 * SAFE
-    low, high = -square / 2 * SAFE, rise
-    factor = (mean + torch.maximum(-low, high)) * SAFE
+    square = _square(run, index, reach, mean, centred=centred) / (v * (1 - mean) ** 2) * SAFE
+    shrink = square / (1 + square + torch.sqrt(1 + square)) * SAFE
+    factor = torch.maximum(mean / (1 - mean), (mean + shrink) / (1 + mean)) * SAFE
     # v itself is off by the float64 error of a mean of squares
     inexact = 8 * gamma(n + 16) * c.square().mean(-1, keepdim=True)
-    return _Moved(reach, mean, (low, high), factor, v * (1 - moved) * (1 - 2.0**-45) - inexact)
+    least = v * (1 - mean) ** 2 * (1 - 2.0**-45) - inexact
+    return _Moved(reach, mean, shrink, factor, least)
+
+
+def _square(run: KernelRun, index: int, reach: Tensor, mean: Tensor, *, centred: bool) -> Tensor:
+    """Bound mean(δ²) of every row: by the reach, or by the norm of all elements together."""
+    square, n = reach.square().mean(-1, keepdim=True) * SAFE, reach.shape[-1]
+    unit = torch.eye(n, dtype=torch.float64, device=reach.device)
+    together = norms(run.tape, index, unit - 1 / n if centred else unit, ~(mean <= SMALL))
+    return torch.minimum(square, together.square() / n * SAFE)
 
 
 def _inside(
@@ -135,14 +152,14 @@ def _inside(
     *,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the roundings inside: each element's [..., n]; of the mean and of the root [..., 1]."""
+    """Return the roundings inside: of each element [..., n], of mean and of root [..., 1]."""
     kernel, n, size = run.rounding, x.shape[-1], x.size
     u, lost = kernel.u_function, kernel.eta_function
     average = size.mean(-1, keepdim=True) * SAFE
     squares = size.square().mean(-1, keepdim=True) * SAFE
     if not bool((moved.least >= _LEAST_VARIANCE).all()):
         raise NoBound(node.name, "the variance may be zero")
-    if not bool((n * size.amax(-1) ** 2 <= _MOST_SQUARES).all()):
+    if not bool((n * size.amax(-1) ** 2 + float(node.attrs["eps"]) <= _MOST_SQUARES).all()):
         raise NoBound(node.name, "overflow reachable: the sum of squares may leave float32")
     if centred:
         kappa = 4 * gamma(n + 6, u) * squares / moved.least * SAFE
@@ -153,9 +170,12 @@ def _inside(
         theta = torch.full_like(r, gamma(n + 3, u) + 8 * u)
     root = moved.least.rsqrt() * (1 + theta) * SAFE
     shifted = gamma(n + 6, u) * average * root if centred else torch.zeros_like(root)
-    magnitude = y.abs() * (1 + moved.mean + moved.factor) + r * moved.reach * (1 + moved.factor)
+    grown = 1 + moved.factor
+    magnitude = y.abs() * (1 + grown * moved.mean) + grown * r * moved.reach
     magnitude = magnitude * (1 + theta) * SAFE
-    each = (4 * u * (size + average) + (n + 6) * lost) * root + 6 * u * (magnitude + shifted)
+    each = 6 * u * (magnitude + shifted)
+    if centred:
+        each = each + (4 * u * (size + average) + (n + 6) * lost) * root
     if kernel.coarse:
         form = kernel.compute
         stored = magnitude + shifted + each
@@ -163,7 +183,7 @@ def _inside(
     steep = g.abs()
     scaled = 3 * u * ((magnitude + each + shifted) * steep + b.abs())
     underflow = lost * (1 + steep + 3 * size.amax(-1, keepdim=True))
-    second = theta * r * moved.reach * (1 + moved.factor)
+    second = theta * grown * r * moved.reach
     inside = (each * steep + scaled + underflow + second * steep) * SAFE
-    along = theta * (1 + 2 * moved.factor + 2 * moved.mean)
+    along = theta * (1 + grown * moved.mean + moved.shrink)
     return inside, shifted, along

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,23 +10,42 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, permuted, reshaped
 from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.rules.linear import Pulled
 from kcdsl_backends.affine.tape import Entry
 
 Back = Callable[[Adjoint, tuple[int, ...]], Adjoint]
 
 
-def _move(run: KernelRun, node: Node, change: Callable[[Tensor], Tensor], back: Back) -> None:
+MOVES = frozenset({"reshape", "permute", "expand", "slice"})
+"""Operations whose result is made of elements of one operand."""
+
+
+def moved(node: Node, x: Tensor) -> Tensor:
+    """Return the elements of x where an operation of `MOVES` puts them."""
+    match node.op:
+        case "reshape":
+            return x.reshape(node.shape)
+        case "permute":
+            return x.permute([int(d) for d in node.attrs["dims"]])
+        case "expand":
+            return x.expand(node.shape).contiguous()
+        case "slice":
+            dim, start, stop, step = (int(node.attrs[k]) for k in ("dim", "start", "stop", "step"))
+            return x[(*(slice(None) for _ in range(dim % x.dim())), slice(start, stop, step))]
+        case _:
+            raise ValueError(f"{node.op} does not only move elements")
+
+
+def _move(run: KernelRun, node: Node, back: Back) -> None:
     """Append a rearrangement of one operand; of a known number it is a known number."""
     x = run.operand(node, 0)
     if x.index is None:
-        run.known[node.name] = change(x.reference)
+        run.known[node.name] = moved(node, x.reference)
         return
     index, shape = x.index, tuple(x.reference.shape)
     entry = Entry(
         node.name,
-        change(x.reference),
-        change(x.reach),
+        moved(node, x.reference),
+        moved(node, x.reach),
         lambda a: [(index, back(a, shape))],
     )
     run.computed[node.name] = run.tape.add(entry)
@@ -34,13 +53,13 @@ def _move(run: KernelRun, node: Node, change: Callable[[Tensor], Tensor], back: 
 
 def reshape(run: KernelRun, node: Node) -> None:
     """Append x in another shape."""
-    _move(run, node, lambda x: x.reshape(node.shape), reshaped)
+    _move(run, node, reshaped)
 
 
 def permute(run: KernelRun, node: Node) -> None:
     """Append x with its dimensions in another order."""
     dims = [int(d) for d in node.attrs["dims"]]
-    _move(run, node, lambda x: x.permute(dims), lambda a, _: permuted(a, dims))
+    _move(run, node, lambda a, _: permuted(a, dims))
 
 
 def neg(run: KernelRun, node: Node) -> None:
@@ -67,15 +86,12 @@ def expand(run: KernelRun, node: Node) -> None:
             window[d - added] = (0, 1)
         return Adjoint(values, tuple(window), shape)
 
-    _move(run, node, lambda x: x.expand(node.shape).contiguous(), back)
+    _move(run, node, back)
 
 
 def slice_(run: KernelRun, node: Node) -> None:
     """Append a slice along one dimension."""
     dim, start, stop, step = (int(node.attrs[k]) for k in ("dim", "start", "stop", "step"))
-
-    def change(x: Tensor) -> Tensor:
-        return x[(*(slice(None) for _ in range(dim % x.dim())), slice(start, stop, step))]
 
     def back(a: Adjoint, shape: tuple[int, ...]) -> Adjoint:
         at = dim % len(shape)
@@ -90,7 +106,7 @@ def slice_(run: KernelRun, node: Node) -> None:
         values[change_at] = a.values
         return Adjoint.full(values)
 
-    _move(run, node, change, back)
+    _move(run, node, back)
 
 
 def concat(run: KernelRun, node: Node) -> None:
@@ -102,7 +118,7 @@ def concat(run: KernelRun, node: Node) -> None:
         run.known[node.name] = reference
         return
 
-    def pull(a: Adjoint) -> Pulled:
+    def pull(a: Adjoint) -> Sequence[tuple[int, Adjoint]]:
         found, offset = [], 0
         start, stop = a.window[dim]
         for part in parts:

@@ -81,7 +81,7 @@ def _normalise(x: Box, eps: float, centre: bool, node: str) -> _Normal:
     v = Box((mean.lo + eps) * (1 - 4 * EPS), (mean.hi + eps) * (1 + 4 * EPS))
     if not bool((v.lo >= _LEAST_VARIANCE).all()):
         raise NoBound(node, "the variance may be zero")
-    if not bool((n * x.mag().amax(-1) ** 2 <= _MOST_SQUARES).all()):
+    if not bool((n * x.mag().amax(-1) ** 2 + eps <= _MOST_SQUARES).all()):
         raise NoBound(node, "overflow reachable: the sum of squares may leave float32")
     r = Box(torch.rsqrt(v.hi) * (1 - 16 * EPS), torch.rsqrt(v.lo) * (1 + 16 * EPS))
     least, most = exclusive_sums(squares.lo), exclusive_sums(squares.hi)

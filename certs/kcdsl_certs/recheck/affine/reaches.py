@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, units
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Walk, raised
-from kcdsl_certs.recheck.box import Floats
+from kcdsl_certs.recheck.affine.lengths import length
+from kcdsl_certs.recheck.box import Bools, Floats
+
+Row = tuple[int, ...]
 
 _WIDEST = 64  # unit functionals at a time: their windows are cut to the columns they touch
 _LARGEST = 2**24  # doubles in one batch of adjoints of the largest node
@@ -18,9 +23,13 @@ def room(walk: Walk) -> int:
     return max(1, _LARGEST // largest)
 
 
-def tight(walk: Walk, name: str, form: Form) -> Form:
-    """Return a form whose reach is also bounded by unit functionals; the node keeps it."""
-    if form.place is None or not form.reach.any():
+def tight(walk: Walk, name: str, form: Form, needed: Bools) -> Form:
+    """Return a form whose reach is also bounded by unit functionals; the node keeps it.
+
+    `needed` [..., 1] says in which rows it counts; if in one, all rows are bounded. A reader whose
+    reaches are a little smaller would else forgo a row that the writer bounded.
+    """
+    if form.place is None or not needed.any():
         return form
     reach = form.reach.copy()
     step = min(_WIDEST, room(walk))
@@ -48,13 +57,26 @@ def along(walk: Walk, form: Form, row: tuple[int, ...], functionals: Floats) -> 
     return np.concatenate(found)
 
 
-def centred(walk: Walk, form: Form) -> Floats:
-    """Return bounds of e - mean(e) over the last dimension, by reverse passes."""
+def centred(walk: Walk, form: Form, needed: Bools) -> Floats:
+    """Return bounds of e - mean(e) over the last dimension, by reverse passes where needed."""
     n = form.shape[-1]
-    mean = raised(form.reach.mean(axis=-1, keepdims=True))
+    mean = raised(form.reach.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT))
     rounding = 4 * UNIT * (form.reach + mean)
-    plain = raised(form.reach * (1 - 1 / n) + mean - form.reach / n + 2 * rounding)
-    found = np.empty(form.shape)
-    for row in np.ndindex(*form.shape[:-1]):
-        found[row] = along(walk, form, row, np.eye(n) - 1 / n)
-    return np.minimum(plain, raised(found + rounding))
+    found = raised(form.reach + mean)
+    for row in np.ndindex(*form.shape[:-1]) if needed.any() else ():
+        tightened = raised(along(walk, form, row, np.eye(n) - 1 / n) + rounding[row])
+        found[row] = np.minimum(found[row], tightened)
+    return found
+
+
+def together(walk: Walk, form: Form, needed: Bools, functionals: Callable[[Row], Floats]) -> Floats:
+    """Return bounds [..., 1] of the norm of functionals [m, n] of a row; infinite if none count."""
+    found = np.full(needed.shape, np.inf)
+    if form.place is None:
+        return np.zeros(needed.shape)
+    ones = (1,) * (len(form.shape) - 1)
+    for row in np.ndindex(*form.shape[:-1]) if needed.any() else ():
+        values = functionals(row)
+        adjoint = Adjoint(values.reshape(len(values), *ones, -1), (*row, 0))
+        found[row] = length(walk.tape, form.place, adjoint)
+    return found

@@ -16,7 +16,25 @@ FAINT = 2.0**-900  # more than what an operation may lose to float64 underflow
 _UNIT = 2.0**-53
 
 Pull = Callable[[Adjoint], Adjoint | None]
-Curve = Callable[[Adjoint], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A part of o_n that is known functional by functional only.
+
+    `between` returns the least and the largest value of functionals of it, [B] each; `length`,
+    where given, bounds the Euclidean norm of these values together.
+    """
+
+    between: Callable[[Adjoint], tuple[Floats, Floats]]
+    length: Callable[[Adjoint], float] | None = None
+
+    def together(self, adjoint: Adjoint) -> float:
+        """Return a bound of the Euclidean norm of all functionals of this part."""
+        if self.length is not None:
+            return self.length(adjoint)
+        low, high = self.between(adjoint)
+        return float(np.linalg.norm(np.maximum(-low, high))) * (1 + 2.0**-40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +161,10 @@ class Tape:
         if entry.centre is not None:
             frame.centre = frame.centre + kept.sums(entry.centre)
         for curve in entry.curved:
-            frame.radius = frame.radius + curve(kept)
+            low, high = curve.between(kept)
+            rounding = 2.0**-40 * (np.abs(low) + np.abs(high))
+            frame.centre = frame.centre + (low / 2 + high / 2)
+            frame.radius = frame.radius + (high / 2 - low / 2) + rounding
         if entry.share is None:
             return
         if alone and all(size == 1 for size in kept.extent[:-1]):

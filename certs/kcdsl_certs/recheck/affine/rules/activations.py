@@ -9,11 +9,12 @@ import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
-from kcdsl_certs.recheck.affine.reaches import tight
+from kcdsl_certs.recheck.affine.reaches import tight, together
+from kcdsl_certs.recheck.affine.remainder import Remainder
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT
 from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.box import Bools, Box, Floats
 from kcdsl_certs.recheck.rules.elementwise import (
     GELU,
     SILU,
@@ -26,6 +27,9 @@ from kcdsl_certs.recheck.rules.elementwise import (
 from kcdsl_certs.recheck.rules.state import gamma, target
 
 Bend = Callable[[Box], Box]
+
+# Up to these shares of the linear part a remainder is worth no reverse passes, no norms.
+_NEGLIGIBLE, _SMALL = 2.0**-14, 2.0**-11
 
 
 def gelu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -78,19 +82,25 @@ def _activation(
 ) -> Form:
     """Return φ(x); the error inside is 16·u_f of x (`by_input`) or of the value."""
     node.attrs.exactly()
-    x = tight(walk, node.inputs[0], numeric(inputs[0]))
+    x = numeric(inputs[0])
     reference, wrong = _middle(*function.value(x.reference))
     slope, lean = _middle(*function.slope(x.reference))
+    steepest = _steepest(bend, x)
+    x = tight(walk, node.inputs[0], x, _counts(steepest, slope, x.reach, _NEGLIGIBLE))
+    steepest = _steepest(bend, x)
+    total = _total(walk, x, steepest, _counts(steepest, slope, x.reach, _SMALL))
     remainder = second_order(function, bend, x, slope, lean)
     carried = raised(np.abs(slope) * x.reach)
     value = image(function, x.box)
     size = x.size if by_input else box.mag(value)
     error = 16 * walk.kernel.inner.u * size + SLACK
-    centre = remainder.lo / 2 + remainder.hi / 2
-    radius = np.maximum(box.add_up(remainder.hi, -centre), box.add_up(centre, -remainder.lo))
-    whole = raised(radius + wrong + error + gamma(4, UNIT) * carried + FAINT)
+    # what the slope is off by is no remainder: it is bounded element by element
+    tilted = raised(lean * x.reach)
+    own = raised(wrong + tilted + error + gamma(4, UNIT) * carried + FAINT)
     operands = () if x.place is None else ((x.place, lambda a: a.times(slope)),)
-    formed = Formed(reference, carried, operands, whole, centre)
+    bent = np.maximum(-remainder.lo, remainder.hi)
+    curved = (Remainder(remainder.lo, remainder.hi, total).curve,)
+    formed = Formed(reference, carried, operands, own, bent=bent, curved=curved)
     return settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
 
 
@@ -100,14 +110,35 @@ def _middle(lo: Floats, hi: Floats) -> tuple[Floats, Floats]:
     return middle, np.maximum(box.add_up(hi, -middle), box.add_up(middle, -lo))
 
 
+def _steepest(bend: Bend, x: Form) -> Floats:
+    """Return a bound of |φ''| between h̃ - ρ and h̃ + ρ."""
+    return box.mag(bend(x.box))
+
+
+def _counts(steepest: Floats, slope: Floats, reach: Floats, share: float) -> Bools:
+    """Say of every row [..., 1] whether Σ K ρ²/2 exceeds a share of Σ |slope| ρ."""
+    second = (steepest * reach**2 / 2).sum(axis=-1, keepdims=True)
+    return np.asarray(~(second <= share * (np.abs(slope) * reach).sum(axis=-1, keepdims=True)))
+
+
+def _total(walk: Walk, x: Form, steepest: Floats, needed: Bools) -> Floats:
+    """Return a bound of Σ K e²/2 in every row: by the reach, or by the norm of √K e."""
+    root = raised(np.sqrt(steepest))
+    norm = together(walk, x, needed, lambda row: np.diag(root[row]))
+    plain = (steepest * raised(x.reach**2) / 2).sum(axis=-1, keepdims=True)
+    return raised(np.minimum(plain * (1 + x.shape[-1] * 4 * UNIT), norm**2 / 2)) + FAINT
+
+
 def second_order(function: Function, bend: Bend, x: Form, slope: Floats, lean: Floats) -> Box:
-    """Return a box of φ(h̃ + e) - φ(h̃) - slope·e, |slope - φ'(h̃)| ≤ lean, for |e| ≤ ρ."""
+    """Return a box around 0 of φ(h̃ + e) - φ(h̃) - φ'(h̃)·e for |e| ≤ ρ.
+
+    The computed slope is off by up to `lean`.
+    """
     bends, tangents = bend(x.box), slopes(function, x.box)
     square = raised(x.reach**2) / 2
-    tilted = raised(lean * x.reach)
-    lo = box.down(np.minimum(bends.lo, 0.0) * square - tilted)
-    hi = box.above(np.maximum(bends.hi, 0.0) * square + tilted)
-    apart = np.maximum(np.abs(tangents.lo - slope), np.abs(tangents.hi - slope))
+    lo = box.down(np.minimum(bends.lo, 0.0) * square)
+    hi = box.above(np.maximum(bends.hi, 0.0) * square)
+    apart = np.maximum(np.abs(tangents.lo - slope), np.abs(tangents.hi - slope)) + lean
     plain = raised(apart * (1 + 2.0**-40) * x.reach) + FAINT
     lo, hi = np.maximum(lo - FAINT, -plain), np.minimum(hi + FAINT, plain)
     still = x.reach == 0

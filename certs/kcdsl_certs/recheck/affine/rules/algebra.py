@@ -34,6 +34,8 @@ from kcdsl_certs.recheck.rules.linear import (
 )
 from kcdsl_certs.recheck.rules.state import gamma, target
 
+_NEGLIGIBLE = 2.0**-14  # a remainder up to this share of the linear part is bounded plainly
+
 
 def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return x @ weight.T + bias."""
@@ -132,7 +134,7 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     by_a = product_up(a.reach, right) if a.place is not None else np.zeros(reference.shape)
     by_b = product_up(left, b.reach) if b.place is not None else np.zeros(reference.shape)
     carried = raised(by_a + by_b)
-    rest, curved = _remainder(walk, a, b, context)
+    rest, curved = _remainder(walk, a, b, context, carried)
     result = raised(np.abs(reference) + own + carried + rest)
     size = product_up(a.size, b.size)
     k, j = product_roundings(kernel, node, n)
@@ -161,7 +163,9 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     return settle(walk, formed, target(kernel, node), kernel.accumulate)
 
 
-def _remainder(walk: Walk, a: Form, b: Form, context: bool) -> tuple[Floats, tuple[Curve, ...]]:
+def _remainder(
+    walk: Walk, a: Form, b: Form, context: bool, carried: Floats
+) -> tuple[Floats, tuple[Curve, ...]]:
     """Return an elementwise bound of e_a e_b, and a bound of its functionals where there is one."""
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     if a.place is None or b.place is None:
@@ -169,7 +173,7 @@ def _remainder(walk: Walk, a: Form, b: Form, context: bool) -> tuple[Floats, tup
     rest = product_up(a.reach, b.reach)
     if context:
         values = straight.values(walk, b, shape)
-        if values is not None:
+        if values is not None and rest.sum() > _NEGLIGIBLE * carried.sum():
             return rest, (straight.context_curve(a.reach, values, rest),)
         return rest, ()
     finer = straight.scores(walk, a, b, shape)

@@ -12,14 +12,15 @@ from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, 
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Pull, Share
 from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.box import Floats
+from kcdsl_certs.recheck.box import Bools, Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.elementwise import underflow
 from kcdsl_certs.recheck.rules.norms import LEAST_VARIANCE, MOST_SQUARES, root_error
 from kcdsl_certs.recheck.rules.state import gamma, target
 from kcdsl_certs.recheck.spec import Kernel
 
-_MOST_CHANGE = 0.9  # of the variance, relatively
+_FARTHEST = 0.9  # the largest move along the row, relatively
+_NEGLIGIBLE, _SMALL = 2.0**-14, 2.0**-11  # moves along the row worth no reverse passes, no norms
 _MOST_WRONG = 2.0**-20
 
 
@@ -42,13 +43,11 @@ class _Reference:
 
 @dataclass(frozen=True, slots=True)
 class _Drift:
-    """How far a norm's input may move it: |δ|, |m|/v, mean(δ²)/v, w, the range of q, χ."""
+    """How far a norm's input may move it: bounds of |δ|, of |μ|, of 1 - κ and of |κ/(1+μ) - 1|."""
 
     delta: Floats
     along: Floats
-    change: Floats
-    low: Floats
-    high: Floats
+    shrink: Floats
     chi: Floats
 
 
@@ -63,7 +62,7 @@ def layer_norm(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 
 def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
-    """Return the norm: c·r(1 - m/v + q) with one m and one q per row."""
+    """Return the norm: e = B + B·(κ/(1 + μ) - 1) + y(κ - 1), B = rδ - μy, one μ and κ per row."""
     eps = node.attrs.exactly("eps").real("eps")
     x = numeric(inputs[0])
     n = x.shape[-1]
@@ -77,13 +76,13 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     sides = 1 + moved.chi
     # |y'| and the linear part, element by element
     tangent = raised(at.r * moved.delta + size_y * moved.along)
-    step = raised(at.r * moved.delta * sides + size_y * (moved.along + moved.chi))
+    step = raised(tangent * sides)
     y_mag = raised(size_y + at.wrong_y + step)
     inner = _rounding(walk.kernel, x, at, moved, y_mag, eps, centred)
     tilt = raised(inner.theta * sides)
-    # scalars per row: q in the direction y, the root's error in the direction y, the mean's in 1
-    spread = raised((moved.high - moved.low) / 2)
-    by_y = raised(spread + moved.chi * moved.along + tilt)
+    # scalars per row: κ - 1 and the root's error in the direction y, the mean's in 1
+    turned = raised(inner.theta * (1 + sides * moved.along + moved.shrink))
+    by_y = raised(moved.shrink / 2 + turned)
     own = _float_errors(x, at, moved, centred) * size_g
     own = raised(
         own
@@ -99,12 +98,12 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     largest = x.size.max(axis=-1, keepdims=True)
     last = last + tiny * (1 + size_g + 3 * largest)
     radius = raised(own + element + size_g * inner.element + last + FAINT)
-    share = Share(raised(moved.chi), raised(size_g * at.r * moved.delta * moved.chi))
+    share = Share(raised(moved.chi), raised(size_g * tangent * moved.chi))
     bent = raised(size_g * (size_y * by_y + inner.mean) + share.otherwise)
-    centre = at.y * gain * (moved.low / 2 + moved.high / 2)
-    curved: tuple[Curve, ...] = (_scalar(at.y * gain, by_y),)
+    centre = at.y * gain * (-moved.shrink / 2)
+    scales = [(at.y * gain, by_y)]
     if centred:
-        curved = (*curved, _scalar(np.broadcast_to(gain, x.shape), inner.mean))
+        scales.append((np.broadcast_to(gain, x.shape), inner.mean))
     formed = Formed(
         reference,
         raised(tangent * size_g),
@@ -112,7 +111,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         radius,
         centre,
         bent,
-        curved,
+        (_scalars(scales),),
         None if x.place is None else share,
     )
     return settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
@@ -152,35 +151,68 @@ def _reference(x: Form, eps: float, centred: bool) -> _Reference:
 
 
 def _drift(walk: Walk, name: str, x: Form, at: _Reference, centred: bool) -> _Drift:
-    """Return how far the row moves: δ from unit functionals, m from one functional per row."""
-    n = x.shape[-1]
+    """Return how far the row moves: δ from unit functionals, μ from one functional per row.
+
+    Raises:
+        Rejection: "bound/not-finite".
+    """
     if x.place is None or not x.reach.any():
         none = np.zeros(at.v.shape)
-        return _Drift(np.zeros(x.shape), none, none, none, none, none)
-    delta = reaches.centred(walk, x) if centred else reaches.tight(walk, name, x).reach
+        return _Drift(np.zeros(x.shape), none, none, none)
+    least = at.v * (1 - at.wrong)
+    usual = _mean(x.reach) if centred else 0.0
+    delta = raised(x.reach + usual)
+    wide = raised(_mean((np.abs(at.c) + at.wrong_c) * delta) / least)
+    needed = ~(wide <= _NEGLIGIBLE)
+    along = raised(np.minimum(wide, _along(walk, x, at, needed, centred) / least))
+    if needed.any():
+        reach = (
+            reaches.centred(walk, x, needed)
+            if centred
+            else reaches.tight(walk, name, x, needed).reach
+        )
+        delta = np.minimum(delta, reach)
+        wide = raised(_mean((np.abs(at.c) + at.wrong_c) * delta) / least)
+        along = np.minimum(along, wide)
+    if not bool((along < _FARTHEST).all()):
+        raise Rejection("bound/not-finite", "the input of a norm moves too far along itself")
+    square = _square(walk, x, delta, ~(along <= _SMALL), centred)
+    z = raised(square / (least * (1 - along) ** 2))
+    shrink = raised(z / (1 + z + np.sqrt(1 + z)))
+    chi = raised(np.maximum(along / (1 - along), (along + shrink) / (1 + along)))
+    return _Drift(delta, along, shrink, chi)
+
+
+def _mean(values: Floats) -> Floats:
+    """Return the mean of non-negative rows [..., 1], raised."""
+    n = values.shape[-1]
+    return raised(values.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT)) + FAINT
+
+
+def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool) -> Floats:
+    """Return a bound of |mean(c·δ)| = |mean(c·e)|, by one reverse pass in the rows needed."""
+    n = x.shape[-1]
     functional = at.c / n
     if centred:
         functional = functional - functional.mean(axis=-1, keepdims=True)
-    mean = np.empty(at.v.shape)
-    for row in np.ndindex(*x.shape[:-1]):
+    mean = (np.abs(functional) * x.reach).sum(axis=-1, keepdims=True)
+    for row in np.ndindex(*x.shape[:-1]) if needed.any() else ():
         mean[row] = reaches.along(walk, x, row, functional[row][None])
     # the functional is off by the error of c and by its own roundings
     size = np.abs(functional) + at.wrong_c / n
     blur = (at.wrong_c + at.wrong_c.mean(axis=-1, keepdims=True)) / n * (1 + 2.0**-30)
     off = blur + 4 * gamma(n + 8, UNIT) * (size + size.mean(axis=-1, keepdims=True))
-    mean = raised(mean + (off * x.reach).sum(axis=-1, keepdims=True) * (1 + n * 4 * UNIT)) + FAINT
-    plain = (np.abs(at.c) + at.wrong_c) * delta
-    mean = np.minimum(mean, raised(plain.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT)) + FAINT)
-    square = raised((delta**2).mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT)) + FAINT
-    least = at.v * (1 - at.wrong)
-    along, square = raised(mean / least), raised(square / least)
-    change = raised(2 * along + square)
-    if not bool((change < _MOST_CHANGE).all()):
-        raise Rejection("bound/not-finite", "the variance of a norm moves too far")
-    high = raised(0.375 * change**2 * (1 - change) ** -2.5 * (1 + 2.0**-30))
-    low = -square / 2
-    chi = raised(along + np.maximum(high, -low))
-    return _Drift(delta, along, change, low, high, chi)
+    return raised(mean + (off * x.reach).sum(axis=-1, keepdims=True) * (1 + n * 4 * UNIT)) + FAINT
+
+
+def _square(walk: Walk, x: Form, delta: Floats, needed: Bools, centred: bool) -> Floats:
+    """Return a bound of mean(δ²): from |δ|, or from the norm of all elements together."""
+    n = x.shape[-1]
+    functionals = np.eye(n) - 1 / n if centred else np.eye(n)
+    norm = reaches.together(walk, x, needed, lambda _: functionals)
+    # 1/n is rounded
+    norm = norm + 4 * UNIT * (x.reach.sum(axis=-1, keepdims=True) if centred else 0.0)
+    return np.minimum(_mean(delta**2), raised(norm**2 / n) + FAINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +239,7 @@ def _rounding(
         Rejection: "bound/not-finite".
     """
     n, u, size = x.shape[-1], kernel.inner.u, x.size
-    least = at.v * (1 - at.wrong) * (1 - moved.change) * (1 - 2.0**-40)
+    least = at.v * (1 - at.wrong) * (1 - moved.along) ** 2 * (1 - 2.0**-40)
     sums = n * size.max(axis=-1) ** 2 + eps
     if not bool((least >= LEAST_VARIANCE).all() and (sums <= MOST_SQUARES).all()):
         raise Rejection("bound/not-finite", "the variance may leave the range of float32")
@@ -239,19 +271,22 @@ def _float_errors(x: Form, at: _Reference, moved: _Drift, centred: bool) -> Floa
     return raised((map_error + gamma(4 * n + 32, UNIT) * whole) * (1 + 2.0**-20))
 
 
-def _scalar(direction: Floats, size: Floats) -> Curve:
-    """Return the bound of one number per row, at most `size`, times a direction."""
+def _scalars(scales: list[tuple[Floats, Floats]]) -> Curve:
+    """Return the bound of numbers per row: each at most a size, times a direction."""
 
-    def curve(adjoint: Adjoint) -> Floats:
-        sums = np.abs((adjoint.values * direction[adjoint.window]).sum(axis=-1))
-        rows = size[adjoint.window[:-1]][..., 0]
-        return np.asarray((sums * rows).reshape(adjoint.batch, -1).sum(axis=-1))
+    def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
+        found = np.zeros(adjoint.batch)
+        for direction, size in scales:
+            sums = np.abs((adjoint.values * direction[adjoint.window]).sum(axis=-1))
+            rows = size[adjoint.window[:-1]][..., 0]
+            found = found + (sums * rows).reshape(adjoint.batch, -1).sum(axis=-1)
+        return -found, found
 
-    return curve
+    return Curve(between)
 
 
 def _bracket(at: _Reference, gain: Floats, centred: bool) -> Pull:
-    """Return the pullback of g·(rδ - y·m/v)."""
+    """Return the pullback of g·(rδ - μy)."""
     n = gain.shape[0]
 
     def pull(adjoint: Adjoint) -> Adjoint:

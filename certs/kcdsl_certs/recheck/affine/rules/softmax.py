@@ -21,6 +21,7 @@ from kcdsl_certs.recheck.rules.attention import (
 )
 from kcdsl_certs.recheck.rules.state import gamma
 
+_NEGLIGIBLE = 2.0**-14  # up to this drift of the scores no reverse passes are made
 _FARTHEST = 30.0  # a larger drift of the centred scores counts as unbounded
 
 
@@ -92,8 +93,9 @@ def _centred(walk: Walk, scores: Form, p: Floats, wrong: Floats, allowed: Bools)
     plain = raised(scores.reach + usual)
     if scores.place is None or not scores.reach.any():
         return np.where(allowed, plain, 0.0)
-    found = np.zeros(p.shape)
-    for row in np.ndindex(*p.shape[:-1]):
+    found = plain.copy()
+    needed = np.where(allowed, plain, 0.0) > _NEGLIGIBLE
+    for row in np.ndindex(*p.shape[:-1]) if needed.any() else ():
         columns = np.flatnonzero(allowed[row])
         functionals = np.zeros((columns.size, p.shape[-1]))
         functionals[np.arange(columns.size), columns] = 1.0

@@ -84,7 +84,7 @@ def context_curve(p: Floats, v: Straight, rest: Floats) -> Curve:
     lost = by_size * (2 * gamma(v.weight.shape[1] + 8, UNIT)) + v.rest
     slack = 1 + 4 * gamma(n + p.shape[-1] + 64, UNIT)
 
-    def curve(adjoint: Adjoint) -> Floats:
+    def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         heads, rows, columns = adjoint.window
         found = np.zeros(adjoint.batch)
         for k, h in enumerate(range(heads.start, heads.stop)):
@@ -95,6 +95,6 @@ def context_curve(p: Floats, v: Straight, rest: Floats) -> Curve:
             linear = pulled.reshape(adjoint.batch, rows.stop - rows.start, -1) * p[h][rows]
             plain = size.reshape(adjoint.batch, rows.stop - rows.start, -1) * rest[h][rows, columns]
             found = found + np.minimum(linear.sum(-1), plain.sum(-1)).sum(-1)
-        return np.asarray(found * slack)
+        return -found * slack, found * slack
 
-    return curve
+    return Curve(between)

