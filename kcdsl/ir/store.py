@@ -47,7 +47,8 @@ class Store:
         done: dict[int, Any] = {}
         for part in postorder(node):
             done[id(part)] = self._one(part, done)
-        return done[id(node)]  # type: ignore[no-any-return]
+        found: Node = done[id(node)]
+        return found
 
     def formula(self, formula: ir.Formula) -> ir.Formula:
         """Return the stored form of a formula."""
@@ -67,7 +68,8 @@ class Store:
         own = self.intern(node)
         if id(own) not in self._canonical:
             self._canonical[id(own)] = self.intern(form(own))
-        return self._canonical[id(own)]  # type: ignore[no-any-return]
+        found: Node = self._canonical[id(own)]
+        return found
 
     def _one(self, node: Any, done: dict[int, Any]) -> Any:
         names = _meaning(node)

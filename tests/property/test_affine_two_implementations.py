@@ -17,6 +17,7 @@ from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.pair import drift as prove
 from kcdsl_backends.affine.propagate import write
 from kcdsl_backends.affine.tape import Entry as ProverEntry
+from kcdsl_backends.interval.certified import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_certs.recheck.affine import drift as derive
@@ -30,7 +31,7 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import proofs
-from tests.support.affine_rules import RULES
+from tests.support.affine_rules import BEYOND, RULES
 
 N = proofs.numerics
 Floats = np.ndarray
@@ -98,14 +99,17 @@ def block(graph: Any) -> BlockGraph:
     return found
 
 
-def prover(graph: Any, record: Any, centre: Floats, radius: float) -> KernelRun:
-    built = block(graph)
+def parameters(graph: Any, record: Any) -> StoredParameters:
+    """Return what a kernel of these numerics stores."""
     tensors: Mapping[str, torch.Tensor] = {
         key: torch.from_numpy(array) for key, array in graph.tensors.items()
     }
-    stored = StoredParameters(tensors, built.constants, numerics(record), torch.device("cpu"))
+    return StoredParameters(tensors, graph.constants, numerics(record), torch.device("cpu"))
+
+
+def prover(graph: Any, record: Any, centre: Floats, radius: float) -> KernelRun:
     spread = torch.full((1, 1), radius, dtype=torch.float64)
-    return write(built, stored, torch.from_numpy(centre), spread)
+    return write(block(graph), parameters(graph, record), torch.from_numpy(centre), spread)
 
 
 def drifts(
@@ -113,11 +117,7 @@ def drifts(
 ) -> tuple[Box, Box]:
     """Return the boxes of the output's drift that the prover and the checker derive."""
     built = block(graph)
-    tensors = {key: torch.from_numpy(array) for key, array in graph.tensors.items()}
-    train, infer = (
-        StoredParameters(tensors, built.constants, numerics(record), torch.device("cpu"))
-        for record in pair
-    )
+    train, infer = (parameters(graph, record) for record in pair)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     found = prove(built, train, infer, torch.from_numpy(centre), spread).box
     path = folder / "model.safetensors"
@@ -190,6 +190,23 @@ def test_entries_agree(tmp_path: Path, rule: str, name: str, radius: float) -> N
         functionals(first, second, node["name"], rng, noise, looser)
         compared += 1
     assert compared > 0
+
+
+@pytest.mark.parametrize("name", ["float32 any", "bfloat16 nearest"])
+@pytest.mark.parametrize("rule", BEYOND)
+def test_no_bound_where_eps_leaves_float32(tmp_path: Path, rule: str, name: str) -> None:
+    """Both domains of the prover, and the checker."""
+    rng = np.random.default_rng(3)
+    graph, record = BEYOND[rule](rng), KERNELS[name]
+    centre = rng.standard_normal(graph.input_shape) * 1e19
+    with pytest.raises(NoBound, match="sum of squares"):
+        prover(graph, record, centre, 0.0)
+    stored = parameters(graph, record)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    with pytest.raises(NoBound, match="sum of squares"):
+        BlockProblem(block(graph), stored, stored).bound(torch.from_numpy(centre), zero)
+    with pytest.raises(Rejection, match="bound/"):
+        checker(tmp_path, graph, record, centre, 0.0)
 
 
 def compare(mine: ProverEntry, other: Entry, noise: float, looser: float, known: Floats) -> None:

@@ -59,7 +59,7 @@ def linear(outputs: int, bias: bool) -> Build:
     return build
 
 
-def norm(op: str, gain: bool) -> Build:
+def norm(op: str, gain: bool, eps: float = 1e-5) -> Build:
     def build(rng: np.random.Generator) -> Any:
         g, x = source()
         inputs = [x]
@@ -67,7 +67,7 @@ def norm(op: str, gain: bool) -> Build:
             inputs.append(g.param("g", 1 + 0.3 * rng.standard_normal(WIDTH)))
         if gain and op == "layer_norm":
             inputs.append(g.param("b", 0.3 * rng.standard_normal(WIDTH)))
-        g.add(op, inputs, (ROWS, WIDTH), eps=1e-5)
+        g.add(op, inputs, (ROWS, WIDTH), eps=eps)
         return g
 
     return build
@@ -141,6 +141,39 @@ def context(straight: bool) -> Build:
     return build
 
 
+ODDLY = ("values of one column", "rows and heads mixed", "heads of one row")
+"""Kinds of operands that only look like the heads of a linear."""
+
+
+def straight_oddly(kind: str) -> Build:
+    """Return products whose operands come from a linear, but not as its heads."""
+
+    def build(rng: np.random.Generator) -> Any:
+        g, x = source()
+        if kind == "values of one column":
+            w = g.param("w", rng.standard_normal((1, 6)))
+            v = g.add("linear", [x, w], (3, 1))
+            s = g.add("concat", [x, x, x], (9, 6), dim=0)
+            s = g.add("slice", [s], (9, 3), dim=1, start=0, stop=6, step=2)
+            p = g.add("softmax", [g.add("reshape", [s], (3, 3, 3), shape=[3, 3, 3])], (3, 3, 3))
+            g.add("matmul", [p, v], (3, 3, 1), role="context")
+            return g
+        parts = []
+        for name in "qk":
+            y = g.add("linear", [x, g.param(name, rng.standard_normal((6, 6)))], (3, 6))
+            if kind == "rows and heads mixed":  # heads are not columns of the linear
+                parts.append(g.add("reshape", [y], (2, 3, 3), shape=[2, 3, 3]))
+            else:  # each head has other rows of the input
+                y = g.add("reshape", [y], (3, 2, 3), shape=[3, 2, 3])
+                parts.append(g.add("expand", [y], (3, 2, 3), shape=[3, 2, 3]))
+        heads, rows = (2, 3) if kind == "rows and heads mixed" else (3, 2)
+        k = g.add("permute", [parts[1]], (heads, 3, rows), dims=[0, 2, 1])
+        g.add("matmul", [parts[0], k], (heads, rows, rows), role="scores")
+        return g
+
+    return build
+
+
 RULES: dict[str, Build] = {
     "add": binary("add"),
     "sub": binary("sub"),
@@ -169,4 +202,12 @@ RULES: dict[str, Build] = {
     "masked softmax": softmax(True),
     "context straight from a linear": context(True),
     "context": context(False),
+    **{
+        kind: straight_oddly(kind) for kind in ODDLY[1:]
+    },  # the prover has no products that broadcast
 }
+BEYOND: dict[str, Build] = {
+    "rms_norm": norm("rms_norm", True, 1e39),
+    "layer_norm": norm("layer_norm", True, 1e39),
+}
+"""Norms whose eps leaves float32: a kernel divides by infinity there."""

@@ -209,8 +209,12 @@ def _values(
         key: z3.is_true(model.eval(v, model_completion=True)) for key, v in translator.flags.items()
     }
     exact = {q: v for q, v in quantities.items() if v is not None}
-    ends = {k: (v[0], v[1], v[2]) for k, v in norms.items() if None not in v}
-    return Assignment(translator, exact, ends, flags), shown  # type: ignore[arg-type]
+    ends = {
+        k: (a, b, c)
+        for k, (a, b, c) in norms.items()
+        if a is not None and b is not None and c is not None
+    }
+    return Assignment(translator, exact, ends, flags), shown
 
 
 def _fraction(model: z3.ModelRef, variable: Expression) -> Fraction | None:

@@ -20,6 +20,7 @@ from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import kernels, proofs
+from tests.support.affine_rules import ODDLY, straight_oddly
 
 Document = dict[str, Any]
 Change = Callable[[Document], None]
@@ -351,39 +352,11 @@ def test_any_graph_is_bounded(tmp_path: Path, radius: float, name: str) -> None:
         assert abs(seen) <= bound.magnitude(found.tape.region)[0] + 2.0**-40
 
 
-def straight_oddly(kind: str, rng: np.random.Generator) -> Any:
-    """Return products whose operands come from a linear, but not as its heads."""
-    g = proofs.Graph((3, 6))
-    x = g.add("input", [], (3, 6))
-    if kind == "values of one column":
-        w = g.param("w", rng.standard_normal((1, 6)))
-        v = g.add("linear", [x, w], (3, 1))
-        s = g.add("concat", [x, x, x], (9, 6), dim=0)
-        s = g.add("slice", [s], (9, 3), dim=1, start=0, stop=6, step=2)
-        p = g.add("softmax", [g.add("reshape", [s], (3, 3, 3), shape=[3, 3, 3])], (3, 3, 3))
-        g.add("matmul", [p, v], (3, 3, 1), role="context")
-        return g
-    parts = []
-    for name in "qk":
-        y = g.add("linear", [x, g.param(name, rng.standard_normal((6, 6)))], (3, 6))
-        if kind == "rows and heads mixed":  # heads are not columns of the linear
-            parts.append(g.add("reshape", [y], (2, 3, 3), shape=[2, 3, 3]))
-        else:  # each head has other rows of the input
-            y = g.add("reshape", [y], (3, 2, 3), shape=[3, 2, 3])
-            parts.append(g.add("expand", [y], (3, 2, 3), shape=[3, 2, 3]))
-    heads, rows = (2, 3) if kind == "rows and heads mixed" else (3, 2)
-    k = g.add("permute", [parts[1]], (heads, 3, rows), dims=[0, 2, 1])
-    g.add("matmul", [parts[0], k], (heads, rows, rows), role="scores")
-    return g
-
-
-@pytest.mark.parametrize(
-    "kind", ["values of one column", "rows and heads mixed", "heads of one row"]
-)
+@pytest.mark.parametrize("kind", ODDLY)
 def test_operands_that_only_look_straight(tmp_path: Path, kind: str) -> None:
     """Corners of a wide region, towards which each element of the product grows."""
     rng = np.random.default_rng(5)
-    graph, radius = straight_oddly(kind, rng), 0.25
+    graph, radius = straight_oddly(kind)(rng), 0.25
     record = proofs.numerics("float64", "any", accumulate="float64")
     made, path = document(tmp_path, graph, radius, spread=0.1)
     made["numerics"] = {"train": record, "infer": record}
