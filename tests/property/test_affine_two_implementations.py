@@ -198,7 +198,7 @@ def test_no_bound_where_eps_leaves_float32(tmp_path: Path, rule: str, name: str)
     """Both domains of the prover, and the checker."""
     rng = np.random.default_rng(3)
     graph, record = BEYOND[rule](rng), KERNELS[name]
-    centre = rng.standard_normal(graph.input_shape) * 1e19
+    centre = rng.standard_normal(graph.input_shape) * 1e18  # whose squares float32 holds
     with pytest.raises(NoBound, match="sum of squares"):
         prover(graph, record, centre, 0.0)
     stored = parameters(graph, record)

@@ -16,12 +16,12 @@ from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import SAFE, Amplified, Curved, Entry
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.rules.norms import LEAST_VARIANCE, MOST_SQUARES
 
 FARTHEST = 0.9
 """Relative drift along the row from which on there is no bound."""
 NEGLIGIBLE, SMALL = 2.0**-12, 2.0**-9
 """Up to these relative drifts along a row remainders are worth no reverse passes, no norms."""
-_LEAST_VARIANCE, _MOST_SQUARES = 2.0**-100, 2.0**126
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,9 @@ def _inside(
     u, lost = kernel.u_function, kernel.eta_function
     average = size.mean(-1, keepdim=True) * SAFE
     squares = size.square().mean(-1, keepdim=True) * SAFE
-    if not bool((moved.least >= _LEAST_VARIANCE).all()):
+    if not bool((moved.least >= LEAST_VARIANCE).all()):
         raise NoBound(node.name, "the variance may be zero")
-    if not bool((n * size.amax(-1) ** 2 + float(node.attrs["eps"]) <= _MOST_SQUARES).all()):
+    if not bool((n * size.amax(-1) ** 2 + float(node.attrs["eps"]) <= MOST_SQUARES).all()):
         raise NoBound(node.name, "overflow reachable: the sum of squares may leave float32")
     if centred:
         kappa = 4 * gamma(n + 6, u) * squares / moved.least * SAFE

@@ -14,7 +14,7 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State
 
-_LEAST_VARIANCE, _MOST_SQUARES = 2.0**-100, 2.0**126
+LEAST_VARIANCE, MOST_SQUARES = 2.0**-100, 2.0**126
 """Outside, squares underflow or their sum overflows in the float32 inside of a norm."""
 
 
@@ -79,9 +79,9 @@ def _normalise(x: Box, eps: float, centre: bool, node: str) -> _Normal:
     squares = c.square()
     mean = squares.mean()
     v = Box((mean.lo + eps) * (1 - 4 * EPS), (mean.hi + eps) * (1 + 4 * EPS))
-    if not bool((v.lo >= _LEAST_VARIANCE).all()):
+    if not bool((v.lo >= LEAST_VARIANCE).all()):
         raise NoBound(node, "the variance may be zero")
-    if not bool((n * x.mag().amax(-1) ** 2 + eps <= _MOST_SQUARES).all()):
+    if not bool((n * x.mag().amax(-1) ** 2 + eps <= MOST_SQUARES).all()):
         raise NoBound(node, "overflow reachable: the sum of squares may leave float32")
     r = Box(torch.rsqrt(v.hi) * (1 - 16 * EPS), torch.rsqrt(v.lo) * (1 + 16 * EPS))
     least, most = exclusive_sums(squares.lo), exclusive_sums(squares.hi)
