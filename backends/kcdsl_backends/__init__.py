@@ -13,7 +13,7 @@ CATALOGUE: tuple[BackendSpec, ...] = (
     ),
     BackendSpec(
         name="interval",
-        target="kcdsl_backends.interval.backend:BACKEND",
+        target="kcdsl_backends.certifier.backend:BACKEND",
         fragments=frozenset({Fragment.UNIVERSAL_DRIFT, Fragment.UNIVERSAL_FLIP}),
         needs=("torch", "numpy"),
         summary="relational intervals with structural caps, sound in floating point",

@@ -196,7 +196,7 @@ def _block_inputs(model: Model) -> Any:
 
 def _certify(program: Program, model: Model) -> Certify:
     """Return the certified bounds of the interval backend for the numerics the kernels claim."""
-    from kcdsl_backends.interval.certified import Workshop, certified_block_drift
+    from kcdsl_backends.certifier.workshop import Workshop, certified_block_drift
 
     train, infer = resolve(program.train), resolve(program.infer)
     shop = Workshop(model, train, infer, torch.device("cpu"))

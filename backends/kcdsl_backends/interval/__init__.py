@@ -1,5 +1,5 @@
-"""The `interval` backend: relational intervals with structural caps, sound in floating point.
+"""Relational intervals with structural caps, sound in floating point.
 
 The rules are written down in docs/relational-interval.md; `certs/kcdsl_certs/recheck` implements
-them a second time. The backend object is `kcdsl_backends.interval.backend:BACKEND`.
+them a second time.
 """

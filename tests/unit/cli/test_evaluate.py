@@ -355,7 +355,7 @@ def test_a_bound_below_the_measurement_aborts_without_files(
 ) -> None:
     import numpy as np
 
-    from kcdsl_backends.interval import certified
+    from kcdsl_backends.certifier import workshop as certified
 
     def wrong(model: Any, block: str, x: Any, *rest: Any) -> certified.CertifiedDrift:
         return certified.CertifiedDrift(0.0, np.zeros(tuple(x.shape)))

@@ -1,4 +1,4 @@
-"""The interval domain applied to a block of a loaded model."""
+"""A block of a loaded model under two numerics specifications, ready to be bounded."""
 
 from __future__ import annotations
 
