@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.rules import attention, elementwise, linear, norms, structural
-from kcdsl_backends.affine.storing import Result, store
+from kcdsl_backends.affine.storing import Result, store, stored_format
 from kcdsl_backends.affine.tape import Entry, Tape
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
@@ -81,7 +82,7 @@ def _input(run: KernelRun, node: Node, centre: Tensor | None) -> None:
     reach = run.tape.radius
     zero = torch.zeros_like(centre)
     result = Result(centre, lambda a: [(0, a)], reach, 2.0**-52 * reach)
-    if run.rounding.coarse:
+    if stored_format(run, node).precision < FORMATS["float32"].precision:
         store(run, node, result)
         return
     entry = Entry(node.name, centre, reach, result.pull, None, zero)

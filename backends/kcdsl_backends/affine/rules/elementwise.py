@@ -18,7 +18,13 @@ from kcdsl_backends.affine.storing import Result, refuse_overflow, store
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry
 from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rules.elementwise import GELU, SILU, TANH, Smooth
+from kcdsl_backends.interval.rules.elementwise import (
+    GELU,
+    SILU,
+    TANH,
+    Smooth,
+    activation_error,
+)
 
 NEGLIGIBLE, SMALL = 2.0**-12, 2.0**-9
 """Up to these shares of the linear part a remainder is worth no reverse passes, no norms."""
@@ -95,7 +101,7 @@ def shift(run: KernelRun, node: Node) -> None:
     offset = float(node.attrs["offset"])
     reference = x.reference + offset
     u = run.rounding.u_function
-    error = u * (reference.abs() + x.reach) + u * abs(offset)
+    error = u * (reference.abs() + x.reach) + u * (1 + u) * abs(offset)
     own = _OWN * (reference.abs() + abs(offset)) + gamma(PASS) * x.reach
     store(run, node, Result(reference, lambda a: [(index, a)], x.reach, (error + own) * SAFE))
 
@@ -172,7 +178,7 @@ def activation(run: KernelRun, node: Node) -> None:
     high = torch.minimum(most.clamp_min(0) * square, wide)
     values = function.range(box)
     reference = function.value(h)
-    inside = function.error((h.abs() + reach) * SAFE, values.mag(), run.rounding.u_function)
+    inside = activation_error(function, run.rounding, (h.abs() + reach) * SAFE, values.mag())
     trust = 2.0**-45 * torch.maximum(reference.abs(), h.abs().clamp_max(1.0)) + 2.0**-45 * reach
     own = trust + gamma(PASS) * linear + 2.0**-1000
     internal = (inside + own) * SAFE

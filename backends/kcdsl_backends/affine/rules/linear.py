@@ -11,15 +11,15 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.kernel import KernelRun, Operand
+from kcdsl_backends.affine.quantising import quantise
 from kcdsl_backends.affine.rules.structural import MOVES, moved
 from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry
 from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.linear import (
-    accumulation_error,
     activation_error,
-    flushing_error,
+    summation_error,
 )
 
 Pulled = Sequence[tuple[int, Adjoint]]
@@ -37,8 +37,8 @@ def linear(run: KernelRun, node: Node) -> None:
     total = x.size @ absolute * SAFE
     if bias is not None:
         total = (total + bias.abs()) * SAFE
-    error = accumulation_error(total, (reference.abs() + reach) * SAFE, terms, kernel)
-    error = error + flushing_error(x.size, absolute, kernel)
+    value, dynamic = (reference.abs() + reach) * SAFE, kernel.numerics.activations.format != "none"
+    error = summation_error(x.size, absolute, total, value, kernel, quantised=dynamic)
     if bias is not None and kernel.free and kernel.coarse:
         early = kernel.compute
         stored = product.abs() + reach + error
@@ -60,6 +60,9 @@ def _quantised(run: KernelRun, node: Node) -> tuple[int, Entry]:
     error = activation_error(box, run.rounding, node.name)
     if error is None:
         return index, x
+    stairs = quantise(run, node.name, index, x, error)
+    if stairs is not None:
+        return run.tape.add(stairs), stairs
     reach = (x.reach + error) * SAFE
     quantised = Entry(
         f"{node.name}/input", x.reference, reach, lambda a: [(index, a)], None, error * SAFE
@@ -95,8 +98,9 @@ def product(run: KernelRun, a: Operand, b: Operand, steps: int, before: int) -> 
     linear = (a.reach @ q.abs() + p.abs() @ b.reach) * SAFE
     total = a.size @ b.size * SAFE
     value = (reference.abs() + a.reach @ b.size + p.abs() @ b.reach) * SAFE
-    error = accumulation_error(total, value, steps, run.rounding, before)
-    error = error + flushing_error(a.size, b.size, run.rounding)
+    error = summation_error(
+        a.size, b.size, total, value, run.rounding, extra=steps - terms, before=before
+    )
     own = gamma(terms + 4) * total + gamma(max(terms, *p.shape[-2:], q.shape[-1]) + PASS) * linear
 
     def pull(adjoint: Adjoint) -> Pulled:

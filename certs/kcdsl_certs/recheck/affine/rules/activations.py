@@ -39,7 +39,7 @@ def gelu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 def silu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return x·σ(x)."""
-    return _activation(walk, node, inputs, SILU, silu_bend, False)
+    return _activation(walk, node, inputs, SILU, silu_bend, walk.kernel.absolute_sigmoid)
 
 
 def tanh(walk: Walk, node: Node, inputs: list[Operand]) -> Form:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck import box, staircase
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
 from kcdsl_certs.recheck.affine.form import (
     UNIT,
@@ -20,18 +20,18 @@ from kcdsl_certs.recheck.affine.form import (
     raised,
 )
 from kcdsl_certs.recheck.affine.rules import straight
+from kcdsl_certs.recheck.affine.rules.quantised import quantised
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry, Pull
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.linear import (
-    accumulated,
     check_product,
-    flushed,
     product_roundings,
     quantisation,
 )
+from kcdsl_certs.recheck.rules.linear import summed as rounding_of_sums
 from kcdsl_certs.recheck.rules.state import gamma, target
 
 _NEGLIGIBLE = 2.0**-14  # a remainder up to this share of the linear part is bounded plainly
@@ -59,8 +59,8 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = product if bias is None else product + bias
     own = raised(total * gamma(n + 4, UNIT)) + FAINT
     result = raised(np.abs(reference) + carried + own)
-    error = accumulated(kernel, box.lifted(total), box.lifted(result), n, 2)
-    error = box.up(error + flushed(kernel, x.size, box.lifted(size_w).T))
+    factors, sizes = (x.size, box.lifted(size_w).T), (box.lifted(total), box.lifted(result))
+    error = rounding_of_sums(kernel, factors, sizes, dynamic=kernel.activations[0] != "none")
     if bias is not None and not kernel.nearest and kernel.coarse:
         early = np.abs(product) + carried + own + error
         error = raised(error + kernel.compute.u * early) + kernel.compute.eta
@@ -97,6 +97,8 @@ def _quantised(walk: Walk, x: Form) -> Form:
     if walk.kernel.activations[0] == "none":
         return x
     radius = raised(quantisation(walk.kernel, x.box)) + FAINT
+    if staircase.serves(walk.kernel):
+        return quantised(walk, x, radius)
     reach = raised(x.reach + radius)
     operands = () if x.place is None else ((x.place, _same),)
     return Form(x.reference, reach, walk.tape.add(Entry(reach, operands, radius)))
@@ -141,8 +143,8 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if context:
         tiles = -(-n // kernel.tile) if kernel.fused else 1
         k, j = n + 2 * tiles + 4, 2
-    error = accumulated(kernel, box.lifted(size), box.lifted(result), k, j)
-    error = box.up(error + flushed(kernel, a.size, b.size))
+    sizes = box.lifted(size), box.lifted(result)
+    error = rounding_of_sums(kernel, (a.size, b.size), sizes, extra=k - n, before=j)
     lead = math.prod(reference.shape[:-2])
     copies = lead // min(math.prod(a.shape[:-2]), math.prod(b.shape[:-2]))
     count = max(reference.shape[-2:]) * copies

@@ -90,7 +90,8 @@ def shift(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     x = numeric(inputs[0])
     reference = x.reference + offset
     own = 2 * UNIT * np.abs(reference) + FAINT
-    error = walk.kernel.inner.u * raised(np.abs(reference) + own + x.reach + abs(offset))
+    u = walk.kernel.inner.u
+    error = u * raised(np.abs(reference) + own + x.reach + abs(offset) * (1 + u))
     operands = _operands((x, _spread(x.shape)))
     return _settled(walk, node, Formed(reference, x.reach, operands, raised(own + error)))
 
