@@ -14,7 +14,7 @@ SHELL   := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools demo demo-minilm test test-fast test-slow test-gpu lint type layers format \
-        fuzz-language grammar pages docs wheel changelog clean distclean
+        fuzz-language mutants grammar pages docs wheel changelog clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do \
@@ -53,7 +53,7 @@ test: setup tools lint type layers test-fast ## everything that must pass before
 
 # Programs that tests run beside the Python packages: second opinions, and real editors. Installed
 # where they are missing and this may be done.
-PROGRAMS := openssl:openssl nvim:neovim emacs:emacs-nox node:nodejs npm:npm zsh:zsh fish:fish
+PROGRAMS := openssl:openssl nvim:neovim emacs:emacs-nox node:nodejs npm:npm zsh:zsh fish:fish g++:g++
 tools: ## install the editors and other programs that tests run
 	@wanted=; for pair in $(PROGRAMS); do command -v $${pair%%:*} > /dev/null || wanted="$$wanted $${pair#*:}"; done; \
 	[ -n "$$(ls -d /usr/share/emacs/site-lisp/elpa*/eglot* 2> /dev/null)" ] || wanted="$$wanted elpa-eglot"; \
@@ -101,12 +101,16 @@ docs: setup ## links, tables and help texts of the documentation agree with the 
 # --- benchmarks -----------------------------------------------------------------------------------
 
 bench-%: setup
-	$(BIN)/python -m bench.$*
+	$(BIN)/python -m bench.$(subst -,_,$*)
 
 COUNT ?= 20000
 SEED  ?= 1
 fuzz-language: setup ## COUNT damaged documents of campaign SEED: no crash, no hang, no other meaning
 	$(BIN)/python -m bench.fuzz_language --count $(COUNT) --seed $(SEED) --workers $(WORKERS)
+
+mutants: setup ## every change of every field of a proof, and defects planted in the checker
+	$(BIN)/python -m pytest -q -m slow tests/unit/certs/test_proof_fields.py
+	$(BIN)/python -m bench.mutants
 
 # --- releases -------------------------------------------------------------------------------------
 

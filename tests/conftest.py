@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -39,6 +40,21 @@ class Cli(Protocol):
         cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Ran: ...
+
+
+@pytest.fixture(scope="session")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that stands for the user's folder of caches; tests share it."""
+    return tmp_path_factory.mktemp("cache-home")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Give each test a place of its own for what commands remember, outside of the user's."""
+    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / name))
 
 
 @pytest.fixture(scope="session")

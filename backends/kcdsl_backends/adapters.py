@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.formats import FORMATS
-from kcdsl.model.numerics import Numerics
+from kcdsl.model.numerics import Activations, Numerics, Weights
 from kcdsl.model.presets import (
     COMPOSED_EXP_ULPS,
     FAST_EXP_ULPS,
@@ -19,80 +19,170 @@ from kcdsl.model.presets import (
 CPU_FLASH_TILE = 512
 """Keys per tile of the CPU flash kernel (aten/native/cpu/FlashAttentionKernel.cpp)."""
 
+_FLASH_TILES = {"cpu": CPU_FLASH_TILE, "cuda": SMALLEST_TILE}
+_ROW = {"cpu": WHOLE_ROW, "cuda": WHOLE_ROW}
+_SMALL_TILES = {"cpu": SMALLEST_TILE, "cuda": SMALLEST_TILE}
+_UNQUANTISED = (Activations("none"),)
+
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """How an adapter evaluates attention.
+    """What an adapter computes.
 
-    `scores` and `probabilities` say where they are held: "compute", or "wide" (at least float32).
-    `tile` is the least number of keys per tile on a CPU and on CUDA, `exp_ulps` the error of the
+    `style` is how its attention is set, `backend` the kernel that PyTorch then takes. `scores` and
+    `probabilities` say where attention holds them: "compute", or "wide" (at least float32). `tile`
+    is the least number of keys per tile on a CPU and on CUDA, `exp_ulps` the error of the
     exponential; `coarse_exp_ulps` that on a CPU where compute is coarser than float32.
+    `weights` None: any stored weights. `free`: its roundings are placed by a compiler or by the
+    order of its scales, so `casts: nearest` says too much. `library` is the extra of kcdsl that
+    it needs, and what that brings. `sigmoid` is how good silu's is.
     """
 
     style: str
-    backend: str | None
-    scores: str
-    probabilities: str
-    tile: dict[str, int]
-    exp_ulps: int
-    coarse_exp_ulps: int
     presets: tuple[str, ...]
+    backend: str | None = None
+    scores: str = "compute"
+    probabilities: str = "compute"
+    tile: dict[str, int] | None = None
+    exp_ulps: int = COMPOSED_EXP_ULPS
+    coarse_exp_ulps: int = COMPOSED_EXP_ULPS
+    engine: str = "torch"
+    computes: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16")
+    weights: tuple[Weights, ...] | None = None
+    activations: tuple[Activations, ...] = _UNQUANTISED
+    free: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    library: tuple[str, ...] = ()
+    sigmoid: str = "relative"
+
+    @property
+    def claimed_style(self) -> str:
+        """Return the style that its numerics must have: a compiler may fuse what is composed."""
+        return "fused" if self.engine == "compile" else self.style
 
 
-_FLASH_TILES = {"cpu": CPU_FLASH_TILE, "cuda": SMALLEST_TILE}
-_ROW = {"cpu": WHOLE_ROW, "cuda": WHOLE_ROW}
-_WEIGHT_PRESETS = ("fp8-weights", "int8-weights")
+_E4M3_ROWS = Weights("fp8_e4m3", "per_channel")
+_E4M3_TENSOR = Weights("fp8_e4m3", "per_tensor")
+_CPU = ("cpu",)
+_TORCHAO = ("torchao", "torchao")
+_ONNX = ("onnxruntime", "onnxruntime", "onnxscript")
 
 ADAPTERS: dict[str, Adapter] = {
-    "torch.eager": Adapter(
-        "composed",
-        None,
-        "compute",
-        "compute",
-        _ROW,
-        COMPOSED_EXP_ULPS,
-        COMPOSED_EXP_ULPS,
-        ("torch-eager", *_WEIGHT_PRESETS),
-    ),
+    "torch.eager": Adapter("composed", ("torch-eager", "fp8-weights", "int8-weights")),
     "torch.sdpa": Adapter(
         "fused",
-        None,
-        "wide",
-        "compute",
-        _FLASH_TILES,
-        FUSED_EXP_ULPS,
-        FAST_EXP_ULPS,
         ("torch-sdpa-flash",),
+        scores="wide",
+        tile=_FLASH_TILES,
+        exp_ulps=FUSED_EXP_ULPS,
+        coarse_exp_ulps=FAST_EXP_ULPS,
     ),
     "torch.sdpa.math": Adapter(
         "fused",
-        "math",
-        "wide",
-        "wide",
-        _ROW,
-        COMPOSED_EXP_ULPS,
-        COMPOSED_EXP_ULPS,
         ("torch-sdpa-math",),
+        backend="math",
+        scores="wide",
+        probabilities="wide",
+        tile=_ROW,
     ),
     "torch.sdpa.flash": Adapter(
         "fused",
-        "flash",
-        "wide",
-        "compute",
-        _FLASH_TILES,
-        FUSED_EXP_ULPS,
-        FAST_EXP_ULPS,
         ("torch-sdpa-flash",),
+        backend="flash",
+        scores="wide",
+        tile=_FLASH_TILES,
+        exp_ulps=FUSED_EXP_ULPS,
+        coarse_exp_ulps=FAST_EXP_ULPS,
     ),
     "torch.sdpa.efficient": Adapter(
         "fused",
-        "efficient",
-        "wide",
-        "compute",
-        _FLASH_TILES,
-        FUSED_EXP_ULPS,
-        FUSED_EXP_ULPS,
         ("torch-sdpa-efficient",),
+        backend="efficient",
+        scores="wide",
+        tile=_FLASH_TILES,
+        exp_ulps=FUSED_EXP_ULPS,
+        coarse_exp_ulps=FUSED_EXP_ULPS,
+    ),
+    "torch.sdpa.cudnn": Adapter(
+        "fused",
+        ("torch-sdpa-cudnn",),
+        backend="cudnn",
+        scores="wide",
+        tile=_SMALL_TILES,
+        exp_ulps=FUSED_EXP_ULPS,
+        coarse_exp_ulps=FUSED_EXP_ULPS,
+        computes=("float16", "bfloat16"),
+        devices=("cuda",),
+    ),
+    "torch.compile": Adapter(
+        "composed",
+        ("torch-compile",),
+        engine="compile",
+        tile=_SMALL_TILES,
+        exp_ulps=FUSED_EXP_ULPS,
+        coarse_exp_ulps=FAST_EXP_ULPS,
+        computes=("float32", "float16", "bfloat16"),
+        free=True,
+    ),
+    "torch.scaled_mm": Adapter(
+        "composed",
+        ("torch-scaled-mm", "fp8-w8a8-per-channel", "fp8-w8a8-per-tensor"),
+        engine="scaled_mm",
+        computes=("float32", "bfloat16"),
+        weights=(_E4M3_ROWS, _E4M3_TENSOR),
+        activations=(Activations("fp8_e4m3", "per_token"), Activations("fp8_e4m3", "per_tensor")),
+        free=True,
+    ),
+    "torchao.float8_weight_only": Adapter(
+        "composed",
+        ("torchao-float8-weights", "fp8-weights"),
+        engine="torchao",
+        computes=("float32", "bfloat16"),
+        weights=(_E4M3_ROWS, _E4M3_TENSOR),
+        free=True,
+        library=_TORCHAO,
+    ),
+    "torchao.int8_weight_only": Adapter(
+        "composed",
+        ("torchao-int8-weights",),
+        engine="torchao",
+        computes=("float32",),
+        weights=(Weights("int8_full", "per_channel"), Weights("int8_full", "per_tensor")),
+        free=True,
+        library=_TORCHAO,
+    ),
+    "torchao.int8_dynamic": Adapter(
+        "composed",
+        ("torchao-int8-dynamic",),
+        engine="torchao",
+        computes=("float32",),
+        weights=(Weights("int8_full", "per_channel"), Weights("int8_full", "per_tensor")),
+        activations=(Activations("int8_full", "per_token"),),
+        free=True,
+        library=_TORCHAO,
+    ),
+    "onnxruntime.float32": Adapter(
+        "composed",
+        ("onnxruntime-float32",),
+        engine="onnxruntime",
+        computes=("float32",),
+        weights=(Weights("float32"),),
+        free=True,
+        devices=_CPU,
+        library=_ONNX,
+        sigmoid="absolute",
+    ),
+    "onnxruntime.dynamic_int8": Adapter(
+        "composed",
+        ("onnxruntime-int8",),
+        engine="onnxruntime",
+        computes=("float32",),
+        weights=(Weights("int8", "per_tensor"), Weights("int8", "per_channel")),
+        activations=(Activations("uint8", "per_tensor"),),
+        free=True,
+        devices=_CPU,
+        library=_ONNX,
+        sigmoid="absolute",
     ),
 }
 
@@ -124,21 +214,29 @@ def refuse_unserved(run: str, adapter: Adapter, numerics: Numerics, device: str)
 
 def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
     attention = numerics.attention
-    if numerics.activations.format != "none":
-        return [
-            f"it does not quantise activations ({numerics.activations.format});"
-            " no torch adapter does"
-        ]
-    if numerics.compute not in ("float64", "float32", "float16", "bfloat16"):
+    if numerics.activations not in adapter.activations:
+        return [_other_activations(adapter, numerics.activations)]
+    if numerics.compute not in adapter.computes:
         return [f"it does not compute in {numerics.compute}"]
-    if attention.style != adapter.style:
-        return [f"its attention is {adapter.style}, not {attention.style}"]
+    if attention.style != adapter.claimed_style:
+        return [f"its attention is {adapter.claimed_style}, not {attention.style}"]
+    if device not in adapter.devices:
+        return [f"it runs on {' and '.join(adapter.devices)}, not on {device}"]
     wide = "float64" if numerics.compute == "float64" else "float32"
     real = {"compute": numerics.compute, "wide": wide}
-    tile = adapter.tile.get(device, SMALLEST_TILE)
+    tile = (adapter.tile or _ROW).get(device, SMALLEST_TILE)
     coarse = FORMATS[numerics.compute].precision < FORMATS["float32"].precision
     exp_ulps = adapter.coarse_exp_ulps if coarse and device == "cpu" else adapter.exp_ulps
     return [
+        _other_weights(adapter, numerics),
+        "its sigmoid is good to a share of 1, not of itself"
+        if (adapter.sigmoid, numerics.sigmoid) == ("absolute", "relative")
+        else "",
+        "a CPU has no tensor core" if numerics.tensor_core is not None and device == "cpu" else "",
+        *(_coarser(f"results.{n}", f, numerics.compute, numerics) for n, f in numerics.results),
+        "where it rounds is left to it, so its casts are `any`, not `nearest`"
+        if adapter.free and numerics.casts != "any"
+        else "",
         _coarser("accumulate", numerics.accumulate, wide, numerics),
         _coarser("attention.scores", attention.scores, real[adapter.scores], numerics),
         _coarser(
@@ -148,12 +246,30 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
             numerics,
         ),
         f"its tiles have {tile} keys, not {attention.tile}"
-        if adapter.style == "fused" and attention.tile > tile
+        if adapter.claimed_style == "fused" and attention.tile > tile
         else "",
         f"its exponential is good to {exp_ulps} ulp, not to {attention.exp_ulps}"
         if attention.exp_ulps < exp_ulps
         else "",
     ]
+
+
+def _other_activations(adapter: Adapter, claimed: Activations) -> str:
+    if adapter.activations == _UNQUANTISED:
+        able = [name for name, a in ADAPTERS.items() if claimed in a.activations]
+        instead = f"; {', '.join(able)} {'does' if len(able) == 1 else 'do'}" if able else ""
+        return f"it does not quantise activations ({claimed.format}){instead}"
+    own = " or ".join(f"{a.format} {a.scale}" for a in adapter.activations)
+    if claimed.format == "none":
+        return f"it quantises activations, to {own}"
+    return f"its activations are {own}, not {claimed.format} {claimed.scale}"
+
+
+def _other_weights(adapter: Adapter, numerics: Numerics) -> str:
+    if adapter.weights is None or numerics.weights in adapter.weights:
+        return ""
+    own = " or ".join(f"{w.format} {w.scale}" for w in adapter.weights)
+    return f"its weights are {own}, not {numerics.weights.format} {numerics.weights.scale}"
 
 
 def _coarser(name: str, claimed: str, real: str, numerics: Numerics) -> str:
@@ -164,7 +280,8 @@ def _coarser(name: str, claimed: str, real: str, numerics: Numerics) -> str:
 
 
 def _others(adapter: Adapter, numerics: Numerics) -> str:
-    if numerics.attention.style == adapter.style:
+    if numerics.attention.style == adapter.claimed_style:
         return ""
-    able = [name for name, a in ADAPTERS.items() if a.style == numerics.attention.style]
+    style = numerics.attention.style
+    able = [n for n, a in ADAPTERS.items() if a.engine == "torch" and a.style == style]
     return f"; adapters with {numerics.attention.style} attention: {', '.join(able)}"

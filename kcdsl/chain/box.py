@@ -29,7 +29,7 @@ from kcdsl.chain.rounding import (
     require_nonnegative,
 )
 
-Rule = Literal["generic", "confident"]
+Rule = Literal["generic", "confident", "classes"]
 _LARGEST_EPS = 300.0
 _NORMALISATION_SLACK = 1e-6
 _PEAK_SLACK = 1e-9
@@ -37,7 +37,10 @@ _PEAK_SLACK = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class BoxBound:
-    """A bound and the rule it comes from: "generic" holds for every p, "confident" for this p."""
+    """A bound and the rule it comes from.
+
+    "generic" holds for every p, "confident" for this p; "classes" goes class by class (specific.py)
+    """
 
     value: float
     rule: Rule

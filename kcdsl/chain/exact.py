@@ -67,7 +67,7 @@ def exact_row(
         jeffreys=kl + reverse,
         chi2=worst_chi2,
         ess=1.0 / (1.0 + worst_chi2),
-        js=math.fsum(m * _js_term(r) for m, r in zip(middle, ratio, strict=True)),
+        js=math.fsum(m * js_term(r) for m, r in zip(middle, ratio, strict=True)),
         hellinger2=0.5 * math.fsum(b * _expm1(r / 2) ** 2 for b, r in zip(q, ratio, strict=True)),
         abs_log_ratio=max(abs(r) for r in ratio),
         w_log_w=max(r * math.exp(min(r, 700.0)) for r in ratio),
@@ -104,7 +104,7 @@ def _expm1(x: float) -> float:
     return math.inf if x > 700.0 else math.expm1(x)
 
 
-def _js_term(r: float) -> float:
+def js_term(r: float) -> float:
     """Return ln 2 - h2(1/(1 + e^r)), the divergence at one class relative to the mixture.
 
     With a = r/2 this is a tanh a - ln cosh a, free of cancellation for small a.

@@ -19,6 +19,7 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.model import Fix, Label, Refusal
 from kcdsl.ir.terms import KernelRef, ModelRef
+from kcdsl.model.presets import RESULTS
 from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar
 
@@ -28,19 +29,35 @@ ADAPTERS = (
     "torch.sdpa.math",
     "torch.sdpa.flash",
     "torch.sdpa.efficient",
+    "torch.sdpa.cudnn",
+    "torch.compile",
+    "torch.scaled_mm",
+    "torchao.float8_weight_only",
+    "torchao.int8_weight_only",
+    "torchao.int8_dynamic",
+    "onnxruntime.float32",
+    "onnxruntime.dynamic_int8",
 )
 """The programs that can run a kernel (field `run`)."""
 
 ARCHITECTURES = ("llama", "bert")
 """The architectures of `kcdsl.model`."""
 
+_UNIT = ("fraction_bits", "chunk", "result_bits", "promote")
 _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
-    "": ("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
+    "": (
+        *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
+        *("results", "tensor_core", "sigmoid"),
+    ),
     "weights": ("format", "scale"),
     "activations": ("format", "scale"),
     "attention": ("style", "tile", "probabilities", "scores", "exp_ulps"),
+    "results": RESULTS,
+    "tensor_core": ("linears", "others"),
+    "linears": _UNIT,
+    "others": _UNIT,
 }
-_NUMBERS = {"tile", "exp_ulps"}
+_NUMBERS = {"tile", "exp_ulps", *_UNIT}
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 Pairs = tuple[tuple[str, object], ...]
@@ -207,7 +224,8 @@ def _pairs(node: Mapping, section: str, reader: StructureReader) -> Pairs:
         name = entry.key.text
         if name not in allowed:
             continue
-        if not section and name in _NUMERICS_FIELDS:
+        named = name == "tensor_core" and isinstance(entry.value, Scalar)
+        if name in _NUMERICS_FIELDS and not named:
             child = reader.mapping(node, name)
             if child is not None:
                 pairs.append((name, _pairs(child, name, reader)))

@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "diff": "kcdsl.cli.diff",
     "explain": "kcdsl.cli.explain",
     "verify": "kcdsl.cli.verify",
+    "replay": "kcdsl.cli.replay",
     "evaluate": "kcdsl.cli.evaluate",
     "check": "kcdsl.cli.check",
     "keygen": "kcdsl.cli.keygen",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
@@ -141,7 +142,7 @@ def examine() -> Environment:
             "kcdsl is importable but not installed, so its backends are not registered; in the"
             f" checkout run: {pip_install('-e', '.')}"
         )
-    packages = (*_required(), _auto_lirpa())
+    packages = (*_required(), *_kernel_libraries(), _compiler(), _auto_lirpa())
     backends, trouble = _backends({p.module: p for p in packages})
     problems.extend(trouble)
     usable = {p.module for p in packages if p.usable}
@@ -192,7 +193,7 @@ def _package(name: str, module: str, purpose: str, requirement: str) -> Package:
         return Package(
             name, module, purpose, requirement, None, "missing", command=pip_install(requirement)
         )
-    problem = _out_of_range(installed, requirement) or _import_problem(module)
+    problem = _out_of_range(installed, requirement) or (_import_problem(module) if module else None)
     command = None if problem is None else pip_install(requirement)
     return Package(name, module, purpose, requirement, installed, problem, command=command)
 
@@ -214,6 +215,55 @@ def _import_problem(module: str) -> str | None:
         first = (str(error).strip().splitlines() or [""])[0]
         return f"does not import: {type(error).__name__}: {first}"
     return None
+
+
+KERNEL_LIBRARIES: Mapping[str, tuple[str, str]] = {
+    "torchao": ("torchao", "kernels torchao.*"),
+    "onnxruntime": ("onnxruntime", "kernels onnxruntime.*"),
+    "onnxscript": ("onnxruntime", "kernels onnxruntime.*, the export of blocks"),
+}
+"""Distributions (imported by the same name) that kernels need: the extra, and what they run."""
+
+
+def _kernel_libraries() -> tuple[Package, ...]:
+    return tuple(
+        replace(
+            found,
+            module=name,
+            required=False,
+            command=None if found.problem is None else pip_install(f"{DISTRIBUTION}[{extra}]"),
+        )
+        for name, (extra, purpose) in KERNEL_LIBRARIES.items()
+        for found in (_package(name, "", purpose, _of_extra(name)),)  # slow, and loud, to import
+    )
+
+
+def _of_extra(name: str) -> str:
+    """Return the requirement of a distribution that an extra of this one names."""
+    try:
+        lines = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return name
+    plain = (line.partition(";")[0].strip() for line in lines if ";" in line)
+    return next((line for line in plain if re.split(r"[^\w.-]", line)[0] == name), name)
+
+
+def _compiler() -> Package:
+    """Look for the C++ compiler that torch.compile calls on a CPU."""
+    found = next((name for name in COMPILERS if shutil.which(name)), None)
+    return Package(
+        "C++ compiler",
+        "",
+        "kernels torch.compile",
+        ", ".join(COMPILERS),
+        found,
+        None if found else "missing",
+        required=False,
+        command=None if found else "apt-get install g++",
+    )
+
+
+COMPILERS = ("g++", "clang++")
 
 
 def _auto_lirpa() -> Package:

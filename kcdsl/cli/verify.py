@@ -14,6 +14,7 @@ from kcdsl.exits import Exit
 if TYPE_CHECKING:
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
+    from kcdsl.route.execution import Execution
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.implied import Implied
     from kcdsl.verdict.outcome import GoalOutcome
@@ -25,6 +26,7 @@ HELP = "decide the clauses about every input of a region, and write certificates
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     from kcdsl.cli.devices import CHOICES
+    from kcdsl.cli.execution import add_options
 
     parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
     parser.add_argument(
@@ -47,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=CHOICES, default="auto", help="default: cuda where there is one"
     )
+    add_options(parser)
     parser.add_argument(
         "--sign", metavar="KEY", help="private key (default: kcdsl.key beside CONTRACT)"
     )
@@ -61,6 +64,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.check.compile import load_contract
     from kcdsl.cli.devices import choose_device
     from kcdsl.cli.discover import find_contract
+    from kcdsl.cli.execution import execution_of, tell_cached
     from kcdsl.diagnostics.places import in_contract
     from kcdsl.model.presets import resolve
     from kcdsl.release.signing import UNSIGNED, signing_key
@@ -73,8 +77,9 @@ def run(arguments: argparse.Namespace) -> Exit:
     key = signing_key(arguments.sign, base)
     device = choose_device(arguments.device)
     backend = _backend(arguments.backend)
+    execution = execution_of(arguments)
     with in_contract(path):
-        outcomes = _decide(program, base, chosen, backend, device, arguments)
+        outcomes = _decide(program, base, chosen, backend, device, execution, arguments)
         implied = _implied(program, base, outcomes, backend)
     folder = Path(arguments.output) if arguments.output else path.parent / "out"
     certificate = _write(
@@ -87,14 +92,18 @@ def run(arguments: argparse.Namespace) -> Exit:
         document = {
             "schema": VERIFY_SCHEMA,
             "contract": {"name": program.name, "version": program.version},
-            "goals": [goal_json(outcome, numerics, shown) for outcome in outcomes],
+            "goals": [
+                _naming_file(goal_json(outcome, numerics, shown), outcome, folder)
+                for outcome in outcomes
+            ],
             "implied": [_implied_json(item) for item in implied],
             "certificate": shown,
             "exit": int(code),
         }
         print(json.dumps(document, indent=2, allow_nan=False))
     else:
-        _print(outcomes, implied, certificate)
+        _print(outcomes, implied, certificate, arguments.contract)
+    tell_cached(outcomes, execution)
     if key is None:
         print(UNSIGNED, file=sys.stderr)
     return code
@@ -167,6 +176,7 @@ def _decide(
     chosen: Sequence[Goal],
     backend: Any,
     device: str,
+    execution: Execution,
     arguments: argparse.Namespace,
 ) -> tuple[GoalOutcome, ...]:
     from kcdsl.cli.progress import progress_bars
@@ -180,6 +190,7 @@ def _decide(
             attacks=arguments.attack == "on",
             confirm=arguments.confirm == "on",
             progress=progress,
+            execution=execution,
         )
     return outcomes
 
@@ -265,6 +276,7 @@ def _write(
     from kcdsl.source.writing import NewFile, make_folder, write_together
 
     proofs = {o.goal.clause.id: o.proof for o in outcomes if o.proof is not None}
+    broken = {o.goal.clause.id: o.counterexample for o in outcomes if o.counterexample is not None}
     references = {name: proof_reference(name, proof) for name, proof in proofs.items()}
     results = proved_clauses(program, base, outcomes, references)
     results += implied_clauses(program, base, implied)
@@ -283,8 +295,21 @@ def _write(
     target = folder / f"{stem}.cert.json"
     make_folder(folder)
     files = [NewFile(folder / references[name].path, proofs[name], 0o644) for name in proofs]
+    files += [NewFile(_counterexample_file(folder, n), broken[n], 0o644) for n in broken]
     write_together([*files, NewFile(target, bundle, 0o644)], replace=True)
     return target
+
+
+def _naming_file(goal: dict[str, Any], outcome: GoalOutcome, folder: Path) -> dict[str, Any]:
+    """Add to a violated goal the file that `kcdsl replay` takes."""
+    if outcome.counterexample is not None:
+        file = _counterexample_file(folder, outcome.goal.clause.id)
+        goal["counterexample"] = {**goal["counterexample"], "file": str(file)}
+    return goal
+
+
+def _counterexample_file(folder: Path, clause: str) -> Path:
+    return folder / f"{clause}.counterexample.json"
 
 
 def _exit(outcomes: Sequence[GoalOutcome]) -> Exit:
@@ -299,7 +324,12 @@ def _exit(outcomes: Sequence[GoalOutcome]) -> Exit:
     return Exit.INCONCLUSIVE
 
 
-def _print(outcomes: Sequence[GoalOutcome], implied: Sequence[Implied], certificate: Path) -> None:
+def _print(
+    outcomes: Sequence[GoalOutcome],
+    implied: Sequence[Implied],
+    certificate: Path,
+    contract: str | None,
+) -> None:
     from rich.console import Console
 
     from kcdsl.verdict.goal_report import goal_table
@@ -318,6 +348,11 @@ def _print(outcomes: Sequence[GoalOutcome], implied: Sequence[Implied], certific
                     highlight=False,
                     markup=False,
                 )
+                if outcome.counterexample is not None:
+                    file = _counterexample_file(certificate.parent, outcome.goal.clause.id)
+                    named = f" --contract {contract}" if contract is not None else ""
+                    again = f"  again: kcdsl replay {file}{named}"
+                    console.print(again, highlight=False, markup=False, soft_wrap=True)
             case _:
                 pass
     for item in implied:

@@ -281,6 +281,7 @@ def _numerics(parent: str, name: str) -> list[str]:
         ("numerics", "compute"): presets.COMPUTE_FORMATS,
         ("numerics", "accumulate"): presets.ACCUMULATORS,
         ("numerics", "casts"): presets.CASTS,
+        ("numerics", "sigmoid"): presets.SIGMOIDS,
         ("weights", "format"): presets.WEIGHT_FORMATS,
         ("weights", "scale"): presets.WEIGHT_SCALES,
         ("activations", "format"): presets.ACTIVATION_FORMATS,
@@ -288,6 +289,8 @@ def _numerics(parent: str, name: str) -> list[str]:
         ("attention", "style"): presets.STYLES,
         ("attention", "probabilities"): ("compute", "accumulate", *FORMATS),
         ("attention", "scores"): ("compute", "accumulate", *FORMATS),
+        ("numerics", "tensor_core"): ("none", *presets.TENSOR_CORES),
+        **{("results", key): ("compute", "accumulate", *FORMATS) for key in presets.RESULTS},
     }
     return list(choices.get((parent, name), ()))
 

@@ -15,20 +15,26 @@ from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
 
 FINGERPRINT_SCHEMA = "kcdsl.kernel-fingerprint/1"
+LIBRARIES = ("torchao", "onnxruntime")
+"""Libraries whose name begins that of their adapters."""
 
 
 def kernel_fingerprint(ref: KernelRef, device: str = "cpu") -> dict[str, Any]:
     """Return the record that certificates bind: adapter, resolved numerics, torch version, device.
 
     `device` is the kind alone, "cpu" or "cuda". A version's local part ("+cpu") is left out: it
-    names a build, not a program. The version is None where torch is not installed.
+    names a build, not a program. The version is None where torch is not installed. A kernel of
+    another library has the version of that besides.
     """
+    library = ref.run.partition(".")[0]
+    more = {library: _version(library)} if library in LIBRARIES else {}
     return {
         "schema": FINGERPRINT_SCHEMA,
         "run": ref.run,
         "numerics": resolve(ref).to_json(),
-        "torch": _torch_version(),
+        "torch": _version("torch"),
         "device": device.partition(":")[0],
+        **more,
     }
 
 
@@ -37,8 +43,8 @@ def fingerprint_digest(fingerprint: dict[str, Any]) -> str:
     return hashlib.sha256(rfc8785.dumps(fingerprint)).hexdigest()
 
 
-def _torch_version() -> str | None:
+def _version(name: str) -> str | None:
     try:
-        return version("torch").partition("+")[0]
+        return version(name).partition("+")[0]
     except PackageNotFoundError:
         return None

@@ -40,6 +40,44 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Unit:
+    """A matrix unit (docs/relational-interval.md, section 3).
+
+    One instruction adds up to `chunk` exact products to an accumulator. Every term and the
+    accumulator are cut off, toward zero, `fraction_bits` below the largest of their exponents; the
+    sum keeps `result_bits` bits after the leading one, toward zero. After `promote` products (0:
+    never) the accumulator is added to a sum in the accumulate format, and starts again at 0.
+    """
+
+    fraction_bits: int
+    chunk: int
+    result_bits: int
+    promote: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """Return the record of the unit."""
+        return {
+            "fraction_bits": self.fraction_bits,
+            "chunk": self.chunk,
+            "result_bits": self.result_bits,
+            "promote": self.promote,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCore:
+    """What forms sums of products: `linears` those of linears whose inputs are quantised, `others`
+    all other products of matrices."""
+
+    linears: Unit
+    others: Unit
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        """Return the record of both units."""
+        return {"linears": self.linears.to_json(), "others": self.others.to_json()}
+
+
+@dataclass(frozen=True, slots=True)
 class Numerics:
     """A resolved specification: nothing is left to defaults.
 
@@ -48,6 +86,11 @@ class Numerics:
     arithmetic is float32 (float64 where `compute` is).
     `casts` is "nearest" (one rounding to nearest at each result) or "any" (a free relative error of
     one unit roundoff there, wherever a fused kernel may put it).
+    `results` names the results that have another format than `compute`, as sorted pairs: "input",
+    "context", or an operation; scores and probabilities have theirs from `attention`.
+    `tensor_core` None: sums are rounded to nearest in the accumulate format.
+    `sigmoid` is "relative" (the sigmoid in silu is good to some units in its last place) or
+    "absolute" (to some units in the last place of 1, however small it is).
     """
 
     preset: str
@@ -57,10 +100,29 @@ class Numerics:
     weights: Weights
     activations: Activations
     attention: Attention
+    results: tuple[tuple[str, str], ...] = ()
+    tensor_core: TensorCore | None = None
+    sigmoid: str = "relative"
+
+    def stored_format(self, op: str, role: str) -> str:
+        """Return the name of the format in which the result of an operation is stored.
+
+        The probabilities of a composed attention are stored in their own, of a fused one inside of
+        the softmax.
+        """
+        if role == "scores":
+            return self.attention.scores
+        if role == "probabilities":
+            return self.attention.probabilities
+        named = dict(self.results)
+        return named.get(role) or named.get(op) or self.compute
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that proofs, certificates and kernel fingerprints carry."""
-        return {
+        """Return the record that proofs, certificates and kernel fingerprints carry.
+
+        `results`, `tensor_core` and `sigmoid` stand in it only where they say something.
+        """
+        record: dict[str, Any] = {
             "preset": self.preset,
             "compute": self.compute,
             "accumulate": self.accumulate,
@@ -75,3 +137,10 @@ class Numerics:
                 "exp_ulps": self.attention.exp_ulps,
             },
         }
+        if self.results:
+            record["results"] = dict(self.results)
+        if self.tensor_core is not None:
+            record["tensor_core"] = self.tensor_core.to_json()
+        if self.sigmoid != "relative":
+            record["sigmoid"] = self.sigmoid
+        return record

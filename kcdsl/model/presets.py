@@ -12,17 +12,24 @@ from typing import Any
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.formats import FORMATS
-from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
+from kcdsl.model.numerics import Activations, Attention, Numerics, TensorCore, Unit, Weights
 
 COMPUTE_FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 ACCUMULATORS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 CASTS = ("nearest", "any")
-SCALED_FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8")
-WEIGHT_FORMATS = (*FORMATS, "int8")
+SCALED_FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
+INTEGERS = ("int8", "int8_full", "uint8")
+WEIGHT_FORMATS = (*FORMATS, "int8", "int8_full")
 WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "mx")
-ACTIVATION_FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "int8", "uint8")
+ACTIVATION_FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "uint8")
 ACTIVATION_SCALES = ("none", "per_tensor", "per_token", "mx")
 STYLES = ("composed", "fused")
+SIGMOIDS = ("relative", "absolute")
+RESULTS = (
+    *("input", "context", "linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift"),
+    *("tanh", "silu", "gelu", "rope", "rms_norm", "layer_norm"),
+)
+"""The results that may have a format of their own: by role, or by operation."""
 
 COMPOSED_EXP_ULPS = 4
 FUSED_EXP_ULPS = 32
@@ -49,8 +56,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "torch-sdpa-flash": {"attention": {"style": "fused", "coarse_exp_ulps": FAST_EXP_ULPS}},
     "torch-sdpa-efficient": {"attention": {"style": "fused"}},
+    "torch-sdpa-cudnn": {"compute": "bfloat16", "attention": {"style": "fused"}},
     "flash-attention-2": {"compute": "bfloat16", "attention": {"style": "fused"}},
     "flash-attention-3": {"compute": "bfloat16", "attention": {"style": "fused", "tile": 64}},
+    "torch-compile": {
+        "attention": {"style": "fused", "scores": "compute", "coarse_exp_ulps": FAST_EXP_ULPS}
+    },
+    "torch-scaled-mm": {
+        "weights": _E4M3_PER_CHANNEL,
+        "activations": {"format": "fp8_e4m3", "scale": "per_token"},
+    },
+    "torchao-float8-weights": {"compute": "bfloat16", "weights": _E4M3_PER_CHANNEL},
+    "torchao-int8-weights": {"weights": {"format": "int8_full", "scale": "per_channel"}},
+    "torchao-int8-dynamic": {
+        "weights": {"format": "int8_full", "scale": "per_channel"},
+        "activations": {"format": "int8_full", "scale": "per_token"},
+    },
     "fp8-weights": {"compute": "bfloat16", "weights": _E4M3_PER_CHANNEL},
     "fp8-w8a8-per-tensor": {
         "compute": "bfloat16",
@@ -68,12 +89,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weights": {"format": "fp8_e4m3", "scale": "mx"},
         "activations": {"format": "fp8_e4m3", "scale": "mx"},
     },
-    "onnxruntime-float32": {},
+    "onnxruntime-float32": {"sigmoid": "absolute"},
     "onnxruntime-int8": {
+        "sigmoid": "absolute",
         "weights": {"format": "int8", "scale": "per_tensor"},
         "activations": {"format": "uint8", "scale": "per_tensor"},
     },
 }
+
+_HOPPER_16 = Unit(fraction_bits=25, chunk=16, result_bits=23)
+_BLACKWELL_8 = Unit(fraction_bits=25, chunk=32, result_bits=23)
+_AMPERE_16 = Unit(fraction_bits=24, chunk=8, result_bits=23)
+TENSOR_CORES = {
+    "hopper_fp8": TensorCore(Unit(13, 32, 13), _HOPPER_16),
+    "hopper_fp8_promoted": TensorCore(Unit(13, 32, 13, promote=128), _HOPPER_16),
+    "hopper_16": TensorCore(_HOPPER_16, _HOPPER_16),
+    "ada_fp8": TensorCore(Unit(13, 16, 13), _AMPERE_16),
+    "ampere_16": TensorCore(_AMPERE_16, _AMPERE_16),
+    "blackwell_fp8": TensorCore(_BLACKWELL_8, _HOPPER_16),
+}
+"""Matrix units as published (docs/numerics.md, section Tensor cores)."""
+UNIT_LIMITS = {"fraction_bits": 64, "chunk": 1 << 16, "result_bits": 23, "promote": 1 << 24}
 
 ADAPTER_PRESETS = {
     "torch.eager": "torch-eager",
@@ -81,6 +117,14 @@ ADAPTER_PRESETS = {
     "torch.sdpa.math": "torch-sdpa-math",
     "torch.sdpa.flash": "torch-sdpa-flash",
     "torch.sdpa.efficient": "torch-sdpa-efficient",
+    "torch.sdpa.cudnn": "torch-sdpa-cudnn",
+    "torch.compile": "torch-compile",
+    "torch.scaled_mm": "torch-scaled-mm",
+    "torchao.float8_weight_only": "torchao-float8-weights",
+    "torchao.int8_weight_only": "torchao-int8-weights",
+    "torchao.int8_dynamic": "torchao-int8-dynamic",
+    "onnxruntime.float32": "onnxruntime-float32",
+    "onnxruntime.dynamic_int8": "onnxruntime-int8",
 }
 """The preset that a kernel has where its numerics name none."""
 
@@ -107,26 +151,85 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         accumulate = compute
     if FORMATS[accumulate].precision < FORMATS[compute].precision:
         raise _refusal(f"accumulate {accumulate} is coarser than compute {compute}")
+    activations = _activations(_merged(base, given, "activations"), compute)
+    tensor_core = merged.get("tensor_core", "none")
     return Numerics(
         preset=preset,
         compute=compute,
         accumulate=accumulate,
         casts=_choice("casts", merged.get("casts", "any"), CASTS),
         weights=_weights(_merged(base, given, "weights"), compute),
-        activations=_activations(_merged(base, given, "activations"), compute),
+        activations=activations,
         attention=_attention(base, given, compute, accumulate),
+        results=_results(merged.get("results", {}), compute, accumulate),
+        tensor_core=_tensor_core(tensor_core, compute, accumulate, activations),
+        sigmoid=_choice("sigmoid", merged.get("sigmoid", "relative"), SIGMOIDS),
     )
+
+
+def _results(raw: object, compute: str, accumulate: str) -> tuple[tuple[str, str], ...]:
+    """Read the section `results`; a result in the compute format is left out."""
+    given = _mapping("results", raw)
+    _known_keys(given, "results", RESULTS)
+    named = {"compute": compute, "accumulate": accumulate}
+    found = {
+        key: _choice(f"results.{key}", named.get(value, value), FORMATS)
+        for key, value in given.items()
+    }
+    return tuple(sorted((key, form) for key, form in found.items() if form != compute))
+
+
+def _tensor_core(
+    raw: object, compute: str, accumulate: str, activations: Activations
+) -> TensorCore | None:
+    """Read `tensor_core`: a name, or the mapping of a numerics record."""
+    if raw == "none":
+        return None
+    if isinstance(raw, dict):
+        _known_keys(raw, "tensor_core", TensorCore.__dataclass_fields__)
+        core = TensorCore(_unit("linears", raw), _unit("others", raw))
+    else:
+        core = TENSOR_CORES[_choice("tensor_core", raw, ("none", *TENSOR_CORES))]
+    if compute not in ("float16", "bfloat16") or accumulate != "float32":
+        raise _refusal(
+            "a tensor core multiplies float16 or bfloat16 and accumulates in float32;"
+            f" compute is {compute} and accumulate {accumulate}"
+        )
+    if core.linears != core.others and not activations.format.startswith("fp8"):
+        raise _refusal(
+            "the unit of the linears multiplies quantised inputs, and activations are not"
+            " quantised to fp8",
+            ("hopper_16", "ampere_16"),
+        )
+    return core
+
+
+def _unit(name: str, section: dict[str, Any]) -> Unit:
+    raw = _mapping(f"tensor_core.{name}", section.get(name, {}))
+    _known_keys(raw, f"tensor_core.{name}", Unit.__dataclass_fields__)
+    number = {
+        key: _count(f"tensor_core.{name}.{key}", raw.get(key), UNIT_LIMITS[key])
+        for key in ("fraction_bits", "chunk", "result_bits")
+    }
+    promote = raw.get("promote", 0)
+    if promote != 0:
+        promote = _count(f"tensor_core.{name}.promote", promote, UNIT_LIMITS["promote"])
+        if promote % number["chunk"]:
+            raise _refusal(
+                f"tensor_core.{name}.promote is {promote!r}; it must be an integer number of chunks"
+            )
+    return Unit(**number, promote=int(promote))
 
 
 def _weights(raw: dict[str, Any], compute: str) -> Weights:
     _known_keys(raw, "weights", Weights.__dataclass_fields__)
     format = _choice("weights.format", raw.get("format", compute), WEIGHT_FORMATS)
     scale = _choice("weights.scale", raw.get("scale", "none"), WEIGHT_SCALES)
-    if scale == "none" and format == "int8":
-        raise _refusal("int8 weights need a scale", WEIGHT_SCALES[1:])
+    if scale == "none" and format in INTEGERS:
+        raise _refusal(f"{format} weights need a scale", WEIGHT_SCALES[1:])
     if scale != "none" and format not in SCALED_FORMATS:
         raise _refusal(f"weights of format {format} have no scale", SCALED_FORMATS)
-    if scale == "mx" and format == "int8":
+    if scale == "mx" and format in INTEGERS:
         raise _refusal("the mx scale is for fp8 formats", ("fp8_e4m3", "fp8_e5m2"))
     return Weights(format, scale)
 
@@ -145,7 +248,7 @@ def _activations(raw: dict[str, Any], compute: str) -> Activations:
     scale = _choice("activations.scale", raw.get("scale", "none"), ACTIVATION_SCALES)
     if format == "none" and scale != "none":
         raise _refusal("activations have a scale but no format", ACTIVATION_FORMATS[1:])
-    if format in ("int8", "uint8") and scale in ("none", "mx"):
+    if format in INTEGERS and scale in ("none", "mx"):
         raise _refusal(f"{format} activations need a scale", ("per_tensor", "per_token"))
     return Activations(format, scale)
 

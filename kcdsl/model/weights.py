@@ -15,7 +15,9 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Numerics
 
-QMAX = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0}
+QMAX = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int8_full": 127.5}
+LEAST_FULL_SCALE = 2.0**-23
+"""The least scale of int8_full."""
 MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
 MX_BLOCK = 32
 TILE = 128
@@ -38,7 +40,8 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
     """Return the weight [out, in] of a linear as the kernel uses it, as float32.
 
     Stored in the format and scale of `numerics.weights`, dequantised in float32, then rounded to
-    `compute`.
+    `compute`. Where activations are quantised the product is one of codes, and scales come after
+    it: then the weight is not rounded to `compute`.
     """
     stored = numerics.weights
     if stored.scale == "none":
@@ -50,7 +53,13 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
         amax = _AMAX[stored.scale](w.abs())
         scale = amax / QMAX[stored.format]
         scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return round_to(_code(w / scale, stored.format) * scale, numerics.compute, name)
+    if stored.format == "int8_full":
+        scale = scale.clamp_min(LEAST_FULL_SCALE)
+        code = (w * (1.0 / scale)).round().clamp(-128.0, 127.0)
+    else:
+        code = _code(w / scale, stored.format)
+    by_codes = numerics.activations.format != "none"
+    return round_to(code * scale, "float32" if by_codes else numerics.compute, name)
 
 
 def round_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:

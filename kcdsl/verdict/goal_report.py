@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.ir.terms import Clause, Region
 from kcdsl.model.numerics import Numerics
+from kcdsl.route.goals import Goal
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name
 from kcdsl.verdict.outcome import GoalOutcome
 
@@ -31,7 +32,11 @@ def region_text(region: Region) -> str:
 
 def functional_text(outcome: GoalOutcome) -> str:
     """Return the functional of a goal as the contract writes it."""
-    goal = outcome.goal
+    return functional_of(outcome.goal)
+
+
+def functional_of(goal: Goal) -> str:
+    """Return the functional of a goal as the contract writes it."""
     if goal.functional == "no_flip":
         return f"no_flip({goal.block}, x, {goal.k})"
     name = "span" if goal.functional == "span" else f"norm_{goal.functional}"
@@ -76,6 +81,7 @@ def goal_json(
             }
             for case in outcome.cases
         ],
+        "cached": outcome.cached,
         "seconds": round(outcome.seconds, 6),
         "peak_bytes": outcome.peak_bytes,
         "certificate": certificate,

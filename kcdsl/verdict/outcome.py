@@ -42,10 +42,14 @@ class GoalOutcome:
     seconds: float
     peak_bytes: int
     proof: bytes | None = None
+    counterexample: bytes | None = None
+    """The document of a run that breaks the goal (kcdsl.verdict.counterexample)."""
     confirmed: bool = False
     """Whether a second implementation re-derived the proof."""
     notes: tuple[str, ...] = ()
     """What people should know beside the verdict, such as numerics that no adapter here keeps."""
+    cached: int = 0
+    """How many cases have their bound from an earlier run."""
 
     @property
     def bound(self) -> float:

@@ -39,6 +39,15 @@ KERNELS = {
     "mx, nearest": N(
         "float32", "nearest", weights=("fp8_e4m3", "mx"), activations=("fp8_e4m3", "mx")
     ),
+    "fp8 nearest, per token": N(
+        "bfloat16",
+        "nearest",
+        weights=("fp8_e4m3", "per_channel"),
+        activations=("fp8_e4m3", "per_token"),
+    ),
+    "int8 nearest, per tensor": N(
+        "float32", "nearest", weights=("int8", "per_channel"), activations=("int8", "per_tensor")
+    ),
     "int8, uint8": N(
         "float32", "any", weights=("int8", "per_channel"), activations=("uint8", "per_token")
     ),

@@ -19,6 +19,7 @@ from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine import reaches as prover_reaches
 from kcdsl_backends.affine.energy import norm
+from kcdsl_backends.affine.functionals import functional_bound
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
 from kcdsl_backends.certifier.workshop import Workshop, claim_margin
 from kcdsl_backends.interval.errors import NoBound
@@ -105,19 +106,19 @@ def prove(
     problem, centre = shop.problem(block, TOKENS), shop.centre(block, TOKENS)
     radius = region(kind, centre)
     try:
-        forms = problem.affine(centre, radius)
+        forms = problem.forms(centre, radius)
     except NoBound:
         return None
-    box = forms.box
+    box = forms.box()
     try:
         box = box.meet(problem.bound(centre, radius).output.drift)
     except NoBound:
         assert block not in BLOCKS
-    found = drift_bound(box, functional)
+    found = functional_bound(forms, box, functional, lambda bound: False)
     margin = claim_margin(shop.train, shop.infer)
     builder = ProofBuilder(shop.model, block, shop.train, shop.infer, functional, 1)
     where = token_region(TOKENS) if centre is None else box_region(kind, centre, radius)
-    builder.add("a", problem.graph, where, found * margin * factor, forms.witness, "affine")
+    builder.add("a", problem.graph, where, found * margin * factor, forms.witness(), "affine")
     return builder.document()
 
 

@@ -19,7 +19,8 @@ from kcdsl.model.llama import build as build_llama
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
-from kcdsl_backends.certifier.workshop import BlockProblem, claim_margin, functional_bound
+from kcdsl_backends.certifier.workshop import BlockProblem, claim_margin
+from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_certs.recheck import recheck
 
@@ -45,7 +46,15 @@ NUMERICS: dict[str, dict[str, object]] = {
     "coarse accumulator": {"preset": "torch-eager", "compute": "bfloat16", "accumulate": "float16"},
     "fp8 weights": {"preset": "fp8-weights"},
     "fp8 everywhere": {"preset": "fp8-w8a8-per-tensor", "casts": "nearest"},
+    "fp8 per token": {"preset": "fp8-w8a8-per-channel", "casts": "nearest"},
     "mxfp8": {"preset": "mxfp8"},
+    "mxfp8 nearest": {"preset": "mxfp8", "casts": "nearest"},
+    "matrix unit": {"preset": "fp8-w8a8-per-channel", "tensor_core": "hopper_fp8"},
+    "own results": {
+        "preset": "torch-eager",
+        "compute": "float64",
+        "results": {"input": "bfloat16", "context": "bfloat16", "add": "float16"},
+    },
     "int8": {"preset": "int8-weights", "casts": "nearest"},
     "int8 dynamic": {"preset": "onnxruntime-int8"},
 }
@@ -91,7 +100,7 @@ def compare(
     inputs = loaded.block_inputs(list(TOKENS), block)
     centre = None if inputs is None else inputs.double()
     bounds = problem.bound(centre, spread)
-    found, _ = functional_bound(bounds.output, "inf", 1)
+    found = drift_bound(bounds.output.drift, "inf")
     builder = ProofBuilder(loaded, block, train, infer, "inf", 1)
     region = (
         token_region(TOKENS)

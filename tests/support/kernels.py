@@ -32,6 +32,11 @@ def cast(v: Floats, form: str) -> Floats:
     """Return the nearest numbers of a format, by way of float32."""
     if form == "float64":
         return v
+    if form == "tfloat32":  # float32 with 11 significant bits, ties to even
+        single = v.astype(np.float32)
+        bits = single.view(np.uint32).astype(np.uint64)
+        bits = (bits + np.uint64(0xFFF) + ((bits >> np.uint64(13)) & np.uint64(1))) >> np.uint64(13)
+        return (bits << np.uint64(13)).astype(np.uint32).view(np.float32).astype(np.float64)
     return v.astype(np.float32).astype(DTYPES[form]).astype(np.float64)
 
 
@@ -81,7 +86,12 @@ class Run:
         return v if done else cast(v, form)
 
     def dot(self, a: Floats, b: Floats) -> Floats:
-        """Return a @ b, accumulated in some order with a rounding at every step."""
+        """Return a @ b, accumulated in some order with a rounding at every step.
+
+        What a matrix unit of a record cuts off is left out: such runs take fewer errors.
+        """
+        if "tensor_core" in self.numerics:
+            return np.asarray(a @ b)
         n, form = a.shape[-1], self.numerics["accumulate"]
         order = self.rng.permutation(n)
         total = np.zeros(
@@ -172,6 +182,20 @@ class Run:
             y = self.store(y, self.numerics["compute"])
         return self.step(self.step(y * weight) + bias)
 
+    def relu(self, x: Floats) -> Floats:
+        return np.maximum(x, 0.0)
+
+    def function(self, op: str, x: Floats) -> Floats:
+        """Return an activation function with the error that is granted."""
+        match op:
+            case "gelu":
+                y = x * 0.5 * (1 + np.frompyfunc(erf, 1, 1)(x / np.sqrt(2)).astype(float))
+            case "silu":
+                y = x / (1 + np.exp(-x))
+            case _:
+                y = np.tanh(x)
+        return self.wobble(y, self.inner, 8)
+
     def sum(self, x: Floats) -> Floats:
         total = np.zeros((*x.shape[:-1], 1))
         for k in self.rng.permutation(x.shape[-1]):
@@ -233,24 +257,25 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
     """
     values: dict[str, Floats] = {}
     scores_of: dict[str, tuple[Floats, Floats]] = {}
+    keys: dict[str, str] = {}
     for node in graph.nodes:
         attrs: dict[str, Any] = {
             k: float.fromhex(v) if _hex(k) else v for k, v in node["attrs"].items()
         }
         args = [values[name] for name in node["inputs"]]
         compute = run.numerics["compute"]
-        form = run.numerics["attention"]["scores"] if node["role"] == "scores" else compute
+        form = stored_format(run.numerics, node["op"], node["role"])
         settled = True
         op = node["op"]
         match op:
             case "input":
                 assert x is not None
-                y, settled = (run.store(x, compute) if run.coarse else x), False
+                y, settled = (run.store(x, form) if ROUNDOFF[form] > 2.0**-24 else x), False
             case "param":
-                weight = any(
-                    n["op"] == "linear" and n["inputs"][1] == node["name"] for n in graph.nodes
-                )
-                y, settled = (linear if weight else plain)(attrs["key"]), False
+                y, settled = plain(attrs["key"]), False
+                keys[node["name"]] = attrs["key"]
+                if weights_alone(graph, node["name"]):
+                    y = linear(attrs["key"])
             case "constant":
                 value = graph.constants[attrs["key"]]
                 y = value if value.dtype == bool else cast(value.astype(np.float64), compute)
@@ -258,7 +283,8 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
             case "embedding":
                 y, settled = args[0][attrs["ids"]], False
             case "linear":
-                y = run.linear(args[0], args[1], args[2] if len(args) > 2 else None)
+                weight = linear(keys[node["inputs"][1]])
+                y = run.linear(args[0], weight, args[2] if len(args) > 2 else None)
             case "matmul" if node["role"] == "context" and node["inputs"][0] in scores_of:
                 fused = run.numerics["attention"]["style"] == "fused"
                 before = scores_of[node["inputs"][0]]
@@ -280,14 +306,9 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
             case "neg":
                 y, settled = -args[0], False
             case "relu":
-                y, settled = np.maximum(args[0], 0.0), False
-            case "gelu":
-                phi = 0.5 * (1 + np.frompyfunc(erf, 1, 1)(args[0] / np.sqrt(2)).astype(float))
-                y = run.wobble(args[0] * phi, run.inner, 8)
-            case "silu":
-                y = run.wobble(args[0] / (1 + np.exp(-args[0])), run.inner, 8)
-            case "tanh":
-                y = run.wobble(np.tanh(args[0]), run.inner, 8)
+                y, settled = run.relu(args[0]), False
+            case "gelu" | "silu" | "tanh":
+                y = run.function(op, args[0])
             case "reshape":
                 y, settled = args[0].reshape(attrs["shape"]), False
             case "expand":
@@ -317,6 +338,25 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
         inner = run.numerics["accumulate"] if op in ("linear", "matmul") else run.inner
         values[node["name"]] = run.store(y, form, inner) if settled else y
     return values
+
+
+def stored_format(record: Mapping[str, Any], op: str, role: str) -> str:
+    """Return the format in which a numerics record stores the result of an operation."""
+    if role in ("scores", "probabilities"):
+        return str(record["attention"][role])
+    named = record.get("results", {})
+    return str(named.get(role) or named.get(op) or record["compute"])
+
+
+def weights_alone(graph: Any, name: str) -> bool:
+    """Return whether a node is read as the weight of linears and as nothing else."""
+    reads = [
+        node["op"] == "linear" and place == 1
+        for node in graph.nodes
+        for place, read in enumerate(node["inputs"])
+        if read == name
+    ]
+    return bool(reads) and all(reads)
 
 
 def _hex(name: str) -> bool:

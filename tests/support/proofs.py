@@ -55,10 +55,12 @@ def numerics(
     probabilities: str | None = None,
     tile: int = 2,
     exp_ulps: int = 2,
+    **other: Document,
 ) -> Document:
-    """Return a numerics record."""
+    """Return a numerics record; `other` holds its optional parts."""
     kind, scale = weights or (compute, "none")
     return {
+        **other,
         "preset": "test",
         "compute": compute,
         "accumulate": accumulate,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS, Format
+from kcdsl.model.formats import Format
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.kernel import KernelRun
@@ -70,9 +70,7 @@ def store(run: KernelRun, node: Node, result: Result, *, accumulates: bool = Fal
 
 def stored_format(run: KernelRun, node: Node) -> Format:
     """Return the format in which the result of a node is stored."""
-    if node.role == "probabilities":
-        return FORMATS[run.rounding.numerics.attention.probabilities]
-    return run.rounding.format_for(node.role)
+    return run.rounding.format_for(node.role, node.op)
 
 
 def refuse_overflow(name: str, size: Tensor, form: Format) -> None:

@@ -1,24 +1,27 @@
-"""Roundings inside an operation, beside those of sums and of storing (sections 4 and 6 there).
+"""Roundings inside an operation, beside those of sums and of storing.
 
-What the model admits is a little larger: a norm's squares, for instance, are exact here.
+The formulas are those of docs/relational-interval.md (sections 4 to 6), taken at the values of one
+run instead of a box. Where docs/affine-forms.md knows more - one mean and one inverse root for each
+row of a norm - that is what a run may have.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Numerics
 
-ELEMENTWISE = frozenset(
-    {"add", "sub", "mul", "scale", "divide", "shift", "gelu", "silu", "tanh", "rope"}
-)
-"""Operations with a rounding inside of every element."""
 NORMS = frozenset({"layer_norm", "rms_norm"})
 """Operations with one rounding of the inverse root for each row."""
+ELEMENTWISE = NORMS | {"add", "sub", "mul", "scale", "divide", "shift", "gelu", "silu", "tanh"}
+ELEMENTWISE |= {"rope"}
+"""Operations with a rounding inside of every element."""
 
 
 def element_error(node: Node, value: Tensor, operands: Sequence[Tensor]) -> Tensor:
@@ -35,11 +38,42 @@ def element_error(node: Node, value: Tensor, operands: Sequence[Tensor]) -> Tens
         case "silu" | "tanh":
             return 16 * value.abs()
         case "rope":
-            x, half = operands[0].abs(), value.shape[-1] // 2
-            turned = torch.cat([x[..., half:], x[..., :half]], -1)
-            return 4 * (x * operands[1].abs() + turned * operands[2].abs())
+            return 4 * turned_sizes(operands)
+        case "layer_norm" | "rms_norm":
+            return _norm_elements(node, value, operands)
         case _:
             raise ValueError(f"{node.op} has no rounding of its elements")
+
+
+def turned_sizes(operands: Sequence[Tensor]) -> Tensor:
+    """Return P = |x|·|cos| + |turned x|·|sin| of a rope."""
+    x, half = operands[0].abs(), operands[0].shape[-1] // 2
+    turned = torch.cat([x[..., half:], x[..., :half]], -1)
+    return x * operands[1].abs() + turned * operands[2].abs()
+
+
+def _norm_elements(node: Node, value: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """Return 5|y·gain| + 3|bias|, and 4|x·r·gain| where a mean was taken off."""
+    bias = operands[2] if len(operands) > 2 else torch.zeros_like(value[..., :1])
+    size = 5 * (value - bias).abs() + 3 * bias.abs()
+    if node.op == "rms_norm":
+        return size
+    gain = operands[1].abs() if len(operands) > 1 else 1.0
+    return size + 4 * operands[0].abs() * inverse_root(node, operands[0]) * gain
+
+
+def inverse_root(node: Node, x: Tensor) -> Tensor:
+    """Return r [..., 1], the exact inverse root of a norm."""
+    eps = float(node.attrs["eps"])
+    if node.op == "rms_norm":
+        return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(x.var(-1, correction=0, keepdim=True) + eps)
+
+
+def mean_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
+    """Return how far y = (x - mean)·r may be off by the mean of a row, [..., 1]."""
+    off = _gamma(x.shape[-1] + 6, unit(numerics)) * x.abs().mean(-1, keepdim=True)
+    return off * inverse_root(node, x)
 
 
 def root_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
@@ -48,11 +82,41 @@ def root_error(node: Node, x: Tensor, numerics: Numerics) -> Tensor:
     n = x.shape[-1]
     if node.op == "rms_norm":
         return torch.full_like(x[..., :1], _gamma(n + 3, u) + 8 * u)
-    with torch.no_grad():
-        variance = x.var(-1, correction=0, keepdim=True) + float(node.attrs["eps"])
-        kappa = 4 * _gamma(n + 6, u) * x.square().mean(-1, keepdim=True) / variance
-        theta = (1 + 8 * u) / torch.sqrt((1 - kappa).clamp_min(2.0**-20)) - 1
+    variance = x.var(-1, correction=0, keepdim=True) + float(node.attrs["eps"])
+    kappa = 4 * _gamma(n + 6, u) * x.square().mean(-1, keepdim=True) / variance
+    theta = (1 + 8 * u) / torch.sqrt((1 - kappa).clamp_min(2.0**-20)) - 1
     return torch.where(kappa < 1 - 2.0**-20, theta, torch.zeros_like(theta))
+
+
+def probability_error(scores: Tensor, numerics: Numerics) -> Tensor:
+    """Return Θ [..., 1], the relative error of probabilities before they are stored.
+
+    `scores` are those of the run, -inf where a mask forbids a column; Θ is 0 where it has no bound.
+    """
+    attention, u, columns = numerics.attention, unit(numerics), scores.shape[-1]
+    allowed = torch.isfinite(scores)
+    known = torch.where(allowed, scores, torch.zeros_like(scores))
+    highest = scores.amax(-1, keepdim=True)
+    argument = torch.where(allowed, highest - known, torch.zeros_like(known)).amax(-1, keepdim=True)
+    fused = attention.style == "fused"
+    if fused:
+        argument = argument + 2 * known.abs().amax(-1, keepdim=True)
+    exponential, one = 2 * attention.exp_ulps * u, u / (1 - u)
+    each = u * argument + exponential / (1 - exponential) + one
+    total = 2 * tiles(columns, numerics) * each + (columns + 8) * one
+    stored = FORMATS[attention.probabilities]
+    if fused and stored.precision < 24:
+        lost = (1 + stored.unit_roundoff) * columns * stored.underflow
+        if lost >= 1:
+            return torch.zeros_like(total)
+        total = total + stored.unit_roundoff / (1 - stored.unit_roundoff) + lost / (1 - lost)
+    return torch.expm1(total)
+
+
+def tiles(columns: int, numerics: Numerics) -> int:
+    """Return N, how many tiles of keys a kernel walks through."""
+    attention = numerics.attention
+    return 1 if attention.style == "composed" else math.ceil(columns / attention.tile)
 
 
 def unit(numerics: Numerics) -> float:

@@ -1,45 +1,24 @@
-"""Sign iteration on the rounding symbols, and on the input inside its box."""
+"""Search for runs with a large drift: places of the output, starts, ascents (ascent.py).
+
+Deterministic: the same arguments give the same runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from kcdsl_backends.attack.simulate import Simulator
+from kcdsl_backends.attack.ascent import Ascent, Symbols
+from kcdsl_backends.attack.runs import SIDES, Attack, Run, functional, measured
+from kcdsl_backends.attack.simulate import Overflowed, Simulator
+from kcdsl_backends.attack.sums import ORDERS
 
-MARGIN = 2.0**-33
-"""What is taken off a found drift, relative to the output, for float64 errors of the simulation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attack:
-    """A concrete admissible pair of runs.
-
-    `value` is the functional of its drift, less a margin for the float64 error of the simulation:
-    a true lower bound of the supremum. `row` and `column` say where the drift is largest.
-    """
-
-    value: float
-    row: tuple[int, ...]
-    column: int
-    train_value: float
-    infer_value: float
-
-
-def functional(drift: Tensor, kind: str) -> Tensor:
-    """Return the functional of every row of a drift [..., n] -> [...]."""
-    match kind:
-        case "inf":
-            return drift.abs().amax(-1)
-        case "2":
-            return drift.square().sum(-1).sqrt()
-        case "span":
-            return drift.amax(-1) - drift.amin(-1)
-        case _:
-            raise ValueError(f"unknown functional {kind!r}")
+_SAMPLES = 24
+"""Random directions from which the promise of every output element is estimated."""
+__all__ = ["Attack", "attack", "functional", "with_orders"]
 
 
 def attack(
@@ -49,145 +28,94 @@ def attack(
     centre: Tensor | None,
     radius: Tensor,
     *,
-    candidates: int = 3,
-    rounds: int = 4,
+    candidates: int = 5,
+    rounds: int = 12,
+    restarts: int = 1,
     seed: int = 0,
     places: Sequence[int] = (),
 ) -> Attack:
     """Search for admissible runs of both kernels whose drift is large.
 
-    For a few output rows and columns: start from the signs of the gradient of the drift there, and
-    repeat until it stops growing. Every run tried counts, in every row.
+    For some elements of the output, in both directions: climb from no rounding at all. At the best
+    of them, climb again from random signs, and once more at the elements that became largest on
+    the way. Every run tried counts, in every row.
 
     Args:
         centre, radius: the region, [T, D] and broadcastable; centre None for a block on token ids.
         candidates: how many places of the output to push at.
+        rounds: steps of an ascent.
+        restarts: how many random starts there are at the best places.
         places: places to push at before those, as indices of the flattened output: where a bound
             is largest, for instance.
-        rounds: sign iterations per place and direction.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    moves_x = centre is not None and bool((radius > 0).any())
-    state = _Search(train, infer, kind, centre, radius, moves_x, [], [])
-    start = state.symbols(generator)
-    drift = state.try_run(start)
-    if not state.names:
-        return state.best()
-    flat = drift.abs().flatten()
-    order = flat.topk(min(candidates, flat.numel())).indices.tolist()
-    for position in dict.fromkeys([*places, *order]):
+    ascent = Ascent(train, infer, kind, centre, radius)
+    zero = ascent.zero()
+    ascent.drift_of(zero)
+    if not ascent.shapes:
+        return ascent.best()
+    promised = ascent.promise(_SAMPLES, generator)
+    ascent.drift_of(ascent.signs(generator))
+    pushed: dict[tuple[int, float], float] = {}
+
+    def push(position: int, sign: float, start: Symbols) -> None:
+        found = ascent.climb(start, position, sign, rounds)
+        pushed[position, sign] = max(found, pushed.get((position, sign), -torch.inf))
+
+    for position in dict.fromkeys([*places, *_largest(promised, candidates)]):
         for sign in (1.0, -1.0):
-            symbols, best = state.zero_symbols(), -torch.inf
-            for _ in range(rounds):
-                symbols = state.climb(symbols, position, sign)
-                value = float(functional(state.try_run(symbols), kind).amax())
-                if value <= best * (1 + 1e-9):
-                    break
-                best = value
-    return state.best()
+            push(position, sign, zero)
+    for position in _largest(ascent.seen, 2):
+        for sign in (1.0, -1.0):
+            if (position, sign) not in pushed:
+                push(position, sign, zero)
+    best = sorted(pushed, key=lambda place: -pushed[place])[:2]
+    for position, sign in best:
+        for _ in range(restarts):
+            push(position, sign, ascent.signs(generator))
+    return ascent.best()
 
 
-def _float32_inside(x: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
-    """Return the nearest float32 values, or the centre where rounding would leave the region.
+def with_orders(run: Run, train: Simulator, infer: Simulator, kind: str) -> Attack | None:
+    """Return the strongest run in which every sum has a concrete order, the rest as in `run`.
 
-    Gradients pass through unchanged.
+    What such a run attains needs no worst case of rounding errors in sums. All sums of a kernel
+    have the same order. None where no sum has orders, or every such run overflows.
     """
-    with torch.no_grad():
-        rounded = x.float().double()
-        inside = (rounded - centre).abs() <= radius
-        shift = torch.where(inside, rounded, centre) - x
-    return x + shift
+    if not train.ordered and not infer.ordered:
+        return None
+    strongest: Attack | None = None
+    simulators = dict(zip(SIDES, (train, infer), strict=True))
+    symbols = {
+        side: _without_sums(run.symbols.get(side, {}), one) for side, one in simulators.items()
+    }
+    ends = [_in_every_order(run.x, symbols[side], one) for side, one in simulators.items()]
+    for orders_train, out_train in ends[0]:
+        for orders_infer, out_infer in ends[1]:
+            both = Run(run.x, symbols, {"train": orders_train, "infer": orders_infer})
+            tried = measured(both, out_train, out_infer, kind)
+            if tried is not None and (strongest is None or tried.value > strongest.value):
+                strongest = tried
+    return strongest
 
 
-@dataclass(slots=True)
-class _Search:
-    train: Simulator
-    infer: Simulator
-    kind: str
-    centre: Tensor | None
-    radius: Tensor
-    moves_x: bool
-    names: list[tuple[str, str]]
-    found: list[Attack]
+def _in_every_order(
+    x: Tensor | None, symbols: Mapping[str, Tensor], simulator: Simulator
+) -> list[tuple[dict[str, str], Tensor]]:
+    """Return what a kernel computes in every order, all of its sums in the same one."""
+    found = []
+    for order in ORDERS if simulator.ordered else ("forward",):
+        orders = dict.fromkeys(sorted(simulator.ordered), order)
+        with torch.no_grad(), suppress(Overflowed):
+            found.append((orders, simulator.run(x, symbols, orders)))
+    return found
 
-    def __post_init__(self) -> None:
-        self.names = [("train", n) for n in self.train.symbol_shapes()]
-        self.names += [("infer", n) for n in self.infer.symbol_shapes()]
-        if self.moves_x:
-            self.names.append(("x", "x"))
 
-    def _shape(self, side: str, name: str) -> tuple[int, ...]:
-        if side == "x":
-            assert self.centre is not None
-            return tuple(self.centre.shape)
-        return (self.train if side == "train" else self.infer).symbol_shapes()[name]
+def _without_sums(symbols: Mapping[str, Tensor], simulator: Simulator) -> dict[str, Tensor]:
+    ordered = {f"sum {name}" for name in simulator.ordered}
+    return {name: value for name, value in symbols.items() if name not in ordered}
 
-    def zero_symbols(self) -> dict[tuple[str, str], Tensor]:
-        device = self.train.parameters.device
-        return {
-            key: torch.zeros(self._shape(*key), dtype=torch.float64, device=device)
-            for key in self.names
-        }
 
-    def symbols(self, generator: torch.Generator) -> dict[tuple[str, str], Tensor]:
-        device = self.train.parameters.device
-        return {
-            key: torch.randint(0, 2, self._shape(*key), generator=generator).to(device).double() * 2
-            - 1
-            for key in self.names
-        }
-
-    def outputs(self, symbols: dict[tuple[str, str], Tensor]) -> tuple[Tensor, Tensor]:
-        x = self.centre
-        if x is not None and self.moves_x:
-            moved = x + self.radius * (1 - 2.0**-20) * symbols["x", "x"]
-            x = _float32_inside(moved, x, self.radius)
-        per_side = {
-            side: {name: value for (s, name), value in symbols.items() if s == side}
-            for side in ("train", "infer")
-        }
-        return self.train.run(x, per_side["train"]), self.infer.run(x, per_side["infer"])
-
-    def try_run(self, symbols: dict[tuple[str, str], Tensor]) -> Tensor:
-        """Run once, keep the result as a candidate, return the drift."""
-        with torch.no_grad():
-            out_train, out_infer = self.outputs(symbols)
-            drift = out_infer - out_train
-            rows = functional(drift, self.kind)
-            flat = int(rows.flatten().argmax())
-            row = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), rows.shape))
-            column = int(drift[row].abs().argmax())
-            margin = MARGIN * float(torch.maximum(out_train.abs(), out_infer.abs()).amax())
-            value = max(0.0, float(rows[row]) * (1 - 1e-9) - margin)
-            self.found.append(
-                Attack(
-                    value, row, column, float(out_train[row][column]), float(out_infer[row][column])
-                )
-            )
-        return drift
-
-    def climb(
-        self, symbols: dict[tuple[str, str], Tensor], position: int, sign: float
-    ) -> dict[tuple[str, str], Tensor]:
-        """Set every symbol to the sign of the gradient of one output's drift."""
-        leaves = {key: value.clone().requires_grad_(True) for key, value in symbols.items()}
-        out_train, out_infer = self.outputs(leaves)
-        objective = sign * self._objective(out_infer - out_train, position)
-        gradients = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
-        return {
-            key: torch.zeros_like(value) if gradient is None else torch.sign(gradient)
-            for (key, value), gradient in zip(leaves.items(), gradients, strict=True)
-        }
-
-    def _objective(self, drift: Tensor, position: int) -> Tensor:
-        if self.kind == "inf":
-            return drift.flatten()[position]
-        row = drift.reshape(-1, drift.shape[-1])[position // drift.shape[-1]]
-        if self.kind == "2":
-            return (
-                row.square().sum() + 1e-3 * row.detach().abs().amax() * row[position % row.numel()]
-            )
-        return row[position % row.numel()] - row[row.detach().argmin()]
-
-    def best(self) -> Attack:
-        return max(self.found, key=lambda a: a.value)
+def _largest(drift: Tensor, count: int) -> list[int]:
+    flat = drift.flatten()
+    return [int(i) for i in flat.topk(min(count, flat.numel())).indices]

@@ -1,18 +1,20 @@
 """Run a block graph in float64 with every rounding of a numerics specification explicit.
 
 A run is admitted by a specification if every stored result obeys its error model
-(docs/relational-interval.md). Symbols s in [-1, 1],
-chosen by the caller, make it one:
+(docs/relational-interval.md). Symbols s in [-1, 1], chosen by the caller, make it one:
 
-- accumulation: a dot product of n terms is exact + s·A_n,2 (section 3 there);
-- early cast: with `casts: any` a product of a linear may be stored before its bias is added, and
-  what a norm normalised before its gain;
-- inside: elements of elementwise operations, and the inverse root of norms (inside.py);
+- accumulation: a dot product is exact + s·A_k,j (section 3 there), or, instead of that, the sum
+  in a concrete order (sums.py);
+- early cast: a product of a linear may be stored before its bias is added (`casts: any`), what a
+  norm normalised before its gain, and the products of a rope before their sum;
+- inside: elements of elementwise operations and norms, the mean and the inverse root of norms, and
+  probabilities before they are stored (inside.py);
 - cast: with `casts: any` the stored result is v·(1 + u·s); with `casts: nearest` it is v rounded to
   nearest, and there is no symbol.
 
-What a kernel does in float64 has no symbols: the simulation rounds as much itself, and both
-together could be more than the specification admits.
+A symbol of 1 takes all of an allowance but 2^-20. What is left over exceeds the float64 roundings
+of the simulation, so the simulated numbers are themselves those of an admitted run. What a kernel
+does in float64 has no symbols: there the simulation's own roundings are the kernel's.
 """
 
 from __future__ import annotations
@@ -27,11 +29,28 @@ from torch.nn import functional as F
 from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
-from kcdsl_backends.attack.inside import ELEMENTWISE, NORMS, element_error, root_error, unit
+from kcdsl.model.weights import LEAST_FULL_SCALE, QMAX
+from kcdsl_backends.attack.inside import (
+    ELEMENTWISE,
+    NORMS,
+    element_error,
+    mean_error,
+    probability_error,
+    root_error,
+    tiles,
+    turned_sizes,
+    unit,
+)
+from kcdsl_backends.attack.sums import nearest_to, ordered_product, sum_error
+from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rules.linear import activation_error, summation_error
 from kcdsl_backends.parameters import StoredParameters
 
 SIMULATED = 53
 """Precision of the arithmetic of the simulation: float64."""
+WITHIN = 1 - 2.0**-20
+"""The share of an allowance that a symbol of 1 takes."""
 SUMS = frozenset({"linear", "matmul"})
 """Operations that accumulate dot products."""
 STORED = SUMS | {
@@ -41,16 +60,8 @@ STORED = SUMS | {
 """Operations whose result a kernel stores."""
 
 
-def nearest_to(x: Tensor, format: Format) -> Tensor:
-    """Round to nearest even in a format; gradients pass through unchanged."""
-    if format.precision >= 53:
-        return x
-    with torch.no_grad():
-        _, exponent = torch.frexp(x)
-        leading = torch.clamp(exponent - 1, min=format.min_exponent).to(torch.int64)
-        quantum = torch.exp2((leading - format.precision + 1).to(torch.float64))
-        shift = torch.round(x / quantum) * quantum - x
-    return x + shift
+class Overflowed(ArithmeticError):
+    """A stored value is beyond the largest number of its format: no admitted run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +80,68 @@ class Simulator:
     def symbol_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every rounding symbol, by its kind and node: `cast NODE`, ..."""
         shapes: dict[str, tuple[int, ...]] = {}
-        if self.numerics.compute != "float64":
-            nodes = self.graph.nodes
-            shapes |= {f"inside {n.name}": n.shape for n in nodes if n.op in ELEMENTWISE}
-            shapes |= {f"root {n.name}": (*n.shape[:-1], 1) for n in nodes if n.op in NORMS}
-        if FORMATS[self.numerics.accumulate].precision < SIMULATED:
-            shapes |= {f"sum {n.name}": n.shape for n in self.graph.nodes if n.op in SUMS}
-        if self.free:
-            stored = [n for n in self.graph.nodes if n.op in STORED]
-            coarser = [n for n in stored if self._format(n).precision < SIMULATED]
-            shapes |= {f"cast {n.name}": n.shape for n in coarser}
-            if self._coarse:
-                shapes |= {f"early {n.name}": n.shape for n in stored if _casts_early(n)}
-                inputs = (n for n in self.graph.nodes if n.op == "input")
-                shapes |= {f"cast {n.name}": n.shape for n in inputs}
+        for node in self.graph.nodes:
+            shapes |= {f"{kind} {node.name}": shape for kind, shape in self._symbols(node)}
         return shapes
+
+    def _symbols(self, node: Node) -> list[tuple[str, tuple[int, ...]]]:
+        found: list[tuple[str, tuple[int, ...]]] = []
+        row = (*node.shape[:-1], 1)
+        if node.name in self.sums:
+            found.append(("sum", node.shape))
+        if self._coarse and self._casts_early(node):
+            found.append(("early", node.shape))
+        if self.numerics.compute != "float64":
+            if node.op == "layer_norm":
+                found.append(("mean", row))
+            if node.op in NORMS:
+                found.append(("root", row))
+            if node.op in ELEMENTWISE or node.op == "softmax":
+                found.append(("inside", node.shape))
+        if self.free and node.op == "linear" and self.numerics.activations.format != "none":
+            source = self.graph.node(node.inputs[0])
+            found.append(("quantised", source.shape))
+        if self.free and self._stores(node) and self._format(node).precision < SIMULATED:
+            found.append(("cast", node.shape))
+        return found
+
+    @property
+    def sums(self) -> frozenset[str]:
+        """Return the nodes whose sums are formed in a format below float64."""
+        if FORMATS[self.numerics.accumulate].precision >= SIMULATED:
+            return frozenset()
+        return frozenset(node.name for node in self.graph.nodes if node.op in SUMS)
+
+    @property
+    def ordered(self) -> frozenset[str]:
+        """Return the nodes whose sums may have a concrete order; matrix units have none."""
+        return self.sums if self.numerics.tensor_core is None else frozenset()
 
     @property
     def _coarse(self) -> bool:
         return FORMATS[self.numerics.compute].precision < 24
 
-    def run(self, x: Tensor | None, symbols: Mapping[str, Tensor]) -> Tensor:
-        """Return the block output for the input x [T, D] under the given roundings."""
+    def _casts_early(self, node: Node) -> bool:
+        """Say whether a result may be stored before its bias, its gain or its sum."""
+        biased = self.free and node.op == "linear" and len(node.inputs) > 2
+        return biased or node.op in NORMS or node.op == "rope"
+
+    def _stores(self, node: Node) -> bool:
+        return node.op in STORED or (node.op == "input" and self._format(node).precision < 24)
+
+    def run(
+        self,
+        x: Tensor | None,
+        symbols: Mapping[str, Tensor],
+        orders: Mapping[str, str] | None = None,
+    ) -> Tensor:
+        """Return the block output for the input x [T, D] under the given roundings.
+
+        `orders` names the order of some of `ordered`; their symbols have no meaning then.
+
+        Raises:
+            Overflowed: a value leaves its format.
+        """
         values: dict[str, Tensor] = {}
         nodes = {n.name: n for n in self.graph.nodes}
         for node in self.graph.nodes:
@@ -99,21 +150,72 @@ class Simulator:
             if node.op == "input":
                 if x is None:
                     raise ValueError("the block reads hidden states")
-                value = x
+                values[node.name] = self._store(node, x, symbols.get(f"cast {node.name}"))
+                continue
+            if node.op == "linear":
+                entering = self._operand(node.inputs[0], nodes, values)
+                symbol = symbols.get(f"quantised {node.name}")
+                values[_entering(node)] = self._quantised(entering, symbol)
+            if orders and node.name in orders:
+                value = self._ordered(node, orders[node.name], nodes, values)
             else:
                 value = self._exact(node, nodes, values)
-            accumulated = symbols.get(f"sum {node.name}")
-            if accumulated is not None:
-                value = value + accumulated * self._sum_error(node, value, nodes, values)
-            early = symbols.get(f"early {node.name}")
-            if early is not None:
-                biased = len(node.inputs) > 2
-                bias = self._operand(node.inputs[2], nodes, values) if biased else 0.0
-                unit = FORMATS[self.numerics.compute].unit_roundoff
-                value = value + unit * early * (value - bias)
+                value = self._accumulated(node, value, symbols, nodes, values)
             value = self._inside(node, value, symbols, nodes, values)
             values[node.name] = self._store(node, value, symbols.get(f"cast {node.name}"))
         return values[self.graph.output]
+
+    def _ordered(
+        self, node: Node, order: str, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
+    ) -> Tensor:
+        left, right, bias = self._factors(node, nodes, values)
+        return ordered_product(left, right, bias, self.numerics.accumulate, order)
+
+    def _factors(
+        self, node: Node, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what a sum multiplies, and the bias of a linear."""
+        left = self._operand(node.inputs[0], nodes, values)
+        if node.op == "matmul":
+            return left, self._operand(node.inputs[1], nodes, values), None
+        bias = self._operand(node.inputs[2], nodes, values) if len(node.inputs) > 2 else None
+        weight = self.parameters.linear(nodes[node.inputs[1]]).T
+        return values[_entering(node)], weight, bias
+
+    def _accumulated(
+        self,
+        node: Node,
+        exact: Tensor,
+        symbols: Mapping[str, Tensor],
+        nodes: Mapping[str, Node],
+        values: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Add A_k,j, on the values of this run, times its symbol."""
+        symbol = symbols.get(f"sum {node.name}")
+        if symbol is None:
+            return exact
+        left, right, bias = self._factors(node, nodes, values)
+        total = left.abs() @ right.abs()
+        if bias is not None:
+            total = total + bias.abs()
+        roundings, before = left.shape[-1], 2
+        if node.role == "context":
+            roundings += 2 * tiles(roundings, self.numerics) + 4
+        if node.role == "scores" and self.numerics.attention.style == "fused":
+            before = 6
+        error = sum_error(total, exact, FORMATS[self.numerics.accumulate], roundings, before)
+        if self.numerics.tensor_core is not None:
+            error = summation_error(
+                left.detach().abs(),
+                right.detach().abs(),
+                total.detach(),
+                exact.detach().abs(),
+                Rounding(self.numerics),
+                extra=roundings - left.shape[-1],
+                before=before,
+                quantised=node.op == "linear" and self.numerics.activations.format != "none",
+            )
+        return exact + WITHIN * symbol * error
 
     def _inside(
         self,
@@ -124,49 +226,63 @@ class Simulator:
         values: Mapping[str, Tensor],
     ) -> Tensor:
         """Add the roundings inside of an operation to its exact result."""
-        inside, root = symbols.get(f"inside {node.name}"), symbols.get(f"root {node.name}")
-        if inside is not None:
-            operands = [self._operand(name, nodes, values) for name in node.inputs]
-            size = element_error(node, value, operands).detach()
-            value = value + inside * unit(self.numerics) * size
-        if root is not None:
-            theta = root_error(node, self._operand(node.inputs[0], nodes, values), self.numerics)
-            biased = len(node.inputs) > 2
-            bias = self._operand(node.inputs[2], nodes, values) if biased else 0.0
-            value = value + root * theta * (value - bias)
+        named = {
+            kind: WITHIN * symbols[f"{kind} {node.name}"]
+            for kind in ("mean", "root", "inside", "early")
+            if f"{kind} {node.name}" in symbols
+        }
+        if not named:
+            return value
+        read = node.inputs[:1] if node.op == "softmax" else node.inputs
+        operands = [self._operand(name, nodes, values) for name in read]
+        biased = node.op in (*NORMS, "linear") and len(operands) > 2
+        bias = operands[2] if biased else torch.zeros_like(value[..., :1])
+        exact = value
+        if "mean" in named:
+            gain = operands[1] if len(operands) > 1 else 1.0
+            value = value + named["mean"] * mean_error(node, operands[0], self.numerics) * gain
+        if "root" in named:
+            theta = root_error(node, operands[0], self.numerics)
+            value = value + named["root"] * theta * (value - bias)
+        if "inside" in named and node.op == "softmax":
+            theta = probability_error(self._masked(node, operands[0]), self.numerics)
+            value = value + named["inside"] * theta * value
+        elif "inside" in named:
+            size = element_error(node, exact, operands).detach()
+            value = value + named["inside"] * unit(self.numerics) * size
+        if "early" in named:
+            stored = turned_sizes(operands) if node.op == "rope" else value - bias
+            roundoff = FORMATS[self.numerics.compute].unit_roundoff
+            value = value + roundoff * named["early"] * stored
         return value
 
-    def _sum_error(
-        self, node: Node, exact: Tensor, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Return A_n,2(Σ|terms|, sum) of a dot product on the values of this run."""
-        left = self._operand(node.inputs[0], nodes, values).abs()
-        if node.op == "linear":
-            right = self.parameters.linear(nodes[node.inputs[1]]).abs().T
-        else:
-            right = self._operand(node.inputs[1], nodes, values).abs()
-        total = left @ right
-        if node.op == "linear" and len(node.inputs) > 2:
-            total = total + self._operand(node.inputs[2], nodes, values).abs()
-        u, steps = FORMATS[self.numerics.accumulate].unit_roundoff, left.shape[-1]
-        if (steps + 2) * u >= 1:
-            return torch.zeros_like(total)
-        return (steps * (total + exact.abs()) / 2 + 2 * total) * (u / (1 - (steps + 2) * u))
+    def _masked(self, node: Node, scores: Tensor) -> Tensor:
+        """Return scores with -inf where the mask of a softmax forbids a column."""
+        if len(node.inputs) == 1:
+            return scores
+        mask = next(n for n in self.graph.nodes if n.name == node.inputs[1])
+        return scores.masked_fill(~self.parameters.mask(mask), -torch.inf)
 
     def _format(self, node: Node) -> Format:
-        attention = self.numerics.attention
-        names = {"scores": attention.scores, "probabilities": attention.probabilities}
-        return FORMATS[names.get(node.role, self.numerics.compute)]
+        return FORMATS[self.numerics.stored_format(node.op, node.role)]
+
+    def _inner(self, node: Node) -> Format:
+        """Return the format in which a result is formed; storing it as precisely is exact."""
+        if node.op in SUMS:
+            return FORMATS[self.numerics.accumulate]
+        return FORMATS["float64" if self.numerics.compute == "float64" else "float32"]
 
     def _store(self, node: Node, value: Tensor, symbol: Tensor | None) -> Tensor:
-        if node.op == "input" and not self._coarse:
-            return value
-        if node.op not in STORED and node.op != "input":
+        if not self._stores(node):
             return value
         format = self._format(node)
-        if self.free:
-            return value if symbol is None else value * (1 + format.unit_roundoff * symbol)
-        return nearest_to(value, format)
+        if not self.free and format.precision < max(24, self._inner(node).precision):
+            value = nearest_to(value, format)
+        elif symbol is not None:
+            value = value * (1 + WITHIN * format.unit_roundoff * symbol)
+        if not bool((value.detach().abs() <= format.largest).all()):
+            raise Overflowed(f"{node.name} leaves {format.name}")
+        return value
 
     def _operand(
         self, name: str, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
@@ -184,7 +300,7 @@ class Simulator:
         match node.op:
             case "linear":
                 weight = self.parameters.linear(nodes[node.inputs[1]])
-                y = self._quantised(operand(0)) @ weight.T
+                y = values[_entering(node)] @ weight.T
                 return y + operand(2) if count > 2 else y
             case "matmul":
                 return operand(0) @ operand(1)
@@ -201,11 +317,7 @@ class Simulator:
             case "shift":
                 return operand(0) + float(attrs["offset"])
             case "softmax":
-                scores = operand(0)
-                if count > 1:
-                    mask = self.parameters.mask(nodes[node.inputs[1]])
-                    scores = scores.masked_fill(~mask, -torch.inf)
-                return scores.softmax(-1)
+                return self._masked(node, operand(0)).softmax(-1)
             case "rms_norm":
                 gain = operand(1) if count > 1 else None
                 return F.rms_norm(operand(0), (node.shape[-1],), gain, float(attrs["eps"]))
@@ -225,11 +337,14 @@ class Simulator:
             case _:
                 return _UNARY[node.op](operand(0), node)
 
-    def _quantised(self, x: Tensor) -> Tensor:
-        """Return the input of a linear after dynamic quantisation, rounded to nearest."""
+    def _quantised(self, x: Tensor, symbol: Tensor | None) -> Tensor:
+        """Return the input of a linear after dynamic quantisation: x + s·Q, or to nearest."""
         spec = self.numerics.activations
         if spec.format == "none":
             return x
+        if symbol is not None:
+            error = activation_error(Box.point(x.detach()), Rounding(self.numerics), "input")
+            return x if error is None else x + WITHIN * symbol * error
         magnitude = x.detach().abs()
         if spec.format == "uint8":
             low, high = x.detach().amin().clamp(max=0), x.detach().amax().clamp(min=0)
@@ -237,7 +352,8 @@ class Simulator:
             zero = torch.round(-low / step)
             code = (torch.round(x.detach() / step) + zero).clamp(0, 255)
             return x + ((code - zero) * step - x.detach())
-        limit = 127.0 if spec.format == "int8" else FORMATS[spec.format].largest
+        integer = spec.format in ("int8", "int8_full")
+        limit = QMAX[spec.format] if integer else FORMATS[spec.format].largest
         if spec.scale == "mx":
             width = x.shape[-1]
             blocks = F.pad(magnitude, (0, -width % 32)).reshape(*magnitude.shape[:-1], -1, 32)
@@ -250,17 +366,24 @@ class Simulator:
             top = (
                 magnitude.amax(-1, keepdim=True) if spec.scale == "per_token" else magnitude.amax()
             )
-            scale = (top / limit).clamp_min(1e-300)
-        code = (x.detach() / scale).clamp(-limit, limit)
-        code = (
-            torch.round(code) if spec.format == "int8" else nearest_to(code, FORMATS[spec.format])
-        )
-        return x + (code * scale - x.detach())
+            least = LEAST_FULL_SCALE if spec.format == "int8_full" else 1e-300
+            scale = _single(top / limit).clamp_min(least)
+        code = _single(x.detach() / scale).clamp(-limit, limit)
+        if integer:  # 127.5 becomes 128, and is cut off above
+            code = torch.round(code).clamp(max=127.0)
+        else:
+            code = nearest_to(code, FORMATS[spec.format])
+        return x + (_single(code * scale) - x.detach())
 
 
-def _casts_early(node: Node) -> bool:
-    """Say whether a result may be stored before its bias or gain is applied."""
-    return node.op in NORMS or (node.op == "linear" and len(node.inputs) > 2)
+def _entering(node: Node) -> str:
+    """Return under which name the quantised input of a linear is kept."""
+    return f"{node.name}/input"
+
+
+def _single(x: Tensor) -> Tensor:
+    """Return numbers rounded to float32, the arithmetic of quantisers."""
+    return x.to(torch.float32).to(torch.float64)
 
 
 def _slice(x: Tensor, node: Node) -> Tensor:

@@ -7,43 +7,51 @@ from dataclasses import replace
 
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
-from kcdsl_backends.attack.search import Attack, attack
+from kcdsl_backends.attack.recording import attained, record_run
+from kcdsl_backends.attack.runs import Attack, attack_of
+from kcdsl_backends.attack.search import attack, with_orders
 from kcdsl_backends.certifier.bounding import Bounded
 from kcdsl_backends.certifier.cases import Case
 from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
-from kcdsl_backends.threads import threads_for
+from kcdsl_backends.threads import one_thread, threads_for
 
 
-def attack_cases(
-    shop: Workshop,
-    goal: Goal,
-    cases: Sequence[Case],
-    bounded: Sequence[Bounded],
-    wanted: bool,
-) -> tuple[list[CaseOutcome], Attack | None]:
-    """Attack the case with the largest bound, and every case that its bound leaves open."""
-    results = [found.outcome for found in bounded]
-    if not wanted or goal.functional == "no_flip":
-        return results, None
-    widest = max(range(len(results)), key=lambda i: results[i].bound)
-    open_cases = [i for i, case in enumerate(results) if not goal.admits(case.bound)]
-    strongest: Attack | None = None
-    for index in dict.fromkeys([widest, *open_cases]):
-        problem: BlockProblem = shop.problem(goal.block, cases[index].tokens)
-        train, infer = problem.simulators()
-        with threads_for(problem.size):
-            found = attack(
-                train,
-                infer,
-                goal.functional,
-                cases[index].centre,
-                cases[index].radius,
-                seed=index,
-                places=bounded[index].places,
-            )
-        results[index] = replace(results[index], attack=found.value)
-        if strongest is None or found.value > strongest.value:
-            strongest = found
-        if goal.refuted_by(found.value):
-            break
-    return results, strongest
+def worth_attacking(goal: Goal, outcomes: Sequence[CaseOutcome]) -> list[int]:
+    """Return which cases to attack, in order: the one with the largest bound, and every case that
+    its bound leaves open. The search ends at the first that refutes the goal."""
+    if goal.functional == "no_flip":
+        return []
+    widest = max(range(len(outcomes)), key=lambda i: outcomes[i].bound)
+    still_open = [i for i, case in enumerate(outcomes) if not goal.admits(case.bound)]
+    return list(dict.fromkeys([widest, *still_open]))
+
+
+def attack_case(shop: Workshop, goal: Goal, case: Case, bounded: Bounded) -> Attack:
+    """Search for runs of one case with a large drift; the same case gives the same runs.
+
+    The result is plain data. It has the record of its run only where it refutes the goal: then, if
+    a run with concrete orders of all sums does so too, it is that one.
+    """
+    problem: BlockProblem = shop.problem(goal.block, case.tokens)
+    train, infer = problem.simulators()
+    with threads_for(problem.size):
+        found = attack(
+            train,
+            infer,
+            goal.functional,
+            case.centre,
+            case.radius,
+            seed=case.seed,
+            places=bounded.places,
+        )
+        if found.run is None or not goal.refuted_by(found.value):
+            return replace(found, run=None)
+        run = found.run
+        ordered = with_orders(run, train, infer, goal.functional)
+        if ordered is not None and ordered.run is not None and goal.refuted_by(ordered.value):
+            run = ordered.run
+    with one_thread():
+        again = attack_of(run, train, infer, goal.functional)
+    if again is None or not goal.refuted_by(again.value):
+        return replace(found, run=None)
+    return replace(found, run=None, record={**record_run(run), "attained": attained(again)})

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +10,23 @@ import torch
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.places import at
-from kcdsl.ir.terms import EvidenceKind, KernelRef, Program
+from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.architecture import load_model
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
+from kcdsl.route.execution import Execution
 from kcdsl.route.goals import Goal
-from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, Verdict, Violated
-from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
+from kcdsl.verdict.counterexample import Replayed, counterexample
+from kcdsl.verdict.model import Evidence, InvalidEvidence, Violated
+from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.adapters import find_adapter, refuse_unserved
-from kcdsl_backends.attack.search import Attack
-from kcdsl_backends.certifier.attacking import attack_cases
-from kcdsl_backends.certifier.bounding import Bounded, bound_case
+from kcdsl_backends.certifier.cache import rules_version
 from kcdsl_backends.certifier.cases import cases_of, slice_rows
-from kcdsl_backends.certifier.proof import ProofBuilder
-from kcdsl_backends.certifier.workshop import Workshop
-from kcdsl_certs.recheck import recheck
+from kcdsl_backends.certifier.deciding import Open, Progress, decide_batch
+from kcdsl_backends.certifier.engine import Crew, threads_of
+from kcdsl_backends.certifier.replaying import case_record, replay
+from kcdsl_backends.certifier.work import Setting, Station, open_station, peak_bytes
+from kcdsl_backends.requests import Request
 
 ASSUMPTIONS = (
     "float64 exp, expm1, erf and tanh of the verifier are within 4 ulp",
@@ -37,18 +35,11 @@ ASSUMPTIONS = (
     "region centres are the training kernel's activations on the rows of the slice",
 )
 
-Progress = Callable[[str, int, int], None]
-"""Called with (goal, cases done, cases in all)."""
+HERE = Execution(jobs=1)
+"""In this process, remembering nothing."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """How goals are decided."""
-
-    attacks: bool
-    confirm: bool
-    progress: Progress | None
-    notes: tuple[str, ...]
+_LARGEST_BATCH = 2**30
+"""Bytes of region centres that are kept at a time."""
 
 
 class IntervalBackend:
@@ -66,8 +57,9 @@ class IntervalBackend:
         attacks: bool = True,
         confirm: bool = True,
         progress: Progress | None = None,
+        execution: Execution = HERE,
     ) -> tuple[GoalOutcome, ...]:
-        """Decide goals in order.
+        """Decide goals; their outcomes come in the same order.
 
         Args:
             program: the compiled contract.
@@ -77,14 +69,16 @@ class IntervalBackend:
             attacks: search for concrete runs beside the bounds.
             confirm: have every proof re-derived by the independent checker; what it does not
                 confirm is inconclusive.
-            progress: told after every case.
+            progress: told after every piece of work.
+            execution: where cases run, how many at a time, and what may be remembered. Nothing of
+                an outcome but seconds, memory and what the cache had depends on it.
 
         Raises:
-            Refusal: the model, the kernels, the data or a block cannot be used.
+            Refusal: the model, the kernels, the data or a block cannot be used, or the engine.
         """
+        base = base.resolve()
         model = load_model(program.model, base)
         train, infer = resolve(program.train), resolve(program.infer)
-        shop = Workshop(model, train, infer, torch.device(device))
         for goal in goals:
             with at(goal.span):
                 model.block(goal.block)
@@ -92,11 +86,22 @@ class IntervalBackend:
             *_unserved(program.train, train, "training", device),
             *_unserved(program.infer, infer, "inference", device),
         )
-        options = _Options(attacks, confirm, progress, notes)
-        outcomes = []
+        rows = []
         for goal in goals:
             with at(goal.span):
-                outcomes.append(self._decide(program, base, shop, goal, options))
+                rows.append(slice_rows(program, base, model, goal.region.slice))
+        threads = threads_of(execution, sum(map(_size, goals, rows)))
+        sha256, rules = model.checkpoint.sha256, rules_version()
+        setting = Setting(program, base, device, threads, sha256, rules, execution.cache)
+        station = open_station(setting, model)
+        outcomes: list[GoalOutcome] = []
+        with Crew(station, execution) as crew:
+            for batch in _batches(station, goals, rows):
+                working = [one for one in batch if one.cases]
+                decide_batch(
+                    crew, station, working, attacks=attacks, confirm=confirm, progress=progress
+                )
+                outcomes += (self._outcome(station, one, notes) for one in batch)
         return tuple(outcomes)
 
     def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
@@ -104,52 +109,78 @@ class IntervalBackend:
         model = load_model(program.model, base)
         return {name: len(slice_rows(program, base, model, name)) for name in slices}
 
-    def _decide(
+    def replay(
         self,
         program: Program,
         base: Path,
-        shop: Workshop,
-        goal: Goal,
-        options: _Options,
-    ) -> GoalOutcome:
-        started = time.perf_counter()
-        rows = slice_rows(program, base, shop.model, goal.region.slice)
-        if not rows:
-            return _without_rows(goal, self.name)
-        cases = cases_of(shop, goal, rows)
-        builder = ProofBuilder(
-            shop.model, goal.block, shop.train, shop.infer, goal.functional, goal.k
-        )
-        bounded: list[Bounded] = []
-        for done, case in enumerate(cases):
-            bounded.append(bound_case(shop, goal, case, builder))
-            if options.progress is not None:
-                options.progress(goal.clause.id, done + 1, len(cases))
-        outcomes, found = attack_cases(shop, goal, cases, bounded, options.attacks)
-        verdict = _verdict(goal, outcomes, found)
-        proof = builder.document() if isinstance(verdict, Held) else None
-        if proof is not None and options.confirm:
-            confirmation = recheck(proof, shop.model.checkpoint.path)
-            if not confirmation.ok:
-                proof = None
-                verdict = Inconclusive(
-                    "the independent checker does not confirm the proof: "
-                    f"{confirmation.reason}: {confirmation.detail}"
-                )
+        document: Mapping[str, Any],
+        *,
+        device: str = "cpu",
+        checkpoint: str | None = None,
+    ) -> Replayed:
+        """Run a counterexample again; see `replaying.replay`.
+
+        `checkpoint` replaces the file that the contract names.
+        """
+        return replay(program, base.resolve(), document, device=device, checkpoint=checkpoint)
+
+    def _outcome(self, station: Station, one: Open, notes: tuple[str, ...]) -> GoalOutcome:
+        if not one.cases:
+            reason = f"the slice {one.goal.region.slice!r} selects no request"
+            evidence = Evidence(EvidenceKind.PROOF, n=0)
+            return GoalOutcome(one.goal, InvalidEvidence(reason), evidence, self.name, (), 0.0, 0)
         return GoalOutcome(
-            goal=goal,
-            verdict=verdict,
+            goal=one.goal,
+            verdict=one.verdict,
             evidence=Evidence(
-                EvidenceKind.PROOF, n=len(cases), assumptions=(*ASSUMPTIONS, *options.notes)
+                EvidenceKind.PROOF, n=len(one.cases), assumptions=(*ASSUMPTIONS, *notes)
             ),
             backend=self.name,
-            cases=tuple(outcomes),
-            seconds=time.perf_counter() - started,
-            peak_bytes=_peak_bytes(),
-            proof=proof,
-            confirmed=proof is not None and options.confirm,
-            notes=options.notes,
+            cases=tuple(one.outcomes),
+            seconds=one.seconds,
+            peak_bytes=max(one.peak_bytes, peak_bytes()),
+            proof=one.proof,
+            counterexample=_counterexample(station, one),
+            confirmed=one.confirmed,
+            notes=(*notes, *one.notes),
+            cached=one.cached,
         )
+
+
+def _counterexample(station: Station, one: Open) -> bytes | None:
+    """Return the document of the run that breaks a goal; None where no run does."""
+    if not isinstance(one.verdict, Violated) or one.strongest is None or one.attacked is None:
+        return None
+    if one.strongest.record is None:
+        return None
+    problem = station.shop.problem(one.goal.block, one.attacked.tokens)
+    record = case_record(problem, station.shop, one.goal, one.attacked)
+    return counterexample(station.setting.program, one.goal, {**record, **one.strongest.record})
+
+
+def _size(goal: Goal, rows: Sequence[Request]) -> int:
+    """Return how many cases a goal has on these rows."""
+    if goal.region.kind is RegionKind.HULL:
+        return len({row.length for row in rows})
+    return len(rows)
+
+
+def _batches(
+    station: Station, goals: Sequence[Goal], rows: Sequence[Sequence[Request]]
+) -> Iterator[list[Open]]:
+    """Yield the goals in order with their cases, as many at a time as memory should hold."""
+    batch: list[Open] = []
+    held = 0
+    for goal, own in zip(goals, rows, strict=True):
+        with at(goal.span):
+            cases = cases_of(station.shop, goal, own) if own else []
+        if batch and held > _LARGEST_BATCH:
+            yield batch
+            batch, held = [], 0
+        batch.append(Open(goal, [case.on(torch.device("cpu")) for case in cases]))
+        held += sum(case.centre.nbytes for case in cases if case.centre is not None)
+    if batch:
+        yield batch
 
 
 def _unserved(kernel: KernelRef, numerics: Numerics, side: str, device: str) -> tuple[str, ...]:
@@ -160,51 +191,6 @@ def _unserved(kernel: KernelRef, numerics: Numerics, side: str, device: str) -> 
         reason = refusal.diagnostics[0].message
         return (f"the {side} kernel keeps numerics that were never run here: {reason}",)
     return ()
-
-
-def _without_rows(goal: Goal, backend: str) -> GoalOutcome:
-    reason = f"the slice {goal.region.slice!r} selects no request"
-    return GoalOutcome(
-        goal, InvalidEvidence(reason), Evidence(EvidenceKind.PROOF, n=0), backend, (), 0.0, 0
-    )
-
-
-def _verdict(goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None) -> Verdict:
-    if goal.functional == "no_flip":
-        unstable = [case.name for case in cases if not case.stable]
-        if not unstable:
-            return Held()
-        named = ", ".join(unstable[:3]) + (" …" if len(unstable) > 3 else "")
-        return Inconclusive(f"a flip is not excluded for {len(unstable)} of {len(cases)}: {named}")
-    if found is not None and goal.refuted_by(found.value):
-        return Violated(_counterexample(cases, found))
-    open_cases = [case for case in cases if not goal.admits(case.bound)]
-    if not open_cases:
-        return Held()
-    worst = max(open_cases, key=lambda case: case.bound)
-    if worst.reason is not None:
-        return Inconclusive(f"{worst.name}: {worst.reason}")
-    return Inconclusive(
-        f"{worst.name}: the bound {worst.bound:.3g} exceeds the threshold, no run found does"
-    )
-
-
-def _counterexample(cases: Sequence[CaseOutcome], found: Attack) -> dict[str, Any]:
-    case = max((c for c in cases if c.attack is not None), key=lambda c: c.attack or 0.0)
-    return {
-        "case": case.name,
-        "value": found.value,
-        "row": list(found.row),
-        "column": found.column,
-        "train": found.train_value,
-        "infer": found.infer_value,
-    }
-
-
-def _peak_bytes() -> int:
-    """Return the peak resident memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak if sys.platform == "darwin" else peak * 1024)
 
 
 BACKEND = IntervalBackend()

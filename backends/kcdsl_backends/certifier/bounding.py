@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
+from kcdsl_backends.affine.functionals import functional_bound
+from kcdsl_backends.affine.order import margins
 from kcdsl_backends.certifier.cases import Case
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
-from kcdsl_backends.certifier.workshop import Workshop, claim_margin, functional_bound
+from kcdsl_backends.certifier.workshop import BlockProblem, Workshop, claim_margin
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.functionals import drift_bound
-from kcdsl_backends.interval.state import State
+from kcdsl_backends.interval.functionals import drift_bound, top_margin
+from kcdsl_backends.interval.propagate import Bounds
 
 _PLACES = 3
 """Places of the output, those with the largest bounds, at which an attack pushes first."""
@@ -29,47 +33,95 @@ class Bounded:
 
 def bound_case(shop: Workshop, goal: Goal, case: Case, builder: ProofBuilder) -> Bounded:
     """Bound a case by the interval domain, and by affine forms where that is not enough."""
-    problem, margin = shop.problem(goal.block, case.tokens), claim_margin(shop.train, shop.infer)
+    problem = shop.problem(goal.block, case.tokens)
     region = (
         token_region(case.tokens)
         if case.centre is None
         else box_region(goal.region.kind.value, case.centre, case.radius)
     )
-    output: State | None = None
-    reason = None
+    stated = _Stated(goal, case, problem, builder, region, claim_margin(shop.train, shop.infer))
+    bounds, reason = None, None
     try:
         bounds = problem.bound(case.centre, case.radius)
     except NoBound as no:
         reason = str(no)
-    else:
-        output = bounds.output
-        found, top = functional_bound(output, goal.functional, goal.k)
-        if goal.functional == "no_flip" or goal.admits(found * margin):
-            builder.add(case.name, problem.graph, region, found * margin, bounds.witness)
-            stable = None if top is None else top > 0
-            return _bounded(case, found * margin, output.drift, stable=stable, margin=top)
+    if goal.functional == "no_flip":
+        return _order(stated, bounds, reason)
+    return _drift(stated, bounds, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """A case with what is needed to state a bound of it; `margin` is the factor of claims."""
+
+    goal: Goal
+    case: Case
+    problem: BlockProblem
+    builder: ProofBuilder
+    region: Mapping[str, Any]
+    margin: float
+
+    def add(self, bound: float, witness: Mapping[str, tuple[float, float]], domain: str) -> None:
+        """Add the case to the proof."""
+        graph = self.problem.graph
+        self.builder.add(self.case.name, graph, self.region, bound, witness, domain)
+
+    def outcome(self, bound: float, reason: str | None = None, **more: Any) -> CaseOutcome:
+        """Return the outcome of the case."""
+        case = self.case
+        return CaseOutcome(case.name, len(case.tokens), bound, reason=reason, **more)
+
+
+def _drift(stated: _Stated, bounds: Bounds | None, reason: str | None) -> Bounded:
+    """Bound a functional of the drift."""
+    goal, case, margin = stated.goal, stated.case, stated.margin
+    found = math.inf
+    if bounds is not None:
+        found = drift_bound(bounds.output.drift, goal.functional) * margin
+        if goal.admits(found):
+            stated.add(found, bounds.witness, "interval")
+            return Bounded(stated.outcome(found), _places(bounds.output.drift))
     try:
-        forms = problem.affine(case.centre, case.radius)
-    except NoBound as no:
-        if output is None:
-            reason = str(no)
-            return Bounded(CaseOutcome(case.name, len(case.tokens), math.inf, reason=reason))
-        builder.add(case.name, problem.graph, region, found * margin, bounds.witness)
-        return _bounded(case, found * margin, output.drift)
-    drift = forms.box if output is None else forms.box.meet(output.drift)
-    bound = drift_bound(drift, goal.functional) * margin
-    builder.add(case.name, problem.graph, region, bound, forms.witness, "affine")
-    return _bounded(case, bound, drift)
+        forms = stated.problem.forms(case.centre, case.radius)
+        drift = forms.box()
+    except NoBound:
+        if bounds is None:
+            return Bounded(stated.outcome(math.inf, reason))
+        stated.add(found, bounds.witness, "interval")
+        return Bounded(stated.outcome(found), _places(bounds.output.drift))
+    drift = drift if bounds is None else drift.meet(bounds.output.drift)
+    bound = margin * functional_bound(
+        forms, drift, goal.functional, lambda value: goal.admits(value * margin)
+    )
+    stated.add(bound, forms.witness(), "affine")
+    return Bounded(stated.outcome(bound), _places(drift))
 
 
-def _bounded(
-    case: Case,
-    bound: float,
-    drift: Box,
-    *,
-    stable: bool | None = None,
-    margin: float | None = None,
-) -> Bounded:
-    outcome = CaseOutcome(case.name, len(case.tokens), bound, stable=stable, margin=margin)
+def _order(stated: _Stated, bounds: Bounds | None, reason: str | None) -> Bounded:
+    """Bound from below how far the largest columns stay above the others."""
+    goal, case, factor = stated.goal, stated.case, stated.margin
+    found, known, top = math.inf, None, None
+    if bounds is not None:
+        output = bounds.output
+        found, known = drift_bound(output.drift, "inf") * factor, (output.train, output.infer)
+        top = top_margin(output, goal.k, factor)
+        if top > 0:
+            stated.add(found, bounds.witness, "interval")
+            return Bounded(stated.outcome(found, stable=True, margin=top))
+    try:
+        forms = stated.problem.forms(case.centre, case.radius)
+    except NoBound:
+        if bounds is not None:
+            stated.add(found, bounds.witness, "interval")
+        return Bounded(stated.outcome(found, reason, stable=False, margin=top))
+    rows = margins(forms, goal.k, known, factor)
+    least = float(rows.amin()) if rows.numel() else -math.inf
+    witness = forms.witness()
+    bound = min(found, witness[forms.output][1] * factor)
+    stated.add(bound, witness, "affine")
+    return Bounded(stated.outcome(bound, stable=least > 0, margin=least))
+
+
+def _places(drift: Box) -> tuple[int, ...]:
     largest = drift.mag().flatten()
-    return Bounded(outcome, tuple(largest.topk(min(_PLACES, largest.numel())).indices.tolist()))
+    return tuple(largest.topk(min(_PLACES, largest.numel())).indices.tolist())

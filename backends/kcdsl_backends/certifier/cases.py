@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +16,54 @@ from torch import Tensor
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import Program, RegionKind
 from kcdsl.model.architecture import Model
+from kcdsl.model.graph import array_digest
 from kcdsl.route.goals import Goal
+from kcdsl_backends.certifier.proof import box_region, token_region
 from kcdsl_backends.certifier.workshop import Workshop
 from kcdsl_backends.requests import Request, load_requests, select
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One region of a goal: a name, the tokens it came from, and the box of hidden states."""
+    """One region of a goal: a name, the tokens it came from, and the box of hidden states.
+
+    It can be pickled, so that any process can take it.
+    """
 
     name: str
     tokens: tuple[int, ...]
     centre: Tensor | None
     radius: Tensor
 
+    def on(self, device: torch.device) -> Case:
+        """Return the case with its box on a device."""
+        centre = None if self.centre is None else self.centre.to(device)
+        return replace(self, centre=centre, radius=self.radius.to(device))
+
+    @property
+    def digest(self) -> str:
+        """Return the sha256 (hex) of the region: its tokens if these are what the block reads, its
+        box otherwise. The name does not count."""
+        if self.centre is None:
+            return hashlib.sha256(repr(self.tokens).encode()).hexdigest()
+        parts = (array_digest(part.cpu().numpy()) for part in (self.centre, self.radius))
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()
+
+    @property
+    def seed(self) -> int:
+        """Return a seed that the region alone decides."""
+        return int(self.digest[:8], 16)
+
+
+def region_of(goal: Goal, case: Case) -> dict[str, Any]:
+    """Return the region of a case as it stands in a proof."""
+    if case.centre is None:
+        return token_region(case.tokens)
+    return box_region(goal.region.kind.value, case.centre, case.radius)
+
 
 def slice_rows(program: Program, base: Path, model: Model, name: str) -> tuple[Request, ...]:
+    """Return the rows of the data that a slice selects."""
     declared = program.slice(name)
     data = declared.data or program.data
     if data is None:
@@ -44,6 +78,7 @@ def slice_rows(program: Program, base: Path, model: Model, name: str) -> tuple[R
 
 
 def cases_of(shop: Workshop, goal: Goal, rows: Sequence[Request]) -> list[Case]:
+    """Return the regions of a goal on these rows, in their order."""
     zero = torch.zeros(1, 1, dtype=torch.float64, device=shop.device)
     if goal.block == "model":
         if goal.region.kind is not RegionKind.POINTS:

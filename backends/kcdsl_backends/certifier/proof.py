@@ -31,9 +31,22 @@ def encode_array(array: NDArray[Any]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Cases of a proof with the graphs and parameters that they name, and their claims."""
+
+    graphs: Mapping[str, dict[str, Any]]
+    parameters: Mapping[str, str]
+    cases: tuple[dict[str, Any], ...]
+    claims: tuple[float, ...]
+
+
 @dataclass(slots=True)
 class ProofBuilder:
-    """Collects the cases of one goal into a proof document."""
+    """Collects the cases of one goal into a proof document.
+
+    `digests` keeps digests of parameters by key; builders of one model may share it.
+    """
 
     model: Model
     block: str
@@ -41,6 +54,7 @@ class ProofBuilder:
     infer: Numerics
     functional: str
     k: int
+    digests: dict[str, str] = field(default_factory=dict, repr=False)
     _graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
     _parameters: dict[str, str] = field(default_factory=dict)
     _cases: list[dict[str, Any]] = field(default_factory=list)
@@ -59,27 +73,51 @@ class ProofBuilder:
 
         `domain` is "affine" where affine forms are needed beside the interval domain.
         """
-        digest, margin = graph.digest, claim_margin(self.train, self.infer)
+        margin = claim_margin(self.train, self.infer)
+        stated = {
+            "claim": "held" if self.functional == "no_flip" else claim.hex(),
+            **({} if domain == "interval" else {"domain": domain}),
+            "witness": [
+                {"node": node, "value": (v * margin).hex(), "drift": (d * margin).hex()}
+                for node, (v, d) in witness.items()
+            ],
+        }
+        self.add_stated(name, graph, region, claim, stated)
+
+    def add_stated(
+        self,
+        name: str,
+        graph: BlockGraph,
+        region: Mapping[str, Any],
+        claim: float,
+        stated: Mapping[str, Any],
+    ) -> None:
+        """Add one case of which everything but its name, graph and region is stated already."""
+        digest = graph.digest
         if digest not in self._graphs:
             constants = {key: encode_array(graph.constants[key]) for key in sorted(graph.constants)}
             self._graphs[digest] = {"graph": graph.to_json(), "constants": constants}
-        for key in graph.parameters:
-            if key not in self._parameters:
-                self._parameters[key] = array_digest(self.model.checkpoint.tensors[key].numpy())
+        self._parameters.update(self.digests_of(graph))
         self._claims.append(claim)
-        self._cases.append(
-            {
-                "name": name,
-                "graph": digest,
-                "region": dict(region),
-                "claim": "held" if self.functional == "no_flip" else claim.hex(),
-                **({} if domain == "interval" else {"domain": domain}),
-                "witness": [
-                    {"node": node, "value": (v * margin).hex(), "drift": (d * margin).hex()}
-                    for node, (v, d) in witness.items()
-                ],
-            }
-        )
+        self._cases.append({"name": name, "graph": digest, "region": dict(region), **stated})
+
+    def digests_of(self, graph: BlockGraph) -> dict[str, str]:
+        """Return the digest of every parameter that a graph reads."""
+        for key in graph.parameters:
+            if key not in self.digests:
+                self.digests[key] = array_digest(self.model.checkpoint.tensors[key].numpy())
+        return {key: self.digests[key] for key in graph.parameters}
+
+    def contents(self) -> Contents:
+        """Return what was added so far as plain data, which another process can absorb."""
+        return Contents(self._graphs, self._parameters, tuple(self._cases), tuple(self._claims))
+
+    def absorb(self, contents: Contents) -> None:
+        """Add the cases of another builder of the same goal."""
+        self._graphs.update(contents.graphs)
+        self._parameters.update(contents.parameters)
+        self._cases.extend(contents.cases)
+        self._claims.extend(contents.claims)
 
     def document(self) -> bytes:
         """Return the proof as canonical UTF-8 JSON."""

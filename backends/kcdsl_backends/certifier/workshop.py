@@ -14,14 +14,12 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.export import block_graph
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
-from kcdsl_backends.affine.pair import Drift, drift
+from kcdsl_backends.affine.pair import Both, Drift, both, drift
 from kcdsl_backends.attack.simulate import Simulator
 from kcdsl_backends.interval.context import Kernels, Parameter
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.functionals import drift_bound, top_margin
 from kcdsl_backends.interval.propagate import Bounds, propagate
 from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.state import State
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_backends.threads import threads_for
 
@@ -67,6 +65,10 @@ class BlockProblem:
     def affine(self, centre: Tensor | None, radius: Tensor) -> Drift:
         """Bound the drift by affine forms around reference runs; see `affine.pair.drift`."""
         return drift(self.graph, self.train, self.infer, centre, radius)
+
+    def forms(self, centre: Tensor | None, radius: Tensor) -> Both:
+        """Return the affine forms of both kernels; see `affine.pair.both`."""
+        return both(self.graph, self.train, self.infer, centre, radius)
 
     @property
     def size(self) -> int:
@@ -152,10 +154,3 @@ def certified_block_drift(
         return CertifiedDrift(float("inf"), np.full(shape, np.inf), str(no))
     bound = output.drift.mag() * claim_margin(train_numerics, infer_numerics)
     return CertifiedDrift(float(bound.amax()), bound.cpu().numpy())
-
-
-def functional_bound(output: State, kind: str, k: int) -> tuple[float, float | None]:
-    """Return (bound, margin): the margin of "no_flip" k, None for the other functionals."""
-    if kind == "no_flip":
-        return drift_bound(output.drift, "inf"), top_margin(output, k)
-    return drift_bound(output.drift, kind), None

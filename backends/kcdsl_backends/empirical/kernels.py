@@ -1,13 +1,13 @@
-"""The real kernels: PyTorch programs that run a model under the numerics they claim."""
+"""The real kernels: programs that run a model under the numerics they claim."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,18 @@ from kcdsl.model.numerics import Numerics, Weights
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
+from kcdsl_backends.empirical.engines.compiled import Compiled
+from kcdsl_backends.empirical.engines.onnx_runtime import Sessions
+from kcdsl_backends.empirical.engines.programs import (
+    Engine,
+    Program,
+    as_it_is,
+    expected_weights,
+    need,
+    refuse_other_weight,
+)
+from kcdsl_backends.empirical.engines.scaled import ScaledLinear
+from kcdsl_backends.empirical.engines.torchao_linears import quantise_linear
 from kcdsl_backends.empirical.interception import Interception
 
 TORCH_TYPES = {
@@ -45,6 +57,7 @@ class TorchKernel:
     device: torch.device
     module: nn.Module
     interception: Interception | None
+    engine: Engine = field(default=as_it_is)
 
     def logits(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Return the output for token ids [T], or [B, T] of equal length.
@@ -63,16 +76,17 @@ class TorchKernel:
                 "the model does not show its hidden states",
                 help="give the module a method hidden(ids)",
             )
-        return _out(self._run(program, self.tokens(ids)))
+        return _out(self._run("hidden", program, self.tokens(ids)))
 
     def block(self, name: str, x: Tensor) -> Tensor:
-        """Run the real block on hidden states x [T, D] (float32); return float64 on the CPU."""
+        """Run the real block on hidden states x [T, D] or [B, T, D] (float32); return float64 on
+        the CPU. Sequences of a batch that would share a scale of activations run one by one."""
         self.model.block(name)
         if name == "model":
             raise refuse(codes.UNKNOWN_BLOCK, "the block `model` takes token ids; use logits")
         own = getattr(self.module, "blocks")()  # noqa: B009
         entering = x.to(self.device, TORCH_TYPES[self.numerics.compute])
-        return _out(self._run(own[name], entering))
+        return _out(self._run(name, own[name], entering))
 
     def tokens(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Return checked token ids on the kernel's device."""
@@ -86,7 +100,7 @@ class TorchKernel:
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Run the model on checked tokens; the result stays on the device in its own precision."""
-        return self._run(self.module, tokens)
+        return self._run("model", self.module, tokens)
 
     def synchronise(self) -> None:
         """Wait until the device has finished, so that times can be taken."""
@@ -100,22 +114,26 @@ class TorchKernel:
     def weights_digest(self) -> str:
         """Return the sha256 of the parameters that the kernel holds now."""
         found = hashlib.sha256()
-        for name, tensor in self.module.named_parameters():
+        held = ((n, p) for name, t in self.module.named_parameters() for n, p in _plain(name, t))
+        for name, tensor in held:
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
             found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return found.hexdigest()
 
-    def _run(self, program: Any, argument: Tensor) -> Tensor:
+    def _run(self, name: str, part: Program, argument: Tensor) -> Tensor:
+        batched = argument.dim() == (3 if argument.is_floating_point() else 2)
+        if batched and self.numerics.activations.scale == "per_tensor":
+            return torch.stack([self._run(name, part, row) for row in argument])
         watch = self.interception if self.interception is not None else nullcontext()
         try:
             with torch.no_grad(), exact_settings(self.device), watch:
-                result = program(argument)
+                result: object = self.engine(name, part)(argument)
         except RuntimeError as error:
             raise refuse(
                 codes.KERNEL_FAILED,
                 f"{self.ref.run} ({self.numerics.compute}) failed on {self.device.type}:"
                 f" {_first_line(error)}",
-                help=f"other adapters: {', '.join(a for a in ADAPTERS if a != self.ref.run)}",
+                help=f"other adapters: {', '.join(self._others())}",
             ) from error
         except (Exception, SystemExit) as error:  # foreign code may raise anything
             if self.model.built_in or isinstance(error, Refusal):
@@ -128,6 +146,9 @@ class TorchKernel:
                 codes.MODEL_FACTORY, f"the model returned {type(result).__name__}, not a tensor"
             )
         return result
+
+    def _others(self) -> list[str]:
+        return [n for n, a in ADAPTERS.items() if a.engine == "torch" and n != self.ref.run]
 
 
 def load_kernel(
@@ -149,12 +170,19 @@ def _load(ref: KernelRef, model: Model, device: torch.device | str | None) -> To
     numerics = resolve(ref)
     adapter = find_adapter(ref.run)
     refuse_unserved(ref.run, adapter, numerics, place.type)
+    _refuse_foreign(ref.run, adapter, model, numerics)
     module = copy.deepcopy(model.module).to(TORCH_TYPES[numerics.compute])
     _refuse_overflow(module, numerics)
     use_attention(module, _program(adapter))
     module = module.to(place).eval().requires_grad_(False)
+    if adapter.engine in _QUANTISERS:
+        engine = _QUANTISERS[adapter.engine](ref.run, model, module, numerics)
+        return TorchKernel(ref, numerics, model, place, module, None, engine)
     stored = _stored_weights(model, module, numerics)
     interception = None
+    if adapter.engine == "compile":
+        _replace_weights(module, stored)
+        return TorchKernel(ref, numerics, model, place, module, None, Compiled())
     if model.built_in:
         _replace_weights(module, stored)
     else:
@@ -162,6 +190,64 @@ def _load(ref: KernelRef, model: Model, device: torch.device | str | None) -> To
     kernel = TorchKernel(ref, numerics, model, place, module, interception)
     _probe(kernel, adapter)
     return kernel
+
+
+def _refuse_foreign(run: str, adapter: Adapter, model: Model, numerics: Numerics) -> None:
+    """Refuse a missing library, and a user's module where the adapter would have to take it apart:
+    to find its linears, or to be sure how its attention is formed."""
+    need(adapter.library, run)
+    plain = numerics.weights == Weights(numerics.compute)
+    if model.built_in or (adapter.engine == "compile" and plain) or adapter.engine == "torch":
+        return
+    raise refuse(
+        codes.KERNEL_NUMERICS,
+        f"{run} serves the built-in architectures; with a module of your own it would not be known"
+        " which of its products are quantised",
+        help="run torch.eager with the stored weights, or torch.compile with plain ones",
+    )
+
+
+def _scaled(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+    originals = dict(model.module.named_parameters(remove_duplicate=False))
+    expected = expected_weights(module, originals, numerics)
+    for name, weight in expected.items():
+        linear = module.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        scaled = ScaledLinear(linear, originals[f"{name}.weight"], numerics)
+        refuse_other_weight(run, name, scaled.weight, weight)
+        module.set_submodule(name, scaled)
+    return as_it_is
+
+
+def _torchao(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+    originals = dict(model.module.named_parameters(remove_duplicate=False))
+    for name, weight in expected_weights(module, originals, numerics).items():
+        linear = module.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        quantise_linear(linear, originals[f"{name}.weight"], numerics)
+        refuse_other_weight(run, name, getattr(linear.weight, "dequantize")(), weight)  # noqa: B009
+    return as_it_is
+
+
+def _onnx_runtime(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+    originals = dict(model.module.named_parameters(remove_duplicate=False))
+    expected = expected_weights(module, originals, numerics)
+    return Sessions(run, numerics, tuple(expected.values()), model.limits[1])
+
+
+_QUANTISERS: dict[str, Callable[[str, Model, nn.Module, Numerics], Engine]] = {
+    "scaled_mm": _scaled,
+    "torchao": _torchao,
+    "onnxruntime": _onnx_runtime,
+}
+
+
+def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors that a parameter is made of: a quantised one holds codes and a scale."""
+    codes_held = getattr(tensor, "qdata", None)
+    if codes_held is None:
+        return [(name, tensor)]
+    return [(f"{name}.qdata", codes_held), (f"{name}.scale", getattr(tensor, "scale"))]  # noqa: B009
 
 
 @contextmanager

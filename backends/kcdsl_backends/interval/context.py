@@ -86,9 +86,9 @@ class Step:
             error_train, error_infer: internal error of each kernel before storing (>= 0).
             accumulates: whether the results come out of the dot-product accumulator.
         """
-        name, role, k = self.node.name, self.node.role, self.kernels
+        name, role, op, k = self.node.name, self.node.role, self.node.op, self.kernels
         stored = [
-            kernel.store(exact, error, kernel.format_for(role), name, kernel.inner(accumulates))
+            kernel.store(exact, error, kernel.format_for(role, op), name, kernel.inner(accumulates))
             for kernel, exact, error in (
                 (k.train, train, error_train),
                 (k.infer, infer, error_infer),

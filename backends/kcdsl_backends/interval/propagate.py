@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.context import Kernels, Step
@@ -17,6 +18,7 @@ from kcdsl_backends.interval.rules import elementwise, linear, norms, softmax, s
 from kcdsl_backends.interval.state import Known, State, combine
 
 Rule = Callable[[Step], Known]
+FLOAT32 = FORMATS["float32"]
 
 RULES: Mapping[str, Rule] = {
     "embedding": structural.embedding,
@@ -76,7 +78,7 @@ def propagate(graph: BlockGraph, kernels: Kernels, centre: Tensor | None, radius
         if node.op in ("param", "constant"):
             continue
         if node.op == "input":
-            state: Known = _input(node, kernels, centre, radius)
+            state: Known = block_input(node, kernels, centre, radius)
         elif node.op == "matmul" and node.role == "context":
             state = softmax.context(Step(node, kernels, nodes, known))
         else:
@@ -102,7 +104,7 @@ def _last_uses(graph: BlockGraph) -> dict[int, tuple[str, ...]]:
     return at
 
 
-def _input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Tensor) -> State:
+def block_input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Tensor) -> State:
     """Return the state of the block input: the same float32 tensor for both kernels."""
     if centre is None:
         raise NoBound(node.name, "the block reads hidden states but the region holds token ids")
@@ -115,9 +117,10 @@ def _input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Tensor) 
     zero = torch.zeros_like(centre)
 
     def taken(kernel: Rounding) -> Stored:
-        if not kernel.coarse:
+        form = kernel.format_for(node.role, node.op)
+        if form.precision >= FLOAT32.precision:
             return Stored(exact, Box(zero, zero))
-        return kernel.store(exact, zero, kernel.compute, node.name, kernel.inner(False))
+        return kernel.store(exact, zero, form, node.name, kernel.inner(False))
 
     return combine(node.name, Box(zero, zero), taken(kernels.train), taken(kernels.infer))
 

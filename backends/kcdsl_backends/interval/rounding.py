@@ -13,7 +13,7 @@ from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
+def power_of_two(exponent: Tensor) -> Tensor:
     """Return 2^exponent exactly, for integer exponents of normal float64 numbers."""
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
@@ -28,7 +28,7 @@ def nearest(x: Tensor, format: Format) -> Tensor:
         return x
     _, exponent = torch.frexp(x)
     leading = (exponent - 1).clamp_min(format.min_exponent)
-    quantum = _power_of_two(leading - (format.precision - 1))
+    quantum = power_of_two(leading - (format.precision - 1))
     return torch.round(x / quantum) * quantum
 
 
@@ -81,11 +81,9 @@ class Rounding:
         """Say whether casts are free (`any`) rather than to nearest."""
         return self.numerics.casts == "any"
 
-    def format_for(self, role: str) -> Format:
-        """Return the format in which a result with this attention role is stored."""
-        if role == "scores":
-            return FORMATS[self.numerics.attention.scores]
-        return self.compute
+    def format_for(self, role: str, op: str) -> Format:
+        """Return the format in which an operation with this attention role stores its result."""
+        return FORMATS[self.numerics.stored_format(op, role)]
 
     def inner(self, accumulates: bool) -> Format:
         """Return the format of an operation's arithmetic: the accumulator, or float32 (float64)."""

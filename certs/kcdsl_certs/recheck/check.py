@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kcdsl_certs.recheck.document import Case, Proof, parse
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.room import check_room
 from kcdsl_certs.recheck.safetensors import read
 
 # bound of a case, and (largest T, largest D) of its nodes by name
@@ -33,21 +34,27 @@ class Outcome:
     nodes: int
 
 
-def recheck(proof: bytes, checkpoint: Path, exact: bool = False) -> Outcome:
+def recheck(
+    proof: bytes, checkpoint: Path, exact: bool = False, part: tuple[int, int] = (0, 1)
+) -> Outcome:
     """Re-derive every bound of a proof from the checkpoint and compare it with the claims.
 
     The re-derived bound of each case must be at most its claim, every re-derived magnitude at most
     its witness, and the overall claim at least every case's. `exact` uses rational arithmetic,
-    for graphs of linear, matmul and piecewise linear operations. Nothing is ever raised: whatever
-    goes wrong is a rejection, with reason "internal" for the unforeseen.
+    for graphs of linear, matmul and piecewise linear operations. `part` (first, step) derives every
+    step-th case from `first` alone, so that several processes can share a proof: all parts together
+    are the check. Nothing is ever raised: whatever goes wrong is a rejection, with reason
+    "internal" for the unforeseen.
     """
     started = time.perf_counter()
     found = _Found()
     try:
-        _check(proof, checkpoint, exact, found)
+        _check(proof, checkpoint, exact, part, found)
         ok, reason, detail = True, "ok", f"{found.cases} cases follow from the checkpoint"
     except Rejection as rejection:
-        ok, reason, detail = False, rejection.reason, rejection.detail
+        ok, reason, detail = False, rejection.reason, rejection.detail[:2000]
+    except MemoryError:
+        ok, reason, detail = False, "check/memory", "there is not enough memory to derive it"
     except Exception as error:
         ok, reason, detail = False, "internal", f"{type(error).__name__}: {str(error)[:500]}"
     seconds = time.perf_counter() - started
@@ -61,11 +68,12 @@ class _Found:
     cases: int = 0
 
 
-def _check(data: bytes, path: Path, exact: bool, found: _Found) -> None:
+def _check(data: bytes, path: Path, exact: bool, part: tuple[int, int], found: _Found) -> None:
     proof = parse(data)
     checkpoint = read(path)
     if checkpoint.sha256 != proof.checkpoint:
         raise Rejection("checkpoint/digest", "the checkpoint is not the one of the proof")
+    check_room(proof)
     derive: Callable[[Case], Derived]
     if exact:
         from kcdsl_certs.recheck.exact import Rational
@@ -75,8 +83,12 @@ def _check(data: bytes, path: Path, exact: bool, found: _Found) -> None:
         from kcdsl_certs.recheck.inexact import Doubles
 
         derive = Doubles(proof, checkpoint.tensors).derive
+    first, step = part
+    cases = proof.cases[first::step] if first >= 0 and step > 0 else ()
+    if not cases:
+        raise Rejection("document/cases", f"no case is part {first} of {step}")
     bounds = []
-    for case in proof.cases:
+    for case in cases:
         try:
             bounds.append(_case(proof, case, derive, found))
         except Rejection as rejection:

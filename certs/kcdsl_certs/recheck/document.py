@@ -119,6 +119,8 @@ def _graphs(record: Reader) -> dict[str, Block]:
     block, graphs = record.text("block"), record.reader("graphs")
     found = {}
     for digest in record.entries("graphs"):
+        if not _SHA256.match(digest):
+            raise Rejection("graph/digest", f"a graph stands under {digest[:80]!r}")
         entry = graphs.reader(digest).exactly("graph", "constants")
         constants = {
             key: parse_array(value, f"constant {key[:80]!r}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.affine import drift
+from kcdsl_certs.recheck.affine import of_rows, pair, stays
 from kcdsl_certs.recheck.block import Array
 from kcdsl_certs.recheck.document import Case, Proof
 from kcdsl_certs.recheck.errors import Rejection
@@ -40,19 +41,30 @@ class Doubles:
         scene = self.scene(case)
         functional = self._proof.functional
         with np.errstate(all="ignore"):
-            if case.domain == "affine" and functional.kind == "no_flip":
-                raise Rejection("document/domain", "affine forms say nothing of an order")
             if case.domain == "interval":
                 output, sizes = _intervals(scene)
                 return bound(functional, output), sizes
-            found = drift(scene)
-            boxed = found.output
-            try:
-                boxed = box.meet(boxed, _intervals(scene)[0].d)
-            except Rejection as rejection:
-                if rejection.reason not in _BOUNDLESS:
-                    raise
-        return of_drift(functional.kind, box.checked(boxed, "the drift")), dict(found.sizes)
+            return self._affine(scene, case.claim)
+
+    def _affine(
+        self, scene: Scene, claim: float | None
+    ) -> tuple[float, dict[str, tuple[float, float]]]:
+        """Return what affine forms say beside the interval domain, where that has a bound."""
+        functional, forms = self._proof.functional, pair(scene)
+        known: State | None = None
+        try:
+            known = _intervals(scene)[0]
+        except Rejection as rejection:
+            if rejection.reason not in _BOUNDLESS:
+                raise
+        if functional.kind == "no_flip":
+            return 0.0 if stays(forms, functional.k, known) else math.inf, forms.sizes()
+        boxed = forms.output() if known is None else box.meet(forms.output(), known.d)
+        boxed = box.checked(boxed, "the drift")
+        found = of_drift(functional.kind, boxed)
+        if functional.kind != "inf" and not (claim is not None and found <= claim):
+            found = of_rows(forms, boxed, functional.kind, 0.0 if claim is None else claim)
+        return found, forms.sizes()
 
     def scene(self, case: Case) -> Scene:
         """Return what the rules read for a case."""

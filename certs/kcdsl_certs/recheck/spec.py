@@ -43,6 +43,7 @@ FLOAT64 = FORMATS["float64"]
 
 # Largest code of a scaled format, and the exponent of an mx scale for amax in [1, 2).
 CODE_LARGEST = {"fp8_e4m3": 448, "fp8_e5m2": 57344, "int8": 127}
+INTEGERS = ("int8", "int8_full")
 MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
 MX_BLOCK = 32
 TILE = 128
@@ -53,8 +54,26 @@ _ACTIVATIONS = {
     "fp8_e4m3": ("none", "per_tensor", "per_token", "mx"),
     "fp8_e5m2": ("none", "per_tensor", "per_token", "mx"),
     "int8": ("per_tensor", "per_token"),
+    "int8_full": ("per_tensor", "per_token"),
     "uint8": ("per_tensor", "per_token"),
 }
+
+
+RESULTS = (
+    *("input", "context", "linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift"),
+    *("tanh", "silu", "gelu", "rope", "rms_norm", "layer_norm"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A matrix unit: `chunk` products an instruction, cut off `below` bits under the largest
+    exponent; the accumulator keeps `kept` bits, and is added to a sum after `promote` products."""
+
+    below: int
+    chunk: int
+    kept: int
+    promote: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +90,21 @@ class Kernel:
     probabilities: Format
     tile: int
     exp_ulps: int
+    results: tuple[tuple[str, Format], ...] = ()
+    linear_unit: Unit | None = None
+    other_unit: Unit | None = None
+    absolute_sigmoid: bool = False
+
+    def result(self, op: str, role: str) -> Format:
+        """Return the format in which the result of an operation is stored."""
+        special = {"scores": self.scores, "probabilities": self.probabilities}
+        if role in special:
+            return special[role]
+        for key in (role, op):
+            for name, form in self.results:
+                if name == key:
+                    return form
+        return self.compute
 
     @property
     def inner(self) -> Format:
@@ -90,12 +124,14 @@ def parse_kernel(value: object, place: str) -> Kernel:
         Rejection: "document/numerics" if a field is missing, unknown or has no meaning.
     """
     record = Reader(value, place, "document/numerics").exactly(
-        "preset", "compute", "accumulate", "casts", "weights", "activations", "attention"
+        *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
+        optional=("results", "tensor_core", "sigmoid"),
     )
     record.text("preset")
     names = tuple(FORMATS)
     weights = record.reader("weights").exactly("format", "scale")
     activations = record.reader("activations").exactly("format", "scale")
+    units = _units(record)
     attention = record.reader("attention").exactly(
         "style", "scores", "probabilities", "tile", "exp_ulps"
     )
@@ -110,13 +146,47 @@ def parse_kernel(value: object, place: str) -> Kernel:
         probabilities=FORMATS[attention.choice("probabilities", names)],
         tile=attention.integer("tile", 1),
         exp_ulps=attention.integer("exp_ulps", 0),
+        results=_results(record),
+        linear_unit=units[0],
+        other_unit=units[1],
+        absolute_sigmoid=record.has("sigmoid")
+        and record.choice("sigmoid", ("absolute",)) == "absolute",
     )
 
 
+def _results(record: Reader) -> tuple[tuple[str, Format], ...]:
+    if not record.has("results"):
+        return ()
+    inner = record.reader("results").exactly(optional=RESULTS)
+    return tuple(
+        (key, FORMATS[inner.choice(key, tuple(FORMATS))]) for key in RESULTS if inner.has(key)
+    )
+
+
+def _units(record: Reader) -> tuple[Unit | None, Unit | None]:
+    if not record.has("tensor_core"):
+        return None, None
+    core = record.reader("tensor_core").exactly("linears", "others")
+    return _unit(core.reader("linears")), _unit(core.reader("others"))
+
+
+def _unit(record: Reader) -> Unit:
+    record.exactly("fraction_bits", "chunk", "result_bits", "promote")
+    unit = Unit(
+        record.integer("fraction_bits", 1),
+        record.integer("chunk", 1),
+        record.integer("result_bits", 1),
+        record.integer("promote", 0),
+    )
+    if unit.promote % unit.chunk or max(unit.below, unit.kept) > 64 or unit.kept > 23:
+        raise Rejection("document/numerics", "a matrix unit without a meaning")
+    return unit
+
+
 def _weights(record: Reader) -> tuple[str, str]:
-    kind = record.choice("format", (*FORMATS, "int8"))
+    kind = record.choice("format", (*FORMATS, *INTEGERS))
     scale = record.choice("scale", _WEIGHT_SCALES)
-    known = {"none": set(FORMATS), "mx": set(MX_EXPONENT)}.get(scale, set(CODE_LARGEST))
+    known = {"none": set(FORMATS), "mx": set(MX_EXPONENT)}.get(scale, {*CODE_LARGEST, *INTEGERS})
     return _allowed(kind, scale, kind in known)
 
 

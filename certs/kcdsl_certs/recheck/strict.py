@@ -4,36 +4,53 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from kcdsl_certs.recheck.errors import Rejection
 
 LARGEST_INTEGER = 2**53 - 1
+MOST_VALUES = 2**24  # parsed, a value takes some 60 bytes and more
 _LONGEST_INTEGER = 17
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def load(data: bytes, reason: str) -> Any:
-    """Parse UTF-8 JSON without floats, duplicate keys or large integers.
+    """Parse UTF-8 JSON without floats, duplicate keys, large integers or lone surrogates.
 
     Raises:
         Rejection: with the given reason.
     """
+    if data.count(b",") > MOST_VALUES:
+        raise Rejection(reason, f"more than {MOST_VALUES} values")
     try:
-        return json.loads(
-            data.decode("utf-8"),
+        text = data.decode("utf-8")
+        value = json.loads(
+            text,
             object_pairs_hook=_unique,
             parse_float=_refuse("a number with a fraction or an exponent"),
             parse_constant=_refuse("NaN or Infinity"),
             parse_int=_integer,
         )
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
     except (ValueError, RecursionError) as error:
         raise Rejection(reason, f"not strict JSON: {str(error)[:200]}") from None
 
 
 def canonical(value: Any) -> bytes:
-    """Return the canonical JSON (RFC 8785) of data without floats."""
-    text = json.dumps(_sorted(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    """Return the canonical JSON (RFC 8785) of data without floats.
+
+    Raises:
+        Rejection: "document/json" for what is nested too deeply.
+    """
+    try:
+        found = _sorted(value)
+        text = json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise Rejection("document/json", "nested too deeply") from None
     return text.encode("utf-8")
 
 

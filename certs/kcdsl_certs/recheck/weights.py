@@ -13,6 +13,7 @@ from kcdsl_certs.recheck.formats import Floats, nearest, saturated
 from kcdsl_certs.recheck.safetensors import FLOATS, Tensor
 from kcdsl_certs.recheck.spec import (
     CODE_LARGEST,
+    FLOAT32,
     FORMATS,
     MX_BLOCK,
     MX_EXPONENT,
@@ -74,7 +75,8 @@ class Parameters:
 
     def linear(self, key: str, kernel: Kernel) -> Floats:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
-        return self._get(key, kernel.compute, kernel.weights)
+        by_codes = kernel.activations[0] != "none"  # scales come after the product
+        return self._get(key, FLOAT32 if by_codes else kernel.compute, kernel.weights)
 
     def _get(self, key: str, compute: Format, stored: tuple[str, str]) -> Floats:
         known = (key, compute.name, stored)
@@ -108,6 +110,8 @@ def quantised(weight: Singles, kind: str, scale: str, name: str) -> Singles:
         raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
     if scale == "none":
         return plain(weight.astype(np.float64), FORMATS[kind], name).astype(np.float32)
+    if kind == "int8_full":
+        return _full_range(weight, scale, name)
     scales = _scales(weight, kind, scale)
     least = _LEAST_MX_SCALE if scale == "mx" else 2.0**-149
     if not (np.isfinite(scales).all() and (scales >= least).all()):
@@ -121,18 +125,31 @@ def quantised(weight: Singles, kind: str, scale: str, name: str) -> Singles:
     return code.astype(np.float32) * scales
 
 
-def _scales(weight: Singles, kind: str, scale: str) -> Singles:
-    """Return the scale of every element, float32, of the weight's shape."""
+def _full_range(weight: Singles, scale: str, name: str) -> Singles:
+    """Return codes in -128 … 127 of w·(1/s) times s = max(amax/127.5, 2^-23), all in float32."""
+    scales = np.maximum(_amax(weight, scale) / np.float32(127.5), np.float32(2.0**-23))
+    if not np.isfinite(scales).all():
+        raise Rejection("parameter/scale", f"{name!r} has a scale outside float32")
+    code = np.clip(np.rint(weight * (np.float32(1) / scales)), -128, 127)
+    return np.asarray(code * scales, dtype=np.float32)
+
+
+def _amax(weight: Singles, scale: str) -> Singles:
+    """Return the largest magnitude of the group of every element."""
     size = np.abs(weight)
     match scale:
         case "per_tensor":
-            amax = np.full(weight.shape, size.max(), dtype=np.float32)
+            return np.full(weight.shape, size.max(), dtype=np.float32)
         case "per_channel":
-            amax = np.broadcast_to(size.max(axis=1, keepdims=True), weight.shape)
+            return np.broadcast_to(size.max(axis=1, keepdims=True), weight.shape)
         case "block_128":
-            amax = _spread(size, TILE, TILE)
-        case _:
-            amax = _spread(size, 1, MX_BLOCK)
+            return _spread(size, TILE, TILE)
+    return _spread(size, 1, MX_BLOCK)
+
+
+def _scales(weight: Singles, kind: str, scale: str) -> Singles:
+    """Return the scale of every element, float32, of the weight's shape."""
+    amax = _amax(weight, scale)
     if scale == "mx":
         _, exponent = np.frexp(amax.astype(np.float64))
         found = np.ldexp(1.0, exponent - 1 - MX_EXPONENT[kind]).astype(np.float32)

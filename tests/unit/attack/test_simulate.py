@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -82,9 +84,9 @@ def test_every_input_tried_is_a_float32_inside_the_region(
     tried: list[torch.Tensor] = []
     original = Simulator.run
 
-    def run(self: Simulator, x: torch.Tensor, symbols: dict[str, torch.Tensor]) -> torch.Tensor:
+    def run(self: Simulator, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         tried.append(x.detach())
-        return original(self, x, symbols)
+        return original(self, x, *rest)
 
     monkeypatch.setattr(Simulator, "run", run)
     attack(simulator({}), simulator({"compute": "bfloat16"}), "inf", X, radius)

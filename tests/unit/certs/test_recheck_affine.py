@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def claimed(document: Document, path: Path) -> Document:
     document = copy.deepcopy(document)
     claims = []
     for case, record in zip(proof.cases, document["cases"], strict=True):
-        bound, sizes = doubles.derive(case)
+        bound, sizes = doubles.derive(replace(case, claim=0.0))  # the least that follows
         claims.append(bound)
         record["claim"] = bound.hex()
         record["witness"] = [
@@ -169,7 +170,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "quantised activations": (
         put(*NUMERICS, "activations", to={"format": "int8", "scale": "per_token"}),
-        "claim/too-small",
+        "witness/too-small",
     ),
     "coarser probabilities": (
         put(*NUMERICS, "attention", "probabilities", to="fp8_e4m3"),
@@ -223,7 +224,7 @@ def test_every_witness_is_compared(good: tuple[Document, Path]) -> None:
 
 
 @pytest.mark.parametrize("functional", ["inf", "2", "span"])
-def test_each_functional_is_that_of_the_box(tmp_path: Path, functional: str) -> None:
+def test_no_functional_is_more_than_that_of_the_box(tmp_path: Path, functional: str) -> None:
     made, path = document(tmp_path, post_norm(np.random.default_rng(8)), 2.0**-12, functional)
     outcome = recheck(proofs.dump(claimed(made, path)), path)
     assert outcome.ok, outcome
@@ -232,11 +233,6 @@ def test_each_functional_is_that_of_the_box(tmp_path: Path, functional: str) -> 
     width = 6
     factor = {"inf": 1.0, "2": width**0.5, "span": 2.0}[functional]
     assert bound * 0.999 <= float.fromhex(outcome.bound) <= bound * factor * 1.001
-
-
-def test_an_order_is_not_of_this_domain(tmp_path: Path) -> None:
-    made, path = document(tmp_path, post_norm(np.random.default_rng(8)), 0.0, "no_flip")
-    assert recheck(proofs.dump(made), path).reason == "document/domain"
 
 
 def test_exact_arithmetic_has_no_affine_forms(good: tuple[Document, Path]) -> None:

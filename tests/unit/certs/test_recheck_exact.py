@@ -56,8 +56,30 @@ PAIRS = [
             (("fp8_e5m2", "mx"), ("fp8_e4m3", "mx")),
             (("int8", "per_tensor"), ("int8", "per_tensor")),
             (("int8", "block_128"), ("uint8", "per_token")),
+            (("int8_full", "per_channel"), ("int8_full", "per_token")),
             (("fp8_e5m2", "none"), ("fp8_e5m2", "none")),
         )
+    ),
+    *(
+        (
+            proofs.numerics("float32", "nearest"),
+            proofs.numerics("float32", "nearest", activations=activations),
+        )
+        for activations in (
+            ("fp8_e4m3", "per_token"),
+            ("fp8_e4m3", "mx"),
+            ("fp8_e5m2", "none"),
+            ("int8", "per_tensor"),
+        )
+    ),
+    (
+        proofs.numerics("float64", "any", accumulate="float64"),
+        proofs.numerics(
+            "float64",
+            "any",
+            accumulate="float64",
+            results={"input": "bfloat16", "linear": "float16", "mul": "float32"},
+        ),
     ),
 ]
 
@@ -82,7 +104,9 @@ def test_doubles_enclose_rationals_closely(tmp_path: Path, pair: Any, radius: fl
         scene = Doubles(proof, tensors).scene(proof.cases[0])
         states = {n.name: numeric(v) for n, v in propagate(scene)}
     assert set(states) == set(exact)
-    stepped = any(k.nearest and k.coarse for k in (proof.train, proof.infer))
+    stepped = any(
+        k.nearest and (k.coarse or k.activations[0] != "none") for k in (proof.train, proof.infer)
+    )
     for name, state in states.items():
         for part in ("t", "i", "d"):
             outer, inner = getattr(state, part), getattr(exact[name], part)

@@ -110,7 +110,7 @@ def test_a_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder
 
 
 def test_a_limit_between_both_is_inconclusive(cli: Any, write: Write, folder: Path) -> None:
-    write(HELD)
+    write(HELD.replace("0.01", "1e-9"))
     (goal,) = goals(cli("verify", "--json", cwd=folder).stdout)
     middle = (goal["attack"] * goal["bound"]) ** 0.5
     write(HELD.replace("0.01", repr(middle)))

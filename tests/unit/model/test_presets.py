@@ -14,7 +14,7 @@ from kcdsl.diagnostics.codes import NUMERICS
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
 from kcdsl.model.numerics import Activations, Attention, Weights
-from kcdsl.model.presets import ADAPTER_PRESETS, PRESETS, resolve
+from kcdsl.model.presets import ADAPTER_PRESETS, PRESETS, TENSOR_CORES, resolve
 
 
 def kernel(run: str, **numerics: Any) -> KernelRef:
@@ -52,7 +52,8 @@ def test_the_promised_presets_exist() -> None:
         "torch-eager", "torch-sdpa-math", "torch-sdpa-flash", "torch-sdpa-efficient",
         "flash-attention-2", "flash-attention-3", "fp8-weights", "fp8-w8a8-per-tensor",
         "fp8-w8a8-per-channel", "int8-weights", "mxfp8", "onnxruntime-float32",
-        "onnxruntime-int8",
+        "onnxruntime-int8", "torch-compile", "torch-scaled-mm", "torchao-float8-weights",
+        "torchao-int8-weights", "torchao-int8-dynamic", "torch-sdpa-cudnn",
     }  # fmt: skip
     assert set(ADAPTER_PRESETS.values()) <= set(PRESETS)
 
@@ -182,3 +183,58 @@ def test_a_fingerprint_needs_neither_torch_nor_numpy() -> None:
     import torch
 
     assert ran.stdout.strip() == torch.__version__.partition("+")[0]
+
+
+def test_results_have_formats_of_their_own() -> None:
+    found = resolve(
+        kernel(
+            "torch.eager",
+            compute="float64",
+            results={"input": "bfloat16", "context": "bfloat16", "add": "compute"},
+        )
+    )
+    assert found.results == (("context", "bfloat16"), ("input", "bfloat16"))
+    assert found.stored_format("input", "") == "bfloat16"
+    assert found.stored_format("matmul", "context") == "bfloat16"
+    assert found.stored_format("matmul", "scores") == "float64"
+    assert found.stored_format("add", "") == "float64"
+    record = found.to_json()
+    assert record["results"] == {"context": "bfloat16", "input": "bfloat16"}
+    assert resolve(record) == found
+    with refused("results has no key 'scores'"):
+        resolve({"preset": "torch-eager", "results": {"scores": "bfloat16"}})
+    with refused("results.add is 'int8'"):
+        resolve({"preset": "torch-eager", "results": {"add": "int8"}})
+
+
+def test_nothing_new_stands_in_the_record_of_ordinary_numerics() -> None:
+    record = resolve({"preset": "torch-eager"}).to_json()
+    assert "results" not in record
+    assert "tensor_core" not in record
+
+
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_tensor_cores_by_name_and_in_numbers(name: str) -> None:
+    preset = {"preset": "fp8-w8a8-per-channel", "tensor_core": name}
+    found = resolve(preset)
+    assert found.tensor_core == TENSOR_CORES[name]
+    assert resolve(found.to_json()) == found
+    assert resolve({**preset, "tensor_core": "none"}).tensor_core is None
+
+
+def test_tensor_cores_without_a_meaning_are_refused() -> None:
+    base = {"preset": "torch-eager", "compute": "bfloat16"}
+    with refused("hopper_16", "did you mean"):
+        resolve({**base, "tensor_core": "hoper_16"})
+    with refused("not quantised to fp8"):
+        resolve({**base, "tensor_core": "hopper_fp8"})
+    with refused("compute is float32"):
+        resolve({"preset": "torch-eager", "tensor_core": "hopper_16"})
+    unit = {"fraction_bits": 25, "chunk": 16, "result_bits": 23}
+    for wrong, words in (
+        ({**unit, "promote": 40}, "integer number of chunks"),
+        ({**unit, "chunk": 0}, "tensor_core.linears.chunk"),
+        ({**unit, "chunks": 1}, "no key 'chunks'"),
+    ):
+        with refused(words):
+            resolve({**base, "tensor_core": {"linears": wrong, "others": unit}})

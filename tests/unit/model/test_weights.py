@@ -103,7 +103,7 @@ def code_of(ratio: Array, format: str, qmax: float) -> Array:
 
 def stored(w: Array, format: str, scale: str) -> Array:
     """Quantise group by group in plain loops."""
-    qmax = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0}[format]
+    qmax = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int8_full": 127.5}[format]
     rows, columns = w.shape
     shape = {
         "per_tensor": (rows, columns),
@@ -116,6 +116,11 @@ def stored(w: Array, format: str, scale: str) -> Array:
         for j in range(0, columns, shape[1]):
             group = w[i : i + shape[0], j : j + shape[1]]
             amax = np.abs(group).max()
+            if format == "int8_full":
+                s = max(np.float32(amax) / np.float32(qmax), np.float32(2.0**-23))
+                code = np.rint(group * (np.float32(1) / s)).clip(-128, 127)
+                out[i : i + shape[0], j : j + shape[1]] = code * s
+                continue
             if amax == 0:
                 s = np.float32(1)
             elif scale == "mx":
@@ -133,9 +138,9 @@ def stored(w: Array, format: str, scale: str) -> Array:
 
 CASES = [
     (f, s)
-    for f in ("fp8_e4m3", "fp8_e5m2", "int8")
+    for f in ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
     for s in WEIGHT_SCALES[1:]
-    if not (f == "int8" and s == "mx")
+    if not (f.startswith("int8") and s == "mx")
 ]
 
 
@@ -159,6 +164,14 @@ def test_scaled_weights_equal_a_second_implementation(
     assert np.array_equal(found, expected)
     assert np.isfinite(found).all()
     assert np.abs(found - w).max() > 0
+
+
+def test_a_product_of_codes_leaves_the_weight_as_its_codes_say() -> None:
+    """Scales come after the product, so nothing rounds code times scale to `compute`."""
+    w = torch.randn(30, 64, generator=torch.Generator().manual_seed(1))
+    by_codes = linear_weight(w, resolve({"preset": "fp8-w8a8-per-channel"}))
+    assert torch.equal(by_codes, linear_weight(w, numerics("float32", "fp8_e4m3", "per_channel")))
+    assert not torch.equal(by_codes, by_codes.bfloat16().float())
 
 
 @pytest.mark.parametrize("format", FLOAT8)

@@ -97,12 +97,17 @@ def shift(step: Step) -> State:
     x, offset = step.operand(0), float(step.node.attrs["offset"])
     constant = Box.point(torch.full_like(x.train.lo, offset))
     train, infer = x.train + constant, x.infer + constant
+
+    def rounded(kernel: Rounding, value: Box) -> Tensor:
+        u = kernel.u_function  # the sum rounds what the offset was off by once more
+        return up(_relative(kernel, value) + u * (1 + u) * abs(offset), 4)
+
     return step.finish(
         train,
         infer,
         x.drift,
-        up(_relative(step.kernels.train, train) + step.kernels.train.u_function * abs(offset)),
-        up(_relative(step.kernels.infer, infer) + step.kernels.infer.u_function * abs(offset)),
+        rounded(step.kernels.train, train),
+        rounded(step.kernels.infer, infer),
     )
 
 
@@ -203,16 +208,21 @@ def activation(function: Smooth) -> Callable[[Step], State]:
         x = step.operand(0)
         train, infer = function.range(x.train), function.range(x.infer)
         drift = function.slopes(x.train.hull(x.infer)) * x.drift
-        u_train, u_infer = step.kernels.train.u_function, step.kernels.infer.u_function
         return step.finish(
             train,
             infer,
             drift,
-            up(function.error(x.train.mag(), train.mag(), u_train), 2),
-            up(function.error(x.infer.mag(), infer.mag(), u_infer), 2),
+            up(activation_error(function, step.kernels.train, x.train.mag(), train.mag()), 2),
+            up(activation_error(function, step.kernels.infer, x.infer.mag(), infer.mag()), 2),
         )
 
     return rule
+
+
+def activation_error(function: Smooth, kernel: Rounding, x: Tensor, y: Tensor) -> Tensor:
+    """Return E of an activation: x and y are magnitudes of its argument and its value."""
+    by_argument = function is SILU and kernel.numerics.sigmoid == "absolute"
+    return function.error(x, x if by_argument else y, kernel.u_function)
 
 
 def rope(step: Step) -> State:

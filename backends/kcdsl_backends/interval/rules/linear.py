@@ -6,14 +6,19 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.formats import FORMATS
+from kcdsl.model.weights import LEAST_FULL_SCALE
 from kcdsl_backends.interval.box import Box, gamma, magnitude_product, matmul, up
 from kcdsl_backends.interval.context import Step
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.quantisers import MX_EXPONENT, group_maximum, staircase
+from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.state import State
+from kcdsl_backends.interval.units import chains, largest_term, truncation_error, unit_of
 
 _DIVISION = 1.0 + 2.0**-20
-_MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
+_FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
+"""What a code loses where its scale is subnormal, and a product of codes where the product of both
+scales is: a code has at most 17 bits before the point, and an error of 2^-150 counts that often."""
 
 
 def linear(step: Step) -> State:
@@ -22,13 +27,15 @@ def linear(step: Step) -> State:
     weight = step.kernels.linear(step.operand_node(1))
     bias = step.kernels.plain(step.operand_node(2)) if len(step.node.inputs) > 2 else None
     name = step.node.name
-    shift_train = activation_error(x.train, step.kernels.train, name)
-    shift_infer = activation_error(x.infer, step.kernels.infer, name)
+    quantised_train = _quantised(x.train, step.kernels.train, name)
+    quantised_infer = _quantised(x.infer, step.kernels.infer, name)
     x_train, x_infer, drift_in = x.train, x.infer, x.drift
-    if shift_train is not None:
-        x_train, drift_in = x_train.widen(shift_train), drift_in.widen(shift_train)
-    if shift_infer is not None:
-        x_infer, drift_in = x_infer.widen(shift_infer), drift_in.widen(shift_infer)
+    if quantised_train is not None:
+        x_train, drift_in = quantised_train.value, drift_in - quantised_train.error
+    if quantised_infer is not None:
+        x_infer, drift_in = quantised_infer.value, drift_in + quantised_infer.error
+    if quantised_train is not None or quantised_infer is not None:
+        drift_in = drift_in.meet(x_infer - x_train)
     train = product_train = matmul(x_train, Box.point(weight.train.T))
     infer = product_infer = matmul(x_infer, Box.point(weight.infer.T))
     difference = weight.difference
@@ -49,6 +56,14 @@ def linear(step: Step) -> State:
     )
 
 
+def _quantised(x: Box, kernel: Rounding, node: str) -> Stored | None:
+    """Return a linear's input after dynamic quantisation, and its error; None without it."""
+    error = activation_error(x, kernel, node)
+    if error is None:
+        return None
+    return staircase(x, error, kernel) or Stored(x.widen(error), Box.around(error))
+
+
 def _linear_error(
     x: Box, product: Box, result: Box, weight: Tensor, bias: Tensor | None, kernel: Rounding
 ) -> Tensor:
@@ -56,12 +71,55 @@ def _linear_error(
     total = magnitude_product(x.mag(), weight.T.abs())
     if bias is not None:
         total = up(total + bias.abs())
-    error = accumulation_error(total, result.mag(), weight.shape[-1], kernel)
-    error = error + flushing_error(x.mag(), weight.T.abs(), kernel)
+    quantised = kernel.numerics.activations.format != "none"
+    error = summation_error(
+        x.mag(), weight.T.abs(), total, result.mag(), kernel, quantised=quantised
+    )
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
         error = error + up(stored.unit_roundoff * (product.mag() + error) + stored.underflow, 4)
     return up(error, 4)
+
+
+def summation_error(
+    left: Tensor,
+    right: Tensor,
+    total: Tensor,
+    result: Tensor,
+    kernel: Rounding,
+    *,
+    extra: int = 0,
+    before: int = 2,
+    quantised: bool = False,
+) -> Tensor:
+    """Return how far the sums of left @ right may be off; infinite where one may overflow.
+
+    Args:
+        left, right: magnitudes of the operands.
+        total: S, the magnitudes of all terms, a bias among them.
+        result: mag(Y), the magnitude of the exact sum.
+        extra: roundings of partial sums beside one for each term.
+        before: roundings of a term before it is added.
+        quantised: whether it is a linear that reads quantised activations.
+    """
+    terms, unit = left.shape[-1], unit_of(kernel, quantised)
+    if unit is None:
+        error = accumulation_error(total, result, terms + extra, kernel, before)
+    else:
+        count = chains(unit, terms, extra)
+        steps = count[0] + extra + 1
+        rounded = accumulation_error(total, result, steps, kernel, before)
+        cut = truncation_error(
+            unit,
+            count,
+            up(total + rounded),
+            up((total + result) / 2 + rounded, 2),
+            largest_term(left, right, kernel, quantised),
+        )
+        error = up(rounded + cut * (1 + 4 * steps * kernel.u_accumulate), 4)
+        largest = FORMATS[kernel.numerics.accumulate].largest
+        error = torch.where(total + error <= largest, error, torch.inf)
+    return up(error + flushing_error(left, right, kernel), 2)
 
 
 def accumulation_error(
@@ -84,15 +142,17 @@ def accumulation_error(
 
 
 def flushing_error(left: Tensor, right: Tensor, kernel: Rounding) -> Tensor | float:
-    """Return how much a product loses where subnormal numbers count as zero.
+    """Return how much a product loses near zero.
 
-    Matrix units of coarse formats may do so with operands, products and partial sums:
-    2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Nothing for kernels that compute in float32.
+    Matrix units of coarse formats may treat operands, products and partial sums as zero that are
+    subnormal: 2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Nothing for kernels that compute in
+    float32, unless activations are quantised: then the product of two scales may be subnormal.
     """
+    faint = _FAINT_PRODUCT if kernel.numerics.activations.format != "none" else 0.0
     if not kernel.coarse:
-        return 0.0
+        return faint * left.shape[-1]
     sizes = left.sum(-1, keepdim=True) + right.sum(-2, keepdim=True) + (2 * left.shape[-1] + 4)
-    return up(2.0**-126 * (sizes * _DIVISION), 2)
+    return up(2.0**-126 * (sizes * _DIVISION) + faint * left.shape[-1], 2)
 
 
 def activation_error(x: Box, kernel: Rounding, node: str) -> Tensor | None:
@@ -101,15 +161,22 @@ def activation_error(x: Box, kernel: Rounding, node: str) -> Tensor | None:
     Raises:
         NoBound: a format without scale may overflow.
     """
-    spec = kernel.numerics.activations
-    if spec.format == "none":
+    if kernel.numerics.activations.format == "none":
         return None
+    return up(_activation_error(x, kernel, node) + _FAINT_SCALE)
+
+
+def _activation_error(x: Box, kernel: Rounding, node: str) -> Tensor:
+    spec = kernel.numerics.activations
     magnitude = x.mag()
-    largest = _group_maximum(magnitude, spec.scale)
+    largest = group_maximum(magnitude, spec.scale)
     if spec.format == "uint8":
         return up(2.0 * largest / 255.0 * _DIVISION + magnitude * 2.0**-20, 4)
     if spec.format == "int8":
         return up((largest / 127.0 / 2 + magnitude * 2.0**-20) * _DIVISION, 4)
+    if spec.format == "int8_full":
+        half = up(largest / 127.5).clamp_min(LEAST_FULL_SCALE) / 2
+        return up((torch.minimum(magnitude, half) + magnitude * 2.0**-20) * _DIVISION, 4)
     target = FORMATS[spec.format]
     match spec.scale:
         case "none":
@@ -118,7 +185,7 @@ def activation_error(x: Box, kernel: Rounding, node: str) -> Tensor | None:
                 raise NoBound(node, f"overflow reachable: input above {limit}")
             scale = torch.ones_like(largest)
         case "mx":
-            scale = largest * 2.0 ** -_MX_EXPONENT[spec.format]
+            scale = largest * 2.0 ** -MX_EXPONENT[spec.format]
         case _:
             scale = up(largest / target.largest)
     rounded = (target.unit_roundoff * magnitude + scale * target.underflow) * _DIVISION
@@ -134,24 +201,12 @@ def _saturation(x: Box, format: str) -> Tensor:
     maximum is kept, and that maximum is known from both sides only: a number is cut by at most 1/8
     of itself, and not at all below 7/8 of the least possible maximum.
     """
-    kept = FORMATS[format].largest * 2.0 ** -(_MX_EXPONENT[format] + 1)
+    kept = FORMATS[format].largest * 2.0 ** -(MX_EXPONENT[format] + 1)
     magnitude = x.mag()
     least = torch.maximum(x.lo, -x.hi).clamp_min(0)
-    certain = kept * _group_maximum(least, "mx") * (1 - 2.0**-20)
+    certain = kept * group_maximum(least, "mx") * (1 - 2.0**-20)
     cut = torch.minimum(magnitude * (1 - kept), (magnitude - certain).clamp_min(0))
     return cut + magnitude * 2.0**-20
-
-
-def _group_maximum(magnitude: Tensor, scale: str) -> Tensor:
-    """Return the largest magnitude of the group that shares an element's scale."""
-    if scale in ("none", "per_tensor"):
-        return magnitude.amax().expand_as(magnitude)
-    if scale == "per_token":
-        return magnitude.amax(-1, keepdim=True).expand_as(magnitude)
-    width = magnitude.shape[-1]
-    padded = torch.nn.functional.pad(magnitude, (0, -width % 32))
-    blocks = padded.reshape(*magnitude.shape[:-1], -1, 32).amax(-1)
-    return blocks.repeat_interleave(32, dim=-1)[..., :width]
 
 
 def product(step: Step) -> State:
@@ -173,5 +228,4 @@ def _matmul_error(step: Step, a: Box, b: Box, result: Box, kernel: Rounding) -> 
     scaled_apart = step.node.role == "scores" and kernel.numerics.attention.style == "fused"
     total = magnitude_product(a.mag(), b.mag())
     before = 6 if scaled_apart else 2
-    summed = accumulation_error(total, result.mag(), a.shape[-1], kernel, before)
-    return up(summed + flushing_error(a.mag(), b.mag(), kernel), 2)
+    return summation_error(a.mag(), b.mag(), total, result.mag(), kernel, before=before)

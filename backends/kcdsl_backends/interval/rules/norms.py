@@ -42,8 +42,8 @@ def _norm(step: Step, *, centre: bool) -> State:
     x, eps, inputs = step.operand(0), float(step.node.attrs["eps"]), step.node.inputs
     gain = step.kernels.plain(step.operand_node(1)) if len(inputs) > 1 else None
     bias = step.kernels.plain(step.operand_node(2)) if len(inputs) > 2 else None
-    train = _normalise(x.train, eps, centre, step.node.name)
-    infer = _normalise(x.infer, eps, centre, step.node.name)
+    train = normalise(x.train, eps, centre, step.node.name)
+    infer = normalise(x.infer, eps, centre, step.node.name)
     dc = _centred(x.drift) if centre else x.drift
     dy = _drift(train, infer, dc)
     error_train = _inside(x.train, train, step.kernels.train, centre, step.node.name)
@@ -73,7 +73,7 @@ def _centred(x: Box) -> Box:
     return Box.point(centre).widen(up(off + spread, 4))
 
 
-def _normalise(x: Box, eps: float, centre: bool, node: str) -> _Normal:
+def normalise(x: Box, eps: float, centre: bool, node: str) -> _Normal:
     n = x.shape[-1]
     c = _centred(x) if centre else x
     squares = c.square()

@@ -22,7 +22,7 @@ from kcdsl_backends.interval.box import (
 from kcdsl_backends.interval.context import Step
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.linear import accumulation_error, flushing_error
+from kcdsl_backends.interval.rules.linear import summation_error
 from kcdsl_backends.interval.state import SoftmaxState, State, settle
 
 _FAR = 700.0
@@ -217,11 +217,12 @@ def _hull_over_keys(values: Box, mask: Tensor | None) -> Box:
 
 
 def _context_error(p: Box, rounding: Tensor, values: Box, result: Box, kernel: Rounding) -> Tensor:
-    keys = p.shape[-1]
-    steps = keys + 2 * tile_count(keys, kernel) + 4
+    extra = 2 * tile_count(p.shape[-1], kernel) + 4
     magnitude = values.mag()
     wrong = magnitude_product(rounding, magnitude)
     weights = up(p.hi + rounding)
     total = magnitude_product(weights, magnitude)
-    summed = accumulation_error(total, up(result.mag() + wrong), steps, kernel)
-    return up(wrong + summed + flushing_error(weights, magnitude, kernel), 4)
+    summed = summation_error(
+        weights, magnitude, total, up(result.mag() + wrong), kernel, extra=extra
+    )
+    return up(wrong + summed, 4)

@@ -5,6 +5,8 @@ linear maps and the bound of what they leave out), and reverse passes over the t
 functionals of the error. `pair` puts the two kernels together.
 """
 
-from kcdsl_certs.recheck.affine.pair import Drift, drift
+from kcdsl_certs.recheck.affine.order import stays
+from kcdsl_certs.recheck.affine.pair import Drift, Pair, drift, pair
+from kcdsl_certs.recheck.affine.rows import of_rows
 
-__all__ = ["Drift", "drift"]
+__all__ = ["Drift", "Pair", "drift", "of_rows", "pair", "stays"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.affine.adjoint import merged, units
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
 from kcdsl_certs.recheck.affine.form import Form, Walk, numeric, raised
 from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.affine.reaches import room
@@ -16,7 +16,9 @@ from kcdsl_certs.recheck.affine.tape import Bound
 from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.rules.state import Mask, Scene
 
-_WIDEST = 256  # unit functionals of an output row at a time
+Row = tuple[int, ...]
+
+_WIDEST = 256  # functionals of an output row at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,66 @@ class Drift:
     sizes: Mapping[str, tuple[float, float]]
 
 
-def drift(scene: Scene) -> Drift:
-    """Return what the affine forms of both kernels say.
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The walks of both kernels and the forms of their outputs."""
+
+    train: Walk
+    infer: Walk
+    t: Form
+    i: Form
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the output."""
+        return self.t.shape
+
+    @property
+    def apart(self) -> Box:
+        """Return h̃_i - h̃_t."""
+        return box.sub(box.exact(self.i.reference), box.exact(self.t.reference))
+
+    @property
+    def step(self) -> int:
+        """Return how many functionals of a row may be carried at a time."""
+        return min(_WIDEST, room(self.train), room(self.infer))
+
+    def output(self) -> Box:
+        """Return the box of the output's drift, element by element."""
+        around = box.widen(self.apart, raised(self.t.reach + self.i.reach))
+        lo, hi = around.lo.copy(), around.hi.copy()
+        apart = self.apart
+        for row in np.ndindex(*self.shape[:-1]):
+            for first in range(0, self.shape[-1], self.step):
+                count = min(self.step, self.shape[-1] - first)
+                where = (*row, slice(first, first + count))
+                found = self._errors(units(self.shape, row, first, count))
+                lo[where] = np.maximum(lo[where], box.add_down(apart.lo[where], found.lo))
+                hi[where] = np.minimum(hi[where], box.add_up(apart.hi[where], found.hi))
+        return box.checked(Box(lo, hi), "the drift of the output")
+
+    def errors(self, row: Row, functionals: Floats) -> Box:
+        """Return the box of functionals [B, n] of e_i - e_t of one row of the output."""
+        found = [self._errors(adjoint) for adjoint in in_row(row, functionals, self.step)]
+        return Box(np.concatenate([b.lo for b in found]), np.concatenate([b.hi for b in found]))
+
+    def _errors(self, functionals: Adjoint) -> Box:
+        t = bound(self.train, self.t, functionals)
+        i = t if self.infer is self.train else bound(self.infer, self.i, functionals)
+        middle = box.sub(box.exact(i.centre), box.exact(t.centre))
+        wide = raised(t.radius + i.radius)
+        region = self.train.tape.region
+        if region is not None and i is not t and region.any():
+            wide = raised(wide + _apart(t, i, region, functionals.batch))
+        return box.widen(middle, wide)
+
+    def sizes(self) -> dict[str, tuple[float, float]]:
+        """Return the largest |h̃_t| + ρ_t and the largest |h̃_i - h̃_t| + ρ_i + ρ_t by node."""
+        return {name: _sizes(self.train, self.infer, name) for name in self.train.forms}
+
+
+def pair(scene: Scene) -> Pair:
+    """Walk both kernels.
 
     Raises:
         Rejection: naming the node.
@@ -36,40 +96,31 @@ def drift(scene: Scene) -> Drift:
     train = walk(scene, scene.train)
     infer = train if scene.infer == scene.train else walk(scene, scene.infer)
     t, i = numeric(train.forms[scene.block.output]), numeric(infer.forms[scene.block.output])
-    apart = box.sub(box.exact(i.reference), box.exact(t.reference))
-    reaches = raised(t.reach + i.reach)
-    around = box.widen(apart, reaches)
-    lo, hi = around.lo.copy(), around.hi.copy()
-    step = min(_WIDEST, room(train), room(infer))
-    for row in np.ndindex(*t.shape[:-1]):
-        for first in range(0, t.shape[-1], step):
-            count = min(step, t.shape[-1] - first)
-            where = (*row, slice(first, first + count))
-            found = _row(train, infer, (t, i), row, first, count)
-            lo[where] = np.maximum(lo[where], box.add_down(apart.lo[where], found.lo))
-            hi[where] = np.minimum(hi[where], box.add_up(apart.hi[where], found.hi))
-    output = box.checked(Box(lo, hi), "the drift of the output")
-    return Drift(output, {name: _sizes(train, infer, name) for name in train.forms})
+    return Pair(train, infer, t, i)
 
 
-def _row(
-    train: Walk, infer: Walk, forms: tuple[Form, Form], row: tuple[int, ...], first: int, count: int
-) -> Box:
-    """Return the box of e_i - e_t of some elements of one row of the output."""
-    t = _bound(train, forms[0], row, first, count)
-    i = t if infer is train else _bound(infer, forms[1], row, first, count)
-    middle = box.sub(box.exact(i.centre), box.exact(t.centre))
-    wide = raised(t.radius + i.radius)
-    region = train.tape.region
-    if region is not None and i is not t and region.any():
-        wide = raised(wide + _apart(t, i, region, count))
-    return box.widen(middle, wide)
+def drift(scene: Scene) -> Drift:
+    """Return what the affine forms of both kernels say of the output, element by element.
+
+    Raises:
+        Rejection: naming the node.
+    """
+    both = pair(scene)
+    return Drift(both.output(), both.sizes())
 
 
-def _bound(at: Walk, form: Form, row: tuple[int, ...], first: int, count: int) -> Bound:
+def bound(at: Walk, form: Form, functionals: Adjoint) -> Bound:
+    """Return bounds of functionals of a node's error in one kernel."""
     if form.place is None:
-        return Bound(np.zeros(count), np.zeros(count), None)
-    return at.tape.bound(form.place, units(form.shape, row, first, count))
+        return Bound(np.zeros(functionals.batch), np.zeros(functionals.batch), None)
+    return at.tape.bound(form.place, functionals)
+
+
+def in_row(row: Row, functionals: Floats, step: int) -> list[Adjoint]:
+    """Return functionals [B, n] of one row as adjoints of at most `step` each."""
+    ones = (1,) * len(row)
+    parts = (functionals[k : k + step] for k in range(0, len(functionals), step))
+    return [Adjoint(part.reshape(len(part), *ones, -1), (*row, 0)) for part in parts]
 
 
 def _apart(t: Bound, i: Bound, region: Floats, count: int) -> Floats:

@@ -65,7 +65,7 @@ def shift(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     x = inputs[0]
     exact = x.t.each(lambda p: add(p, (by, by))), x.i.each(lambda p: add(p, (by, by))), x.d
     errors = [
-        [Fraction(form.u) * (size + abs(by)) for size in y.mags]
+        [Fraction(form.u) * (size + abs(by) * (1 + Fraction(form.u))) for size in y.mags]
         for form, y in zip(inner_formats(scene), exact, strict=False)
     ]
     return settle(scene, node, exact, (errors[0], errors[1]), inner_formats(scene))

@@ -19,8 +19,8 @@ from kcdsl_certs.recheck.rationals.cells import (
     points,
     product,
     sub,
-    widened,
 )
+from kcdsl_certs.recheck.rationals.quantisers import quantised
 from kcdsl_certs.recheck.rationals.state import Known, Scene, eta, gamma, settle
 from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONENT, Format, Kernel
 
@@ -37,9 +37,10 @@ def linear_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     w_t, w_i = (_turned(scene.parameters.linear(key, k)) for k in (scene.train, scene.infer))
     outputs = w_t.shape[1]
     b_t, b_i = _bias(inputs[2:], outputs)
-    q_t, q_i = _quantisation(scene.train, x.t), _quantisation(scene.infer, x.i)
-    x_t, x_i = widened(x.t, q_t), widened(x.i, q_i)
-    drift = widened(x.d, [p + q for p, q in zip(q_t, q_i, strict=True)])
+    (x_t, away_t), (x_i, away_i) = _quantised(scene.train, x.t), _quantised(scene.infer, x.i)
+    drift = both(x.d, both(away_i, away_t, sub), add)
+    if (scene.train.activations[0], scene.infer.activations[0]) != ("none", "none"):
+        drift = both(drift, both(x_i, x_t, sub), meet)
     d = both(matmul(drift, w_i), matmul(x_t, both(w_i, w_t, sub)), add)
     p_t, p_i = matmul(x_t, w_t), matmul(x_i, w_i)
     exact = (
@@ -91,18 +92,23 @@ def _linear_error(
 def _flushed(
     kernel: Kernel, a: Shape, x: Sequence[Fraction], b: Shape, y: Sequence[Fraction]
 ) -> list[Fraction]:
-    """Return 2^-126·(Σ|a| + Σ|b| + 2n + 4) for compute coarser than float32, else zeros."""
+    """Return 2^-126·(Σ|a| + Σ|b| + 2n + 4) for compute coarser than float32, and 2^-117·n where
+    activations are quantised."""
     left = product(a, x, b, [Fraction(1)] * len(y))
+    scaled = Fraction(a[-1], 2**117) if kernel.activations[0] != "none" else ZERO
     if not kernel.coarse:
-        return [ZERO] * len(left)
+        return [scaled] * len(left)
     right = product(a, [Fraction(1)] * len(x), b, y)
     more = 2 * a[-1] + 4
-    return [(i + j + more) * (1 + _SMALL) / 2**126 for i, j in zip(left, right, strict=True)]
+    sums = [i + j + more for i, j in zip(left, right, strict=True)]
+    return [s * (1 + _SMALL) / 2**126 + scaled for s in sums]
 
 
 def _accumulated(
     kernel: Kernel, sizes: Sequence[Fraction], results: Sequence[Fraction], k: int, j: int
 ) -> list[Fraction]:
+    if kernel.other_unit is not None:
+        raise Rejection("rule/unknown-op", "there is no exact rule for sums of matrix units")
     form = kernel.accumulate
     each, lost = gamma(k + j, form.u) / (k + j), (k + j) * eta(form)
     pairs = zip(sizes, results, strict=True)
@@ -112,11 +118,25 @@ def _accumulated(
     return errors
 
 
+def _quantised(kernel: Kernel, x: Cells) -> tuple[Cells, Cells]:
+    """Return a linear's input after dynamic quantisation, and its error."""
+    errors, scale = _quantisation(kernel, x), kernel.activations[1]
+    sizes, sure = x.mags, [max(lo, -hi, ZERO) for lo, hi in x.pairs]
+    if scale == "none":
+        return quantised(kernel, x, errors, sizes, sizes)
+    least, most = (_largest(values, x.shape, scale) for values in (sure, sizes))
+    return quantised(kernel, x, errors, least, most)
+
+
 def _quantisation(kernel: Kernel, x: Cells) -> list[Fraction]:
+    if kernel.activations[0] == "none":
+        return [ZERO] * len(x.mags)
+    return [error + Fraction(1, 2**133) for error in _coded(kernel, x)]
+
+
+def _coded(kernel: Kernel, x: Cells) -> list[Fraction]:
     kind, scale = kernel.activations
     sizes = x.mags
-    if kind == "none":
-        return [ZERO] * len(sizes)
     if scale == "none":
         if max(sizes) > CODE_LARGEST[kind]:
             raise Rejection("bound/overflow", f"an activation may overflow {kind}")
@@ -125,6 +145,10 @@ def _quantisation(kernel: Kernel, x: Cells) -> list[Fraction]:
     pairs = list(zip(sizes, most, strict=True))
     if kind == "int8":
         return [(m / 254 + s * _SMALL) * (1 + _SMALL) for s, m in pairs]
+    if kind == "int8_full":
+        steps = [max(m * 2 / 255, Fraction(1, 2**23)) for m in most]
+        halves = [min(s, step / 2) for s, step in zip(sizes, steps, strict=True)]
+        return [(half + s * _SMALL) * (1 + _SMALL) for half, s in zip(halves, sizes, strict=True)]
     if kind == "uint8":
         return [2 * m / 255 * (1 + _SMALL) + s * _SMALL for s, m in pairs]
     form, qmax = FORMATS[kind], CODE_LARGEST[kind]

@@ -37,10 +37,11 @@ def input_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     x = widened(points(centre.shape, c), [r[k] for k in wide])
     sides = []
     for kernel in (scene.train, scene.infer):
-        if kernel.compute.precision >= FLOAT32.precision:
+        form = kernel.result("input", "")
+        if form.precision >= FLOAT32.precision:
             sides.append((x, points(x.shape, [ZERO] * len(c))))
         else:
-            sides.append(stored(kernel, kernel.compute, x, [ZERO] * len(c), FLOAT32))
+            sides.append(stored(kernel, form, x, [ZERO] * len(c), FLOAT32))
     (t, wrong_t), (i, wrong_i) = sides
     return reduce(t, i, both(wrong_i, wrong_t, sub))
 
@@ -121,8 +122,9 @@ def _shape(node: Node) -> Shape:
 def permute_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     """Return the input with its dimensions in another order."""
     old = inputs[0].t.shape
-    dims = [d % len(old) for d in node.attrs.exactly("dims").integers("dims", -len(old))]
-    if sorted(dims) != list(range(len(old))):
+    stated = node.attrs.exactly("dims").integers("dims", -len(old))
+    dims = [d % len(old) for d in stated if d < len(old)]
+    if sorted(dims) != list(range(len(old))) or len(stated) != len(old):
         raise Rejection("graph/field", "'dims' must be an order of the dimensions")
     strides = [math.prod(old[d + 1 :]) for d in dims]
     return _selected(

@@ -52,7 +52,7 @@ def settle(
     """Return the state of a stored result from f_t, f_i, f_i - f_t and the errors inside."""
     sides = zip((scene.train, scene.infer), exact, errors, inner, strict=False)
     (t, wrong_t), (i, wrong_i) = (
-        stored(k, k.scores if node.role == "scores" else k.compute, y, e, f) for k, y, e, f in sides
+        stored(k, k.result(node.op, node.role), y, e, f) for k, y, e, f in sides
     )
     return reduce(t, i, both(exact[2], both(wrong_i, wrong_t, sub), add))
 

@@ -68,7 +68,9 @@ class RationalParameters:
             found = [nearest(v, FLOAT32) for v in found]
         else:
             found = _quantised(values, shape, kind, scale, key)
-        return points(shape, [nearest(v, kernel.compute) for v in found])
+        if kernel.activations[0] == "none":  # otherwise scales come after the product
+            found = [nearest(v, kernel.compute) for v in found]
+        return points(shape, found)
 
 
 def _singles(tensor: Tensor, key: str) -> list[float]:
@@ -104,12 +106,23 @@ def _quantised(
     for at, value in enumerate(values):
         tile = at // columns // height, at % columns // width
         amax[tile] = max(amax.get(tile, ZERO), abs(value))
+    if kind == "int8_full":
+        places = [(at // columns // height, at % columns // width) for at in range(len(values))]
+        return [_full_range(v, amax[p], key) for v, p in zip(values, places, strict=True)]
     scales = {tile: _scale(most, kind, scale, key) for tile, most in amax.items()}
     found = []
     for at, value in enumerate(values):
         s = scales[at // columns // height, at % columns // width]
         found.append(nearest(_code(rounded(value / s, FLOAT32), kind) * s, FLOAT32))
     return found
+
+
+def _full_range(value: Fraction, most: Fraction, key: str) -> Fraction:
+    step = max(rounded(most * 2 / 255, FLOAT32), Fraction(1, 2**23))
+    if step > Fraction(FLOAT32.largest):
+        raise Rejection("parameter/scale", f"{key!r} has a scale outside float32")
+    code = round(rounded(value * rounded(1 / step, FLOAT32), FLOAT32))
+    return nearest(max(-128, min(127, code)) * step, FLOAT32)
 
 
 def _scale(most: Fraction, kind: str, scale: str, key: str) -> Fraction:

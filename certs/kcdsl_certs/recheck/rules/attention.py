@@ -10,7 +10,7 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import ULP, Bools, Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rules.linear import accumulated, check_product, flushed
+from kcdsl_certs.recheck.rules.linear import check_product, summed
 from kcdsl_certs.recheck.rules.state import (
     Mask,
     Probabilities,
@@ -235,8 +235,8 @@ def _context_error(kernel: Kernel, p: Box, rounding: Floats, v: Box, y: Box) -> 
     weights = box.up(box.lifted(p.hi) + box.lifted(rounding))
     wrong = box.product_up(box.lifted(rounding), size)
     total, result = box.product_up(weights, size), box.up(box.mag(y) + wrong)
-    sums = accumulated(kernel, total, result, n + 2 * tiles + 4, 2)
-    return box.up(wrong + box.up(sums + flushed(kernel, weights, size)))
+    sums = summed(kernel, (weights, size), (total, result), extra=2 * tiles + 4)
+    return box.up(wrong + sums)
 
 
 def hull(v: Box, allowed: Bools) -> Box:

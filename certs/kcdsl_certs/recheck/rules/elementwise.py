@@ -105,8 +105,8 @@ def shift(scene: Scene, node: Node, inputs: list[Value]) -> State:
     moved = box.exact(np.array(offset))
     y_t, y_i = box.add(x.t, moved), box.add(x.i, moved)
     errors = (
-        box.up(scene.train.inner.u * (box.mag(y_t) + abs(offset))),
-        box.up(scene.infer.inner.u * (box.mag(y_i) + abs(offset))),
+        box.up(scene.train.inner.u * (box.mag(y_t) + abs(offset) * (1 + scene.train.inner.u))),
+        box.up(scene.infer.inner.u * (box.mag(y_i) + abs(offset) * (1 + scene.infer.inner.u))),
     )
     return settle(scene, node, (y_t, y_i, x.d), errors)
 
@@ -217,17 +217,21 @@ TANH = Function(_tanh_value, _tanh_slope, None, (0.0,))
 
 def gelu(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return x·Φ(x)."""
-    return _activation(scene, node, inputs, GELU, lambda x, y: x)
+    return _activation(scene, node, inputs, GELU, lambda kernel, x, y: x)
 
 
 def silu(scene: Scene, node: Node, inputs: list[Value]) -> State:
-    """Return x·σ(x)."""
-    return _activation(scene, node, inputs, SILU, lambda x, y: y)
+    """Return x·σ(x), with σ good to a share of itself or of 1."""
+
+    def scaled_by(kernel: Kernel, x: Box, y: Box) -> Box:
+        return x if kernel.absolute_sigmoid else y
+
+    return _activation(scene, node, inputs, SILU, scaled_by)
 
 
 def tanh(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return tanh(x)."""
-    return _activation(scene, node, inputs, TANH, lambda x, y: y)
+    return _activation(scene, node, inputs, TANH, lambda kernel, x, y: y)
 
 
 def _activation(
@@ -235,7 +239,7 @@ def _activation(
     node: Node,
     inputs: list[Value],
     function: Function,
-    scaled_by: Callable[[Box, Box], Box],
+    scaled_by: Callable[[Kernel, Box, Box], Box],
 ) -> State:
     """Return the state of f(x); the error is 16·u_f of what `scaled_by` picks from x and Y."""
     node.attrs.exactly()
@@ -243,8 +247,8 @@ def _activation(
     y_t, y_i = image(function, x.t), image(function, x.i)
     d = box.mul(slopes(function, box.join(x.t, x.i)), x.d)
     errors = (
-        box.up(16 * scene.train.inner.u * box.mag(scaled_by(x.t, y_t)) + SLACK),
-        box.up(16 * scene.infer.inner.u * box.mag(scaled_by(x.i, y_i)) + SLACK),
+        box.up(16 * scene.train.inner.u * box.mag(scaled_by(scene.train, x.t, y_t)) + SLACK),
+        box.up(16 * scene.infer.inner.u * box.mag(scaled_by(scene.infer, x.i, y_i)) + SLACK),
     )
     return settle(scene, node, (y_t, y_i, d), errors)
 

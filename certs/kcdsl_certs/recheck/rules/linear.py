@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck import box, matrix_units, staircase
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
@@ -17,10 +17,11 @@ from kcdsl_certs.recheck.rules.state import (
     numeric,
     settle,
 )
-from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONENT, Format, Kernel
+from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_EXPONENT, Format, Kernel
 
 _SMALL = 2.0**-20
 _FLUSHED = 2.0**-126
+_FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
 
 
 def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -34,9 +35,11 @@ def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
     if len(x.shape) < 2 or x.shape[-1] != weights[0].shape[1]:
         raise Rejection("graph/shape", "the input does not fit the weight")
     bias = _bias(inputs[2:], weights[0].shape[0])
-    q_t, q_i = quantisation(scene.train, x.t), quantisation(scene.infer, x.i)
-    x_t, x_i = box.widen(x.t, q_t), box.widen(x.i, q_i)
-    drift = box.widen(x.d, box.up(q_t + q_i))
+    x_t, away_t = staircase.quantised(scene.train, x.t, quantisation(scene.train, x.t))
+    x_i, away_i = staircase.quantised(scene.infer, x.i, quantisation(scene.infer, x.i))
+    drift = box.add(x.d, box.sub(away_i, away_t))
+    if (scene.train.activations[0], scene.infer.activations[0]) != ("none", "none"):
+        drift = box.meet(drift, box.sub(x_i, x_t))
     w_t, w_i = box.exact(weights[0].T), box.exact(weights[1].T)
     products = box.matmul(x_t, w_t), box.matmul(x_i, w_i)
     y_t, y_i = box.add(products[0], bias[0]), box.add(products[1], bias[1])
@@ -75,8 +78,8 @@ def _error(
     kernel: Kernel, x: Box, weight: Floats, size: tuple[Floats, Floats], early: Box | None
 ) -> Floats:
     """Return E of a linear; `early` is the product that may be stored before a bias is added."""
-    error = accumulated(kernel, *size, x.shape[-1], 2)
-    error = box.up(error + flushed(kernel, box.mag(x), box.lifted(np.abs(weight)).T))
+    factors = box.mag(x), box.lifted(np.abs(weight)).T
+    error = summed(kernel, factors, size, dynamic=kernel.activations[0] != "none")
     if early is not None and not kernel.nearest and kernel.coarse:
         cast = kernel.compute.u * box.up(box.mag(early) + error) + kernel.compute.eta
         error = box.up(error + cast)
@@ -87,11 +90,46 @@ def flushed(kernel: Kernel, left: Floats, right: Floats) -> Floats | float:
     """Return what kernels coarser than float32 lose by reading and storing subnormals as zero.
 
     Each operand, product and partial sum may lose up to 2^-126: an operand times what it meets.
+    Where products are of codes, the product of both scales may be subnormal besides.
     """
+    scaled = left.shape[-1] * _FAINT_PRODUCT if kernel.activations[0] != "none" else 0.0
     if not kernel.coarse:
-        return 0.0
+        return scaled
     rows, columns = left.sum(axis=-1, keepdims=True), right.sum(axis=-2, keepdims=True)
-    return box.up((rows + columns + 2 * left.shape[-1] + 4) * (1 + _SMALL)) * _FLUSHED
+    lost = box.up((rows + columns + 2 * left.shape[-1] + 4) * (1 + _SMALL)) * _FLUSHED
+    return box.up(lost + scaled)
+
+
+def summed(
+    kernel: Kernel,
+    factors: tuple[Floats, Floats],
+    size: tuple[Floats, Floats],
+    *,
+    extra: int = 0,
+    before: int = 2,
+    dynamic: bool = False,
+) -> Floats:
+    """Return what sums of products lose, flushing included.
+
+    `factors` are magnitudes, `size` is S and mag(Y); `extra` and `before` count the roundings of
+    partial sums beside one for each term, and those of terms. `dynamic`: the input is quantised.
+
+    Raises:
+        Rejection: as `accumulated`.
+    """
+    n, unit = factors[0].shape[-1], matrix_units.unit_of(kernel, dynamic)
+    if unit is None:
+        error = accumulated(kernel, *size, n + extra, before)
+        return box.up(error + flushed(kernel, *factors))
+    count = matrix_units.instructions(unit, n, extra)
+    steps = count[0] + extra + 1
+    error = accumulated(kernel, *size, steps, before)
+    total, partial = box.up(size[0] + error), box.up(box.up(size[0] + size[1]) / 2 + error)
+    cut = matrix_units.cut_off(kernel, unit, count, factors, total, partial, dynamic)
+    error = box.up(error + box.up(cut * (1 + 4 * steps * kernel.accumulate.u)))
+    if not bool((size[0] + error <= kernel.accumulate.largest).all()):
+        raise Rejection("bound/overflow", "a sum of a matrix unit may overflow")
+    return box.up(error + flushed(kernel, *factors))
 
 
 def accumulated(kernel: Kernel, size: Floats, result: Floats, k: int, j: int) -> Floats:
@@ -122,24 +160,31 @@ def quantisation(kernel: Kernel, x: Box) -> Floats:
     Raises:
         Rejection: "bound/overflow" where an unscaled format may overflow.
     """
+    if kernel.activations[0] == "none":
+        return np.zeros(x.shape)
+    return box.up(_coded(kernel, x) + _FAINT_SCALE)  # the scale itself may be subnormal
+
+
+def _coded(kernel: Kernel, x: Box) -> Floats:
     kind, scale = kernel.activations
     size = box.mag(x)
-    if kind == "none":
-        return np.zeros(x.shape)
     if scale == "none":
         if not bool((size <= CODE_LARGEST[kind]).all()):
             raise Rejection("bound/overflow", f"an activation may overflow {kind}")
         return _cast(FORMATS[kind], size, np.ones(()))
-    most = _largest(size, scale)
+    most = staircase.largest(size, scale)
     match kind:
         case "int8":
             return box.up((most / 127 / 2 + size * _SMALL) * (1 + _SMALL))
+        case "int8_full":
+            step = np.maximum(box.up(most / 127.5), 2.0**-23)
+            return box.up((np.minimum(size, step / 2) + size * _SMALL) * (1 + _SMALL))
         case "uint8":
             return box.up(2 * most / 255 * (1 + _SMALL) + size * _SMALL)
     if scale != "mx":
         return _cast(FORMATS[kind], size, most / CODE_LARGEST[kind])
     kept = CODE_LARGEST[kind] * 2.0 ** -(MX_EXPONENT[kind] + 1)  # of the block's maximum
-    least = _largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), scale)
+    least = staircase.largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), scale)
     cut = np.minimum(size * (1 - kept), np.maximum(size - kept * least * (1 - _SMALL), 0.0))
     rounding = _cast(FORMATS[kind], size, most * 2.0 ** -MX_EXPONENT[kind])
     return np.maximum(rounding, box.up(cut + size * _SMALL))
@@ -147,17 +192,6 @@ def quantisation(kernel: Kernel, x: Box) -> Floats:
 
 def _cast(form: Format, size: Floats, scale: Floats) -> Floats:
     return box.up((form.u * size + scale * form.eta) * (1 + _SMALL))
-
-
-def _largest(size: Floats, scale: str) -> Floats:
-    """Return the maximum over the tensor, the row or the block of 32, at every element."""
-    if scale == "per_tensor":
-        return np.broadcast_to(size.max(), size.shape)
-    if scale == "per_token":
-        return np.broadcast_to(size.max(axis=-1, keepdims=True), size.shape)
-    n = size.shape[-1]
-    blocks = np.maximum.reduceat(size, np.arange(0, n, MX_BLOCK), axis=-1)
-    return np.repeat(blocks, MX_BLOCK, axis=-1)[..., :n]
 
 
 def matmul(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -172,8 +206,9 @@ def matmul(scene: Scene, node: Node, inputs: list[Value]) -> State:
     errors = []
     for kernel, left, right, y in ((scene.train, a.t, b.t, y_t), (scene.infer, a.i, b.i, y_i)):
         size = box.product_up(box.mag(left), box.mag(right))
-        error = accumulated(kernel, size, box.mag(y), *product_roundings(kernel, node, n))
-        errors.append(box.up(error + flushed(kernel, box.mag(left), box.mag(right))))
+        k, j = product_roundings(kernel, node, n)
+        factors = box.mag(left), box.mag(right)
+        errors.append(summed(kernel, factors, (size, box.mag(y)), extra=k - n, before=j))
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, (y_t, y_i, d), (errors[0], errors[1]), inner)
 

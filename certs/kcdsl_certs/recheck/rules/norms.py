@@ -114,7 +114,7 @@ def _side(x: Box, eps: float, centred: bool) -> _Side:
     cap = np.sqrt(n - 1 if centred else n) * (1 + 4 * ULP)
     top = np.minimum(_greatest(c.hi, least, most, n, eps), cap)
     bottom = np.maximum(-_greatest(-c.lo, least, most, n, eps), -cap)
-    return _Side(c, v, r, Box(bottom, top))
+    return _Side(c, v, r, box.meet(Box(bottom, top), box.mul(c, r)))
 
 
 def _squares(c: Box) -> tuple[Floats, Floats]:
@@ -149,7 +149,7 @@ def _drift(t: _Side, i: _Side, d_c: Box, n: int) -> Box:
     product = box.up(norms[0] * norms[1] / n, n + 24)
     d_v = box.meet(box.meet(mean, box.around(product)), box.sub(i.v, t.v))
     omega = Box(_omega(t.r.lo, i.r.lo) * (1 - 8 * ULP), _omega(t.r.hi, i.r.hi) * (1 + 8 * ULP))
-    d_r = box.neg(box.mul(d_v, omega))
+    d_r = box.meet(box.neg(box.mul(d_v, omega)), box.sub(i.r, t.r))
     d_y = box.add(box.mul(d_c, i.r), box.mul(t.c, d_r))
     return box.meet(d_y, box.sub(i.y, t.y))
 
@@ -200,5 +200,4 @@ def root_error(kernel: Kernel, size: Floats, least: Floats, centred: bool) -> Fl
     if not bool((kappa < 1).all()):
         raise Rejection("bound/not-finite", "the mean is too large against the variance")
     root = box.up(1 / np.sqrt(1 - kappa) - 1 + 8 * ULP / (1 - kappa))
-    # One relative error on top of another counts once the first is large.
-    return np.asarray(np.where(root > 1, root * (1 + 8 * u), root) + 8 * u)
+    return box.up(root * (1 + 8 * u) + 8 * u)

@@ -107,7 +107,7 @@ def reduce(t: Box, i: Box, d: Box) -> State:
 
 def target(kernel: Kernel, node: Node) -> Format:
     """Return the format in which a kernel stores the result of a node."""
-    return kernel.scores if node.role == "scores" else kernel.compute
+    return kernel.result(node.op, node.role)
 
 
 def settle(

@@ -36,9 +36,10 @@ def source(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def _taken(kernel: Kernel, x: Box) -> tuple[Box, Box]:
-    if kernel.compute.precision >= FLOAT32.precision:
+    form = kernel.result("input", "")
+    if form.precision >= FLOAT32.precision:
         return x, box.zeros(x.shape)
-    return stored(kernel, kernel.compute, x, np.zeros(x.shape), FLOAT32)
+    return stored(kernel, form, x, np.zeros(x.shape), FLOAT32)
 
 
 def parameter(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -105,8 +106,9 @@ def expand(scene: Scene, node: Node, inputs: list[Value]) -> Value:
 def permute(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     """Return the input with its dimensions in another order."""
     rank = len(inputs[0].shape)
-    dims = [d % rank for d in node.attrs.exactly("dims").integers("dims", -rank)]
-    if sorted(dims) != list(range(rank)):
+    stated = node.attrs.exactly("dims").integers("dims", -rank)
+    dims = [d % rank for d in stated if d < rank]
+    if sorted(dims) != list(range(rank)) or len(stated) != rank:
         raise Rejection("graph/field", "'dims' must be an order of the dimensions")
     return moved(inputs[0], lambda v: np.transpose(v, dims))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck import box, staircase
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
 from kcdsl_certs.recheck.affine.form import (
     UNIT,
@@ -19,22 +19,21 @@ from kcdsl_certs.recheck.affine.form import (
     product_up,
     raised,
 )
+from kcdsl_certs.recheck.affine.reaches import sharpened
 from kcdsl_certs.recheck.affine.rules import straight
+from kcdsl_certs.recheck.affine.rules.quantised import quantised
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry, Pull
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.linear import (
-    accumulated,
     check_product,
-    flushed,
     product_roundings,
     quantisation,
 )
+from kcdsl_certs.recheck.rules.linear import summed as rounding_of_sums
 from kcdsl_certs.recheck.rules.state import gamma, target
-
-_NEGLIGIBLE = 2.0**-14  # a remainder up to this share of the linear part is bounded plainly
 
 
 def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -59,8 +58,8 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = product if bias is None else product + bias
     own = raised(total * gamma(n + 4, UNIT)) + FAINT
     result = raised(np.abs(reference) + carried + own)
-    error = accumulated(kernel, box.lifted(total), box.lifted(result), n, 2)
-    error = box.up(error + flushed(kernel, x.size, box.lifted(size_w).T))
+    factors, sizes = (x.size, box.lifted(size_w).T), (box.lifted(total), box.lifted(result))
+    error = rounding_of_sums(kernel, factors, sizes, dynamic=kernel.activations[0] != "none")
     if bias is not None and not kernel.nearest and kernel.coarse:
         early = np.abs(product) + carried + own + error
         error = raised(error + kernel.compute.u * early) + kernel.compute.eta
@@ -97,6 +96,8 @@ def _quantised(walk: Walk, x: Form) -> Form:
     if walk.kernel.activations[0] == "none":
         return x
     radius = raised(quantisation(walk.kernel, x.box)) + FAINT
+    if staircase.serves(walk.kernel):
+        return quantised(walk, x, radius)
     reach = raised(x.reach + radius)
     operands = () if x.place is None else ((x.place, _same),)
     return Form(x.reference, reach, walk.tape.add(Entry(reach, operands, radius)))
@@ -131,18 +132,19 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = a.reference @ b.reference
     left, right = np.abs(a.reference), np.abs(b.reference)
     own = product_up(left, right) * gamma(n + 4, UNIT) + FAINT
+    rest, curved = _remainder(walk, node, context, reference)
+    a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
     by_a = product_up(a.reach, right) if a.place is not None else np.zeros(reference.shape)
     by_b = product_up(left, b.reach) if b.place is not None else np.zeros(reference.shape)
     carried = raised(by_a + by_b)
-    rest, curved = _remainder(walk, a, b, context, carried)
     result = raised(np.abs(reference) + own + carried + rest)
     size = product_up(a.size, b.size)
     k, j = product_roundings(kernel, node, n)
     if context:
         tiles = -(-n // kernel.tile) if kernel.fused else 1
         k, j = n + 2 * tiles + 4, 2
-    error = accumulated(kernel, box.lifted(size), box.lifted(result), k, j)
-    error = box.up(error + flushed(kernel, a.size, b.size))
+    sizes = box.lifted(size), box.lifted(result)
+    error = rounding_of_sums(kernel, (a.size, b.size), sizes, extra=k - n, before=j)
     lead = math.prod(reference.shape[:-2])
     copies = lead // min(math.prod(a.shape[:-2]), math.prod(b.shape[:-2]))
     count = max(reference.shape[-2:]) * copies
@@ -164,19 +166,25 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 
 def _remainder(
-    walk: Walk, a: Form, b: Form, context: bool, carried: Floats
+    walk: Walk, node: Node, context: bool, reference: Floats
 ) -> tuple[Floats, tuple[Curve, ...]]:
     """Return an elementwise bound of e_a e_b, and a bound of its functionals where there is one."""
+    a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     if a.place is None or b.place is None:
         return np.zeros(shape), ()
-    rest = product_up(a.reach, b.reach)
+    worth = walk.negligible * float(np.abs(reference).sum())
     if context:
+        rest = product_up(a.reach, b.reach)
         values = straight.values(walk, b, shape)
-        if values is not None and rest.sum() > _NEGLIGIBLE * carried.sum():
+        if values is not None and not float(rest.sum()) <= worth:
             return rest, (straight.context_curve(a.reach, values, rest),)
         return rest, ()
-    finer = straight.scores(walk, a, b, shape)
+    finer = straight.scores(walk, a, b, shape, worth) if node.role == "scores" else None
+    if finer is None:
+        sharpened(walk, node, product_up, worth)
+    a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
+    rest = product_up(a.reach, b.reach)
     return (rest if finer is None else np.minimum(rest, finer)), ()
 
 

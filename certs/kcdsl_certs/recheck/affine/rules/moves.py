@@ -17,7 +17,7 @@ from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules import structural
-from kcdsl_certs.recheck.rules.state import Mask, State, gamma
+from kcdsl_certs.recheck.rules.state import Mask, State, gamma, target
 from kcdsl_certs.recheck.spec import FLOAT32
 
 Move = Callable[[NDArray[Any]], NDArray[Any]]
@@ -31,10 +31,11 @@ def source(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         raise Rejection("rule/input", "a block on token ids has no block input")
     if centre.shape != walk.scene.block.input_shape:
         raise Rejection("graph/shape", "the region does not have the input's shape")
-    if walk.kernel.compute.precision >= FLOAT32.precision:
+    form = target(walk.kernel, node)
+    if form.precision >= FLOAT32.precision:
         return Form(centre, region, 0)
     formed = Formed(centre, region, ((0, lambda a: a),), np.zeros(centre.shape))
-    return settle(walk, formed, walk.kernel.compute, FLOAT32)
+    return settle(walk, formed, form, FLOAT32)
 
 
 def leaf(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
@@ -75,8 +76,9 @@ def expand(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
 def permute(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     """Return the input with its dimensions in another order."""
     rank = len(inputs[0].shape)
-    dims = [d % rank for d in node.attrs.exactly("dims").integers("dims", -rank)]
-    if sorted(dims) != list(range(rank)):
+    stated = node.attrs.exactly("dims").integers("dims", -rank)
+    dims = [d % rank for d in stated if d < rank]
+    if sorted(dims) != list(range(rank)) or len(stated) != rank:
         raise Rejection("graph/field", "'dims' must be an order of the dimensions")
     return _moved(walk, inputs[0], lambda v: np.transpose(v, dims), lambda a: permuted(a, dims))
 

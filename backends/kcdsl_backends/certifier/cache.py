@@ -1,0 +1,212 @@
+"""What earlier runs found, by what it depends on.
+
+A file of the cache is named by the digest of everything that its value depends on, and carries the
+digest of itself. It is a memory, never evidence: a proof whose numbers come from here is re-derived
+by the independent checker like any other, and a file that is damaged counts as absent.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ENTRY_SCHEMA = "kcdsl.cache-entry/1"
+LARGEST_ENTRY = 64 * 2**20
+
+
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error)
+"""What reading a file that is not a whole entry may raise."""
+
+
+class Found(StrEnum):
+    """What a look into the cache found."""
+
+    HIT = "hit"
+    ABSENT = "absent"
+    DAMAGED = "damaged"
+
+
+@cache
+def rules_version() -> str:
+    """Return the digest (hex) of all that decides what a bound is beside a case: every source file
+    of `kcdsl` and `kcdsl_backends`, and the versions of torch and numpy.
+
+    Any change of the program makes what it found before count no more.
+    """
+    import kcdsl
+    import kcdsl_backends
+
+    roots = [Path(str(package.__file__)).parent for package in (kcdsl, kcdsl_backends)]
+    return sources_digest(roots, f"torch {torch.__version__} numpy {np.__version__}")
+
+
+def sources_digest(roots: Sequence[Path], beside: str) -> str:
+    """Return the digest (hex) of every source file below some folders, and of a text beside."""
+    found = hashlib.sha256(beside.encode())
+    for root in roots:
+        sources = sorted(root.rglob("*.py"))
+        if not sources:
+            raise RuntimeError(f"{root} has no source files, by which the cache knows the rules")
+        for path in sources:
+            name = f"{root.name}/{path.relative_to(root).as_posix()}"
+            found.update(f"|{name}|{hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+    return found.hexdigest()
+
+
+def key_of(parts: Mapping[str, Any]) -> str:
+    """Return the key (hex) of plain JSON data: what a value depends on."""
+    return hashlib.sha256(_canonical(dict(parts))).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A folder of entries. Many processes may read and write it at once."""
+
+    folder: Path
+
+    def path(self, key: str) -> Path:
+        """Return the file of a key."""
+        return self.folder / key[:2] / f"{key}.json"
+
+    def read(self, key: str) -> tuple[Found, Any]:
+        """Return what stands under a key. Whatever is wrong with the file, it is `DAMAGED`."""
+        try:
+            with self.path(key).open("rb") as stream:
+                data = stream.read(LARGEST_ENTRY + 1)
+        except FileNotFoundError:
+            return Found.ABSENT, None
+        except OSError:
+            return Found.DAMAGED, None
+        try:
+            return Found.HIT, _value_of(data, key)
+        except DAMAGE:
+            return Found.DAMAGED, None
+
+    def write(self, key: str, value: Any) -> bool:
+        """Keep a value of plain JSON data; say whether that was possible."""
+        body = {"schema": ENTRY_SCHEMA, "key": key, "value": value}
+        data = _canonical({**body, "digest": hashlib.sha256(_canonical(body)).hexdigest()})
+        target = self.path(key)
+        temporary = target.with_name(f".{key}.{secrets.token_hex(6)}.tmp")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("xb") as stream:
+                stream.write(data)
+            os.replace(temporary, target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            return False
+        return True
+
+
+def _value_of(data: bytes, key: str) -> Any:
+    """Return the value of an entry; raises ValueError and its like for anything but a whole one."""
+    if len(data) > LARGEST_ENTRY:
+        raise ValueError("too large")
+    entry = json.loads(data, parse_float=_no_float, parse_constant=_no_float)
+    body = {name: entry[name] for name in ("schema", "key", "value")}
+    digest = hashlib.sha256(_canonical(body)).hexdigest()
+    if body["schema"] != ENTRY_SCHEMA or body["key"] != key or entry["digest"] != digest:
+        raise ValueError("not the entry of this key")
+    if data != _canonical({**body, "digest": digest}):
+        raise ValueError("not as it was written")
+    return body["value"]
+
+
+def _no_float(text: str) -> float:
+    raise ValueError(f"an entry has no number such as {text}")
+
+
+def _canonical(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return text.encode("ascii")
+
+
+# --- values as plain data -------------------------------------------------------------------------
+
+
+def encode(value: Any) -> Any:
+    """Return a value as JSON data without loss: numbers, texts, tensors, tuples, lists, mappings
+    with texts as keys, and instances of data classes of these."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return {"float": value.hex() if math.isfinite(value) else repr(value)}
+        case Tensor():
+            return {"tensor": _encode_tensor(value)}
+        case tuple():
+            return {"tuple": [encode(item) for item in value]}
+        case list():
+            return [encode(item) for item in value]
+        case Mapping():
+            if not all(isinstance(name, str) for name in value):
+                raise TypeError("a mapping needs texts as keys")
+            return {"mapping": {name: encode(item) for name, item in value.items()}}
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            inside = {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+            return {"record": type(value).__name__, "fields": inside}
+        case _:
+            raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def decode(value: Any, kinds: Sequence[type]) -> Any:
+    """Return the value that `encode` was given; `kinds` are the data classes that may stand in it.
+
+    Raises:
+        one of DAMAGE: it is not such a value.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case list():
+            return [decode(item, kinds) for item in value]
+        case {"float": str(text), **rest} if not rest:
+            return float(text) if text in ("inf", "-inf", "nan") else float.fromhex(text)
+        case {"tensor": dict(stored), **rest} if not rest:
+            return _decode_tensor(stored)
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(decode(item, kinds) for item in items)
+        case {"mapping": dict(items), **rest} if not rest:
+            return {name: decode(item, kinds) for name, item in items.items()}
+        case {"record": str(name), "fields": dict(inside), **rest} if not rest:
+            kind = {kind.__name__: kind for kind in kinds}[name]
+            return kind(**{field: decode(item, kinds) for field, item in inside.items()})
+        case _:
+            raise ValueError("not a value of the cache")
+
+
+def _encode_tensor(tensor: Tensor) -> dict[str, Any]:
+    array = tensor.detach().cpu().contiguous().numpy()
+    data = zlib.compress(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes(), 1)
+    text = base64.b64encode(data).decode("ascii")
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "zlib": text}
+
+
+def _decode_tensor(stored: Mapping[str, Any]) -> Tensor:
+    kind, shape = np.dtype(stored["dtype"]), [int(n) for n in stored["shape"]]
+    if kind.kind not in "bif" or any(n < 0 for n in shape):
+        raise ValueError("not a tensor of the cache")
+    size = math.prod(shape) * kind.itemsize
+    unpacked = zlib.decompressobj()
+    data = unpacked.decompress(base64.b64decode(stored["zlib"], validate=True), size + 1)
+    if len(data) != size or unpacked.unconsumed_tail:
+        raise ValueError("not a tensor of the cache")
+    return torch.from_numpy(np.frombuffer(data, kind.newbyteorder("<")).astype(kind).reshape(shape))

@@ -1,0 +1,215 @@
+"""Decide a batch of goals with a crew: bounds of all cases, then attacks, then the checker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kcdsl.route.goals import Goal
+from kcdsl.verdict.model import Held, Inconclusive, Verdict
+from kcdsl.verdict.outcome import CaseOutcome
+from kcdsl_backends.attack.runs import Attack
+from kcdsl_backends.certifier.attacking import worth_attacking
+from kcdsl_backends.certifier.bounding import Bounded
+from kcdsl_backends.certifier.cache import Found
+from kcdsl_backends.certifier.cases import Case
+from kcdsl_backends.certifier.engine import Crew
+from kcdsl_backends.certifier.proof import Contents
+from kcdsl_backends.certifier.verdicts import verdict_of
+from kcdsl_backends.certifier.work import (
+    Answer,
+    AttackTask,
+    BoundedCase,
+    BoundTask,
+    Checked,
+    CheckTask,
+    Station,
+    Unfinished,
+)
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, pieces done, pieces in all)."""
+
+
+@dataclass(slots=True)
+class Open:
+    """A goal with its cases, and what is known of it so far; `strongest` is of `attacked`."""
+
+    goal: Goal
+    cases: Sequence[Case]
+    bounded: list[Bounded] = field(default_factory=list)
+    contents: list[Contents | None] = field(default_factory=list)
+    outcomes: list[CaseOutcome] = field(default_factory=list)
+    strongest: Attack | None = None
+    attacked: Case | None = None
+    verdict: Verdict = field(default_factory=lambda: Inconclusive("nothing was tried"))
+    proof: bytes | None = None
+    confirmed: bool = False
+    notes: list[str] = field(default_factory=list)
+    cached: int = 0
+    damaged: int = 0
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+    def spend(self, answer: Answer) -> None:
+        """Count what an answer cost, and what the cache had of it."""
+        self.seconds += answer.seconds
+        self.peak_bytes = max(self.peak_bytes, answer.peak_bytes)
+        self.damaged += answer.found is Found.DAMAGED
+
+
+def decide_batch(
+    crew: Crew,
+    station: Station,
+    batch: Sequence[Open],
+    *,
+    attacks: bool,
+    confirm: bool,
+    progress: Progress | None,
+) -> None:
+    """Fill in everything of the goals of a batch.
+
+    Raises:
+        Refusal: a block, a numerics specification or an input cannot be used.
+    """
+    told = progress or (lambda stage, done, total: None)
+    _bound(crew, batch, told)
+    if attacks:
+        _attack(crew, batch, told)
+    for one in batch:
+        one.verdict = verdict_of(one.goal, one.outcomes, one.strongest)
+        if isinstance(one.verdict, Held):
+            _prove(station, one)
+    if confirm:
+        _confirm(crew, [one for one in batch if one.proof is not None], told)
+    for one in batch:
+        if one.damaged:
+            entries = "entry of the cache was" if one.damaged == 1 else "entries of the cache were"
+            one.notes.append(f"{one.damaged} {entries} damaged and found anew")
+
+
+def _bound(crew: Crew, batch: Sequence[Open], progress: Progress) -> None:
+    places = [(one, index) for one in batch for index in range(len(one.cases))]
+    tasks = [BoundTask(one.goal, one.cases[index]) for one, index in places]
+    done: dict[int, int] = {}
+
+    def told(index: int, answer: Answer) -> None:
+        one = places[index][0]
+        done[id(one)] = done.get(id(one), 0) + 1
+        progress(one.goal.clause.id, done[id(one)], len(one.cases))
+
+    for (one, index), answer in zip(places, crew.run(tasks, told), strict=True):
+        assert answer is not None
+        one.spend(answer)
+        match answer.value:
+            case BoundedCase(bounded, contents):
+                one.bounded.append(bounded)
+                one.contents.append(contents)
+                one.cached += answer.found is Found.HIT
+            case Unfinished(reason):
+                one.bounded.append(_unfinished(one.cases[index], reason))
+                one.contents.append(None)
+            case other:
+                raise AssertionError(f"no answer to a bound: {other}")
+        one.outcomes.append(one.bounded[-1].outcome)
+
+
+def _unfinished(case: Case, reason: str) -> Bounded:
+    return Bounded(CaseOutcome(case.name, len(case.tokens), math.inf, reason=reason))
+
+
+def _attack(crew: Crew, batch: Sequence[Open], progress: Progress) -> None:
+    """Attack what is worth it, of each goal up to the first case that refutes it."""
+    places = [(one, index) for one in batch for index in worth_attacking(one.goal, one.outcomes)]
+    tasks = [AttackTask(one.goal, one.cases[i], one.bounded[i]) for one, i in places]
+    totals: dict[int, int] = {}
+    for one, _ in places:
+        totals[id(one)] = totals.get(id(one), 0) + 1
+    done: dict[int, int] = {}
+    refuted: dict[int, int] = {}
+
+    def wanted(index: int) -> bool:
+        return index <= refuted.get(id(places[index][0]), index)
+
+    def told(index: int, answer: Answer) -> None:
+        one = places[index][0]
+        done[id(one)] = done.get(id(one), 0) + 1
+        if isinstance(answer.value, Attack) and one.goal.refuted_by(answer.value.value):
+            refuted[id(one)] = min(index, refuted.get(id(one), index))
+        progress(f"{one.goal.clause.id}: attack", done[id(one)], totals[id(one)])
+
+    for number, ((one, index), answer) in enumerate(
+        zip(places, crew.run(tasks, told, wanted), strict=True)
+    ):
+        if answer is None or number > refuted.get(id(one), number):
+            continue
+        one.spend(answer)
+        match answer.value:
+            case Attack() as attack:
+                one.outcomes[index] = replace(one.outcomes[index], attack=attack.value)
+                if one.strongest is None or attack.value > one.strongest.value:
+                    one.strongest, one.attacked = attack, one.cases[index]
+            case Unfinished(reason):
+                one.notes.append(f"{one.cases[index].name}: no attack, {reason}")
+            case other:
+                raise AssertionError(f"no answer to an attack: {other}")
+
+
+def _prove(station: Station, one: Open) -> None:
+    builder = station.builder(one.goal)
+    for contents in one.contents:
+        if contents is None or not _settles(one.goal, contents):
+            one.verdict = Inconclusive("a case has no proof of the goal")
+            return
+        builder.absorb(contents)
+    one.proof = builder.document()
+
+
+def _settles(goal: Goal, contents: Contents) -> bool:
+    """Say whether the claims of a proof, and not only the bounds beside it, settle the goal."""
+    if goal.functional == "no_flip":
+        return bool(contents.claims)
+    return bool(contents.claims) and all(goal.admits(claim) for claim in contents.claims)
+
+
+def _confirm(crew: Crew, proved: Sequence[Open], progress: Progress) -> None:
+    """Have the independent checker re-derive proofs; what it does not confirm is inconclusive."""
+    parts = {id(one): min(crew.spread, len(one.cases)) for one in proved}
+    places = [(one, first) for one in proved for first in range(parts[id(one)])]
+    tasks = [CheckTask(one.proof or b"", first, parts[id(one)]) for one, first in places]
+    done: dict[int, int] = {}
+
+    def told(index: int, answer: Answer) -> None:
+        one = places[index][0]
+        done[id(one)] = done.get(id(one), 0) + 1
+        progress(f"{one.goal.clause.id}: check", done[id(one)], parts[id(one)])
+
+    answers = crew.run(tasks, told)
+    for one in proved:
+        own = [a for (o, _), a in zip(places, answers, strict=True) if o is one and a is not None]
+        for answer in own:
+            one.spend(answer)
+        objection = _objection(own, parts[id(one)])
+        if objection is not None and parts[id(one)] > 1:
+            whole = crew.run([CheckTask(one.proof or b"")])[0]
+            objection = _objection([whole] if whole is not None else [], 1) or objection
+        if objection is None:
+            one.confirmed = True
+        else:
+            one.proof, one.verdict = None, Inconclusive(objection)
+
+
+def _objection(answers: Sequence[Answer], parts: int) -> str | None:
+    """Return why a proof is not confirmed; None only where every part was, and was confirmed."""
+    for answer in answers:
+        match answer.value:
+            case Checked(""):
+                pass
+            case Checked(reason):
+                return f"the independent checker does not confirm the proof: {reason}"
+            case Unfinished(reason):
+                return f"the independent checker did not finish: {reason}"
+            case other:
+                raise AssertionError(f"no answer to a check: {other}")
+    return None if len(answers) == parts else "the independent checker did not see every case"

@@ -1,0 +1,226 @@
+"""Run a counterexample again: check what it is about, simulate both kernels, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics import Refusal, refuse
+from kcdsl.diagnostics.codes import COUNTEREXAMPLE_ELSEWHERE, COUNTEREXAMPLE_RUN
+from kcdsl.diagnostics.places import at
+from kcdsl.ir.canonical import digest
+from kcdsl.ir.terms import Program
+from kcdsl.model.architecture import load_model
+from kcdsl.model.presets import resolve
+from kcdsl.route.goals import Goal, goals
+from kcdsl.verdict.counterexample import Replayed
+from kcdsl_backends.attack.recording import Unusable, pack, run_of, unpack
+from kcdsl_backends.attack.runs import Attack, Run, attack_of
+from kcdsl_backends.certifier.cases import Case, cases_of, slice_rows
+from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
+from kcdsl_backends.threads import one_thread
+
+SAME_ACTIVATIONS = 2.0**-16
+"""How far float32 activations of two machines may be apart, relative to the largest."""
+SAME_RUN = 2.0**-36
+"""How far float64 simulations of two machines may be apart, relative to the outputs."""
+
+
+def case_record(problem: BlockProblem, shop: Workshop, goal: Goal, case: Case) -> dict[str, Any]:
+    """Return what a counterexample says of a case beside its run."""
+    boxed = case.centre is not None and goal.region.kind.value != "points"
+    return {
+        "case": {"name": case.name, "tokens": list(case.tokens)},
+        "checkpoint": {"sha256": shop.model.checkpoint.sha256},
+        "graph": {"sha256": problem.graph.digest},
+        "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
+        "region": {
+            "kind": goal.region.kind.value,
+            "centre": pack(case.centre, "float64") if boxed and case.centre is not None else None,
+            "radius": pack(case.radius, "float64") if boxed else None,
+        },
+    }
+
+
+def replay(
+    program: Program,
+    base: Path,
+    document: Mapping[str, Any],
+    *,
+    device: str = "cpu",
+    checkpoint: str | None = None,
+) -> Replayed:
+    """Simulate the run of a counterexample (see `kcdsl.verdict.counterexample`).
+
+    Args:
+        program: the compiled contract.
+        base: its folder.
+        document: what `read_counterexample` returned.
+        device: "cpu" or "cuda".
+        checkpoint: weights to take instead of those the contract names; a configuration that the
+            contract does not name is looked for beside them.
+
+    Raises:
+        Refusal: the document is about another contract, model, block, kernel pair or input; its run
+            is not admitted, or does not attain what the document says.
+    """
+    _same("contract.sha256", document["contract"]["sha256"], digest(program))
+    for name, here in (("name", program.name), ("version", program.version)):
+        _same(f"contract.{name}", document["contract"][name], here)
+    goal = _goal(program, document)
+    named = program.model
+    if checkpoint is not None:
+        named = replace(named, checkpoint=str(Path(checkpoint).resolve()))
+    model = load_model(named, base)
+    _same("checkpoint.sha256", document["checkpoint"]["sha256"], model.checkpoint.sha256)
+    shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device(device))
+    for side, numerics in (("train", shop.train), ("infer", shop.infer)):
+        _same(f"numerics.{side}", document["numerics"][side], numerics.to_json())
+    with at(goal.span):
+        rows = slice_rows(program, base, model, goal.region.slice)
+        cases = {case.name: case for case in cases_of(shop, goal, rows)} if rows else {}
+    case = cases.get(document["case"]["name"])
+    if case is None:
+        raise _elsewhere("case.name", document["case"]["name"], "no case of the clause")
+    _same("case.tokens", document["case"]["tokens"], list(case.tokens))
+    problem = shop.problem(goal.block, case.tokens)
+    _same("graph.sha256", document["graph"]["sha256"], problem.graph.digest)
+    return _run(problem, goal, case, document)
+
+
+def _goal(program: Program, document: Mapping[str, Any]) -> Goal:
+    known = {goal.clause.id: goal for goal in goals(program)}
+    goal = known.get(document["clause"])
+    if goal is None:
+        raise _elsewhere("clause", document["clause"], "no clause about every input of a region")
+    _same("block", document["block"], goal.block)
+    _same("functional", document["functional"], goal.functional)
+    _same("limit", document["limit"], {"op": goal.op, "value": str(goal.threshold)})
+    _same("region.kind", document["region"]["kind"], goal.region.kind.value)
+    return goal
+
+
+def _run(problem: BlockProblem, goal: Goal, case: Case, document: Mapping[str, Any]) -> Replayed:
+    train, infer = problem.simulators()
+    try:
+        run = run_of(document, {"train": train, "infer": infer})
+        moved = _region_moved(run, case, document["region"])
+    except Unusable as error:
+        raise _not_admitted(str(error)) from error
+    with one_thread():
+        found = attack_of(run, train, infer, goal.functional)
+    if found is None:
+        raise _not_admitted("a value leaves its format, or is not a number")
+    return Replayed(
+        value=found.value,
+        row=found.row,
+        column=found.column,
+        train=found.train_value,
+        infer=found.infer_value,
+        exact=_reproduces(found, document["attained"]),
+        refutes=goal.refuted_by(found.value),
+        symbols=sum(
+            int((value != 0).sum()) for side in run.symbols.values() for value in side.values()
+        ),
+        ordered=sum(len(side) for side in run.orders.values()),
+        moved=moved,
+    )
+
+
+def _region_moved(run: Run, case: Case, region: Mapping[str, Any]) -> float:
+    """Return how far the region of a document is from that of its case.
+
+    Raises:
+        Unusable: the input is outside of the region, or the region is not that of the case.
+    """
+    packed = (region["centre"], region["radius"])
+    if case.centre is None or run.x is None:
+        if run.x is not None or packed != (None, None):
+            raise Unusable("token ids have no region but themselves")
+        return 0.0
+    if region["kind"] == "points":
+        if packed != (None, None):
+            raise Unusable("a point has no radius")
+        return _apart(run.x, case.centre, "the input")
+    if None in packed:
+        raise Unusable("the region has no centre or no radius")
+    shape = tuple(case.centre.shape)
+    centre = unpack(region["centre"], shape, "the centre of the region").to(run.x.device)
+    radius = unpack(region["radius"], tuple(case.radius.shape), "the radius of the region")
+    radius = radius.to(run.x.device)
+    if region["kind"] == "ball" and not torch.equal(radius, case.radius):
+        raise Unusable("the radius is not that of the clause")
+    if not bool(((run.x - centre).abs() <= radius).all()):
+        raise Unusable("the input lies outside of the region")
+    return max(
+        _apart(centre, case.centre, "the centre of the region"),
+        _apart(radius, case.radius, "the radius of the region"),
+    )
+
+
+def _apart(one: Tensor, two: Tensor, what: str) -> float:
+    """Return the largest difference. Raises Unusable where it is no difference of machines."""
+    apart = float((one - two).abs().amax())
+    if not apart <= SAME_ACTIVATIONS * float(two.abs().amax()):
+        raise Unusable(f"{what} is {apart:.3g} away from that of the case")
+    return apart
+
+
+def _reproduces(found: Attack, claimed: Mapping[str, Any]) -> bool:
+    """Say whether a run attains exactly what is claimed; refuse what it does not attain at all."""
+    size = SAME_RUN * max(abs(found.train_value), abs(found.infer_value), found.value)
+    pairs = {
+        "value": found.value,
+        "train": found.train_value,
+        "infer": found.infer_value,
+    }
+    for name, here in pairs.items():
+        there = float.fromhex(claimed[name])
+        if not abs(here - there) <= size:
+            raise refuse(
+                COUNTEREXAMPLE_RUN,
+                f"the run does not attain what the counterexample says: `{name}` is {here!r} here, "
+                f"{there!r} there",
+                help="verify the contract again",
+            )
+    for name, place in (("row", list(found.row)), ("column", found.column)):
+        if claimed[name] != place:
+            raise refuse(
+                COUNTEREXAMPLE_RUN,
+                f"the largest drift is in {name} {place}, not in {claimed[name]}",
+                help="verify the contract again",
+            )
+    return all(float.fromhex(claimed[name]) == here for name, here in pairs.items())
+
+
+def _same(field: str, there: object, here: object) -> None:
+    if there != here or type(there) is not type(here):
+        raise _elsewhere(field, there, here)
+
+
+def _elsewhere(field: str, there: object, here: object) -> Refusal:
+    return refuse(
+        COUNTEREXAMPLE_ELSEWHERE,
+        f"the counterexample is about something else: its `{field}` is {_short(there)}, and here is"
+        f" {_short(here)}",
+        help="give the contract that was verified: --contract; what has changed since then needs a"
+        " new `kcdsl verify`",
+    )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _not_admitted(why: str) -> Refusal:
+    return refuse(
+        COUNTEREXAMPLE_RUN,
+        f"the run of the counterexample is not admitted: {why}",
+        help="verify the contract again",
+    )

@@ -1,0 +1,398 @@
+"""Pieces of work that any process can do: bound a case, attack it, check a part of a proof.
+
+A piece and its answer can be pickled, and the answer depends on nothing but the piece and its
+setting: not on which process works, nor on what it did before.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics import Diagnostic, Refusal, codes
+from kcdsl.diagnostics.places import at
+from kcdsl.ir.terms import Program
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.presets import resolve
+from kcdsl.route.goals import Goal
+from kcdsl.verdict.outcome import CaseOutcome
+from kcdsl_backends.attack.recording import run_of
+from kcdsl_backends.attack.runs import Attack, attack_of
+from kcdsl_backends.certifier.attacking import attack_case
+from kcdsl_backends.certifier.bounding import Bounded, bound_case
+from kcdsl_backends.certifier.cache import (
+    DAMAGE,
+    ENTRY_SCHEMA,
+    Cache,
+    Found,
+    decode,
+    encode,
+    key_of,
+    rules_version,
+)
+from kcdsl_backends.certifier.cases import Case, region_of
+from kcdsl_backends.certifier.proof import Contents, ProofBuilder
+from kcdsl_backends.certifier.workshop import Workshop
+from kcdsl_backends.threads import one_thread
+from kcdsl_certs.recheck import recheck
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every piece of work of one run shares.
+
+    `checkpoint` is the sha256 of the weights and `rules` the version of the program with which the
+    work was given out: a process that finds others refuses to work.
+    """
+
+    program: Program
+    base: Path
+    device: str
+    threads: int
+    checkpoint: str
+    rules: str
+    cache: Path | None
+
+
+@dataclass(slots=True)
+class Station:
+    """What a process keeps between pieces of work of one setting: the model, graphs, weights."""
+
+    setting: Setting
+    shop: Workshop
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def cache(self) -> Cache | None:
+        """Return the cache of the run."""
+        return None if self.setting.cache is None else Cache(self.setting.cache)
+
+    def builder(self, goal: Goal) -> ProofBuilder:
+        """Return an empty proof of a goal."""
+        shop = self.shop
+        return ProofBuilder(
+            shop.model, goal.block, shop.train, shop.infer, goal.functional, goal.k, self.digests
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedCase:
+    """A bound and what it adds to the proof of its goal (None where there is no bound)."""
+
+    bounded: Bounded
+    contents: Contents | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the independent checker says of a part of a proof; `reason` is empty if it agrees."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Work that was begun and not finished, such as for want of memory."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Work that the input does not admit."""
+
+    diagnostics: tuple[Diagnostic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """Work that ended in an exception that nobody foresaw."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class Task(Protocol):
+    """A piece of work."""
+
+    def run(self, station: Station) -> tuple[Any, Found | None]:
+        """Do it; return its value, and what the cache had of it (None where it was not asked)."""
+        ...
+
+
+Value = BoundedCase | Attack | Checked | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a piece of work, and what it cost."""
+
+    value: Value | Unfinished | Refused | Defect
+    seconds: float
+    peak_bytes: int
+    found: Found | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Load the model, and nothing more."""
+
+    def run(self, station: Station) -> tuple[None, None]:
+        """Do nothing: the station is there."""
+        return None, None
+
+
+@dataclass(frozen=True, slots=True)
+class BoundTask:
+    """Bound one case of a goal."""
+
+    goal: Goal
+    case: Case
+
+    def run(self, station: Station) -> tuple[BoundedCase, Found | None]:
+        """Bound the case, or take what an earlier run found."""
+        with at(self.goal.span):
+            case = self.case.on(station.shop.device)
+            graph = station.shop.problem(self.goal.block, case.tokens).graph
+            if station.cache is None:
+                return self._bounded(station, case), None
+            key = key_of({"what": "bound", **_dependencies(station, self.goal, case)})
+            found, value = station.cache.read(key)
+            if found is Found.HIT:
+                try:
+                    bounded, claim, stated = decode(value, (Bounded, CaseOutcome))
+                    _refuse_apart(self.goal, bounded, claim, stated)
+                    named = replace(bounded, outcome=replace(bounded.outcome, name=case.name))
+                    if stated is None:
+                        return BoundedCase(named, None), found
+                    builder = station.builder(self.goal)
+                    region = region_of(self.goal, case)
+                    builder.add_stated(case.name, graph, region, claim, stated)
+                    return BoundedCase(named, builder.contents()), found
+                except DAMAGE:
+                    found = Found.DAMAGED
+            fresh = self._bounded(station, case)
+            claim, stated = _stated(fresh.contents)
+            station.cache.write(key, encode((fresh.bounded, claim, stated)))
+            return fresh, found
+
+    def _bounded(self, station: Station, case: Case) -> BoundedCase:
+        builder = station.builder(self.goal)
+        bounded = bound_case(station.shop, self.goal, case, builder)
+        contents = builder.contents()
+        return BoundedCase(bounded, contents if contents.cases else None)
+
+
+@dataclass(frozen=True, slots=True)
+class AttackTask:
+    """Search for a concrete run of a case with a large drift."""
+
+    goal: Goal
+    case: Case
+    bounded: Bounded
+
+    def run(self, station: Station) -> tuple[Attack, Found | None]:
+        """Attack the case, or take what an earlier run found."""
+        with at(self.goal.span):
+            case = self.case.on(station.shop.device)
+            if station.cache is None:
+                return attack_case(station.shop, self.goal, case, self.bounded), None
+            places = {"places": list(self.bounded.places)}
+            key = key_of({"what": "attack", **_dependencies(station, self.goal, case), **places})
+            found, value = station.cache.read(key)
+            if found is Found.HIT:
+                attack = _believable(station, self.goal, case, value)
+                if attack is not None:
+                    return attack, found
+                found = Found.DAMAGED
+            fresh = attack_case(station.shop, self.goal, case, self.bounded)
+            if fresh.record is not None or not self.goal.refuted_by(fresh.value):
+                station.cache.write(key, encode(fresh))
+            return fresh, found
+
+
+def _believable(station: Station, goal: Goal, case: Case, value: Any) -> Attack | None:
+    """Return an attack of the cache; one that refutes its goal only if its run does so again."""
+    try:
+        kept = decode(value, (Attack,))
+        if not (isinstance(kept, Attack) and type(kept.value) is float and kept.value >= 0):
+            return None
+        if kept.record is None:
+            return None if goal.refuted_by(kept.value) else kept
+        train, infer = station.shop.problem(goal.block, case.tokens).simulators()
+        run = run_of(kept.record, {"train": train, "infer": infer})
+    except DAMAGE:
+        return None
+    if run.x is not None and not _inside(run.x, case):
+        return None
+    with one_thread():
+        again = attack_of(run, train, infer, goal.functional)
+    return kept if again is not None and goal.refuted_by(again.value) else None
+
+
+def _inside(x: Tensor, case: Case) -> bool:
+    assert case.centre is not None
+    return bool(((x - case.centre).abs() <= case.radius).all())
+
+
+@dataclass(frozen=True, slots=True)
+class CheckTask:
+    """Have the independent checker derive every `step`-th case of a proof, from `first` on."""
+
+    proof: bytes
+    first: int = 0
+    step: int = 1
+
+    def run(self, station: Station) -> tuple[Checked, None]:
+        """Check the whole document and derive these cases."""
+        path = station.shop.model.checkpoint.path
+        outcome = recheck(self.proof, path, part=(self.first, self.step))
+        return Checked("" if outcome.ok else f"{outcome.reason}: {outcome.detail}"), None
+
+
+def _dependencies(station: Station, goal: Goal, case: Case) -> dict[str, Any]:
+    """Return everything that the bound of a case depends on, as plain data."""
+    shop = station.shop
+    graph = shop.problem(goal.block, case.tokens).graph
+    digests = station.builder(goal).digests_of(graph)
+    stated = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
+    del stated["clause"], stated["region"]
+    return {
+        "schema": ENTRY_SCHEMA,
+        "rules": station.setting.rules,
+        "device": shop.device.type,
+        "graph": graph.digest,
+        "parameters": digests,
+        "region": {"kind": goal.region.kind.value, "box": case.digest},
+        "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
+        "goal": {**stated, "evidence": str(goal.clause.evidence)},
+    }
+
+
+def _refuse_apart(goal: Goal, bounded: Any, claim: Any, stated: Any) -> None:
+    """Raise ValueError unless what is said of a case is what its proof claims."""
+    if not isinstance(bounded, Bounded) or type(bounded.outcome.bound) is not float:
+        raise ValueError("no bound")
+    outcome = bounded.outcome
+    if stated is None:
+        if outcome.bound != math.inf or outcome.stable:
+            raise ValueError("a bound without a proof")
+        return
+    said = "held" if goal.functional == "no_flip" else outcome.bound.hex()
+    if type(claim) is not float or claim != outcome.bound or stated["claim"] != said:
+        raise ValueError("the proof claims something else")
+
+
+def _stated(contents: Contents | None) -> tuple[float, dict[str, Any] | None]:
+    """Return the claim of a case, and what its proof states beside name, graph and region."""
+    if contents is None:
+        return 0.0, None
+    (record,), (claim,) = contents.cases, contents.claims
+    return claim, {k: v for k, v in record.items() if k not in ("name", "graph", "region")}
+
+
+# --- doing the work -------------------------------------------------------------------------------
+
+_KEPT: dict[bytes, Station] = {}
+"""The station of this process; only that of the latest setting is kept."""
+
+
+def open_station(setting: Setting, model: Model | None = None) -> Station:
+    """Return what a process needs to work: the loaded model and an empty workshop.
+
+    Raises:
+        Refusal: the model cannot be loaded.
+        RuntimeError: it is not the model, or this is not the program, that gave out the work.
+    """
+    loaded = load_model(setting.program.model, setting.base) if model is None else model
+    if loaded.checkpoint.sha256 != setting.checkpoint:
+        raise RuntimeError("the checkpoint changed during the run, or differs between machines")
+    if rules_version() != setting.rules:
+        raise RuntimeError("the program changed during the run, or differs between machines")
+    train, infer = resolve(setting.program.train), resolve(setting.program.infer)
+    return Station(setting, Workshop(loaded, train, infer, torch.device(setting.device)))
+
+
+def work(setting: bytes, task: bytes) -> bytes:
+    """Do a pickled piece of work in a process of its own; return the pickled answer.
+
+    Tensors travel by value, so nothing is shared between processes. Nothing is raised.
+    """
+    started = time.perf_counter()
+    with _caught(started) as outcome:
+        if setting not in _KEPT:
+            _KEPT.clear()
+            _KEPT[setting] = open_station(pickle.loads(setting))
+        outcome.append(perform(_KEPT[setting], pickle.loads(task)))
+    return pickle.dumps(outcome[0])
+
+
+def perform(station: Station, task: Task) -> Answer:
+    """Do a piece of work. Nothing is raised but what ends a process."""
+    started = time.perf_counter()
+    with _caught(started) as outcome, _threads(station.setting.threads):
+        value, found = task.run(station)
+        outcome.append(Answer(value, time.perf_counter() - started, peak_bytes(), found))
+    return outcome[0]
+
+
+@contextmanager
+def _caught(started: float) -> Iterator[list[Answer]]:
+    """Make an answer of whatever the body raises."""
+    outcome: list[Answer] = []
+
+    def failed(value: Unfinished | Refused | Defect) -> None:
+        outcome[:] = [Answer(value, time.perf_counter() - started, peak_bytes())]
+
+    try:
+        yield outcome
+    except Refusal as refusal:
+        failed(Refused(refusal.diagnostics))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        text = f"{where}{error.strerror or error}"
+        failed(Refused((Diagnostic(codes.INPUT_OUTPUT, text),)))
+    except Exception as error:
+        if _wants_memory(error):
+            first = str(error).strip().splitlines()
+            failed(Unfinished(f"out of memory{': ' + first[0] if first else ''}"))
+        else:
+            trace = traceback.format_exc()
+            failed(Defect(type(error).__name__, str(error), trace))
+
+
+def _wants_memory(error: Exception) -> bool:
+    """Say whether an exception means that there was too little memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Run the body on this many threads, whatever was set before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def peak_bytes() -> int:
+    """Return the peak resident memory of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)

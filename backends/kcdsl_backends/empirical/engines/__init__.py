@@ -1,0 +1,1 @@
+"""What runs the parts of a model, besides PyTorch itself: compilers, quantisers, other runtimes."""

@@ -1,0 +1,60 @@
+"""Linears on float8 codes: `torch._scaled_mm`, with dynamic scales of the activations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.model.numerics import Numerics
+from kcdsl.model.weights import QMAX
+
+_FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn}
+
+
+class ScaledLinear(nn.Module):
+    """A linear whose weight is stored as codes, and whose input is quantised as it comes in."""
+
+    def __init__(self, linear: nn.Linear, original: Tensor, numerics: Numerics) -> None:
+        super().__init__()
+        rows = numerics.weights.scale == "per_channel"
+        self.by_token = numerics.activations.scale == "per_token"
+        if rows != self.by_token:
+            raise refuse(
+                codes.KERNEL_NUMERICS,
+                "torch._scaled_mm takes scales of rows on both sides, or one scale on each;"
+                f" the weights are {numerics.weights.scale},"
+                f" the activations {numerics.activations.scale}",
+                help="per_channel goes with per_token, per_tensor with per_tensor",
+            )
+        place = linear.weight.device
+        quantised, scale = quantise(original.to(place, torch.float32), by_row=rows)
+        self.codes = nn.Parameter(quantised, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight that the codes stand for, float32 [out, in]."""
+        return self.codes.to(torch.float32) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias, [..., out]."""
+        flat, found = quantise(x.reshape(-1, x.shape[-1]).to(torch.float32), by_row=self.by_token)
+        own = self.scale.t() if self.by_token else self.scale
+        inside = self.bias if x.dtype != torch.float32 else None  # not taken with float32 results
+        y = torch._scaled_mm(
+            flat, self.codes.t(), scale_a=found, scale_b=own, bias=inside, out_dtype=x.dtype
+        )
+        if self.bias is not None and inside is None:
+            y = y + self.bias
+        return y.reshape(*x.shape[:-1], -1)
+
+
+def quantise(x: Tensor, *, by_row: bool) -> tuple[Tensor, Tensor]:
+    """Return the float8 codes of a float32 matrix and its scales, [rows, 1] or a single number."""
+    largest = QMAX["fp8_e4m3"]
+    sizes = x.abs()
+    scale = (sizes.amax(dim=1, keepdim=True) if by_row else sizes.amax()) / largest
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return (x / scale).clamp(-largest, largest).to(_FLOAT8["fp8_e4m3"]), scale

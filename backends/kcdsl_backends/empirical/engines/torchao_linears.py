@@ -1,0 +1,77 @@
+"""Linears of torchao: `quantize_` with a published configuration, checked weight by weight."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kcdsl.model.numerics import Numerics
+
+
+def quantise_linear(linear: nn.Linear, original: Tensor, numerics: Numerics) -> None:
+    """Give a linear the weight that torchao makes of the float32 original."""
+    with _quietly():
+        from torchao.quantization import quantize_
+
+        compute = linear.weight.dtype
+        linear.weight = nn.Parameter(original.to(linear.weight.device), requires_grad=False)
+        quantize_(linear, _configuration(numerics))
+        if compute != torch.float32:
+            linear.weight = nn.Parameter(_in(linear.weight, compute), requires_grad=False)
+
+
+def _in(weight: Any, compute: torch.dtype) -> Tensor:
+    """Return a float8 weight whose dequantised form has another type; its scale stays float32."""
+    found: Tensor = type(weight)(
+        weight.qdata,
+        weight.scale,
+        block_size=weight.block_size,
+        mm_config=weight.mm_config,
+        act_quant_kwargs=weight.act_quant_kwargs,
+        kernel_preference=weight.kernel_preference,
+        dtype=compute,
+    )
+    return found
+
+
+def _configuration(numerics: Numerics) -> Any:
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        PerRow,
+        PerTensor,
+    )
+
+    scale = PerRow() if numerics.weights.scale == "per_channel" else PerTensor()
+    if numerics.weights.format == "fp8_e4m3":
+        return Float8WeightOnlyConfig(granularity=scale, set_inductor_config=False)
+    if numerics.activations.format == "none":
+        return Int8WeightOnlyConfig(granularity=scale, set_inductor_config=False)
+    return Int8DynamicActivationInt8WeightConfig(
+        granularity=[PerRow(), scale], set_inductor_config=False
+    )
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep torchao's remarks on extensions for other machines from the terminal."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

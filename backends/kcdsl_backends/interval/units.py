@@ -1,0 +1,114 @@
+"""Sums formed by a matrix unit (section 3, Matrix units): a maximum and a sum, in any order."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics import Unit
+from kcdsl_backends.interval.box import up
+from kcdsl_backends.interval.quantisers import MX_EXPONENT, group_maximum
+from kcdsl_backends.interval.rounding import Rounding
+
+_BLOCK = 2**22
+"""Products formed at a time."""
+_ROUGH = 1.0 + 2.0**-10
+_WIDER = 1.0 + 2.0**-6
+"""More than what a product may grow by while its operands are rounded to bfloat16."""
+
+
+def unit_of(kernel: Rounding, quantised: bool) -> Unit | None:
+    """Return the unit that forms a product's sums; None where they are rounded to nearest.
+
+    Args:
+        quantised: whether it is a linear that reads quantised activations.
+    """
+    core = kernel.numerics.tensor_core
+    if core is None:
+        return None
+    return core.linears if quantised else core.others
+
+
+def chains(unit: Unit, terms: int, extra: int) -> tuple[int, int]:
+    """Return how many chains of instructions form a sum, and how long the longest is."""
+    count = -(-terms // unit.chunk) + extra
+    if not unit.promote:
+        return 1, count
+    length = unit.promote // unit.chunk
+    return -(-count // length), min(length, count)
+
+
+def largest_term(
+    left: Tensor, right: Tensor, kernel: Rounding, quantised: bool
+) -> tuple[Tensor, Tensor]:
+    """Return X, the largest term of left @ right, and what subnormal operands add to it.
+
+    Their sum is what no 2^(exponent of a + exponent of b) exceeds: a subnormal operand counts with
+    the least exponent of its format.
+    """
+    found = torch.zeros_like(left[..., :1] * right[..., :1, :])
+    step = max(1, _BLOCK // max(1, found.numel()))
+    for k in range(0, left.shape[-1], step):
+        products = left[..., k : k + step].unsqueeze(-1) * right[..., k : k + step, :].unsqueeze(-3)
+        found = torch.maximum(found, products.amax(-2))
+    low_left, low_right = _floors(left, right, kernel, quantised)
+    top_left, top_right = left.amax(-1, keepdim=True), right.amax(-2, keepdim=True)
+    least = low_left * top_right + low_right * top_left + low_left * low_right
+    return up(found * _WIDER, 4), up(least * _WIDER, 4)
+
+
+def _floors(
+    left: Tensor, right: Tensor, kernel: Rounding, quantised: bool
+) -> tuple[Tensor | float, Tensor | float]:
+    """Return the sizes that operands count with at least: of subnormal codes times their scale."""
+    numerics = kernel.numerics
+    names = (numerics.compute, numerics.attention.probabilities, numerics.attention.scores)
+    least = 2.0 ** max(FORMATS[name].min_exponent for name in names)
+    if not quantised:
+        return least, least
+    scaled, weights = numerics.activations, numerics.weights
+    first: Tensor | float = least
+    if scaled.format in MX_EXPONENT:
+        first = 2.0 ** FORMATS[scaled.format].min_exponent
+        if scaled.scale != "none":
+            top = group_maximum(left, "per_tensor" if scaled.scale == "per_tensor" else "per_token")
+            share = FORMATS[scaled.format].min_exponent - MX_EXPONENT[scaled.format]
+            first = top[..., :1] * (2.0**share * _ROUGH)
+    second: Tensor | float = least
+    if weights.format in MX_EXPONENT:
+        second = 2.0 ** FORMATS[weights.format].min_exponent
+        if weights.scale != "none":
+            share = FORMATS[weights.format].min_exponent - MX_EXPONENT[weights.format]
+            second = right.amax() * (2.0**share * _ROUGH)
+    return first, second
+
+
+def truncation_error(
+    unit: Unit,
+    count: tuple[int, int],
+    total: Tensor,
+    partial: Tensor,
+    largest: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Return what `chains` of instructions cut off in all.
+
+    Args:
+        count: the number of chains and the length of the longest.
+        total: S, the magnitudes of the terms.
+        partial: what no partial sum of the terms exceeds.
+        largest: as `largest_term` returns it.
+    """
+    many, length = count
+    terms = (unit.chunk + 1) * 2.0**-unit.fraction_bits
+    kept = 2.0**-unit.result_bits * (1 + terms)
+    each = terms + kept
+    growth = math.expm1(length * math.log1p(each)) / each * (1 + 2.0**-40)
+    aligned = torch.minimum(
+        total * _WIDER + many * largest[1],
+        many * torch.maximum(partial, largest[0] + largest[1]),
+    )
+    cut = growth * (terms * aligned + kept * torch.minimum(total, many * partial))
+    return up(cut * (1 + 2.0**-40), 4)

@@ -1,0 +1,1 @@
+"""Backward linear bounds on the difference graph (docs/difference-planes.md)."""

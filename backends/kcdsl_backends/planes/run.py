@@ -1,0 +1,254 @@
+"""A walk over a block graph, as the rules see it: states of the interval domain, and the tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import Format
+from kcdsl.model.graph import BlockGraph, Node
+from kcdsl_backends.affine.adjoint import Adjoint
+from kcdsl_backends.interval.box import Box, down, up
+from kcdsl_backends.interval.context import Kernels, Step
+from kcdsl_backends.interval.rounding import Rounding, Stored
+from kcdsl_backends.interval.state import Known, State
+from kcdsl_backends.planes.functional import Functional
+from kcdsl_backends.planes.tape import SAFE, Entry, Noise, Pull, Tape
+
+Errors = tuple[Box, Box]
+"""Errors of the stored results against the exact operation: training, inference."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRounding(Rounding):
+    """The rounding constants of a kernel; the errors of what it stores are kept, by node."""
+
+    errors: dict[str, Box] = field(default_factory=dict)
+
+    def store(
+        self, exact: Box, internal: Tensor, format: Format, node: str, inner: Format
+    ) -> Stored:
+        """Store as the kernel does, and keep the box of the error."""
+        stored = Rounding.store(self, exact, internal, format, node, inner)
+        self.errors[node] = stored.error
+        return stored
+
+
+def watched(kernels: Kernels) -> Kernels:
+    """Return the same kernels, whose stored errors are kept."""
+    return replace(
+        kernels,
+        train=WatchedRounding(kernels.train.numerics),
+        infer=WatchedRounding(kernels.infer.numerics),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What a rule reads of an operand: its entry, its reference and the boxes of its unknowns."""
+
+    index: int
+    reference: Tensor
+    deviation: Box
+    drift: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What an operation adds to its linear part in one unknown: |rest - centre| <= radius + loose.
+
+    `loose` bounds, element by element, what a curved bound takes the place of.
+    """
+
+    centre: Tensor
+    radius: Tensor
+    loose: Tensor | None = None
+
+    @property
+    def widest(self) -> Tensor:
+        """Return the radius element by element."""
+        return self.radius if self.loose is None else up((self.radius + self.loose) * SAFE)
+
+
+@dataclass(frozen=True, slots=True)
+class Straight:
+    """A linear whose bounds are its two matrices [out, in] everywhere; `source` is its input."""
+
+    source: int
+    entry: int
+    train: Tensor
+    infer: Tensor
+
+
+@dataclass(slots=True)
+class Run:
+    """A walk under way."""
+
+    graph: BlockGraph
+    kernels: Kernels
+    tape: Tape
+    nodes: Mapping[str, Node]
+    known: dict[str, Known] = field(default_factory=dict)
+    index: dict[str, int] = field(default_factory=dict)
+    straight: dict[str, Straight] = field(default_factory=dict)
+
+    def step(self, node: Node) -> Step:
+        """Return the step of the interval domain for a node."""
+        return Step(node, self.kernels, self.nodes, self.known)
+
+    def errors(self, node: Node) -> Errors | None:
+        """Return the errors with which both kernels stored a node, None where neither did."""
+        train, infer = self.kernels.train, self.kernels.infer
+        if not (isinstance(train, WatchedRounding) and isinstance(infer, WatchedRounding)):
+            raise AssertionError("the kernels of a walk are watched")
+        first, second = train.errors.get(node.name), infer.errors.get(node.name)
+        if first is None and second is None:
+            return None
+        zero = torch.zeros_like((first or second).lo)  # type: ignore[union-attr]
+        nothing = Box(zero, zero)
+        return first or nothing, second or nothing
+
+    def source(self, node: Node, position: int) -> Node:
+        """Return the node that produces an input."""
+        return self.nodes[node.inputs[position]]
+
+    def operand(self, node: Node, position: int) -> Operand:
+        """Return an input of a node; parameters and constants are known, but may differ."""
+        name = node.inputs[position]
+        if name not in self.index:
+            known = self.kernels.plain(self.nodes[name])
+            difference = known.difference
+            zero = torch.zeros_like(known.train)
+            middle, radius = difference.midpoint()
+            entry = Entry(
+                name,
+                known.train,
+                Box(zero, zero),
+                difference,
+                lambda a: [],
+                Noise(zero, radius, None, middle),
+            )
+            self.index[name] = self.tape.add(entry)
+        index = self.index[name]
+        entry = self.tape.entries[index]
+        return Operand(index, entry.reference, entry.deviation, entry.drift)
+
+    def state(self, node: Node) -> State:
+        """Return what the interval domain knows of a node."""
+        found = self.known[node.name]
+        return found if isinstance(found, State) else found.collapse()
+
+    def append(
+        self,
+        node: Node,
+        reference: Tensor,
+        pull: Pull,
+        deviation: Part,
+        drift: Part,
+        curved: Callable[[Functional], Tensor] | None = None,
+    ) -> bool:
+        """Append a computed node: its linear part, what the operation adds, and its rounding.
+
+        Elements whose box is no wider than what is added anyway are taken to be that box, without
+        a linear part: results of quantisers that do not straddle a boundary, for instance.
+        Return whether there are none.
+        """
+        state = self.state(node)
+        boxes = (state.train - Box.point(reference), state.drift)
+        errors = self.errors(node)
+        if errors is not None:
+            train, infer = errors
+            deviation, drift = _more(deviation, train), _more(drift, infer - train)
+        kept_e, deviation = _either(deviation, boxes[0])
+        kept_d, drift = _either(drift, boxes[1])
+        whole = kept_e is None and kept_d is None
+
+        def linear(functional: Functional) -> list[tuple[int, Functional]]:
+            return [] if _nothing(functional) else list(pull(_masked(functional, kept_e, kept_d)))
+
+        def beyond(functional: Functional) -> Tensor:
+            assert curved is not None
+            return curved(_masked(functional, kept_e, kept_d))
+
+        self.index[node.name] = self.tape.add(
+            Entry(
+                node.name,
+                reference,
+                *boxes,
+                pull if whole else linear,
+                Noise(
+                    deviation.radius,
+                    drift.radius,
+                    deviation.centre,
+                    drift.centre,
+                    None if curved is None else beyond,
+                ),
+            )
+        )
+        return whole
+
+    def inexact(self, name: str, source: int, deviation: Tensor, drift: Tensor) -> int:
+        """Append an operand with errors of its own: of quantising the input of a linear."""
+        entry = self.tape.entries[source]
+        return self.tape.add(
+            Entry(
+                name,
+                entry.reference,
+                entry.deviation.widen(deviation),
+                entry.drift.widen(drift),
+                lambda a: [(source, a)],
+                Noise(deviation, drift),
+            )
+        )
+
+
+def _nothing(functional: Functional) -> bool:
+    return all(not bool(part.values.any()) for part in functional.parts)
+
+
+def _more(part: Part, error: Box) -> Part:
+    middle, radius = error.midpoint()
+    centre = part.centre + middle
+    # the float64 error of the sum
+    return replace(
+        part,
+        centre=centre,
+        radius=up((part.radius + radius) * SAFE + 2.0**-52 * centre.abs(), 2),
+    )
+
+
+def _either(part: Part, box: Box) -> tuple[Tensor | None, Part]:
+    """Return where the linear part is kept (None: everywhere), and what is added to it."""
+    middle, radius = box.midpoint()
+    # where all of the box is what is added, the linear part is nothing, and kept
+    kept = part.widest <= radius * (1 + 2.0**-20)
+    if bool(kept.all()):
+        return None, part
+    return kept.to(torch.float64), Part(
+        torch.where(kept, part.centre.expand(kept.shape), middle),
+        torch.where(kept, part.radius.expand(kept.shape), radius),
+    )
+
+
+def _masked(functional: Functional, kept_e: Tensor | None, kept_d: Tensor | None) -> Functional:
+    def by(part: Adjoint | None, kept: Tensor | None) -> Adjoint | None:
+        return part if part is None or kept is None else part.times(kept)
+
+    return Functional(by(functional.deviation, kept_e), by(functional.drift, kept_d))
+
+
+def zero_part(like: Tensor) -> Part:
+    """Return a part that adds nothing."""
+    zero = torch.zeros_like(like)
+    return Part(zero, zero)
+
+
+def inside(box: Box, reference: Tensor) -> Box:
+    """Return the box of value - reference."""
+    return Box(down(box.lo - reference), up(box.hi - reference))
+
+
+Rule = Callable[[Run, Node], None]

@@ -1,0 +1,60 @@
+"""The picture of bench/kernels.py: every run's drift / bound, on a logarithmic axis, by kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from html import escape
+
+LEFT, RIGHT, ROW, TOP = 350, 60, 22, 64
+WIDTH = 1000
+LEAST = 1e-6
+"""Smaller quotients stand at the left edge, and runs without a drift or without a bound."""
+COLOURS = {"MiniLM": "#1f6feb", "tiny LM": "#d9730d"}
+
+
+def draw(runs: Iterable[tuple[str, str, float]]) -> str:
+    """Return the SVG of runs (kernel, model, drift / bound), kernels in order of appearance."""
+    rows: dict[str, list[tuple[str, float]]] = {}
+    for kernel, model, ratio in runs:
+        rows.setdefault(kernel, []).append((model, ratio))
+    height = TOP + ROW * len(rows) + 44
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
+        ' font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        '<text x="16" y="24" font-size="15" font-weight="bold">'
+        "Measured drift / certified bound: the largest element of every run</text>",
+    ]
+    for i, (model, colour) in enumerate(COLOURS.items()):
+        left = LEFT + 110 * i
+        parts.append(f'<circle cx="{left}" cy="42" r="4" fill="{colour}" fill-opacity="0.6"/>')
+        parts.append(f'<text x="{left + 10}" y="46">{model}</text>')
+    bottom = TOP + ROW * len(rows)
+    for power in range(round(math.log10(LEAST)), 1):
+        x = _place(10.0**power)
+        limit = power == 0
+        colour, wide = ("#c62828", 2) if limit else ("#dddddd", 1)
+        parts.append(
+            f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{bottom}"'
+            f' stroke="{colour}" stroke-width="{wide}"/>'
+        )
+        label = "the bound" if limit else f"10<tspan dy='-4' font-size='9'>{power}</tspan>"
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
+    for i, (kernel, found) in enumerate(rows.items()):
+        y = TOP + ROW * i + ROW / 2
+        parts.append(f'<text x="{LEFT - 14}" y="{y + 4}" text-anchor="end">{escape(kernel)}</text>')
+        for model, ratio in found:
+            lower = 3.5 if model == "tiny LM" else -3.5
+            parts.append(
+                f'<circle cx="{_place(ratio):.1f}" cy="{y + lower}" r="3"'
+                f' fill="{COLOURS[model]}" fill-opacity="0.35"/>'
+            )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _place(ratio: float) -> float:
+    """Return the horizontal place of a quotient; beyond the bound by ten times it is cut off."""
+    shown = min(max(ratio, LEAST), 10.0)
+    span = WIDTH - LEFT - RIGHT
+    return LEFT + span * (math.log10(shown) - math.log10(LEAST)) / -math.log10(LEAST)

@@ -1,0 +1,82 @@
+"""The options that say where the cases of `kcdsl verify` run, and what may be remembered."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kcdsl.route.execution import ENGINES, Execution
+
+if TYPE_CHECKING:
+    from kcdsl.verdict.outcome import GoalOutcome
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --jobs, --engine, --threads and --cache."""
+    parser.add_argument(
+        "--jobs",
+        type=_natural,
+        metavar="N",
+        help="cases at a time; 1 works in this process (default: by cores and memory)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="where cases run: processes of this machine, or a ray cluster (default: processes)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=_natural,
+        metavar="N",
+        help="threads of one case (default: the cores, divided among the cases)",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="DIR",
+        help="folder of what earlier runs found, or `off` (default: $XDG_CACHE_HOME/kcdsl)",
+    )
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def execution_of(arguments: argparse.Namespace) -> Execution:
+    """Return how the work is spread; the folder of the cache is made if it can be."""
+    from kcdsl.source.writing import make_folder
+
+    folder: Path | None = None
+    if arguments.cache is None:
+        folder = _usual_cache()
+    elif arguments.cache != "off":
+        folder = Path(arguments.cache).resolve()
+        make_folder(folder)
+    return Execution(arguments.engine, arguments.jobs, arguments.threads, folder)
+
+
+def _usual_cache() -> Path | None:
+    """Return the folder of the cache where the user said nothing; None if there can be none."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        base = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
+        folder = base / "kcdsl" / "certifier"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        print("note: there is no folder for the cache; nothing is remembered", file=sys.stderr)
+        return None
+    return folder
+
+
+def tell_cached(outcomes: Sequence[GoalOutcome], execution: Execution) -> None:
+    """Say how many cases had their bound from an earlier run."""
+    cached, cases = sum(o.cached for o in outcomes), sum(len(o.cases) for o in outcomes)
+    if cached:
+        print(f"cache: {cached} of {cases} cases from {execution.cache}", file=sys.stderr)

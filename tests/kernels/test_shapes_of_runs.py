@@ -1,0 +1,121 @@
+"""Batches, padding, lengths around tiles, threads: what one sequence may is what each may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import kernels
+from bench.kernels import Case
+from kcdsl_backends.empirical.kernels import TorchKernel, exact_settings, load_kernel
+
+NEAREST = {"casts": "nearest"}
+ATTENTION = [
+    Case(run, {"compute": compute, **NEAREST})
+    for run in ("torch.eager", "torch.sdpa.math", "torch.sdpa.flash")
+    for compute in ("float32", "bfloat16", "float16")
+]
+BY_SEQUENCE = [
+    Case("torch.sdpa.flash", {"compute": "bfloat16", **NEAREST}),
+    Case("torch.scaled_mm"),
+    Case("torch.scaled_mm", {"preset": "fp8-w8a8-per-tensor"}),
+    Case("torchao.int8_dynamic"),
+    Case("onnxruntime.dynamic_int8"),
+]
+
+
+def states(model: str, block: str, count: int, length: int) -> list[Tensor]:
+    """Return what enters a block for the first tokens of several texts, of unlike magnitudes."""
+    found = []
+    longer = [t for t in kernels.texts(model) if len(t) >= length]
+    for i, tokens in enumerate(longer[:count]):
+        x = kernels.loaded(model).block_inputs(tokens[:length], block)
+        assert x is not None
+        found.append(x * 10.0**i)
+    assert len(found) == count
+    return found
+
+
+def inside(case: Case, model: str, block: str, x: Tensor, out: Tensor, affine: bool = True) -> None:
+    """Assert that a run on x ended no further from the training run than is certified."""
+    shop = kernels.workshop(kernels.loaded(model), case)
+    drift = (out - kernels.eager(model).block(block, x)).abs()
+    bounds = kernels.bound(shop, block, x, affine)
+    assert bool(torch.isfinite(bounds).any())
+    assert float(kernels.quotients(drift, bounds).max()) <= 1
+
+
+@pytest.mark.parametrize("case", BY_SEQUENCE, ids=lambda c: c.name)
+def test_a_batch_is_bounded_as_its_sequences_are(case: Case) -> None:
+    """One scale for the tensor is one for each sequence, however large the others of a batch."""
+    running = load_kernel(case.ref(), kernels.loaded("tiny LM"), "cpu")
+    batch = states("tiny LM", "attn_0", 3, 7)
+    for x, out in zip(batch, running.block("attn_0", torch.stack(batch)), strict=True):
+        inside(case, "tiny LM", "attn_0", x, out)
+
+
+def padded(running: TorchKernel, x: Tensor, more: int, fill: float) -> Tensor:
+    """Run an attention on x with rows of padding behind it; return what its own rows became."""
+    part = running.module.get_submodule("encoder.layer.0.attention")
+    whole = torch.cat([x, torch.full((more, x.shape[1]), fill)])
+    keys = torch.arange(len(whole)) < len(x)
+    entering = whole.to(next(running.module.parameters()).dtype)
+    with torch.no_grad(), exact_settings(torch.device("cpu")):
+        out: Tensor = part(entering[None], keys[None])
+    return out[0, : len(x)].double()
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
+def test_padding_changes_nothing_that_is_not_admitted(case: Case) -> None:
+    """Masked columns add exact zeros: the bound of the sequence alone holds."""
+    running = load_kernel(case.ref(), kernels.loaded("MiniLM"), "cpu")
+    (x,) = states("MiniLM", "attn_0", 1, 6)
+    for more, fill in ((1, 0.0), (35, 1.0), (5, -300.0)):
+        out = padded(running, x, more, fill)
+        inside(case, "MiniLM", "attn_0", x, out, affine=False)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 33, 65, 257])
+@pytest.mark.parametrize("case", ATTENTION[6:8], ids=lambda c: c.name)
+def test_lengths_around_the_tiles(case: Case, length: int) -> None:
+    x = torch.randn(length, 384, generator=torch.Generator().manual_seed(length))
+    running = load_kernel(case.ref(), kernels.loaded("MiniLM"), "cpu")
+    out = running.block("attn_0", x)
+    inside(case, "MiniLM", "attn_0", x, out, affine=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
+def test_more_keys_than_a_tile_has(case: Case) -> None:
+    """The CPU flash kernel takes 512 keys at once: here it rescales."""
+    x = torch.randn(1030, 384, generator=torch.Generator().manual_seed(1))
+    running = load_kernel(case.ref(), kernels.loaded("MiniLM"), "cpu")
+    inside(case, "MiniLM", "attn_0", x, running.block("attn_0", x), affine=False)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Give PyTorch one thread, then two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+THREADED = [
+    Case("torch.sdpa.flash", {"compute": "float32", **NEAREST}),
+    Case("torch.sdpa.flash", {"compute": "bfloat16", **NEAREST}),
+    Case("torch.scaled_mm", {"preset": "fp8-w8a8-per-channel"}),
+    Case("onnxruntime.float32"),
+]
+
+
+@pytest.mark.parametrize("case", THREADED, ids=lambda c: c.name)
+def test_any_number_of_threads(case: Case, threads: int) -> None:
+    running = load_kernel(case.ref(), kernels.loaded("tiny LM"), "cpu")
+    (x,) = states("tiny LM", "attn_0", 1, 40)
+    assert torch.get_num_threads() == threads
+    inside(case, "tiny LM", "attn_0", x, running.block("attn_0", x))

@@ -1,0 +1,321 @@
+"""Order, norm and span by affine forms: attacks, both programs, and claims that do not follow."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kcdsl.chain import CertifiedRow, exact_row
+from kcdsl.chain.row import measured_beyond_certified
+from kcdsl.ir.terms import ModelRef
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.bert import build as build_bert
+from kcdsl.model.llama import build as build_llama
+from kcdsl.model.presets import resolve
+from kcdsl.verdict.model import InvalidEvidence
+from kcdsl_backends.affine.functionals import contrasts, functional_bound
+from kcdsl_backends.affine.order import margins
+from kcdsl_backends.affine.pair import Both
+from kcdsl_backends.affine.policies import certified_rows
+from kcdsl_backends.attack.simulate import Simulator
+from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
+from kcdsl_backends.certifier.workshop import BlockProblem, Workshop, claim_margin
+from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.functionals import drift_bound, row_bounds
+from kcdsl_certs.recheck import recheck
+
+TOKENS = (1, 5, 9, 2, 30)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 48, "max_position_embeddings": 32, "tie_word_embeddings": True,
+    },
+    "bert": {
+        "model_type": "bert", "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 48,
+        "max_position_embeddings": 32,
+    },
+}  # fmt: skip
+EAGER: dict[str, object] = {"preset": "torch-eager"}
+PAIRS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "the same": (EAGER, EAGER),
+    "float32": (EAGER, {"preset": "torch-sdpa-flash", "compute": "float32"}),
+    "float16": (EAGER, {"preset": "torch-sdpa-flash", "compute": "float16"}),
+    "bfloat16 nearest": (EAGER, {**EAGER, "compute": "bfloat16", "casts": "nearest"}),
+    "float64": (EAGER, {**EAGER, "compute": "float64", "accumulate": "float64"}),
+    "fp8 weights": (EAGER, {"preset": "fp8-weights"}),
+}
+CASES = [
+    ("llama", "model", 0.0), ("llama", "head", 2.0**-10), ("llama", "attn_0", 0.0),
+    ("bert", "layer_0", 0.0), ("bert", "mlp_0", 2.0**-9),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the weights of this module."""
+    return tmp_path_factory.mktemp("orders")
+
+
+@cache
+def model(kind: str, folder: Path) -> Model:
+    torch.manual_seed(23)
+    module = (build_llama if kind == "llama" else build_bert)(CONFIGS[kind])
+    state = {
+        name: torch.randn_like(p) * 0.3 + (1.0 if "orm" in name and name.endswith("weight") else 0)
+        for name, p in module.named_parameters()
+    }
+    save_file(state, folder / f"{kind}.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIGS[kind]))
+    return load_model(ModelRef(f"{kind}.safetensors", architecture=kind, tokenizer="bytes"), folder)
+
+
+class Case:
+    """A block with its region and the affine forms of both kernels."""
+
+    def __init__(self, kind: str, block: str, radius: float, pair: str, folder: Path) -> None:
+        train, infer = (resolve(settings) for settings in PAIRS[pair])
+        self.shop = Workshop(model(kind, folder), train, infer, torch.device("cpu"))
+        self.block = block
+        self.problem: BlockProblem = self.shop.problem(block, TOKENS)
+        self.centre = self.shop.centre(block, TOKENS)
+        self.radius = torch.full((1, 1), radius, dtype=torch.float64)
+        self.forms: Both = self.problem.forms(self.centre, self.radius)
+        self.margin = claim_margin(train, infer)
+
+    def box(self) -> Box:
+        """Return the box of the drift, met with that of the interval domain."""
+        box = self.forms.box()
+        try:
+            return box.meet(self.problem.bound(self.centre, self.radius).output.drift)
+        except NoBound:
+            return box
+
+    def proof(self, functional: str, claim: float, k: int = 1) -> bytes:
+        """Return a proof with this claim, whether it follows or not."""
+        shop = self.shop
+        builder = ProofBuilder(shop.model, self.block, shop.train, shop.infer, functional, k)
+        where = (
+            token_region(TOKENS)
+            if self.centre is None
+            else box_region(
+                "ball" if bool(self.radius.any()) else "points", self.centre, self.radius
+            )
+        )
+        builder.add("a", self.problem.graph, where, claim, self.forms.witness(), "affine")
+        return builder.document()
+
+    def checked(self, functional: str, claim: float, k: int = 1) -> str:
+        """Return what the independent checker says of a claim."""
+        outcome = recheck(self.proof(functional, claim, k), self.shop.model.checkpoint.path)
+        return outcome.reason
+
+    def runs(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Return outputs of admitted runs of both kernels on one input each."""
+        generator, found = torch.Generator().manual_seed(7), []
+        for _ in range(count):
+            x = self.inside(torch.rand(1, generator=generator))
+            found.append(tuple(
+                kernel.run(x, {
+                    name: torch.randint(0, 2, shape, generator=generator).double() * 2 - 1
+                    for name, shape in kernel.symbol_shapes().items()
+                })
+                for kernel in self.problem.simulators()
+            ))  # fmt: skip
+        return [(one, two) for one, two in found]
+
+    def inside(self, sign: Tensor) -> Tensor | None:
+        """Return an input of the region in float32, near one of its corners."""
+        if self.centre is None:
+            return None
+        moved = (self.centre + self.radius * 0.99 * (2 * sign - 1)).float().double()
+        return moved if bool(self.radius.any()) else self.centre
+
+
+def cases(kind: str, block: str, radius: float, pair: str, folder: Path) -> Case | None:
+    """Return a case, None where a coarse kernel has no bound."""
+    try:
+        return Case(kind, block, radius, pair, folder)
+    except NoBound:
+        assert pair not in ("the same", "float32", "float64")
+        return None
+
+
+def push(kernel: Simulator, x: Tensor | None, row: int, first: int, second: int) -> Tensor:
+    """Return the output of a run in which z_first - z_second of a row was pushed down."""
+    symbols = {
+        name: torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        for name, shape in kernel.symbol_shapes().items()
+    }
+    for _ in range(3):
+        if not symbols:
+            break
+        output = kernel.run(x, symbols)
+        slopes = torch.autograd.grad(
+            output[row, second] - output[row, first],
+            list(symbols.values()),
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        symbols = {
+            name: slope.sign().requires_grad_(True)
+            for name, slope in zip(symbols, slopes, strict=True)
+        }
+    return kernel.run(x, symbols).detach()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("kind", "block", "radius"), CASES)
+def test_no_attack_changes_what_is_proved(
+    kind: str, block: str, radius: float, pair: str, folder: Path
+) -> None:
+    case = cases(kind, block, radius, pair, folder)
+    if case is None:
+        return
+    simulators = case.problem.simulators()
+    reference = simulators[0].run(case.centre, {})
+    for k in (1, 3):
+        found = margins(case.forms, k)
+        for row in range(len(TOKENS)):
+            order = reference[row].argsort(descending=True)
+            kept = set(order[:k].tolist())
+            for kernel in simulators:
+                least = float("inf")
+                for second in order[k : k + 2].tolist():
+                    output = push(kernel, case.centre, row, int(order[k - 1]), second)[row]
+                    others = [j for j in range(len(output)) if j not in kept]
+                    apart = output[sorted(kept)].amin() - output[others].amax()
+                    least = min(least, float(apart))
+                assert float(found[row]) <= least + 1e-12
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("kind", "block", "radius"), CASES)
+def test_both_programs_decide_the_same_order(
+    kind: str, block: str, radius: float, pair: str, folder: Path
+) -> None:
+    case = cases(kind, block, radius, pair, folder)
+    if case is None:
+        return
+    for k in (1, 2, 5):
+        shown = float(margins(case.forms, k, factor=case.margin).amin())
+        reason = case.checked("no_flip", 0.0, k)
+        if shown > 0:
+            assert reason == "ok"
+        elif float(margins(case.forms, k).amin()) < -1e-9:
+            assert reason == "claim/too-small"
+
+
+def test_some_orders_are_proved_and_some_are_not(folder: Path) -> None:
+    """Otherwise the tests above compare nothing."""
+    seen = set()
+    for pair in PAIRS:
+        case = cases("llama", "head", 0.0, pair, folder)
+        if case is not None:
+            seen |= {bool(value > 0) for k in (1, 2, 5) for value in margins(case.forms, k)}
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("kind", "block", "radius"), CASES)
+def test_norm_and_span_hold_and_are_confirmed(
+    kind: str, block: str, radius: float, pair: str, folder: Path
+) -> None:
+    case = cases(kind, block, radius, pair, folder)
+    if case is None:
+        return
+    box = case.box()
+    drifts = [two - one for one, two in case.runs(12)]
+    for functional in ("2", "span"):
+        found = functional_bound(case.forms, box, functional, lambda bound: False)
+        assert found <= drift_bound(box, functional)
+        for drift in drifts:
+            seen = (
+                drift.square().sum(-1).sqrt()
+                if functional == "2"
+                else drift.amax(-1) - drift.amin(-1)
+            )
+            assert float(seen.amax()) <= found * (1 + 1e-12) + 1e-13
+        assert case.checked(functional, found * case.margin) == "ok"
+        if pair in ("the same", "float32"):  # elsewhere the checker may find less
+            assert case.checked(functional, found * 0.9) == "claim/too-small"
+
+
+def test_norm_and_span_are_less_than_the_box_says(folder: Path) -> None:
+    case = Case("llama", "model", 0.0, "float32", folder)
+    box = case.forms.box()
+    for functional, share in (("2", 0.95), ("span", 0.95)):
+        found = functional_bound(case.forms, box, functional, lambda bound: False)
+        assert found < share * drift_bound(box, functional)
+    enough = drift_bound(box, "span")
+    assert functional_bound(case.forms, box, "span", lambda bound: bound <= enough) == enough
+
+
+def test_a_span_is_at_least_that_of_every_pair(folder: Path) -> None:
+    """Of all pairs, bounded one by one: what is left out on the way is not larger."""
+    case = Case("bert", "mlp_0", 2.0**-9, "bfloat16 nearest", folder)
+    box = case.forms.box()
+    every = torch.arange(case.forms.shape[-1])
+    first, second = torch.cartesian_prod(every, every).unbind(-1)
+    for row in range(len(TOKENS)):
+        exact = float(contrasts(case.forms, (row,), first, second).hi.amax())
+        alone = row_bounds(box, "span")[row]
+        found = functional_bound(case.forms, box, "span", lambda bound: False)
+        assert min(exact, float(alone)) <= found * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("k", [-1, 0, 16, 17])
+def test_there_is_no_order_without_other_columns(k: int, folder: Path) -> None:
+    case = Case("llama", "attn_0", 0.0, "float32", folder)
+    assert not bool((margins(case.forms, k) > -torch.inf).any())
+    assert case.checked("no_flip", 0.0, k) == "document/field"
+
+
+def test_a_reference_that_is_no_number_shows_nothing(folder: Path) -> None:
+    case = Case("llama", "head", 0.0, "float32", folder)
+    entry = case.forms.ends[0]
+    entry.reference[2, 7] = torch.nan
+    found = margins(case.forms, 1)
+    assert float(found[2]) == -torch.inf
+    assert float(functional_bound(case.forms, case.forms.known, "span", lambda b: False)) == float(
+        "inf"
+    )
+
+
+@pytest.mark.parametrize("temperature", [1, 0.5])
+@pytest.mark.parametrize("pair", ["the same", "float32", "bfloat16 nearest"])
+def test_policies_stay_inside_of_what_is_certified(
+    pair: str, temperature: float, folder: Path
+) -> None:
+    case = Case("llama", "head", 0.0, pair, folder)
+    rows = list(certified_rows(case.forms, temperature, osc=2.0, amax=1.0, g=3.0))
+    assert len(rows) == len(TOKENS)
+    for one, two in case.runs(12):
+        for row, certified in enumerate(rows):
+            assert isinstance(certified, CertifiedRow)
+            measured = exact_row(one[row].tolist(), two[row].tolist(), temperature)
+            beyond = measured_beyond_certified(certified, measured)
+            # two equal runs differ by the roundings of the measurement alone
+            assert not beyond or measured.span < 1e-12, (row, beyond)
+            assert certified.reward is not None
+            assert certified.reward >= certified.tv
+    shown = margins(case.forms, 1)
+    for row, certified in enumerate(rows):
+        assert isinstance(certified, CertifiedRow)
+        assert not certified.top1_stable or bool(shown[row] > 0)
+
+
+def test_policies_without_a_temperature(folder: Path) -> None:
+    case = Case("llama", "head", 0.0, "float32", folder)
+    found = list(certified_rows(case.forms, 0))
+    assert len(found) == len(TOKENS)
+    assert all(isinstance(row, InvalidEvidence) for row in found)

@@ -1,0 +1,135 @@
+"""The formulas of relational-interval.md, evaluated a third time in ball arithmetic.
+
+Both programs must give what the formulas give, from above, and next to nothing more: neither end of
+a box may lie inside the box of the formulas, nor outside by more than a share of its width that
+float64 explains.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flint import arb
+
+from tests.support import proofs
+from tests.support.affine_rules import RULES
+from tests.support.ball import numbers
+from tests.support.ball.bounds import Ends, Setting, everything
+from tests.support.ball.relational import Box, Kernel, Page
+from tests.support.mutation.bases import decoder, encoder, gated
+
+N = proofs.numerics
+KERNELS: dict[str, Any] = {
+    "float32 any": N("float32", "any"),
+    "float32 nearest, fused": N("float32", "nearest", style="fused"),
+    "bfloat16 any, fused": N("bfloat16", "any", style="fused", scores="float32"),
+    "bfloat16 nearest, fp8 weights": N(
+        "bfloat16", "nearest", scores="bfloat16", weights=("fp8_e4m3", "per_channel")
+    ),
+    "float16 nearest, fp8 probabilities": N(
+        "float16", "nearest", style="fused", scores="float32", probabilities="fp8_e4m3"
+    ),
+    "float16 any, float16 sums": N("float16", "any", accumulate="float16"),
+}
+PAIRS = [
+    ("float32 any", "bfloat16 any, fused"),
+    ("float32 nearest, fused", "bfloat16 nearest, fp8 weights"),
+    ("bfloat16 nearest, fp8 weights", "float16 nearest, fp8 probabilities"),
+    ("float32 any", "float32 nearest, fused"),
+    ("float16 any, float16 sums", "float32 any"),
+]
+BLOCKS: dict[str, Any] = {**RULES, "decoder": decoder, "encoder": encoder, "gated": gated}
+# Of a width. What rounds to float32 has bounds so narrow that float64 counts for more in them.
+AGREE, AGREE_FINE = 1e-9, 2e-5
+
+
+def page(setting: Setting, folder: Path) -> Page:
+    scene = setting.scene(folder)
+
+    def stored(kernel: Any) -> tuple[Any, Any]:
+        return (
+            lambda key: scene.parameters.plain(key, kernel),
+            lambda key: scene.parameters.linear(key, kernel),
+        )
+
+    found = Page(
+        setting.graph,
+        (Kernel(setting.train), Kernel(setting.infer)),
+        (stored(scene.train), stored(scene.infer)),
+        setting.centre,
+        setting.radius,
+    )
+    # a weight that only linears read stands as their weight
+    (plain_t, linear_t), (plain_i, linear_i) = found.parameters
+    found.parameters = (
+        (_leaf(setting.graph, plain_t, linear_t), linear_t),
+        (_leaf(setting.graph, plain_i, linear_i), linear_i),
+    )
+    return found
+
+
+def _leaf(graph: Any, plain: Any, linear: Any) -> Any:
+    weights = {
+        node["attrs"]["key"]
+        for node in graph.nodes
+        if node["op"] == "param"
+        and all(
+            n["op"] == "linear" and n["inputs"][1] == node["name"]
+            for n in graph.nodes
+            if node["name"] in n["inputs"]
+        )
+    }
+    return lambda key: linear(key) if key in weights else plain(key)
+
+
+def compare(said: Ends, box: Box, scale: float, agree: float) -> str:
+    """Return what is wrong with the ends that a program says, "" if nothing is."""
+    for index in np.ndindex(*box.lo.shape):
+        low: arb = box.lo.item(index)
+        high: arb = box.hi.item(index)
+        lo, hi = arb(float(said[0][index])), arb(float(said[1][index]))
+        slack = agree * (high - low) + arb(scale) * numbers.power(-41)
+        ends = f"[{lo.str(17)}, {hi.str(17)}], the formulas [{low.str(17)}, {high.str(17)}]"
+        if lo > low or hi < high:
+            return f"{index} is too small: {ends}"
+        if low - lo > slack or hi - high > slack:
+            return f"{index} is larger than need be: {ends}"
+    return ""
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" · ".join)
+@pytest.mark.parametrize("rule", BLOCKS)
+def test_both_programs_say_what_the_formulas_say(
+    tmp_path: Path, rule: str, pair: tuple[str, str]
+) -> None:
+    rng = np.random.default_rng([list(BLOCKS).index(rule), PAIRS.index(pair)])
+    graph = BLOCKS[rule](rng)
+    train, infer = (KERNELS[name] for name in pair)
+    fine = any(KERNELS[name]["compute"] == "float32" for name in pair)
+    compared = 0
+    for radius in (0.0, 2.0**-12, 2.0**-4):
+        centre = rng.standard_normal(graph.input_shape).astype(np.float32).astype(np.float64)
+        setting = Setting(graph, train, infer, centre, radius)
+        found = [said for said in everything(setting, tmp_path) if "intervals" in said.source]
+        if not found:
+            continue
+        derived = page(setting, tmp_path)
+        derived.derive()
+        states = {
+            name: derived.state(name)
+            for name, value in derived.states.items()
+            if not isinstance(value, np.ndarray)
+        }
+        for said in found:
+            for part, ends in (("t", said.train), ("i", said.infer), ("d", said.drift)):
+                for name, box in ends.items():
+                    expected = getattr(states[name], part)
+                    scale = max(float(np.abs(v).max()) for v in (*box, *said.train[name]))
+                    agree = AGREE_FINE if fine else AGREE
+                    wrong = compare(box, expected, scale, agree)
+                    assert not wrong, (said.source, part, name, radius, wrong)
+                    compared += 1
+    assert compared > 0

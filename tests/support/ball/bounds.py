@@ -1,0 +1,137 @@
+"""Everything that both programs say of a block, as enclosures by node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kcdsl_backends.affine.pair import drift as prove
+from kcdsl_backends.affine.propagate import coarsest, write
+from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_certs.recheck.affine import drift as derive
+from kcdsl_certs.recheck.affine.form import Form
+from kcdsl_certs.recheck.affine.kernel import walk
+from kcdsl_certs.recheck.document import parse
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.inexact import Doubles
+from kcdsl_certs.recheck.propagate import propagate
+from kcdsl_certs.recheck.rules.state import Mask, Scene, numeric
+from kcdsl_certs.recheck.safetensors import read
+from tests.support import proofs
+from tests.support.prover import block, parameters
+
+Floats = np.ndarray
+Ends = tuple[Floats, Floats]
+
+
+@dataclass
+class Enclosures:
+    """What one domain of one program says, by node: value of either kernel, and drift."""
+
+    source: str
+    train: dict[str, Ends] = field(default_factory=dict)
+    infer: dict[str, Ends] = field(default_factory=dict)
+    drift: dict[str, Ends] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A graph under two numerics, on a region of one radius."""
+
+    graph: Any
+    train: Any
+    infer: Any
+    centre: Floats
+    radius: float
+
+    def scene(self, folder: Path) -> Scene:
+        """Return what the checker reads."""
+        path = folder / "model.safetensors"
+        sha256 = proofs.write_safetensors(path, self.graph.tensors)
+        document = proofs.document(
+            self.graph, self.train, self.infer, sha256, self.centre, self.radius
+        )
+        proof = parse(proofs.dump(document))
+        return Doubles(proof, read(path).tensors).scene(proof.cases[0])
+
+
+def everything(setting: Setting, folder: Path) -> Iterator[Enclosures]:
+    """Yield what each domain of each program says; nothing where it says that there is no bound."""
+    scene = setting.scene(folder)
+    with np.errstate(all="ignore"):
+        for source in (checked_intervals, checked_forms):
+            try:
+                yield source(scene)
+            except Rejection as rejection:
+                if rejection.reason not in ("bound/not-finite", "bound/overflow"):
+                    raise
+    for of in (proved_intervals, proved_forms):
+        try:
+            yield of(setting)
+        except NoBound:
+            continue
+
+
+def checked_intervals(scene: Scene) -> Enclosures:
+    found = Enclosures("intervals, checker")
+    for node, value in propagate(scene):
+        if not isinstance(value, Mask):
+            state = numeric(value)
+            found.train[node.name] = state.t.lo, state.t.hi
+            found.infer[node.name] = state.i.lo, state.i.hi
+            found.drift[node.name] = state.d.lo, state.d.hi
+    return found
+
+
+def checked_forms(scene: Scene) -> Enclosures:
+    found = Enclosures("forms, checker")
+    for kernel, values in ((scene.train, found.train), (scene.infer, found.infer)):
+        for name, form in walk(scene, kernel).forms.items():
+            if isinstance(form, Form):
+                values[name] = form.box.lo, form.box.hi
+    output = derive(scene).output
+    found.drift[scene.block.output] = output.lo, output.hi
+    return found
+
+
+def _tensors(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(setting.centre), torch.full((1, 1), setting.radius).double()
+
+
+def proved_intervals(setting: Setting) -> Enclosures:
+    sides = (parameters(setting.graph, record) for record in (setting.train, setting.infer))
+    output = BlockProblem(block(setting.graph), *sides).bound(*_tensors(setting)).output
+    found = Enclosures("intervals, prover")
+    for values, box in (
+        (found.train, output.train),
+        (found.infer, output.infer),
+        (found.drift, output.drift),
+    ):
+        values[setting.graph.output] = box.lo.numpy(), box.hi.numpy()
+    return found
+
+
+def proved_forms(setting: Setting) -> Enclosures:
+    found = Enclosures("forms, prover")
+    built = block(setting.graph)
+    sides = [parameters(setting.graph, record) for record in (setting.train, setting.infer)]
+    centre, radius = _tensors(setting)
+    grain = coarsest(built, *sides)
+    for side, values in zip(sides, (found.train, found.infer), strict=True):
+        run = write(built, side, centre, radius, grain)
+        for name, index in run.computed.items():
+            entry = run.tape.entries[index]
+            reference, reach = entry.reference.numpy(), entry.reach.numpy()
+            values[name] = (
+                np.nextafter(reference - reach, -np.inf),
+                np.nextafter(reference + reach, np.inf),
+            )
+    box = prove(built, sides[0], sides[1], centre, radius).box
+    found.drift[setting.graph.output] = box.lo.numpy(), box.hi.numpy()
+    return found

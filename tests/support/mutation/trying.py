@@ -1,0 +1,130 @@
+"""Change a proof in every way, check what comes of it, and try what was accepted against runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.check import Outcome
+from tests.support import kernels, proofs
+from tests.support.mutation.bases import repaired
+from tests.support.mutation.changes import Change, array_of, changes
+from tests.support.mutation.words import with_names
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What the checker said of one changed document."""
+
+    change: Change
+    document: Document
+    outcome: Outcome
+
+
+def every_change(document: Document) -> list[Change]:
+    """Return all changes of a proof."""
+    graph = next(iter(document["graphs"].values()))["graph"]
+    return list(changes(document, with_names(graph)))
+
+
+def tried(document: Document, path: Path, some: Iterable[Change]) -> Iterator[Tried]:
+    """Yield the outcome of each change, the digests put right as a forger would."""
+    for change in some:
+        changed = change.of(document)
+        if change.field.startswith("graphs{}."):
+            changed = repaired(changed, change.field.startswith("graphs{}.constants"))
+        yield Tried(change, changed, recheck(json.dumps(changed).encode(), path))
+
+
+def exceeded(document: Document, path: Path, runs: int = 24, seed: int = 0) -> str:
+    """Return where simulated runs of an accepted document leave what it claims, else "".
+
+    Every case's claim and witnesses are compared with pairs of runs that the numerics of the
+    document admit, on points of its region. The runs follow the record of the graph alone.
+    """
+    from kcdsl_certs.recheck.document import parse
+    from kcdsl_certs.recheck.safetensors import read
+    from kcdsl_certs.recheck.weights import Parameters
+
+    proof = parse(json.dumps(document).encode())
+    stored = Parameters(read(path).tensors, proof.parameters)
+    functional, k = document["functional"]["kind"], document["functional"].get("k", 1)
+    for record in document["cases"]:
+        entry = document["graphs"][record["graph"]]
+        graph = proofs.Graph(None, _nodes(entry["graph"]), output=entry["graph"]["output"])
+        graph.constants = {k: array_of(v) for k, v in entry["constants"].items()}
+        rng = np.random.default_rng(seed)
+        for trial in range(runs):
+            x = _point(record["region"], trial, rng)
+            sides = []
+            for side, kernel in (("train", proof.train), ("infer", proof.infer)):
+                modes = ("random", "signs", "up", "down")
+                mode = modes[(trial + (side == "infer") * (trial // 4)) % 4]
+                run = kernels.Run(document["numerics"][side], rng, mode)
+                with np.errstate(all="ignore"):
+                    sides.append(
+                        kernels.simulate(
+                            graph,
+                            run,
+                            x,
+                            lambda key, kernel=kernel: stored.plain(key, kernel),
+                            lambda key, kernel=kernel: stored.linear(key, kernel),
+                        )
+                    )
+            for witness in record["witness"]:
+                t, i = (side[witness["node"]] for side in sides)
+                if t.dtype == bool:
+                    continue
+                slack = 2.0**-44 * float(np.maximum(np.abs(t), np.abs(i)).max())
+                drift = float.fromhex(witness["drift"])
+                value = float.fromhex(witness["value"])
+                if np.abs(i - t).max() > drift + slack or np.abs(t).max() > value + slack:
+                    return f"node {witness['node']} of {record['name']}"
+            t, i = (side[graph.output] for side in sides)
+            slack = 2.0**-43 * float(np.maximum(np.abs(t), np.abs(i)).max())
+            if not _kept(functional, k, t, i, record["claim"], slack):
+                return f"the claim of {record['name']}"
+    return ""
+
+
+def _nodes(graph: Document) -> list[Document]:
+    """Return the nodes with every number of an attribute as a hexadecimal string."""
+    real = ("eps", "factor", "divisor", "offset")
+
+    def attrs(found: Document) -> Document:
+        return {
+            k: float(v).hex() if k in real and isinstance(v, int) else v for k, v in found.items()
+        }
+
+    return [{**node, "attrs": attrs(node["attrs"])} for node in graph["nodes"]]
+
+
+def _point(region: Document, trial: int, rng: np.random.Generator) -> np.ndarray | None:
+    if "ids" in region:
+        return None
+    centre, radius = array_of(region["centre"]), array_of(region["radius"])
+    moves = (0.0, rng.choice([-1.0, 1.0], centre.shape), rng.uniform(-1, 1, centre.shape))
+    return np.asarray(centre + radius * moves[trial % 3])
+
+
+def _kept(functional: str, k: int, t: np.ndarray, i: np.ndarray, claim: str, slack: float) -> bool:
+    if functional == "no_flip":
+        top = [np.sort(np.argsort(v, axis=-1)[..., -k:], axis=-1) for v in (t, i)]
+        return bool((top[0] == top[1]).all())
+    d = i - t
+    match functional:
+        case "inf":
+            seen = np.abs(d).max()
+        case "2":
+            seen = np.sqrt((d**2).sum(axis=-1)).max()
+        case _:
+            seen = (d.max(axis=-1) - d.min(axis=-1)).max()
+    return bool(seen <= float.fromhex(claim) + slack)

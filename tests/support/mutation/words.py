@@ -1,0 +1,65 @@
+"""What a field of a fixed vocabulary may also say, by field."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+OPS = (
+    "input", "param", "constant", "embedding", "linear", "matmul", "add", "sub", "mul", "scale",
+    "divide", "shift", "neg", "relu", "tanh", "silu", "gelu", "reshape", "expand", "permute",
+    "slice", "concat", "softmax", "rms_norm", "layer_norm", "rope", "exp",
+)  # fmt: skip
+SCALES = ("none", "per_tensor", "per_channel", "per_token", "block_128", "mx")
+NODE = "graphs{}.graph.nodes[]"
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "schema": ("kcdsl.interval-proof/2", "kcdsl.block-graph/1"),
+    "block": ("block_1", "model"),
+    "claim": ("held", (1.0).hex()),
+    "functional.kind": ("inf", "2", "span", "no_flip", "1"),
+    "cases[].claim": ("held", (1.0).hex()),
+    "cases[].domain": ("interval", "affine", "zonotope"),
+    "cases[].name": ("case-0", "case-1"),
+    "cases[].region.kind": ("points", "ball", "hull"),
+    "graphs{}.graph.schema": ("kcdsl.block-graph/2", "kcdsl.interval-proof/1"),
+    "graphs{}.graph.block": ("block_1",),
+    f"{NODE}.op": OPS,
+    f"{NODE}.role": ("", "scores", "probabilities", "context", "query"),
+    **dict(
+        chain.from_iterable(
+            {
+                f"numerics.{side}.preset": ("torch-eager", "fp8-weights"),
+                f"numerics.{side}.compute": FORMATS,
+                f"numerics.{side}.accumulate": FORMATS,
+                f"numerics.{side}.casts": ("any", "nearest", "free"),
+                f"numerics.{side}.weights.format": (*FORMATS, "int8", "none"),
+                f"numerics.{side}.weights.scale": SCALES,
+                f"numerics.{side}.activations.format": (*FORMATS, "int8", "uint8", "none"),
+                f"numerics.{side}.activations.scale": SCALES,
+                f"numerics.{side}.results{{}}": FORMATS,
+                f"numerics.{side}.sigmoid": ("absolute", "relative"),
+                f"numerics.{side}.attention.style": ("composed", "fused", "tiled"),
+                f"numerics.{side}.attention.scores": FORMATS,
+                f"numerics.{side}.attention.probabilities": FORMATS,
+            }.items()
+            for side in ("train", "infer")
+        )
+    ),
+}
+
+
+def with_names(graph: dict[str, object]) -> dict[str, tuple[str, ...]]:
+    """Return the words and, where names of nodes and constants stand, the other names."""
+    nodes = graph["nodes"]
+    assert isinstance(nodes, list)
+    names = tuple(str(node["name"]) for node in nodes)
+    keys = tuple(str(n["attrs"]["key"]) for n in nodes if "key" in n["attrs"])
+    return {
+        **WORDS,
+        f"{NODE}.name": names[:3],
+        f"{NODE}.inputs[]": names,
+        f"{NODE}.attrs.key": keys,
+        "graphs{}.graph.output": names,
+        "cases[].witness[].node": names[:3],
+    }

@@ -1,0 +1,66 @@
+"""Pieces of work that go wrong in a known way, for tests of the engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl_backends.certifier.work import Checked, Station
+
+
+@dataclass(frozen=True)
+class Say:
+    """Answer with a text, after some seconds; `own` adds the number of the process."""
+
+    text: str
+    seconds: float = 0.0
+    own: bool = False
+
+    def run(self, station: Station) -> tuple[Checked, None]:
+        time.sleep(self.seconds)
+        return Checked(f"{self.text} {os.getpid()}" if self.own else self.text), None
+
+
+@dataclass(frozen=True)
+class Die:
+    """End the worker as the system does when memory runs out."""
+
+    def run(self, station: Station) -> tuple[Any, None]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("still alive")
+
+
+@dataclass(frozen=True)
+class DieOnce:
+    """End the worker the first time; answer the next."""
+
+    marker: Path
+
+    def run(self, station: Station) -> tuple[Checked, None]:
+        if not self.marker.exists():
+            self.marker.touch()
+            os._exit(7)
+        return Checked("second"), None
+
+
+@dataclass(frozen=True)
+class Fail:
+    """Raise what is named."""
+
+    kind: str
+
+    def run(self, station: Station) -> tuple[Any, None]:
+        match self.kind:
+            case "memory":
+                raise MemoryError("no room")
+            case "refusal":
+                raise refuse(codes.WEIGHT_OVERFLOW, "a weight overflows", help="take bfloat16")
+            case "file":
+                raise FileNotFoundError(2, "No such file", "gone.safetensors")
+            case kind:
+                raise ValueError(kind)

@@ -1,0 +1,67 @@
+"""Graphs and numerics of `proofs` as the package under test reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.numerics import Activations, Attention, Numerics, TensorCore, Unit, Weights
+from kcdsl_backends.parameters import StoredParameters
+
+
+def numerics(record: Any) -> Numerics:
+    """Return a numerics record as the package reads it."""
+    found = Numerics(
+        **{
+            **record,
+            "weights": Weights(**record["weights"]),
+            "activations": Activations(**record["activations"]),
+            "attention": Attention(**record["attention"]),
+            "results": tuple(sorted(record.get("results", {}).items())),
+            "tensor_core": _core(record.get("tensor_core")),
+        }
+    )
+    assert found.to_json() == record
+    return found
+
+
+def _core(record: Any) -> TensorCore | None:
+    return record and TensorCore(Unit(**record["linears"]), Unit(**record["others"]))
+
+
+def block(graph: Any) -> BlockGraph:
+    """Return a graph as the package reads it."""
+
+    def value(entry: Any) -> Any:
+        if isinstance(entry, str) and "0x" in entry:
+            return float.fromhex(entry)
+        return tuple(entry) if isinstance(entry, list) else entry
+
+    nodes = tuple(
+        Node(
+            node["name"],
+            node["op"],
+            tuple(node["inputs"]),
+            tuple(node["shape"]),
+            {
+                name: entry if name == "key" else value(entry)
+                for name, entry in node["attrs"].items()
+            },
+            node["role"],
+        )
+        for node in graph.nodes
+    )
+    found = BlockGraph("block_0", nodes, graph.output, graph.constants, graph.input_shape)
+    assert found.digest == graph.digest
+    return found
+
+
+def parameters(graph: Any, record: Any) -> StoredParameters:
+    """Return what a kernel of these numerics stores."""
+    tensors: Mapping[str, torch.Tensor] = {
+        key: torch.from_numpy(array) for key, array in graph.tensors.items()
+    }
+    return StoredParameters(tensors, graph.constants, numerics(record), torch.device("cpu"))

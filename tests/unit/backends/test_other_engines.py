@@ -1,0 +1,220 @@
+"""Kernels of compilers, quantisers and other runtimes: what they refuse, and what they keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics.codes import KERNEL_NUMERICS, NO_PACKAGE
+from kcdsl.ir.terms import KernelRef, ModelRef
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.presets import ADAPTER_PRESETS, resolve
+from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
+from kcdsl_backends.empirical.engines import programs
+from kcdsl_backends.empirical.engines.onnx_runtime import Sessions
+from kcdsl_backends.empirical.kernels import load_kernel
+
+IDS = [5, 3, 250, 7, 11]
+E4M3 = {"format": "fp8_e4m3", "scale": "per_channel"}
+ROWS = {"format": "int8_full", "scale": "per_channel"}
+LOADED_QUICKLY = (
+    "torch.scaled_mm",
+    "torchao.float8_weight_only",
+    "torchao.int8_weight_only",
+    "torchao.int8_dynamic",
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(repository: Path) -> Model:
+    """Return the trained example."""
+    ref = ModelRef("model.safetensors", architecture="llama")
+    return load_model(ref, repository / "examples" / "tiny_lm")
+
+
+def kernel(run: str, **numerics: Any) -> KernelRef:
+    def pairs(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return tuple(sorted((k, pairs(v)) for k, v in value.items()))
+
+    return KernelRef(run, pairs(numerics))
+
+
+def refused(code: object, *words: str) -> Any:
+    def matches(refusal: Refusal) -> bool:
+        (found,) = refusal.diagnostics
+        return found.code is code and all(w in f"{found.message} {found.help}" for w in words)
+
+    return pytest.RaisesExc(Refusal, check=matches)
+
+
+@pytest.mark.parametrize("run", ADAPTERS)
+def test_an_adapter_serves_its_own_preset_and_those_it_names(run: str) -> None:
+    adapter = ADAPTERS[run]
+    for preset in (ADAPTER_PRESETS[run], *adapter.presets):
+        refuse_unserved(run, adapter, resolve({"preset": preset}), adapter.devices[-1])
+
+
+UNSERVED: dict[str, tuple[KernelRef, tuple[str, ...]]] = {
+    "a compiler places roundings": (kernel("torch.compile", casts="nearest"), ("`any`",)),
+    "a compiler may fuse": (
+        kernel("torch.compile", preset="torch-eager"),
+        ("its attention is fused",),
+    ),
+    "scores of a compiler": (
+        kernel("torch.compile", compute="bfloat16", attention={"scores": "float32"}),
+        ("attention.scores is bfloat16",),
+    ),
+    "codes, not bytes": (
+        kernel("torchao.int8_weight_only", preset="int8-weights", compute="float32"),
+        ("int8_full per_channel", "not int8"),
+    ),
+    "bfloat16 bytes": (
+        kernel("torchao.int8_dynamic", compute="bfloat16"),
+        ("does not compute in bfloat16",),
+    ),
+    "no activations": (
+        kernel("torch.scaled_mm", preset="fp8-weights"),
+        ("it quantises activations", "fp8_e4m3 per_token"),
+    ),
+    "other activations": (
+        kernel("onnxruntime.dynamic_int8", activations={"format": "uint8", "scale": "per_token"}),
+        ("uint8 per_tensor, not uint8 per_token",),
+    ),
+    "which adapter would": (
+        kernel("torch.eager", preset="onnxruntime-int8"),
+        ("onnxruntime.dynamic_int8 does",),
+    ),
+    "finer sigmoid": (kernel("onnxruntime.float32", sigmoid="relative"), ("sigmoid",)),
+    "quantised claim of a float runtime": (
+        kernel("onnxruntime.float32", weights=E4M3),
+        ("its weights are float32 none",),
+    ),
+    "scales that do not go together": (
+        kernel(
+            "torch.scaled_mm",
+            weights=E4M3,
+            activations={"format": "fp8_e4m3", "scale": "per_tensor"},
+        ),
+        ("scales of rows on both sides",),
+    ),
+    "another result": (
+        kernel("torch.eager", compute="bfloat16", results={"linear": "float32"}),
+        ("results.linear is bfloat16, not float32",),
+    ),
+    "tensor cores on a CPU": (
+        kernel("torch.sdpa.flash", compute="bfloat16", tensor_core="hopper_16"),
+        ("no tensor core",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_a_claim_that_is_not_kept_is_refused(name: str, tiny: Model) -> None:
+    ref, words = UNSERVED[name]
+    with refused(KERNEL_NUMERICS, *words):
+        load_kernel(ref, tiny, "cpu")
+
+
+@pytest.mark.parametrize("run", LOADED_QUICKLY)
+def test_quantised_kernels_run_the_model(run: str, tiny: Model) -> None:
+    exact = load_kernel(kernel("torch.eager"), tiny, "cpu").logits(IDS)
+    found = load_kernel(kernel(run), tiny, "cpu")
+    drift = (found.logits(IDS) - exact).abs().max()
+    assert 1e-3 < float(drift) < 2
+    assert found.logits([IDS, IDS[::-1]]).shape == (2, len(IDS), 256)
+    assert found.hidden(IDS).shape == (len(IDS), 96)
+
+
+@pytest.mark.parametrize("run", LOADED_QUICKLY)
+def test_the_digest_covers_what_a_library_holds(run: str, tiny: Model) -> None:
+    first, second = (load_kernel(kernel(run), tiny, "cpu") for _ in range(2))
+    assert first.weights_digest() == second.weights_digest()
+    plain = load_kernel(kernel("torch.eager"), tiny, "cpu")
+    assert first.weights_digest() != plain.weights_digest()
+    scale = next(
+        getattr(p, "scale", p)
+        for n, p in second.module.named_parameters()
+        if n.endswith("scale") or hasattr(p, "qdata")
+    )
+    with torch.no_grad():
+        scale.mul_(2)
+    assert first.weights_digest() != second.weights_digest()
+
+
+def test_sequences_of_a_batch_do_not_share_a_scale(tiny: Model) -> None:
+    found = load_kernel(kernel("torch.scaled_mm", preset="fp8-w8a8-per-tensor"), tiny, "cpu")
+    x = torch.randn(2, 4, 96, generator=torch.Generator().manual_seed(1))
+    x[1] *= 1e4
+    both = found.block("mlp_0", x)
+    assert torch.equal(both[0], found.block("mlp_0", x[0]))
+
+
+def test_a_library_that_is_missing_is_named(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "find_spec", lambda name: None)
+    with refused(NO_PACKAGE, "torchao", 'pip install "kcdsl[torchao]"'):
+        load_kernel(kernel("torchao.int8_dynamic"), tiny, "cpu")
+    with refused(NO_PACKAGE, "onnxruntime and onnxscript", "kcdsl[onnxruntime]"):
+        load_kernel(kernel("onnxruntime.float32"), tiny, "cpu")
+    load_kernel(kernel("torch.scaled_mm"), tiny, "cpu")
+
+
+def test_a_library_that_stores_another_weight_is_refused(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a release quantised otherwise: one element is off in its last place."""
+    from kcdsl_backends.empirical import kernels
+    from kcdsl_backends.empirical.engines.torchao_linears import quantise_linear
+
+    def other(linear: torch.nn.Linear, original: torch.Tensor, numerics: Any) -> None:
+        moved = original.clone()
+        moved[0, 0] += float(original.abs().amax())
+        quantise_linear(linear, moved, numerics)
+
+    monkeypatch.setattr(kernels, "quantise_linear", other)
+    with refused(KERNEL_NUMERICS, "stores another weight for model.layers.0.self_attn.q_proj"):
+        load_kernel(kernel("torchao.int8_weight_only"), tiny, "cpu")
+
+
+def test_a_session_with_another_weight_is_refused(tiny: Model) -> None:
+    numerics = resolve({"preset": "onnxruntime-int8"})
+    part = tiny.block("head")
+    expected = torch.zeros(256, 96)
+    sessions = Sessions("onnxruntime.dynamic_int8", numerics, (expected,), 256)
+    with refused(KERNEL_NUMERICS, "stores another weight for a product of head"):
+        sessions("head", part)(torch.randn(5, 96))
+
+
+def test_a_row_of_zeros_that_torchao_cannot_quantise_is_refused(tiny: Model) -> None:
+    import copy
+    from dataclasses import replace
+
+    module = copy.deepcopy(tiny.module)
+    with torch.no_grad():
+        module.get_parameter("model.layers.1.mlp.up_proj.weight")[3] = 0
+    with refused(KERNEL_NUMERICS, "model.layers.1.mlp.up_proj", "zeros"):
+        load_kernel(kernel("torchao.float8_weight_only"), replace(tiny, module=module), "cpu")
+
+
+def test_a_module_of_ones_own_is_not_taken_apart(tiny: Model) -> None:
+    from dataclasses import replace
+
+    own = replace(tiny, built_in=False)
+    for run in (*LOADED_QUICKLY, "onnxruntime.float32", "onnxruntime.dynamic_int8"):
+        with refused(KERNEL_NUMERICS, "built-in architectures", "torch.compile"):
+            load_kernel(kernel(run), own, "cpu")
+    with refused(KERNEL_NUMERICS, "built-in architectures"):
+        load_kernel(kernel("torch.compile", weights=E4M3), own, "cpu")
+
+
+def test_a_fingerprint_names_the_library(tiny: Model) -> None:
+    from importlib.metadata import version
+
+    record = load_kernel(kernel("torchao.int8_dynamic"), tiny, "cpu").fingerprint()
+    assert record["torchao"] == version("torchao").partition("+")[0]
+    assert "torchao" not in load_kernel(kernel("torch.eager"), tiny, "cpu").fingerprint()

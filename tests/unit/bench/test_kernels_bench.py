@@ -1,0 +1,65 @@
+"""The table and the picture of bench/kernels.py, and the page that holds what was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from bench.kernels import BEGIN, CASES, END, MODELS, PAGE, Comparison, figures, table
+from bench.kernels_picture import draw
+
+FIRST = CASES[0].name
+
+
+def run(ratio: float, bound: float = 1.0, block: str = "attn_0") -> Comparison:
+    return Comparison(FIRST, "MiniLM", block, 7, ratio, ratio * bound, bound)
+
+
+def test_the_table_has_the_largest_quotient_of_each_kind_of_block() -> None:
+    text = table([run(0.25), run(0.5), run(0.75, block="layer_0"), run(0.0, math.inf, "mlp_0")])
+    assert f"| {FIRST} | MiniLM | 4, 3 | 0.5 | – | 0.75 | – |" in text
+    assert "4 runs, 3 of them" in text
+    assert "the largest quotient is 0.7500" in text
+
+
+def test_a_run_outside_its_bound_fails_and_is_shown() -> None:
+    (figure,) = figures([run(0.5), run(1.5)])
+    assert figure.value == 1.5
+    assert not figure.within
+    (beyond,) = figures([run(math.inf)])
+    assert not beyond.within
+    assert "| 1, 1 | inf |" in table([run(math.inf)])
+
+
+def test_the_picture_is_well_formed_and_places_runs_by_their_quotient() -> None:
+    root = ElementTree.fromstring(draw([("a < b", "MiniLM", q) for q in (0.0, 1e-3, 1.0, 50.0)]))
+    places = [
+        float(c.attrib["cx"])
+        for c in root.iter("{http://www.w3.org/2000/svg}circle")
+        if c.attrib["r"] == "3"
+    ]
+    assert places == sorted(places)
+    assert len(set(places)) == 4
+    limit = next(
+        line
+        for line in root.iter("{http://www.w3.org/2000/svg}line")
+        if line.attrib["stroke-width"] == "2"
+    )
+    assert float(limit.attrib["x1"]) == places[2]
+
+
+def test_the_page_holds_the_recorded_results(repository: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    shown = text.partition(BEGIN)[2].partition(END)[0]
+    for case in CASES:
+        for model in MODELS:
+            assert f"| {case.name} | {model} |" in shown
+    document = json.loads((repository / "bench" / "results" / "kernels.json").read_text("utf-8"))
+    assert {f["name"] for f in document["figures"]} <= {
+        f"{case.name}, {model}" for case in CASES for model in MODELS
+    }
+    assert all(f["value"] <= 1 for f in document["figures"])
+    worst = max(f["value"] for f in document["figures"])
+    assert f"the largest quotient is {worst:.4f}" in shown

@@ -1,0 +1,190 @@
+"""Entries of the cache: what was written comes back, and nothing else ever does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kcdsl_backends.certifier import cache as module
+from kcdsl_backends.certifier.cache import (
+    DAMAGE,
+    Cache,
+    Found,
+    decode,
+    encode,
+    key_of,
+    rules_version,
+    sources_digest,
+)
+
+KEY = key_of({"a": 1})
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: float
+    rest: tuple[Any, ...]
+
+
+@given(PLAIN)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    text = json.dumps(encode(value), allow_nan=False)
+    found = decode(json.loads(text), ())
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_tensors_come_back_bit_by_bit(kind: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.arange(math.prod(shape)) % 2).reshape(shape).to(kind)
+    found = decode(json.loads(json.dumps(encode(tensor))), ())
+    assert found.dtype == kind
+    assert found.shape == tensor.shape
+    assert torch.equal(found, tensor)
+
+
+def test_records_come_back_if_their_class_is_known() -> None:
+    value = Pair(0.1, (math.inf, -0.0, [True]))
+    assert decode(encode(value), (Pair,)) == value
+    with pytest.raises(KeyError):
+        decode(encode(value), ())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"float": "0x1p+1", "more": 1}, {"float": 1}, {"float": "one"}, {"tuple": 1}, {"other": 1},
+        {"record": "Pair", "fields": {"first": 1}}, {"record": "Pair", "fields": {"x": 1}}, 1.5,
+        {"tensor": {"dtype": "float64", "shape": [2], "zlib": ""}},
+        {"tensor": {"dtype": "object", "shape": [0], "zlib": ""}},
+        {"tensor": {"dtype": "float64", "shape": [-1], "zlib": ""}},
+        {"tensor": {"dtype": "float64", "shape": [0], "zlib": "!"}},
+        {"tensor": {"dtype": "none", "shape": [0], "zlib": ""}},
+        {"tensor": {}}, {},
+    ],
+)  # fmt: skip
+def test_what_is_no_value_is_refused(value: Any) -> None:
+    with pytest.raises(DAMAGE):
+        decode(value, (Pair,))
+
+
+def test_a_tensor_cannot_be_larger_than_it_says() -> None:
+    stored = encode(torch.zeros(1000, dtype=torch.float64))
+    stored["tensor"]["shape"] = [10]
+    with pytest.raises(ValueError, match="not a tensor"):
+        decode(stored, ())
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, Pair, b"bytes"])
+def test_what_cannot_be_kept_is_an_error(value: Any) -> None:
+    with pytest.raises(TypeError):
+        encode(value)
+
+
+def test_an_entry_is_found_under_its_key_alone(
+    tmp_path: Path, follows: Callable[..., None]
+) -> None:
+    cache = Cache(tmp_path / "new" / "folder")
+    assert cache.read(KEY) == (Found.ABSENT, None)
+    value = encode(Pair(0.1, (torch.ones(2), {"a": 1})))
+    assert cache.write(KEY, value)
+    assert cache.read(KEY) == (Found.HIT, value)
+    assert cache.read(key_of({"a": 2})) == (Found.ABSENT, None)
+    follows(json.loads(cache.path(KEY).read_bytes()))
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [cache.path(KEY)]
+
+
+def test_every_damage_is_seen(tmp_path: Path) -> None:
+    """Cut anywhere, any byte changed, put under another key, of another form or too large."""
+    cache = Cache(tmp_path)
+    cache.write(KEY, encode({"bound": 0.25}))
+    path = cache.path(KEY)
+    good = path.read_bytes()
+    for length in range(len(good)):
+        path.write_bytes(good[:length])
+        assert cache.read(KEY) == (Found.DAMAGED, None), length
+    for place in range(len(good)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        assert cache.read(KEY) == (Found.DAMAGED, None), place
+    for text in (good + b" ", b"[" * 100_000, b"null", b"{}", b"[]", b"\xff", good + good):
+        path.write_bytes(text)
+        assert cache.read(KEY) == (Found.DAMAGED, None), text[:20]
+    other = key_of({"a": 2})
+    cache.path(other).parent.mkdir(exist_ok=True)
+    cache.path(other).write_bytes(good)
+    assert cache.read(other) == (Found.DAMAGED, None)
+    path.unlink()
+    path.mkdir()
+    assert cache.read(KEY) == (Found.DAMAGED, None)
+    assert not cache.write(KEY, 1)
+
+
+def test_an_entry_that_is_too_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path)
+    cache.write(KEY, "a" * 2000)
+    assert cache.read(KEY)[0] is Found.HIT
+    monkeypatch.setattr(module, "LARGEST_ENTRY", 1000)
+    assert cache.read(KEY) == (Found.DAMAGED, None)
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file")
+    assert not cache.write(KEY, 1)
+    assert cache.read(KEY)[1] is None
+
+
+def test_keys_tell_everything_apart() -> None:
+    parts: list[dict[str, Any]] = [
+        {"a": 1},
+        {"a": "1"},
+        {"a": [1]},
+        {"a": {"b": 1}},
+        {"b": 1},
+        {"a": 1, "b": None},
+        {},
+    ]
+    assert len({key_of(p) for p in parts}) == len(parts)
+    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
+
+
+def test_the_version_of_the_rules_is_that_of_every_source(tmp_path: Path) -> None:
+    (tmp_path / "p" / "sub").mkdir(parents=True)
+    (tmp_path / "p" / "a.py").write_text("x = 1\n")
+    (tmp_path / "p" / "sub" / "b.py").write_text("")
+    roots = [tmp_path / "p"]
+    first = sources_digest(roots, "torch 1")
+    assert sources_digest(roots, "torch 1") == first
+    found = {first, sources_digest(roots, "torch 2")}
+    (tmp_path / "p" / "a.py").write_text("x = 2\n")
+    found.add(sources_digest(roots, "torch 1"))
+    (tmp_path / "p" / "a.py").write_text("x = 1\n")
+    (tmp_path / "p" / "sub" / "b.py").rename(tmp_path / "p" / "b.py")
+    found.add(sources_digest(roots, "torch 1"))
+    (tmp_path / "p" / "c.py").write_text("")
+    found.add(sources_digest(roots, "torch 1"))
+    assert len(found) == 5
+    with pytest.raises(RuntimeError, match="no source files"):
+        sources_digest([tmp_path / "p" / "sub"], "")
+    assert len(rules_version()) == 64

@@ -1,0 +1,204 @@
+"""The crew: the same answers wherever work is done, and none that was not given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.model.architecture import load_model
+from kcdsl.route.execution import Execution
+from kcdsl_backends.certifier import engine
+from kcdsl_backends.certifier.cache import rules_version
+from kcdsl_backends.certifier.engine import Crew, DefectInWork, WorkersDoNotStart, threads_of
+from kcdsl_backends.certifier.processes import _group_room, available_memory, cores
+from kcdsl_backends.certifier.work import (
+    Answer,
+    Checked,
+    Setting,
+    Station,
+    Task,
+    Unfinished,
+    open_station,
+    peak_bytes,
+    perform,
+)
+from tests.support.pieces import Die, DieOnce, Fail, Say
+from tests.support.small_models import write_contract, write_model
+
+
+@pytest.fixture(scope="module")
+def station(tmp_path_factory: pytest.TempPathFactory) -> Station:
+    """What this process needs to work on a small model."""
+    folder = tmp_path_factory.mktemp("crew")
+    write_model(folder)
+    program = write_contract(folder, "forall x in points(all): norm_inf(drift(attn_0, x)) <= 1")
+    model = load_model(program.model, folder)
+    setting = Setting(program, folder, "cpu", 1, model.checkpoint.sha256, rules_version(), None)
+    return open_station(setting, model)
+
+
+@pytest.fixture(scope="module")
+def pair(station: Station) -> Iterator[Crew]:
+    """Two workers that tests share."""
+    with Crew(station, Execution(jobs=2)) as crew:
+        yield crew
+
+
+def said(answers: list[Answer | None]) -> list[str]:
+    """Return what pieces of work said."""
+    return [a.value.reason for a in answers if a is not None and isinstance(a.value, Checked)]
+
+
+def test_answers_stand_in_the_order_of_tasks(station: Station, pair: Crew) -> None:
+    tasks = [Say("slow", 0.3), Say("b"), Say("c"), Say("d")]
+    heard: list[int] = []
+    answers = pair.run(tasks, lambda index, answer: heard.append(index))
+    assert said(answers) == ["slow", "b", "c", "d"]
+    assert sorted(heard) == [0, 1, 2, 3]
+    with Crew(station, Execution(jobs=1)) as alone:
+        assert said(alone.run(tasks)) == said(answers)
+
+
+def test_workers_are_other_processes(station: Station, pair: Crew) -> None:
+    import os
+
+    with Crew(station, Execution(jobs=1)) as alone:
+        assert said(alone.run([Say("", own=True)])) == [f" {os.getpid()}"]
+    assert f" {os.getpid()}" not in said(pair.run([Say("", own=True)]))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_want_of_memory_is_an_unfinished_piece(station: Station, pair: Crew, jobs: int) -> None:
+    crew = pair if jobs == 2 else Crew(station, Execution(jobs=1))
+    first, second = crew.run([Fail("memory"), Say("next")])
+    assert first is not None
+    assert second is not None
+    assert first.value == Unfinished("out of memory: no room")
+    assert second.value == Checked("next")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_first_refusal_counts(station: Station, jobs: int) -> None:
+    tasks: list[Task] = [Say("a", 0.2), Fail("refusal"), Fail("defect"), Fail("file")]
+    with Crew(station, Execution(jobs=jobs)) as crew, pytest.raises(Refusal) as caught:
+        crew.run(tasks)
+    (diagnostic,) = caught.value.diagnostics
+    assert (diagnostic.code.id, diagnostic.help) == ("KC467", "take bfloat16")
+
+
+def test_a_defect_names_its_exception_and_trace(station: Station, pair: Crew) -> None:
+    for crew in (Crew(station, Execution(jobs=1)), pair):
+        with pytest.raises(DefectInWork, match="ValueError: planted") as caught:
+            crew.run([Fail("planted"), Say("late", 0.1)])
+        assert "in run" in "".join(caught.value.__notes__)
+
+
+def test_a_file_that_is_gone_is_refused(station: Station) -> None:
+    with pytest.raises(Refusal) as caught:
+        Crew(station, Execution(jobs=1)).run([Fail("file")])
+    assert caught.value.diagnostics[0].code.id == "KC602"
+    assert "gone.safetensors" in caught.value.diagnostics[0].message
+
+
+def test_what_is_not_wanted_is_not_done(station: Station, pair: Crew) -> None:
+    for crew in (Crew(station, Execution(jobs=1)), pair):
+        answers = crew.run([Say("a"), Say("b"), Say("c")], wanted=lambda index: index != 1)
+        assert [a is None for a in answers] == [False, True, False]
+
+
+def test_a_dead_worker_costs_its_own_piece_alone(station: Station, tmp_path: Path) -> None:
+    """Whoever shared the pool with it is done again; what died for another's sake is too."""
+    tasks: list[Task] = [Say("a", 0.5), Die(), Say("b"), DieOnce(tmp_path / "marker"), Say("c")]
+    with Crew(station, Execution(jobs=2)) as crew:
+        answers = crew.run(tasks)
+        assert said(answers) == ["a", "b", "second", "c"]
+        assert answers[1] is not None
+        assert isinstance(answers[1].value, Unfinished)
+        assert "the worker ended" in answers[1].value.reason
+        assert said(crew.run([Say("after")])) == ["after"]
+
+
+def test_workers_with_another_program_refuse(station: Station) -> None:
+    """A worker that would compute by other rules, or on other weights, does not begin."""
+    from dataclasses import replace
+
+    for changed, words in (
+        (replace(station.setting, rules="0" * 64), "program changed"),
+        (replace(station.setting, checkpoint="0" * 64), "checkpoint changed"),
+    ):
+        other = Station(changed, station.shop)
+        with Crew(other, Execution(jobs=2)) as crew, pytest.raises(DefectInWork, match=words):
+            crew.run([Say("a"), Say("b")])
+
+
+def test_workers_that_cannot_start_are_an_error(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "Ready", Die)
+    with Crew(station, Execution(jobs=2)) as crew, pytest.raises(WorkersDoNotStart, match="jobs 1"):
+        crew.run([Say("a"), Say("b")])
+
+
+def test_little_work_starts_no_workers(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "Processes", None)
+    with Crew(station, Execution()) as crew:
+        assert said(crew.run([Say("a"), Say("b")])) == ["a", "b"]
+        assert crew.spread == 1
+
+
+def test_much_work_starts_them(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Noted(Exception):
+        pass
+
+    def processes(jobs: int, threads: int) -> None:
+        asked.append(jobs)
+        raise Noted
+
+    monkeypatch.setattr(engine, "Processes", processes)
+    monkeypatch.setattr(engine, "WORTH", 0.1)
+    monkeypatch.setattr(engine, "cores", lambda: 64)
+    monkeypatch.setattr(engine, "available_memory", lambda: None)
+    with Crew(station, Execution()) as crew, pytest.raises(Noted):
+        crew.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
+    monkeypatch.setattr(engine, "available_memory", lambda: 2 * peak_bytes() + 1)
+    with Crew(station, Execution()) as crew, pytest.raises(Noted):
+        crew.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
+    assert asked == [3, 2]
+
+
+def test_threads_depend_on_cores_and_cases_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "cores", lambda: 8)
+    assert [threads_of(Execution(jobs=jobs), 2) for jobs in (1, 2, 16)] == [4, 4, 4]
+    assert threads_of(Execution(), 100) == 1
+    assert threads_of(Execution(), 0) == 8
+    assert threads_of(Execution(threads=3), 100) == 3
+
+
+def test_threads_are_set_for_the_work_and_come_back(station: Station) -> None:
+    class Threads:
+        def run(self, station: Station) -> tuple[Checked, None]:
+            return Checked(str(torch.get_num_threads())), None
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    assert perform(station, Threads()).value == Checked("1")
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def test_what_the_machine_has(tmp_path: Path) -> None:
+    assert cores() >= 1
+    memory = available_memory()
+    assert memory is None or memory > 2**20
+    assert _group_room(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("10\n")
+    assert _group_room(tmp_path) is None
+    (tmp_path / "memory.max").write_text("30\n")
+    assert _group_room(tmp_path) == 20

@@ -1,0 +1,289 @@
+"""Runs with a cache: the same outcomes, only what changed is done again, nothing is believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kcdsl.ir.terms import Program
+from kcdsl.route.execution import Execution
+from kcdsl.route.goals import goals
+from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
+from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
+from kcdsl_backends.attack.recording import pack, unpack
+from kcdsl_backends.attack.runs import Attack
+from kcdsl_backends.certifier import cache as cache_module
+from kcdsl_backends.certifier import work
+from kcdsl_backends.certifier.backend import BACKEND
+from kcdsl_backends.certifier.bounding import Bounded
+from kcdsl_backends.certifier.cache import Cache, decode, encode
+from tests.support.small_models import write_contract, write_model
+
+HELD = "forall x in points(all): norm_inf(drift(%s, x)) <= 0.01"
+OPEN = "forall x in points(all): norm_inf(drift(attn_0, x)) <= 1e-9"
+FLIP = "forall x in points(all): no_flip(head, x)"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a model of two layers and two short prompts."""
+    write_model(tmp_path, layers=2, prompts=("abc", "d"))
+    return tmp_path
+
+
+Decide = Callable[..., tuple[GoalOutcome, ...]]
+
+
+@pytest.fixture
+def decide(folder: Path) -> Decide:
+    """Return a function that decides requirements with the cache in `folder/cache`."""
+
+    def run(*requirements: str, cache: bool = True, **more: Any) -> tuple[GoalOutcome, ...]:
+        program = write_contract(folder, *requirements)
+        return outcomes(program, folder, folder / "cache" if cache else None, **more)
+
+    return run
+
+
+def outcomes(
+    program: Program, folder: Path, cache: Path | None, **more: Any
+) -> tuple[GoalOutcome, ...]:
+    execution = Execution(jobs=1, cache=cache)
+    return BACKEND.decide(program, folder, goals(program), execution=execution, **more)
+
+
+def same(found: Sequence[GoalOutcome]) -> list[GoalOutcome]:
+    """Return outcomes without what may differ: seconds, memory, and what the cache had."""
+    return [replace(one, seconds=0.0, peak_bytes=0, cached=0) for one in found]
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("cache/*/*.json"))
+
+
+def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change the value of an entry as someone would who knows how entries are made."""
+    entry = json.loads(path.read_bytes())
+    kinds = (Bounded, CaseOutcome, Attack)
+    assert Cache(path.parent.parent).write(
+        entry["key"], encode(change(decode(entry["value"], kinds)))
+    )
+
+
+def test_a_second_run_finds_everything(decide: Decide, folder: Path) -> None:
+    hull = "forall x in hull(all, 0.01): span(drift(mlp_1, x)) <= 9"
+    wanted = (HELD % "attn_0", OPEN, FLIP, hull)
+    without = decide(*wanted, cache=False)
+    assert not entries(folder)
+    first = decide(*wanted)
+    assert [one.cached for one in first] == [0, 0, 0, 0]
+    second = decide(*wanted)
+    assert [one.cached for one in second] == [len(one.cases) for one in first]
+    assert same(without) == same(first) == same(second)
+    assert all(one.confirmed for one in second if one.proof is not None)
+    assert isinstance(second[0].verdict, Held)
+    assert isinstance(second[1].verdict, Violated)
+
+
+def test_what_was_found_is_not_computed_again(
+    decide: Decide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = decide(HELD % "attn_0", OPEN)
+
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(work, "bound_case", never)
+    monkeypatch.setattr(work, "attack_case", never)
+    assert same(decide(HELD % "attn_0", OPEN)) == same(first)
+
+
+def test_only_blocks_that_read_a_changed_tensor_are_verified_again(
+    decide: Decide, folder: Path
+) -> None:
+    """A step that changes the second MLP leaves what comes before it, and what enters it."""
+    blocks = ("attn_0", "mlp_0", "attn_1", "mlp_1", "head")
+    wanted = [HELD.replace("0.01", "10") % block for block in blocks]
+    decide(*wanted)
+    weights = load_file(folder / "model.safetensors")
+    (name,) = [key for key in weights if "1.mlp" in key and "down" in key]
+    save_file(weights | {name: weights[name] * 1.25}, folder / "model.safetensors")
+    second = decide(*wanted)
+    assert [one.cached for one in second] == [2, 2, 2, 0, 0]  # the head's inputs moved
+    assert same(second) == same(decide(*wanted, cache=False))
+    assert all(one.confirmed for one in second)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("points(all)", "ball(all, 1e-3)"),
+        ("norm_inf", "norm_2"),
+        ("attn_0", "attn_1"),
+        ("<= 0.01", "<= 0.02"),
+        ("<= 0.01", "< 0.01"),
+        ("norm_inf(drift(attn_0, x)) <= 0.01", "no_flip(attn_0, x)"),
+    ],
+)
+def test_another_goal_is_another_key(decide: Decide, before: str, after: str) -> None:
+    decide(HELD % "attn_0", attacks=False)
+    (again,) = decide((HELD % "attn_0").replace(before, after), attacks=False)
+    assert again.cached == 0
+
+
+def test_other_tokens_numerics_rules_and_tables_are_other_keys(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cached(program: Program) -> int:
+        (one,) = outcomes(program, folder, folder / "cache", attacks=False)
+        return one.cached
+
+    program = write_contract(folder, HELD % "attn_0")
+    assert cached(program) == 0
+    assert cached(program) == 2
+    assert cached(write_contract(folder, HELD % "attn_0", compute="float16")) == 0
+    rows = [{"id": "p0", "text": "abc"}, {"id": "p1", "text": "e"}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cached(program) == 1
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
+    assert cached(program) == 1  # one token alone stands at position 0, which no theta turns
+    version = cache_module.rules_version
+    monkeypatch.setattr(work, "rules_version", lambda: "0" * 64)
+    monkeypatch.setattr("kcdsl_backends.certifier.backend.rules_version", lambda: "0" * 64)
+    assert cached(program) == 0
+    assert version() != "0" * 64
+
+
+def test_names_of_requests_do_not_count(folder: Path) -> None:
+    """The same region under another name: found, and named as it is now, in the proof too."""
+    program = write_contract(folder, HELD % "attn_0")
+    outcomes(program, folder, folder / "cache")
+    text = (folder / "prompts.jsonl").read_text()
+    (folder / "prompts.jsonl").write_text(text.replace('"p0"', '"other"'))
+    (one,) = outcomes(program, folder, folder / "cache")
+    assert one.cached == 2
+    assert [case.name for case in one.cases] == ["other", "p1"]
+    assert same([one]) == same(outcomes(program, folder, None))
+    assert one.confirmed
+
+
+def test_damaged_entries_are_found_anew_and_mentioned(decide: Decide, folder: Path) -> None:
+    first = decide(HELD % "attn_0")
+    for path in entries(folder):
+        path.write_bytes(path.read_bytes()[:-7])
+    (second,) = decide(HELD % "attn_0")
+    assert second.cached == 0
+    assert second.notes == (*first[0].notes, "3 entries of the cache were damaged and found anew")
+    assert same([replace(second, notes=first[0].notes)]) == same(first)
+    (third,) = decide(HELD % "attn_0")
+    assert (third.cached, third.notes) == (2, first[0].notes)
+
+
+@pytest.mark.parametrize("value", [None, 1, ((1, 2), 3), {"a": 1}, (1, 2, 3), (None, 0.5, None)])
+def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
+    first = decide(HELD % "attn_0")
+    for path in entries(folder):
+        rewrite(path, lambda _: value)
+    (second,) = decide(HELD % "attn_0")
+    assert second.cached == 0
+    assert same([replace(second, notes=first[0].notes)]) == same(first)
+
+
+def test_a_lowered_bound_is_not_believed(decide: Decide, folder: Path) -> None:
+    """An entry that is whole and lies: the checker does not confirm it, so nothing is held."""
+    limit = (HELD % "attn_0").replace("0.01", "1e-6")
+    (honest,) = decide(limit, attacks=False)
+    assert isinstance(honest.verdict, Inconclusive)
+
+    def lower(value: Any) -> Any:
+        bounded, _, stated = value
+        lowered = replace(bounded, outcome=replace(bounded.outcome, bound=1e-7))
+        return lowered, 1e-7, {**stated, "claim": (1e-7).hex()}
+
+    for path in entries(folder):
+        rewrite(path, lower)
+    (lied,) = decide(limit, attacks=False)
+    assert lied.cached == 2
+    assert lied.proof is None
+    assert isinstance(lied.verdict, Inconclusive)
+    assert "does not confirm" in lied.verdict.reason
+    (unconfirmed,) = decide(limit, attacks=False, confirm=False)
+    assert not unconfirmed.confirmed
+
+
+def test_a_claim_apart_from_its_bound_is_damage(decide: Decide, folder: Path) -> None:
+    """A bound that meets the limit beside a proof of something else."""
+    limit = (HELD % "attn_0").replace("0.01", "1e-6")
+    (honest,) = decide(limit, attacks=False)
+    for path in entries(folder):
+        rewrite(
+            path,
+            lambda v: (replace(v[0], outcome=replace(v[0].outcome, bound=1e-7)), v[1], v[2]),
+        )
+    (found,) = decide(limit, attacks=False)
+    assert found.cached == 0
+    assert found.verdict == honest.verdict
+
+
+def test_runs_that_refute_are_simulated_again(
+    decide: Decide, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A counterexample is not read but attained; a run that no kernel may make is damage."""
+    ball = "forall x in ball(all, 1e-3): norm_inf(drift(attn_0, x)) <= 1e-9"
+    (first,) = decide(ball)
+    assert isinstance(first.verdict, Violated)
+    (path,) = [p for p in entries(folder) if '"Attack"' in p.read_text()]
+    before = path.read_bytes()
+    kept = decode(json.loads(before)["value"], (Attack,))
+    monkeypatch.setattr(work, "attack_case", lambda *arguments: kept)
+
+    def is_damage(change: Callable[[Attack], Any]) -> bool:
+        rewrite(path, change)
+        (found,) = decide(ball)
+        assert same([replace(found, notes=first.notes)]) == same([first])
+        assert path.read_bytes() == before
+        return "damaged" in " ".join(found.notes)
+
+    def elsewhere(attack: Attack) -> Attack:
+        record = dict(attack.record or {})
+        shape = tuple(record["input"]["shape"])
+        moved = unpack(record["input"], shape, "input") + 0.1
+        return replace(attack, record={**record, "input": pack(moved, "float32")})
+
+    def without_symbols(attack: Attack) -> Attack:
+        return replace(attack, record={**(attack.record or {}), "symbols": {}})
+
+    def without_roundings(attack: Attack) -> Attack:
+        record = dict(attack.record or {})
+        none: dict[str, Any] = {"train": {}, "infer": {}}
+        return replace(attack, record={**record, "symbols": none, "orders": none})
+
+    for change in (
+        elsewhere,
+        without_symbols,
+        without_roundings,
+        lambda attack: replace(attack, value=float("nan")),
+        lambda attack: replace(attack, record=None),
+        lambda attack: 3,
+    ):
+        assert is_damage(change)
+    assert not is_damage(lambda attack: attack)
+
+
+def test_an_attack_above_its_bound_is_no_evidence(decide: Decide, folder: Path) -> None:
+    """One of the two is wrong, so neither counts."""
+    (first,) = decide(HELD % "attn_0")
+    assert first.attack is not None
+    (path,) = [p for p in entries(folder) if '"Attack"' in p.read_text()]
+    rewrite(path, lambda attack: replace(attack, value=first.bound * 1.5))
+    (found,) = decide(HELD % "attn_0")
+    assert isinstance(found.verdict, InvalidEvidence)
+    assert found.proof is None
+    assert "above the bound" in found.verdict.reason

@@ -1,0 +1,211 @@
+"""Every field of a certificate is changed in every way; what is accepted all the same is listed.
+
+Once without a new signature, where nothing of the payload may change; once signed again by a key
+that is trusted, where the checks of the statement stand alone. The certificate rests on a proof
+that is derived again. docs/certificate-fields.md names what is accepted, and why.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kcdsl_certs.canonical import canonical_digest, canonical_json
+from kcdsl_certs.clauses import ProofReference
+from kcdsl_certs.envelope import bundle_bytes, sign
+from kcdsl_certs.keys import TrustedKey, TrustPolicy
+from kcdsl_certs.manifest import build_manifest
+from kcdsl_certs.proofs import Rechecker
+from kcdsl_certs.reals import Measured
+from kcdsl_certs.report import Report
+from kcdsl_certs.requirements import Comparison
+from kcdsl_certs.statement import PREDICATE_TYPE, AcceptedFinding, payload_bytes
+from kcdsl_certs.strict import parse_time
+from kcdsl_certs.triple import Checkpoint, Triple
+from kcdsl_certs.verify import verify
+from tests.support import proofs
+from tests.support.mutation.bases import made
+from tests.support.mutation.changes import Change, changes, field_of, places
+from tests.support.mutation.page import stated
+
+Check = Callable[[bytes], Report]
+BASE = "piecewise and tanh, interval"
+RADIUS = 2.0**-10
+
+PREDICATE = "predicate"
+CLAUSE = f"{PREDICATE}.clauses[]"
+WORDS: dict[str, tuple[str, ...]] = {
+    "_type": ("https://in-toto.io/Statement/v0.1",),
+    "predicateType": ("urn:kcdsl:attestation:kernel-certificate:v0.2",),
+    f"{PREDICATE}.stage": ("shadow", "canary", "full", "prod"),
+    f"{PREDICATE}.verdict": ("FAILED", "INCONCLUSIVE"),
+    f"{PREDICATE}.issuedAt": ("2026-12-02T00:00:00Z", "2026-11-30T12:00:00+00:00"),
+    f"{PREDICATE}.validUntil": ("2026-11-30T12:00:00Z", "2026-12-01T00:00:00Z", "2099-01-01"),
+    f"{CLAUSE}.op": ("<", ">", ">=", "=="),
+    f"{CLAUSE}.evidence": ("proof", "proof-real", "probabilistic", "census", "sample"),
+    f"{CLAUSE}.verdict": ("FAILED", "INCONCLUSIVE"),
+    f"{CLAUSE}.tau": ("0.049", "0.051", "1/20", "0", "-1", "1e9", "nan"),
+    f"{CLAUSE}.budget": ("0.049", "0.051", "0", "1", "-1"),
+    f"{CLAUSE}.alpha": ("0.049", "0.001", "0", "1", "-1"),
+    f"{CLAUSE}.quantity": ("norm_2(drift(block_0, x))", "norm_inf(drift(block_1, x))"),
+    f"{CLAUSE}.slice": ("all", "long", "some"),
+    f"{CLAUSE}.region": ("points(all)", "ball(all, 0.0005)", "ball(all, 1)", "hull(all)"),
+    f"{CLAUSE}.block": ("block_1", "attn_0"),
+    f"{CLAUSE}.proofPath": ("../proof.json", "other.json"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Sealed:
+    """A certificate on a proof, with what checks it."""
+
+    statement: dict[str, Any]
+    signed: Callable[[bytes], bytes]
+    check: Check
+
+
+@pytest.fixture(scope="module")
+def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Sealed:
+    """Return the golden certificate, its first clause resting on a proof of a small block."""
+    folder = tmp_path_factory.mktemp("sealed")
+    document, checkpoint, _ = made(BASE, folder)
+    proof = proofs.dump(document)
+    (folder / golden.PROOF_NAME).write_bytes(proof)
+    train, infer = (
+        dataclasses.replace(
+            kernel, fingerprint={**kernel.fingerprint, "numerics": document["numerics"][side]}
+        )
+        for kernel, side in ((golden.TRAIN, "train"), (golden.INFER, "infer"))
+    )
+    weights = Checkpoint.of(
+        checkpoint.name, build_manifest(checkpoint), {"config": golden.sha("c")}
+    )
+    triple = Triple(weights, train, infer, golden.CONTRACT)
+    claim = float.fromhex(document["claim"])
+    region = f"ball(all, {RADIUS})"
+    drift = Comparison("norm_inf(drift(block_0, x))", "<=", Fraction(1, 20))
+    required = (
+        dataclasses.replace(
+            golden.REQUIRED[0], alternatives=((drift,),), block="block_0", region=region
+        ),
+        *golden.REQUIRED[1:],
+    )
+    body = golden.predicate(Path(str(golden.__file__)).parent)
+    numerics = tuple(canonical_digest(document["numerics"][side]) for side in ("train", "infer"))
+    first = dataclasses.replace(
+        body.clauses[0],
+        quantity=drift.quantity,
+        block="block_0",
+        region=region,
+        numerics=numerics,
+        bound=claim,
+        low=claim / 2,
+        proof=ProofReference(hashlib.sha256(proof).hexdigest(), golden.PROOF_NAME),
+        assumptions=("libm",),
+        scope="one block",
+        reason="bounded",
+    )
+    body = dataclasses.replace(
+        body,
+        triple=triple,
+        clauses=(first, *body.clauses[1:]),
+        assumptions=("libm",),
+        supersedes=golden.sha("before"),
+        suppressions=(AcceptedFinding("KC3001", "known"),),
+    )
+    rechecker = Rechecker(folder, checkpoint)
+
+    def check(bundle: bytes) -> Report:
+        return verify(
+            bundle,
+            trusted=TrustPolicy(
+                (TrustedKey("a", golden.KEY_A.public, frozenset({PREDICATE_TYPE})),)
+            ),
+            expected_triple=triple,
+            clock=lambda: parse_time(golden.AT),
+            required_clauses=required,
+            expected_inputs={"prompts.jsonl": golden.sha("prompts")},
+            stage="offline-ci",
+            minimum_sequence=41,
+            proofs=rechecker,
+        )
+
+    def signed(payload: bytes) -> bytes:
+        return bundle_bytes(sign(payload, (golden.KEY_A,)), golden.KEY_A.public.hint)
+
+    return Sealed(json.loads(payload_bytes(body)), signed, check)
+
+
+def test_the_certificate_is_valid(sealed: Sealed) -> None:
+    report = sealed.check(sealed.signed(canonical_json(sealed.statement)))
+    assert report.accepted, report.to_json()
+    assert [c.outcome.value for c in report.checks] == ["ok"] * len(report.checks)
+
+
+def measured(statement: dict[str, Any]) -> Iterator[Change]:
+    """Yield changes of measured numbers whose two spellings agree."""
+    for path, value in places(statement):
+        if not (isinstance(value, dict) and value.keys() == {"decimal", "hex"}):
+            continue
+        rounding = {"bound": "up", "low": "down", "high": "up"}.get(str(path[-1]), "nearest")
+        number = float.fromhex(value["hex"])
+        for kind, factor in (
+            ("lower", 0.999), ("lower", 0.5), ("lower", 0.0), ("negative", -1.0),
+            ("raise", 1.001), ("raise", 2.0), ("raise", 1e6),
+        ):  # fmt: skip
+            record = Measured(number * factor, rounding).to_json()  # type: ignore[arg-type]
+
+            def put(document: dict[str, Any], path: Any = path, record: Any = record) -> None:
+                for key in path[:-1]:
+                    document = document[key]
+                document[path[-1]] = record
+
+            yield Change(path, field_of(path), kind, f"times {factor}", put)
+
+
+def test_what_is_not_listed_is_rejected_though_signed(sealed: Sealed) -> None:
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    tried = 0
+    for change in (*changes(sealed.statement, WORDS), *measured(sealed.statement)):
+        changed = change.of(sealed.statement)
+        if changed == sealed.statement:
+            continue
+        payload = json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode()
+        report = sealed.check(sealed.signed(payload))
+        reasons = [c.reason for c in report.checks if c.outcome.value == "failed"]
+        assert report.accepted is not bool(reasons), str(change)
+        assert not any("internal" in reason or "checker-failed" in reason for reason in reasons)
+        tried += 1
+        if report.accepted:
+            found[change.field].add(change.kind)
+    assert tried > 3000
+    assert {field: frozenset(kinds) for field, kinds in found.items()} == stated("Statements")
+
+
+def test_what_is_not_listed_is_rejected_in_the_envelope(sealed: Sealed) -> None:
+    """Changes of the bundle: the signature holds the payload, byte by byte."""
+    bundle = json.loads(sealed.signed(canonical_json(sealed.statement)))
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for change in changes(bundle, {}):
+        data = json.dumps(change.of(bundle)).encode()
+        if sealed.check(data).accepted:
+            found[change.field].add(change.kind)
+    assert {field: frozenset(kinds) for field, kinds in found.items()} == stated("Envelopes")
+    payload = canonical_json(sealed.statement)
+    good = sealed.signed(payload)
+    text = json.loads(good)["dsseEnvelope"]["payload"]
+    for at in range(0, len(payload), 37):
+        spoiled = payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :]
+        data = good.replace(text.encode(), base64.b64encode(spoiled))
+        assert data != good
+        assert not sealed.check(data).accepted, at

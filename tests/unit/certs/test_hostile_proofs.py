@@ -1,0 +1,263 @@
+"""Proofs made to break a reader: rejected with a reason, soon, and in little memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.document import parse
+from kcdsl_certs.recheck.room import available, boxes, forms
+from kcdsl_certs.recheck.strict import MOST_VALUES
+from tests.support import proofs
+from tests.support.mutation.bases import made, repaired
+from tests.support.mutation.changes import record_of
+
+Document = dict[str, Any]
+MANY = 10**6
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
+    """Return a proof and its checkpoint."""
+    return made("piecewise and tanh, affine", tmp_path_factory.mktemp("good"))[:2]
+
+
+def nested(depth: int, kind: str) -> str:
+    return "[" * depth + "]" * depth if kind == "list" else '{"a":' * depth + "1" + "}" * depth
+
+
+def node(document: Document) -> Document:
+    """Return the second node of the graph."""
+    graph: Document = next(iter(document["graphs"].values()))["graph"]
+    found: Document = graph["nodes"][1]
+    return found
+
+
+def with_text(document: Document, put: Callable[[Document], None], text: str) -> bytes:
+    """Return the document with this text in place of the word that `put` puts somewhere."""
+    changed = copy.deepcopy(document)
+    put(changed)
+    return json.dumps(changed).replace('"@@"', text).encode()
+
+
+def at_attrs(document: Document) -> None:
+    node(document)["attrs"] = "@@"
+
+
+def at_name(document: Document) -> None:
+    node(document)["name"] = "@@"
+
+
+def at_block(document: Document) -> None:
+    document["block"] = "@@"
+
+
+def at_case(document: Document) -> None:
+    document["cases"][0]["name"] = "@@"
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+@pytest.mark.parametrize("depth", [100, 300, 500, 700, 900, 990, 5000, MANY])
+@pytest.mark.parametrize("put", [at_attrs, at_block])
+def test_deep_nesting(
+    good: tuple[Document, Path], put: Callable[[Document], None], depth: int, kind: str
+) -> None:
+    outcome = recheck(with_text(good[0], put, nested(depth, kind)), good[1])
+    assert not outcome.ok
+    assert outcome.reason in ("document/json", "document/field", "graph/digest"), outcome
+
+
+@pytest.mark.parametrize("text", [r'"\ud800"', r'"a\uDFFFb"', r'{"\ud800": 1}', r'"\udc00\ud800"'])
+@pytest.mark.parametrize("put", [at_attrs, at_name, at_block, at_case])
+def test_lone_surrogates(
+    good: tuple[Document, Path], put: Callable[[Document], None], text: str
+) -> None:
+    assert recheck(with_text(good[0], put, text), good[1]).reason == "document/json"
+
+
+def test_a_pair_of_surrogates_is_a_character(good: tuple[Document, Path]) -> None:
+    outcome = recheck(with_text(good[0], at_case, r'"\ud835\udd01"'), good[1])
+    assert outcome.ok, outcome
+
+
+def long_lists(document: Document) -> dict[str, tuple[Callable[[Document], None], Any, str]]:
+    def at(*path: Any) -> Callable[[Document], None]:
+        def put(changed: Document) -> None:
+            digest = next(iter(changed["graphs"]))
+            place: Any = changed
+            for key in path[:-1]:
+                place = place[digest if key == "DIGEST" else key]
+            place[path[-1]] = "@@"
+
+        return put
+
+    graph = ("graphs", "DIGEST", "graph")
+    witness = document["cases"][0]["witness"][0]
+    return {
+        "inputs": (at(*graph, "nodes", 1, "inputs"), ["n0_input"] * MANY, "graph/"),
+        "nodes": (at(*graph, "nodes"), [1] * MANY, "graph/"),
+        "shape": (at(*graph, "nodes", 1, "shape"), [1] * MANY, "graph/"),
+        "huge shape": (at(*graph, "nodes", 1, "shape"), [2**53 - 1] * MANY, "graph/"),
+        "array shape": (
+            at("cases", 0, "region", "centre", "shape"),
+            [2**53 - 1] * MANY,
+            "document/array",
+        ),
+        "witness": (at("cases", 0, "witness"), [witness] * MANY, "document/witness"),
+        "cases": (at("cases"), [document["cases"][0]] * 20_000, "document/cases"),
+        "keys": (at("parameters"), {str(k): "0" * 64 for k in range(MANY)}, "document/parameters"),
+        "a key": (at("parameters"), {"x" * 10**7: "0" * 64}, "document/parameters"),
+        "digits": (at("functional", "k"), "9" * MANY, "document/json"),
+        "a name": (at("block"), "x" * 10**7, "graph/block"),
+        "integer": (at("functional", "k"), 10**4000, "document/json"),
+    }
+
+
+@pytest.mark.parametrize("what", list(long_lists({"cases": [{"witness": [0]}]})))
+def test_endless_values(good: tuple[Document, Path], what: str) -> None:
+    put, value, reason = long_lists(good[0])[what]
+    text = value if what == "digits" else json.dumps(value)
+    outcome = recheck(with_text(good[0], put, text), good[1])
+    assert not outcome.ok
+    assert outcome.reason.startswith(reason), outcome
+    assert len(outcome.detail) <= 2000
+
+
+def test_more_values_than_a_proof_can_need() -> None:
+    data = b"[" + b"[]," * (MOST_VALUES + 1) + b"[]]"
+    tracemalloc.start()
+    outcome = recheck(data, Path("none"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (outcome.ok, outcome.reason) == (False, "document/json")
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize("key", ["\x1b[2J", "0" * 63, "A" * 64, "0" * 64 + "\n", ""])
+def test_graphs_stand_under_digests(good: tuple[Document, Path], key: str) -> None:
+    changed = copy.deepcopy(good[0])
+    changed["graphs"] = {key: next(iter(changed["graphs"].values()))}
+    outcome = recheck(proofs.dump(changed), good[1])
+    assert (outcome.ok, outcome.reason) == (False, "graph/digest")
+    assert "\x1b" not in outcome.detail
+
+
+SHAPES: list[list[int]] = [
+    [0], [0, 2**53 - 1], [2**31, 2**31, 0], [2**32, 2**32], [1] * 9, [2**53 - 1], [3, -1],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["centre", "radius", "table"])
+def test_shapes_that_hold_nothing_or_too_much(
+    good: tuple[Document, Path], name: str, shape: list[int]
+) -> None:
+    changed = copy.deepcopy(good[0])
+    record = {"dtype": "float64", "shape": shape, "data": ""}
+    if name == "table":
+        next(iter(changed["graphs"].values()))["constants"]["table"] = {
+            **record,
+            "dtype": "float32",
+        }
+        changed = repaired(changed, True)
+    else:
+        changed["cases"][0]["region"][name] = record
+    outcome = recheck(proofs.dump(changed), good[1])
+    assert not outcome.ok
+    assert outcome.reason in ("document/array", "document/region", "graph/shape"), outcome
+
+
+@pytest.mark.parametrize("dims", [[1, 2], [2, 1], [1, 2**31], [0, 1, 2], [0], [0, 0], [-3, 0]])
+def test_dimensions_that_are_not_there(
+    tmp_path: Path, dims: list[int], good: tuple[Document, Path]
+) -> None:
+    """An order of two dimensions names these two, each once; 2 is not another word for 0."""
+    graph = proofs.Graph((2, 2))
+    x = graph.add("input", [], (2, 2))
+    graph.add("permute", [x], (2, 2), dims=dims)
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, {"w": np.zeros((1, 1), dtype=np.float32)})
+    numerics = proofs.numerics()
+    for domain in ("interval", "affine"):
+        document = proofs.document(graph, numerics, numerics, sha256, np.zeros((2, 2)))
+        document["cases"][0]["domain"] = domain
+        outcome = recheck(proofs.dump(document), path)
+        assert (outcome.ok, outcome.reason) == (False, "graph/field"), outcome
+    document["cases"][0]["domain"] = "interval"
+    assert recheck(proofs.dump(document), path, exact=True).reason == "graph/field"
+
+
+def vast(folder: Path, layers: int, domain: str) -> tuple[bytes, Path]:
+    """Return a proof whose nodes of 2^26 elements, 0.5 GiB an array, all live at once."""
+    side = 2**13
+    graph = proofs.Graph((1, 1))
+    x = graph.add("input", [], (1, 1))
+    wide = graph.add("expand", [x], (side, side), shape=[side, side])
+    parts = [graph.add("scale", [wide], (side, side), factor=1.5 + k) for k in range(layers)]
+    while len(parts) > 1:
+        parts.append(graph.add("add", [parts.pop(0), parts.pop(0)], (side, side)))
+    path = folder / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, {"w": np.zeros((1, 1), dtype=np.float32)})
+    numerics = proofs.numerics()
+    document = proofs.document(graph, numerics, numerics, sha256, np.zeros((1, 1)))
+    document["cases"][0]["domain"] = domain
+    document["cases"][0]["region"]["radius"] = record_of(np.zeros((1, 1)))
+    return proofs.dump(document), path
+
+
+@pytest.mark.parametrize("domain", ["interval", "affine"])
+def test_what_cannot_fit_is_refused_beforehand(tmp_path: Path, domain: str) -> None:
+    data, path = vast(tmp_path, 4000, domain)
+    outcome = recheck(data, path)
+    assert (outcome.ok, outcome.reason) == (False, "graph/size"), outcome
+    assert "GiB" in outcome.detail
+    assert outcome.seconds < 60
+
+
+def test_memory_that_is_not_given_is_a_reason(tmp_path: Path) -> None:
+    """A process that may use 2 GiB, and a graph that takes a little more than can be foreseen."""
+    data, path = vast(tmp_path, 1, "affine")
+    (tmp_path / "proof.json").write_bytes(data)
+    program = (
+        "import resource, sys, pathlib\n"
+        "from kcdsl_certs.recheck import recheck\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
+        "found = recheck(pathlib.Path(sys.argv[1]).read_bytes(), pathlib.Path(sys.argv[2]))\n"
+        "print(found.ok, found.reason)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "proof.json"), str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert ran.stdout.split() == ["False", "check/memory"], ran
+
+
+def test_the_estimate_lies_below_what_is_used(good: tuple[Document, Path]) -> None:
+    """Nothing that fits may be refused: each count is at most what the arrays of a check take."""
+    from kcdsl_certs.recheck.affine.form import Form
+    from kcdsl_certs.recheck.affine.kernel import walk
+    from kcdsl_certs.recheck.inexact import Doubles
+    from kcdsl_certs.recheck.safetensors import read
+
+    proof = parse(proofs.dump(good[0]))
+    block = proof.graphs[proof.cases[0].graph]
+    scene = Doubles(proof, read(good[1]).tensors).scene(proof.cases[0])
+    found = walk(scene, scene.train).forms.values()
+    held = sum(f.reference.nbytes + f.reach.nbytes for f in found if isinstance(f, Form))
+    assert 0 < forms(block) <= held
+    most = max(node.shape[0] * node.shape[-1] for node in block.nodes) * 48
+    assert most / 4 <= boxes(block) <= 48 * sum(int(np.prod(n.shape)) for n in block.nodes)
+    assert available() > 2**28

@@ -1,0 +1,170 @@
+"""Every field of a proof is changed in every way; what is accepted all the same is listed.
+
+docs/certificate-fields.md names the fields of which some change is accepted, the kinds of change
+and the reason. Whatever it does not name must be rejected. An accepted document makes a statement
+of its own: pairs of simulated runs that it admits must lie within its claims and witnesses.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl_certs.recheck import recheck
+from tests.support.mutation.bases import BASES, made, repaired
+from tests.support.mutation.changes import Change, field_of, places
+from tests.support.mutation.page import stated
+from tests.support.mutation.trying import every_change, exceeded, tried
+
+Document = dict[str, Any]
+Made = Callable[[str], tuple[Document, Path]]
+# What is claimed; its lowering must never be accepted.
+CLAIMED = ("claim", "cases[].claim", "cases[].witness[].value", "cases[].witness[].drift")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Return a function that makes a proof, once."""
+    folder = tmp_path_factory.mktemp("bases")
+    known: dict[str, tuple[Document, Path]] = {}
+
+    def make(name: str) -> tuple[Document, Path]:
+        if name not in known:
+            known[name] = made(name, folder)[:2]
+        return known[name]
+
+    return make
+
+
+def one_of_each(changes: list[Change], seed: int, share: int = 1) -> list[Change]:
+    """Return one change of every kind of every field, or of every third (…) of these."""
+    groups: defaultdict[tuple[str, str], list[Change]] = defaultdict(list)
+    for change in changes:
+        groups[change.field, change.kind].append(change)
+    chosen = [random.Random(seed).choice(group) for group in groups.values()]
+    return chosen[seed % share :: share]
+
+
+def accepted(
+    document: Document, path: Path, some: list[Change], runs: int
+) -> Iterator[tuple[str, str]]:
+    """Yield field and kind of what is accepted; fail where the checker or a run fails."""
+    for found in tried(document, path, some):
+        assert found.outcome.reason != "internal", (str(found.change), found.outcome.detail)
+        if found.outcome.ok:
+            assert found.outcome.reason == "ok"
+            assert exceeded(found.document, path, runs) == "", str(found.change)
+            yield found.change.field, found.change.kind
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_base_is_confirmed_and_valid(name: str, base: Made, follows: Any) -> None:
+    document, path = base(name)
+    follows(document)
+    outcome = recheck(json.dumps(document).encode(), path)
+    assert outcome.ok, outcome
+    assert exceeded(document, path, runs=48) == ""
+
+
+def test_the_bases_have_every_kind_of_everything() -> None:
+    bases = BASES.values()
+    assert {b.domain for b in bases} == {"interval", "affine"}
+    for domain in ("interval", "affine"):
+        some = [b for b in bases if b.domain == domain]
+        assert {b.functional for b in some} >= {"inf", "2"}
+        assert {b.region for b in some} == {"points", "ball", "hull", "ids"}
+        styles = {side["attention"]["style"] for b in some for side in (b.train, b.infer)}
+        casts = {side["casts"] for b in some for side in (b.train, b.infer)}
+        assert (styles, casts) == ({"composed", "fused"}, {"any", "nearest"})
+        assert any(b.infer["weights"]["format"].startswith("fp8") for b in some)
+        assert any(b.infer["activations"]["format"] != "none" for b in some)
+    assert {b.functional for b in bases} == {"inf", "2", "span", "no_flip"}
+
+
+def test_every_field_of_the_schema_is_changed(base: Made, schemas: Any) -> None:
+    schema = schemas["kcdsl.interval-proof/1"]
+    seen = {
+        field for name in BASES for path, _ in places(base(name)[0]) if (field := field_of(path))
+    }
+    missing = {field for field in fields_of(schema, schema, "") if field not in seen}
+    assert missing == set()
+
+
+def fields_of(schema: Any, node: Any, field: str) -> Iterator[str]:
+    """Yield every field that a schema names, in the form of `field_of`."""
+    if "$ref" in node:
+        yield from fields_of(schema, schema["definitions"][node["$ref"].split("/")[-1]], field)
+        return
+    if field:
+        yield field
+    for key, inner in node.get("properties", {}).items():
+        yield from fields_of(schema, inner, f"{field}.{key}" if field else key)
+    if isinstance(inner := node.get("additionalProperties"), dict):
+        yield from fields_of(schema, inner, f"{field}{{}}")
+    if isinstance(inner := node.get("items"), dict):
+        yield from fields_of(schema, inner, f"{field}[]")
+    for inner in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        yield from (f for f in fields_of(schema, inner, field) if f != field)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_nothing_claimed_may_be_lowered(name: str, base: Made) -> None:
+    document, path = base(name)
+    lowered = [c for c in every_change(document) if c.field in CLAIMED and c.what == "one step"]
+    if BASES[name].functional != "no_flip":
+        assert {c.field for c in lowered} == set(CLAIMED)
+    assert len(lowered) > len(document["cases"][0]["witness"])
+    for found in tried(document, path, lowered):
+        expected = ("claim/too-small", "claim/overall", "witness/too-small")
+        assert found.outcome.reason in expected, (str(found.change), found.outcome)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_is_not_listed_is_rejected(name: str, base: Made) -> None:
+    """One change of every kind of a third of all fields; `make mutants` makes all."""
+    document, path = base(name)
+    listed = stated("Proof documents")
+    some = one_of_each(every_change(document), list(BASES).index(name), share=3)
+    found = set(accepted(document, path, some, runs=4))
+    assert {(field, kind) for field, kind in found if kind not in listed.get(field, ())} == set()
+
+
+@pytest.mark.slow
+def test_the_list_is_what_every_change_gives(base: Made) -> None:
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for name in BASES:
+        document, path = base(name)
+        for field, kind in accepted(document, path, every_change(document), runs=12):
+            found[field].add(kind)
+    assert {field: frozenset(kinds) for field, kinds in found.items()} == stated("Proof documents")
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_graph_has_the_digest_under_which_it_stands(name: str, base: Made) -> None:
+    """The same changes of graphs and constants by somebody who leaves the digests alone."""
+    document, path = base(name)
+    changes = [c for c in every_change(document) if c.field.startswith("graphs{}")]
+    for change in one_of_each(changes, list(BASES).index(name), share=2):
+        outcome = recheck(json.dumps(change.of(document)).encode(), path)
+        assert not outcome.ok, str(change)
+        assert outcome.reason != "internal", (str(change), outcome)
+
+
+@pytest.mark.parametrize("name", ["decoder, interval, fused", "encoder, affine, fused"])
+def test_the_statement_of_one_base_is_not_that_of_another(name: str, base: Made) -> None:
+    """Claims, regions, graphs and numerics of another proof: each alone, then with its graph."""
+    document, path = base(name)
+    for other in BASES:
+        if other == name:
+            continue
+        foreign, elsewhere = base(other)
+        assert recheck(json.dumps(document).encode(), elsewhere).reason == "checkpoint/digest"
+        for key in ("graphs", "parameters", "cases"):
+            mixed = repaired({**json.loads(json.dumps(document)), key: foreign[key]}, True)
+            assert not recheck(json.dumps(mixed).encode(), path).ok, (other, key)

@@ -1,0 +1,218 @@
+"""The hull of a quantised activation: against every code, and against real float32 quantisers."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from kcdsl.model.numerics import Activations, Attention, Numerics, Weights
+from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.quantisers import (
+    CODES,
+    codes,
+    quantised_hull,
+    scale_range,
+    staircase,
+)
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rules.linear import activation_error
+
+DTYPES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+FORMATS = ["fp8_e4m3", "fp8_e5m2", "int8"]
+
+
+def grid(format: str) -> np.ndarray:
+    """Return every non-negative code."""
+    if format == "int8":
+        return np.arange(128.0)
+    patterns = np.arange(128, dtype=np.uint8).view(DTYPES[format]).astype(np.float64)
+    return np.sort(patterns[np.isfinite(patterns)])
+
+
+def coded(ratio: np.ndarray, format: str) -> np.ndarray:
+    """Return the codes of float32 ratios, saturating."""
+    limited = np.clip(ratio, -CODES[format].largest, CODES[format].largest)
+    if format == "int8":
+        return np.rint(limited).astype(np.float32)
+    return limited.astype(DTYPES[format]).astype(np.float32)
+
+
+def oracle(
+    v: np.ndarray, low: np.ndarray, high: np.ndarray, format: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the least and the greatest s·q(v/s), v >= 0, code by code."""
+    every = grid(format)
+    below = np.concatenate([[0.0], (every[1:] + every[:-1]) / 2])
+    above = np.concatenate([below[1:], [np.inf]])
+    least, most = np.full(v.shape, np.inf), np.full(v.shape, -np.inf)
+    for code, first, last in zip(every, below, above, strict=True):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            from_, to = np.maximum(low, v / last), np.minimum(high, v / first)
+        to = np.where(first == 0, high, to)
+        met = from_ <= to
+        least = np.where(met, np.minimum(least, code * from_), least)
+        most = np.where(met, np.maximum(most, code * to), most)
+    return least, most
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("spread", [0.0, 2.0**-9, 2.0**-5, 0.3, 2.0])
+def test_the_hull_is_that_of_all_codes(format: str, spread: float) -> None:
+    """At points of every binade, and at the ends of all steps: exact up to the slack."""
+    rng = np.random.default_rng(0)
+    every = grid(format)
+    ends = np.concatenate([every, (every[1:] + every[:-1]) / 2, rng.uniform(0, every[-1], 500)])
+    scale = rng.uniform(0.01, 10, ends.shape)
+    low, high = (s.astype(np.float32).astype(np.float64) for s in (scale, scale * (1 + spread)))
+    v = ends * scale * (1 + spread * rng.uniform(0, 1, ends.shape))
+    v = np.minimum(v, high * every[-1])
+    _least, _most = oracle(v, low, high, format)
+    box = quantised_hull(
+        Box.point(torch.from_numpy(v)),
+        Box(torch.from_numpy(low), torch.from_numpy(high)),
+        format,
+    )
+    lo, hi = box.lo.numpy(), box.hi.numpy()
+    # The oracle does not round: a product may be off by a rounding, and a ratio within one of a
+    # tie gets either code, where the hull may be a step wider or narrower than the oracle.
+    nudged = [oracle(v * (1 + s), low, high, format) for s in (-3e-7, 3e-7)]
+    widest = np.maximum(nudged[0][1], nudged[1][1]), np.minimum(nudged[0][0], nudged[1][0])
+    narrowest = np.minimum(nudged[0][1], nudged[1][1]), np.maximum(nudged[0][0], nudged[1][0])
+    assert (hi >= narrowest[0] * (1 - 1e-6)).all()
+    assert (lo <= narrowest[1] * (1 + 1e-6)).all()
+    assert (hi <= widest[0] * (1 + 1e-6) + 1e-300).all()
+    assert (lo >= widest[1] * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_code_of_a_known_scale_is_known(format: str) -> None:
+    """Inside of each step the hull is one number, up to the slack."""
+    every = grid(format)
+    inside = every[1:] * (1 + 2.0**-10 * np.where(np.arange(len(every) - 1) % 2, 1, -1))
+    scale = Box.point(torch.tensor([0.037], dtype=torch.float64).expand(len(inside)).contiguous())
+    v = Box.point(torch.from_numpy(inside * 0.037))
+    hull = quantised_hull(v, scale, format)
+    expected = torch.from_numpy(every[1:] * 0.037)
+    assert bool(((hull.lo - expected).abs() <= 1e-6 * expected).all())
+    assert bool(((hull.hi - expected).abs() <= 1e-6 * expected).all())
+    found = codes(v, scale, format)
+    assert torch.equal(found.low, torch.from_numpy(every[1:]))
+    assert torch.equal(found.high, torch.from_numpy(every[1:]))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("scale", ["per_token", "per_tensor"])
+def test_float32_quantisers_lie_in_the_hull(format: str, scale: str) -> None:
+    """Random rows within a region, quantised in float32 with their own maximum."""
+    rng = np.random.default_rng(1)
+    top = np.float32(CODES[format].largest)
+    for wide in (0.0, 1e-4, 1e-2, 0.3):
+        centre = rng.standard_normal((8, 64)) * np.exp(rng.uniform(-12, 2, (8, 64)))
+        centre = centre.astype(np.float32).astype(np.float64)
+        x = Box(torch.from_numpy(centre - wide), torch.from_numpy(centre + wide))
+        around = scale_range(x, format, scale)
+        assert bool((around.lo > 0).all())
+        hull, found = quantised_hull(x, around, format), codes(x, around, format)
+        for _ in range(40):
+            v = centre + wide * rng.choice([-0.99, 0.99, 0.3, -0.7], centre.shape)
+            held = v.astype(np.float32)
+            amax = (
+                np.abs(held).max(-1, keepdims=True) if scale == "per_token" else np.abs(held).max()
+            )
+            s = (amax / top).astype(np.float32)
+            code = coded(held / s, format)
+            value = (code * s).astype(np.float64)
+            assert (hull.lo.numpy() <= value).all()
+            assert (value <= hull.hi.numpy()).all()
+            assert (found.low.numpy() <= code).all()
+            assert (code <= found.high.numpy()).all()
+            if not wide:
+                assert (hull.lo.numpy() == value).all()
+                assert (hull.hi.numpy() == value).all()
+
+
+def test_ties_of_known_numbers_are_known() -> None:
+    """bfloat16 rows meet midpoints of codes exactly; float32 arithmetic decides each of them."""
+    rng = np.random.default_rng(4)
+    held = rng.standard_normal((64, 256)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    held[:, 0] = 7.0
+    s = (np.abs(held).max(-1, keepdims=True) / np.float32(448)).astype(np.float32)
+    ratio = (held / s).astype(np.float64)
+    every = grid("fp8_e4m3")
+    ties = np.isin(np.abs(ratio), (every[1:] + every[:-1]) / 2)
+    assert ties.sum() > 100
+    x = Box.point(torch.from_numpy(held.astype(np.float64)))
+    hull = quantised_hull(x, scale_range(x, "fp8_e4m3", "per_token"), "fp8_e4m3")
+    value = coded(held / s, "fp8_e4m3") * s
+    assert (hull.lo.numpy() == value).all()
+    assert (hull.hi.numpy() == value).all()
+
+
+def kernel(format: str, scale: str, casts: str = "nearest") -> Rounding:
+    return Rounding(
+        Numerics(
+            "test",
+            "bfloat16",
+            "float32",
+            casts,
+            Weights("bfloat16"),
+            Activations(format, scale),
+            Attention("composed", "bfloat16", "bfloat16", 128, 4),
+        )
+    )
+
+
+def test_the_staircase_is_never_wider_than_the_error_and_often_far_narrower() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(16, 128, generator=generator, dtype=torch.float64)
+    for scale in ("per_token", "per_tensor", "mx", "none"):
+        rounding = kernel("fp8_e4m3", scale)
+        for wide in (0.0, 1e-5, 1e-2, 1.0):
+            box = Box(x - wide, x + wide)
+            error = activation_error(box, rounding, "n")
+            assert error is not None
+            stored = staircase(box, error, rounding)
+            assert stored is not None
+            widest = box.widen(error)
+            assert bool((stored.value.lo >= widest.lo).all() & (stored.value.hi <= widest.hi).all())
+            assert bool((stored.error.mag() <= error * (1 + 1e-9)).all())
+            if not wide:
+                narrow = (stored.value.hi - stored.value.lo) / 2
+                assert float((narrow / error.clamp_min(1e-300)).median()) < 1e-4
+
+
+def test_mx_codes_saturate_inside_the_hull() -> None:
+    """512·s and more is cut off at 448·s, whichever power of two the scale is."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(200):
+        x = torch.randn(1, 32, generator=generator, dtype=torch.float64) * 4
+        box = Box(x * 0.999, x * 1.001)
+        box = Box(torch.minimum(box.lo, box.hi), torch.maximum(box.lo, box.hi))
+        around = scale_range(box, "fp8_e4m3", "mx")
+        hull = quantised_hull(box, around, "fp8_e4m3")
+        for factor in (0.999, 0.9995, 1.0, 1.0004, 1.001):
+            v = (x * factor).numpy().astype(np.float32)
+            s = np.float32(2.0 ** (np.floor(np.log2(np.abs(v).max())) - 8))
+            value = (coded(v / s, "fp8_e4m3") * s).astype(np.float64)
+            assert (hull.lo.numpy() <= value).all()
+            assert (value <= hull.hi.numpy()).all()
+
+
+def test_free_casts_and_zero_points_have_no_staircase() -> None:
+    x = Box.point(torch.ones(1, 4, dtype=torch.float64))
+    for rounding in (kernel("fp8_e4m3", "per_token", "any"), kernel("uint8", "per_tensor")):
+        error = activation_error(x, rounding, "n")
+        assert error is not None
+        assert staircase(x, error, rounding) is None
+
+
+def test_a_group_that_may_be_zero_keeps_the_error() -> None:
+    zero = torch.zeros(2, 4, dtype=torch.float64)
+    rounding = kernel("fp8_e4m3", "per_token")
+    box = Box(zero - 1e-3, zero + 1e-3)
+    error = activation_error(box, rounding, "n")
+    assert error is not None
+    stored = staircase(box, error, rounding)
+    assert stored is not None
+    assert bool(torch.isfinite(stored.value.lo).all())
+    assert torch.equal(stored.value.hi, box.widen(error).hi)
