@@ -113,6 +113,44 @@ clauses:
   - {id: G, require: mean(abs(log_ratio)) <= 0.1, level: L2, evidence: probabilistic}
 """
 
+NUMERICS = """\
+kcdsl: 1
+contract: example
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama}
+data: requests.jsonl
+kernels:
+  train: {run: torch.eager}
+  infer:
+    run: torch.sdpa
+    numerics:
+      preset: fp8-w8a8-per-tensor
+      sigmoid: absolute
+      tensor_core:
+        linears: {fraction_bits: 13, chunk: 32, result_bits: 13, promote: 128}
+        others: {fraction_bits: 25, chunk: 16, result_bits: 23}
+      results:
+        input: float32
+        context: float32
+        linear: float32
+        matmul: float32
+        add: float32
+        sub: float32
+        mul: float32
+        scale: float32
+        divide: float32
+        shift: float32
+        tanh: float32
+        silu: float32
+        gelu: float32
+        rope: float32
+        rms_norm: float32
+        layer_norm: float32
+slices: {all: {}}
+clauses:
+  A: {require: max(kl) <= 1, level: L1}
+"""
+
 OWN = re.compile(
     r"val \.(contract|library|version|model\.module|imports\[0\]\.digest|clauses\[\d\]\.id)"
     r"|key \.(clauses\.\w|slices\.\w+|tables\.\w+|kernels\.(eager|flash))"
@@ -137,7 +175,12 @@ def documents(folder: Path) -> dict[str, str]:
     library = analyse(SourceFile("fleet.kc.yaml", LIBRARY), Sink(), folder).library
     assert library is not None
     digest = library_digest(library)
-    forms = {"contract": CONTRACT, "other forms": OTHER_FORMS, "library": LIBRARY}
+    forms = {
+        "contract": CONTRACT,
+        "other forms": OTHER_FORMS,
+        "numerics": NUMERICS,
+        "library": LIBRARY,
+    }
     return {name: text.replace("DIGEST", digest) for name, text in forms.items()}
 
 
