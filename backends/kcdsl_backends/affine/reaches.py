@@ -47,7 +47,7 @@ def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tens
         floor: where the passes may stop, see `Tape.bound`.
     """
     entry = tape.entries[index]
-    found = entry.reach.clone()
+    found = entry.reach.clone(memory_format=torch.contiguous_format)
     for i, start, stop, functionals in unit_functionals(entry.shape, found.device):
         if bool(needed[i].any()):
             bounds = tape.bound(index, functionals, floor)

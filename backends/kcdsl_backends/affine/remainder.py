@@ -12,8 +12,8 @@ from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.tape import SAFE, Curved
 
-SAMPLE = 8
-"""One of so many elements is looked at to find a price."""
+SAMPLE = 192
+"""About so many elements of a row are looked at to find a price."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Remainder:
         weights, low, high = a.values.abs(), -self.low[part], self.high[part]
         positive = a.values > 0
         total = self.total[part[:-1]]
-        order = weights[..., ::SAMPLE].argsort(dim=-1, descending=True)
+        order = weights[..., :: _step(weights)].argsort(dim=-1, descending=True)
         most = _largest(weights, torch.where(positive, high, low), total, order)
         least = _largest(weights, torch.where(positive, low, high), total, order)
         return -least, most
@@ -46,7 +46,7 @@ class Remainder:
         part = at(a.window)
         most, total = torch.maximum(-self.low[part], self.high[part]), self.total[part[:-1]]
         columns = a.values.norm(dim=0, keepdim=True) * SAFE
-        order = columns[..., ::SAMPLE].argsort(dim=-1, descending=True)
+        order = columns[..., :: _step(columns)].argsort(dim=-1, descending=True)
         one_by_one = float(_largest(columns, most[None], total, order))
         scaled = (a.values * most.sqrt()).flatten(1)
         products = scaled @ scaled.T
@@ -58,13 +58,14 @@ def _largest(weights: Tensor, caps: Tensor, total: Tensor, order: Tensor) -> Ten
     """Bound Σ weights·t over 0 <= t <= caps with row sums up to total: [B, ..., n] -> [B].
 
     Any price λ >= 0 gives the bound λ·total + Σ max(weights - λ, 0)·caps; the weight of the last
-    element that is taken whole or in part, greatest weight first, is the best one. It is looked up
-    among every `SAMPLE`-th element, of which `order` is the order by weight.
+    element that is taken whole or in part, greatest weight first, is the best one. In long rows it
+    is looked up among some of the elements, of which `order` is the order by weight.
     """
+    step = _step(weights)
     if bool((caps.sum(-1, keepdim=True) <= total).all()):
         return (weights * caps).flatten(1).sum(-1) * SAFE
-    ordered = weights[..., ::SAMPLE].gather(-1, order)
-    some = caps[..., ::SAMPLE].expand_as(ordered).gather(-1, order) * SAMPLE
+    ordered = weights[..., ::step].gather(-1, order)
+    some = caps[..., ::step].expand_as(ordered).gather(-1, order) * step
     last = (some.cumsum(-1) < total).sum(-1, keepdim=True)
     price = torch.where(
         last < ordered.shape[-1],
@@ -73,3 +74,8 @@ def _largest(weights: Tensor, caps: Tensor, total: Tensor, order: Tensor) -> Ten
     )
     value = price[..., 0] * total[..., 0] + ((weights - price).clamp_min(0) * caps).sum(-1)
     return value.flatten(1).sum(-1) * SAFE if value.dim() > 1 else value * SAFE
+
+
+def _step(weights: Tensor) -> int:
+    """Return the distance of the elements among which a price is looked up."""
+    return max(1, weights.shape[-1] // SAMPLE)

@@ -107,7 +107,10 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
             extra=extra * SAFE,
         ),
     )
-    run.tape.cut = stored if centred else index
+    if centred:
+        run.tape.cut = stored
+    elif run.operand(node, 0).index is not None:
+        run.tape.cut = index
 
 
 def _moved(

@@ -29,7 +29,7 @@ from kcdsl_certs.recheck.rules.state import gamma, target
 
 Bend = Callable[[Box], Box]
 
-_SMALL = 2.0**-11  # up to this share of the linear part a remainder is worth no passes of its own
+_SMALL = 2.0**-14  # up to this share of the linear part a remainder is worth no passes of its own
 
 
 def gelu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -87,7 +87,7 @@ def _activation(
     slope, lean = _middle(*function.slope(x.reference))
     worth = np.minimum(np.abs(reference), 1.0).sum(axis=-1, keepdims=True) * walk.negligible
     x = until(walk, node.inputs[0], lambda form: _counts(walk, bend, slope, form, worth))
-    total = _total(walk, bend, slope, x, worth)
+    total = _total(walk, bend, x, worth)
     remainder = second_order(function, bend, x, slope, lean)
     carried = raised(np.abs(slope) * x.reach)
     value = image(function, x.box)
@@ -159,18 +159,20 @@ def _through(x: Form, steepest: Floats, scale: Floats, lengths: Floats) -> Float
     return raised(found) + FAINT
 
 
-def _total(walk: Walk, bend: Bend, slope: Floats, x: Form, worth: Floats) -> Floats:
-    """Return a bound of Σ K e²/2 in every row: by the reach, or by a norm."""
-    steepest, total = _steepest(bend, x), _plain(walk, bend, x)
-    counts, large, reach = ~(total <= worth), _large(bend, slope, x), _below(walk, x)
-    if reach is not None and (counts & ~large).any():
+def _total(walk: Walk, bend: Bend, x: Form, worth: Floats) -> Floats:
+    """Return a bound of Σ K e²/2 in every row: by the reach, or by a norm.
+
+    Where a norm counts both are taken: the writer took one of them.
+    """
+    steepest, total, reach = _steepest(bend, x), _plain(walk, bend, x), _below(walk, x)
+    counts = ~(total <= worth)
+    if reach is not None and counts.any():
         assert x.origin is not None
-        source = numeric(walk.forms[x.origin.source])
-        identity = np.eye(reach.shape[-1])
+        source, identity = numeric(walk.forms[x.origin.source]), np.eye(reach.shape[-1])
         lengths = together(walk, source, counts, lambda _: identity)
         total = np.minimum(total, _through(x, steepest, np.ones(reach.shape), lengths))
     root = raised(np.sqrt(steepest))
-    norm = together(walk, x, counts & large, lambda row: np.diag(root[row]))
+    norm = together(walk, x, counts, lambda row: np.diag(root[row]))
     return np.minimum(total, raised(norm**2 / 2) + FAINT)
 
 

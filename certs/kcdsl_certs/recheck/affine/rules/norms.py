@@ -174,12 +174,11 @@ def _drift(walk: Walk, name: str, x: Form, at: _Reference, centred: bool) -> _Dr
         needed = ~(along <= math.sqrt(walk.negligible) * early)
         if not needed.any():
             continue
-        reach = (
-            reaches.centred(walk, x, needed, floor)
-            if centred
-            else reaches.tight(walk, name, x, needed, floor).reach
-        )
-        delta = np.minimum(delta, reach)
+        if centred:
+            delta = np.minimum(delta, reaches.centred(walk, x, needed, floor))
+        else:
+            x = reaches.tight(walk, name, x, needed, floor)
+            delta = np.minimum(delta, x.reach)
         wide = raised(_mean((np.abs(at.c) + at.wrong_c) * delta) / least)
         found = raised(_along(walk, x, at, needed, centred, floor) / least)
         along = np.minimum(along, np.minimum(wide, found))
