@@ -64,7 +64,7 @@ def test_no_input_of_the_region_leaves_the_bounds(model: Model, block: str, radi
     assert centre is not None
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     try:
-        run = write(problem.graph, problem.train, centre, spread)
+        run = write(problem.graph, problem.train, centre, spread, 2.0**-24)
     except NoBound:
         assert radius > 1e-3, "a small region always has a bound"
         return

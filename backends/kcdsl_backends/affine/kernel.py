@@ -13,6 +13,9 @@ from kcdsl_backends.affine.tape import SAFE, Entry, Tape
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
 
+NEGLIGIBLE = 2.0**-5
+"""Up to this share of a rounding a remainder is worth no reverse passes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operand:
@@ -30,16 +33,26 @@ class Operand:
 
 @dataclass(slots=True)
 class KernelRun:
-    """The reference run of a kernel, and the tape of its errors."""
+    """The reference run of a kernel, and the tape of its errors.
+
+    `grain` is the unit roundoff of the coarser kernel of the pair: remainders far below what it
+    rounds off are not worth reverse passes.
+    """
 
     graph: BlockGraph
     rounding: Rounding
     parameters: StoredParameters
     tape: Tape
     nodes: Mapping[str, Node]
+    grain: float
     computed: dict[str, int] = field(default_factory=dict)
     known: dict[str, Tensor] = field(default_factory=dict)
     """References of nodes without errors: what is made of token ids and parameters alone."""
+
+    @property
+    def negligible(self) -> float:
+        """Return the share of a result up to which a remainder is worth no reverse passes."""
+        return NEGLIGIBLE * self.grain
 
     def operand(self, node: Node, position: int) -> Operand:
         """Return an input of a node."""

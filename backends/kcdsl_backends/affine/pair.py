@@ -12,7 +12,7 @@ from kcdsl.model.graph import BlockGraph
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.energy import norm
 from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.propagate import write
+from kcdsl_backends.affine.propagate import coarsest, write
 from kcdsl_backends.affine.reaches import on_row, unit_functionals
 from kcdsl_backends.affine.tape import Entry, Range
 from kcdsl_backends.interval.box import Box, down, gamma, up
@@ -126,8 +126,9 @@ def both(
     Raises:
         NoBound: some result has no finite bound.
     """
-    one = write(graph, train, centre, radius)
-    two = one if _same(train, infer) else write(graph, infer, centre, radius)
+    grain = coarsest(graph, train, infer)
+    one = write(graph, train, centre, radius, grain)
+    two = one if _same(train, infer) else write(graph, infer, centre, radius, grain)
     if graph.output not in one.computed or graph.output not in two.computed:
         raise NoBound(graph.output, "the output does not depend on the input")
     return Both(graph.output, one, two)

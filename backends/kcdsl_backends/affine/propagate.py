@@ -44,8 +44,19 @@ RULES: Mapping[str, Callable[[KernelRun, Node], None]] = {
 }
 
 
+def coarsest(graph: BlockGraph, *sides: StoredParameters) -> float:
+    """Return the unit roundoff of the coarsest result of these kernels."""
+    nodes = [node for node in graph.nodes if node.op not in ("param", "constant")]
+    formats = [Rounding(s.numerics).format_for(n.role, n.op) for s in sides for n in nodes]
+    return max(form.unit_roundoff for form in formats)
+
+
 def write(
-    graph: BlockGraph, parameters: StoredParameters, centre: Tensor | None, radius: Tensor
+    graph: BlockGraph,
+    parameters: StoredParameters,
+    centre: Tensor | None,
+    radius: Tensor,
+    grain: float,
 ) -> KernelRun:
     """Return the reference run of a kernel on the centre of a region, with the tape of its errors.
 
@@ -54,6 +65,7 @@ def write(
         parameters: what the kernel stores; its numerics are the kernel's.
         centre: [T, D] float64; None for a block on token ids.
         radius: broadcastable to [T, D], float64, >= 0.
+        grain: unit roundoff of the coarser kernel of the pair.
 
     Raises:
         NoBound: some result has no finite bound.
@@ -61,7 +73,7 @@ def write(
     shape = (1, 1) if centre is None else tuple(centre.shape)
     tape = Tape(radius.expand(shape).contiguous())
     nodes = {node.name: node for node in graph.nodes}
-    run = KernelRun(graph, Rounding(parameters.numerics), parameters, tape, nodes)
+    run = KernelRun(graph, Rounding(parameters.numerics), parameters, tape, nodes, grain)
     tape.add(Entry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
     for node in graph.nodes:
         if node.op in ("param", "constant"):

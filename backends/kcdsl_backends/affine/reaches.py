@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from kcdsl_backends.affine.adjoint import Adjoint, whole
 from kcdsl_backends.affine.energy import norm
-from kcdsl_backends.affine.tape import SAFE, Range, Tape
+from kcdsl_backends.affine.tape import INPUT, SAFE, Tape
 
 BATCH = 512
 """Functionals bounded by one reverse pass."""
-TOGETHER = 2**18
-"""All rows of a head are bounded by one reverse pass where its functionals have so many numbers."""
+NUMBERS = 2**23
+"""Numbers of the functionals of several rows that are bounded by one reverse pass."""
+
+Row = tuple[int, ...]
+"""The index of a row of the last dimension."""
 
 
 def unit_functionals(
@@ -35,57 +39,97 @@ def unit_functionals(
             yield i, start, stop, Adjoint(values.reshape(stop - start, 1, *rest), window, shape)
 
 
-def elements(tape: Tape, index: int, needed: Tensor) -> Tensor:
+def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tensor:
     """Bound |e| of an entry, element by element: by reverse passes in the rows that are needed.
 
     Args:
         needed: [..., 1] bool; other rows keep the reach of the entry.
+        floor: where the passes may stop, see `Tape.bound`.
     """
     entry = tape.entries[index]
-    found = entry.reach.clone()
+    found = entry.reach.clone(memory_format=torch.contiguous_format)
     for i, start, stop, functionals in unit_functionals(entry.shape, found.device):
         if bool(needed[i].any()):
-            found[i].view(-1)[start:stop] = tape.bound(index, functionals).magnitude(tape.radius)
+            bounds = tape.bound(index, functionals, floor)
+            found[i].view(-1)[start:stop] = bounds.magnitude(tape.radius)
     return torch.minimum(found, entry.reach)
 
 
-def deviations(tape: Tape, index: int, weights: Tensor, needed: Tensor) -> Tensor:
+def tighten(tape: Tape, index: int, needed: Callable[[Tensor], Tensor]) -> None:
+    """Lower the reach of an entry by reverse passes, in rows and until `needed` says enough.
+
+    Args:
+        needed: from a reach, the rows [..., 1] where it is not good enough yet.
+    """
+    for floor in tape.floors:
+        rows = needed(tape.entries[index].reach)
+        if not bool(rows.any()):
+            return
+        tape.tighten(index, elements(tape, index, rows, floor))
+
+
+def deviations(
+    tape: Tape,
+    index: int,
+    weights: Tensor,
+    needed: Tensor,
+    floor: int = INPUT,
+    *,
+    apart: bool = False,
+) -> Tensor:
     """Bound |e_j - Σ_k weights_k e_k| in every row of an entry [..., n].
 
     Args:
         weights: [..., n], for every row the weights of a mean.
         needed: [..., 1] bool: rows for which reverse passes are made.
+        floor: where the passes may stop, see `Tape.bound`.
+        apart: each row in a pass of its own, because functionals of one row are amplified less.
     """
     entry = tape.entries[index]
-    *lead, count, n = entry.shape
+    n = entry.shape[-1]
     wide = (entry.reach + (weights.abs() * entry.reach).sum(-1, keepdim=True)) * SAFE
     found = wide.clone()
-    if not bool(needed.any()):
-        return found
     unit = torch.eye(n, dtype=torch.float64, device=weights.device)
-    if (count * n) ** 2 <= TOGETHER and not tape.amplifies:
-        for head in rows((*lead, 1)):
-            values = torch.zeros(count, n, count, n, dtype=torch.float64, device=weights.device)
-            for t in range(count):
-                values[t, :, t] = unit - weights[(*head, t)]
-            window = (*((i, i + 1) for i in head), (0, count), (0, n))
-            shape = (count * n, *(1 for _ in head), count, n)
-            bounds = tape.bound(index, Adjoint(values.reshape(shape), window, entry.shape))
-            found[head] = bounds.magnitude(tape.radius).reshape(count, n)
-    else:
-        for row in _chosen(needed):
-            functionals = on_row(unit - weights[row], row, entry.shape)
-            found[row] = tape.bound(index, functionals).magnitude(tape.radius)
+    largest = max(other.reference.numel() for other in tape.entries)
+    size = 1 if apart else max(1, NUMBERS // (n * largest))
+    for group in _groups(list(_chosen(needed)), size):
+        functionals = _on_rows([unit - weights[row] for row in group], group, entry.shape)
+        bounds = tape.bound(index, functionals, floor).magnitude(tape.radius)
+        for row, bound in zip(group, bounds.reshape(len(group), n), strict=True):
+            found[row] = bound
     return torch.minimum(found, wide)
 
 
-def directions(tape: Tape, index: int, along: Tensor, needed: Tensor) -> Tensor:
+def _groups(chosen: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
+    """Yield up to `size` rows of one head at a time."""
+    for _, head in groupby(chosen, key=lambda row: row[:-1]):
+        rest = list(head)
+        while rest:
+            yield rest[:size]
+            rest = rest[size:]
+
+
+def _on_rows(values: Sequence[Tensor], chosen: Sequence[Row], shape: tuple[int, ...]) -> Adjoint:
+    """Return functionals [m, n] of each of some rows of a tensor, all in one batch."""
+    places = torch.tensor(chosen).reshape(len(chosen), -1)
+    starts, stops = places.amin(0).tolist(), (places.amax(0) + 1).tolist()
+    lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    each = values[0].shape[0]
+    total = values[0].new_zeros(len(chosen) * each, *lengths, shape[-1])
+    for k, (row, value) in enumerate(zip(chosen, values, strict=True)):
+        inner = tuple(i - start for i, start in zip(row, starts, strict=True))
+        total[(slice(k * each, (k + 1) * each), *inner)] = value
+    window = (*zip(starts, stops, strict=True), (0, shape[-1]))
+    return Adjoint(total, window, shape)
+
+
+def directions(tape: Tape, index: int, along: Tensor, needed: Tensor, floor: int = INPUT) -> Tensor:
     """Bound |Σ_j along_j e_j| in every row of an entry [..., n] -> [..., 1]."""
     entry = tape.entries[index]
     found = (along.abs() * entry.reach).sum(-1, keepdim=True) * SAFE
     for row in _chosen(needed):
         functional = on_row(along[row].reshape(1, -1), row, entry.shape)
-        found[row] = tape.bound(index, functional).magnitude(tape.radius)
+        found[row] = tape.bound(index, functional, floor).magnitude(tape.radius)
     return found
 
 
@@ -105,14 +149,14 @@ def norms(tape: Tape, index: int, functionals: Tensor, needed: Tensor) -> Tensor
     return found
 
 
-def _chosen(needed: Tensor) -> Iterator[tuple[int, ...]]:
+def _chosen(needed: Tensor) -> Iterator[Row]:
     """Yield the index of every row that is needed."""
     for row in rows(tuple(needed.shape)):
         if bool(needed[row]):
             yield row
 
 
-def rows(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def rows(shape: tuple[int, ...]) -> Iterator[Row]:
     """Yield the index of every row of the last dimension."""
     for flat in range(math.prod(shape[:-1])):
         yield tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape[:-1]))
@@ -122,10 +166,3 @@ def on_row(values: Tensor, row: tuple[int, ...], shape: tuple[int, ...]) -> Adjo
     """Return functionals [B, n] of one row of a tensor."""
     window = (*((i, i + 1) for i in row), (0, shape[-1]))
     return Adjoint(values.reshape(-1, *(1 for _ in row), shape[-1]), window, shape)
-
-
-def ranges(tape: Tape, index: int) -> Iterator[tuple[int, int, int, Range]]:
-    """Yield the bounds of the elements of an entry, in the batches of `unit_functionals`."""
-    entry = tape.entries[index]
-    for i, start, stop, functionals in unit_functionals(entry.shape, entry.reach.device):
-        yield i, start, stop, tape.bound(index, functionals)

@@ -12,6 +12,9 @@ from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.tape import SAFE, Curved
 
+SAMPLE = 192
+"""About so many elements of a row are looked at to find a price."""
+
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
@@ -33,8 +36,9 @@ class Remainder:
         weights, low, high = a.values.abs(), -self.low[part], self.high[part]
         positive = a.values > 0
         total = self.total[part[:-1]]
-        most = _largest(weights, torch.where(positive, high, low), total)
-        least = _largest(weights, torch.where(positive, low, high), total)
+        order = weights[..., :: _step(weights)].argsort(dim=-1, descending=True)
+        most = _largest(weights, torch.where(positive, high, low), total, order)
+        least = _largest(weights, torch.where(positive, low, high), total, order)
         return -least, most
 
     def _norm(self, a: Adjoint) -> float:
@@ -42,24 +46,27 @@ class Remainder:
         part = at(a.window)
         most, total = torch.maximum(-self.low[part], self.high[part]), self.total[part[:-1]]
         columns = a.values.norm(dim=0, keepdim=True) * SAFE
-        one_by_one = float(_largest(columns, most[None], total))
+        order = columns[..., :: _step(columns)].argsort(dim=-1, descending=True)
+        one_by_one = float(_largest(columns, most[None], total, order))
         scaled = (a.values * most.sqrt()).flatten(1)
         products = scaled @ scaled.T
         spread = largest_eigenvalue(products, float(scaled.square().sum()) * SAFE)
         return min(one_by_one, math.sqrt(spread * float(total.sum()) * SAFE) * SAFE)
 
 
-def _largest(weights: Tensor, caps: Tensor, total: Tensor) -> Tensor:
+def _largest(weights: Tensor, caps: Tensor, total: Tensor, order: Tensor) -> Tensor:
     """Bound Σ weights·t over 0 <= t <= caps with row sums up to total: [B, ..., n] -> [B].
 
     Any price λ >= 0 gives the bound λ·total + Σ max(weights - λ, 0)·caps; the weight of the last
-    element that is taken whole or in part, greatest weight first, is the best one.
+    element that is taken whole or in part, greatest weight first, is the best one. In long rows it
+    is looked up among some of the elements, of which `order` is the order by weight.
     """
+    step = _step(weights)
     if bool((caps.sum(-1, keepdim=True) <= total).all()):
         return (weights * caps).flatten(1).sum(-1) * SAFE
-    ordered, order = weights.sort(dim=-1, descending=True)
-    taken = caps.expand_as(weights).gather(-1, order).cumsum(-1)
-    last = (taken < total).sum(-1, keepdim=True)
+    ordered = weights[..., ::step].gather(-1, order)
+    some = caps[..., ::step].expand_as(ordered).gather(-1, order) * step
+    last = (some.cumsum(-1) < total).sum(-1, keepdim=True)
     price = torch.where(
         last < ordered.shape[-1],
         ordered.gather(-1, last.clamp_max(ordered.shape[-1] - 1)),
@@ -67,3 +74,8 @@ def _largest(weights: Tensor, caps: Tensor, total: Tensor) -> Tensor:
     )
     value = price[..., 0] * total[..., 0] + ((weights - price).clamp_min(0) * caps).sum(-1)
     return value.flatten(1).sum(-1) * SAFE if value.dim() > 1 else value * SAFE
+
+
+def _step(weights: Tensor) -> int:
+    """Return the distance of the elements among which a price is looked up."""
+    return max(1, weights.shape[-1] // SAMPLE)

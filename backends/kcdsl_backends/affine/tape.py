@@ -128,10 +128,15 @@ class Range:
 
 @dataclass(slots=True)
 class Tape:
-    """Entries in the order of the run; `radius` is that of the region of the block input."""
+    """Entries in the order of the run; `radius` is that of the region of the block input.
+
+    `cut` is the last entry at a norm: its reach is tight, so that a reverse pass which stops there
+    is worth making before one which goes down to the input.
+    """
 
     radius: Tensor
     entries: list[Entry] = field(default_factory=list)
+    cut: int = INPUT
 
     def add(self, entry: Entry) -> int:
         """Append an entry and return its index."""
@@ -139,9 +144,9 @@ class Tape:
         return len(self.entries) - 1
 
     @property
-    def amplifies(self) -> bool:
-        """Say whether functionals of one row are bounded better than those of several."""
-        return any(entry.amplified is not None for entry in self.entries)
+    def floors(self) -> tuple[int, ...]:
+        """Return where reverse passes may stop, the cheapest first."""
+        return (INPUT,) if self.cut == INPUT else (self.cut, INPUT)
 
     def tighten(self, index: int, reach: Tensor) -> None:
         """Lower the reach of an entry to a bound found by reverse passes."""
@@ -149,11 +154,14 @@ class Tape:
         lowered = torch.minimum(entry.reach, reach)
         self.entries[index] = replace(entry, reach=lowered, carried=entry.widest)
 
-    def bound(self, index: int, adjoint: Adjoint) -> Range:
-        """Bound functionals of the error of one entry by a reverse pass."""
-        return self._bound({index: adjoint}, adjoint.values.shape[0])
+    def bound(self, index: int, adjoint: Adjoint, floor: int = INPUT) -> Range:
+        """Bound functionals of the error of one entry by a reverse pass.
 
-    def _bound(self, pending: dict[int, Adjoint], count: int) -> Range:
+        What arrives at the entry `floor` or before is bounded by the reaches there.
+        """
+        return self._bound({index: adjoint}, adjoint.values.shape[0], floor)
+
+    def _bound(self, pending: dict[int, Adjoint], count: int, floor: int) -> Range:
         middle = torch.zeros(count, dtype=torch.float64, device=self.radius.device)
         spread = torch.zeros_like(middle)
         terms = 8
@@ -164,6 +172,9 @@ class Tape:
                 return _range(middle, spread, terms, functional)
             entry = self.entries[index]
             terms += functional.values[0].numel()
+            if index <= floor:
+                spread = spread + functional.magnitude(entry.reach)
+                continue
             if entry.centre is not None:
                 middle = middle + functional.against(entry.centre)
                 spread = spread + 2.0**-30 * functional.magnitude(entry.centre.abs())
@@ -175,7 +186,7 @@ class Tape:
             pulled = entry.pull(functional)
             if entry.amplified is not None:
                 if not pending and functional.single_row and len(pulled) == 1:
-                    rest = self._bound(dict(pulled), count)
+                    rest = self._bound(dict(pulled), count, floor)
                     factor = entry.amplified.factor.expand(entry.shape)[functional.first]
                     spread = spread + factor * rest.magnitude(self.radius)
                     own = _range(middle, spread, terms, None)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kcdsl_backends.affine.pair import drift as prove
-from kcdsl_backends.affine.propagate import write
+from kcdsl_backends.affine.propagate import coarsest, write
 from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_certs.recheck.affine import drift as derive
@@ -122,8 +122,9 @@ def proved_forms(setting: Setting) -> Enclosures:
     built = block(setting.graph)
     sides = [parameters(setting.graph, record) for record in (setting.train, setting.infer)]
     centre, radius = _tensors(setting)
+    grain = coarsest(built, *sides)
     for side, values in zip(sides, (found.train, found.infer), strict=True):
-        run = write(built, side, centre, radius)
+        run = write(built, side, centre, radius, grain)
         for name, index in run.computed.items():
             entry = run.tape.entries[index]
             reference, reach = entry.reference.numpy(), entry.reach.numpy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,6 @@ from kcdsl_backends.interval.rules import softmax as interval
 
 FARTHEST = 30.0
 """Beyond this score drift nothing is known of a softmax but that it lies between 0 and 1."""
-NEGLIGIBLE = 2.0**-12
-"""Up to this score drift remainders are not worth reverse passes."""
 _LOST = 2.0**-900
 """More than what becomes, after the largest drift, of a probability that float64 lost."""
 
@@ -35,9 +35,12 @@ def softmax(run: KernelRun, node: Node) -> None:
     allowed = scores.reference.masked_fill(~mask, -torch.inf)
     p, columns = allowed.softmax(-1), allowed.shape[-1]
     trust = _relative_error(allowed, mask)
-    around = (scores.reach + (p * scores.reach).sum(-1, keepdim=True)) * SAFE
-    needed = torch.where(mask, around, 0.0).amax(-1, keepdim=True) > NEGLIGIBLE
-    c = deviations(run.tape, index, p, needed)
+    c = (scores.reach + (p * scores.reach).sum(-1, keepdim=True)) * SAFE
+    for floor in run.tape.floors:
+        c = torch.where(mask, c, 0.0)
+        needed = ~(c.amax(-1, keepdim=True) <= math.sqrt(run.negligible))
+        if bool(needed.any()):
+            c = torch.minimum(c, deviations(run.tape, index, p, needed, floor))
     c = torch.where(mask, c, 0.0)
     if not bool((c < FARTHEST).all()):
         raise NoBound(node.name, f"a score may drift by more than {FARTHEST:g}")
@@ -116,7 +119,7 @@ def context(run: KernelRun, node: Node) -> None:
     result = product(run, p, v, steps, 2)
     second = p.reach @ v.reach * SAFE
     values = heads(run, node, 1)
-    matters = second.sum() > NEGLIGIBLE * result.linear.sum()
+    matters = second.sum() > run.negligible * result.reference.abs().sum()
     if values is None or not bool(matters):
         internal = (result.internal + second) * SAFE
         plain = Result(result.reference, result.pull, result.linear, internal)

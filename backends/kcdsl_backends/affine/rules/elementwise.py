@@ -11,9 +11,9 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.kernel import KernelRun, Operand
-from kcdsl_backends.affine.reaches import elements, norms
+from kcdsl_backends.affine.reaches import norms, tighten
 from kcdsl_backends.affine.remainder import Remainder
-from kcdsl_backends.affine.rules.linear import Pulled
+from kcdsl_backends.affine.rules.linear import Pulled, before_linear, sharpen
 from kcdsl_backends.affine.storing import Result, refuse_overflow, store
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry
 from kcdsl_backends.interval.box import Box, gamma
@@ -26,8 +26,8 @@ from kcdsl_backends.interval.rules.elementwise import (
     activation_error,
 )
 
-NEGLIGIBLE, SMALL = 2.0**-12, 2.0**-9
-"""Up to these shares of the linear part a remainder is worth no reverse passes, no norms."""
+SMALL = 2.0**-9
+"""Up to this share of the linear part a remainder is worth no norms."""
 _OWN = 2.0**-52
 """Relative error of one float64 operation, doubled."""
 
@@ -60,8 +60,9 @@ def _same_shape(node: Node, *operands: Operand) -> None:
 
 def mul(run: KernelRun, node: Node) -> None:
     """Append a * b."""
+    _same_shape(node, run.operand(node, 0), run.operand(node, 1))
+    sharpen(run, node, torch.mul)
     a, b = run.operand(node, 0), run.operand(node, 1)
-    _same_shape(node, a, b)
     reference = a.reference * b.reference
     linear = (a.reach * b.reference.abs() + a.reference.abs() * b.reach) * SAFE
     size = (a.size * b.size).expand(reference.shape) * SAFE
@@ -158,18 +159,34 @@ def activation(run: KernelRun, node: Node) -> None:
     function, curvature = _CURVATURES[node.op]
     index, x = run.entry(node, 0)
     h, slope = x.reference, function.derivative(x.reference)
-    reach, box, square = x.reach, *_around(h, x.reach)
-    least, most = curvature(box)
-    needed = _matters(least, most, square, slope * reach, NEGLIGIBLE)
-    if bool(needed.any()):
-        reach = elements(run.tape, index, needed)
-        run.tape.tighten(index, reach)
+    worth = run.negligible * function.value(h).abs().clamp_max(1.0).sum(-1, keepdim=True)
+
+    before = before_linear(run, node)
+
+    def second(reach: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest |second derivative|, and a bound of Σ|o| in every row."""
         box, square = _around(h, reach)
-        least, most = curvature(box)
-    needed = _matters(least, most, square, slope * reach, SMALL)
-    steepest = torch.maximum(most.abs(), least.abs())
+        steepest = torch.maximum(*(side.abs() for side in curvature(box)))
+        sums = (steepest * square).sum(-1, keepdim=True) * SAFE
+        if before is not None:
+            sums = torch.minimum(sums, before.energy(run.tape, steepest))
+        return steepest, sums
+
+    def matters(reach: Tensor) -> Tensor:
+        box, square = _around(h, reach)
+        large = _matters(*curvature(box), square, slope * reach, SMALL)
+        return large & ~(second(reach)[1] <= worth)
+
+    tighten(run.tape, index, matters)
+    reach = run.tape.entries[index].reach
+    box, square = _around(h, reach)
+    least, most = curvature(box)
+    steepest, sums = second(reach)
+    large = _matters(least, most, square, slope * reach, SMALL)
+    if before is not None:
+        sums = before.sharpened(run.tape, steepest, sums, ~large & ~(sums <= worth))
+    needed = large & ~(sums <= worth)
     together = norms(run.tape, index, steepest.sqrt() * SAFE, needed)
-    sums = (steepest * square).sum(-1, keepdim=True) * SAFE
     sums = torch.minimum(sums, together.square() / 2 * SAFE)
     linear = slope.abs() * reach * SAFE
     slopes = function.slopes(box)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.kernel import KernelRun, Operand
 from kcdsl_backends.affine.quantising import quantise
+from kcdsl_backends.affine.reaches import Row, norms, rows, tighten
 from kcdsl_backends.affine.rules.structural import MOVES, moved
+from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.storing import Result, store
-from kcdsl_backends.affine.tape import PASS, SAFE, Entry
+from kcdsl_backends.affine.tape import PASS, SAFE, Entry, Tape
 from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.linear import (
@@ -72,13 +75,17 @@ def _quantised(run: KernelRun, node: Node) -> tuple[int, Entry]:
 
 def matmul(run: KernelRun, node: Node) -> None:
     """Append a @ b of two computed matrices."""
-    a, b = run.operand(node, 0), run.operand(node, 1)
     scores = node.role == "scores"
     before = 6 if scores and run.rounding.numerics.attention.style == "fused" else 2
+    query, key = (
+        (heads(run, node, 0), heads(run, node, 1, transposed=True)) if scores else (None, None)
+    )
+    if query is None or key is None:
+        sharpen(run, node, torch.matmul)
+    a, b = run.operand(node, 0), run.operand(node, 1)
     second = a.reach @ b.reach * SAFE
-    if scores:
-        both = _through_weights(run, node)
-        second = second if both is None else torch.minimum(second, both)
+    if query is not None and key is not None:
+        second = torch.minimum(second, _sharpened(run, query, key, a.reference @ b.reference))
     result = product(run, a, b, a.reference.shape[-1], before)
     internal = (result.internal + second) * SAFE
     store(
@@ -87,6 +94,22 @@ def matmul(run: KernelRun, node: Node) -> None:
         Result(result.reference, result.pull, result.linear, internal),
         accumulates=True,
     )
+
+
+def sharpen(run: KernelRun, node: Node, times: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Tighten the reaches of both factors of a product while their product matters."""
+    a, b = run.operand(node, 0), run.operand(node, 1)
+    if a.index is None or b.index is None:
+        return
+    worth = run.negligible * times(a.reference, b.reference).abs().sum()
+    for index, other in ((a.index, b.index), (b.index, a.index)):
+
+        def matters(reach: Tensor, index: int = index, other: int = other) -> Tensor:
+            rest = run.tape.entries[other].reach
+            pair = (reach, rest) if index == a.index else (rest, reach)
+            return (reach > 0).any(-1, keepdim=True) & (times(*pair).sum() > worth)
+
+        tighten(run.tape, index, matters)
 
 
 def product(run: KernelRun, a: Operand, b: Operand, steps: int, before: int) -> Result:
@@ -122,17 +145,37 @@ def product(run: KernelRun, a: Operand, b: Operand, steps: int, before: int) -> 
 class Heads:
     """An operand [heads, T, d] that comes straight from a linear: e[h, t] = W_h e_x[t] + o[h, t].
 
-    `weight` [heads, d, D], `own` [heads, T, d] bounds |o|, `reach` [T, D] bounds |e_x|.
+    `weight` [heads, d, D], `own` [heads, T, d] bounds |o|, `reach` [T, D] bounds |e_x|, e_x is the
+    entry `source` (None: a known number).
     """
 
     weight: Tensor
     own: Tensor
     reach: Tensor
+    source: int | None
 
     @property
     def carried(self) -> Tensor:
         """Return |W_h| reach [heads, T, d]."""
         return self.reach @ self.weight.abs().mT * SAFE
+
+    @property
+    def lengths(self) -> Tensor:
+        """Return bounds of |W_h e_x|₂ [heads, T]: √n times the largest singular value of W_h ρ."""
+        found = self.own.new_empty(self.own.shape[:-1])
+        for h, t in rows((*found.shape, 1)):
+            scaled = self.weight[h] * self.reach[t]
+            trace = float(scaled.square().sum()) * SAFE
+            found[h, t] = math.sqrt(largest_eigenvalue(scaled @ scaled.T, trace))
+        return found * math.sqrt(self.reach.shape[-1]) * SAFE
+
+    def again(self, run: KernelRun) -> Heads:
+        """Return the same with the reach as it is by now."""
+        return (
+            self
+            if self.source is None
+            else replace(self, reach=run.tape.entries[self.source].reach)
+        )
 
 
 def heads(run: KernelRun, node: Node, position: int, *, transposed: bool = False) -> Heads | None:
@@ -163,17 +206,82 @@ def heads(run: KernelRun, node: Node, position: int, *, transposed: bool = False
         return None
     weight = run.parameters.linear(run.source(source, 1))
     own = entry.radius.flatten()[place.flatten()].reshape(place.shape)
-    return Heads(weight[outputs[:, 0]], own, run.operand(source, 0).reach)
+    below = run.operand(source, 0)
+    return Heads(weight[outputs[:, 0]], own, below.reach, below.index)
 
 
-def _through_weights(run: KernelRun, node: Node) -> Tensor | None:
-    """Bound |e_q·e_k| through the product of both weights; None where they are not at hand."""
-    query, key = heads(run, node, 0), heads(run, node, 1, transposed=True)
-    if query is None or key is None or query.weight.shape[1] != key.weight.shape[1]:
-        return None
+def _sharpened(run: KernelRun, query: Heads, key: Heads, scores: Tensor) -> Tensor:
+    """Bound |e_q·e_k|, after tightening what both come from as far as it matters."""
+    worth = run.negligible * scores.abs().sum()
+
+    def matters(reach: Tensor) -> Tensor:
+        bound = _through_weights(query.again(run), key.again(run)).sum()
+        return (reach > 0).any(-1, keepdim=True) & ~(bound <= worth)
+
+    for source in dict.fromkeys((query.source, key.source)):
+        if source is not None:
+            tighten(run.tape, source, matters)
+    return _through_weights(query.again(run), key.again(run))
+
+
+def _through_weights(query: Heads, key: Heads) -> Tensor:
+    """Bound |e_q·e_k| through the product of both weights."""
     width = query.weight.shape[1]
     inner = (query.weight.mT @ key.weight).abs()
     inner = inner + gamma(width + 4) * (query.weight.abs().mT @ key.weight.abs())
     both = query.reach @ inner @ key.reach.T
+    both = torch.minimum(both, query.lengths[:, :, None] * key.lengths[:, None, :])
     mixed = query.own @ key.carried.mT + query.carried @ key.own.mT + query.own @ key.own.mT
     return (both + mixed) * SAFE
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeLinear:
+    """Where the operand of an operation comes from: e = W e_x + o, |o| <= own [..., m]."""
+
+    weight: Tensor
+    own: Tensor
+    source: int
+
+    def energy(self, tape: Tape, weights: Tensor) -> Tensor:
+        """Bound Σ_k weights_k e_k²/2 in every row of the operand, [..., 1], from |e_x| <= ρ.
+
+        The root of the sum is at most (√λ √n + |√weights own|)/√2, with λ the largest eigenvalue
+        of ρ Wᵀ weights W ρ and n the number of inputs.
+        """
+        reach = tape.entries[self.source].reach
+        found = torch.empty_like(weights[..., :1])
+        for row in rows(tuple(found.shape)):
+            found[row] = self._sum(weights[row], reach[row], math.sqrt(reach.shape[-1]), row)
+        return found
+
+    def sharpened(self, tape: Tape, weights: Tensor, sums: Tensor, needed: Tensor) -> Tensor:
+        """Lower such bounds in the rows needed, by the norm of e_x, for which a pass is made."""
+        reach = tape.entries[self.source].reach
+        unit = torch.eye(reach.shape[-1], dtype=reach.dtype, device=reach.device)
+        lengths = norms(tape, self.source, unit, needed)
+        found = sums.clone()
+        for row in rows(tuple(found.shape)):
+            if bool(needed[row]):
+                length = float(lengths[row])
+                found[row] = self._sum(weights[row], torch.ones_like(reach[row]), length, row)
+        return torch.minimum(found, sums)
+
+    def _sum(self, weights: Tensor, scale: Tensor, length: float, row: Row) -> Tensor:
+        """Bound the sum of a row where |e_x/scale|₂ <= length."""
+        scaled = weights.sqrt()[:, None] * self.weight * scale
+        trace = float(scaled.square().sum()) * SAFE
+        moved = math.sqrt(largest_eigenvalue(scaled.T @ scaled, trace)) * length
+        own = (weights * self.own[row].square()).sum().sqrt() * SAFE
+        return (moved + own).square() / 2 * SAFE
+
+
+def before_linear(run: KernelRun, node: Node) -> BeforeLinear | None:
+    """Return the linear that computed the input of a node, None where there is none."""
+    source = run.source(node, 0)
+    if source.op != "linear" or run.rounding.numerics.activations.format != "none":
+        return None
+    entry, below = run.tape.entries[run.computed[source.name]], run.operand(source, 0).index
+    if not entry.kept or entry.radius is None or below is None:
+        return None
+    return BeforeLinear(run.parameters.linear(run.source(source, 1)), entry.radius, below)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,15 +14,17 @@ from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.reaches import deviations, directions, elements, norms
 from kcdsl_backends.affine.rules.linear import Pulled
 from kcdsl_backends.affine.storing import Result, store
-from kcdsl_backends.affine.tape import SAFE, Amplified, Curved, Entry
+from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.norms import LEAST_VARIANCE, MOST_SQUARES
 
 FARTHEST = 0.9
 """Relative drift along the row from which on there is no bound."""
-NEGLIGIBLE, SMALL = 2.0**-12, 2.0**-9
-"""Up to these relative drifts along a row remainders are worth no reverse passes, no norms."""
+EARLY = 2.0**-10
+"""Passes that stop at the norm before are made so much earlier: they keep reaches from growing."""
+SMALL = 2.0**-9
+"""Up to this relative drift along a row a remainder is worth no norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
         return -total, total
 
     extra = loose + steep.abs() * along + g.abs() * flat + centre.abs()
-    store(
+    stored = store(
         run,
         node,
         Result(
@@ -104,6 +107,10 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
             extra=extra * SAFE,
         ),
     )
+    if centred:
+        run.tape.cut = stored
+    elif run.operand(node, 0).index is not None:
+        run.tape.cut = index
 
 
 def _moved(
@@ -112,15 +119,21 @@ def _moved(
     n, around = c.shape[-1], run.tape.entries[index].reach
     reach = (around + around.mean(-1, keepdim=True) if centred else around) * SAFE
     mean = (c.abs() * reach).mean(-1, keepdim=True) / v * SAFE
-    needed = ~(mean <= NEGLIGIBLE)
-    if bool(needed.any()):
+    for floor in run.tape.floors:
+        enough = math.sqrt(run.negligible) * (1.0 if floor == INPUT else EARLY)
+        needed = ~(mean <= enough)
+        if not bool(needed.any()):
+            break
         if centred:
-            reach = deviations(run.tape, index, torch.full_like(c, 1 / n), needed)
+            even = torch.full_like(c, 1 / n)
+            found = deviations(run.tape, index, even, needed, floor, apart=True)
         else:
-            reach = elements(run.tape, index, needed)
-        reach = (reach + 4 * gamma(n + 8) * around) * SAFE
-        mean = directions(run.tape, index, c / n, needed) / v * SAFE
-        mean = mean + 4 * gamma(n + 8) * (c.abs() * reach).mean(-1, keepdim=True) / v
+            found = elements(run.tape, index, needed, floor)
+            run.tape.tighten(index, found)
+        reach = torch.minimum(reach, (found + 4 * gamma(n + 8) * around) * SAFE)
+        along = directions(run.tape, index, c / n, needed, floor) / v * SAFE
+        along = along + 4 * gamma(n + 8) * (c.abs() * reach).mean(-1, keepdim=True) / v
+        mean = torch.minimum(mean, along)
     if not bool((mean < FARTHEST).all()):
         raise NoBound(node.name, "the drift reaches the size of the variance")
     square = _square(run, index, reach, mean, centred=centred) / (v * (1 - mean) ** 2) * SAFE

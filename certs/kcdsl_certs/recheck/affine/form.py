@@ -72,6 +72,12 @@ class Walk:
     tape: Tape
     forms: dict[str, Operand]
     softmaxes: frozenset[str]
+    grain: float  # the unit roundoff of the coarsest result of both kernels
+
+    @property
+    def negligible(self) -> float:
+        """Return the share of a result up to which a remainder is worth no reverse passes."""
+        return 2.0**-9 * self.grain
 
     def keep(self, name: str, form: Form) -> None:
         """Replace what is known of a node by something sharper."""

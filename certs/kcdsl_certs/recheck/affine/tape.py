@@ -64,6 +64,7 @@ class Entry:
     kept: Bools | None = None
     curved: tuple[Curve, ...] = ()
     share: Share | None = None
+    near: Floats | None = None  # a smaller bound of |e|, found by reverse passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,15 @@ class _Frame:
 
 @dataclass(slots=True)
 class Tape:
-    """The entries of a kernel; entry 0 is the block input, |e| ≤ region."""
+    """The entries of a kernel; entry 0 is the block input, |e| ≤ region.
+
+    `cut` is where reverse passes may stop before they are made down to the input: the last entry
+    at a norm, whose reach is as small as is known.
+    """
 
     region: Floats | None
     entries: list[Entry] = field(default_factory=list)
+    cut: int = 0
     _still: list[bool] = field(default_factory=list)
     _terms: int = 64
     _total: float = 1.0
@@ -121,8 +127,21 @@ class Tape:
         self._total += float(entry.reach.sum())
         return len(self.entries) - 1
 
-    def bound(self, place: int, functionals: Adjoint) -> Bound:
+    @property
+    def floors(self) -> tuple[int, ...]:
+        """Return where reverse passes may stop, one after the other."""
+        return (self.cut, 0) if self.cut else (0,)
+
+    def sharpen(self, place: int, reach: Floats) -> None:
+        """Keep a smaller bound of the error of an entry, for passes that stop there."""
+        entry = self.entries[place]
+        near = entry.reach if entry.near is None else entry.near
+        self.entries[place] = replace(entry, near=np.minimum(near, reach))
+
+    def bound(self, place: int, functionals: Adjoint, floor: int = 0) -> Bound:
         """Return bounds of functionals of the error of one entry, by one reverse pass.
+
+        What arrives at `floor` or before is bounded by what is known of the error there.
 
         Raises:
             Rejection: "bound/not-finite".
@@ -140,6 +159,10 @@ class Tape:
                 alpha = adjoint
                 break
             entry = self.entries[at]
+            if at <= floor:
+                near = entry.reach if entry.near is None else entry.near
+                frames[-1].radius = frames[-1].radius + adjoint.sizes(near)
+                continue
             self._own(entry, adjoint, frames, not pending)
             kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
             for operand, pull in entry.operands:

@@ -9,8 +9,9 @@ import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
-from kcdsl_certs.recheck.affine.reaches import tight, together
+from kcdsl_certs.recheck.affine.reaches import together, until
 from kcdsl_certs.recheck.affine.remainder import Remainder
+from kcdsl_certs.recheck.affine.rules.straight import norm_of
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT
 from kcdsl_certs.recheck.block import Node
@@ -28,8 +29,7 @@ from kcdsl_certs.recheck.rules.state import gamma, target
 
 Bend = Callable[[Box], Box]
 
-# Up to these shares of the linear part a remainder is worth no reverse passes, no norms.
-_NEGLIGIBLE, _SMALL = 2.0**-14, 2.0**-11
+_SMALL = 2.0**-14  # up to this share of the linear part a remainder is worth no passes of its own
 
 
 def gelu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -85,10 +85,9 @@ def _activation(
     x = numeric(inputs[0])
     reference, wrong = _middle(*function.value(x.reference))
     slope, lean = _middle(*function.slope(x.reference))
-    steepest = _steepest(bend, x)
-    x = tight(walk, node.inputs[0], x, _counts(steepest, slope, x.reach, _NEGLIGIBLE))
-    steepest = _steepest(bend, x)
-    total = _total(walk, x, steepest, _counts(steepest, slope, x.reach, _SMALL))
+    worth = np.minimum(np.abs(reference), 1.0).sum(axis=-1, keepdims=True) * walk.negligible
+    x = until(walk, node.inputs[0], lambda form: _counts(walk, bend, slope, form, worth))
+    total = _total(walk, bend, x, worth)
     remainder = second_order(function, bend, x, slope, lean)
     carried = raised(np.abs(slope) * x.reach)
     value = image(function, x.box)
@@ -115,18 +114,66 @@ def _steepest(bend: Bend, x: Form) -> Floats:
     return box.mag(bend(x.box))
 
 
-def _counts(steepest: Floats, slope: Floats, reach: Floats, share: float) -> Bools:
-    """Say of every row [..., 1] whether Σ K ρ²/2 exceeds a share of Σ |slope| ρ."""
-    second = (steepest * reach**2 / 2).sum(axis=-1, keepdims=True)
-    return np.asarray(~(second <= share * (np.abs(slope) * reach).sum(axis=-1, keepdims=True)))
+def _counts(walk: Walk, bend: Bend, slope: Floats, x: Form, worth: Floats) -> Bools:
+    """Say of every row [..., 1] whether its remainder calls for passes of its own."""
+    return _large(bend, slope, x) & ~(_plain(walk, bend, x) <= worth)
 
 
-def _total(walk: Walk, x: Form, steepest: Floats, needed: Bools) -> Floats:
-    """Return a bound of Σ K e²/2 in every row: by the reach, or by the norm of √K e."""
-    root = raised(np.sqrt(steepest))
-    norm = together(walk, x, needed, lambda row: np.diag(root[row]))
+def _large(bend: Bend, slope: Floats, x: Form) -> Bools:
+    """Say of every row whether Σ K ρ²/2 exceeds a share of Σ |slope| ρ."""
+    second = (_steepest(bend, x) * x.reach**2 / 2).sum(axis=-1, keepdims=True)
+    return np.asarray(~(second <= _SMALL * (np.abs(slope) * x.reach).sum(axis=-1, keepdims=True)))
+
+
+def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
+    """Return a bound of Σ K e²/2 in every row without passes: by ρ, and through the weight."""
+    steepest = _steepest(bend, x)
     plain = (steepest * raised(x.reach**2) / 2).sum(axis=-1, keepdims=True)
-    return raised(np.minimum(plain * (1 + x.shape[-1] * 4 * UNIT), norm**2 / 2)) + FAINT
+    plain = raised(plain * (1 + x.shape[-1] * 4 * UNIT)) + FAINT
+    reach = _below(walk, x)
+    if reach is None:
+        return plain
+    lengths = np.full(plain.shape, math.sqrt(reach.shape[-1]))
+    return np.minimum(plain, _through(x, steepest, reach, lengths))
+
+
+def _below(walk: Walk, x: Form) -> Floats | None:
+    """Return the reach of what a linear made x of, row by row; None where x was moved."""
+    if x.place is None or x.origin is None or x.origin.rest.shape != x.shape:
+        return None
+    reach = numeric(walk.forms[x.origin.source]).reach
+    straight = np.array_equal(x.origin.index, np.arange(x.reference.size).reshape(x.shape))
+    return reach if straight and reach.shape[:-1] == x.shape[:-1] else None
+
+
+def _through(x: Form, steepest: Floats, scale: Floats, lengths: Floats) -> Floats:
+    """Return a bound of Σ K e²/2 for e = W e_x + o with |e_x / scale|₂ ≤ lengths, row by row."""
+    origin = x.origin
+    assert origin is not None
+    found = np.empty(lengths.shape)
+    for row in np.ndindex(*x.shape[:-1]):
+        root = np.sqrt(steepest[row])
+        moved = norm_of(root[:, None] * origin.weight * scale[row], float(lengths[row][0]))
+        own = float(np.linalg.norm(root * origin.rest[row])) * (1 + 2.0**-40)
+        found[row] = (moved + own) ** 2 / 2
+    return raised(found) + FAINT
+
+
+def _total(walk: Walk, bend: Bend, x: Form, worth: Floats) -> Floats:
+    """Return a bound of Σ K e²/2 in every row: by the reach, or by a norm.
+
+    Where a norm counts both are taken: the writer took one of them.
+    """
+    steepest, total, reach = _steepest(bend, x), _plain(walk, bend, x), _below(walk, x)
+    counts = ~(total <= worth)
+    if reach is not None and counts.any():
+        assert x.origin is not None
+        source, identity = numeric(walk.forms[x.origin.source]), np.eye(reach.shape[-1])
+        lengths = together(walk, source, counts, lambda _: identity)
+        total = np.minimum(total, _through(x, steepest, np.ones(reach.shape), lengths))
+    root = raised(np.sqrt(steepest))
+    norm = together(walk, x, counts, lambda row: np.diag(root[row]))
+    return np.minimum(total, raised(norm**2 / 2) + FAINT)
 
 
 def second_order(function: Function, bend: Bend, x: Form, slope: Floats, lean: Floats) -> Box:

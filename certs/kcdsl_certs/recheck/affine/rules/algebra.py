@@ -19,6 +19,7 @@ from kcdsl_certs.recheck.affine.form import (
     product_up,
     raised,
 )
+from kcdsl_certs.recheck.affine.reaches import sharpened
 from kcdsl_certs.recheck.affine.rules import straight
 from kcdsl_certs.recheck.affine.rules.quantised import quantised
 from kcdsl_certs.recheck.affine.storing import Formed, settle
@@ -33,8 +34,6 @@ from kcdsl_certs.recheck.rules.linear import (
 )
 from kcdsl_certs.recheck.rules.linear import summed as rounding_of_sums
 from kcdsl_certs.recheck.rules.state import gamma, target
-
-_NEGLIGIBLE = 2.0**-14  # a remainder up to this share of the linear part is bounded plainly
 
 
 def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -133,10 +132,11 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = a.reference @ b.reference
     left, right = np.abs(a.reference), np.abs(b.reference)
     own = product_up(left, right) * gamma(n + 4, UNIT) + FAINT
+    rest, curved = _remainder(walk, node, context, reference)
+    a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
     by_a = product_up(a.reach, right) if a.place is not None else np.zeros(reference.shape)
     by_b = product_up(left, b.reach) if b.place is not None else np.zeros(reference.shape)
     carried = raised(by_a + by_b)
-    rest, curved = _remainder(walk, a, b, context, carried)
     result = raised(np.abs(reference) + own + carried + rest)
     size = product_up(a.size, b.size)
     k, j = product_roundings(kernel, node, n)
@@ -166,19 +166,25 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 
 def _remainder(
-    walk: Walk, a: Form, b: Form, context: bool, carried: Floats
+    walk: Walk, node: Node, context: bool, reference: Floats
 ) -> tuple[Floats, tuple[Curve, ...]]:
     """Return an elementwise bound of e_a e_b, and a bound of its functionals where there is one."""
+    a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     if a.place is None or b.place is None:
         return np.zeros(shape), ()
-    rest = product_up(a.reach, b.reach)
+    worth = walk.negligible * float(np.abs(reference).sum())
     if context:
+        rest = product_up(a.reach, b.reach)
         values = straight.values(walk, b, shape)
-        if values is not None and rest.sum() > _NEGLIGIBLE * carried.sum():
+        if values is not None and not float(rest.sum()) <= worth:
             return rest, (straight.context_curve(a.reach, values, rest),)
         return rest, ()
-    finer = straight.scores(walk, a, b, shape)
+    finer = straight.scores(walk, a, b, shape, worth) if node.role == "scores" else None
+    if finer is None:
+        sharpened(walk, node, product_up, worth)
+    a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
+    rest = product_up(a.reach, b.reach)
     return (rest if finer is None else np.minimum(rest, finer)), ()
 
 

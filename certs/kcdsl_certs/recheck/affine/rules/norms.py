@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,8 @@ from kcdsl_certs.recheck.rules.state import gamma, target
 from kcdsl_certs.recheck.spec import Kernel
 
 _FARTHEST = 0.9  # the largest move along the row, relatively
-_NEGLIGIBLE, _SMALL = 2.0**-14, 2.0**-11  # moves along the row worth no reverse passes, no norms
+_EARLY = 2.0**-10  # passes that stop at the norm before are made so much earlier
+_SMALL = 2.0**-11  # moves along the row worth no norms
 _MOST_WRONG = 2.0**-20
 
 
@@ -114,7 +116,10 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         (_scalars(scales),),
         None if x.place is None else share,
     )
-    return settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
+    form = settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
+    place = form.place if centred else x.place
+    walk.tape.cut = walk.tape.cut if place is None else place
+    return form
 
 
 def _known(values: list[Operand], n: int, otherwise: float) -> Floats:
@@ -163,17 +168,20 @@ def _drift(walk: Walk, name: str, x: Form, at: _Reference, centred: bool) -> _Dr
     usual = _mean(x.reach) if centred else 0.0
     delta = raised(x.reach + usual)
     wide = raised(_mean((np.abs(at.c) + at.wrong_c) * delta) / least)
-    needed = ~(wide <= _NEGLIGIBLE)
-    along = raised(np.minimum(wide, _along(walk, x, at, needed, centred) / least))
-    if needed.any():
-        reach = (
-            reaches.centred(walk, x, needed)
-            if centred
-            else reaches.tight(walk, name, x, needed).reach
-        )
-        delta = np.minimum(delta, reach)
+    along = wide
+    for floor in walk.tape.floors:
+        early = _EARLY if floor else 1.0
+        needed = ~(along <= math.sqrt(walk.negligible) * early)
+        if not needed.any():
+            continue
+        if centred:
+            delta = np.minimum(delta, reaches.centred(walk, x, needed, floor))
+        else:
+            x = reaches.tight(walk, name, x, needed, floor)
+            delta = np.minimum(delta, x.reach)
         wide = raised(_mean((np.abs(at.c) + at.wrong_c) * delta) / least)
-        along = np.minimum(along, wide)
+        found = raised(_along(walk, x, at, needed, centred, floor) / least)
+        along = np.minimum(along, np.minimum(wide, found))
     if not bool((along < _FARTHEST).all()):
         raise Rejection("bound/not-finite", "the input of a norm moves too far along itself")
     square = _square(walk, x, delta, ~(along <= _SMALL), centred)
@@ -189,7 +197,7 @@ def _mean(values: Floats) -> Floats:
     return raised(values.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT)) + FAINT
 
 
-def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool) -> Floats:
+def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool, floor: int) -> Floats:
     """Return a bound of |mean(c·δ)| = |mean(c·e)|, by one reverse pass in the rows needed."""
     n = x.shape[-1]
     functional = at.c / n
@@ -197,7 +205,7 @@ def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool) ->
         functional = functional - functional.mean(axis=-1, keepdims=True)
     mean = (np.abs(functional) * x.reach).sum(axis=-1, keepdims=True)
     for row in np.ndindex(*x.shape[:-1]) if needed.any() else ():
-        mean[row] = reaches.along(walk, x, row, functional[row][None])
+        mean[row] = reaches.along(walk, x, row, functional[row][None], floor)
     # the functional is off by the error of c and by its own roundings
     size = np.abs(functional) + at.wrong_c / n
     blur = (at.wrong_c + at.wrong_c.mean(axis=-1, keepdims=True)) / n * (1 + 2.0**-30)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kcdsl_certs.recheck import box
@@ -21,7 +23,6 @@ from kcdsl_certs.recheck.rules.attention import (
 )
 from kcdsl_certs.recheck.rules.state import gamma
 
-_NEGLIGIBLE = 2.0**-14  # up to this drift of the scores no reverse passes are made
 _FARTHEST = 30.0  # a larger drift of the centred scores counts as unbounded
 
 
@@ -94,12 +95,14 @@ def _centred(walk: Walk, scores: Form, p: Floats, wrong: Floats, allowed: Bools)
     if scores.place is None or not scores.reach.any():
         return np.where(allowed, plain, 0.0)
     found = plain.copy()
-    needed = np.where(allowed, plain, 0.0) > _NEGLIGIBLE
-    for row in np.ndindex(*p.shape[:-1]) if needed.any() else ():
-        columns = np.flatnonzero(allowed[row])
-        functionals = np.zeros((columns.size, p.shape[-1]))
-        functionals[np.arange(columns.size), columns] = 1.0
-        found[(*row, columns)] = reaches.along(walk, scores, row, functionals - p[row])
+    for floor in walk.tape.floors:
+        needed = np.where(allowed, found, 0.0) > math.sqrt(walk.negligible)
+        for row in np.ndindex(*p.shape[:-1]) if needed.any() else ():
+            columns = np.flatnonzero(allowed[row])
+            functionals = np.zeros((columns.size, p.shape[-1]))
+            functionals[np.arange(columns.size), columns] = 1.0
+            bounds = reaches.along(walk, scores, row, functionals - p[row], floor)
+            found[(*row, columns)] = np.minimum(found[(*row, columns)], bounds)
     found = raised(found + 4 * wrong * (scores.reach + usual) + FAINT)
     single = allowed.sum(axis=-1, keepdims=True) == 1
     return np.where(allowed & ~single, np.minimum(found, plain), 0.0)

@@ -6,6 +6,7 @@ map everywhere, has e[h, t] = W_h e_x[t] + o[h, t] with W_h some rows of the wei
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Origin, Walk, numeric, product_up
+from kcdsl_certs.recheck.affine.reaches import until
+from kcdsl_certs.recheck.affine.spectrum import largest
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry
-from kcdsl_certs.recheck.box import Floats
+from kcdsl_certs.recheck.box import Bools, Floats
 from kcdsl_certs.recheck.rules.state import gamma
 
 
@@ -25,6 +28,7 @@ class Straight:
     weight: Floats
     reach: Floats
     rest: Floats
+    source: str
 
 
 def radius_of(entry: Entry) -> Floats:
@@ -42,7 +46,8 @@ def _split(walk: Walk, origin: Origin, index: NDArray[np.int64]) -> Straight | N
     if (rows != rows[..., :1]).any() or (columns != columns[:, :1]).any():
         return None
     reach = numeric(walk.forms[origin.source]).reach.reshape(-1, origin.weight.shape[1])
-    return Straight(origin.weight[columns[:, 0]], reach[rows[..., 0]], origin.rest[rows, columns])
+    weight, rest = origin.weight[columns[:, 0]], origin.rest[rows, columns]
+    return Straight(weight, reach[rows[..., 0]], rest, origin.source)
 
 
 def values(walk: Walk, v: Form, shape: tuple[int, ...]) -> Straight | None:
@@ -52,26 +57,58 @@ def values(walk: Walk, v: Form, shape: tuple[int, ...]) -> Straight | None:
     return _split(walk, v.origin, v.origin.index)
 
 
-def scores(walk: Walk, q: Form, k: Form, shape: tuple[int, ...]) -> Floats | None:
-    """Return a bound of |e_q e_k| of a score product [heads, T, d] @ [heads, d, T']."""
+def scores(walk: Walk, q: Form, k: Form, shape: tuple[int, ...], worth: float) -> Floats | None:
+    """Return a bound of |e_q e_k| of a score product [heads, T, d] @ [heads, d, T'].
+
+    What both were made of is tightened while the sum of the bound exceeds `worth`.
+    """
     if q.origin is None or k.origin is None or not q.shape[0] == k.shape[0] == shape[0]:
         return None
     if len(shape) != 3:
         return None
-    left = _split(walk, q.origin, q.origin.index)
-    right = _split(walk, k.origin, k.origin.index.swapaxes(-1, -2))
-    if left is None or right is None:
-        return None
-    found = np.empty(shape)
-    for h in range(shape[0]):
+
+    def bound() -> Floats | None:
+        assert q.origin is not None
+        assert k.origin is not None
+        left = _split(walk, q.origin, q.origin.index)
+        right = _split(walk, k.origin, k.origin.index.swapaxes(-1, -2))
+        return None if left is None or right is None else _second_order(left, right)
+
+    def counts(source: Form) -> Bools:
+        found = bound()
+        some = found is not None and not float(found.sum()) <= worth
+        return np.full((*source.shape[:-1], 1), some)
+
+    for name in dict.fromkeys((q.origin.source, k.origin.source)):
+        until(walk, name, counts)
+    return bound()
+
+
+def _second_order(left: Straight, right: Straight) -> Floats:
+    """Return the bound: through the product of both weights, element by element or by norms."""
+    found = np.empty((left.reach.shape[0], left.reach.shape[1], right.reach.shape[1]))
+    for h in range(found.shape[0]):
         w_q, w_k = left.weight[h], right.weight[h]
         size_q, size_k = np.abs(w_q), np.abs(w_k)
         middle = np.abs(w_q.T @ w_k) + gamma(w_q.shape[0] + 4, UNIT) * (size_q.T @ size_k) * 2
         far = product_up(product_up(left.reach[h], middle + FAINT), right.reach[h].T)
+        far = np.minimum(far, np.outer(_norms(w_q, left.reach[h]), _norms(w_k, right.reach[h])))
         by_q = product_up(left.reach[h], size_q.T) + left.rest[h]
         by_k = product_up(right.reach[h], size_k.T)
         found[h] = far + product_up(by_q, right.rest[h].T) + product_up(left.rest[h], by_k.T)
     return np.asarray(found * (1 + 2.0**-40))
+
+
+def _norms(weight: Floats, reach: Floats) -> Floats:
+    """Return bounds [T] of |W e|₂ for |e| ≤ reach [T, n]."""
+    return np.array([norm_of(weight * row, math.sqrt(weight.shape[1])) for row in reach])
+
+
+def norm_of(matrix: Floats, size: float) -> float:
+    """Return a bound of |M x|₂ for |x|₂ ≤ size."""
+    small = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+    trace = float((matrix**2).sum()) * (1 + 2.0**-30) + FAINT
+    return math.sqrt(largest(small, trace)) * size * (1 + 2.0**-40)
 
 
 def context_curve(p: Floats, v: Straight, rest: Floats) -> Curve:
