@@ -18,6 +18,7 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         needs=("torch", "numpy"),
         summary="relational intervals with structural caps, sound in floating point",
         rank=10,
+        around_weights=True,
     ),
     BackendSpec(
         name="empirical",

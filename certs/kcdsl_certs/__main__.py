@@ -25,6 +25,8 @@ from kcdsl_certs.report import Report, refused
 from kcdsl_certs.requirements import Expectation
 from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
 from kcdsl_certs.strict import parse_time, strict_load
+from kcdsl_certs.transfer import TRANSFER_TYPE
+from kcdsl_certs.transferring import Earlier
 from kcdsl_certs.triple import Checkpoint
 from kcdsl_certs.verify import verify
 
@@ -73,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="PATH",
         help="the weights about to be deployed; they are hashed",
+    )
+    check.add_argument(
+        "--base",
+        type=Path,
+        metavar="PATH",
+        help="the earlier weights that a weights transfer is compared with",
     )
     check.add_argument(
         "--key", type=Path, action="append", required=True, metavar="PUB", help="a trusted key"
@@ -131,6 +139,9 @@ def _check(options: argparse.Namespace) -> Combined:
             partial=several or not options.complete,
             expected_inputs=expectation.inputs,
             refuse_suppressions=options.refuse_suppressions,
+            earlier=None
+            if options.base is None
+            else Earlier(path.parent, options.base, options.checkpoint, options.recheck),
         )
 
     pairs = zip(options.certificates, bundles, strict=True)
@@ -148,7 +159,7 @@ def _trusted(path: Path) -> TrustedKey:
         key = load_public(path.read_bytes())
     except Reject as error:
         raise Reject(error.reason, f"{path}: {error.detail}") from None
-    return TrustedKey(path.name, key, frozenset({PREDICATE_TYPE}))
+    return TrustedKey(path.name, key, frozenset({PREDICATE_TYPE, TRANSFER_TYPE}))
 
 
 def _table(name: str, report: Report) -> str:

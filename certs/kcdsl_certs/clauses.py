@@ -42,6 +42,8 @@ class Evidence(StrEnum):
         return order.index(self) <= order.index(other)
 
 
+WIDEST = Fraction(1, 2)
+"""The largest region around the weights that a result may speak of."""
 UPPER, LOWER = ("<=", "<"), (">=", ">")
 OPERATORS = (*UPPER, *LOWER, "==")
 IMPLIED = "bound-chain/1"
@@ -65,6 +67,7 @@ class CertifiedClause:
     `bound` is a lower bound and `high` a value reached. In a sampled result `low` and `high` are
     one-sided confidence limits at level `alpha`. `value` is the measured quantity itself.
     `n` units were looked at, `exceed` of them violated the comparison; a budget None means hard.
+    `weights` ρ says that the proof holds for every θ' with |θ' - θ| ≤ ρ|θ|; None: for θ alone.
     """
 
     id: str
@@ -93,6 +96,7 @@ class CertifiedClause:
     assumptions: tuple[str, ...] = ()
     scope: str | None = None
     reason: str | None = None
+    weights: Fraction | None = None
 
     @property
     def label(self) -> str:
@@ -128,7 +132,7 @@ class CertifiedClause:
             number = getattr(self, name)
             if number is not None:
                 record[name] = Measured(number, _rounding(name, self.op)).to_json()
-        for name in ("budget", "alpha"):
+        for name in ("budget", "alpha", "weights"):
             exact = getattr(self, name)
             if exact is not None:
                 record[name] = real_text(exact)
@@ -175,6 +179,7 @@ class CertifiedClause:
             assumptions=fields.texts("assumptions") if "assumptions" in fields.record else (),
             scope=fields.text_or_none("scope"),
             reason=fields.text_or_none("reason"),
+            weights=_exact(fields, "weights"),
         )
         fields.done()
         return clause

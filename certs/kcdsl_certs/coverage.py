@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from fractions import Fraction
 
-from kcdsl_certs.clauses import CertifiedClause, Verdict
+from kcdsl_certs.clauses import WIDEST, CertifiedClause, Verdict
 from kcdsl_certs.implied import check_implied
+from kcdsl_certs.reals import real_text
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.requirements import RequiredClause, uncovered
 from kcdsl_certs.statement import Predicate
@@ -31,6 +33,7 @@ def check_clauses(
     for clause in predicate.clauses:
         check_verdict(clause)
         _numerics(clause, predicate.triple)
+        _weights(clause)
         results.setdefault((clause.id, clause.slice), []).append(clause)
     if stated is not predicate.verdict:
         detail = f"{stated} is stated, the clauses say {predicate.verdict}"
@@ -50,7 +53,30 @@ def check_clauses(
         raise Reject(lacking[0].reason, "; ".join(f.detail for f in lacking))
     outside = tuple(r.label for r in required if (r.id, r.slice) not in scope)
     rest = f"; not covered: {', '.join(outside)}" if outside else ""
-    return f"{len(demanded)} of {len(required)} required results hold{rest}", outside
+    around = around_weights(predicate.clauses)
+    return f"{len(demanded)} of {len(required)} required results hold{rest}{around}", outside
+
+
+def around_weights(clauses: tuple[CertifiedClause, ...]) -> str:
+    """Return which results hold in what region around the weights, as the end of a sentence."""
+    named: dict[Fraction, list[str]] = {}
+    for clause in clauses:
+        if clause.weights is not None and clause.verdict is Verdict.PASSED:
+            named.setdefault(clause.weights, []).append(clause.label)
+    return "".join(
+        f"; {', '.join(dict.fromkeys(named[rho]))} for all weights within {real_text(rho)} of each"
+        for rho in sorted(named)
+    )
+
+
+def _weights(clause: CertifiedClause) -> None:
+    """A region around the weights is of proofs alone, and of a size that proofs know."""
+    if clause.weights is None:
+        return
+    if clause.proof is None or not clause.evidence.is_proof:
+        raise Reject("clause/weights", f"{clause.label} speaks of other weights without a proof")
+    if not 0 < clause.weights <= WIDEST:
+        raise Reject("clause/weights", f"{clause.label}: no region of {real_text(clause.weights)}")
 
 
 def _scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> set[tuple[str, str | None]]:

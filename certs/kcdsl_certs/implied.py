@@ -54,6 +54,7 @@ def _proves(source: CertifiedClause, clause: CertifiedClause, required: Required
         and source.verdict is Verdict.PASSED
         and source.op in UPPER
         and source.block == LOGITS_BLOCK
+        and not (source.region or "").startswith("rows(")  # not all requests are so short
         and source.slice in required.inside
         and source.evidence.is_at_least(clause.evidence)
     )

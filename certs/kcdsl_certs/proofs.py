@@ -20,6 +20,8 @@ from kcdsl_certs.reject import Reject
 from kcdsl_certs.strict import strict_base64, strict_load
 from kcdsl_certs.triple import Triple
 
+_WIDER = {"points": {"ball"}}
+"""Kinds of region that hold those of another kind: balls around points hold the points."""
 LARGEST_PROOF = 512 * 1024 * 1024
 
 
@@ -133,7 +135,7 @@ class Rechecker:
             raise Reject(
                 "proof/not-confirmed", f"{clause.label}: {outcome.reason}: {outcome.detail}"
             )
-        _bind(strict_load(proof, LARGEST_PROOF), clause, triple)
+        bind(strict_load(proof, LARGEST_PROOF), clause, triple)
         found = _rederived_bound(outcome, clause)
         detail = f"{clause.label}: re-derived {found} in {outcome.seconds:.2f} s"
         return ProofResult(Outcome.OK, "", f"{detail}, {outcome.nodes} operations")
@@ -152,7 +154,7 @@ def _rederived_bound(outcome: Rederivation, clause: CertifiedClause) -> str:
     return f"{float(bound):.6g}"
 
 
-def _bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
+def bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
     """Refuse a proof, however right, that is about something else than the clause."""
     proof = Fields.of(document, "proof")
     block, numerics = proof.text("block"), proof.inner("numerics")
@@ -181,20 +183,43 @@ def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
     """Refuse other kinds of region, smaller balls, and another number of cases than are stated."""
     cases = [Fields.of(item, "case") for item in proof.items("cases")]
     kinds = {case.inner("region").text("kind") for case in cases}
-    if clause.region is None or kinds != {clause.region.partition("(")[0]}:
+    wanted_kind = "" if clause.region is None else clause.region.partition("(")[0]
+    if clause.region is None or kinds not in ({wanted_kind}, _WIDER.get(wanted_kind)):
         detail = f"{clause.label}: the proof is about {', '.join(sorted(kinds)) or 'nothing'}"
         raise Reject("proof/region-mismatch", detail)
     names = [case.text("name") for case in cases]
     if len(set(names)) != len(names) or (kinds != {"hull"} and len(names) != clause.n):
         detail = f"{clause.label}: {len(set(names))} regions are proved, {clause.n} are stated"
         raise Reject("proof/region-mismatch", detail)
-    if kinds != {"ball"}:
+    if clause.weights is not None:
+        _bind_weights(cases, clause, clause.weights)
+    if kinds == {"rows"}:
+        _bind_longest(cases, clause)
+    if kinds != {"ball"} or wanted_kind != "ball":
         return
     wanted = parse_real(clause.region.rpartition(", ")[2].removesuffix(")"))
     for case in cases:
         data = strict_base64(case.inner("region").inner("radius").text("data"))
         if len(data) % 8 or not all(r >= wanted for (r,) in struct.iter_unpack("<d", data)):
             detail = f"{clause.label}: a ball of the proof is smaller than {clause.region}"
+            raise Reject("proof/region-mismatch", detail)
+
+
+def _bind_weights(cases: list[Fields], clause: CertifiedClause, rho: Fraction) -> None:
+    """Refuse a proof about a smaller region around the weights, or about one checkpoint alone."""
+    for case in cases:
+        stated = case.inner("region").text_or_none("weights")
+        if stated is None or parse_real(stated) < rho:
+            detail = f"{clause.label}: the proof is about weights within {stated or 0} of each"
+            raise Reject("proof/weights-mismatch", detail)
+
+
+def _bind_longest(cases: list[Fields], clause: CertifiedClause) -> None:
+    """Refuse a proof about shorter sequences than rows(SLICE, LONGEST[, MARGIN]) speaks of."""
+    stated = re.fullmatch(r"rows\(\w+, ([1-9][0-9]{0,6})(, .+)?\)", clause.region or "", re.ASCII)
+    for case in cases:
+        if stated is None or case.inner("region").integer("longest") < int(stated[1]):
+            detail = f"{clause.label}: the proof is about shorter sequences than {clause.region}"
             raise Reject("proof/region-mismatch", detail)
 
 

@@ -27,6 +27,8 @@ STEPS = (
     "stage",
     "proofs",
 )
+TRANSFER_STEPS = (*STEPS[:12], "base", "weights", *STEPS[12:])
+"""The steps of a weights transfer: also the earlier certificate, and how far the weights moved."""
 _OPTIONAL = frozenset({"sequence", "stage", "proofs"})
 """Steps that may be left out because nothing was given to compare with."""
 
@@ -60,11 +62,13 @@ class Report:
     signers: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
     """Clauses of the contract that lie outside the scope of a partial certificate."""
+    steps: tuple[str, ...] = STEPS
+    """The steps that there are: those of a certificate, or of a weights transfer."""
 
     @property
     def accepted(self) -> bool:
         """Say whether every step that must run is ok and none failed."""
-        return tuple(c.name for c in self.checks) == STEPS and all(
+        return tuple(c.name for c in self.checks) == self.steps and all(
             c.outcome is Outcome.OK or (c.outcome is Outcome.NOT_RUN and c.name in _OPTIONAL)
             for c in self.checks
         )
@@ -127,7 +131,7 @@ class Log:
         except Exception as error:
             return Check(name, Outcome.FAILED, "internal/error", f"{type(error).__name__}: {error}")
 
-    def finish(self) -> tuple[Check, ...]:
+    def finish(self, steps: tuple[str, ...] = STEPS) -> tuple[Check, ...]:
         done = {c.name: c for c in self.checks}
-        skipped = (Check(n, Outcome.NOT_RUN, "step/earlier-failed") for n in STEPS)
+        skipped = (Check(n, Outcome.NOT_RUN, "step/earlier-failed") for n in steps)
         return tuple(done.get(check.name, check) for check in skipped)

@@ -12,7 +12,7 @@ from kcdsl_certs.coverage import check_clauses
 from kcdsl_certs.keys import TrustedKey, TrustPolicy, unique_keys
 from kcdsl_certs.proofs import Outcome, ProofChecker
 from kcdsl_certs.reject import Reject
-from kcdsl_certs.report import Log, NotRun, Report, Stop, refused
+from kcdsl_certs.report import TRANSFER_STEPS, Log, NotRun, Report, Stop, refused
 from kcdsl_certs.requirements import RequiredClause
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
@@ -25,6 +25,8 @@ from kcdsl_certs.statement import (
     parse_statement,
 )
 from kcdsl_certs.strict import strict_load, time_text
+from kcdsl_certs.transfer import TRANSFER_TYPE, Transfer, parse_transfer
+from kcdsl_certs.transferring import Earlier, compare
 from kcdsl_certs.triple import Triple, differences
 
 Clock = Callable[[], datetime]
@@ -32,13 +34,17 @@ Clock = Callable[[], datetime]
 
 @dataclass(slots=True)
 class _State:
-    """What the steps learn, in order; a step reads only what an earlier one established."""
+    """What the steps learn, in order; a step reads only what an earlier one established.
+
+    A statement has either a predicate, that of a certificate, or a transfer.
+    """
 
     raw: dsse.RawEnvelope | None = None
     envelope: dsse.Envelope | None = None
     signed_by: tuple[TrustedKey, ...] = ()
     statement: Statement | None = None
     predicate: Predicate | None = None
+    transfer: Transfer | None = None
     stated: Verdict | None = None
     outside: tuple[str, ...] = ()
 
@@ -57,6 +63,7 @@ def verify(
     expected_inputs: Mapping[str, str] | None = None,
     revoked: frozenset[str] = frozenset(),
     refuse_suppressions: bool = False,
+    earlier: Earlier | None = None,
 ) -> Report:
     """Verify a certificate against what is about to be deployed; never raises for bad input.
 
@@ -64,7 +71,8 @@ def verify(
     signed scope are demanded, and the rest is reported as `outside`; a release gate leaves it off.
     `proofs` re-derives proof clauses; without it that step is not run.
     `revoked` holds certificate identities (sha256 of the payload, hex). With `refuse_suppressions`
-    a contract some of whose findings were accepted is refused.
+    a contract some of whose findings were accepted is refused. `earlier` is what a weights transfer
+    is compared with; without it none is accepted.
     """
     log, state = Log(), _State()
     try:
@@ -76,9 +84,37 @@ def verify(
     except Stop:
         return Report(log.finish())
     assert state.envelope is not None
+    payload, required = state.envelope.payload, tuple(required_clauses)
+    if state.transfer is not None:
+
+        def base(bundle: bytes, triple: Triple, proofs: ProofChecker) -> Report:
+            return verify(
+                bundle,
+                trusted=trusted,
+                expected_triple=triple,
+                clock=lambda: moment,
+                required_clauses=required,
+                stage=stage,
+                proofs=proofs,
+                partial=True,
+                expected_inputs=expected_inputs,
+                revoked=revoked,
+                refuse_suppressions=refuse_suppressions,
+            )
+
+        transfer = state.transfer
+        log.run("subject", lambda: _subject(state, expected_triple))
+        log.run("components", lambda: _components(transfer, expected_triple, None))
+        log.run("validity", lambda: _validity(transfer, moment))
+        log.run("sequence", lambda: _sequence(transfer, payload, minimum_sequence, revoked))
+        log.run("contract", lambda: _contract(transfer, expected_triple, refuse_suppressions))
+        outside = compare(log, transfer, expected_triple, earlier, base, required, partial)
+        log.run("stage", lambda: _stage(state, stage, trusted.threshold))
+        names = tuple(k.name for k in state.signed_by)
+        checks = log.finish(TRANSFER_STEPS)
+        return Report(checks, certificate_id(payload), None, names, outside, TRANSFER_STEPS)
     assert state.predicate is not None
-    predicate, payload = state.predicate, state.envelope.payload
-    required = tuple(required_clauses)
+    predicate = state.predicate
     log.run("subject", lambda: _subject(state, expected_triple))
     log.run("components", lambda: _components(predicate, expected_triple, expected_inputs))
     log.run("validity", lambda: _validity(predicate, moment))
@@ -177,6 +213,9 @@ def _statement_type(state: _State, statement: Statement, threshold: int) -> str:
     kind = statement.predicate_type
     state.signed_by = tuple(k for k in state.signed_by if kind in k.predicate_types)
     _threshold(state.signed_by, threshold, "statement/key-not-allowed")
+    if kind == TRANSFER_TYPE:
+        state.transfer = parse_transfer(statement.predicate)
+        return kind
     if kind != PREDICATE_TYPE:
         raise Reject("statement/predicate-type", f"predicateType is {kind!r}")
     state.predicate, state.stated = parse_predicate(statement.predicate)
@@ -185,14 +224,15 @@ def _statement_type(state: _State, statement: Statement, threshold: int) -> str:
 
 def _subject(state: _State, expected: Triple) -> str:
     assert state.statement is not None
-    assert state.predicate is not None
+    body = state.predicate or state.transfer
+    assert body is not None
     subjects = state.statement.subjects
     if len(subjects) != 1:
         raise Reject("subject/count", f"{len(subjects)} subjects; exactly one is accepted")
     if subjects[0] is None:
         raise Reject("subject/no-sha256", "the subject has no sha256 digest")
     if subjects[0] != expected.digest:
-        found = differences(state.predicate.triple, expected)
+        found = differences(body.triple, expected)
         if not found:
             raise Reject("subject/mismatch", "the subject is not the triple that is deployed")
         raise Reject(found[0].reason, "; ".join(d.detail for d in found))
@@ -200,13 +240,15 @@ def _subject(state: _State, expected: Triple) -> str:
 
 
 def _components(
-    predicate: Predicate, expected: Triple, expected_inputs: Mapping[str, str] | None
+    predicate: Predicate | Transfer, expected: Triple, expected_inputs: Mapping[str, str] | None
 ) -> str:
     found = differences(predicate.triple, expected)
     if found:
         raise Reject(found[0].reason, "; ".join(d.detail for d in found))
     if predicate.triple.digest != expected.digest:
         raise Reject("triple/inconsistent", "the components repeat another triple")
+    if isinstance(predicate, Transfer):
+        return "checkpoint, both kernels, contract"
     stated = {i.name: i.sha256 for i in predicate.inputs}
     if len(stated) != len(predicate.inputs):
         raise Reject("input/duplicate", "an input is listed twice")
@@ -218,7 +260,7 @@ def _components(
     return f"checkpoint, both kernels, contract, {len(stated)} input(s)"
 
 
-def _validity(predicate: Predicate, moment: datetime) -> str:
+def _validity(predicate: Predicate | Transfer, moment: datetime) -> str:
     if moment.tzinfo is None:
         raise Reject("time/no-zone", "the clock does not know its zone")
     if predicate.valid_until <= predicate.issued_at:
@@ -234,7 +276,7 @@ def _validity(predicate: Predicate, moment: datetime) -> str:
 
 
 def _sequence(
-    predicate: Predicate, payload: bytes, minimum: int | None, revoked: frozenset[str]
+    predicate: Predicate | Transfer, payload: bytes, minimum: int | None, revoked: frozenset[str]
 ) -> str:
     if certificate_id(payload) in revoked:
         raise Reject("sequence/revoked", "this certificate was revoked")
@@ -245,14 +287,14 @@ def _sequence(
     return f"{predicate.sequence}, at least {minimum}"
 
 
-def _contract(predicate: Predicate, expected: Triple, strict: bool) -> str:
+def _contract(predicate: Predicate | Transfer, expected: Triple, strict: bool) -> str:
     if predicate.triple.contract != expected.contract:
         found = differences(predicate.triple, expected)
         detail = next(d.detail for d in found if d.reason == "triple/contract-mismatch")
         raise Reject("triple/contract-mismatch", detail)
     name = f"{expected.contract.id} {expected.contract.version}"
-    if not predicate.suppressions:
-        return name
+    if isinstance(predicate, Transfer) or not predicate.suppressions:
+        return name  # what a transfer goes by is the earlier certificate
     accepted = "; ".join(f"{item.code}: {item.reason}" for item in predicate.suppressions)
     if strict:
         raise Reject("contract/suppressions", f"{name} with accepted findings: {accepted}")
@@ -267,8 +309,9 @@ def _clauses(state: _State, required: tuple[RequiredClause, ...], partial: bool)
 
 
 def _stage(state: _State, stage: str | None, threshold: int) -> str:
-    assert state.predicate is not None
-    stated = state.predicate.stage
+    body = state.predicate or state.transfer
+    assert body is not None
+    stated = body.stage
     allowed = tuple(k for k in state.signed_by if k.stages is None or stated in k.stages)
     _threshold(allowed, threshold, "stage/key-not-allowed")
     if stage is None:

@@ -25,7 +25,7 @@ PERCENTILE = re.compile(r"p([1-9][0-9]?)")
 NORMS = {"norm_inf": "inf", "norm_2": "2", "span": "span"}
 STATISTICS = ("mean", "max", "min", "rate", "quantile", "p50", "p90", "p95", "p99")
 DRIFTS = ("drift", "measured_drift")
-REGIONS = ("points", "ball", "hull")
+REGIONS = ("points", "ball", "hull", "rows")
 STATEMENTS = ("no_flip", "has")
 FUNCTIONS = (*STATISTICS, *NORMS, "abs", "table", *DRIFTS, *REGIONS, *STATEMENTS)
 OTHER_NAMES = {
@@ -48,6 +48,7 @@ SIGNATURES = {
     "points": "points(slice)",
     "ball": "ball(slice, radius)",
     "hull": "hull(slice) or hull(slice, margin)",
+    "rows": "rows(slice, longest) or rows(slice, longest, margin)",
     "quantile": "quantile(q, metric)",
     "norm_inf": "norm_inf(drift(block, x))",
     "norm_2": "norm_2(drift(block, x))",
@@ -68,7 +69,7 @@ class Scope:
     tables: Mapping[str, ThresholdTable | None] = field(default_factory=dict)
     metrics: Registry = BUILT_IN
     regions: Mapping[str, str] = field(default_factory=dict)
-    """Bound variable -> the function of its region: points, ball or hull."""
+    """Bound variable -> the function of its region: points, ball, hull or rows."""
 
     def bind(self, name: str, span: Span, region: str = "points") -> Scope:
         """Return the scope inside a quantifier over a region of the given function."""

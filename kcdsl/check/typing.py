@@ -214,7 +214,7 @@ def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | Non
             suggest(name, REGIONS, "regions"),
         )
         return None
-    counts = {"points": (1,), "ball": (2,), "hull": (1, 2)}[name]
+    counts = {"points": (1,), "ball": (2,), "hull": (1, 2), "rows": (2, 3)}[name]
     if len(arguments) not in counts:
         arguments_error(call, reporter)
         return None
@@ -234,12 +234,32 @@ def _region(call: ast.Call, scope: Scope, reporter: Reporter) -> ir.Region | Non
             suggest(slice_name.id, scope.slices, "declared"),
         )
         return None
-    radius: Fraction | None = Fraction(0)
-    if len(arguments) == 2:
-        radius = _radius(arguments[1], reporter)
-    if radius is None:
+    rest, longest = arguments[1:], None
+    if name == "rows":
+        longest, rest = _longest(rest[0], reporter), rest[1:]
+    radius = _radius(rest[0], reporter) if rest else Fraction(0)
+    if radius is None or (name == "rows" and longest is None):
         return None
-    return ir.Region(ir.RegionKind(name), slice_name.id, radius, call.span)
+    return ir.Region(ir.RegionKind(name), slice_name.id, radius, call.span, longest)
+
+
+def _longest(expression: ast.Expression, reporter: Reporter) -> int | None:
+    """Return of how many rows a sequence of a region is at most."""
+    number = expression.of if isinstance(expression, ast.Minus) else expression
+    whole = isinstance(number, ast.Num) and number.unit is None and number.value.denominator == 1
+    if not whole or not isinstance(number, ast.Num):
+        reporter.error(
+            WRONG_ARGUMENTS, "the longest sequence is a whole number of rows", expression.span
+        )
+        return None
+    if isinstance(expression, ast.Minus) or not 1 <= number.value <= ir.MOST_ROWS:
+        reporter.error(
+            OUT_OF_RANGE,
+            f"the longest sequence has 1 to {ir.MOST_ROWS} rows",
+            expression.span,
+        )
+        return None
+    return int(number.value)
 
 
 def _radius(expression: ast.Expression, reporter: Reporter) -> Fraction | None:

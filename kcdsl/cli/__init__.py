@@ -26,6 +26,7 @@ COMMANDS: dict[str, str] = {
     "replay": "kcdsl.cli.replay",
     "evaluate": "kcdsl.cli.evaluate",
     "check": "kcdsl.cli.check",
+    "transfer": "kcdsl.cli.transfer",
     "keygen": "kcdsl.cli.keygen",
     "lsp": "kcdsl.cli.lsp",
     "doctor": "kcdsl.cli.doctor",

@@ -51,6 +51,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", metavar="FILE", help="the weights, instead of those the contract names"
     )
+    parser.add_argument(
+        "--base",
+        metavar="FILE",
+        help="the earlier weights, with which those of a weights transfer are compared",
+    )
     parser.add_argument("--stage", choices=_STAGES, help="the stage that is asked for")
     parser.add_argument(
         "--minimum-sequence", type=int, metavar="N", help="refuse certificates before this one"
@@ -86,12 +91,13 @@ def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
     from kcdsl_certs.reject import Reject
     from kcdsl_certs.report import refused
+    from kcdsl_certs.transferring import Earlier
     from kcdsl_certs.verify import verify
 
     if arguments.recheck:
         _refuse_without_numpy()
     paths = [Path(name) for name in arguments.certificates]
-    bundles = [_read(path) for path in paths]
+    bundles = [read_certificate(path) for path in paths]
     moment = _moment(arguments.at)
     contract = find_contract(arguments.contract, Path())
     base = contract.resolve().parent
@@ -126,6 +132,9 @@ def _report(arguments: argparse.Namespace) -> Combined:
             partial=len(paths) > 1 or not arguments.complete,
             expected_inputs=expectation.inputs,
             refuse_suppressions=strict,
+            earlier=None
+            if arguments.base is None
+            else Earlier(path.parent, Path(arguments.base), checkpoint, arguments.recheck),
         )
 
     reports = tuple((str(p), run(p, b)) for p, b in zip(paths, bundles, strict=True))
@@ -151,7 +160,8 @@ def _compile(contract: Path) -> Program:
     return load_program(contract)
 
 
-def _read(path: Path) -> bytes:
+def read_certificate(path: Path) -> bytes:
+    """Return the bytes of a certificate; refuse one that cannot be read."""
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import FILE_MISSING
     from kcdsl_certs.envelope import LARGEST_BUNDLE

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
     from kcdsl.route.execution import Execution
@@ -35,10 +37,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clause", action="append", metavar="ID", help="only this clause")
     parser.add_argument("--backend", metavar="NAME", help="decide with this backend")
     parser.add_argument(
+        "--states",
+        metavar="R",
+        help="prove it for all states within R of those of the regions as well (default: 0)",
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="RHO",
+        help="prove it for all weights within RHO of those of the checkpoint, each relative to "
+        "itself, such as 1e-4 or 1/1024 (default: for the checkpoint alone)",
+    )
+    parser.add_argument(
         "--attack",
         choices=("on", "off"),
         default="on",
         help="search for concrete runs beside the bounds (default: on)",
+    )
+    parser.add_argument(
+        "--chain",
+        action="store_true",
+        help="prove blocks link by link, and show the slack of each link",
     )
     parser.add_argument(
         "--confirm",
@@ -61,6 +79,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Exit:
     """Run the command."""
+    from dataclasses import replace
+
     from kcdsl.check.compile import load_contract
     from kcdsl.cli.devices import choose_device
     from kcdsl.cli.discover import find_contract
@@ -74,9 +94,16 @@ def run(arguments: argparse.Namespace) -> Exit:
     (program, suppressed), base = load_contract(path), path.resolve().parent
     _refuse_inconsistent(program, path)
     chosen = _choose(program, arguments)
+    if arguments.weights is not None:
+        chosen = tuple(replace(goal, weights=_rho(arguments.weights)) for goal in chosen)
+    if arguments.states is not None:
+        chosen = tuple(replace(goal, states=_reach(arguments.states)) for goal in chosen)
     key = signing_key(arguments.sign, base)
     device = choose_device(arguments.device)
-    backend = _backend(arguments.backend)
+    more = arguments.weights is not None or arguments.states is not None
+    backend = formal_backend(arguments.backend, around_weights=more)
+    if arguments.chain:
+        _refuse_unchained(backend)
     execution = execution_of(arguments)
     with in_contract(path):
         outcomes = _decide(program, base, chosen, backend, device, execution, arguments)
@@ -191,21 +218,77 @@ def _decide(
             confirm=arguments.confirm == "on",
             progress=progress,
             execution=execution,
+            **({"chain": True} if arguments.chain else {}),
         )
     return outcomes
 
 
-def _backend(name: str | None) -> Any:
-    """Return the backend for drift goals: the named one, else the first of the catalogue."""
+def _rho(text: str) -> Fraction:
+    """Return the size of a region around the weights; refuse what is no number or too large."""
+    from fractions import Fraction
+
     from kcdsl.diagnostics import refuse
-    from kcdsl.diagnostics.codes import NO_BACKEND
+    from kcdsl.diagnostics.codes import WEIGHTS_REGION
+    from kcdsl_certs.clauses import WIDEST
+    from kcdsl_certs.reals import parse_real
+    from kcdsl_certs.reject import Reject
+
+    try:
+        rho = parse_real(text)
+    except Reject:
+        rho = Fraction(0)
+    if not 0 < rho <= WIDEST:
+        raise refuse(
+            WEIGHTS_REGION,
+            f"--weights: {text[:40]!r} is no size of a region around the weights",
+            help=f"a number above 0 and up to {WIDEST}, such as 1e-4 or 1/1024",
+        )
+    return rho
+
+
+def _reach(text: str) -> Fraction:
+    """Return how far beyond their regions states may lie; refuse what is no number."""
+    from fractions import Fraction
+
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import WEIGHTS_REGION
+    from kcdsl_certs.reals import parse_real
+    from kcdsl_certs.reject import Reject
+
+    try:
+        reach = parse_real(text)
+    except Reject:
+        reach = Fraction(-1)
+    if not 0 <= reach < 2**100:
+        raise refuse(
+            WEIGHTS_REGION,
+            f"--states: {text[:40]!r} is no distance from the states of a region",
+            help="a number that is not negative, such as 1e-3",
+        )
+    return reach
+
+
+def formal_backend(name: str | None, *, around_weights: bool = False) -> Any:
+    """Return the backend for drift goals: the named one, else the first of the catalogue.
+
+    One that knows no region around the weights is refused where one is asked for.
+    """
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import NO_BACKEND, WEIGHTS_REGION
     from kcdsl.route.catalogue import Fragment, catalogue
 
     specs = catalogue()
     able = [s for s in specs if Fragment.UNIVERSAL_DRIFT in s.fragments and not s.missing()]
     named = [s for s in able if name is None or s.name == name]
+    fit = [s for s in named if s.around_weights or not around_weights]
+    if fit:
+        return fit[0].load()
     if named:
-        return named[0].load()
+        raise refuse(
+            WEIGHTS_REGION,
+            f"backend {named[0].name!r} decides for the weights of the checkpoint alone",
+            help="leave --weights out, or --backend",
+        )
     for spec in specs:
         if spec.name == name:
             lacking = ", ".join(spec.missing())
@@ -220,6 +303,21 @@ def _backend(name: str | None) -> Any:
         f"there is no backend {name!r}" if name else "no installed backend decides drift clauses",
         help=f"backends: {', '.join(s.name for s in able) or 'none; see kcdsl doctor'}",
     )
+
+
+def _refuse_unchained(backend: Any) -> None:
+    """Refuse a backend that decides a block as one alone."""
+    from inspect import signature
+
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import NO_BACKEND
+
+    if "chain" not in signature(backend.decide).parameters:
+        raise refuse(
+            NO_BACKEND,
+            f"backend {backend.name!r} does not prove blocks link by link",
+            help="leave out --chain, or name the backend `interval`",
+        )
 
 
 def _implied(
@@ -332,11 +430,14 @@ def _print(
 ) -> None:
     from rich.console import Console
 
-    from kcdsl.verdict.goal_report import goal_table
+    from kcdsl.verdict.goal_report import chain_table, goal_table
     from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Violated
 
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(goal_table(outcomes))
+    for table in filter(None, map(chain_table, outcomes)):
+        console.print()
+        console.print(table)
     for outcome in outcomes:
         match outcome.verdict:
             case Inconclusive(reason) | InvalidEvidence(reason):

@@ -201,6 +201,8 @@ NO_GOAL = _declare("KC470", "nothing to verify")
 UNKNOWN_CLAUSE = _declare("KC471", "unknown clause")
 NO_DEVICE = _declare("KC472", "device missing")
 REGION_OF_TOKENS = _declare("KC473", "region of tokens")
+FIXED_LENGTH = _declare("KC474", "block of a fixed length")
+WEIGHTS_REGION = _declare("KC475", "region around the weights")
 
 # --- KC5 statistics ------------------------------------------------------------------------------
 PERCENTILE_WITH_BUDGET = _declare("KC501", "percentile with a sample budget")
@@ -236,6 +238,7 @@ ARTEFACT_REFUSED = _declare("KC648", "artefact refused")
 COUNTEREXAMPLE_FILE = _declare("KC660", "unusable counterexample")
 COUNTEREXAMPLE_ELSEWHERE = _declare("KC661", "counterexample of something else")
 COUNTEREXAMPLE_RUN = _declare("KC662", "counterexample not reproduced")
+CANNOT_TRANSFER = _declare("KC665", "certificate cannot be transferred")
 STORED_PROGRAM = _declare("KC607", "unusable stored program")
 DATA_ABSENT = _declare("KC606", "file not here yet")
 

@@ -227,6 +227,7 @@ def formula_json(formula: ir.Formula) -> dict[str, Any]:
                     "kind": region.kind.value,
                     "slice": region.slice,
                     "radius": _fraction(region.radius),
+                    **({} if region.longest is None else {"longest": region.longest}),
                 },
                 "body": formula_json(body),
             }

@@ -110,6 +110,10 @@ Term = Number | Metric | Statistic | Norm | Abs | Arith | TableValue
 # --- regions -------------------------------------------------------------------------------------
 
 
+MOST_ROWS = 2**20
+"""The longest sequence that a region of rows may speak of."""
+
+
 class RegionKind(StrEnum):
     """How the inputs of a quantifier are given."""
 
@@ -119,16 +123,20 @@ class RegionKind(StrEnum):
     """Around each row of the slice, an l_inf ball of the given radius on the block's input."""
     HULL = "hull"
     """The box spanned by the block's inputs over all rows of the slice, plus a relative margin."""
+    ROWS = "rows"
+    """Every sequence of 1 to `longest` rows, each of them in the box of one row of the block's
+    inputs over all rows of the slice, plus a relative margin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The set a quantifier ranges over."""
+    """The set a quantifier ranges over; `longest` is set for `rows` alone."""
 
     kind: RegionKind
     slice: str
     radius: Fraction = Fraction(0)
     span: Span = field(default=_NOWHERE, compare=False)
+    longest: int | None = None
 
 
 # --- formulas ------------------------------------------------------------------------------------

@@ -244,13 +244,19 @@ def formula_from_json(value: dict[str, Any]) -> ir.Formula:
             return ir.Connective(op, parts)
         case "forall" | "exists" as quantifier:
             region = value["region"]
+            kind, longest = ir.RegionKind(region["kind"]), region.get("longest")
+            if (longest is None) != (kind is not ir.RegionKind.ROWS):
+                raise ValueError("a region of rows, and nothing else, has a longest sequence")
+            if longest is not None and not 1 <= _whole(longest) <= ir.MOST_ROWS:
+                raise ValueError(f"a longest sequence of {longest} rows")
             return ir.Quantified(
                 quantifier,
                 _text(value["variable"]),
                 ir.Region(
-                    ir.RegionKind(region["kind"]),
+                    kind,
                     _text(region["slice"]),
                     _fraction(region["radius"]),
+                    longest=None if longest is None else _whole(longest),
                 ),
                 formula_from_json(value["body"]),
             )

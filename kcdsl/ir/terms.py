@@ -12,6 +12,7 @@ from enum import StrEnum
 from fractions import Fraction
 
 from kcdsl.ir.formulas import (
+    MOST_ROWS,
     Abs,
     AllOf,
     AnyOf,
@@ -39,6 +40,7 @@ from kcdsl.ir.formulas import (
 from kcdsl.source.text import Span
 
 __all__ = [
+    "MOST_ROWS",
     "Abs",
     "AllOf",
     "AnyOf",

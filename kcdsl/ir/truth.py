@@ -100,7 +100,8 @@ class Scope:
         return pairs
 
     def _inputs(self, region: ir.Region) -> list[str]:
-        found = [unit.key for unit in self.rows(region.slice)]
+        every_row = region.kind is not ir.RegionKind.ROWS  # which a long request is not part of
+        found = [unit.key for unit in self.rows(region.slice)] if every_row else []
         if region.kind is not ir.RegionKind.POINTS:
             found += self.world.inputs.get(region, ())
         if not found:

@@ -53,6 +53,8 @@ def statement(formula: ir.Formula) -> ast.Expression:
 def place(region: ir.Region) -> ast.Call:
     """Return the syntax of a region."""
     given: tuple[ast.Expression, ...] = (ast.Name(region.slice),)
+    if region.longest is not None:
+        given += (ast.Num(Fraction(region.longest)),)
     if region.kind is ir.RegionKind.BALL or region.radius:
         given += (_number(region.radius),)
     return _call(region.kind.value, *given)

@@ -74,7 +74,7 @@ _PIECE = re.compile(
     r"|(?P<other>[^\s])"
 )
 _UNIT = re.compile(r"[A-Za-z]+(?:/[A-Za-z]+)?")
-_REGIONS = {"points", "ball", "hull"}
+_REGIONS = {"points", "ball", "hull", "rows"}
 _BLOCK_FIRST = {"drift", "measured_drift", "no_flip"}
 
 

@@ -130,6 +130,18 @@ _FUNCTIONS = (
         "hull(${1:slice})",
     ),
     Function(
+        "rows",
+        (
+            _SLICE,
+            Parameter("longest", "a whole number: of how many rows a sequence is at most"),
+            Parameter("margin", "a relative margin, zero or more; default 0", True),
+        ),
+        "Region",
+        "Every sequence, and every KV cache, of 1 to `longest` rows, each in the box of one row of "
+        "the inputs of the block over all rows of the slice, widened by a relative margin.",
+        "rows(${1:slice}, ${2:512})",
+    ),
+    Function(
         "no_flip",
         (_BLOCK, _INPUT, Parameter("k", "how many of the largest components; default 1", True)),
         "Bool",

@@ -66,6 +66,7 @@ def _result(
         proof=proof,
         assumptions=outcome.evidence.assumptions,
         reason=verdict.reason if isinstance(verdict, Inconclusive | InvalidEvidence) else None,
+        weights=(outcome.goal.weights or None) if proof is not None else None,
     )
 
 

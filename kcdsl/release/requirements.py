@@ -255,9 +255,9 @@ def region_of(formula: Formula) -> Region | None:
 
 def region_text(region: Region) -> str:
     """Write a region the one way that certificates use."""
-    if region.radius == 0:
-        return f"{region.kind.value}({region.slice})"
-    return f"{region.kind.value}({region.slice}, {real_text(region.radius)})"
+    longest = "" if region.longest is None else f", {region.longest}"
+    radius = "" if region.radius == 0 else f", {real_text(region.radius)}"
+    return f"{region.kind.value}({region.slice}{longest}{radius})"
 
 
 def block_of(formula: Formula) -> str | None:

@@ -19,6 +19,7 @@ from kcdsl_certs.keys import TrustedKey, TrustPolicy
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
 from kcdsl_certs.strict import parse_time
+from kcdsl_certs.transfer import TRANSFER_TYPE
 
 _FIELDS = ("path", "stages", "valid_from", "valid_until")
 
@@ -60,7 +61,8 @@ def trust_policy(given: Sequence[str], threshold: int | None, folder: Path) -> T
 
 
 def _trusted(path: Path, **limits: Any) -> TrustedKey:
-    return TrustedKey(path.name, read_public_key(path), frozenset({PREDICATE_TYPE}), **limits)
+    kinds = frozenset({PREDICATE_TYPE, TRANSFER_TYPE})
+    return TrustedKey(path.name, read_public_key(path), kinds, **limits)
 
 
 def _configured(entry: str | Mapping[str, Any], origin: Origin) -> TrustedKey:

@@ -38,6 +38,9 @@ class BackendSpec:
     summary: str = ""
     rank: int = 0
     """Among able backends the least rank is taken."""
+    around_weights: bool = False
+    """Whether it decides goals for every θ' in a region around the weights (`Goal.weights`); a
+    backend that does not say so is never given one."""
 
     def missing(self) -> tuple[str, ...]:
         """Return the needed packages that are not installed, without importing them."""

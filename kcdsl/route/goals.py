@@ -13,7 +13,10 @@ from kcdsl.source.text import Span
 class Goal:
     """forall x in region: functional(drift(block, x)) `op` threshold, or: the top k never change.
 
-    `functional` is "inf", "2", "span" or "no_flip"; `threshold` is None for "no_flip".
+    `functional` is "inf", "2", "span" or "no_flip"; `threshold` is None for "no_flip". With
+    `weights` ρ it is asked for every θ' with |θ' - θ| <= ρ|θ|, element by element (a clause speaks
+    of ρ = 0, and whoever verifies it may ask for more: docs/weights-region.md), and with `states`
+    for every state within that of those of the region, in every feature.
     """
 
     clause: Clause
@@ -23,6 +26,8 @@ class Goal:
     op: str
     threshold: Fraction | None
     k: int = 1
+    weights: Fraction = Fraction(0)
+    states: Fraction = Fraction(0)
 
     @property
     def span(self) -> Span:

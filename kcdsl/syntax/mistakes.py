@@ -155,7 +155,11 @@ def advice_for_token(
         return f"write quantile(0.{level[1]}{token[1:]}, METRIC)"
     region = _REGION.search(before)
     if region is not None and "LPAR" in wanted and kind in _NAMES | {"COLON", "COMMA"}:
-        return f"a region is points({region[1]}), ball({region[1]}, RADIUS) or hull({region[1]})"
+        name = region[1]
+        return (
+            f"a region is points({name}), ball({name}, RADIUS), hull({name}) or "
+            f"rows({name}, LONGEST)"
+        )
     if kind == "COMMA" and _BOUND.search(before):
         return "a quantifier binds one variable"
     if kind == "COMMA" and "COLON" in wanted:

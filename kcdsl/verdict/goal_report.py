@@ -10,7 +10,8 @@ from kcdsl.ir.terms import Clause, Region
 from kcdsl.model.numerics import Numerics
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name
-from kcdsl.verdict.outcome import GoalOutcome
+from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
+from kcdsl_certs.reals import real_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,8 +27,9 @@ _SHOWN = {
 
 def region_text(region: Region) -> str:
     """Return a region as the contract writes it."""
+    longest = "" if region.longest is None else f", {region.longest}"
     radius = f", {float(region.radius):g}" if region.radius else ""
-    return f"{region.kind.value}({region.slice}{radius})"
+    return f"{region.kind.value}({region.slice}{longest}{radius})"
 
 
 def functional_text(outcome: GoalOutcome) -> str:
@@ -56,6 +58,8 @@ def goal_json(
         "block": goal.block,
         "slice": goal.region.slice,
         "region": region_text(goal.region),
+        **({"weights": real_text(goal.weights)} if goal.weights else {}),
+        **({"states": real_text(goal.states)} if goal.states else {}),
         "numerics": {side: spec.to_json() for side, spec in numerics.items()},
         "functional": functional_text(outcome),
         "threshold": threshold,
@@ -78,6 +82,7 @@ def goal_json(
                 "attack": case.attack,
                 "stable": case.stable,
                 "reason": case.reason,
+                **_links_json(case),
             }
             for case in outcome.cases
         ],
@@ -86,6 +91,52 @@ def goal_json(
         "peak_bytes": outcome.peak_bytes,
         "certificate": certificate,
     }
+
+
+def _links_json(case: CaseOutcome) -> dict[str, Any]:
+    """Return the links of a chain as JSON; nothing for a case that was proved as one."""
+    if not case.links:
+        return {}
+    return {
+        "links": [
+            {
+                "name": link.name,
+                "bound": link.bound if math.isfinite(link.bound) else None,
+                "attack": link.attack,
+                "cached": link.cached,
+            }
+            for link in case.links
+        ]
+    }
+
+
+def chain_table(outcome: GoalOutcome) -> Table | None:
+    """Return the terminal table of the chain with the largest bound; None without a chain.
+
+    `ratio` is bound / attack behind each link, `growth` what the ratio is multiplied with there:
+    the link with the largest growth is the one that loses.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    chains = [case for case in outcome.cases if case.links]
+    if not chains:
+        return None
+    case = max(chains, key=lambda case: case.bound)
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    table.add_column(Text(f"{outcome.goal.clause.id}, {case.name}: link"), no_wrap=True)
+    for name in ("bound", "attack", "ratio", "growth"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    before: float | None = None
+    for link in case.links:
+        ratio = link.bound / link.attack if link.attack else None
+        growth = ratio / before if ratio is not None and before else None
+        numbers = (link.bound, link.attack, ratio, growth)
+        known = "known" if link.cached else ""
+        table.add_row(Text(link.name), *map(number_text, numbers), known)
+        before = ratio
+    return table
 
 
 def _name(clause: Clause) -> str:
@@ -113,7 +164,12 @@ def goal_table(outcomes: Sequence[GoalOutcome]) -> Table:
         limit = None if outcome.goal.threshold is None else float(outcome.goal.threshold)
         table.add_row(
             _name(outcome.goal.clause),
-            f"{functional_text(outcome)}\nx in {region_text(outcome.goal.region)}",
+            f"{functional_text(outcome)}\nx in {region_text(outcome.goal.region)}"
+            + (
+                f"\nweights within {real_text(outcome.goal.weights)}"
+                if outcome.goal.weights
+                else ""
+            ),
             number_text(outcome.bound),
             number_text(limit),
             number_text(outcome.attack),

@@ -11,6 +11,18 @@ from kcdsl.verdict.model import Evidence, Verdict
 
 
 @dataclass(frozen=True, slots=True)
+class LinkOutcome:
+    """One link of a chain: the largest drift of its output that is proved, and the largest that a
+    run of the chain's block has there (None where none was tried); the last link has the
+    functional of the goal. `cached` says that an earlier run had found the bound."""
+
+    name: str
+    bound: float
+    attack: float | None = None
+    cached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CaseOutcome:
     """One input region of a goal, such as one prompt of the slice.
 
@@ -28,6 +40,8 @@ class CaseOutcome:
     margin: float | None = None
     """For no_flip: how far the lowest top column stays above the highest other one, in the
     worst row and kernel; positive where `stable`."""
+    links: tuple[LinkOutcome, ...] = ()
+    """Where the bound is that of a chain: its links in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def names(expression: ast.Expression, bound: dict[str, Span]) -> Iterator[tuple[
         case ast.Call(function=function, arguments=arguments):
             yield "function", function.span, function.id
             for number, argument in enumerate(arguments):
-                if number == 0 and function.id in {"points", "ball", "hull"}:
+                if number == 0 and function.id in {"points", "ball", "hull", "rows"}:
                     assert isinstance(argument, ast.Name)
                     yield "slice", argument.span, argument.id
                 elif isinstance(argument, ast.Name) and argument.id in bound:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kcdsl.chain import CertifiedRow, exact_row
 from kcdsl.chain.row import measured_beyond_certified
-from kcdsl.ir.terms import ModelRef
-from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.bert import build as build_bert
-from kcdsl.model.llama import build as build_llama
+from kcdsl.model.architecture import Model
 from kcdsl.model.presets import resolve
 from kcdsl.verdict.model import InvalidEvidence
 from kcdsl_backends.affine.functionals import contrasts, functional_bound
@@ -31,6 +26,7 @@ from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound, row_bounds
 from kcdsl_certs.recheck import recheck
+from tests.support.random_models import random_model
 
 TOKENS = (1, 5, 9, 2, 30)
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -68,15 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def model(kind: str, folder: Path) -> Model:
-    torch.manual_seed(23)
-    module = (build_llama if kind == "llama" else build_bert)(CONFIGS[kind])
-    state = {
-        name: torch.randn_like(p) * 0.3 + (1.0 if "orm" in name and name.endswith("weight") else 0)
-        for name, p in module.named_parameters()
-    }
-    save_file(state, folder / f"{kind}.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIGS[kind]))
-    return load_model(ModelRef(f"{kind}.safetensors", architecture=kind, tokenizer="bytes"), folder)
+    return random_model(CONFIGS[kind], folder, 23)
 
 
 class Case:
@@ -111,7 +99,8 @@ class Case:
                 "ball" if bool(self.radius.any()) else "points", self.centre, self.radius
             )
         )
-        builder.add("a", self.problem.graph, where, claim, self.forms.witness(), "affine")
+        forms = self.forms
+        builder.add("a", self.problem.graph, where, claim, forms.witness(), "affine", forms.passes)
         return builder.document()
 
     def checked(self, functional: str, claim: float, k: int = 1) -> str:

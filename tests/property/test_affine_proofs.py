@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from kcdsl.ir.terms import ModelRef
-from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.bert import build as build_bert
-from kcdsl.model.llama import build as build_llama
+from kcdsl.model.architecture import Model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine import reaches as prover_reaches
 from kcdsl_backends.affine.energy import norm
@@ -27,6 +23,7 @@ from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine import reaches as checker_reaches
 from kcdsl_certs.recheck.affine.lengths import length
+from tests.support.random_models import random_model
 
 TOKENS = (1, 5, 2)
 CONFIGS = {
@@ -61,6 +58,15 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**EAGER, "compute": "float64", "accumulate": "float64"},
         {"preset": "torch-sdpa-flash", "compute": "float64", "accumulate": "float64"},
     ),
+    "coarse input": (
+        {**EAGER, "compute": "float64", "accumulate": "float64"},
+        {
+            **EAGER,
+            "compute": "float64",
+            "accumulate": "float64",
+            "results": {"input": "bfloat16", "context": "float16"},
+        },
+    ),
 }
 
 
@@ -72,16 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def model(kind: str, folder: Path) -> Model:
-    torch.manual_seed(17)
-    module = (build_llama if kind == "llama" else build_bert)(CONFIGS[kind])
-    state = {
-        name: torch.randn_like(p) * 0.3 + (1.0 if "orm" in name and name.endswith("weight") else 0)
-        for name, p in module.named_parameters()
-    }
-    save_file(state, folder / f"{kind}.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIGS[kind]))
-    ref = ModelRef(f"{kind}.safetensors", architecture=kind, tokenizer="bytes")
-    return load_model(ref, folder)
+    return random_model(CONFIGS[kind], folder, 17)
 
 
 @cache
@@ -115,10 +112,12 @@ def prove(
     except NoBound:
         assert block not in BLOCKS
     found = functional_bound(forms, box, functional, lambda bound: False)
-    margin = claim_margin(shop.train, shop.infer)
+    margin = claim_margin(shop.train, shop.infer, problem.graph)
+    assert (margin == 4) is (shop.train.compute == "float64" and not shop.infer.results)
     builder = ProofBuilder(shop.model, block, shop.train, shop.infer, functional, 1)
     where = token_region(TOKENS) if centre is None else box_region(kind, centre, radius)
-    builder.add("a", problem.graph, where, found * margin * factor, forms.witness(), "affine")
+    claim = found * margin * factor
+    builder.add("a", problem.graph, where, claim, forms.witness(), "affine", forms.passes)
     return builder.document()
 
 
@@ -195,12 +194,12 @@ def test_large_errors_are_bounded_by_norms(
     problem, centre = shop.problem(block, TOKENS), shop.centre(block, TOKENS)
     assert centre is not None
     spread = torch.full((1, 1), radius, dtype=torch.float64)
-    forms = problem.affine(centre, spread)
-    found = forms.box
+    forms = problem.forms(centre, spread)
+    found = forms.box()
     claim = drift_bound(found, "inf") * claim_margin(shop.train, shop.infer)
     builder = ProofBuilder(shop.model, block, shop.train, shop.infer, "inf", 1)
     where = box_region("ball", centre, spread)
-    builder.add("a", problem.graph, where, claim, forms.witness, "affine")
+    builder.add("a", problem.graph, where, claim, forms.witness(), "affine", forms.passes)
     outcome = recheck(builder.document(), shop.model.checkpoint.path)
     assert outcome.ok, (outcome.reason, outcome.detail)
     assert calls["prover"] > 0

@@ -66,8 +66,16 @@ NORMS = st.builds(
 )
 TABLE_VALUES = st.builds(ir.TableValue, st.sampled_from(TABLES), st.just("nat"))
 COMPARISONS = st.sampled_from(["<=", "<", ">=", ">", "=="])
-REGIONS = st.builds(
-    ir.Region, st.sampled_from(list(ir.RegionKind)), st.sampled_from(SLICES), POSITIVE
+ONE_BY_ONE = [kind for kind in ir.RegionKind if kind is not ir.RegionKind.ROWS]
+REGIONS = st.one_of(
+    st.builds(ir.Region, st.sampled_from(ONE_BY_ONE), st.sampled_from(SLICES), POSITIVE),
+    st.builds(
+        ir.Region,
+        st.just(ir.RegionKind.ROWS),
+        st.sampled_from(SLICES),
+        POSITIVE,
+        longest=st.integers(1, ir.MOST_ROWS),
+    ),
 )
 FORMULAS = st.recursive(
     st.one_of(
@@ -355,6 +363,7 @@ def _changed_tuple(value: tuple[Any, ...], hint: Any) -> Iterator[tuple[Path, An
 
 SAMPLES = {
     str: "another",
+    int: 7,
     Fraction: Fraction(7),
     object: "another",
     ir.Budget: ir.Budget(Fraction(1, 7), "windows"),

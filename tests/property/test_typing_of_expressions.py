@@ -143,6 +143,8 @@ regions = st.sampled_from(
         call("ball", name("long"), ast.Num(Fraction(1, 100))),
         call("hull", name("all")),
         call("hull", name("all"), ast.Num(Fraction(5), "%")),
+        call("rows", name("all"), ast.Num(Fraction(512))),
+        call("rows", name("long"), ast.Num(Fraction(512)), ast.Num(Fraction(5), "%")),
     ]
 )
 
@@ -203,6 +205,7 @@ _CALLS = [
     "points",
     "ball",
     "hull",
+    "rows",
     "no_flip",
     "has",
     "table",

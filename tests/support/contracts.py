@@ -86,9 +86,13 @@ class Contracts(Random):
         return ir.Not(parts[0]) if op == "not" else ir.Connective(op, parts)
 
     def region(self, points: bool = False) -> ir.Region:
-        kind = ir.RegionKind.POINTS if points else self.choice(list(ir.RegionKind))
+        kinds = (ir.RegionKind.POINTS, ir.RegionKind.BALL, ir.RegionKind.HULL)
+        kind = ir.RegionKind.POINTS if points else self.choice(kinds)
         radius = Fraction(0) if kind is ir.RegionKind.POINTS else self.choice(NUMBERS[:3])
-        return ir.Region(kind, self.choice(self.slices).name, radius)
+        name = self.choice(self.slices).name
+        if kind is ir.RegionKind.HULL and radius == NUMBERS[1]:
+            return ir.Region(ir.RegionKind.ROWS, name, radius, longest=1 + len(name) % 2)
+        return ir.Region(kind, name, radius)
 
     def norm(self, measured: bool) -> ir.Norm:
         drift = ir.Drift(self.choice(("attn_0", "model")), "x", measured)

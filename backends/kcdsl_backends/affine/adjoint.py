@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from torch import Tensor
 
@@ -96,6 +97,23 @@ class Adjoint:
         """Return Σ |values|·radius [B]: the largest value on |e| <= radius."""
         part = radius.expand(self.shape)[at(self.window)]
         return self.values.abs().flatten(1) @ part.flatten()
+
+
+def meet(pending: dict[int, Adjoint], pulled: Iterable[tuple[int, Adjoint]]) -> None:
+    """Add functionals that a reverse pass pulled back to those that wait at entries already."""
+    for index, part in pulled:
+        before = pending.get(index)
+        pending[index] = part if before is None else before.plus(part)
+
+
+def by_rows(adjoint: Adjoint) -> Iterator[tuple[tuple[int, ...], Adjoint]]:
+    """Yield the parts of functionals that read one row of the last dimension each."""
+    *lead, columns = adjoint.window
+    for place in product(*(range(stop - start) for start, stop in lead)):
+        row = tuple(i + start for i, (start, _) in zip(place, lead, strict=True))
+        window = (*((i, i + 1) for i in row), columns)
+        part = (slice(None), *(slice(i, i + 1) for i in place))
+        yield row, Adjoint(adjoint.values[part], window, adjoint.shape)
 
 
 def permuted(adjoint: Adjoint, dims: Sequence[int]) -> Adjoint:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kcdsl_backends.affine.adjoint import Adjoint, at
+from kcdsl_backends.affine.adjoint import Adjoint, at, by_rows, meet
+from kcdsl_backends.affine.ellipsoids import around_sum, image
 from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.tape import INPUT, SAFE, Entry, Tape
 
@@ -24,7 +25,8 @@ class _Gram:
 
     With columns b_j of the symbols, |Σ b_j ξ_j|² <= (Σ d_j) λ for any d > 0, where λ is the largest
     eigenvalue of Σ b_j b_jᵀ/d_j; d_j = |b_j| here. `middle` [B] is added to the functionals,
-    `loose` [B] bounds further parts one by one, `further` the norm of others.
+    `loose` [B] bounds further parts one by one, `further` the norm of others; ellipsoids of the
+    functionals of others stand in `parts`.
     """
 
     products: Tensor
@@ -32,6 +34,7 @@ class _Gram:
     loose: Tensor
     trace: float = 0.0
     further: float = 0.0
+    parts: list[Tensor] = field(default_factory=list)
 
     @staticmethod
     def of(values: Tensor) -> _Gram:
@@ -64,16 +67,73 @@ class _Gram:
         self.middle = self.middle + below.middle
         self.loose += below.loose
 
+    def floor(self, functional: Adjoint, entry: Entry) -> None:
+        """Take in the error of an entry at which a pass stops: row by row."""
+        self.loose += ROUNDED * functional.magnitude(entry.widest)
+        for row, part in by_rows(functional):
+            columns = slice(*part.window[-1])
+            if row not in entry.ellipsoids:
+                self.add(part, entry.reach)
+                continue
+            matrix = entry.ellipsoids[row][columns, columns]
+            self.parts.append(image(matrix, part.values.flatten(1)))
+
+    @property
+    def rest(self) -> float:
+        """Return the norm of what is no symbol."""
+        return float(self.middle.norm() + self.loose.norm()) + self.further
+
     def norm(self) -> float:
         """Return a bound of the norm."""
         together = math.sqrt(self.trace * largest_eigenvalue(self.products, self.trace))
-        rest = float(self.middle.norm() + self.loose.norm())
-        return (together + rest + self.further) * (1 + 2.0**-30)
+        return (together + self.rest) * (1 + 2.0**-30)
+
+    def ellipsoid(self) -> Tensor:
+        """Return an ellipsoid [B, B] around the functionals."""
+        unit = torch.eye(len(self.middle), dtype=self.middle.dtype, device=self.middle.device)
+        own = self.trace * self.products
+        return around_sum([*self.parts, own, self.rest**2 * unit])
 
 
 def norm(tape: Tape, index: int, functionals: Adjoint) -> float:
     """Bound the Euclidean norm of functionals of the error of one entry."""
     return _pass(tape, {index: functionals}, functionals.values).norm()
+
+
+def ellipsoid(tape: Tape, index: int, functionals: Adjoint, floor: int) -> Tensor:
+    """Return an ellipsoid [B, B] around functionals of the error of one entry.
+
+    Args:
+        floor: what arrives there or before is bounded by ellipsoids and reaches there.
+    """
+    return _surrounded(tape, {index: functionals}, functionals.values, floor).ellipsoid()
+
+
+def _surrounded(tape: Tape, pending: dict[int, Adjoint], values: Tensor, floor: int) -> _Gram:
+    gram = _Gram.of(values)
+    while pending:
+        index = max(pending)
+        functional = pending.pop(index)
+        if index == INPUT:
+            gram.add(functional, tape.radius)
+            break
+        entry = tape.entries[index]
+        if index <= floor:
+            gram.floor(functional, entry)
+            continue
+        gram.apart(functional, entry)
+        if entry.radius is not None:
+            gram.add(functional, entry.radius)
+        pulled = entry.pull(functional)
+        if entry.amplified is not None:
+            if not pending and len(pulled) == 1 and functional.single_row:
+                factor = float(entry.amplified.factor.expand(entry.shape)[functional.first])
+                below = _surrounded(tape, dict(pulled), values, floor).ellipsoid()
+                gram.parts.append(below * (1 + factor) ** 2 * (1 + 2.0**-40))
+                break
+            gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
+        meet(pending, pulled)
+    return gram
 
 
 def _pass(tape: Tape, pending: dict[int, Adjoint], values: Tensor) -> _Gram:
@@ -105,9 +165,7 @@ def _pass(tape: Tape, pending: dict[int, Adjoint], values: Tensor) -> _Gram:
                 gram.merge(_pass(tape, dict(pulled), values), float(factor))
                 break
             gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
-        for source, part in pulled:
-            before = pending.get(source)
-            pending[source] = part if before is None else before.plus(part)
+        meet(pending, pulled)
     return gram
 
 

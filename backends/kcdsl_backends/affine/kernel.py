@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl_backends.affine.tape import SAFE, Entry, Tape
+from kcdsl_backends.affine.passes import Kind, Passes
+from kcdsl_backends.affine.tape import INPUT, SAFE, Entry, Tape
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
 
-NEGLIGIBLE = 2.0**-5
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far what a kernel stores of a parameter may be from what it stores of the checkpoint's,
+    element by element, for a param node that is a linear weight or anything else."""
+
+    linear: Callable[[Node], Tensor]
+    plain: Callable[[Node], Tensor]
+
+
+NEGLIGIBLE = 2.0**-3
 """Up to this share of a rounding a remainder is worth no reverse passes."""
 
 
@@ -48,15 +59,37 @@ class KernelRun:
     computed: dict[str, int] = field(default_factory=dict)
     known: dict[str, Tensor] = field(default_factory=dict)
     """References of nodes without errors: what is made of token ids and parameters alone."""
+    passes: Passes = field(default_factory=Passes)
+    plain: int | None = None
+    """The entry of the block input where it is not rounded: its errors are those of the region."""
+    spread: Spread | None = None
+    """Of a region around the weights; None: the parameters are those of the checkpoint."""
 
     @property
     def negligible(self) -> float:
         """Return the share of a result up to which a remainder is worth no reverse passes."""
         return NEGLIGIBLE * self.grain
 
+    def passing(
+        self, node: Node, index: int, kind: Kind, needed: Tensor, floor: int = INPUT
+    ) -> bool:
+        """Say whether an operation needs passes in any row of an entry; remember that it does.
+
+        Args:
+            node: the operation.
+            needed: [..., 1] bool, rows of the entry.
+            floor: where the passes stop.
+        """
+        key = node.name, self.tape.entries[index].name, kind, floor != INPUT
+        self.passes.made(key, needed)
+        return bool(needed.any())
+
     def operand(self, node: Node, position: int) -> Operand:
-        """Return an input of a node."""
+        """Return an input of a node; a parameter that may move has an error of its own."""
         name = node.inputs[position]
+        source = self.source(node, position)
+        if self.spread is not None and source.op == "param" and name not in self.computed:
+            self.moving(name, self.parameters.plain(source), self.spread.plain(source))
         if name in self.computed:
             index = self.computed[name]
             entry = self.tape.entries[index]
@@ -67,6 +100,17 @@ class KernelRun:
             else self.parameters.plain(self.source(node, position))
         )
         return Operand(None, reference, torch.zeros_like(reference))
+
+    def moving(self, name: str, reference: Tensor, radius: Tensor) -> None:
+        """Append numbers that may be anywhere around those known, and nothing else is known of."""
+        own = (radius * SAFE).contiguous()
+        self.computed[name] = self.tape.add(Entry(name, reference, own, lambda a: [], None, own))
+
+    def around(self, node: Node, position: int) -> Tensor | None:
+        """Return how far a parameter input may be from `optional`; None where it does not move."""
+        if self.spread is None or len(node.inputs) <= position:
+            return None
+        return self.spread.plain(self.source(node, position))
 
     def source(self, node: Node, position: int) -> Node:
         """Return the node that produces an input."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +12,16 @@ from torch import Tensor
 from kcdsl.model.graph import BlockGraph
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.energy import norm
-from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.kernel import KernelRun, Spread
 from kcdsl_backends.affine.propagate import coarsest, write
 from kcdsl_backends.affine.reaches import on_row, unit_functionals
 from kcdsl_backends.affine.tape import Entry, Range
 from kcdsl_backends.interval.box import Box, down, gamma, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.parameters import StoredParameters
+
+IGNORED = 2.0**-12
+"""Up to this share of the inference kernel's error that of the training kernel needs no pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,19 @@ class Both:
 
     def errors(self, functionals: Adjoint) -> Box:
         """Bound a·e_infer - a·e_train for functionals of the output [B]."""
-        a = self.train.tape.bound(self.train.computed[self.output], functionals)
-        if self.infer is self.train:
-            b = a
-        else:
-            b = self.infer.tape.bound(self.infer.computed[self.output], functionals)
+        b = self.infer.tape.bound(self.infer.computed[self.output], functionals)
+        a = b if self.infer is self.train else self._training(functionals, b)
         moved = _region_difference(a, b, self.train.tape.radius)
         return Box(down(b.low - a.high - moved), up(b.high - a.low + moved))
+
+    def _training(self, functionals: Adjoint, infer: Range) -> Range:
+        """Bound a·e_train: by the reach, where that is next to nothing beside the other kernel."""
+        reach = self.ends[0].reach
+        by_reach = functionals.magnitude(reach) * (1 + 2 * gamma(reach.numel() + 8))
+        other = infer.magnitude(self.train.tape.radius)
+        if bool((by_reach <= IGNORED * other).all()):
+            return Range(-by_reach, by_reach, None)
+        return self.train.tape.bound(self.train.computed[self.output], functionals)
 
     def box(self) -> Box:
         """Bound the drift of every element of the output.
@@ -68,16 +78,28 @@ class Both:
         Raises:
             NoBound: a bound is not finite.
         """
-        one, _ = self.ends
+        box = self._apart()
+        if any(end.before is not None for end in self.ends):
+            stored = _stored(self.infer, self.output) - _stored(self.train, self.output)
+            box = stored if box is None else box.meet(stored)
+        assert box is not None
+        if not bool((torch.isfinite(box.lo) & torch.isfinite(box.hi)).all()):
+            raise NoBound(self.output, "a bound is not finite")
+        return box
+
+    def _apart(self) -> Box | None:
+        """Bound the drift by what both kernels know of the input's region; None at a point where
+        one of them rounds its output to nearest, which says more."""
+        one, two = self.ends
+        steps = one.before is not None or two.before is not None
+        if steps and not bool((self.train.tape.radius > 0).any()):
+            return None
         low, high = torch.empty_like(one.reference), torch.empty_like(one.reference)
         for i, start, stop, functionals in unit_functionals(one.shape, low.device):
             found = self.errors(functionals)
             low[i].view(-1)[start:stop] = found.lo
             high[i].view(-1)[start:stop] = found.hi
-        box = self.known + Box(low, high)
-        if not bool((torch.isfinite(box.lo) & torch.isfinite(box.hi)).all()):
-            raise NoBound(self.output, "a bound is not finite")
-        return box
+        return self.known + Box(low, high)
 
     def length(self, row: tuple[int, ...]) -> float:
         """Bound the Euclidean norm of the drift of a row: of what is known, and of both errors."""
@@ -90,6 +112,11 @@ class Both:
         total = centre + sizes[0] + sizes[-1]
         return total * (1 + 2.0**-50)
 
+    @property
+    def passes(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the reverse passes that the forms of each kernel were made with."""
+        return {"train": self.train.passes.to_json(), "infer": self.infer.passes.to_json()}
+
     def witness(self) -> dict[str, tuple[float, float]]:
         """Return for every computed node (largest size, largest drift)."""
         found: dict[str, tuple[float, float]] = {}
@@ -99,6 +126,22 @@ class Both:
             moved = (two.reference - one.reference).abs() + one.reach + two.reach
             found[name] = float(one.size.amax()), float(up(moved, 4).amax())
         return found
+
+
+def _stored(run: KernelRun, output: str) -> Box:
+    """Return the box of a stored output: of all it was formed from, rounded to its format."""
+    entry = output_entry(run, output)
+    formed = entry.before
+    low, high = torch.empty_like(entry.reference), torch.empty_like(entry.reference)
+    for i, start, stop, functionals in unit_functionals(entry.shape, low.device):
+        found = run.tape.bound(run.computed[output], functionals, formed=formed)
+        between = found.with_region(run.tape.radius)
+        low[i].view(-1)[start:stop], high[i].view(-1)[start:stop] = between
+    around = Box.point(entry.reference if formed is None else formed.reference) + Box(low, high)
+    if entry.ends is None:
+        return around
+    ends = entry.ends.within(around)
+    return Box(ends.low, ends.high)
 
 
 def output_entry(run: KernelRun, output: str) -> Entry:
@@ -112,23 +155,38 @@ def both(
     infer: StoredParameters,
     centre: Tensor | None,
     radius: Tensor,
+    drift: Box | None = None,
+    spreads: tuple[Spread, Spread] | None = None,
 ) -> Both:
     """Run both kernels at the centre of [centre - radius, centre + radius], with their errors.
 
-    Where both have the same numerics, their runs are the same set and one tape serves both.
+    Where both have the same numerics, their runs are the same set and one tape serves both; not
+    where what they read is apart by a drift.
 
     Args:
         graph: the block.
         train, infer: what both kernels store; their numerics are the kernels'.
         centre: [T, D] float64; None for a block on token ids.
         radius: broadcastable to [T, D], float64, >= 0.
+        drift: [T, D], how far the state that the inference kernel reads may be from that of the
+            training kernel; None where both read the same.
+        spreads: of a region around the weights, how far the parameters of either kernel may be
+            from those stored. That both hold the same ones is not made use of.
 
     Raises:
         NoBound: some result has no finite bound.
     """
+    first, second = (None, None) if spreads is None else spreads
     grain = coarsest(graph, train, infer)
-    one = write(graph, train, centre, radius, grain)
-    two = one if _same(train, infer) else write(graph, infer, centre, radius, grain)
+    if drift is None:
+        one = write(graph, train, centre, radius, grain, spread=first)
+        two = one
+        if not _same(train, infer):
+            two = write(graph, infer, centre, radius, grain, spread=second)
+    else:
+        zero = torch.zeros_like(drift.lo)
+        one = write(graph, train, centre, radius, grain, Box(zero, zero), first)
+        two = write(graph, infer, centre, radius, grain, drift, second)
     if graph.output not in one.computed or graph.output not in two.computed:
         raise NoBound(graph.output, "the output does not depend on the input")
     return Both(graph.output, one, two)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.kernel import KernelRun, Spread
 from kcdsl_backends.affine.rules import attention, elementwise, linear, norms, structural
 from kcdsl_backends.affine.storing import Result, store, stored_format
-from kcdsl_backends.affine.tape import Entry, Tape
+from kcdsl_backends.affine.tape import SAFE, Entry, Tape
+from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
@@ -57,6 +58,8 @@ def write(
     centre: Tensor | None,
     radius: Tensor,
     grain: float,
+    drift: Box | None = None,
+    spread: Spread | None = None,
 ) -> KernelRun:
     """Return the reference run of a kernel on the centre of a region, with the tape of its errors.
 
@@ -66,6 +69,9 @@ def write(
         centre: [T, D] float64; None for a block on token ids.
         radius: broadcastable to [T, D], float64, >= 0.
         grain: unit roundoff of the coarser kernel of the pair.
+        drift: [T, D], what is added to the states of the region before this kernel reads them,
+            which then are stored already; None where it reads the region and stores it.
+        spread: how far parameters may be from those stored; None where they are these.
 
     Raises:
         NoBound: some result has no finite bound.
@@ -73,13 +79,14 @@ def write(
     shape = (1, 1) if centre is None else tuple(centre.shape)
     tape = Tape(radius.expand(shape).contiguous())
     nodes = {node.name: node for node in graph.nodes}
-    run = KernelRun(graph, Rounding(parameters.numerics), parameters, tape, nodes, grain)
+    rounding = Rounding(parameters.numerics)
+    run = KernelRun(graph, rounding, parameters, tape, nodes, grain, spread=spread)
     tape.add(Entry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
     for node in graph.nodes:
         if node.op in ("param", "constant"):
             continue
         if node.op == "input":
-            _input(run, node, centre)
+            _input(run, node, centre, drift)
         elif node.op == "matmul" and node.role == "context":
             attention.context(run, node)
         else:
@@ -87,10 +94,13 @@ def write(
     return run
 
 
-def _input(run: KernelRun, node: Node, centre: Tensor | None) -> None:
+def _input(run: KernelRun, node: Node, centre: Tensor | None, drift: Box | None) -> None:
     """Append what a kernel makes of the input: kernels coarser than float32 store it."""
     if centre is None or tuple(centre.shape) != tuple(node.shape):
         raise NoBound(node.name, "the region does not have the shape of the block's input")
+    if drift is not None:
+        _stored_before(run, node, centre, drift)
+        return
     reach = run.tape.radius
     zero = torch.zeros_like(centre)
     result = Result(centre, lambda a: [(0, a)], reach, 2.0**-52 * reach)
@@ -98,4 +108,16 @@ def _input(run: KernelRun, node: Node, centre: Tensor | None) -> None:
         store(run, node, result)
         return
     entry = Entry(node.name, centre, reach, result.pull, None, zero)
+    run.computed[node.name] = run.plain = run.tape.add(entry)
+
+
+def _stored_before(run: KernelRun, node: Node, centre: Tensor, drift: Box) -> None:
+    """Append an input that another block stored: x + e, e a symbol of its own within `drift`."""
+    if tuple(drift.shape) != tuple(centre.shape):
+        raise NoBound(node.name, "the drift does not have the shape of the block's input")
+    middle, own = drift.midpoint()
+    reference = centre + middle
+    own = (own + torch.where(middle == 0, 0.0, 2.0**-52 * reference.abs())) * SAFE
+    reach = (run.tape.radius + own) * SAFE
+    entry = Entry(node.name, reference, reach, lambda a: [(0, a)], None, own)
     run.computed[node.name] = run.tape.add(entry)

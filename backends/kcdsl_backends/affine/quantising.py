@@ -13,19 +13,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kcdsl.model.numerics import Activations
 from kcdsl_backends.affine.adjoint import Adjoint, at, whole
+from kcdsl_backends.affine.cases import Cases, Together
 from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.storing import half_step
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry
-from kcdsl_backends.interval.box import Box, gamma, up
+from kcdsl_backends.interval.box import Box, down, gamma, up
 from kcdsl_backends.interval.quantisers import (
     CODES,
+    LEAST_SCALE,
     ROUNDING,
+    Codes,
     codes,
     quantised_hull,
     scale_range,
 )
 
 Pulled = Sequence[tuple[int, Adjoint]]
+SHARE = 2.0**-2
+"""Up to this share of Q a scale may move its elements: else they are better known than it is."""
 _SHARED = ("per_token", "per_tensor")
 
 
@@ -51,19 +58,29 @@ def quantise(run: KernelRun, name: str, index: int, x: Entry, error: Tensor) -> 
         return None
     box = Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE)
     around = scale_range(box, spec.format, spec.scale)
-    known = around.lo > 0
+    known = around.lo >= LEAST_SCALE
     safe = Box(torch.where(known, around.lo, 1.0), torch.where(known, around.hi, 1.0))
     found, hull = codes(box, safe, spec.format), quantised_hull(box, safe, spec.format)
+    each = found if x.cases is None else _in_cases(x.cases, found, safe, spec.format)
+    if x.cases is not None:
+        found = Codes(each.low.amin(0), each.high.amax(0))
     middle, half = (found.low + found.high) / 2, (found.high - found.low) / 2
-    largest = torch.maximum(found.low.abs(), found.high.abs())
-    own = (half + ROUNDING * largest) * safe.hi * SAFE
+    rounding = ROUNDING * torch.maximum(found.low.abs(), found.high.abs()) * safe.hi * SAFE
     scale = _scale(run, name, index, x, box, safe)
     if scale.index is None:
-        own = (own + middle.abs() * scale.reach) * SAFE
-    stairs = known & (own <= error)
+        rounding = (rounding + middle.abs() * scale.reach) * SAFE
+    own = (half * safe.hi + rounding) * SAFE
+    least = own
+    if x.cases is not None:
+        least = (((each.high - each.low) / 2).amax(0) * safe.hi + rounding) * SAFE
+    along = middle.abs() * scale.reach
+    stairs = known & (least <= error)
+    if scale.index is not None:
+        stairs &= along <= SHARE * error
+    error = torch.where(known, torch.minimum(error, _widest_step(spec, found, safe, x)), error)
     keep = (~stairs).to(own.dtype)
     weights = torch.where(stairs, middle, 0.0)
-    carried = weights.abs() * scale.reach if scale.index is not None else torch.zeros_like(own)
+    carried = torch.zeros_like(own) if scale.index is None else torch.where(stairs, along, 0.0)
     reference = torch.where(stairs, middle * scale.reference, x.reference)
     reach = torch.where(stairs, own + carried, x.reach + error) * SAFE
     apart = up(torch.maximum(hull.hi - reference, reference - hull.lo), 2)
@@ -81,8 +98,40 @@ def quantise(run: KernelRun, name: str, index: int, x: Entry, error: Tensor) -> 
             parts.append((scale.index, Adjoint(values, window, shape)))
         return parts
 
-    kept = not bool(stairs.any())
-    return Entry(f"{name}/input", reference, reach, pull, None, radius, kept=kept)
+    kept, together = not bool(stairs.any()), None
+    if x.cases is not None:
+        steps = _steps(each, middle, safe, rounding, stairs)
+        rest = torch.where(stairs, gamma(own.numel() + PASS) * carried, error) * SAFE
+        together = Together(Cases(steps.lo, steps.hi, x.cases.width), rest)
+    return Entry(
+        f"{name}/input", reference, reach, pull, None, radius, kept=kept, together=together
+    )
+
+
+def _in_cases(cases: Cases, found: Codes, scale: Box, format: str) -> Codes:
+    """Return the codes [C, ...] in every case, within those that are found without cases."""
+    each = codes(Box(cases.low, cases.high), scale, format)
+    low = torch.minimum(torch.maximum(each.low, found.low), found.high)
+    return Codes(low, torch.maximum(torch.minimum(each.high, found.high), found.low))
+
+
+def _widest_step(spec: Activations, found: Codes, scale: Box, x: Entry) -> Tensor:
+    """Bound |x̂ - x|: half a step of the codes that are met, times the scale, and roundings.
+
+    A scale of mx may cut numbers off, which then have the largest code: there is no such bound.
+    """
+    form, largest = CODES[spec.format], torch.maximum(found.low.abs(), found.high.abs())
+    off = half_step(largest, form) * scale.hi
+    off = (off + 4 * ROUNDING * (largest * scale.hi + x.size)) * SAFE
+    return torch.where(largest < form.largest, off, torch.inf) if spec.scale == "mx" else off
+
+
+def _steps(each: Codes, middle: Tensor, scale: Box, rounding: Tensor, stairs: Tensor) -> Box:
+    """Return (c - ĉ)·s in every case, with its rounding; 0 where there are no stairs."""
+    low, high = each.low - middle, each.high - middle
+    least = torch.minimum(low * scale.lo, low * scale.hi) - rounding
+    most = torch.maximum(high * scale.lo, high * scale.hi) + rounding
+    return Box(torch.where(stairs, down(least, 2), 0.0), torch.where(stairs, up(most, 2), 0.0))
 
 
 def _scale_shape(shape: tuple[int, ...], scale: str) -> tuple[int, ...]:

@@ -9,8 +9,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, whole
-from kcdsl_backends.affine.energy import norm
+from kcdsl_backends.affine.energy import ellipsoid, norm
+from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.tape import INPUT, SAFE, Tape
 
 BATCH = 512
@@ -55,15 +57,19 @@ def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tens
     return torch.minimum(found, entry.reach)
 
 
-def tighten(tape: Tape, index: int, needed: Callable[[Tensor], Tensor]) -> None:
+def tighten(run: KernelRun, node: Node, index: int, needed: Callable[[Tensor], Tensor]) -> None:
     """Lower the reach of an entry by reverse passes, in rows and until `needed` says enough.
 
     Args:
+        run: the kernel.
+        node: the operation that needs it.
+        index: the entry.
         needed: from a reach, the rows [..., 1] where it is not good enough yet.
     """
+    tape = run.tape
     for floor in tape.floors:
         rows = needed(tape.entries[index].reach)
-        if not bool(rows.any()):
+        if not run.passing(node, index, "reach", rows, floor):
             return
         tape.tighten(index, elements(tape, index, rows, floor))
 
@@ -147,6 +153,21 @@ def norms(tape: Tape, index: int, functionals: Tensor, needed: Tensor) -> Tensor
         values = torch.diag(functionals[row]) if weighted else functionals
         found[row] = norm(tape, index, on_row(values, row, entry.shape))
     return found
+
+
+def surround(tape: Tape, index: int, needed: Tensor, floor: int) -> None:
+    """Find ellipsoids around the errors of rows of an entry, by reverse passes down to `floor`.
+
+    Args:
+        needed: [..., 1] bool, the rows.
+        floor: where the passes stop, see `Tape.bound`.
+    """
+    shape = tape.entries[index].shape
+    unit = torch.eye(shape[-1], dtype=torch.float64, device=needed.device)
+    found = {
+        row: ellipsoid(tape, index, on_row(unit, row, shape), floor) for row in _chosen(needed)
+    }
+    tape.surround(index, found)
 
 
 def _chosen(needed: Tensor) -> Iterator[Row]:

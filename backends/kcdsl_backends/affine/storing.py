@@ -11,11 +11,13 @@ from torch import Tensor
 from kcdsl.model.formats import Format
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint
+from kcdsl_backends.affine.cases import Cases, Ends, Together, beyond, to_nearest
 from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.reaches import elements
 from kcdsl_backends.affine.tape import SAFE, Amplified, Curved, Entry, Pull
-from kcdsl_backends.interval.box import down, up
+from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import nearest
+from kcdsl_backends.interval.rounding import nearest, power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Result:
 
     `linear` is the reach of L e; `internal` bounds what stands in o (remainders, roundings inside,
     float64 errors); `extra` is the reach of what stands in `centre`, `curved` and `amplified`.
+    `cases` hold v.
     """
 
     reference: Tensor
@@ -34,10 +37,20 @@ class Result:
     curved: Curved | None = None
     amplified: Amplified | None = None
     extra: Tensor | None = None
+    cases: Cases | None = None
 
 
-def store(run: KernelRun, node: Node, result: Result, *, accumulates: bool = False) -> int:
+def store(
+    run: KernelRun,
+    node: Node,
+    result: Result,
+    *,
+    accumulates: bool = False,
+    tight: bool = False,
+) -> int:
     """Append the entry of a stored result and return its index.
+
+    `tight` bounds what a cast to nearest rounds by reverse passes.
 
     Raises:
         NoBound: the result is not finite, or may exceed the largest number of its format.
@@ -62,10 +75,23 @@ def store(run: KernelRun, node: Node, result: Result, *, accumulates: bool = Fal
         cast = unit + form.underflow
         entry = replace(entry, reach=(reach + cast) * SAFE, radius=(result.internal + cast) * SAFE)
     elif form.precision < max(24, kernel.inner(accumulates).precision):
-        entry = _to_nearest(entry, form, unit.clamp_min(form.underflow) * SAFE)
+        if tight:
+            entry = _tightened(run, entry)
+            unit = form.unit_roundoff * ((result.reference.abs() + entry.reach) * SAFE)
+        half = unit.clamp_min(form.underflow) * SAFE
+        entry = _to_nearest(entry, form, half, result.cases)
     refuse_overflow(node.name, entry.size, form)
     run.computed[node.name] = run.tape.add(entry)
     return run.computed[node.name]
+
+
+def _tightened(run: KernelRun, entry: Entry) -> Entry:
+    """Return an entry that is not on the tape, its reach from reverse passes."""
+    place = run.tape.add(entry)
+    everywhere = torch.ones_like(entry.reach[..., :1], dtype=torch.bool)
+    reach = elements(run.tape, place, everywhere)
+    run.tape.entries.pop()
+    return replace(entry, reach=reach * SAFE)
 
 
 def stored_format(run: KernelRun, node: Node) -> Format:
@@ -84,27 +110,54 @@ def refuse_overflow(name: str, size: Tensor, form: Format) -> None:
     )
 
 
-def _to_nearest(entry: Entry, form: Format, half: Tensor) -> Entry:
+def _to_nearest(entry: Entry, form: Format, half: Tensor, formed: Cases | None) -> Entry:
     """Round to nearest: where few grid points can be met, forget the error that came in."""
-    low = nearest(down(entry.reference - entry.reach), form)
-    high = nearest(up(entry.reference + entry.reach), form)
-    gap = (high - low) / 2
-    stairs = gap <= half
+    around = beyond(Box(down(entry.reference - entry.reach), up(entry.reference + entry.reach)))
+    low, high = nearest(around.lo, form), nearest(around.hi, form)
+    ends = Ends.of(low, high, form)
+    cases = None if formed is None else to_nearest(formed, ends)
+    stairs = (high - low) / 2 <= half
+    if cases is not None:
+        stairs, hull = stairs | (cases.widest <= half), cases.hull
+        low, high = hull.lo, hull.hi
+    gap = up((high - low) / 2, 2) * (high > low)
     keep = (~stairs).to(half.dtype)
     assert entry.radius is not None
     pull, curved, amplified = entry.pull, entry.curved, entry.amplified
+    reference = torch.where(stairs, low / 2 + high / 2, entry.reference)
+    size = entry.reference.abs() + entry.reach
+    cast = torch.minimum(half, half_step(size, form)) * SAFE
+    radius = (entry.radius + cast) * SAFE
 
     def kept(adjoint: Adjoint) -> Sequence[tuple[int, Adjoint]]:
         return pull(adjoint.times(keep))
 
     return Entry(
         entry.name,
-        torch.where(stairs, low / 2 + high / 2, entry.reference),
-        torch.where(stairs, gap, entry.reach + half) * SAFE,
+        reference,
+        torch.where(stairs, gap, entry.reach + cast) * SAFE,
         kept,
         None if entry.centre is None else entry.centre * keep,
-        torch.where(stairs, gap, entry.radius + half) * SAFE,
+        torch.where(stairs, gap * SAFE, radius),
         None if curved is None else curved.where(keep),
         None if amplified is None else Amplified(amplified.factor, amplified.loose * keep),
         kept=not bool(stairs.any()),
+        ends=ends,
+        cases=cases,
+        together=None if cases is None else _together(cases, reference, stairs, radius),
+        before=entry,
     )
+
+
+def half_step(size: Tensor, form: Format) -> Tensor:
+    """Return half the distance of grid points up to a magnitude: the error of nearest there."""
+    _, exponent = torch.frexp(up(size, 2))
+    leading = (exponent - 1).clamp_min(form.min_exponent)
+    return power_of_two(leading - form.precision)
+
+
+def _together(cases: Cases, reference: Tensor, stairs: Tensor, radius: Tensor) -> Together:
+    """Return what o may be: the cases of what is known by steps, elsewhere the radius."""
+    low = torch.where(stairs, down(cases.low - reference), 0.0)
+    high = torch.where(stairs, up(cases.high - reference), 0.0)
+    return Together(Cases(low, high, cases.width), torch.where(stairs, 0.0, radius))

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kcdsl_backends.affine.adjoint import Adjoint
+from kcdsl_backends.affine.adjoint import Adjoint, meet
+from kcdsl_backends.affine.cases import Cases, Ends, Together
+from kcdsl_backends.affine.ellipsoids import Ellipsoids, reached
 from kcdsl_backends.interval.box import gamma
 
 Pull = Callable[[Adjoint], Sequence[tuple[int, Adjoint]]]
@@ -75,7 +77,11 @@ class Entry:
 
     `reach` bounds |e| element by element; `centre` and `radius` are None where they are zero.
     `kept` says that the linear map was kept everywhere, with nothing rounded off to a grid;
-    `carried` is the reach from operand to operand, where reverse passes have lowered it.
+    `carried` is the reach from operand to operand, where reverse passes have lowered it;
+    `ellipsoids` hold the errors of some rows.
+    `ends`, `cases` and, of a softmax, `choices` say more of the stored value than the reach does,
+    `together` more of o than the radius, which holds as well; `before` is a result as it was
+    formed, before a cast to nearest.
     """
 
     name: str
@@ -88,6 +94,12 @@ class Entry:
     amplified: Amplified | None = None
     kept: bool = True
     carried: Tensor | None = None
+    ellipsoids: Ellipsoids = field(default_factory=dict)
+    ends: Ends | None = None
+    choices: Ends | None = None
+    cases: Cases | None = None
+    together: Together | None = None
+    before: Entry | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -154,14 +166,23 @@ class Tape:
         lowered = torch.minimum(entry.reach, reach)
         self.entries[index] = replace(entry, reach=lowered, carried=entry.widest)
 
-    def bound(self, index: int, adjoint: Adjoint, floor: int = INPUT) -> Range:
+    def surround(self, index: int, ellipsoids: Ellipsoids) -> None:
+        """Keep ellipsoids around the errors of rows of an entry."""
+        self.entries[index] = replace(self.entries[index], ellipsoids=ellipsoids)
+
+    def bound(
+        self, index: int, adjoint: Adjoint, floor: int = INPUT, formed: Entry | None = None
+    ) -> Range:
         """Bound functionals of the error of one entry by a reverse pass.
 
-        What arrives at the entry `floor` or before is bounded by the reaches there.
+        What arrives at the entry `floor` or before is bounded by the reaches there. `formed` stands
+        for the entry: the same result before its cast.
         """
-        return self._bound({index: adjoint}, adjoint.values.shape[0], floor)
+        return self._bound({index: adjoint}, adjoint.values.shape[0], floor, formed)
 
-    def _bound(self, pending: dict[int, Adjoint], count: int, floor: int) -> Range:
+    def _bound(
+        self, pending: dict[int, Adjoint], count: int, floor: int, formed: Entry | None = None
+    ) -> Range:
         middle = torch.zeros(count, dtype=torch.float64, device=self.radius.device)
         spread = torch.zeros_like(middle)
         terms = 8
@@ -170,15 +191,20 @@ class Tape:
             functional = pending.pop(index)
             if index == INPUT:
                 return _range(middle, spread, terms, functional)
-            entry = self.entries[index]
+            entry, formed = formed or self.entries[index], None
             terms += functional.values[0].numel()
             if index <= floor:
-                spread = spread + functional.magnitude(entry.reach)
+                spread = spread + reached(entry.ellipsoids, entry.reach, functional)
                 continue
             if entry.centre is not None:
                 middle = middle + functional.against(entry.centre)
                 spread = spread + 2.0**-30 * functional.magnitude(entry.centre.abs())
-            if entry.radius is not None:
+            if entry.together is not None:
+                low, high = entry.together.cases.between(functional)
+                middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
+                spread = spread + functional.magnitude(entry.together.rest)
+                spread = spread + 2.0**-50 * (low.abs() + high.abs())
+            elif entry.radius is not None:
                 spread = spread + functional.magnitude(entry.radius)
             if entry.curved is not None:
                 low, high = entry.curved.between(functional)
@@ -192,9 +218,7 @@ class Tape:
                     own = _range(middle, spread, terms, None)
                     return Range(own.low + rest.low, own.high + rest.high, rest.region)
                 spread = spread + functional.magnitude(entry.amplified.loose)
-            for source, part in pulled:
-                before = pending.get(source)
-                pending[source] = part if before is None else before.plus(part)
+            meet(pending, pulled)
         return _range(middle, spread, terms, None)
 
 

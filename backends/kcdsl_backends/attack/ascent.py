@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kcdsl_backends.attack.runs import SIDES, Attack, Run, measured
+from kcdsl_backends.attack.runs import SIDES, Attack, Run, functional, measured
 from kcdsl_backends.attack.simulate import WITHIN, Overflowed, Simulator
 
 Key = tuple[str, str]
@@ -21,6 +21,8 @@ Key = tuple[str, str]
 Symbols = dict[Key, Tensor]
 _SHARES = (0.5, 0.25, 0.0625)
 """Shares of the promised gain that the signs to be changed make up, where all are too many."""
+_REDRAWN = 0.03
+"""Share of the numbers of an input that a walk draws again at a time."""
 STEPS = 64
 """Parts of 1 that steps part of the way are rounded to."""
 _WORTH = 1e-6
@@ -135,6 +137,38 @@ class Ascent:
                 break
         return height
 
+    def sample(self, count: int, generator: torch.Generator) -> None:
+        """Try inputs of the region, without roundings but those that are sure.
+
+        `count` drawn evenly, a quarter as many at corners; then as many as at first on a walk from
+        the best, which moves some numbers of the input to other ends at a time.
+        """
+        if ("x", "x") not in self.shapes:
+            return
+        shape, device = self.shapes["x", "x"], self.train.parameters.device
+        best, height = self.zero(), -torch.inf
+        for tried in range(2 * count + count // 4):
+            if tried < count:
+                drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
+            else:
+                drawn = torch.randint(0, 2, shape, generator=generator).double() * 2 - 1
+            drawn = drawn.to(device)
+            if tried >= count + count // 4:
+                some = (torch.rand(shape, generator=generator) < _REDRAWN).to(device)
+                drawn = torch.where(some, drawn, best["x", "x"])
+            symbols = {**self.zero(), ("x", "x"): drawn}
+            reached = float(functional(self.drift_of(symbols), self.kind).amax())
+            if reached >= height:
+                best, height = symbols, reached
+
+    def jump(self, symbols: Symbols, position: int, sign: float) -> Symbols:
+        """Return the signs of the slopes, wherever they lead: a start on the other side of what
+        would not gain at once."""
+        gradient = self._gradient(symbols, position, sign)
+        if gradient is None:
+            return symbols
+        return _ends(symbols, gradient)
+
     def _run(self, symbols: Mapping[Key, Tensor]) -> Run:
         x = self.centre
         if x is not None and ("x", "x") in symbols:
@@ -174,10 +208,7 @@ class Ascent:
 
 def _steps(symbols: Symbols, gradient: Symbols, height: float) -> Iterator[Symbols]:
     """Yield where to go from here, the boldest first; nothing where nothing is promised."""
-    ends = {
-        key: torch.where(slope == 0, symbols[key], torch.sign(slope))
-        for key, slope in gradient.items()
-    }
+    ends = _ends(symbols, gradient)
     gains = {key: (ends[key] - symbols[key]) * gradient[key] for key in ends}
     ordered = torch.cat([gain.flatten() for gain in gains.values()]).sort(descending=True).values
     reached = ordered.cumsum(0)
@@ -190,6 +221,14 @@ def _steps(symbols: Symbols, gradient: Symbols, height: float) -> Iterator[Symbo
         least = ordered[min(place, ordered.numel() - 1)]
         yield {key: torch.where(gains[key] >= least, ends[key], symbols[key]) for key in ends}
         yield {key: _part_of_way(symbols[key], ends[key], share / 2) for key in ends}
+
+
+def _ends(symbols: Symbols, gradient: Symbols) -> Symbols:
+    """Return the signs of the slopes; what has none stays."""
+    return {
+        key: torch.where(slope == 0, symbols[key], torch.sign(slope))
+        for key, slope in gradient.items()
+    }
 
 
 def _part_of_way(start: Tensor, end: Tensor, share: float) -> Tensor:

@@ -33,6 +33,7 @@ def attack(
     restarts: int = 1,
     seed: int = 0,
     places: Sequence[int] = (),
+    samples: int = 0,
 ) -> Attack:
     """Search for admissible runs of both kernels whose drift is large.
 
@@ -47,6 +48,7 @@ def attack(
         restarts: how many random starts there are at the best places.
         places: places to push at before those, as indices of the flattened output: where a bound
             is largest, for instance.
+        samples: how many inputs of the region to draw, and to walk on from the best of them.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     ascent = Ascent(train, infer, kind, centre, radius)
@@ -55,7 +57,7 @@ def attack(
     if not ascent.shapes:
         return ascent.best()
     promised = ascent.promise(_SAMPLES, generator)
-    ascent.drift_of(ascent.signs(generator))
+    at_random = ascent.drift_of(ascent.signs(generator)).abs()
     pushed: dict[tuple[int, float], float] = {}
 
     def push(position: int, sign: float, start: Symbols) -> None:
@@ -69,6 +71,10 @@ def attack(
         for sign in (1.0, -1.0):
             if (position, sign) not in pushed:
                 push(position, sign, zero)
+    for position in dict.fromkeys([*places[:2], *_largest(at_random, 3)]):
+        for sign in (1.0, -1.0):
+            push(position, sign, ascent.jump(zero, position, sign))
+    ascent.sample(samples, generator)
     best = sorted(pushed, key=lambda place: -pushed[place])[:2]
     for position, sign in best:
         for _ in range(restarts):

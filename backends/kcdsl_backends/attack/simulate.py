@@ -347,7 +347,9 @@ class Simulator:
             return x if error is None else x + WITHIN * symbol * error
         magnitude = x.detach().abs()
         if spec.format == "uint8":
-            low, high = x.detach().amin().clamp(max=0), x.detach().amax().clamp(min=0)
+            group = x.detach() if spec.scale == "per_token" else x.detach().reshape(1, -1)
+            low = group.amin(-1, keepdim=True).clamp(max=0)
+            high = group.amax(-1, keepdim=True).clamp(min=0)
             step = ((high - low) / 255).clamp_min(1e-300)
             zero = torch.round(-low / step)
             code = (torch.round(x.detach() / step) + zero).clamp(0, 255)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,9 +31,12 @@ def attack_case(shop: Workshop, goal: Goal, case: Case, bounded: Bounded) -> Att
     """Search for runs of one case with a large drift; the same case gives the same runs.
 
     The result is plain data. It has the record of its run only where it refutes the goal: then, if
-    a run with concrete orders of all sums does so too, it is that one.
+    a run with concrete orders of all sums does so too, it is that one. Of a region of any length
+    those sequences are attacked that are as long as the tokens the region came from.
     """
+    any_length, case = case.longest is not None, case.at_its_length
     problem: BlockProblem = shop.problem(goal.block, case.tokens)
+    places = _in_last_row(problem, bounded.places) if any_length else bounded.places
     train, infer = problem.simulators()
     with threads_for(problem.size):
         found = attack(
@@ -42,7 +46,7 @@ def attack_case(shop: Workshop, goal: Goal, case: Case, bounded: Bounded) -> Att
             case.centre,
             case.radius,
             seed=case.seed,
-            places=bounded.places,
+            places=places,
         )
         if found.run is None or not goal.refuted_by(found.value):
             return replace(found, run=None)
@@ -55,3 +59,10 @@ def attack_case(shop: Workshop, goal: Goal, case: Case, bounded: Bounded) -> Att
     if again is None or not goal.refuted_by(again.value):
         return replace(found, run=None)
     return replace(found, run=None, record={**record_run(run), "attained": attained(again)})
+
+
+def _in_last_row(problem: BlockProblem, places: Sequence[int]) -> tuple[int, ...]:
+    """Return the same columns of the last row, which under a causal mask reads the most others."""
+    output = problem.graph.node(problem.graph.output).shape
+    first = math.prod(output) - output[-1]
+    return tuple(dict.fromkeys(first + place % output[-1] for place in places))

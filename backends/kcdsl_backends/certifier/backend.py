@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.architecture import load_model
@@ -21,11 +21,12 @@ from kcdsl.verdict.model import Evidence, InvalidEvidence, Violated
 from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.adapters import find_adapter, refuse_unserved
 from kcdsl_backends.certifier.cache import rules_version
-from kcdsl_backends.certifier.cases import cases_of, slice_rows
+from kcdsl_backends.certifier.cases import Stated, cases_of, slice_rows, stated_case, with_weights
 from kcdsl_backends.certifier.deciding import Open, Progress, decide_batch
 from kcdsl_backends.certifier.engine import Crew, threads_of
 from kcdsl_backends.certifier.replaying import case_record, replay
 from kcdsl_backends.certifier.work import Setting, Station, open_station, peak_bytes
+from kcdsl_backends.certifier.workshop import Workshop
 from kcdsl_backends.requests import Request
 
 ASSUMPTIONS = (
@@ -34,6 +35,12 @@ ASSUMPTIONS = (
     "the block graph is the block: it was exported from the module of the architecture",
     "region centres are the training kernel's activations on the rows of the slice",
 )
+
+ANY_LENGTH = (
+    "the block at every length is what its graph at two rows says, as compared at three and at the "
+    "longest (at most 8192, and as long as the model takes)"
+)
+"""What is assumed besides of a region of sequences of any length."""
 
 HERE = Execution(jobs=1)
 """In this process, remembering nothing."""
@@ -58,6 +65,7 @@ class IntervalBackend:
         confirm: bool = True,
         progress: Progress | None = None,
         execution: Execution = HERE,
+        chain: bool = False,
     ) -> tuple[GoalOutcome, ...]:
         """Decide goals; their outcomes come in the same order.
 
@@ -72,10 +80,17 @@ class IntervalBackend:
             progress: told after every piece of work.
             execution: where cases run, how many at a time, and what may be remembered. Nothing of
                 an outcome but seconds, memory and what the cache had depends on it.
+            chain: prove each goal link by link, instead of its block as one.
 
         Raises:
             Refusal: the model, the kernels, the data or a block cannot be used, or the engine.
         """
+        if chain and any(goal.weights or goal.states for goal in goals):
+            raise refuse(
+                codes.WEIGHTS_REGION,
+                "a chain is proved for the weights of the checkpoint and the states of the regions",
+                help="leave out --chain, or --weights and --states",
+            )
         base = base.resolve()
         model = load_model(program.model, base)
         train, infer = resolve(program.train), resolve(program.infer)
@@ -99,7 +114,13 @@ class IntervalBackend:
             for batch in _batches(station, goals, rows):
                 working = [one for one in batch if one.cases]
                 decide_batch(
-                    crew, station, working, attacks=attacks, confirm=confirm, progress=progress
+                    crew,
+                    station,
+                    working,
+                    attacks=attacks,
+                    confirm=confirm,
+                    progress=progress,
+                    chain=chain,
                 )
                 outcomes += (self._outcome(station, one, notes) for one in batch)
         return tuple(outcomes)
@@ -108,6 +129,32 @@ class IntervalBackend:
         """Return how many rows each of these slices of the contract has."""
         model = load_model(program.model, base)
         return {name: len(slice_rows(program, base, model, name)) for name in slices}
+
+    def regions(
+        self,
+        program: Program,
+        base: Path,
+        goals: Sequence[Goal],
+        *,
+        checkpoint: Path,
+        device: str = "cpu",
+    ) -> tuple[tuple[Stated, ...], ...]:
+        """Return the regions of each goal's cases with other weights than the contract names.
+
+        Configuration and tokenizer are those of the contract; no bound is sought.
+
+        Raises:
+            Refusal: the model, the data or a block cannot be used.
+        """
+        base = base.resolve()
+        model = load_model(with_weights(program.model, base, checkpoint), base)
+        shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device(device))
+        found = []
+        for goal in goals:
+            with at(goal.span):
+                cases = cases_of(shop, goal, slice_rows(program, base, model, goal.region.slice))
+                found.append(tuple(stated_case(shop, goal, case) for case in cases))
+        return tuple(found)
 
     def replay(
         self,
@@ -129,12 +176,12 @@ class IntervalBackend:
             reason = f"the slice {one.goal.region.slice!r} selects no request"
             evidence = Evidence(EvidenceKind.PROOF, n=0)
             return GoalOutcome(one.goal, InvalidEvidence(reason), evidence, self.name, (), 0.0, 0)
+        any_length = (ANY_LENGTH,) if one.goal.region.kind is RegionKind.ROWS else ()
+        assumptions = (*ASSUMPTIONS, *any_length, *notes)
         return GoalOutcome(
             goal=one.goal,
             verdict=one.verdict,
-            evidence=Evidence(
-                EvidenceKind.PROOF, n=len(one.cases), assumptions=(*ASSUMPTIONS, *notes)
-            ),
+            evidence=Evidence(EvidenceKind.PROOF, n=len(one.cases), assumptions=assumptions),
             backend=self.name,
             cases=tuple(one.outcomes),
             seconds=one.seconds,
@@ -162,6 +209,8 @@ def _size(goal: Goal, rows: Sequence[Request]) -> int:
     """Return how many cases a goal has on these rows."""
     if goal.region.kind is RegionKind.HULL:
         return len({row.length for row in rows})
+    if goal.region.kind is RegionKind.ROWS:
+        return 1
     return len(rows)
 
 

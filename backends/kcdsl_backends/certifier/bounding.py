@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from torch import Tensor
+
+from kcdsl.model.graph import BlockGraph
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.affine.functionals import functional_bound
 from kcdsl_backends.affine.order import margins
-from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
-from kcdsl_backends.certifier.workshop import BlockProblem, Workshop, claim_margin
+from kcdsl_backends.affine.pair import Both
+from kcdsl_backends.certifier.cases import Case, problem_of, region_of, widened
+from kcdsl_backends.certifier.proof import ProofBuilder
+from kcdsl_backends.certifier.workshop import Workshop, claim_margin
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound, top_margin
@@ -33,13 +37,15 @@ class Bounded:
 
 def bound_case(shop: Workshop, goal: Goal, case: Case, builder: ProofBuilder) -> Bounded:
     """Bound a case by the interval domain, and by affine forms where that is not enough."""
-    problem = shop.problem(goal.block, case.tokens)
-    region = (
-        token_region(case.tokens)
-        if case.centre is None
-        else box_region(goal.region.kind.value, case.centre, case.radius)
-    )
-    stated = _Stated(goal, case, problem, builder, region, claim_margin(shop.train, shop.infer))
+    problem, region = problem_of(shop, goal, case), region_of(shop, goal, case)
+    case = widened(goal, case)
+    margin = claim_margin(shop.train, shop.infer, problem.graph)
+    return bound_stated(Stated(goal, case, problem, builder, region, margin))
+
+
+def bound_stated(stated: Stated) -> Bounded:
+    """Bound a case on a problem that is ready; see `bound_case`."""
+    goal, case, problem = stated.goal, stated.case, stated.problem
     bounds, reason = None, None
     try:
         bounds = problem.bound(case.centre, case.radius)
@@ -50,36 +56,59 @@ def bound_case(shop: Workshop, goal: Goal, case: Case, builder: ProofBuilder) ->
     return _drift(stated, bounds, reason)
 
 
+class Problem(Protocol):
+    """A block that the domains can bound."""
+
+    @property
+    def graph(self) -> BlockGraph:
+        """Return its graph."""
+        ...
+
+    def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
+        """Propagate boxes; raises NoBound."""
+        ...
+
+    def forms(self, centre: Tensor | None, radius: Tensor) -> Both:
+        """Return affine forms; raises NoBound."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Stated:
+class Stated:
     """A case with what is needed to state a bound of it; `margin` is the factor of claims."""
 
     goal: Goal
     case: Case
-    problem: BlockProblem
+    problem: Problem
     builder: ProofBuilder
     region: Mapping[str, Any]
     margin: float
 
-    def add(self, bound: float, witness: Mapping[str, tuple[float, float]], domain: str) -> None:
-        """Add the case to the proof."""
-        graph = self.problem.graph
-        self.builder.add(self.case.name, graph, self.region, bound, witness, domain)
+    def by_intervals(self, bound: float, witness: Mapping[str, tuple[float, float]]) -> None:
+        """Add the case to the proof, with a bound of the interval domain alone."""
+        self.builder.add(self.case.name, self.problem.graph, self.region, bound, witness)
+
+    def by_forms(self, bound: float, forms: Both) -> None:
+        """Add the case to the proof, with a bound of affine forms."""
+        graph, witness = self.problem.graph, forms.witness()
+        self.builder.add(self.case.name, graph, self.region, bound, witness, "affine", forms.passes)
 
     def outcome(self, bound: float, reason: str | None = None, **more: Any) -> CaseOutcome:
         """Return the outcome of the case."""
         case = self.case
-        return CaseOutcome(case.name, len(case.tokens), bound, reason=reason, **more)
+        return CaseOutcome(
+            case.name, case.longest or len(case.tokens), bound, reason=reason, **more
+        )
 
 
-def _drift(stated: _Stated, bounds: Bounds | None, reason: str | None) -> Bounded:
+def _drift(stated: Stated, bounds: Bounds | None, reason: str | None) -> Bounded:
     """Bound a functional of the drift."""
     goal, case, margin = stated.goal, stated.case, stated.margin
     found = math.inf
     if bounds is not None:
         found = drift_bound(bounds.output.drift, goal.functional) * margin
         if goal.admits(found):
-            stated.add(found, bounds.witness, "interval")
+            stated.by_intervals(found, bounds.witness)
             return Bounded(stated.outcome(found), _places(bounds.output.drift))
     try:
         forms = stated.problem.forms(case.centre, case.radius)
@@ -87,17 +116,17 @@ def _drift(stated: _Stated, bounds: Bounds | None, reason: str | None) -> Bounde
     except NoBound:
         if bounds is None:
             return Bounded(stated.outcome(math.inf, reason))
-        stated.add(found, bounds.witness, "interval")
+        stated.by_intervals(found, bounds.witness)
         return Bounded(stated.outcome(found), _places(bounds.output.drift))
     drift = drift if bounds is None else drift.meet(bounds.output.drift)
     bound = margin * functional_bound(
         forms, drift, goal.functional, lambda value: goal.admits(value * margin)
     )
-    stated.add(bound, forms.witness(), "affine")
+    stated.by_forms(bound, forms)
     return Bounded(stated.outcome(bound), _places(drift))
 
 
-def _order(stated: _Stated, bounds: Bounds | None, reason: str | None) -> Bounded:
+def _order(stated: Stated, bounds: Bounds | None, reason: str | None) -> Bounded:
     """Bound from below how far the largest columns stay above the others."""
     goal, case, factor = stated.goal, stated.case, stated.margin
     found, known, top = math.inf, None, None
@@ -106,19 +135,18 @@ def _order(stated: _Stated, bounds: Bounds | None, reason: str | None) -> Bounde
         found, known = drift_bound(output.drift, "inf") * factor, (output.train, output.infer)
         top = top_margin(output, goal.k, factor)
         if top > 0:
-            stated.add(found, bounds.witness, "interval")
+            stated.by_intervals(found, bounds.witness)
             return Bounded(stated.outcome(found, stable=True, margin=top))
     try:
         forms = stated.problem.forms(case.centre, case.radius)
     except NoBound:
         if bounds is not None:
-            stated.add(found, bounds.witness, "interval")
+            stated.by_intervals(found, bounds.witness)
         return Bounded(stated.outcome(found, reason, stable=False, margin=top))
     rows = margins(forms, goal.k, known, factor)
     least = float(rows.amin()) if rows.numel() else -math.inf
-    witness = forms.witness()
-    bound = min(found, witness[forms.output][1] * factor)
-    stated.add(bound, witness, "affine")
+    bound = min(found, forms.witness()[forms.output][1] * factor)
+    stated.by_forms(bound, forms)
     return Bounded(stated.outcome(bound, stable=least > 0, margin=least))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -14,26 +14,34 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.ir.terms import Program, RegionKind
+from kcdsl.diagnostics.places import at
+from kcdsl.ir.terms import ModelRef, Program, RegionKind
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import array_digest
+from kcdsl.release.artefacts import locate
 from kcdsl.route.goals import Goal
-from kcdsl_backends.certifier.proof import box_region, token_region
-from kcdsl_backends.certifier.workshop import Workshop
+from kcdsl_backends.certifier.nearby import NearbyProblem
+from kcdsl_backends.certifier.proof import box_region, rows_region, token_region
+from kcdsl_backends.certifier.sequences import SequenceProblem
+from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
+from kcdsl_backends.interval.box import up
 from kcdsl_backends.requests import Request, load_requests, select
+from kcdsl_certs.reals import real_text
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One region of a goal: a name, the tokens it came from, and the box of hidden states.
 
-    It can be pickled, so that any process can take it.
+    It can be pickled, so that any process can take it. With `longest` the box is that of one row
+    [1, D], and the region every sequence of 1 to `longest` such rows.
     """
 
     name: str
     tokens: tuple[int, ...]
     centre: Tensor | None
     radius: Tensor
+    longest: int | None = None
 
     def on(self, device: torch.device) -> Case:
         """Return the case with its box on a device."""
@@ -46,8 +54,34 @@ class Case:
         box otherwise. The name does not count."""
         if self.centre is None:
             return hashlib.sha256(repr(self.tokens).encode()).hexdigest()
-        parts = (array_digest(part.cpu().numpy()) for part in (self.centre, self.radius))
+        parts = [array_digest(part.cpu().numpy()) for part in (self.centre, self.radius)]
+        if self.longest is not None:
+            parts.append(f"1 to {self.longest} rows")
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
+
+    @property
+    def at_its_length(self) -> Case:
+        """Return those sequences of the region that are as long as the tokens it came from: what an
+        attack runs on. A region of one length is itself."""
+        if self.longest is None or self.centre is None:
+            return self
+        shape = (len(self.tokens), self.centre.shape[-1])
+        return replace(
+            self,
+            centre=self.centre.expand(shape).contiguous(),
+            radius=self.radius.expand(shape).contiguous(),
+            longest=None,
+        )
+
+    def holds(self, x: Tensor) -> bool:
+        """Say whether hidden states [T, D] are one of the inputs of the region."""
+        if self.centre is None or x.dim() != 2 or x.shape[-1] != self.centre.shape[-1]:
+            return False
+        if self.longest is None:
+            fits = x.shape == self.centre.shape
+        else:
+            fits = 1 <= x.shape[0] <= self.longest
+        return fits and bool(((x - self.centre).abs() <= self.radius).all())
 
     @property
     def seed(self) -> int:
@@ -55,11 +89,78 @@ class Case:
         return int(self.digest[:8], 16)
 
 
-def region_of(goal: Goal, case: Case) -> dict[str, Any]:
-    """Return the region of a case as it stands in a proof."""
+def problem_of(
+    shop: Workshop, goal: Goal, case: Case
+) -> BlockProblem | SequenceProblem | NearbyProblem:
+    """Return the block of a goal as a case reads it: at one length or at any, with the parameters
+    of the checkpoint or with all near them."""
+    exactly = _at_the_checkpoint(shop, goal, case)
+    if not goal.weights:
+        return exactly
+    return NearbyProblem(exactly, shop.neighbourhood(goal.block, goal.weights))
+
+
+def _at_the_checkpoint(shop: Workshop, goal: Goal, case: Case) -> BlockProblem | SequenceProblem:
+    if case.longest is not None:
+        with at(goal.span):
+            return shop.sequences(goal.block, case.longest)
+    return shop.problem(goal.block, case.tokens)
+
+
+def region_of(shop: Workshop, goal: Goal, case: Case) -> dict[str, Any]:
+    """Return the region of a case as it stands in a proof, that around the weights included."""
+    region = _of_inputs(shop, goal, widened(goal, case))
+    return {**region, "weights": real_text(goal.weights)} if goal.weights else region
+
+
+def widened(goal: Goal, case: Case) -> Case:
+    """Return the region of which a bound is proved: that of the clause, and what the goal asks for
+    beyond. An attack stays inside of the clause's."""
+    if not goal.states or case.centre is None:
+        return case
+    return replace(case, radius=up(case.radius + _at_least(goal.states)))
+
+
+def _of_inputs(shop: Workshop, goal: Goal, case: Case) -> dict[str, Any]:
     if case.centre is None:
         return token_region(case.tokens)
-    return box_region(goal.region.kind.value, case.centre, case.radius)
+    if case.longest is not None:
+        tables = shop.sequences(goal.block, case.longest).tables
+        return rows_region(case.centre, case.radius, case.longest, tables)
+    kind = goal.region.kind
+    if goal.states and kind is RegionKind.POINTS:
+        kind = RegionKind.BALL
+    return box_region(kind.value, case.centre, case.radius)
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """A case as a proof states it: its name, the digest of its graph, and its region."""
+
+    name: str
+    graph: str
+    region: Mapping[str, Any]
+
+
+def stated_case(shop: Workshop, goal: Goal, case: Case) -> Stated:
+    """Return what a proof of a case would be about."""
+    return Stated(case.name, problem_of(shop, goal, case).graph.digest, region_of(shop, goal, case))
+
+
+def with_weights(model: ModelRef, base: Path, checkpoint: Path) -> ModelRef:
+    """Return a model with other weights, and the configuration and tokenizer that it had."""
+    folder = locate(model.checkpoint, base).parent
+
+    def beside(named: str | None, usual: str) -> str | None:
+        found = folder / usual
+        return str(found) if named is None and found.is_file() else named
+
+    return replace(
+        model,
+        checkpoint=str(checkpoint.resolve()),
+        config=beside(model.config, "config.json"),
+        tokenizer=beside(model.tokenizer, "tokenizer.json"),
+    )
 
 
 def slice_rows(program: Program, base: Path, model: Model, name: str) -> tuple[Request, ...]:
@@ -92,6 +193,8 @@ def cases_of(shop: Workshop, goal: Goal, rows: Sequence[Request]) -> list[Case]:
     kind, radius = goal.region.kind, _at_least(goal.region.radius)
     if kind is RegionKind.HULL:
         return _hulls(centres, radius)
+    if kind is RegionKind.ROWS and goal.region.longest is not None:
+        return [_rows(centres, radius, goal.region.longest)]
     spread = torch.full_like(zero, radius if kind is RegionKind.BALL else 0.0)
     return [Case(row.id, row.tokens, centre, spread) for row, centre in centres]
 
@@ -107,10 +210,7 @@ def _hulls(centres: Sequence[tuple[Request, Tensor | None]], margin: float) -> l
 
     The box is widened by `margin` times its width on both sides.
     """
-    stacked = torch.cat([c for _, c in centres if c is not None], 0)
-    low, high = stacked.amin(0), stacked.amax(0)
-    middle = (low + high) / 2
-    radius = torch.maximum(high - middle, middle - low) * (1 + 2 * margin) * (1 + 2.0**-50)
+    middle, radius = _span(centres, margin)
     found: dict[int, Case] = {}
     for row, _ in centres:
         length = row.length
@@ -125,3 +225,24 @@ def _hulls(centres: Sequence[tuple[Request, Tensor | None]], margin: float) -> l
             ),
         )
     return list(found.values())
+
+
+def _rows(centres: Sequence[tuple[Request, Tensor | None]], margin: float, longest: int) -> Case:
+    """Return the box of one row, over all rows and positions of the slice, at any length.
+
+    An attack runs on as many rows as the longest request of the slice has, if so many are covered.
+    """
+    middle, radius = _span(centres, margin)
+    most = max((row for row, _ in centres), key=lambda row: row.length)
+    return Case(
+        f"rows-{longest}", most.tokens[:longest], middle[None], radius[None], longest=longest
+    )
+
+
+def _span(centres: Sequence[tuple[Request, Tensor | None]], margin: float) -> tuple[Tensor, Tensor]:
+    """Return centre and radius [D] of the box over all rows and positions, widened by a margin."""
+    stacked = torch.cat([c for _, c in centres if c is not None], 0)
+    low, high = stacked.amin(0), stacked.amax(0)
+    middle = (low + high) / 2
+    radius = torch.maximum(high - middle, middle - low) * (1 + 2 * margin) * (1 + 2.0**-50)
+    return middle, radius

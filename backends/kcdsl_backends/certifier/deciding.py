@@ -14,12 +14,15 @@ from kcdsl_backends.certifier.attacking import worth_attacking
 from kcdsl_backends.certifier.bounding import Bounded
 from kcdsl_backends.certifier.cache import Found
 from kcdsl_backends.certifier.cases import Case
+from kcdsl_backends.certifier.chaining import ChainTask
 from kcdsl_backends.certifier.engine import Crew
 from kcdsl_backends.certifier.proof import Contents
+from kcdsl_backends.certifier.slack import SlackTask
 from kcdsl_backends.certifier.verdicts import verdict_of
 from kcdsl_backends.certifier.work import (
     Answer,
     AttackTask,
+    Attained,
     BoundedCase,
     BoundTask,
     Checked,
@@ -67,16 +70,18 @@ def decide_batch(
     attacks: bool,
     confirm: bool,
     progress: Progress | None,
+    chain: bool = False,
 ) -> None:
-    """Fill in everything of the goals of a batch.
+    """Fill in everything of the goals of a batch; with `chain` by chains alone.
 
     Raises:
         Refusal: a block, a numerics specification or an input cannot be used.
     """
     told = progress or (lambda stage, done, total: None)
-    _bound(crew, batch, told)
+    _bound(crew, batch, told, ChainTask if chain else BoundTask)
     if attacks:
         _attack(crew, batch, told)
+        _measure_slack(crew, batch, told)
     for one in batch:
         one.verdict = verdict_of(one.goal, one.outcomes, one.strongest)
         if isinstance(one.verdict, Held):
@@ -89,9 +94,14 @@ def decide_batch(
             one.notes.append(f"{one.damaged} {entries} damaged and found anew")
 
 
-def _bound(crew: Crew, batch: Sequence[Open], progress: Progress) -> None:
+def _bound(
+    crew: Crew,
+    batch: Sequence[Open],
+    progress: Progress,
+    task: type[BoundTask] | type[ChainTask],
+) -> None:
     places = [(one, index) for one in batch for index in range(len(one.cases))]
-    tasks = [BoundTask(one.goal, one.cases[index]) for one, index in places]
+    tasks = [task(one.goal, one.cases[index]) for one, index in places]
     done: dict[int, int] = {}
 
     def told(index: int, answer: Answer) -> None:
@@ -154,6 +164,31 @@ def _attack(crew: Crew, batch: Sequence[Open], progress: Progress) -> None:
                 one.notes.append(f"{one.cases[index].name}: no attack, {reason}")
             case other:
                 raise AssertionError(f"no answer to an attack: {other}")
+
+
+def _measure_slack(crew: Crew, batch: Sequence[Open], progress: Progress) -> None:
+    """Put what runs attain at its links beside the chain with the largest bound of each goal."""
+    places = [
+        (one, max(able, key=lambda i: one.outcomes[i].bound))
+        for one in batch
+        if (able := [i for i, outcome in enumerate(one.outcomes) if len(outcome.links) > 1])
+    ]
+    answers = crew.run([SlackTask(one.goal, one.cases[i]) for one, i in places])
+    for number, ((one, index), answer) in enumerate(zip(places, answers, strict=True)):
+        assert answer is not None
+        one.spend(answer)
+        progress(f"{one.goal.clause.id}: slack", number + 1, len(places))
+        outcome = one.outcomes[index]
+        match answer.value:
+            case Attained(values):
+                attained = (*values, outcome.attack)
+                pairs = zip(outcome.links, attained, strict=False)
+                shown = tuple(replace(link, attack=value) for link, value in pairs)
+                one.outcomes[index] = replace(outcome, links=shown)
+            case Unfinished(reason):
+                one.notes.append(f"{outcome.name}: no runs beside the links, {reason}")
+            case other:
+                raise AssertionError(f"no answer to a search: {other}")
 
 
 def _prove(station: Station, one: Open) -> None:

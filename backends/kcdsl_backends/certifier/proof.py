@@ -18,6 +18,7 @@ from kcdsl.model.numerics import Numerics
 from kcdsl_backends.certifier.workshop import claim_margin
 
 PROOF_SCHEMA = "kcdsl.interval-proof/1"
+CHAIN_SCHEMA = "kcdsl.chain-proof/1"
 
 
 def encode_array(array: NDArray[Any]) -> dict[str, Any]:
@@ -68,15 +69,18 @@ class ProofBuilder:
         claim: float,
         witness: Mapping[str, tuple[float, float]],
         domain: str = "interval",
+        passes: Mapping[str, Any] | None = None,
     ) -> None:
         """Add one case. `region` comes from `box_region` or `token_region`.
 
-        `domain` is "affine" where affine forms are needed beside the interval domain.
+        `domain` is "affine" where affine forms are needed beside the interval domain; `passes` are
+        the reverse passes that they were made with.
         """
         margin = claim_margin(self.train, self.infer)
         stated = {
             "claim": "held" if self.functional == "no_flip" else claim.hex(),
             **({} if domain == "interval" else {"domain": domain}),
+            **({} if passes is None else {"passes": passes}),
             "witness": [
                 {"node": node, "value": (v * margin).hex(), "drift": (d * margin).hex()}
                 for node, (v, d) in witness.items()
@@ -93,13 +97,18 @@ class ProofBuilder:
         stated: Mapping[str, Any],
     ) -> None:
         """Add one case of which everything but its name, graph and region is stated already."""
+        digest = self.add_graph(graph)
+        self._claims.append(claim)
+        self._cases.append({"name": name, "graph": digest, "region": dict(region), **stated})
+
+    def add_graph(self, graph: BlockGraph) -> str:
+        """Add a graph with the digests of its parameters; return its own digest."""
         digest = graph.digest
         if digest not in self._graphs:
             constants = {key: encode_array(graph.constants[key]) for key in sorted(graph.constants)}
             self._graphs[digest] = {"graph": graph.to_json(), "constants": constants}
         self._parameters.update(self.digests_of(graph))
-        self._claims.append(claim)
-        self._cases.append({"name": name, "graph": digest, "region": dict(region), **stated})
+        return digest
 
     def digests_of(self, graph: BlockGraph) -> dict[str, str]:
         """Return the digest of every parameter that a graph reads."""
@@ -123,7 +132,7 @@ class ProofBuilder:
         """Return the proof as canonical UTF-8 JSON."""
         claim = "held" if self.functional == "no_flip" else max(self._claims).hex()
         body = {
-            "schema": PROOF_SCHEMA,
+            "schema": CHAIN_SCHEMA if any("links" in c for c in self._cases) else PROOF_SCHEMA,
             "block": self.block,
             "checkpoint": {"sha256": self.model.checkpoint.sha256},
             "numerics": {"train": self.train.to_json(), "infer": self.infer.to_json()},
@@ -143,6 +152,22 @@ def box_region(kind: str, centre: Tensor, radius: Tensor) -> dict[str, Any]:
         "kind": kind,
         "centre": encode_array(centre.cpu().numpy()),
         "radius": encode_array(radius.cpu().numpy()),
+    }
+
+
+def rows_region(
+    centre: Tensor, radius: Tensor, longest: int, tables: Mapping[str, NDArray[Any]]
+) -> dict[str, Any]:
+    """Return the region of sequences of 1 to `longest` rows as it stands in a proof.
+
+    `centre` is [1, D], `radius` [1, D] or [1, 1]; `tables` hold what the block's constants of two
+    positions are at every position.
+    """
+    named = {name: encode_array(tables[name]) for name in sorted(tables)}
+    return {
+        **box_region("rows", centre, radius),
+        "longest": longest,
+        **({"tables": named} if named else {}),
     }
 
 

@@ -33,6 +33,7 @@ SAME_RUN = 2.0**-36
 
 def case_record(problem: BlockProblem, shop: Workshop, goal: Goal, case: Case) -> dict[str, Any]:
     """Return what a counterexample says of a case beside its run."""
+    case = case.at_its_length
     boxed = case.centre is not None and goal.region.kind.value != "points"
     return {
         "case": {"name": case.name, "tokens": list(case.tokens)},
@@ -88,6 +89,7 @@ def replay(
     if case is None:
         raise _elsewhere("case.name", document["case"]["name"], "no case of the clause")
     _same("case.tokens", document["case"]["tokens"], list(case.tokens))
+    case = case.at_its_length
     problem = shop.problem(goal.block, case.tokens)
     _same("graph.sha256", document["graph"]["sha256"], problem.graph.digest)
     return _run(problem, goal, case, document)

@@ -21,6 +21,12 @@ def verdict_of(goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None) -
                 f"{case.name}: a run attains {case.attack!r}, above the bound {case.bound!r}: "
                 "the verifier is wrong, or what it read was changed"
             )
+        for link in case.links:
+            if link.attack is not None and link.attack > link.bound:
+                return InvalidEvidence(
+                    f"{case.name}: behind {link.name} a run attains {link.attack!r}, above the "
+                    f"bound {link.bound!r}: the verifier is wrong, or what it read was changed"
+                )
     if goal.functional == "no_flip":
         return _stability(cases)
     if found is not None and goal.refuted_by(found.value):

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from kcdsl.diagnostics import Diagnostic, Refusal, codes
 from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.graph import array_digest
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
@@ -42,7 +42,7 @@ from kcdsl_backends.certifier.cache import (
     key_of,
     rules_version,
 )
-from kcdsl_backends.certifier.cases import Case, region_of
+from kcdsl_backends.certifier.cases import Case, problem_of, region_of
 from kcdsl_backends.certifier.proof import Contents, ProofBuilder
 from kcdsl_backends.certifier.workshop import Workshop
 from kcdsl_backends.threads import one_thread
@@ -103,6 +103,13 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
+class Attained:
+    """The largest drift that a run has behind each link of a chain but the last."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Unfinished:
     """Work that was begun and not finished, such as for want of memory."""
 
@@ -133,7 +140,7 @@ class Task(Protocol):
         ...
 
 
-Value = BoundedCase | Attack | Checked | None
+Value = BoundedCase | Attack | Attained | Checked | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +173,7 @@ class BoundTask:
         """Bound the case, or take what an earlier run found."""
         with at(self.goal.span):
             case = self.case.on(station.shop.device)
-            graph = station.shop.problem(self.goal.block, case.tokens).graph
+            graph = problem_of(station.shop, self.goal, case).graph
             if station.cache is None:
                 return self._bounded(station, case), None
             key = key_of({"what": "bound", **_dependencies(station, self.goal, case)})
@@ -179,7 +186,7 @@ class BoundTask:
                     if stated is None:
                         return BoundedCase(named, None), found
                     builder = station.builder(self.goal)
-                    region = region_of(self.goal, case)
+                    region = region_of(station.shop, self.goal, case)
                     builder.add_stated(case.name, graph, region, claim, stated)
                     return BoundedCase(named, builder.contents()), found
                 except DAMAGE:
@@ -226,6 +233,7 @@ class AttackTask:
 
 def _believable(station: Station, goal: Goal, case: Case, value: Any) -> Attack | None:
     """Return an attack of the cache; one that refutes its goal only if its run does so again."""
+    case = case.at_its_length
     try:
         kept = decode(value, (Attack,))
         if not (isinstance(kept, Attack) and type(kept.value) is float and kept.value >= 0):
@@ -236,16 +244,11 @@ def _believable(station: Station, goal: Goal, case: Case, value: Any) -> Attack 
         run = run_of(kept.record, {"train": train, "infer": infer})
     except DAMAGE:
         return None
-    if run.x is not None and not _inside(run.x, case):
+    if run.x is not None and not case.holds(run.x):
         return None
     with one_thread():
         again = attack_of(run, train, infer, goal.functional)
     return kept if again is not None and goal.refuted_by(again.value) else None
-
-
-def _inside(x: Tensor, case: Case) -> bool:
-    assert case.centre is not None
-    return bool(((x - case.centre).abs() <= case.radius).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,17 +269,21 @@ class CheckTask:
 def _dependencies(station: Station, goal: Goal, case: Case) -> dict[str, Any]:
     """Return everything that the bound of a case depends on, as plain data."""
     shop = station.shop
-    graph = shop.problem(goal.block, case.tokens).graph
+    graph = problem_of(shop, goal, case).graph
     digests = station.builder(goal).digests_of(graph)
     stated = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
     del stated["clause"], stated["region"]
+    region: dict[str, Any] = {"kind": goal.region.kind.value, "box": case.digest}
+    if case.longest is not None:
+        tables = shop.sequences(goal.block, case.longest).tables
+        region["tables"] = {name: array_digest(tables[name]) for name in sorted(tables)}
     return {
         "schema": ENTRY_SCHEMA,
         "rules": station.setting.rules,
         "device": shop.device.type,
         "graph": graph.digest,
         "parameters": digests,
-        "region": {"kind": goal.region.kind.value, "box": case.digest},
+        "region": region,
         "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
         "goal": {**stated, "evidence": str(goal.clause.evidence)},
     }

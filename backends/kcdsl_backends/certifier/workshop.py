@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -16,22 +17,36 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
 from kcdsl_backends.affine.pair import Both, Drift, both, drift
 from kcdsl_backends.attack.simulate import Simulator
-from kcdsl_backends.interval.context import Kernels, Parameter
+from kcdsl_backends.certifier.sequences import SequenceProblem, sequence_graph, stored_tables
+from kcdsl_backends.interval.context import Kernels, Parameter, Rows
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.neighbourhood import Neighbourhood
 from kcdsl_backends.interval.propagate import Bounds, propagate
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_backends.threads import threads_for
 
+_COARSE = 2.0**-12
+"""Unit roundoff of a result beside which float64 roundings are negligible in any case."""
 
-def claim_margin(train: Numerics, infer: Numerics) -> float:
+
+def claim_margin(train: Numerics, infer: Numerics, graph: BlockGraph | None = None) -> float:
     """Return the factor by which claims are inflated so that both programs agree.
 
     Two float64 implementations differ by their own roundings. Against kernels that round to float32
-    or coarser these are negligible; against float64 kernels they are as large as what is bounded.
+    or coarser these are negligible; against float64 kernels they are as large as what is bounded,
+    unless some result of `graph` is stored in a coarse format.
     """
-    formats = {train.compute, train.accumulate, infer.compute, infer.accumulate}
-    return 4.0 if "float64" in formats else 1.0 + 2.0**-10
+    small = 1.0 + 2.0**-10
+    if "float64" not in {train.compute, train.accumulate, infer.compute, infer.accumulate}:
+        return small
+    for node in () if graph is None else graph.nodes:
+        if node.op in ("param", "constant", "embedding"):
+            continue
+        for kernel in (Rounding(train), Rounding(infer)):
+            if kernel.format_for(node.role, node.op).unit_roundoff >= _COARSE:
+                return small
+    return 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,8 @@ class Workshop:
     infer: Numerics
     device: torch.device
     _problems: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
+    _sequences: dict[tuple[str, int], SequenceProblem] = field(default_factory=dict, repr=False)
+    _around: dict[tuple[str, Fraction], Neighbourhood] = field(default_factory=dict, repr=False)
 
     def problem(self, block: str, tokens: tuple[int, ...]) -> BlockProblem:
         """Return the problem of a block for a sequence; `model` depends on the ids themselves."""
@@ -101,16 +118,48 @@ class Workshop:
                 graph = block_graph(
                     self.model, block, len(tokens), tokens if block == "model" else None
                 )
-            tensors = self.model.checkpoint.tensors
-            problem = BlockProblem(
-                graph,
-                StoredParameters(tensors, graph.constants, self.train, self.device),
-                StoredParameters(tensors, graph.constants, self.infer, self.device),
-            )
+            problem = self.problem_of_graph(graph)
             if block == "model":
                 return problem
             self._problems[key] = problem
         return self._problems[key]
+
+    def sequences(self, block: str, longest: int) -> SequenceProblem:
+        """Return the problem of a block at every length up to `longest`.
+
+        Refuse a block that its graph at two rows does not describe at others (KC474).
+        """
+        key = (block, longest)
+        if key not in self._sequences:
+            with threads_for(0):
+                graph, axes, tables = sequence_graph(self.model, block, longest)
+            known = stored_tables(tables, self.train, self.infer, self.device)
+            kernels = replace(
+                self.problem_of_graph(graph).kernels(), rows=Rows(longest, axes, known)
+            )
+            self._sequences[key] = SequenceProblem(graph, kernels, tables)
+        return self._sequences[key]
+
+    def neighbourhood(self, block: str, rho: Fraction) -> Neighbourhood:
+        """Return the parameters near those of the checkpoint, as both kernels store them.
+
+        What was made for the parameters of the latest block is kept.
+        """
+        key = (block, rho)
+        if key not in self._around:
+            tensors = self.model.checkpoint.tensors
+            self._around.clear()
+            self._around[key] = Neighbourhood(rho, tensors, self.train, self.infer, self.device)
+        return self._around[key]
+
+    def problem_of_graph(self, graph: BlockGraph) -> BlockProblem:
+        """Return the problem of a graph of the model, such as a part of a block."""
+        tensors = self.model.checkpoint.tensors
+        return BlockProblem(
+            graph,
+            StoredParameters(tensors, graph.constants, self.train, self.device),
+            StoredParameters(tensors, graph.constants, self.infer, self.device),
+        )
 
     def centre(self, block: str, tokens: tuple[int, ...]) -> Tensor | None:
         """Return what enters the block in the training kernel, float64 [T, D]; None for `model`."""

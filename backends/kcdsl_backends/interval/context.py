@@ -9,20 +9,36 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.neighbourhood import Moved, at_rows
 from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.sequences import Axes
 from kcdsl_backends.interval.state import Known, State, combine
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """The values both kernels hold for one parameter or float constant (float64, exact)."""
+    """The values both kernels hold for one parameter or float constant (float64, exact).
+
+    `moved` encloses what they hold of all parameters in a region around the weights; None where
+    the parameter is exactly that of the checkpoint, whose values `train` and `infer` are.
+    """
 
     train: Tensor
     infer: Tensor
+    moved: Moved | None = None
+
+    @property
+    def boxes(self) -> tuple[Box, Box]:
+        """Return where the training and the inference kernel's values lie."""
+        if self.moved is not None:
+            return self.moved.train, self.moved.infer
+        return Box.point(self.train), Box.point(self.infer)
 
     @property
     def difference(self) -> Box:
         """Return inference minus training; exact subtraction up to one outward ulp."""
+        if self.moved is not None:
+            return self.moved.difference
         if self.train is self.infer:
             zero = self.train * 0
             return Box(zero, zero)
@@ -30,7 +46,22 @@ class Parameter:
 
     def state(self) -> State:
         """Return the parameter as a node."""
-        return State(Box.point(self.train), Box.point(self.infer), self.difference)
+        return State(*self.boxes, self.difference)
+
+    def rows(self, ids: Tensor) -> Parameter:
+        """Return the rows of a table."""
+        moved = None if self.moved is None else at_rows(self.moved, ids)
+        return Parameter(self.train[ids], self.infer[ids], moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Any number of rows, up to `longest`: the dimensions of rows of every node, and what both
+    kernels hold of the tables of positions, by the name of their constant (docs/any-length.md)."""
+
+    longest: int
+    axes: Mapping[str, Axes]
+    tables: Mapping[str, Parameter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +76,10 @@ class Kernels:
     """The stored value of a param node used as the weight of a linear."""
     mask: Callable[[Node], Tensor]
     """The boolean array of a constant node."""
+    rows: Rows | None = None
+    """What is known beside where the graph stands for any number of rows."""
+    around_weights: bool = False
+    """Whether parameters lie in a region around those of the checkpoint (`Parameter.moved`)."""
 
 
 @dataclass(frozen=True, slots=True)

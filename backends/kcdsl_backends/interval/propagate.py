@@ -14,8 +14,15 @@ from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.context import Kernels, Step
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding, Stored
-from kcdsl_backends.interval.rules import elementwise, linear, norms, softmax, structural
-from kcdsl_backends.interval.state import Known, State, combine
+from kcdsl_backends.interval.rules import (
+    elementwise,
+    linear,
+    norms,
+    sequence,
+    softmax,
+    structural,
+)
+from kcdsl_backends.interval.state import Known, State, combine, settle
 
 Rule = Callable[[Step], Known]
 FLOAT32 = FORMATS["float32"]
@@ -58,14 +65,23 @@ class Bounds:
     witness: Mapping[str, tuple[float, float]]
 
 
-def propagate(graph: BlockGraph, kernels: Kernels, centre: Tensor | None, radius: Tensor) -> Bounds:
+def propagate(
+    graph: BlockGraph,
+    kernels: Kernels,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box | None = None,
+) -> Bounds:
     """Bound every node of the graph for inputs in [centre - radius, centre + radius].
 
     Args:
         graph: the block.
         kernels: both kernels' rounding and stored parameters.
         centre: [T, D] float64, the values of a float32 tensor; None for a block on token ids.
+            Where `kernels.rows` says so the graph stands for any number of rows; then [1, D].
         radius: broadcastable to [T, D], float64, >= 0.
+        drift: [T, D], how far the state that the inference kernel reads may be from that of the
+            training kernel; None where both read the same (docs/chains.md).
 
     Raises:
         NoBound: no finite bound exists (overflow reachable, variance may vanish, ...).
@@ -78,17 +94,54 @@ def propagate(graph: BlockGraph, kernels: Kernels, centre: Tensor | None, radius
         if node.op in ("param", "constant"):
             continue
         if node.op == "input":
-            state: Known = block_input(node, kernels, centre, radius)
-        elif node.op == "matmul" and node.role == "context":
-            state = softmax.context(Step(node, kernels, nodes, known))
+            state: Known = _input(node, kernels, centre, radius, drift)
         else:
-            state = RULES[node.op](Step(node, kernels, nodes, known))
+            state = _result(Step(node, kernels, nodes, known))
         known[node.name] = state
         witness[node.name] = _magnitudes(node, state)
         for name in last_use.get(position, ()):
             known.pop(name, None)
     output = known[graph.output]
     return Bounds(output if isinstance(output, State) else output.collapse(), witness)
+
+
+def _result(step: Step) -> Known:
+    rows = step.kernels.rows
+    found = None if rows is None else sequence.any_length(step, rows)
+    if found is not None:
+        return found
+    if step.node.op == "matmul" and step.node.role == "context":
+        return softmax.context(step)
+    return RULES[step.node.op](step)
+
+
+def _input(
+    node: Node, kernels: Kernels, centre: Tensor | None, radius: Tensor, drift: Box | None
+) -> State:
+    if drift is None:
+        return block_input(node, kernels, _all_rows(node, kernels, centre), radius)
+    if kernels.rows is not None:
+        raise NoBound(node.name, "states that drift have one length")
+    return drifting_input(node, centre, radius, drift)
+
+
+def drifting_input(node: Node, centre: Tensor | None, radius: Tensor, drift: Box) -> State:
+    """Return the state of a block input that another block stored: what the training kernel reads
+    lies in the region, what the inference kernel reads is off by `drift`; neither stores it again.
+    """
+    if centre is None or not tuple(centre.shape) == tuple(node.shape) == tuple(drift.shape):
+        raise NoBound(node.name, "the region does not have the shape of the block's input")
+    train = Box.point(centre).widen(radius.expand(centre.shape))
+    return settle(node.name, train, train + drift, drift)
+
+
+def _all_rows(node: Node, kernels: Kernels, centre: Tensor | None) -> Tensor | None:
+    """Return the centre of every row of the graph; at any length there is one for all."""
+    if kernels.rows is None or centre is None:
+        return centre
+    if tuple(centre.shape) != (1, node.shape[-1]):
+        raise NoBound(node.name, f"the region has shape {list(centre.shape)}, not one row")
+    return centre.expand(node.shape)
 
 
 def _last_uses(graph: BlockGraph) -> dict[int, tuple[str, ...]]:

@@ -21,6 +21,8 @@ ROUNDING = 2.0**-24
 """Relative error of one rounding to float32."""
 _SLACK = 2.0**-22
 """More than that of the roundings of a ratio and of a product together."""
+LEAST_SCALE = 2.0**-100
+"""Below it products of scales with codes may be subnormal, and lose more than `_SLACK`."""
 MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
 MX_BLOCK = 32
 CODES = {
@@ -193,7 +195,7 @@ def staircase(x: Box, error: Tensor, kernel: Rounding) -> Stored | None:
     if kernel.free or spec.format not in CODES:
         return None
     scale = scale_range(x, spec.format, spec.scale)
-    known = scale.lo > 0
+    known = scale.lo >= LEAST_SCALE
     safe = Box(torch.where(known, scale.lo, 1.0), torch.where(known, scale.hi, 1.0))
     hull, wide = quantised_hull(x, safe, spec.format), x.widen(error)
     hull = Box(

@@ -32,7 +32,8 @@ class SoftmaxState:
 
     `exact` holds p* of both kernels and their drift, `variation` [..., rows] bounds the total
     variation of each row, `rounding_train` and `rounding_infer` bound |computed - p*|, `mask` is
-    True where a column takes part (None: everywhere).
+    True where a column takes part (None: everywhere). Of any number of columns, `sums` bounds
+    Σ|computed - p*| of each row [..., rows, 1] in the training and the inference kernel.
     """
 
     exact: State
@@ -40,6 +41,7 @@ class SoftmaxState:
     rounding_train: Tensor
     rounding_infer: Tensor
     mask: Tensor | None
+    sums: tuple[Tensor, Tensor] | None = None
 
     def collapse(self) -> State:
         """Return the plain state of the computed probabilities."""

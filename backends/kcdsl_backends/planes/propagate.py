@@ -95,6 +95,10 @@ def walk(
     effort: Effort | None = None,
 ) -> Run:
     """Bound every node and return the walk, whose tape bounds any functional; see `drift`."""
+    if kernels.rows is not None:
+        raise NoBound(graph.output, "planes do not cover sequences of any length")
+    if kernels.around_weights:
+        raise NoBound(graph.output, "planes do not cover a region around the weights")
     effort = effort or Effort()
     inner = replace(effort, steps=effort.inner)
     run = Run(graph, watched(kernels), Tape(), {node.name: node for node in graph.nodes})

@@ -46,6 +46,8 @@ from kcdsl_backends.smt.text import derivation, outward
 from kcdsl_backends.smt.translate import Translator
 
 LOGITS_BLOCK = "model"
+_OF_EVERY_ROW = (RegionKind.POINTS, RegionKind.BALL, RegionKind.HULL)
+"""Regions that hold every request of their slice, however long it is."""
 _FLIPPED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
 _NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
@@ -83,7 +85,7 @@ def _usable(program: Program, proof: ProvedDrift) -> Premises | None:
     """Return what the proof bounds, or None if the chain does not apply to it."""
     if proof.block != LOGITS_BLOCK or program.model.architecture in WITHOUT_LOGITS:
         return None
-    if proof.region not in tuple(RegionKind) or not _declares(program, proof.slice):
+    if proof.region not in _OF_EVERY_ROW or not _declares(program, proof.slice):
         return None
     if isinstance(proof.bound, bool) or not isinstance(proof.bound, (int, float)):
         return None

@@ -331,10 +331,13 @@ class Translator:
 
 def region_inside(inner: Region, outer: Region, inside: Inside) -> bool:
     """Say whether every input of one region is known to be one of the other."""
-    if (inner.kind, inner.slice, inner.radius) == (outer.kind, outer.slice, outer.radius):
+    if inner == outer:
         return True
     if not inside(inner.slice, outer.slice):
         return False
+    if outer.kind is RegionKind.ROWS:  # a request may be longer than the longest sequence
+        shorter = inner.longest is not None and inner.longest <= (outer.longest or 0)
+        return inner.kind is outer.kind and shorter and inner.radius <= outer.radius
     if inner.kind is RegionKind.POINTS:
         return True
     return inner.kind is outer.kind and inner.radius <= outer.radius

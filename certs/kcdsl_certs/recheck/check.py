@@ -7,14 +7,32 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
-from kcdsl_certs.recheck.document import Case, Proof, parse
+from kcdsl_certs.recheck.chain import Sizes, derive_chain, refuse_gaps
+from kcdsl_certs.recheck.chain_document import CHAIN_SCHEMA, Chain, parse_chain
+from kcdsl_certs.recheck.document import Case, Ends, Proof, load, proof_of
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.room import check_room
-from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.recheck.safetensors import Tensor, read
 
 # bound of a case, and (largest T, largest D) of its nodes by name
-Derived = tuple[float, Mapping[str, tuple[float, float]]]
+Derived = tuple[float, Sizes]
+
+
+class Tier(Protocol):
+    """A way to derive what is claimed: in doubles, or exactly."""
+
+    def derive(self, case: Case) -> Derived:
+        """Return the bound of a case and the sizes of its nodes."""
+        ...
+
+    def link(self, case: Case) -> tuple[float, Sizes, Ends]:
+        """Return the largest drift, the sizes of nodes, and the boxes of the output."""
+        ...
+
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,34 +87,81 @@ class _Found:
 
 
 def _check(data: bytes, path: Path, exact: bool, part: tuple[int, int], found: _Found) -> None:
-    proof = parse(data)
-    checkpoint = read(path)
-    if checkpoint.sha256 != proof.checkpoint:
-        raise Rejection("checkpoint/digest", "the checkpoint is not the one of the proof")
+    record = load(data)
+    if record.has("schema") and record.raw("schema") == CHAIN_SCHEMA:
+        _check_chain(parse_chain(record), path, exact, part, found)
+        return
+    proof = proof_of(record)
+    tensors = _tensors(proof, path)
     check_room(proof)
-    derive: Callable[[Case], Derived]
-    if exact:
-        from kcdsl_certs.recheck.exact import Rational
-
-        derive = Rational(proof, checkpoint.tensors).derive
-    else:
-        from kcdsl_certs.recheck.inexact import Doubles
-
-        derive = Doubles(proof, checkpoint.tensors).derive
-    first, step = part
-    cases = proof.cases[first::step] if first >= 0 and step > 0 else ()
-    if not cases:
-        raise Rejection("document/cases", f"no case is part {first} of {step}")
+    derive = _tier(proof, tensors, exact).derive
     bounds = []
-    for case in cases:
+    for case in _share(proof.cases, part):
         try:
             bounds.append(_case(proof, case, derive, found))
         except Rejection as rejection:
             raise rejection.at(f"case {case.name[:80]!r}") from None
-        claims = proof.claim, case.claim
-        if claims[0] is not None and not (claims[1] is not None and claims[0] >= claims[1]):
-            raise Rejection("claim/overall", f"less than the claim of case {case.name[:80]!r}")
+        _refuse_more(proof, case)
     found.bound = max(bounds).hex() if proof.claim is not None else "held"
+
+
+def _check_chain(
+    chain: Chain, path: Path, exact: bool, part: tuple[int, int], found: _Found
+) -> None:
+    tensors = _tensors(chain.last, path)
+    refuse_gaps(chain)
+    for proof in (chain.inner, chain.last):
+        check_room(proof)
+    inner, last = _tier(chain.inner, tensors, exact), _tier(chain.last, tensors, exact)
+
+    def compared(case: Case, bound: float, sizes: Sizes) -> None:
+        found.nodes += len(sizes)
+        _compare(case, bound, sizes)
+
+    def follows(case: Case) -> float:
+        return _case(chain.last, case, last.derive, found)
+
+    bounds = []
+    for case in _share(chain.cases, part):
+        try:
+            bounds.append(derive_chain(case, inner.link, follows, compared))
+        except Rejection as rejection:
+            raise rejection.at(f"case {case.name[:80]!r}") from None
+        _refuse_more(chain.last, case.links[-1].case)
+    found.bound = max(bounds).hex() if chain.last.claim is not None else "held"
+
+
+def _tensors(proof: Proof, path: Path) -> Mapping[str, Tensor]:
+    checkpoint = read(path)
+    if checkpoint.sha256 != proof.checkpoint:
+        raise Rejection("checkpoint/digest", "the checkpoint is not the one of the proof")
+    return checkpoint.tensors
+
+
+def _tier(proof: Proof, tensors: Mapping[str, Tensor], exact: bool) -> Tier:
+    if exact:
+        from kcdsl_certs.recheck.exact import Rational
+
+        return Rational(proof, tensors)
+    from kcdsl_certs.recheck.inexact import Doubles
+
+    return Doubles(proof, tensors)
+
+
+def _share(cases: tuple[_Item, ...], part: tuple[int, int]) -> tuple[_Item, ...]:
+    """Return every step-th case from the first on."""
+    first, step = part
+    chosen = cases[first::step] if first >= 0 and step > 0 else ()
+    if not chosen:
+        raise Rejection("document/cases", f"no case is part {first} of {step}")
+    return chosen
+
+
+def _refuse_more(proof: Proof, case: Case) -> None:
+    """Refuse a case that claims more than the whole proof."""
+    claims = proof.claim, case.claim
+    if claims[0] is not None and not (claims[1] is not None and claims[0] >= claims[1]):
+        raise Rejection("claim/overall", f"less than the claim of case {case.name[:80]!r}")
 
 
 def _case(proof: Proof, case: Case, derive: Callable[[Case], Derived], found: _Found) -> float:
@@ -107,6 +172,12 @@ def _case(proof: Proof, case: Case, derive: Callable[[Case], Derived], found: _F
         if proof.claim is None:
             raise Rejection("claim/too-small", "the order of the largest columns is not proved")
         raise Rejection("bound/not-finite", "the functional has no finite bound")
+    _compare(case, bound, sizes)
+    return bound
+
+
+def _compare(case: Case, bound: float, sizes: Sizes) -> None:
+    """Compare what was derived of a case with its claim and its witnesses."""
     if case.claim is not None and not bound <= case.claim:
         raise Rejection(
             "claim/too-small", f"claims {case.claim.hex()}, but only {bound.hex()} follows"
@@ -118,4 +189,3 @@ def _case(proof: Proof, case: Case, derive: Callable[[Case], Derived], found: _F
                 "witness/too-small",
                 f"node {witness.node[:80]!r} has value {value.hex()} and drift {drift.hex()}",
             )
-    return bound

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 
+from kcdsl_certs.reals import parse_real, real_text
 from kcdsl_certs.recheck import strict
 from kcdsl_certs.recheck.block import Array, Block, parse_array, parse_block
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.sequences import parse_tables
 from kcdsl_certs.recheck.spec import Kernel, parse_kernel
 from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.reject import Reject
 
 PROOF_SCHEMA = "kcdsl.interval-proof/1"
 LARGEST_PROOF = 256 * 2**20
 MOST_CASES = 10_000
 HELD = "held"
-_KINDS = ("points", "ball", "hull")
+_KINDS = ("points", "ball", "hull", "rows")
+MOST_ROWS = 2**20
+WIDEST = Fraction(1, 2)
+"""The largest ρ of a region around the weights: within it no element changes its sign."""
 _DOMAINS = ("interval", "affine")
+_PASSES = ("reach", "deviations", "norm", "ellipsoid", "product")
+_STOPS = ("cut", "input")
 _FUNCTIONALS = ("inf", "2", "span", "no_flip")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -33,12 +45,21 @@ class Functional:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Centre and radius in doubles (row by row), or token ids."""
+    """Centre and radius in doubles (row by row), or token ids.
+
+    Of kind rows: centre and radius are of one row, and every sequence of 1 to `longest` such rows
+    is meant; `tables` holds the block's tables of positions, by the node of their constant.
+    With `weights` ρ it is every θ' with |θ' - θ| ≤ ρ|θ| that is meant, not θ alone.
+    """
 
     kind: str
     centre: Array | None
     radius: Array | None
     ids: tuple[int, ...] | None
+    longest: int | None = None
+    tables: Mapping[str, Array] = field(default_factory=dict)
+    drift: tuple[Array, Array] | None = None  # of links of a chain: chain_document.py
+    weights: Fraction = Fraction(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +72,27 @@ class Witness:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """A reverse pass that an operation asks for: of which node, what, and how far down it goes."""
+
+    at: str
+    of: str
+    kind: str
+    stop: str
+
+
+Hints = Mapping[Pass, tuple[int, ...]]
+Ends = tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]
+"""Lower and upper ends of the training value and of the drift of an output, row by row."""
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One region on one graph with its claim (None: held), witnesses and domain."""
+    """One region on one graph with its claim (None: held), witnesses and domain.
+
+    `passes` says for the training and the inference kernel in which rows of a node, from first to
+    end in turn, reverse passes are worth making; None: nothing is said.
+    """
 
     name: str
     graph: str
@@ -60,6 +100,7 @@ class Case:
     claim: float | None
     witness: tuple[Witness, ...]
     domain: str
+    passes: tuple[Hints, Hints] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +124,46 @@ def parse(data: bytes) -> Proof:
     Raises:
         Rejection: "document/…" or "graph/…", with the field or node named.
     """
+    return proof_of(load(data))
+
+
+def load(data: bytes) -> Reader:
+    """Return a document for reading.
+
+    Raises:
+        Rejection: "document/size" or "document/json".
+    """
     if len(data) > LARGEST_PROOF:
         raise Rejection("document/size", f"{len(data)} bytes")
-    record = Reader(strict.load(data, "document/json"), "proof").exactly(
+    return Reader(strict.load(data, "document/json"), "proof")
+
+
+def proof_of(record: Reader) -> Proof:
+    """Return the proof that a document states; raises what `parse` raises."""
+    record.exactly(
         "schema", "block", "checkpoint", "numerics", "functional", "graphs", "parameters",
         "cases", "claim",
     )  # fmt: skip
     if record.text("schema") != PROOF_SCHEMA:
         raise Rejection("document/schema", f"not {PROOF_SCHEMA}")
     numerics = record.reader("numerics").exactly("train", "infer")
-    functional = _functional(record.reader("functional"))
+    functional = functional_of(record.reader("functional"))
     graphs = _graphs(record)
     return Proof(
         block=record.text("block"),
-        checkpoint=_sha256(record.reader("checkpoint").exactly("sha256"), "sha256"),
+        checkpoint=digest_of(record.reader("checkpoint").exactly("sha256"), "sha256"),
         train=parse_kernel(numerics.raw("train"), "numerics.train"),
         infer=parse_kernel(numerics.raw("infer"), "numerics.infer"),
         functional=functional,
         graphs=graphs,
-        parameters=_parameters(record, graphs),
+        parameters=parameters_of(record, graphs),
         cases=_cases(record, functional, graphs),
-        claim=_claim(record, functional),
+        claim=claim_of(record, functional),
     )
 
 
-def _functional(record: Reader) -> Functional:
+def functional_of(record: Reader) -> Functional:
+    """Return what a proof bounds."""
     record.exactly("kind", optional=("k",))
     kind = record.choice("kind", _FUNCTIONALS)
     if kind == "no_flip" or record.has("k"):
@@ -132,9 +188,10 @@ def _graphs(record: Reader) -> dict[str, Block]:
     return found
 
 
-def _parameters(record: Reader, graphs: Mapping[str, Block]) -> dict[str, str]:
+def parameters_of(record: Reader, graphs: Mapping[str, Block]) -> dict[str, str]:
+    """Return the digests of the parameters; refuse others than those that the graphs read."""
     entries = record.reader("parameters")
-    digests = {key: _sha256(entries, key) for key in record.entries("parameters")}
+    digests = {key: digest_of(entries, key) for key in record.entries("parameters")}
     read: set[str] = set()
     for block in graphs.values():
         read |= block.parameters
@@ -148,15 +205,16 @@ def _cases(record: Reader, functional: Functional, graphs: Mapping[str, Block]) 
     items = record.items("cases")
     if not 0 < len(items) <= MOST_CASES:
         raise Rejection("document/cases", f"{len(items)} cases")
-    cases = tuple(_case(item, functional, graphs) for item in items)
+    cases = tuple(case_of(item, functional, graphs) for item in items)
     if len({case.name for case in cases}) != len(cases):
         raise Rejection("document/cases", "two cases have one name")
     return cases
 
 
-def _case(value: object, functional: Functional, graphs: Mapping[str, Block]) -> Case:
+def case_of(value: object, functional: Functional, graphs: Mapping[str, Block]) -> Case:
+    """Return one case of a proof."""
     record = Reader(value, "case")
-    record.exactly("name", "graph", "region", "claim", "witness", optional=("domain",))
+    record.exactly("name", "graph", "region", "claim", "witness", optional=("domain", "passes"))
     record.place = f"case {record.text('name')[:80]!r}"
     digest = record.text("graph")
     if digest not in graphs:
@@ -166,43 +224,107 @@ def _case(value: object, functional: Functional, graphs: Mapping[str, Block]) ->
         name=record.text("name"),
         graph=digest,
         region=_region(region, graphs[digest]),
-        claim=_claim(record, functional),
+        claim=claim_of(record, functional),
         witness=_witnesses(record, graphs[digest]),
-        domain=record.choice("domain", _DOMAINS) if record.has("domain") else "interval",
+        domain=_domain(record),
+        passes=_passes(record, graphs[digest]) if record.has("passes") else None,
     )
+
+
+def _domain(record: Reader) -> str:
+    domain = record.choice("domain", _DOMAINS) if record.has("domain") else "interval"
+    if domain != "interval" and record.reader("region").raw("kind") == "rows":
+        raise Rejection("document/domain", f"{record.place}: {domain} forms are of one length")
+    return domain
+
+
+def _passes(record: Reader, block: Block) -> tuple[Hints, Hints]:
+    if not record.has("domain") or record.text("domain") != "affine":
+        raise record.fail("has passes, which only affine forms make")
+    both = record.reader("passes").exactly("train", "infer")
+    return _hints(both, "train", block), _hints(both, "infer", block)
+
+
+def _hints(record: Reader, kernel: str, block: Block) -> Hints:
+    rows = {node.name: math.prod(node.shape[:-1]) for node in block.nodes}
+    found: dict[Pass, tuple[int, ...]] = {}
+    for item in record.items(kernel):
+        entry = Reader(item, f"{record.place} {kernel}", "document/passes")
+        entry.exactly("at", "of", "kind", "stop", "rows")
+        named = Pass(
+            entry.text("at"),
+            entry.text("of"),
+            entry.choice("kind", _PASSES),
+            entry.choice("stop", _STOPS),
+        )
+        if named.at not in rows or named.of not in rows or named in found:
+            raise entry.fail(f"of {named.of[:80]!r}: a node is unknown, or the pass named twice")
+        found[named] = runs = entry.integers("rows", 0)
+        rising = all(one < two for one, two in itertools.pairwise(runs))
+        if not runs or len(runs) % 2 or not rising or runs[-1] > rows[named.of]:
+            raise entry.fail("must have rows of the node, first and end in turn")
+    return found
 
 
 def _region(record: Reader, block: Block) -> Region:
     record.reason = "document/region"
+    return dataclasses.replace(_inputs(record, block), weights=_weights(record))
+
+
+def _weights(record: Reader) -> Fraction:
+    """Return ρ of a region around the weights, in its one spelling; 0 where there is none."""
+    if not record.has("weights"):
+        return Fraction(0)
+    try:
+        rho = parse_real(record.text("weights"))
+    except Reject:
+        rho = Fraction(0)
+    if not 0 < rho <= WIDEST or real_text(rho) != record.text("weights"):
+        raise record.fail(f"must have weights above 0 and up to {WIDEST}, as a decimal or ratio")
+    return rho
+
+
+def _inputs(record: Reader, block: Block) -> Region:
     kind = record.choice("kind", _KINDS)
     if block.input_shape is None:
-        record.exactly("kind", "ids")
+        record.exactly("kind", "ids", optional=("weights",))
         ids = record.integers("ids", 0)
         if kind != "points" or not ids:
             raise record.fail("on token ids must be points with at least one id")
         _check_ids(ids, block, record)
         return Region(kind, None, None, ids)
-    record.exactly("kind", "centre", "radius")
+    shape = block.input_shape
+    if kind == "rows":
+        record.exactly("kind", "centre", "radius", "longest", optional=("tables",))
+        shape = (1, *shape[1:])
+    else:
+        record.exactly("kind", "centre", "radius", optional=("weights",))
     centre = parse_array(record.raw("centre"), f"{record.place}.centre")
     radius = parse_array(record.raw("radius"), f"{record.place}.radius")
-    if centre.dtype != "float64" or centre.shape != block.input_shape:
+    if centre.dtype != "float64" or centre.shape != shape:
         raise record.fail("must have a float64 centre of the input's shape")
     if radius.dtype != "float64" or not _spreads(radius.shape, centre.shape):
         raise record.fail("must have a float64 radius of the input's shape or of shape [1, 1]")
     if kind == "points" and any(radius.data[i] for i in range(len(radius.data))):
         raise record.fail("of kind points must have radius zero")
-    if not all(_finite(v) for v in _doubles(centre)):
+    if not all(_finite(v) for v in numbers_of(centre)):
         raise record.fail("must have a finite centre")
-    if not all(_finite(v) and v >= 0 for v in _doubles(radius)):
+    if not all(_finite(v) and v >= 0 for v in numbers_of(radius)):
         raise record.fail("must have a finite radius, nowhere negative")
-    return Region(kind, centre, radius, None)
+    if kind != "rows":
+        return Region(kind, centre, radius, None)
+    longest = record.integer("longest", 1)
+    if longest > MOST_ROWS:
+        raise record.fail(f"must not speak of more than {MOST_ROWS} rows")
+    return Region(kind, centre, radius, None, longest, parse_tables(record, block, longest))
 
 
 def _spreads(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return shape in (full, (1,) * len(full))
 
 
-def _doubles(array: Array) -> tuple[float, ...]:
+def numbers_of(array: Array) -> tuple[float, ...]:
+    """Return the doubles of an array, row by row."""
     return struct.unpack(f"<{len(array.data) // 8}d", array.data)
 
 
@@ -239,7 +361,7 @@ def _witnesses(record: Reader, block: Block) -> tuple[Witness, ...]:
     return tuple(found.values())
 
 
-def _claim(record: Reader, functional: Functional) -> float | None:
+def claim_of(record: Reader, functional: Functional) -> float | None:
     """Return the claim; None for "held", which exactly no_flip claims."""
     value = record.raw("claim")
     if functional.kind == "no_flip":
@@ -252,7 +374,8 @@ def _claim(record: Reader, functional: Functional) -> float | None:
     return claim
 
 
-def _sha256(record: Reader, name: str) -> str:
+def digest_of(record: Reader, name: str) -> str:
+    """Return a field that holds a sha256 in hexadecimal."""
     text = record.text(name)
     if not _SHA256.match(text):
         raise record.fail(f"{name!r} must be a sha256 in hexadecimal")

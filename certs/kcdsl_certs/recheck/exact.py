@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.document import Case, Functional, Proof
+from kcdsl_certs.recheck.document import Case, Ends, Functional, Proof
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rationals import elementwise, linear, moves
 from kcdsl_certs.recheck.rationals.cells import Cells, Pair, add, ceiling, root, sub
@@ -58,10 +58,18 @@ class Rational:
         """
         if case.domain != "interval":
             raise Rejection("document/domain", f"no exact arithmetic for {case.domain!r}")
+        if case.region.kind == "rows":
+            raise Rejection("document/region", "no exact arithmetic for sequences of any length")
         states = self.states(case)
         sizes = {n: (ceiling(max(s.t.mags)), ceiling(max(s.d.mags))) for n, s in states.items()}
         output = states[self._proof.graphs[case.graph].output]
         return _bound(self._proof.functional, output), sizes
+
+    def link(self, case: Case) -> tuple[float, dict[str, tuple[float, float]], Ends]:
+        """Return the largest drift of a case, its sizes, and the boxes of T and D of its output."""
+        bound, sizes = self.derive(case)
+        output = self.states(case)[self._proof.graphs[case.graph].output]
+        return bound, sizes, (*_ends(output.t), *_ends(output.d))
 
     def states(self, case: Case) -> dict[str, Known]:
         """Return every node's enclosures."""
@@ -74,6 +82,8 @@ class Rational:
             {n.name: n.attrs.text("key") for n in block.nodes if n.op == "param"},
             block.weights,
             (case.region.centre, case.region.radius),
+            case.region.drift,
+            case.region.weights,
         )
         found: dict[str, Known] = {}
         for node in block.nodes:
@@ -82,6 +92,11 @@ class Rational:
             except Rejection as rejection:
                 raise rejection.at(f"node {node.name[:80]!r}") from None
         return found
+
+
+def _ends(cells: Cells) -> tuple[list[float], list[float]]:
+    """Return the ends, rounded outward."""
+    return [-ceiling(-lo) for lo, _ in cells.pairs], [ceiling(hi) for _, hi in cells.pairs]
 
 
 def _apply(scene: Scene, node: Node, inputs: list[Known]) -> Known:

@@ -9,14 +9,17 @@ import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine import of_rows, pair, stays
-from kcdsl_certs.recheck.block import Array
-from kcdsl_certs.recheck.document import Case, Proof
+from kcdsl_certs.recheck.block import Array, Block
+from kcdsl_certs.recheck.box import Box
+from kcdsl_certs.recheck.document import Case, Ends, Proof
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import Floats
 from kcdsl_certs.recheck.functionals import bound, of_drift
 from kcdsl_certs.recheck.propagate import magnitudes, propagate
-from kcdsl_certs.recheck.rules.state import Scene, State, numeric
+from kcdsl_certs.recheck.rules.state import Rows, Scene, State, numeric
+from kcdsl_certs.recheck.rules.structural import table
 from kcdsl_certs.recheck.safetensors import Tensor
+from kcdsl_certs.recheck.sequences import marks_of
 from kcdsl_certs.recheck.weights import Parameters
 
 # Of the interval domain, beside which the affine one stands by itself.
@@ -44,19 +47,28 @@ class Doubles:
             if case.domain == "interval":
                 output, sizes = _intervals(scene)
                 return bound(functional, output), sizes
-            return self._affine(scene, case.claim)
+            return self._affine(scene, case)
 
-    def _affine(
-        self, scene: Scene, claim: float | None
-    ) -> tuple[float, dict[str, tuple[float, float]]]:
+    def link(self, case: Case) -> tuple[float, dict[str, tuple[float, float]], Ends]:
+        """Return the largest drift of a case, its sizes, and the boxes of T and D of its output."""
+        scene = self.scene(case)
+        with np.errstate(all="ignore"):
+            if case.domain == "interval":
+                output, sizes = _intervals(scene)
+                t, d = output.t, output.d
+            else:
+                forms = pair(scene, case.passes)
+                t, d, sizes = forms.t.box, forms.output(), forms.sizes()
+                known = _bounded(scene)
+                if known is not None:
+                    t = box.checked(box.meet(t, known.t), "the training value")
+                    d = box.checked(box.meet(d, known.d), "the drift")
+            return of_drift("inf", d), sizes, (*_ends(t), *_ends(d))
+
+    def _affine(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return what affine forms say beside the interval domain, where that has a bound."""
-        functional, forms = self._proof.functional, pair(scene)
-        known: State | None = None
-        try:
-            known = _intervals(scene)[0]
-        except Rejection as rejection:
-            if rejection.reason not in _BOUNDLESS:
-                raise
+        functional, forms = self._proof.functional, pair(scene, case.passes)
+        claim, known = case.claim, _bounded(scene)
         if functional.kind == "no_flip":
             return 0.0 if stays(forms, functional.k, known) else math.inf, forms.sizes()
         boxed = forms.output() if known is None else box.meet(forms.output(), known.d)
@@ -72,8 +84,39 @@ class Doubles:
         keys = {n.name: n.attrs.text("key") for n in block.nodes if n.op == "param"}
         centre, radius = _doubles(case.region.centre), _doubles(case.region.radius)
         train, infer = self._proof.train, self._proof.infer
-        weights = block.weights
-        return Scene(block, train, infer, self._parameters, keys, weights, centre, radius)
+        weights, rows = block.weights, self._rows(case, block)
+        moved = case.region.drift
+        drift = None if moved is None else Box(*(_numbers(array) for array in moved))
+        return Scene(
+            *(block, train, infer, self._parameters, keys, weights, centre, radius, rows, drift),
+            rho=case.region.weights,
+        )
+
+    def _rows(self, case: Case, block: Block) -> Rows | None:
+        """Return what the rules read beside at any length; None for a region of one."""
+        if case.region.kind != "rows":
+            return None
+        if case.region.longest is None or case.domain != "interval":
+            raise Rejection("document/region", "sequences of any length are of the interval domain")
+        tables = {
+            name: table(array, name, self._proof.train, self._proof.infer)
+            for name, array in case.region.tables.items()
+        }
+        return Rows(case.region.longest, marks_of(block), tables)
+
+
+def _bounded(scene: Scene) -> State | None:
+    """Return the output's boxes in the interval domain; None where it has no bound."""
+    try:
+        return _intervals(scene)[0]
+    except Rejection as rejection:
+        if rejection.reason not in _BOUNDLESS:
+            raise
+        return None
+
+
+def _ends(part: Box) -> tuple[list[float], list[float]]:
+    return part.lo.ravel().tolist(), part.hi.ravel().tolist()
 
 
 def _intervals(scene: Scene) -> tuple[State, dict[str, tuple[float, float]]]:
@@ -90,6 +133,8 @@ def _intervals(scene: Scene) -> tuple[State, dict[str, tuple[float, float]]]:
 
 
 def _doubles(array: Array | None) -> Floats | None:
-    if array is None:
-        return None
+    return None if array is None else _numbers(array)
+
+
+def _numbers(array: Array) -> Floats:
     return np.frombuffer(array.data, dtype="<f8").astype(np.float64).reshape(array.shape)

@@ -10,7 +10,14 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rules import attention, elementwise, linear, norms, structural
+from kcdsl_certs.recheck.rules import (
+    attention,
+    elementwise,
+    linear,
+    norms,
+    sequence,
+    structural,
+)
 from kcdsl_certs.recheck.rules.state import Mask, Probabilities, Scene, State, Value, numeric
 
 Rule = Callable[[Scene, Node, list[Value]], Value]
@@ -78,8 +85,11 @@ def _apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     if node.role in ("probabilities", "context") and node.op not in _OPS_OF_ROLE[node.role]:
         raise Rejection("graph/field", f"{node.op} in the role {node.role!r}")
     try:
-        if node.role == "context" and isinstance(inputs[0], Probabilities):
-            value: Value = attention.context(scene, node, inputs[0], numeric(inputs[1]))
+        other = sequence.at_any_length(scene, node, inputs)
+        if other is not None:
+            value: Value = other
+        elif node.role == "context" and isinstance(inputs[0], Probabilities):
+            value = attention.context(scene, node, inputs[0], numeric(inputs[1]))
         else:
             value = rule(scene, node, inputs)
     except ValueError as error:  # numpy refuses shapes that do not fit

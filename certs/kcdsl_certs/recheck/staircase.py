@@ -19,6 +19,7 @@ from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONEN
 
 UNIT = 2.0**-24
 _OFF = 2.0**-22  # more than the roundings of a ratio and of a product together
+LEAST_SCALE = 2.0**-100  # below it products with codes may be subnormal, and lose more than that
 Ranks = NDArray[np.int64]
 
 
@@ -109,6 +110,15 @@ def _rank(kind: str, values: Floats, scale: Floats, upward: bool) -> Ranks:
     return np.searchsorted(ladder.codes, code)
 
 
+def half_step(kernel: Kernel, code: Floats) -> Floats:
+    """Return half the distance of codes up to this one: what a ratio is off by."""
+    kind = kernel.activations[0]
+    if kind == "int8":
+        return np.full(code.shape, 0.5)
+    form = FORMATS[kind]
+    return np.asarray(np.ldexp(1.0, np.maximum(np.frexp(code)[1] - 1, form.least) - form.precision))
+
+
 def codes(kernel: Kernel, x: Box, scale: Box) -> tuple[Floats, Floats]:
     """Return the least and the greatest code that numbers in x may get; scales are positive."""
     kind = kernel.activations[0]
@@ -161,7 +171,7 @@ def quantised(kernel: Kernel, x: Box, error: Floats) -> tuple[Box, Box]:
     if not serves(kernel):
         return wide, around
     scale = scales(kernel, x)
-    known = scale.lo > 0
+    known = scale.lo >= LEAST_SCALE
     safe = Box(np.where(known, scale.lo, 1.0), np.where(known, scale.hi, 1.0))
     found = box.meet(hull(kernel, x, safe), wide)
     value = Box(np.where(known, found.lo, wide.lo), np.where(known, found.hi, wide.hi))

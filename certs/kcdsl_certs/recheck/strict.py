@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from kcdsl_certs.recheck.errors import Rejection
@@ -92,6 +92,11 @@ class Reader:
         if not isinstance(value, dict):
             raise self.fail("must be an object")
         self._value: dict[str, Any] = value
+
+    @property
+    def value(self) -> Mapping[str, Any]:
+        """Return the object as parsed."""
+        return self._value
 
     def fail(self, what: str) -> Rejection:
         """Return a rejection that names this place."""

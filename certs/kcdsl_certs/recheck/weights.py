@@ -69,6 +69,10 @@ class Parameters:
         """Return the shape of a tensor."""
         return self._values[key].shape
 
+    def singles(self, key: str) -> Floats:
+        """Return the float32 numbers of a tensor as doubles."""
+        return self._values[key].astype(np.float64)
+
     def plain(self, key: str, kernel: Kernel) -> Floats:
         """Return a parameter that is no linear weight, as the kernel stores it."""
         return self._get(key, kernel.compute, ("", ""))

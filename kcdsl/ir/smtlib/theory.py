@@ -151,6 +151,9 @@ class Theory:
         """
         if not self.inside(inner.slice, outer.slice) or (unit and inner.slice != outer.slice):
             return False
+        if outer.kind is ir.RegionKind.ROWS:  # a request may be longer than the longest sequence
+            shorter = inner.longest is not None and inner.longest <= (outer.longest or 0)
+            return inner.kind is outer.kind and shorter and inner.radius <= outer.radius
         if inner.kind is ir.RegionKind.POINTS:
             return True
         return inner.kind is outer.kind and inner.radius <= outer.radius

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ N = proofs.numerics
 def decoder(rng: np.random.Generator) -> Any:
     """Return a llama-like attention: rms norm, rope, grouped queries, causal mask, residual."""
     return proofs.attention(rng, rows=3, heads=2, kv_heads=1, size=2)
+
+
+def short_decoder(rng: np.random.Generator) -> Any:
+    """Return the same at two rows, to be read at any length."""
+    return proofs.attention(rng, rows=2, heads=2, kv_heads=1, size=4)
 
 
 def gated(rng: np.random.Generator) -> Any:
@@ -88,7 +94,8 @@ IDS = (4, 0, 4)
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What one proof is about. `spread` is the size of the inputs."""
+    """What one proof is about. `spread` is the size of the inputs, `passes` names some passes,
+    `weights` is ρ of a region around the weights."""
 
     build: Build
     domain: str
@@ -100,6 +107,8 @@ class Base:
     spread: float = 1.0
     k: int = 1
     cases: int = field(default=1)
+    passes: bool = False
+    weights: str = ""
 
 
 def with_more(record: Document, **fields: Any) -> Document:
@@ -121,13 +130,17 @@ BASES: dict[str, Base] = {
         decoder, "affine", "span", "ball", with_more(N("float32", "any"), tensor_core=CORE),
         with_more(N("bfloat16", "nearest", weights=FP8), tensor_core=CORE),
     ),
+    "decoder, interval, any length": Base(
+        short_decoder, "interval", "2", "rows", N("float32", "nearest"),
+        N("float32", "any", style="fused"),
+    ),
     "encoder, interval, fp8": Base(
         encoder, "interval", "span", "points", N("float32", "any"),
         N("bfloat16", "any", style="fused", weights=FP8, scores="float32"),
     ),
     "encoder, affine, fused": Base(
         encoder, "affine", "2", "hull", N("float32", "nearest"),
-        N("float32", "any", style="fused", weights=("fp8_e4m3", "mx")),
+        N("float32", "any", style="fused", weights=("fp8_e4m3", "mx")), passes=True,
     ),
     "gated MLP, interval": Base(
         gated, "interval", "2", "hull", N("bfloat16", "nearest"),
@@ -159,6 +172,14 @@ BASES: dict[str, Base] = {
         everything_else, "affine", "2", "ball", N("float32", "any"),
         N("float16", "any", accumulate="float32"),
     ),
+    "gated MLP, interval, around the weights": Base(
+        gated, "interval", "inf", "points", N("float32", "nearest"),
+        N("bfloat16", "any", weights=FP8), weights="0.015625",
+    ),
+    "encoder, affine, around the weights": Base(
+        encoder, "affine", "2", "points", N("float32", "nearest"), N("bfloat16", "any"),
+        weights="0.0009765625",
+    ),
 }  # fmt: skip
 
 
@@ -175,23 +196,61 @@ def made(name: str, folder: Path) -> tuple[Document, Path, Any]:
             graph, *records, sha256, np.zeros(()), functional=base.functional, ids=list(IDS)
         )
     else:
-        centre = base.spread * rng.standard_normal(graph.input_shape)
+        shape = (1, *graph.input_shape[1:]) if base.region == "rows" else graph.input_shape
+        centre = base.spread * rng.standard_normal(shape)
         radius = 0.0 if base.region == "points" else base.radius
         document = proofs.document(graph, *records, sha256, centre, radius, base.functional)
     document["functional"]["k"] = base.k
     case = document["cases"][0]
     case["domain"] = base.domain
+    if base.passes:
+        some = list(passes(graph))
+        case["passes"] = {"train": some, "infer": copy.deepcopy(some)}
     if base.region == "hull":
         case["region"]["kind"] = "hull"
         shape = graph.input_shape
         wide = base.radius * rng.uniform(0.25, 1, shape)
         case["region"]["radius"] = record_of(wide)
+    if base.region == "rows":
+        case["region"] |= {"kind": "rows", "longest": LONGEST, "tables": tables(graph)}
+    if base.weights:
+        case["region"]["weights"] = base.weights
     for index in range(1, base.cases):
         other = copy.deepcopy(case)
         other["name"] = f"case-{index}"
         other["region"]["centre"] = record_of(rng.standard_normal(graph.input_shape))
         document["cases"].append(other)
     return claimed(document, path), path, graph
+
+
+LONGEST = 5
+
+
+def tables(graph: Any) -> Document:
+    """Return the tables of positions of a decoder at two rows, for the longest sequence."""
+    long = proofs.attention(np.random.default_rng(0), rows=LONGEST, heads=2, kv_heads=1, size=4)
+    return {
+        node["name"]: record_of(long.constants[node["attrs"]["key"]])
+        for node in graph.nodes
+        if node["op"] == "constant" and node["attrs"]["key"] in ("cos", "sin")
+    }
+
+
+PASSES = {
+    "softmax": ("deviations", "input"),
+    "layer_norm": ("ellipsoid", "input"),
+    "gelu": ("norm", "input"),
+}
+
+
+def passes(graph: Any) -> Iterator[Document]:
+    """Yield the reverse passes of a few operations, in all rows of what they read."""
+    shapes = {node["name"]: node["shape"] for node in graph.nodes}
+    for node in graph.nodes:
+        if node["op"] in PASSES:
+            of, (kind, stop) = node["inputs"][0], PASSES[node["op"]]
+            rows = math.prod(shapes[of][:-1])
+            yield {"at": node["name"], "of": of, "kind": kind, "stop": stop, "rows": [0, rows]}
 
 
 def claimed(document: Document, path: Path) -> Document:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def exceeded(document: Document, path: Path, runs: int = 24, seed: int = 0) -> s
     from kcdsl_certs.recheck.weights import Parameters
 
     proof = parse(json.dumps(document).encode())
-    stored = Parameters(read(path).tensors, proof.parameters)
+    tensors = read(path).tensors
+    stored = Parameters(tensors, proof.parameters)
     functional, k = document["functional"]["kind"], document["functional"].get("k", 1)
     for record in document["cases"]:
         entry = document["graphs"][record["graph"]]
@@ -64,6 +66,9 @@ def exceeded(document: Document, path: Path, runs: int = 24, seed: int = 0) -> s
         rng = np.random.default_rng(seed)
         for trial in range(runs):
             x = _point(record["region"], trial, rng)
+            if "weights" in record["region"]:
+                moved = _moved(tensors, record["region"], trial, rng)
+                stored = Parameters(moved, {key: _digest(moved[key]) for key in proof.parameters})
             sides = []
             for side, kernel in (("train", proof.train), ("infer", proof.infer)):
                 modes = ("random", "signs", "up", "down")
@@ -75,8 +80,8 @@ def exceeded(document: Document, path: Path, runs: int = 24, seed: int = 0) -> s
                             graph,
                             run,
                             x,
-                            lambda key, kernel=kernel: stored.plain(key, kernel),
-                            lambda key, kernel=kernel: stored.linear(key, kernel),
+                            lambda key, kernel=kernel, held=stored: held.plain(key, kernel),
+                            lambda key, kernel=kernel, held=stored: held.linear(key, kernel),
                         )
                     )
             for witness in record["witness"]:
@@ -111,8 +116,29 @@ def _point(region: Document, trial: int, rng: np.random.Generator) -> np.ndarray
     if "ids" in region:
         return None
     centre, radius = array_of(region["centre"]), array_of(region["radius"])
+    if region["kind"] == "rows":  # two rows, each for itself anywhere in the box of one
+        centre = np.repeat(centre, 2, axis=0)
     moves = (0.0, rng.choice([-1.0, 1.0], centre.shape), rng.uniform(-1, 1, centre.shape))
     return np.asarray(centre + radius * moves[trial % 3])
+
+
+def _moved(tensors: Any, region: Document, trial: int, rng: np.random.Generator) -> Any:
+    """Return the checkpoint, or another one in the region around its weights (float32)."""
+    rho = float(Fraction(region["weights"])) * (1 - 2.0**-14)
+    found = {}
+    for key, tensor in tensors.items():
+        assert tensor.dtype == "F32"
+        w = np.frombuffer(tensor.data, dtype="<f4")
+        by = (0.0, rng.choice([-1.0, 1.0], w.shape), rng.uniform(-1, 1, w.shape))[trial % 3]
+        near = (w * (1 + rho * by)).astype("<f4")
+        found[key] = replace(tensor, data=memoryview(near.tobytes()))
+    return found
+
+
+def _digest(tensor: Any) -> str:
+    from kcdsl_certs.recheck.block import array_digest
+
+    return array_digest("float32", tensor.shape, tensor.data)
 
 
 def _kept(functional: str, k: int, t: np.ndarray, i: np.ndarray, claim: str, slack: float) -> bool:

@@ -21,9 +21,21 @@ WORDS: dict[str, tuple[str, ...]] = {
     "cases[].claim": ("held", (1.0).hex()),
     "cases[].domain": ("interval", "affine", "zonotope"),
     "cases[].name": ("case-0", "case-1"),
-    "cases[].region.kind": ("points", "ball", "hull"),
+    "cases[].region.kind": ("points", "ball", "hull", "rows"),
+    "cases[].region.weights": (
+        *("0.0078125", "0.03125", "0.5", "1/3", "1/64", "0.50", "0.0156250", "15625e-6"),
+        *("0", "0.0", "-0.015625", "0.75", "1", "nan", "0x1.0000000000000p-6"),
+    ),
     "graphs{}.graph.schema": ("kcdsl.block-graph/2", "kcdsl.interval-proof/1"),
     "graphs{}.graph.block": ("block_1",),
+    **{
+        f"cases[].passes.{side}[].{field}": words
+        for side in ("train", "infer")
+        for field, words in (
+            ("kind", ("reach", "deviations", "norm", "ellipsoid", "product", "all")),
+            ("stop", ("cut", "input", "middle")),
+        )
+    },
     f"{NODE}.op": OPS,
     f"{NODE}.role": ("", "scores", "probabilities", "context", "query"),
     **dict(
@@ -58,6 +70,11 @@ def with_names(graph: dict[str, object]) -> dict[str, tuple[str, ...]]:
     return {
         **WORDS,
         f"{NODE}.name": names[:3],
+        **{
+            f"cases[].passes.{side}[].{field}": names
+            for side in ("train", "infer")
+            for field in ("at", "of")
+        },
         f"{NODE}.inputs[]": names,
         f"{NODE}.attrs.key": keys,
         "graphs{}.graph.output": names,

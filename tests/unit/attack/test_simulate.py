@@ -102,3 +102,49 @@ def test_functionals_of_a_drift() -> None:
     assert functional(drift, "inf").tolist() == [4.0, 1.0]
     assert functional(drift, "2").tolist()[0] == 5.0
     assert functional(drift, "span").tolist() == [7.0, 0.0]
+
+
+@pytest.mark.parametrize("scale", ["per_tensor", "per_token"])
+def test_uint8_has_a_range_for_each_group(scale: str) -> None:
+    """Small numbers beside a row of large ones keep steps of their own where rows have them."""
+    x = torch.tensor([[100.0, -50.0, 7.0], [0.1, -0.05, 0.07]], dtype=torch.float64)
+    graph = BlockGraph(
+        "mlp_0",
+        (
+            Node("w", "param", (), (3, 3), {"key": "w"}),
+            Node("x", "input", (), (2, 3)),
+            Node("y", "linear", ("x", "w"), (2, 3)),
+        ),
+        "y",
+        {},
+        (2, 3),
+    )
+    spec = resolve(
+        {
+            "preset": "torch-eager",
+            "casts": "nearest",
+            "activations": {"format": "uint8", "scale": scale},
+        }
+    )
+    stored = StoredParameters({"w": torch.eye(3)}, {}, spec, torch.device("cpu"))
+    found = Simulator(graph, spec, stored).run(x, {})
+    span = x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)
+    wide = span if scale == "per_token" else span.amax()
+    assert ((found - x).abs() <= 1.001 * wide / 255).all()
+    assert bool((found[1].abs() > 0).any()) is (scale == "per_token")
+
+
+def test_samples_of_a_region_count_and_stay_inside_it() -> None:
+    """With casts to nearest a step may have no slope; drawn inputs meet it, the same every time."""
+    kernels = simulator({}), simulator({"compute": "bfloat16", "casts": "nearest"})
+    radius = torch.full((1, 1), 2.0**-6, dtype=torch.float64)
+    runs = [
+        attack(*kernels, "inf", X, radius, candidates=1, rounds=0, restarts=0, samples=samples)
+        for samples in (0, 40, 40)
+    ]
+    assert runs[0].value < runs[1].value == runs[2].value
+    run = runs[1].run
+    assert run is not None
+    assert run.x is not None
+    assert bool(((run.x - X).abs() <= radius).all())
+    assert torch.equal(run.x, run.x.float().double())

@@ -117,6 +117,7 @@ def test_a_lower_bound_of_a_signed_metric() -> None:
         {"bound": -1.0},
         {"op": ">="},
         {"evidence": Evidence.PROOF_REAL},
+        {"region": "rows(all, 64)"},  # longer requests are not of that region
     ],
 )
 def test_what_is_no_reason(changes: dict[str, Any]) -> None:

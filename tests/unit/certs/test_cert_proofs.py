@@ -152,3 +152,37 @@ def test_a_proof_is_rederived_once_for_all_clauses(
     for _ in range(2):
         assert run(body.clauses[0], body.triple).outcome is Outcome.OK
     assert calls == [tmp_path / "w"]
+
+
+@pytest.mark.parametrize(
+    ("stated", "proved", "outcome"),
+    [
+        ("rows(all, 64)", 64, (Outcome.OK, "")),
+        ("rows(all, 64, 0.05)", 64, (Outcome.OK, "")),
+        ("rows(all, 64)", 65, (Outcome.OK, "")),
+        ("rows(all, 64)", 63, (Outcome.FAILED, "proof/region-mismatch")),
+        ("rows(all, 64, 0.05)", 63, (Outcome.FAILED, "proof/region-mismatch")),
+        ("rows(all, 064)", 64, (Outcome.FAILED, "proof/region-mismatch")),
+        ("rows(all)", 64, (Outcome.FAILED, "proof/region-mismatch")),
+        ("rows(all, , 1)", 64, (Outcome.FAILED, "proof/region-mismatch")),
+        ("rows(all, 64", 64, (Outcome.FAILED, "proof/region-mismatch")),
+        ("hull(all)", 64, (Outcome.FAILED, "proof/region-mismatch")),
+    ],
+)
+def test_a_proof_about_shorter_sequences(
+    stated: str, proved: int, outcome: tuple[Outcome, str], recheck: Recheck
+) -> None:
+    def edit(document: dict[str, Any]) -> None:
+        document["cases"] = document["cases"][:1]
+        document["cases"][0]["region"].update(kind="rows", longest=proved)
+
+    assert recheck(edit, region=stated, n=1) == outcome
+
+
+@pytest.mark.parametrize("longest", [None, "64", 64.0, True])
+def test_a_longest_sequence_that_is_no_number(longest: object, recheck: Recheck) -> None:
+    def edit(document: dict[str, Any]) -> None:
+        document["cases"] = document["cases"][:1]
+        document["cases"][0]["region"].update(kind="rows", longest=longest)
+
+    assert recheck(edit, region="rows(all, 64)", n=1)[0] is Outcome.FAILED

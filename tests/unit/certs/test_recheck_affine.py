@@ -148,8 +148,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "claim one step lower": (put(*CASE, "claim", to=lower), "claim/too-small"),
     "claim of the other case": (put("cases", 1, "claim", to=lower), "claim/too-small"),
     "the whole claim": (put("claim", to=lower), "claim/overall"),
-    "interval for affine": (put(*CASE, "domain", to="interval"), "witness/too-small"),
-    "no domain": (lambda d: d["cases"][0].pop("domain"), "witness/too-small"),
+    "interval for affine": (put(*CASE, "domain", to="interval"), "claim/too-small"),
+    "no domain": (lambda d: d["cases"][0].pop("domain"), "claim/too-small"),
     "unknown domain": (put(*CASE, "domain", to="zonotope"), "document/field"),
     "domain of null": (put(*CASE, "domain", to=None), "document/field"),
     "wider radius": (
@@ -166,11 +166,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "coarser compute": (put(*NUMERICS, "compute", to="fp8_e4m3"), "claim/too-small"),
     "coarser weights": (
         put(*NUMERICS, "weights", to={"format": "int8", "scale": "per_tensor"}),
-        "witness/too-small",
+        "claim/too-small",
     ),
     "quantised activations": (
         put(*NUMERICS, "activations", to={"format": "int8", "scale": "per_token"}),
-        "witness/too-small",
+        "claim/too-small",
     ),
     "coarser probabilities": (
         put(*NUMERICS, "attention", "probabilities", to="fp8_e4m3"),

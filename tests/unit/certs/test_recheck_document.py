@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.document import parse
+from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.strict import canonical
@@ -468,3 +469,48 @@ def test_ids_must_be_looked_up(tmp_path: Path) -> None:
     graph.nodes[1]["attrs"]["ids"] = [7, 0, 6]
     document = proofs.document(graph, fine, coarse, sha256, np.zeros(()), ids=[7, 0, 6])
     assert recheck(proofs.dump(document), path).reason == "graph/field"
+
+
+PASS = {"at": "n2_rms_norm", "of": "n0_input", "kind": "reach", "stop": "input", "rows": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "some",
+    [
+        [{**PASS, "at": "elsewhere"}],
+        [{**PASS, "of": "elsewhere"}],
+        [{**PASS, "kind": "all"}],
+        [{**PASS, "stop": "middle"}],
+        [{**PASS, "rows": []}],
+        [{**PASS, "rows": [0]}],
+        [{**PASS, "rows": [1, 1]}],
+        [{**PASS, "rows": [0, 2**40]}],
+        [{**PASS, "rows": [-1, 1]}],
+        [{**PASS, "rows": [0, 1.0]}],
+        [PASS, PASS],
+        [{**PASS, "more": 1}],
+    ],
+)
+def test_hints_that_name_no_passes_are_refused(
+    good: tuple[Document, Path], some: list[dict[str, Any]]
+) -> None:
+    document = copy.deepcopy(good[0])
+    document["cases"][0]["domain"] = "affine"
+    document["cases"][0]["passes"] = {"train": [PASS], "infer": [PASS]}
+    assert parse(proofs.dump(document)).cases[0].passes is not None
+    for side in ("train", "infer"):
+        changed = copy.deepcopy(document)
+        changed["cases"][0]["passes"][side] = some
+        with pytest.raises(Rejection) as caught:
+            parse(proofs.dump(changed))
+        assert caught.value.reason in ("document/passes", "document/json")
+
+
+def test_hints_without_affine_forms_are_refused(good: tuple[Document, Path]) -> None:
+    document = copy.deepcopy(good[0])
+    document["cases"][0]["domain"] = "affine"
+    document["cases"][0]["passes"] = {"train": [], "infer": []}
+    assert parse(proofs.dump(document)).cases[0].passes == ({}, {})
+    del document["cases"][0]["domain"]
+    with pytest.raises(Rejection, match="passes"):
+        parse(proofs.dump(document))

@@ -403,7 +403,8 @@ def test_norm_rounding_covers_long_sums(centred: bool) -> None:
     n, u = 64, mpf(2) ** -24
     x = np.where(np.arange(n) % 2 == 0, 1.0, -1.0)[None] + (5.0 if centred else 0.0)
     side = norms._side(box.exact(x), 0.0, centred)
-    args = kernel(), box.exact(x), side, np.ones(n), np.zeros(n), centred
+    one, zero = box.exact(np.ones(n)), box.zeros((n,))
+    args = kernel(), box.exact(x), side, one, zero, centred
     found = norms._error(*args)
     squares = [mpf(v) ** 2 for v in x[0]]
     total = mpf(0)
@@ -494,9 +495,9 @@ def test_the_context_carries_the_rounding_of_probabilities() -> None:
 def test_norm_rounding_covers_the_affine_map() -> None:
     x = box.exact(np.array([[1.0, -1.0]]))
     side = norms._side(x, 0.0, False)
-    zero, big = np.zeros(2), np.full(2, 1000.0)
-    plain = norms._error(kernel(), x, side, np.ones(2), zero, False)
-    shifted = norms._error(kernel(), x, side, np.ones(2), big, False)
+    zero, one, big = (box.exact(np.full(2, value)) for value in (0.0, 1.0, 1000.0))
+    plain = norms._error(kernel(), x, side, one, zero, False)
+    shifted = norms._error(kernel(), x, side, one, big, False)
     assert (shifted - plain >= 999 * 2.0**-24).all()
     scaled = norms._error(kernel(), x, side, big, zero, False)
     assert (scaled >= 1000 * plain * (1 - 2.0**-20)).all()

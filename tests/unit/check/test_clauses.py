@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from kcdsl.check.compile import compile_source
-from kcdsl.diagnostics import Severity, Sink
+from kcdsl.diagnostics import Diagnostic, Severity, Sink
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import (
     Budget,
@@ -46,6 +46,11 @@ def program(clauses: str) -> Program:
     found, sink = compiled(clauses)
     assert found is not None, [d.message for d in sink]
     return found
+
+
+def diagnostics(body: str) -> list[Diagnostic]:
+    """Return what is said of the only clause of a contract."""
+    return list(compiled(f"clauses: {{A: {{{body}, level: L2}}}}\n")[1])
 
 
 def clause(body: str) -> Clause:
@@ -142,6 +147,44 @@ def test_regions() -> None:
     found = clause("require: 'forall x in hull(all): no_flip(head, x)'").require
     assert isinstance(found, Quantified)
     assert found.region.radius == 0
+    found = clause("require: 'forall x in rows(all, 512, 5%): no_flip(head, x)'").require
+    assert isinstance(found, Quantified)
+    assert (found.region.kind, found.region.radius) == (RegionKind.ROWS, Fraction(1, 20))
+    assert found.region.longest == 512
+    found = clause("require: 'forall x in rows(all, 1): no_flip(head, x)'").require
+    assert isinstance(found, Quantified)
+    assert (found.region.longest, found.region.radius) == (1, Fraction(0))
+
+
+@pytest.mark.parametrize(
+    ("region", "code", "at"),
+    [
+        ("rows(all)", "KC206", "rows(all)"),
+        ("rows(all, 1, 2, 3)", "KC206", "rows(all, 1, 2, 3)"),
+        ("rows(all, 5%)", "KC206", "5%"),
+        ("rows(all, 2.5)", "KC206", "2.5"),
+        ("rows(all, 12 ms)", "KC206", "12 ms"),
+        ("rows(all, all)", "KC206", "all"),
+        ("rows(all, 0)", "KC303", "0"),
+        ("rows(all, -4)", "KC303", "-4"),
+        ("rows(all, 1048577)", "KC303", "1048577"),
+        ("rows(all, 64, -1%)", "KC303", "-1%"),
+        ("rows(none, 64)", "KC202", "none"),
+        ("row(all, 64)", "KC207", "row"),
+    ],
+)
+def test_rows_that_cannot_be(region: str, code: str, at: str) -> None:
+    found = diagnostics(f"require: 'forall x in {region}: no_flip(head, x)'")
+    assert [d.code.id for d in found if d.severity is Severity.ERROR] == [code]
+    (one,) = (d for d in found if d.code.id == code)
+    assert one.span is not None
+    assert one.source is not None
+    assert one.source.text[one.span.start : one.span.end] == at
+
+
+def test_rows_of_the_whole_model_are_no_states() -> None:
+    found = diagnostics("require: 'forall x in rows(all, 64): no_flip(model, x)'")
+    assert [d.code.id for d in found if d.severity is Severity.ERROR] == ["KC473"]
 
 
 def test_the_other_fields() -> None:

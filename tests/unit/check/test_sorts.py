@@ -49,6 +49,7 @@ def shown(text: str, scope: Scope = SCOPE) -> str:
         ("points(all)", "Region"),
         ("ball(all, 1e-3)", "Region"),
         ("hull(all)", "Region"),
+        ("rows(all, 64)", "Region"),
         ("kl", "Real[nats] per token"),
         ("abs(log_ratio)", "Real[nats] per token"),
         ("latency", "Real[s] per request"),
@@ -169,6 +170,7 @@ def test_every_metric_and_function_has_a_sort() -> None:
         "norm_2": "norm_2(drift(head, x))", "span": "span(drift(head, x))",
         "drift": "drift(head, x)", "measured_drift": "measured_drift(head, x)",
         "points": "points(all)", "ball": "ball(all, 1)", "hull": "hull(all, 1)",
+        "rows": "rows(all, 9)",
         "no_flip": "no_flip(head, x)", "has": "has(trace, [a])",
     }  # fmt: skip
     heads = set()

@@ -206,6 +206,33 @@ def test_free_casts_and_zero_points_have_no_staircase() -> None:
         assert staircase(x, error, rounding) is None
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_subnormal_products_are_within(format: str) -> None:
+    """Rows so small that scales, and products of scales with codes, lose bits to underflow."""
+    rng = np.random.default_rng(3)
+    top = np.float32(CODES[format].largest)
+    rounding = kernel(format, "per_token")
+    for exponent in range(-140, -90, 5):
+        size = 2.0**exponent
+        # one element of each row decides its scale, the others stand at their ends
+        centre = (rng.uniform(0, 2, (64, 32)) * size).astype(np.float32).astype(np.float64)
+        centre[:, 0] = 4 * size
+        wide = np.where(np.arange(32) == 0, size, 0.0) + np.zeros(centre.shape)
+        x = Box(torch.from_numpy(centre - wide), torch.from_numpy(centre + wide))
+        error = activation_error(x, rounding, "n")
+        assert error is not None
+        stored = staircase(x, error, rounding)
+        assert stored is not None
+        for _ in range(40):
+            held = (centre + wide * rng.uniform(-1, 1, centre.shape)).astype(np.float32)
+            with np.errstate(all="ignore"):
+                s = (np.abs(held).max(-1, keepdims=True) / top).astype(np.float32)
+                ratio = np.where(s > 0, held / np.where(s > 0, s, 1), 0).astype(np.float32)
+            value = (coded(np.clip(ratio, -top, top), format) * s).astype(np.float64)
+            assert (stored.value.lo.numpy() <= value).all(), exponent
+            assert (value <= stored.value.hi.numpy()).all(), exponent
+
+
 def test_a_group_that_may_be_zero_keeps_the_error() -> None:
     zero = torch.zeros(2, 4, dtype=torch.float64)
     rounding = kernel("fp8_e4m3", "per_token")

@@ -121,6 +121,10 @@ def test_regions_and_statements() -> None:
     ball = ir.Region(ir.RegionKind.BALL, "all", Fraction(1, 1000))
     assert region_text(ball) == "ball(all, 0.001)"
     assert region_text(ir.Region(ir.RegionKind.HULL, "s")) == "hull(s)"
+    rows = ir.Region(ir.RegionKind.ROWS, "s", longest=512)
+    assert region_text(rows) == "rows(s, 512)"
+    wider = ir.Region(ir.RegionKind.ROWS, "s", Fraction(1, 20), longest=512)
+    assert region_text(wider) == "rows(s, 512, 0.05)"
     claim = ir.Quantified("forall", "x", ball, ir.NoFlip("model", "x", 5))
     assert formula_text(claim) == "forall x in ball(all, 0.001): no_flip(model, x, 5)"
     assert formula_text(ir.Not(ir.HasFields(("a b",)))) == 'not has(trace, ["a b"])'

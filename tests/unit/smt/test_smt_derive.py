@@ -139,7 +139,9 @@ def test_a_proof_about_something_that_is_no_region_proves_nothing(build: Build) 
     wrong: Any = "somewhere"
     assert derived(build.program(generous(build)), replace(PROOF, region=wrong)) == []
     for kind in RegionKind:
-        assert derived(build.program(generous(build)), replace(PROOF, region=kind))
+        found = derived(build.program(generous(build)), replace(PROOF, region=kind))
+        # sequences of up to a longest one are not all requests of a slice
+        assert found == ([] if kind is RegionKind.ROWS else [("A", "all")])
 
 
 def test_an_encoder_has_no_logits(build: Build) -> None:

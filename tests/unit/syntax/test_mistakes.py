@@ -40,7 +40,7 @@ def only(expression: str, parse: object = parse_expression) -> Diagnostic:
         ("a < «=» 3", "write `==`"),
         ("forall x in points(s) «f»(x)", "put `:` after the region"),
         ("forall x in points(s)«,» f(x)", "write `:` after the region, not `,`"),
-        ("forall x in all«:» f(x) <= 1", "points(all), ball(all, RADIUS) or hull(all)"),
+        ("forall x in all«:» f(x) <= 1", "hull(all) or rows(all, LONGEST)"),
         ("forall x«,» y in points(s): f(x)", "a quantifier binds one variable"),
         ("p99 «kl» <= 1", "write `p99(kl)`"),
         ("p99«.9»(kl) <= 1", "write quantile(0.999, METRIC)"),

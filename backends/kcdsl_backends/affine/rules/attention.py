@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
-from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.cases import SCORES, Cases, choices, of_product, split
+from kcdsl_backends.affine.kernel import KernelRun, Operand
 from kcdsl_backends.affine.reaches import deviations
 from kcdsl_backends.affine.rules.linear import Heads, Pulled, heads, product
 from kcdsl_backends.affine.storing import Result, refuse_overflow, store, stored_format
@@ -39,7 +41,7 @@ def softmax(run: KernelRun, node: Node) -> None:
     for floor in run.tape.floors:
         c = torch.where(mask, c, 0.0)
         needed = ~(c.amax(-1, keepdim=True) <= math.sqrt(run.negligible))
-        if bool(needed.any()):
+        if run.passing(node, index, "deviations", needed, floor):
             c = torch.minimum(c, deviations(run.tape, index, p, needed, floor))
     c = torch.where(mask, c, 0.0)
     if not bool((c < FARTHEST).all()):
@@ -78,7 +80,8 @@ def softmax(run: KernelRun, node: Node) -> None:
     if run.rounding.numerics.attention.style == "composed":
         theta = _theta(run, box, mask)
         inside = torch.where(mask, theta * high + 2.0**-120, 0.0)
-        store(run, node, Result(p, project, moved, (own + inside) * SAFE))
+        place = store(run, node, Result(p, project, moved, (own + inside) * SAFE))
+        _choose(run, place, scores, mask, inside)
         return
     total = Box(torch.zeros_like(high), high)
     rounding = (interval._rounding(box, total, mask, run.rounding) + own) * SAFE
@@ -118,12 +121,15 @@ def context(run: KernelRun, node: Node) -> None:
     steps = keys + 2 * interval.tile_count(keys, run.rounding) + 4
     result = product(run, p, v, steps, 2)
     second = p.reach @ v.reach * SAFE
+    cases = _in_cases(run, p, v, result.internal)
+    tight = bool((run.tape.radius > 0).any())
     values = heads(run, node, 1)
     matters = second.sum() > run.negligible * result.reference.abs().sum()
-    if values is None or not bool(matters):
+    rows = torch.ones_like(v.reach[..., :1], dtype=torch.bool) & matters
+    if values is None or v.index is None or not run.passing(node, v.index, "product", rows):
         internal = (result.internal + second) * SAFE
-        plain = Result(result.reference, result.pull, result.linear, internal)
-        store(run, node, plain, accumulates=True)
+        plain = Result(result.reference, result.pull, result.linear, internal, cases=cases)
+        store(run, node, plain, accumulates=True, tight=tight)
         return
     curved = _second_order(p.reach, values)
     store(
@@ -136,9 +142,37 @@ def context(run: KernelRun, node: Node) -> None:
             result.internal,
             curved=curved,
             extra=second,
+            cases=cases,
         ),
         accumulates=True,
+        tight=tight,
     )
+
+
+def _in_cases(run: KernelRun, p: Operand, v: Operand, error: Tensor) -> Cases | None:
+    """Return the product in cases of its probabilities, where these are steps."""
+    ends = None if p.index is None else run.tape.entries[p.index].choices
+    if ends is None:
+        return None
+    around = Box(v.reference - v.reach * SAFE, v.reference + v.reach * SAFE)
+    room = choices(error.shape) - int(math.log2(ends.low.shape[0]))
+    worth = v.reference.abs().sum(-1)[..., None, :]
+    return of_product(split(ends, worth, room), around, error)
+
+
+def _choose(run: KernelRun, place: int, scores: Entry, mask: Tensor, error: Tensor) -> None:
+    """Note which probabilities there are in each case of the scores, where these are steps."""
+    entry = run.tape.entries[place]
+    if entry.ends is None:
+        return
+    low, high = scores.reference - scores.reach * SAFE, scores.reference + scores.reach * SAFE
+    box = Box(low[None], high[None])
+    if scores.ends is not None:
+        steps = replace(scores.ends, low=scores.ends.low[None], high=scores.ends.high[None])
+        steps = split(steps, entry.reference, min(SCORES, choices(entry.shape)))
+        box = Box(steps.low, steps.high)
+    formed = interval._range(box, mask).widen(error)
+    run.tape.entries[place] = replace(entry, choices=entry.ends.within(formed))
 
 
 def _second_order(moved: Tensor, values: Heads) -> Curved:

@@ -177,17 +177,20 @@ def activation(run: KernelRun, node: Node) -> None:
         large = _matters(*curvature(box), square, slope * reach, SMALL)
         return large & ~(second(reach)[1] <= worth)
 
-    tighten(run.tape, index, matters)
+    tighten(run, node, index, matters)
     reach = run.tape.entries[index].reach
     box, square = _around(h, reach)
     least, most = curvature(box)
     steepest, sums = second(reach)
     large = _matters(least, most, square, slope * reach, SMALL)
     if before is not None:
-        sums = before.sharpened(run.tape, steepest, sums, ~large & ~(sums <= worth))
+        needed = ~large & ~(sums <= worth)
+        if run.passing(node, before.source, "norm", needed):
+            sums = before.sharpened(run.tape, steepest, sums, needed)
     needed = large & ~(sums <= worth)
-    together = norms(run.tape, index, steepest.sqrt() * SAFE, needed)
-    sums = torch.minimum(sums, together.square() / 2 * SAFE)
+    if run.passing(node, index, "norm", needed):
+        together = norms(run.tape, index, steepest.sqrt() * SAFE, needed)
+        sums = torch.minimum(sums, together.square() / 2 * SAFE)
     linear = slope.abs() * reach * SAFE
     slopes = function.slopes(box)
     wide = torch.maximum((slopes.lo - slope).abs(), (slopes.hi - slope).abs()) * reach * SAFE
@@ -222,6 +225,8 @@ def _matters(least: Tensor, most: Tensor, square: Tensor, linear: Tensor, share:
 def rope(run: KernelRun, node: Node) -> None:
     """Append the rotary embedding x∘C + rot(x)∘S with known tables."""
     index, x = run.entry(node, 0)
+    if run.spread is not None and any(run.source(node, i).op == "param" for i in (1, 2)):
+        raise NoBound(node.name, "the tables of a rotation are parameters that may move")
     cos, sin = run.parameters.plain(run.source(node, 1)), run.parameters.plain(run.source(node, 2))
     half, kernel = node.shape[-1] // 2, run.rounding
     shape = x.reference.shape

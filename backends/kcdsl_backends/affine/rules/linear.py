@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
+from kcdsl_backends.affine.ellipsoids import Ellipsoids, longest
 from kcdsl_backends.affine.kernel import KernelRun, Operand
 from kcdsl_backends.affine.quantising import quantise
 from kcdsl_backends.affine.reaches import Row, norms, rows, tighten
@@ -37,16 +38,26 @@ def linear(run: KernelRun, node: Node) -> None:
     product = x.reference @ weight.T
     reference = product if bias is None else product + bias
     reach = x.reach @ absolute * SAFE
+    shift = None if bias is None else bias.abs()
+    moved, pushed = None, None
+    if run.spread is not None:  # all that other weights make of x̂ is an error of this result
+        spread, more = run.spread.linear(run.source(node, 1)).T, run.around(node, 2)
+        absolute, moved = (absolute + spread) * SAFE, x.size @ spread * SAFE
+        pushed = moved if more is None else (moved + more) * SAFE
+        shift = shift if shift is None or more is None else (shift + more) * SAFE
     total = x.size @ absolute * SAFE
-    if bias is not None:
-        total = (total + bias.abs()) * SAFE
+    if shift is not None:
+        total = (total + shift) * SAFE
     value, dynamic = (reference.abs() + reach) * SAFE, kernel.numerics.activations.format != "none"
+    value = value if pushed is None else (value + pushed) * SAFE
     error = summation_error(x.size, absolute, total, value, kernel, quantised=dynamic)
     if bias is not None and kernel.free and kernel.coarse:
         early = kernel.compute
         stored = product.abs() + reach + error
+        stored = stored if moved is None else stored + moved
         error = error + early.unit_roundoff * stored * SAFE + early.underflow
     own = gamma(terms + 4) * total + gamma(max(weight.shape) + PASS) * reach
+    own = own if pushed is None else (own + pushed) * SAFE
 
     def pull(a: Adjoint) -> Pulled:
         start, stop = a.window[-1]
@@ -85,7 +96,7 @@ def matmul(run: KernelRun, node: Node) -> None:
     a, b = run.operand(node, 0), run.operand(node, 1)
     second = a.reach @ b.reach * SAFE
     if query is not None and key is not None:
-        second = torch.minimum(second, _sharpened(run, query, key, a.reference @ b.reference))
+        second = torch.minimum(second, _sharpened(run, node, query, key))
     result = product(run, a, b, a.reference.shape[-1], before)
     internal = (result.internal + second) * SAFE
     store(
@@ -109,7 +120,7 @@ def sharpen(run: KernelRun, node: Node, times: Callable[[Tensor, Tensor], Tensor
             pair = (reach, rest) if index == a.index else (rest, reach)
             return (reach > 0).any(-1, keepdim=True) & (times(*pair).sum() > worth)
 
-        tighten(run.tape, index, matters)
+        tighten(run, node, index, matters)
 
 
 def product(run: KernelRun, a: Operand, b: Operand, steps: int, before: int) -> Result:
@@ -153,6 +164,7 @@ class Heads:
     own: Tensor
     reach: Tensor
     source: int | None
+    ellipsoids: Ellipsoids = field(default_factory=dict)
 
     @property
     def carried(self) -> Tensor:
@@ -167,14 +179,22 @@ class Heads:
             scaled = self.weight[h] * self.reach[t]
             trace = float(scaled.square().sum()) * SAFE
             found[h, t] = math.sqrt(largest_eigenvalue(scaled @ scaled.T, trace))
-        return found * math.sqrt(self.reach.shape[-1]) * SAFE
+        found = found * math.sqrt(self.reach.shape[-1]) * SAFE
+        for (t,), matrix in self.ellipsoids.items():
+            for h in range(found.shape[0]):
+                found[h, t] = min(float(found[h, t]), longest(matrix, self.weight[h]))
+        return found
 
     def again(self, run: KernelRun) -> Heads:
         """Return the same with the reach as it is by now."""
         return (
             self
             if self.source is None
-            else replace(self, reach=run.tape.entries[self.source].reach)
+            else replace(
+                self,
+                reach=run.tape.entries[self.source].reach,
+                ellipsoids=run.tape.entries[self.source].ellipsoids,
+            )
         )
 
 
@@ -210,8 +230,9 @@ def heads(run: KernelRun, node: Node, position: int, *, transposed: bool = False
     return Heads(weight[outputs[:, 0]], own, below.reach, below.index)
 
 
-def _sharpened(run: KernelRun, query: Heads, key: Heads, scores: Tensor) -> Tensor:
+def _sharpened(run: KernelRun, node: Node, query: Heads, key: Heads) -> Tensor:
     """Bound |e_q·e_k|, after tightening what both come from as far as it matters."""
+    scores = run.operand(node, 0).reference @ run.operand(node, 1).reference
     worth = run.negligible * scores.abs().sum()
 
     def matters(reach: Tensor) -> Tensor:
@@ -220,7 +241,7 @@ def _sharpened(run: KernelRun, query: Heads, key: Heads, scores: Tensor) -> Tens
 
     for source in dict.fromkeys((query.source, key.source)):
         if source is not None:
-            tighten(run.tape, source, matters)
+            tighten(run, node, source, matters)
     return _through_weights(query.again(run), key.again(run))
 
 
@@ -249,10 +270,15 @@ class BeforeLinear:
         The root of the sum is at most (√λ √n + |√weights own|)/√2, with λ the largest eigenvalue
         of ρ Wᵀ weights W ρ and n the number of inputs.
         """
-        reach = tape.entries[self.source].reach
+        source = tape.entries[self.source]
         found = torch.empty_like(weights[..., :1])
         for row in rows(tuple(found.shape)):
-            found[row] = self._sum(weights[row], reach[row], math.sqrt(reach.shape[-1]), row)
+            reach = source.reach[row]
+            found[row] = self._sum(weights[row], reach, math.sqrt(len(reach)), row)
+            if row in source.ellipsoids:
+                root = weights[row].sqrt()[:, None] * self.weight
+                moved = longest(source.ellipsoids[row], root)
+                found[row] = torch.minimum(found[row], self._and_own(moved, weights[row], row))
         return found
 
     def sharpened(self, tape: Tape, weights: Tensor, sums: Tensor, needed: Tensor) -> Tensor:
@@ -272,6 +298,10 @@ class BeforeLinear:
         scaled = weights.sqrt()[:, None] * self.weight * scale
         trace = float(scaled.square().sum()) * SAFE
         moved = math.sqrt(largest_eigenvalue(scaled.T @ scaled, trace)) * length
+        return self._and_own(moved, weights, row)
+
+    def _and_own(self, moved: float, weights: Tensor, row: Row) -> Tensor:
+        """Bound the sum of a row by |√weights W e_x|₂ <= moved and what the linear adds."""
         own = (weights * self.own[row].square()).sum().sqrt() * SAFE
         return (moved + own).square() / 2 * SAFE
 

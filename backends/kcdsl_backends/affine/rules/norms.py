@@ -10,19 +10,29 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
+from kcdsl_backends.affine.ellipsoids import image, quadratic
 from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.reaches import deviations, directions, elements, norms
+from kcdsl_backends.affine.reaches import (
+    deviations,
+    directions,
+    elements,
+    norms,
+    surround,
+)
 from kcdsl_backends.affine.rules.linear import Pulled
+from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.storing import Result, store
-from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry
+from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry, Tape
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.norms import LEAST_VARIANCE, MOST_SQUARES
 
 FARTHEST = 0.9
 """Relative drift along the row from which on there is no bound."""
-EARLY = 2.0**-10
-"""Passes that stop at the norm before are made so much earlier: they keep reaches from growing."""
+EARLY = 2.0**-24
+"""Ellipsoids are made so much earlier: they keep reaches from growing."""
+LARGEST = 2**29
+"""Numbers in the ellipsoids of a tensor; where there would be more, none are found."""
 SMALL = 2.0**-9
 """Up to this relative drift along a row a remainder is worth no norms."""
 
@@ -32,7 +42,7 @@ class _Moved:
     """How far the ingredients of a norm may move; all [..., 1] but `reach` [..., n].
 
     `reach` bounds |δ| and `mean` |μ|; `shrink` bounds 1 - κ and `factor` |κ/(1 + μ) - 1|; `least`
-    bounds the variance from below.
+    bounds the variance from below; `rows` are those that ellipsoids are found for.
     """
 
     reach: Tensor
@@ -40,6 +50,7 @@ class _Moved:
     shrink: Tensor
     factor: Tensor
     least: Tensor
+    rows: Tensor
 
 
 def rms_norm(run: KernelRun, node: Node) -> None:
@@ -107,50 +118,89 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
             extra=extra * SAFE,
         ),
     )
-    if centred:
-        run.tape.cut = stored
-    elif run.operand(node, 0).index is not None:
-        run.tape.cut = index
+    if not centred:
+        if run.operand(node, 0).index is not None and index != run.plain:
+            run.tape.cut = index
+        return
+    run.tape.cut = stored
+    if bool(moved.rows.any()):
+        surround(run.tape, stored, moved.rows, INPUT if index == run.plain else index)
 
 
 def _moved(
     run: KernelRun, node: Node, index: int, c: Tensor, v: Tensor, *, centred: bool
 ) -> _Moved:
-    n, around = c.shape[-1], run.tape.entries[index].reach
+    n, tape = c.shape[-1], run.tape
+    around = tape.entries[index].reach
     reach = (around + around.mean(-1, keepdim=True) if centred else around) * SAFE
     mean = (c.abs() * reach).mean(-1, keepdim=True) / v * SAFE
-    for floor in run.tape.floors:
-        enough = math.sqrt(run.negligible) * (1.0 if floor == INPUT else EARLY)
-        needed = ~(mean <= enough)
-        if not bool(needed.any()):
-            break
+    inexact = 4 * gamma(n + 8)
+
+    def lowered(found: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return reach and mean by what passes found; the direction's goes down to the input."""
+        less = torch.minimum(reach, (found + inexact * around) * SAFE)
+        along = directions(tape, index, c / n, needed) / v * SAFE
+        along = along + inexact * (c.abs() * less).mean(-1, keepdim=True) / v
+        return less, torch.minimum(mean, along)
+
+    early = ~(mean <= math.sqrt(run.negligible) * EARLY)
+    if c.numel() * n > LARGEST:
+        early = torch.zeros_like(early)
+    if run.passing(node, index, "ellipsoid", early, tape.cut) and index != run.plain:
+        surround(tape, index, early, tape.cut)
+        found = _within(tape, index, centred=centred)
+        if not centred:
+            tape.tighten(index, found)
+        reach, mean = lowered(found, early)
+    square = _square(tape, index, reach, centred=centred)
+    needed = ~(square <= run.negligible * v)
+    if run.passing(node, index, "deviations" if centred else "reach", needed):
         if centred:
-            even = torch.full_like(c, 1 / n)
-            found = deviations(run.tape, index, even, needed, floor, apart=True)
+            found = deviations(tape, index, torch.full_like(c, 1 / n), needed, apart=True)
         else:
-            found = elements(run.tape, index, needed, floor)
-            run.tape.tighten(index, found)
-        reach = torch.minimum(reach, (found + 4 * gamma(n + 8) * around) * SAFE)
-        along = directions(run.tape, index, c / n, needed, floor) / v * SAFE
-        along = along + 4 * gamma(n + 8) * (c.abs() * reach).mean(-1, keepdim=True) / v
-        mean = torch.minimum(mean, along)
+            found = elements(tape, index, needed)
+            tape.tighten(index, found)
+        reach, mean = lowered(found, needed)
+        square = _square(tape, index, reach, centred=centred)
     if not bool((mean < FARTHEST).all()):
         raise NoBound(node.name, "the drift reaches the size of the variance")
-    square = _square(run, index, reach, mean, centred=centred) / (v * (1 - mean) ** 2) * SAFE
+    needed = ~(mean <= SMALL)
+    if run.passing(node, index, "norm", needed):
+        unit = torch.eye(n, dtype=torch.float64, device=c.device)
+        together = norms(tape, index, unit - 1 / n if centred else unit, needed)
+        square = torch.minimum(square, together.square() / n * SAFE)
+    square = square / (v * (1 - mean) ** 2) * SAFE
     shrink = square / (1 + square + torch.sqrt(1 + square)) * SAFE
     factor = torch.maximum(mean / (1 - mean), (mean + shrink) / (1 + mean)) * SAFE
     # v itself is off by the float64 error of a mean of squares
-    inexact = 8 * gamma(n + 16) * c.square().mean(-1, keepdim=True)
-    least = v * (1 - mean) ** 2 * (1 - 2.0**-45) - inexact
-    return _Moved(reach, mean, shrink, factor, least)
+    off = 8 * gamma(n + 16) * c.square().mean(-1, keepdim=True)
+    least = v * (1 - mean) ** 2 * (1 - 2.0**-45) - off
+    return _Moved(reach, mean, shrink, factor, least, early)
 
 
-def _square(run: KernelRun, index: int, reach: Tensor, mean: Tensor, *, centred: bool) -> Tensor:
-    """Bound mean(δ²) of every row: by the reach, or by the norm of all elements together."""
+def _square(tape: Tape, index: int, reach: Tensor, *, centred: bool) -> Tensor:
+    """Bound mean(δ²) of every row: by the reach, or by the longest axis of its ellipsoid."""
     square, n = reach.square().mean(-1, keepdim=True) * SAFE, reach.shape[-1]
-    unit = torch.eye(n, dtype=torch.float64, device=reach.device)
-    together = norms(run.tape, index, unit - 1 / n if centred else unit, ~(mean <= SMALL))
-    return torch.minimum(square, together.square() / n * SAFE)
+    for row, matrix in tape.entries[index].ellipsoids.items():
+        axes = image(matrix, _centring(matrix)) if centred else matrix
+        longest = largest_eigenvalue(axes, float(axes.diagonal().sum()) * SAFE)
+        square[row] = square[row].clamp_max(longest / n * SAFE)
+    return square
+
+
+def _within(tape: Tape, index: int, *, centred: bool) -> Tensor:
+    """Bound |δ| element by element by the ellipsoids; infinite in rows that have none."""
+    found = torch.full_like(tape.entries[index].reach, torch.inf)
+    for row, matrix in tape.entries[index].ellipsoids.items():
+        unit = _centring(matrix) if centred else torch.eye(len(matrix), dtype=matrix.dtype)
+        found[row] = quadratic(matrix, unit.to(matrix))
+    return found
+
+
+def _centring(matrix: Tensor) -> Tensor:
+    """Return 1 - 1/n."""
+    n = len(matrix)
+    return torch.eye(n, dtype=matrix.dtype, device=matrix.device) - 1 / n
 
 
 def _inside(
@@ -195,6 +245,10 @@ def _inside(
         each = each + form.unit_roundoff * stored * SAFE + form.underflow
     steep = g.abs()
     scaled = 3 * u * ((magnitude + each + shifted) * steep + b.abs())
+    for position, factor in ((1, magnitude + each + shifted), (2, torch.ones_like(magnitude))):
+        around = run.around(node, position)  # other gains and biases, and their roundings
+        if around is not None:
+            scaled = scaled + around * (factor * (1 + 4 * u) + lost) * SAFE
     underflow = lost * (1 + steep + 3 * size.amax(-1, keepdim=True))
     second = theta * grown * r * moved.reach
     inside = (each * steep + scaled + underflow + second * steep) * SAFE

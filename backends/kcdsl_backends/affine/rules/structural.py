@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, permuted, reshaped
+from kcdsl_backends.affine.cases import Cases
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.tape import Entry
 
@@ -35,6 +36,17 @@ def moved(node: Node, x: Tensor) -> Tensor:
             raise ValueError(f"{node.op} does not only move elements")
 
 
+def _moved_cases(node: Node, cases: Cases | None) -> Cases | None:
+    """Return the cases of moved elements, where their blocks stay together."""
+    match node.op:
+        case "reshape" if cases is not None:
+            return cases.reshaped(node.shape)
+        case "permute" if cases is not None:
+            return cases.permuted([int(d) for d in node.attrs["dims"]])
+        case _:
+            return None
+
+
 def _move(run: KernelRun, node: Node, back: Back) -> None:
     """Append a rearrangement of one operand; of a known number it is a known number."""
     x = run.operand(node, 0)
@@ -47,6 +59,7 @@ def _move(run: KernelRun, node: Node, back: Back) -> None:
         moved(node, x.reference),
         moved(node, x.reach),
         lambda a: [(index, back(a, shape))],
+        cases=_moved_cases(node, run.tape.entries[index].cases),
     )
     run.computed[node.name] = run.tape.add(entry)
 
@@ -142,4 +155,8 @@ def embedding(run: KernelRun, node: Node) -> None:
     """Know the rows of the table at the node's token ids."""
     table = run.parameters.plain(run.source(node, 0))
     ids = torch.tensor(node.attrs["ids"], device=table.device)
-    run.known[node.name] = table[ids].reshape(node.shape)
+    found, around = table[ids].reshape(node.shape), run.around(node, 0)
+    if around is not None:
+        run.moving(node.name, found, around[ids].reshape(node.shape))
+        return
+    run.known[node.name] = found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.interval.box import Box, gamma, up
-from kcdsl_backends.interval.context import Step
+from kcdsl_backends.interval.context import Parameter, Step
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State, settle
@@ -227,9 +227,18 @@ def activation_error(function: Smooth, kernel: Rounding, x: Tensor, y: Tensor) -
 
 def rope(step: Step) -> State:
     """Bound the rotary embedding x∘C + rot(x)∘S with known tables."""
-    x = step.operand(0)
     cos = step.kernels.plain(step.operand_node(1))
     sin = step.kernels.plain(step.operand_node(2))
+    if cos.moved is not None or sin.moved is not None:
+        raise NoBound(step.node.name, "the tables of a rotation are parameters that may move")
+    (train, infer, drift), errors = rotated(step, step.operand(0), cos, sin)
+    return step.finish(train, infer, drift, *errors)
+
+
+def rotated(
+    step: Step, x: State, cos: Parameter, sin: Parameter
+) -> tuple[tuple[Box, Box, Box], tuple[Tensor, Tensor]]:
+    """Return T, I and D of x∘C + rot(x)∘S before it is stored, and E of both kernels."""
 
     def rotate(box: Box) -> Box:
         half = box.shape[-1] // 2
@@ -254,10 +263,8 @@ def rope(step: Step) -> State:
     drift = turned(x.drift, cos.infer, sin.infer) + (
         x.train * cos.difference + rotate(x.train) * sin.difference
     )
-    return step.finish(
-        turned(x.train, cos.train, sin.train),
-        turned(x.infer, cos.infer, sin.infer),
-        drift,
+    boxes = turned(x.train, cos.train, sin.train), turned(x.infer, cos.infer, sin.infer), drift
+    return boxes, (
         error(x.train, cos.train, sin.train, step.kernels.train),
         error(x.infer, cos.infer, sin.infer, step.kernels.infer),
     )

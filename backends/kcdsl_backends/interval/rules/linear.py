@@ -36,22 +36,25 @@ def linear(step: Step) -> State:
         x_infer, drift_in = quantised_infer.value, drift_in + quantised_infer.error
     if quantised_train is not None or quantised_infer is not None:
         drift_in = drift_in.meet(x_infer - x_train)
-    train = product_train = matmul(x_train, Box.point(weight.train.T))
-    infer = product_infer = matmul(x_infer, Box.point(weight.infer.T))
+    weight_train, weight_infer = (_transposed(box) for box in weight.boxes)
+    train = product_train = matmul(x_train, weight_train)
+    infer = product_infer = matmul(x_infer, weight_infer)
     difference = weight.difference
     transposed = Box(difference.lo.T, difference.hi.T)
-    drift = matmul(drift_in, Box.point(weight.infer.T)) + matmul(x_train, transposed)
+    drift = matmul(drift_in, weight_infer) + matmul(x_train, transposed)
+    added: tuple[Tensor | None, Tensor | None] = (None, None)
     if bias is not None:
-        train = train + Box.point(bias.train)
-        infer = infer + Box.point(bias.infer)
+        bias_train, bias_infer = bias.boxes
+        train = train + bias_train
+        infer = infer + bias_infer
         drift = drift + bias.difference
-    added = (None, None) if bias is None else (bias.train, bias.infer)
+        added = (bias_train.mag(), bias_infer.mag())
     return step.finish(
         train,
         infer,
         drift,
-        _linear_error(x_train, product_train, train, weight.train, added[0], step.kernels.train),
-        _linear_error(x_infer, product_infer, infer, weight.infer, added[1], step.kernels.infer),
+        _linear_error(x_train, product_train, train, weight_train, added[0], step.kernels.train),
+        _linear_error(x_infer, product_infer, infer, weight_infer, added[1], step.kernels.infer),
         accumulates=True,
     )
 
@@ -64,17 +67,23 @@ def _quantised(x: Box, kernel: Rounding, node: str) -> Stored | None:
     return staircase(x, error, kernel) or Stored(x.widen(error), Box.around(error))
 
 
+def _transposed(box: Box) -> Box:
+    return Box.point(box.lo.T) if box.lo is box.hi else Box(box.lo.T, box.hi.T)
+
+
 def _linear_error(
-    x: Box, product: Box, result: Box, weight: Tensor, bias: Tensor | None, kernel: Rounding
+    x: Box, product: Box, result: Box, weight: Box, bias: Tensor | None, kernel: Rounding
 ) -> Tensor:
-    """Return E of a linear: any order of summation, and a free cast before the bias."""
-    total = magnitude_product(x.mag(), weight.T.abs())
+    """Return E of a linear: any order of summation, and a free cast before the bias.
+
+    `weight` is [in, out], `bias` its magnitude.
+    """
+    size = weight.mag()
+    total = magnitude_product(x.mag(), size)
     if bias is not None:
-        total = up(total + bias.abs())
+        total = up(total + bias)
     quantised = kernel.numerics.activations.format != "none"
-    error = summation_error(
-        x.mag(), weight.T.abs(), total, result.mag(), kernel, quantised=quantised
-    )
+    error = summation_error(x.mag(), size, total, result.mag(), kernel, quantised=quantised)
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
         error = error + up(stored.unit_roundoff * (product.mag() + error) + stored.underflow, 4)
@@ -91,6 +100,7 @@ def summation_error(
     extra: int = 0,
     before: int = 2,
     quantised: bool = False,
+    columns: int | None = None,
 ) -> Tensor:
     """Return how far the sums of left @ right may be off; infinite where one may overflow.
 
@@ -101,8 +111,10 @@ def summation_error(
         extra: roundings of partial sums beside one for each term.
         before: roundings of a term before it is added.
         quantised: whether it is a linear that reads quantised activations.
+        columns: where given, `left` [..., rows, 1] is the sum of up to so many factors, and
+            `right` [..., 1, n] bounds what each of them meets.
     """
-    terms, unit = left.shape[-1], unit_of(kernel, quantised)
+    terms, unit = columns or left.shape[-1], unit_of(kernel, quantised)
     if unit is None:
         error = accumulation_error(total, result, terms + extra, kernel, before)
     else:
@@ -119,7 +131,7 @@ def summation_error(
         error = up(rounded + cut * (1 + 4 * steps * kernel.u_accumulate), 4)
         largest = FORMATS[kernel.numerics.accumulate].largest
         error = torch.where(total + error <= largest, error, torch.inf)
-    return up(error + flushing_error(left, right, kernel), 2)
+    return up(error + flushing_error(left, right, kernel, columns), 2)
 
 
 def accumulation_error(
@@ -141,7 +153,9 @@ def accumulation_error(
     return torch.where(total + error <= largest, error, torch.inf)
 
 
-def flushing_error(left: Tensor, right: Tensor, kernel: Rounding) -> Tensor | float:
+def flushing_error(
+    left: Tensor, right: Tensor, kernel: Rounding, columns: int | None = None
+) -> Tensor | float:
     """Return how much a product loses near zero.
 
     Matrix units of coarse formats may treat operands, products and partial sums as zero that are
@@ -149,10 +163,11 @@ def flushing_error(left: Tensor, right: Tensor, kernel: Rounding) -> Tensor | fl
     float32, unless activations are quantised: then the product of two scales may be subnormal.
     """
     faint = _FAINT_PRODUCT if kernel.numerics.activations.format != "none" else 0.0
+    terms, each = columns or left.shape[-1], columns or 1
     if not kernel.coarse:
-        return faint * left.shape[-1]
-    sizes = left.sum(-1, keepdim=True) + right.sum(-2, keepdim=True) + (2 * left.shape[-1] + 4)
-    return up(2.0**-126 * (sizes * _DIVISION) + faint * left.shape[-1], 2)
+        return faint * terms
+    sizes = left.sum(-1, keepdim=True) + right.sum(-2, keepdim=True) * each + (2 * terms + 4)
+    return up(2.0**-126 * (sizes * _DIVISION) + faint * terms, 2)
 
 
 def activation_error(x: Box, kernel: Rounding, node: str) -> Tensor | None:

@@ -145,19 +145,19 @@ def _inside(x: Box, normal: _Normal, kernel: Rounding, centre: bool, node: str) 
     return up(error, 8)
 
 
-def _side(parameter: Parameter, train_side: bool) -> Tensor:
-    return parameter.train if train_side else parameter.infer
+def _side(parameter: Parameter, train_side: bool) -> Box:
+    return parameter.boxes[0 if train_side else 1]
 
 
 def _affine(y: Box, gain: Parameter | None, bias: Parameter | None, *, train_side: bool) -> Box:
     if gain is not None:
-        y = y * Box.point(_side(gain, train_side))
-    return y if bias is None else y + Box.point(_side(bias, train_side))
+        y = y * _side(gain, train_side)
+    return y if bias is None else y + _side(bias, train_side)
 
 
 def _affine_drift(y: Box, dy: Box, gain: Parameter | None, bias: Parameter | None) -> Box:
     if gain is not None:
-        dy = dy * Box.point(gain.infer) + y * gain.difference
+        dy = dy * _side(gain, False) + y * gain.difference
     return dy if bias is None else dy + bias.difference
 
 
@@ -172,8 +172,8 @@ def _affine_error(
     train_side: bool,
 ) -> Tensor:
     one = torch.ones((), dtype=inside.dtype, device=inside.device)
-    factor = one if gain is None else _side(gain, train_side).abs()
-    shift = one * 0 if bias is None else _side(bias, train_side).abs()
+    factor = one if gain is None else _side(gain, train_side).mag()
+    shift = one * 0 if bias is None else _side(bias, train_side).mag()
     scaled = inside * factor
     rounding = 3 * kernel.u_function * (y.mag() * factor + scaled + shift)
     # c·r, or r·gain before it meets c (|c| <= 2 max|x|), may underflow.

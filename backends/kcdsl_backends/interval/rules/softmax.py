@@ -155,6 +155,12 @@ def tile_count(columns: int, kernel: Rounding) -> int:
 
 def _rounding(scores: Box, p: Box, mask: Tensor | None, kernel: Rounding) -> Tensor:
     """Return B: how far a computed and stored probability may lie from the softmax."""
+    theta = relative_error(scores, mask, kernel, scores.shape[-1])
+    return _zero_outside(stored_error(theta, p.hi, kernel), mask)
+
+
+def relative_error(scores: Box, mask: Tensor | None, kernel: Rounding, columns: int) -> Tensor:
+    """Return Θ [..., rows, 1]: the relative error of a probability before it is stored."""
     spread = up(
         _fill(scores.hi, mask, -torch.inf).amax(-1, keepdim=True)
         - _fill(scores.lo, mask, torch.inf).amin(-1, keepdim=True)
@@ -163,11 +169,16 @@ def _rounding(scores: Box, p: Box, mask: Tensor | None, kernel: Rounding) -> Ten
     if kernel.numerics.attention.style == "fused":
         largest = _fill(scores.mag(), mask, 0.0).amax(-1, keepdim=True)
         argument = up(spread + 2 * largest, 2)
-    theta = up(torch.expm1(log_error(scores.shape[-1], argument, kernel)) * (1 + 32 * EPS), 2)
+    return up(torch.expm1(log_error(columns, argument, kernel)) * (1 + 32 * EPS), 2)
+
+
+def stored_error(theta: Tensor, size: Tensor, kernel: Rounding, columns: int = 1) -> Tensor:
+    """Return how far this many computed and stored probabilities, `size` in all, may be off."""
     stored = FORMATS[kernel.numerics.attention.probabilities]
-    formed = p.hi * (1 + theta) + 2.0**-120
-    error = theta * p.hi + 2.0**-120 + stored.unit_roundoff * formed + stored.underflow
-    return _zero_outside(up(error, 8), mask)
+    faint = columns * 2.0**-120
+    formed = size * (1 + theta) + faint
+    error = theta * size + faint + stored.unit_roundoff * formed + columns * stored.underflow
+    return up(error, 8)
 
 
 def context(step: Step) -> State:

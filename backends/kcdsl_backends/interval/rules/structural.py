@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.interval.box import Box
-from kcdsl_backends.interval.context import Parameter, Step
+from kcdsl_backends.interval.context import Step
 from kcdsl_backends.interval.state import State
 
 
@@ -73,5 +73,4 @@ def embedding(step: Step) -> State:
     """Return the rows of the table at the node's token ids."""
     table = step.kernels.plain(step.operand_node(0))
     ids = torch.tensor(step.node.attrs["ids"], device=table.train.device)
-    rows = Parameter(table.train[ids], table.infer[ids]).state()
-    return move(rows, lambda x: x.reshape(step.node.shape))
+    return move(table.rows(ids).state(), lambda x: x.reshape(step.node.shape))

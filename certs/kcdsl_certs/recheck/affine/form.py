@@ -8,8 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.affine.tape import FAINT, Tape
+from kcdsl_certs.recheck.affine.cases import Cases, Ends
+from kcdsl_certs.recheck.affine.passes import Passes
+from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Tape
+from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Box, Floats
+from kcdsl_certs.recheck.document import Pass
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import Mask, Scene, gamma
 from kcdsl_certs.recheck.spec import Kernel
@@ -32,6 +36,21 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """What is known of a result that a cast rounds to nearest.
+
+    `reference` and `entry` are of the result before the cast, `ends` and `cases` of what is stored;
+    of a softmax, `choices` are its ends in every case of the scores.
+    """
+
+    reference: Floats
+    entry: Entry
+    ends: Ends
+    cases: Cases | None = None
+    choices: Ends | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
     """A node's reference h̃, the reach ρ ≥ |stored value - h̃| and its place on the tape.
 
@@ -43,6 +62,8 @@ class Form:
     place: int | None
     origin: Origin | None = None
     allowed: Bools | None = None  # a softmax: which columns take part
+    steps: Steps | None = None
+    cases: Cases | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,12 +93,20 @@ class Walk:
     tape: Tape
     forms: dict[str, Operand]
     softmaxes: frozenset[str]
-    grain: float  # the unit roundoff of the coarsest result of both kernels
+    passes: Passes
+    moved: bool = False  # whether this kernel reads the input with its drift
 
-    @property
-    def negligible(self) -> float:
-        """Return the share of a result up to which a remainder is worth no reverse passes."""
-        return 2.0**-9 * self.grain
+    def chosen(self, node: Node, name: str, kind: str, floor: int = 0) -> Bools:
+        """Return the rows [..., 1] of a node in which an operation is to make reverse passes.
+
+        Where nothing is cut off all passes go down to the input.
+        """
+        shape = numeric(self.forms[name]).shape
+        cut, whole = (Pass(node.name, name, kind, stop) for stop in ("cut", "input"))
+        if floor:
+            return self.passes.of(cut, shape)
+        longest = self.passes.of(whole, shape)
+        return longest if self.tape.cut else longest | self.passes.of(cut, shape)
 
     def keep(self, name: str, form: Form) -> None:
         """Replace what is known of a node by something sharper."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kcdsl_certs.recheck.affine.form import Operand, Walk
+from kcdsl_certs.recheck.affine.passes import Passes
 from kcdsl_certs.recheck.affine.rules import (
     activations,
     algebra,
@@ -17,8 +18,9 @@ from kcdsl_certs.recheck.affine.rules import (
 )
 from kcdsl_certs.recheck.affine.tape import Entry, Tape
 from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.document import Hints
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rules.state import Scene, target
+from kcdsl_certs.recheck.rules.state import Scene
 from kcdsl_certs.recheck.spec import Kernel
 
 Rule = Callable[[Walk, Node, list[Operand]], Operand]
@@ -56,8 +58,11 @@ _RULES: dict[str, tuple[Rule, int, int]] = {
 }
 
 
-def walk(scene: Scene, kernel: Kernel) -> Walk:
+def walk(scene: Scene, kernel: Kernel, hints: Hints | None = None, moved: bool = False) -> Walk:
     """Return the forms of every node in one kernel, and their tape.
+
+    Reverse passes are those that the hints name, all that there are without hints. `moved` says
+    that the kernel reads the block input with the drift of the region, where that has one.
 
     Raises:
         Rejection: naming the node.
@@ -66,7 +71,7 @@ def walk(scene: Scene, kernel: Kernel) -> Walk:
     if scene.centre is not None and scene.radius is not None:
         region = np.broadcast_to(scene.radius, scene.centre.shape).astype(np.float64)
     softmaxes = frozenset(node.name for node in scene.block.nodes if node.op == "softmax")
-    found = Walk(scene, kernel, Tape(region), {}, softmaxes, grain(scene))
+    found = Walk(scene, kernel, Tape(region), {}, softmaxes, Passes(hints), moved)
     found.tape.add(Entry(np.zeros((1,)) if region is None else region))
     for node in scene.block.nodes:
         try:
@@ -74,12 +79,6 @@ def walk(scene: Scene, kernel: Kernel) -> Walk:
         except Rejection as rejection:
             raise rejection.at(f"node {node.name[:80]!r}") from None
     return found
-
-
-def grain(scene: Scene) -> float:
-    """Return the unit roundoff of the coarsest result of both kernels."""
-    nodes = [node for node in scene.block.nodes if node.op not in ("param", "constant")]
-    return max(target(k, node).u for k in (scene.train, scene.infer) for node in nodes)
 
 
 def _apply(at: Walk, node: Node) -> Operand:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged
+from kcdsl_certs.recheck.affine.ellipsoids import moved, rows_of, sum_of
 from kcdsl_certs.recheck.affine.spectrum import largest
 from kcdsl_certs.recheck.affine.tape import Entry, Tape
 from kcdsl_certs.recheck.box import Floats
@@ -24,6 +25,60 @@ def length(tape: Tape, place: int, functionals: Adjoint) -> float:
     found = _Length(functionals.batch)
     _descend(tape, {place: functionals}, found)
     return found.total
+
+
+def ellipsoid(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Floats:
+    """Return an ellipsoid [B, B] around functionals of the error of an entry.
+
+    What arrives at `floor` or before is bounded by the ellipsoids and reaches there.
+    """
+    return _surrounded(tape, {place: functionals}, functionals.batch, floor)
+
+
+def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int) -> Floats:
+    found, parts = _Length(count), [np.zeros((count, count))]
+    while pending:
+        place = max(pending)
+        adjoint = pending.pop(place)
+        if place == 0:
+            if tape.region is not None:
+                found.symbols(adjoint, tape.region)
+            break
+        entry = tape.entries[place]
+        if place <= floor:
+            found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
+            _stopped(entry, adjoint, found, parts)
+            continue
+        kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
+        _apart(entry, adjoint, kept, found)
+        if entry.radius is not None:
+            found.symbols(adjoint, entry.radius)
+        pulled = list(_pulled(entry, kept))
+        if entry.share is not None:
+            row = all(size == 1 for size in kept.extent[:-1])
+            if row and not pending and len(pulled) == 1:
+                ratio = float(entry.share.ratio[kept.window[:-1]].max())
+                below = _surrounded(tape, dict(pulled), count, floor)
+                parts.append(below * ((1 + ratio) ** 2 * _MORE))
+                break
+            found.each = found.each + kept.sizes(entry.share.otherwise)
+        for operand, part in pulled:
+            pending[operand] = merged(pending[operand], part) if operand in pending else part
+    if found.gram is not None:
+        parts.append(found.gram * found.trace)
+    parts.append(np.eye(count) * found.rest**2)
+    return sum_of(parts)
+
+
+def _stopped(entry: Entry, adjoint: Adjoint, found: _Length, parts: list[Floats]) -> None:
+    """Take in the error of an entry at which a pass stops, row by row."""
+    for row, part in rows_of(adjoint):
+        if row in entry.ellipsoids:
+            columns = part.window[-1]
+            values = part.values.reshape(part.batch, -1)
+            parts.append(moved(entry.ellipsoids[row][columns, columns], values))
+        else:
+            found.symbols(part, entry.nearest)
 
 
 @dataclass(slots=True)
@@ -46,13 +101,18 @@ class _Length:
         self.each = np.zeros(self.count)
 
     @property
+    def rest(self) -> float:
+        """Return a bound of the norm of what is no symbol."""
+        alone = float(np.linalg.norm(self.centre) + np.linalg.norm(self.each))
+        return (alone + self.more) * _MORE + _LOST
+
+    @property
     def total(self) -> float:
         """Return a bound of the norm of the vector."""
         symbols = 0.0
         if self.gram is not None:
             symbols = math.sqrt(self.trace * largest(self.gram, self.trace))
-        rest = float(np.linalg.norm(self.centre) + np.linalg.norm(self.each))
-        return (symbols + rest + self.more) * _MORE + _LOST
+        return (symbols + self.rest) * _MORE
 
     def symbols(self, adjoint: Adjoint, radius: Floats) -> None:
         """Add one symbol for each element of an entry."""

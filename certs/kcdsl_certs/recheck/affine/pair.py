@@ -14,6 +14,7 @@ from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.affine.reaches import room
 from kcdsl_certs.recheck.affine.tape import Bound
 from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.document import Hints
 from kcdsl_certs.recheck.rules.state import Mask, Scene
 
 Row = tuple[int, ...]
@@ -57,14 +58,19 @@ class Pair:
         """Return the box of the output's drift, element by element."""
         around = box.widen(self.apart, raised(self.t.reach + self.i.reach))
         lo, hi = around.lo.copy(), around.hi.copy()
-        apart = self.apart
-        for row in np.ndindex(*self.shape[:-1]):
+        apart, region = self.apart, self.train.tape.region
+        steps = self.t.steps is not None or self.i.steps is not None
+        rows = () if steps and (region is None or not region.any()) else self.shape[:-1]
+        for row in np.ndindex(*rows) if rows else ():
             for first in range(0, self.shape[-1], self.step):
                 count = min(self.step, self.shape[-1] - first)
                 where = (*row, slice(first, first + count))
                 found = self._errors(units(self.shape, row, first, count))
                 lo[where] = np.maximum(lo[where], box.add_down(apart.lo[where], found.lo))
                 hi[where] = np.minimum(hi[where], box.add_up(apart.hi[where], found.hi))
+        if steps:
+            stored = box.sub(_stored(self.infer, self.i), _stored(self.train, self.t))
+            lo, hi = np.maximum(lo, stored.lo), np.minimum(hi, stored.hi)
         return box.checked(Box(lo, hi), "the drift of the output")
 
     def errors(self, row: Row, functionals: Floats) -> Box:
@@ -87,25 +93,28 @@ class Pair:
         return {name: _sizes(self.train, self.infer, name) for name in self.train.forms}
 
 
-def pair(scene: Scene) -> Pair:
-    """Walk both kernels.
+def pair(scene: Scene, hints: tuple[Hints, Hints] | None = None) -> Pair:
+    """Walk both kernels, with the reverse passes that are named; without hints with all.
 
     Raises:
         Rejection: naming the node.
     """
-    train = walk(scene, scene.train)
-    infer = train if scene.infer == scene.train else walk(scene, scene.infer)
+    first, second = (None, None) if hints is None else hints
+    train = walk(scene, scene.train, first)
+    infer = train
+    if scene.infer != scene.train or scene.drift is not None:
+        infer = walk(scene, scene.infer, second, moved=True)
     t, i = numeric(train.forms[scene.block.output]), numeric(infer.forms[scene.block.output])
     return Pair(train, infer, t, i)
 
 
-def drift(scene: Scene) -> Drift:
+def drift(scene: Scene, hints: tuple[Hints, Hints] | None = None) -> Drift:
     """Return what the affine forms of both kernels say of the output, element by element.
 
     Raises:
         Rejection: naming the node.
     """
-    both = pair(scene)
+    both = pair(scene, hints)
     return Drift(both.output(), both.sizes())
 
 
@@ -114,6 +123,30 @@ def bound(at: Walk, form: Form, functionals: Adjoint) -> Bound:
     if form.place is None:
         return Bound(np.zeros(functionals.batch), np.zeros(functionals.batch), None)
     return at.tape.bound(form.place, functionals)
+
+
+def _stored(at: Walk, form: Form) -> Box:
+    """Return the box of an output: all that it was formed from, rounded to its format."""
+    if form.place is None:
+        return box.exact(form.reference)
+    steps = form.steps
+    entry, reference = (None, form.reference) if steps is None else (steps.entry, steps.reference)
+    around = box.widen(box.exact(reference), form.reach if entry is None else entry.reach)
+    lo, hi = around.lo.copy(), around.hi.copy()
+    step = min(_WIDEST, room(at))
+    for row in np.ndindex(*form.shape[:-1]):
+        for first in range(0, form.shape[-1], step):
+            count = min(step, form.shape[-1] - first)
+            where = (*row, slice(first, first + count))
+            functionals = units(form.shape, row, first, count)
+            found = at.tape.bound(form.place, functionals, formed=entry)
+            wide = found.around(at.tape.region)
+            ends = box.widen(box.add(box.exact(reference[where]), box.exact(found.centre)), wide)
+            lo[where], hi[where] = np.maximum(lo[where], ends.lo), np.minimum(hi[where], ends.hi)
+    if steps is None:
+        return Box(lo, hi)
+    stored = steps.ends.within(Box(lo, hi))
+    return Box(stored.lo, stored.hi)
 
 
 def in_row(row: Row, functionals: Floats, step: int) -> list[Adjoint]:

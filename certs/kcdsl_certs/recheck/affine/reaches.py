@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, units
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Walk, numeric, raised
-from kcdsl_certs.recheck.affine.lengths import length
+from kcdsl_certs.recheck.affine.lengths import ellipsoid, length
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Floats
 
@@ -24,48 +25,52 @@ def room(walk: Walk) -> int:
     return max(1, _LARGEST // largest)
 
 
-def tight(walk: Walk, name: str, form: Form, needed: Bools, floor: int = 0) -> Form:
-    """Return a form whose reach is also bounded by unit functionals; the node keeps it.
-
-    `needed` [..., 1] says in which rows it counts; if in one, all rows are bounded. A reader whose
-    reaches are a little smaller would else forgo a row that the writer bounded.
-    """
+def tight(walk: Walk, node: Node, name: str, floor: int) -> Form:
+    """Bound the reach of a node by unit functionals too, in the rows that count; it is kept."""
+    form = numeric(walk.forms[name])
+    needed = walk.chosen(node, name, "reach", floor)
     if form.place is None or not needed.any():
         return form
     reach = form.reach.copy()
     step = min(_WIDEST, room(walk))
-    for row in np.ndindex(*form.shape[:-1]):
+    for row in rows(needed):
         for first in range(0, form.shape[-1], step):
             count = min(step, form.shape[-1] - first)
             found = walk.tape.bound(form.place, units(form.shape, row, first, count), floor)
-            columns = (*row, slice(first, first + count))
+            columns: tuple[int | slice, ...] = (*row, slice(first, first + count))
             reach[columns] = np.minimum(reach[columns], found.magnitude(walk.tape.region))
-    sharper = Form(form.reference, reach, form.place, form.origin, form.allowed)
+    return kept(walk, name, reach)
+
+
+def kept(walk: Walk, name: str, reach: Floats) -> Form:
+    """Keep a smaller reach of a node, and return the node with it."""
+    form = numeric(walk.forms[name])
+    assert form.place is not None
+    sharper = replace(form, reach=reach)
     walk.keep(name, sharper)
     walk.tape.sharpen(form.place, reach)
     return sharper
 
 
-def until(walk: Walk, name: str, needed: Callable[[Form], Bools]) -> Form:
-    """Make a node's reach tight, by longer and longer passes, until it is needed no more."""
-    form = numeric(walk.forms[name])
+def until(walk: Walk, node: Node, name: str) -> Form:
+    """Make a node's reach tight for an operation, by longer and longer passes."""
     for floor in walk.tape.floors:
-        form = tight(walk, name, form, needed(form), floor)
-    return form
+        tight(walk, node, name, floor)
+    return numeric(walk.forms[name])
 
 
-def sharpened(
-    walk: Walk, node: Node, times: Callable[[Floats, Floats], Floats], worth: float
-) -> None:
-    """Make the reaches of both factors tight while the product of the reaches exceeds `worth`."""
+def rows(needed: Bools) -> Iterator[Row]:
+    """Yield the rows that count."""
+    return (row for row in np.ndindex(*needed.shape[:-1]) if needed[row].any())
 
-    def counts(form: Form) -> Bools:
-        a, b = (numeric(walk.forms[name]).reach for name in node.inputs)
-        return np.full((*form.shape[:-1], 1), not float(times(a, b).sum()) <= worth)
 
-    if all(numeric(walk.forms[name]).place is not None for name in node.inputs):
-        for name in node.inputs:
-            until(walk, name, counts)
+def surround(walk: Walk, place: int, shape: tuple[int, ...], needed: Bools, floor: int) -> None:
+    """Find ellipsoids around the errors of rows of an entry."""
+    found = {}
+    for row in rows(needed):
+        whole = units(shape, row, 0, shape[-1])
+        found[tuple(map(int, row))] = ellipsoid(walk.tape, place, whole, floor)
+    walk.tape.surround(place, found)
 
 
 def along(walk: Walk, form: Form, row: Row, functionals: Floats, floor: int = 0) -> Floats:
@@ -81,25 +86,25 @@ def along(walk: Walk, form: Form, row: Row, functionals: Floats, floor: int = 0)
     return np.concatenate(found)
 
 
-def centred(walk: Walk, form: Form, needed: Bools, floor: int = 0) -> Floats:
+def centred(walk: Walk, form: Form, needed: Bools) -> Floats:
     """Return bounds of e - mean(e) over the last dimension, by reverse passes where needed."""
     n = form.shape[-1]
     mean = raised(form.reach.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT))
     rounding = 4 * UNIT * (form.reach + mean)
     found = raised(form.reach + mean)
-    for row in np.ndindex(*form.shape[:-1]) if needed.any() else ():
-        tightened = raised(along(walk, form, row, np.eye(n) - 1 / n, floor) + rounding[row])
+    for row in rows(needed):
+        tightened = raised(along(walk, form, row, np.eye(n) - 1 / n) + rounding[row])
         found[row] = np.minimum(found[row], tightened)
     return found
 
 
 def together(walk: Walk, form: Form, needed: Bools, functionals: Callable[[Row], Floats]) -> Floats:
-    """Return bounds [..., 1] of the norm of functionals [m, n] of a row; infinite if none count."""
+    """Return bounds [..., 1] of the norm of functionals [m, n] of rows, infinite where unasked."""
     found = np.full(needed.shape, np.inf)
     if form.place is None:
         return np.zeros(needed.shape)
     ones = (1,) * (len(form.shape) - 1)
-    for row in np.ndindex(*form.shape[:-1]) if needed.any() else ():
+    for row in rows(needed):
         values = functionals(row)
         adjoint = Adjoint(values.reshape(len(values), *ones, -1), (*row, 0))
         found[row] = length(walk.tape, form.place, adjoint)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.affine.form import Form, Walk, raised
+from kcdsl_certs.recheck.affine import cases
+from kcdsl_certs.recheck.affine.adjoint import units
+from kcdsl_certs.recheck.affine.cases import Cases, Ends, Together
+from kcdsl_certs.recheck.affine.form import Form, Steps, Walk, raised
+from kcdsl_certs.recheck.affine.reaches import room
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry, Pull, Share
 from kcdsl_certs.recheck.box import Bools, Floats
 from kcdsl_certs.recheck.errors import Rejection
@@ -37,6 +41,7 @@ class Formed:
     share: Share | None = None
     within: Floats | None = None
     sure: Bools | None = None
+    cases: Cases | None = None  # of the result before it is stored
 
     @property
     def deviation(self) -> Floats:
@@ -48,11 +53,18 @@ class Formed:
         return found if self.within is None else np.minimum(found, self.within)
 
 
-def settle(walk: Walk, formed: Formed, form: Format, inner: Format, rounds: bool = True) -> Form:
+def settle(
+    walk: Walk,
+    formed: Formed,
+    form: Format,
+    inner: Format,
+    rounds: bool = True,
+    tight: bool = False,
+) -> Form:
     """Store a result in a format, write its entry and return its form.
 
     `inner` is the format of the arithmetic that formed it; `rounds` False: the cast is part of the
-    radius already.
+    radius already; `tight`: what a cast to nearest rounds is bounded by reverse passes.
 
     Raises:
         Rejection: "bound/overflow" or "bound/not-finite".
@@ -60,23 +72,37 @@ def settle(walk: Walk, formed: Formed, form: Format, inner: Format, rounds: bool
     reference, deviation = formed.reference, formed.deviation
     _finite(reference, deviation)
     radius = raised(formed.radius) + FAINT
-    kept, reach = None, deviation
+    kept, reach, steps, together = None, deviation, None, None
     if rounds and not walk.kernel.nearest:
         cast = raised(form.u * (np.abs(reference) + deviation)) + form.eta
         radius, reach = raised(radius + cast), raised(deviation + cast)
     elif rounds and form.precision < max(FLOAT32.precision, inner.precision):
+        if tight:
+            formed = replace(formed, within=_tight(walk, formed))
+            deviation = formed.deviation
         spread = raised(np.abs(reference) + deviation)
         lo = nearest(box.add_down(reference, -deviation), form)
         hi = nearest(box.add_up(reference, deviation), form)
         if not (np.isfinite(lo).all() and np.isfinite(hi).all()):
             raise _overflow(~(np.isfinite(lo) & np.isfinite(hi)), form)
         cast = np.maximum(raised(form.u * spread), form.eta)
+        ends = Ends(lo, hi, form)
+        found = None if formed.cases is None else cases.stored(formed.cases, ends)
+        steps = Steps(reference, _unstored(walk, formed), ends, found)
+        kept = box.add_up(hi, -lo) / 2 > cast
+        if found is not None:
+            kept = kept & (cases.half_width(found) > cast)
+            lo, hi = found.lo.min(axis=0), found.hi.max(axis=0)
         middle = lo / 2 + hi / 2
         half = np.maximum(box.add_up(hi, -middle), box.add_up(middle, -lo))
-        kept = half > cast
-        radius = np.where(kept, raised(radius + cast), half)
-        reach = np.where(kept, raised(deviation + cast), half)
+        step = np.minimum(cast, half_step(box.up(spread), form))
+        wide = raised(radius + step)
+        radius = np.where(kept, wide, half)
+        reach = np.where(kept, raised(deviation + step), half)
         reference = np.where(kept, reference, middle)
+        if found is not None:
+            rest = np.where(kept, wide, 0.0)
+            together = Together(cases.apart(found, reference, ~kept), rest)
     if formed.sure is not None:
         radius, reach = np.where(formed.sure, 0.0, radius), np.where(formed.sure, 0.0, reach)
     size = raised(np.abs(reference) + reach)
@@ -91,8 +117,43 @@ def settle(walk: Walk, formed: Formed, form: Format, inner: Format, rounds: bool
         kept = None
     if kept is not None and centre is not None:
         centre = np.where(kept, centre, 0.0)
-    entry = Entry(reach, operands, radius, centre, kept, curved, share)
-    return Form(reference, reach, walk.tape.add(entry))
+    entry = Entry(reach, operands, radius, centre, kept, curved, share, together=together)
+    found = None if steps is None else steps.cases
+    return Form(reference, reach, walk.tape.add(entry), steps=steps, cases=found)
+
+
+def _tight(walk: Walk, formed: Formed) -> Floats:
+    """Return a bound of |v - f̃| from reverse passes, element by element."""
+    entry, deviation = _unstored(walk, formed), formed.deviation.copy()
+    above, step = len(walk.tape.entries), room(walk)
+    for row in np.ndindex(*deviation.shape[:-1]):
+        for first in range(0, deviation.shape[-1], step):
+            count = min(step, deviation.shape[-1] - first)
+            where = (*row, slice(first, first + count))
+            functionals = units(deviation.shape, row, first, count)
+            bound = walk.tape.bound(above, functionals, formed=entry)
+            deviation[where] = np.minimum(deviation[where], bound.magnitude(walk.tape.region))
+    return deviation
+
+
+def _unstored(walk: Walk, formed: Formed) -> Entry:
+    """Return the entry of a result before it is stored."""
+    entry = Entry(
+        formed.deviation,
+        formed.operands,
+        raised(formed.radius) + FAINT,
+        formed.centre,
+        None,
+        formed.curved,
+        formed.share,
+    )
+    return walk.tape.counted(entry)
+
+
+def half_step(size: Floats, form: Format) -> Floats:
+    """Return what nearest is off by, up to a magnitude: half the distance of its grid points."""
+    exponent = np.maximum(np.frexp(size)[1] - 1, form.least)
+    return np.asarray(np.ldexp(1.0, exponent - form.precision))
 
 
 def _overflow(where: np.ndarray, form: Format) -> Rejection:

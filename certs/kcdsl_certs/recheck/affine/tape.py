@@ -9,6 +9,8 @@ import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged
+from kcdsl_certs.recheck.affine.cases import Together
+from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, reached
 from kcdsl_certs.recheck.box import Bools, Floats
 from kcdsl_certs.recheck.errors import Rejection
 
@@ -65,6 +67,13 @@ class Entry:
     curved: tuple[Curve, ...] = ()
     share: Share | None = None
     near: Floats | None = None  # a smaller bound of |e|, found by reverse passes
+    together: Together | None = None  # for functionals, instead of the radius
+    ellipsoids: Ellipsoids = field(default_factory=dict)
+
+    @property
+    def nearest(self) -> Floats:
+        """Return the smallest bound of |e| that is known."""
+        return self.reach if self.near is None else self.near
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,13 @@ class Bound:
         if self.input is not None and region is not None:
             wide = wide + self.input.sizes(region)
         return box.up(np.abs(self.centre) + wide, 16)
+
+    def around(self, region: Floats | None) -> Floats:
+        """Return how far a·e may be from `centre`, the region included."""
+        wide = self.radius
+        if self.input is not None and region is not None:
+            wide = wide + self.input.sizes(region)
+        return box.up(wide, 16)
 
 
 @dataclass(slots=True)
@@ -113,6 +129,16 @@ class Tape:
         Raises:
             Rejection: "bound/not-finite".
         """
+        self.entries.append(self.counted(entry))
+        self._still.append(not entry.reach.any())
+        return len(self.entries) - 1
+
+    def counted(self, entry: Entry) -> Entry:
+        """Return an entry as passes may read it, without a place on the tape.
+
+        Raises:
+            Rejection: "bound/not-finite".
+        """
         for values in (entry.reach, entry.radius, entry.centre):
             if values is not None and not bool(np.isfinite(values).all()):
                 raise Rejection("bound/not-finite", "the error has no finite bound")
@@ -120,12 +146,13 @@ class Tape:
             # The sums of centres are signed: each centre pays for their rounding in advance.
             slack = (entry.reach.size + 2.0**20) * 2 * _UNIT * np.abs(entry.centre)
             radius = slack if entry.radius is None else entry.radius + slack
-            entry = replace(entry, radius=radius)
-        self.entries.append(entry)
-        self._still.append(not entry.reach.any())
+            together = entry.together
+            if together is not None:
+                together = replace(together, rest=together.rest + slack)
+            entry = replace(entry, radius=radius, together=together)
         self._terms += 1 + 2 * entry.reach.size
         self._total += float(entry.reach.sum())
-        return len(self.entries) - 1
+        return entry
 
     @property
     def floors(self) -> tuple[int, ...]:
@@ -135,13 +162,19 @@ class Tape:
     def sharpen(self, place: int, reach: Floats) -> None:
         """Keep a smaller bound of the error of an entry, for passes that stop there."""
         entry = self.entries[place]
-        near = entry.reach if entry.near is None else entry.near
-        self.entries[place] = replace(entry, near=np.minimum(near, reach))
+        self.entries[place] = replace(entry, near=np.minimum(entry.nearest, reach))
 
-    def bound(self, place: int, functionals: Adjoint, floor: int = 0) -> Bound:
+    def surround(self, place: int, ellipsoids: Ellipsoids) -> None:
+        """Keep ellipsoids around the errors of rows of an entry, for passes that stop there."""
+        self.entries[place] = replace(self.entries[place], ellipsoids=ellipsoids)
+
+    def bound(
+        self, place: int, functionals: Adjoint, floor: int = 0, formed: Entry | None = None
+    ) -> Bound:
         """Return bounds of functionals of the error of one entry, by one reverse pass.
 
-        What arrives at `floor` or before is bounded by what is known of the error there.
+        What arrives at `floor` or before is bounded by what is known of the error there. `formed`
+        is read in the place of the entry: the same before its cast.
 
         Raises:
             Rejection: "bound/not-finite".
@@ -153,15 +186,15 @@ class Tape:
         while pending:
             at = max(pending)
             adjoint = pending.pop(at)
-            if self._still[at]:
+            if formed is None and self._still[at]:
                 continue
             if at == 0:
                 alpha = adjoint
                 break
-            entry = self.entries[at]
+            entry, formed = formed or self.entries[at], None
             if at <= floor:
-                near = entry.reach if entry.near is None else entry.near
-                frames[-1].radius = frames[-1].radius + adjoint.sizes(near)
+                rest = reached(entry.ellipsoids, entry.nearest, adjoint)
+                frames[-1].radius = frames[-1].radius + rest
                 continue
             self._own(entry, adjoint, frames, not pending)
             kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
@@ -176,7 +209,13 @@ class Tape:
     def _own(self, entry: Entry, adjoint: Adjoint, frames: list[_Frame], alone: bool) -> None:
         """Count what an entry adds by itself."""
         frame = frames[-1]
-        if entry.radius is not None:
+        if entry.together is not None:
+            low, high = entry.together.cases.between(adjoint)
+            frame.centre = frame.centre + (low / 2 + high / 2)
+            rounding = 2.0**-40 * (np.abs(low) + np.abs(high))
+            frame.radius = frame.radius + (high / 2 - low / 2) + rounding
+            frame.radius = frame.radius + adjoint.sizes(entry.together.rest)
+        elif entry.radius is not None:
             frame.radius = frame.radius + adjoint.sizes(entry.radius)
         if not (entry.centre is not None or entry.curved or entry.share is not None):
             return

@@ -21,7 +21,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     sub,
 )
 from kcdsl_certs.recheck.rationals.quantisers import quantised
-from kcdsl_certs.recheck.rationals.state import Known, Scene, eta, gamma, settle
+from kcdsl_certs.recheck.rationals.state import Known, Scene, eta, gamma, held, settle
 from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONENT, Format, Kernel
 
 _SMALL = Fraction(1, 2**20)
@@ -34,19 +34,20 @@ def linear_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     if key is None:
         raise Rejection("rule/weight", "the weight of a linear must be a parameter")
     x = inputs[0]
-    w_t, w_i = (_turned(scene.parameters.linear(key, k)) for k in (scene.train, scene.infer))
+    weight = held(scene, key, linear=True)
+    w_t, w_i, w_d = (_turned(part) for part in (weight.t, weight.i, weight.d))
     outputs = w_t.shape[1]
-    b_t, b_i = _bias(inputs[2:], outputs)
+    b_t, b_i, b_d = _bias(scene, node, inputs, outputs)
     (x_t, away_t), (x_i, away_i) = _quantised(scene.train, x.t), _quantised(scene.infer, x.i)
     drift = both(x.d, both(away_i, away_t, sub), add)
     if (scene.train.activations[0], scene.infer.activations[0]) != ("none", "none"):
         drift = both(drift, both(x_i, x_t, sub), meet)
-    d = both(matmul(drift, w_i), matmul(x_t, both(w_i, w_t, sub)), add)
+    d = both(matmul(drift, w_i), matmul(x_t, w_d), add)
     p_t, p_i = matmul(x_t, w_t), matmul(x_i, w_i)
     exact = (
         both(p_t, b_t, add),
         both(p_i, b_i, add),
-        both(d, both(b_i, b_t, sub), add),
+        both(d, b_d, add),
     )
     biased = len(inputs) == 3
     errors = (
@@ -63,14 +64,17 @@ def _turned(weight: Cells) -> Cells:
     return weight.taken((columns, rows), order)
 
 
-def _bias(inputs: list[Known], outputs: int) -> tuple[Cells, Cells]:
-    if not inputs:
+def _bias(
+    scene: Scene, node: Node, inputs: list[Known], outputs: int
+) -> tuple[Cells, Cells, Cells]:
+    if len(inputs) < 3:
         none = points((outputs,), [ZERO] * outputs)
-        return none, none
-    bias = inputs[0]
-    if any(lo != hi for lo, hi in bias.t.pairs + bias.i.pairs) or bias.t.shape != (outputs,):
+        return none, none, none
+    bias = inputs[2]
+    wide = any(lo != hi for lo, hi in bias.t.pairs + bias.i.pairs)
+    if (wide and node.inputs[2] not in scene.keys) or bias.t.shape != (outputs,):
         raise Rejection("rule/weight", "the bias of a linear must be known and fit")
-    return bias.t, bias.i
+    return bias.t, bias.i, bias.d if wide else both(bias.i, bias.t, sub)
 
 
 def _linear_error(

@@ -15,6 +15,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     Cells,
     Pair,
     Shape,
+    add,
     both,
     nearest,
     points,
@@ -22,7 +23,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     sub,
     widened,
 )
-from kcdsl_certs.recheck.rationals.state import Known, Scene, reduce, stored
+from kcdsl_certs.recheck.rationals.state import Known, Scene, held, reduce, stored
 from kcdsl_certs.recheck.spec import FLOAT32
 
 
@@ -35,6 +36,10 @@ def input_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     c, r = (_numbers(array, "d", 8) for array in (centre, radius))
     wide = spread(radius.shape, centre.shape)
     x = widened(points(centre.shape, c), [r[k] for k in wide])
+    if scene.drift is not None:
+        low, high = (_numbers(array, "d", 8) for array in scene.drift)
+        apart = Cells(x.shape, tuple(zip(low, high, strict=True)))
+        return reduce(x, both(x, apart, add), apart)
     sides = []
     for kernel in (scene.train, scene.infer):
         form = kernel.result("input", "")
@@ -57,9 +62,7 @@ def _numbers(array: Array, code: str, size: int) -> list[Fraction]:
 def param_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     """Return a checkpoint tensor as either kernel stores it."""
     key = node.attrs.exactly("key").text("key")
-    held = scene.parameters
-    get = held.linear if node.name in scene.weights else held.plain
-    return _known(get(key, scene.train), get(key, scene.infer))
+    return held(scene, key, linear=node.name in scene.weights)
 
 
 def _known(t: Cells, i: Cells) -> Known:
@@ -86,12 +89,12 @@ def embedding_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     key = scene.keys.get(node.inputs[0])
     if key is None:
         raise Rejection("rule/weight", "the table of an embedding must be a parameter")
-    t, i = (scene.parameters.plain(key, k) for k in (scene.train, scene.infer))
-    if not ids or len(t.shape) != 2 or max(ids) >= t.shape[0]:
+    table = held(scene, key, linear=False)
+    if not ids or len(table.t.shape) != 2 or max(ids) >= table.t.shape[0]:
         raise Rejection("graph/shape", "an embedding needs ids within a matrix")
-    width = t.shape[1]
+    width = table.t.shape[1]
     order = [k * width + j for k in ids for j in range(width)]
-    return _known(t.taken((len(ids), width), order), i.taken((len(ids), width), order))
+    return _moved(table, (len(ids), width), order)
 
 
 def _moved(x: Known, shape: Shape, order: Sequence[int]) -> Known:

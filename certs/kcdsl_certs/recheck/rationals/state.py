@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Array, Block, Node
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rationals import nearby
 from kcdsl_certs.recheck.rationals.cells import Cells, Pair, add, both, meet, nearest, sub, widened
 from kcdsl_certs.recheck.rationals.weights import RationalParameters
 from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
@@ -33,6 +34,19 @@ class Scene:
     keys: Mapping[str, str]
     weights: frozenset[str]
     region: tuple[Array | None, Array | None]
+    drift: tuple[Array, Array] | None = None
+    rho: Fraction = Fraction(0)
+
+
+def held(scene: Scene, key: str, *, linear: bool) -> Known:
+    """Return what both kernels store of a tensor, or of every θ' near it."""
+    stored = scene.parameters
+    if scene.rho:
+        kernels = scene.train, scene.infer
+        return Known(*nearby.both(*stored.singles(key), scene.rho, kernels, linear))
+    get = stored.linear if linear else stored.plain
+    t, i = get(key, scene.train), get(key, scene.infer)
+    return Known(t, i, both(i, t, sub))
 
 
 def reduce(t: Cells, i: Cells, d: Cells) -> Known:

@@ -52,6 +52,10 @@ class RationalParameters:
                 raise Rejection("parameter/digest", f"tensor {key!r} is not the one of the proof")
             self._values[key] = tensor.shape, [Fraction(v) for v in singles]
 
+    def singles(self, key: str) -> tuple[Shape, list[Fraction]]:
+        """Return the shape and the float32 numbers of a tensor."""
+        return self._values[key]
+
     def plain(self, key: str, kernel: Kernel) -> Cells:
         """Return a parameter that is no linear weight, as the kernel stores it."""
         shape, values = self._values[key]

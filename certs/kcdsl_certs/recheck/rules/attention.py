@@ -171,8 +171,12 @@ def softmax_rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) 
     return found
 
 
-def relative_rounding(kernel: Kernel, scores: Box, allowed: Bools) -> Floats:
+def relative_rounding(
+    kernel: Kernel, scores: Box, allowed: Bools, columns: int | None = None
+) -> Floats:
     """Return Θ_K of each row, the relative error before the cast of the probabilities.
+
+    The number of columns is that of the scores unless one is given.
 
     Row sums formed from probabilities rounded to a coarse format lose up to u_p of themselves and
     η_p at every column, measured against a sum that is at least about 1.
@@ -180,7 +184,7 @@ def relative_rounding(kernel: Kernel, scores: Box, allowed: Bools) -> Floats:
     Raises:
         Rejection: "bound/not-finite".
     """
-    n, u, form = scores.shape[-1], kernel.inner.u, kernel.probabilities
+    n, u, form = columns or scores.shape[-1], kernel.inner.u, kernel.probabilities
     top = np.where(allowed, scores.hi, -np.inf).max(axis=-1, keepdims=True)
     bottom = np.where(allowed, scores.lo, np.inf).min(axis=-1, keepdims=True)
     argument = u * box.add_up(top, -bottom)

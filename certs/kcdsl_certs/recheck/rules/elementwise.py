@@ -288,6 +288,14 @@ def rope(scene: Scene, node: Node, inputs: list[Value]) -> State:
     x, cos, sin = (numeric(value) for value in inputs)
     if x.shape[-1] % 2 or not (cos.t.point and cos.i.point and sin.t.point and sin.i.point):
         raise Rejection("rule/rope", "rope needs an even last dimension and known tables")
+    exact, errors = rotated(scene, x, cos, sin)
+    return settle(scene, node, exact, errors)
+
+
+def rotated(
+    scene: Scene, x: State, cos: State, sin: State
+) -> tuple[tuple[Box, Box, Box], tuple[Floats, Floats]]:
+    """Return the rotated boxes before they are stored, and E of both kernels; known tables."""
     turned = State(_rotate(x.t), _rotate(x.i), _rotate(x.d))
     y_t = box.add(box.mul(x.t, cos.t), box.mul(turned.t, sin.t))
     y_i = box.add(box.mul(x.i, cos.i), box.mul(turned.i, sin.i))
@@ -297,7 +305,7 @@ def rope(scene: Scene, node: Node, inputs: list[Value]) -> State:
         rope_error(scene.train, x.t, turned.t, cos.t.lo, sin.t.lo),
         rope_error(scene.infer, x.i, turned.i, cos.i.lo, sin.i.lo),
     )
-    return settle(scene, node, (y_t, y_i, box.add(by_cos, by_sin)), errors)
+    return (y_t, y_i, box.add(by_cos, by_sin)), errors
 
 
 def _rotate(x: Box) -> Box:

@@ -8,6 +8,7 @@ from kcdsl_certs.recheck import box, matrix_units, staircase
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.parameters import held
 from kcdsl_certs.recheck.rules.state import (
     Mask,
     Scene,
@@ -31,54 +32,56 @@ def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
     if key is None:
         raise Rejection("rule/weight", "the weight of a linear must be a parameter")
     x = numeric(inputs[0])
-    weights = scene.parameters.linear(key, scene.train), scene.parameters.linear(key, scene.infer)
-    if len(x.shape) < 2 or x.shape[-1] != weights[0].shape[1]:
+    weight = held(scene, key, linear=True)
+    if len(x.shape) < 2 or x.shape[-1] != weight.shape[1]:
         raise Rejection("graph/shape", "the input does not fit the weight")
-    bias = _bias(inputs[2:], weights[0].shape[0])
+    bias = _bias(scene, node, inputs, weight.shape[0])
     x_t, away_t = staircase.quantised(scene.train, x.t, quantisation(scene.train, x.t))
     x_i, away_i = staircase.quantised(scene.infer, x.i, quantisation(scene.infer, x.i))
     drift = box.add(x.d, box.sub(away_i, away_t))
     if (scene.train.activations[0], scene.infer.activations[0]) != ("none", "none"):
         drift = box.meet(drift, box.sub(x_i, x_t))
-    w_t, w_i = box.exact(weights[0].T), box.exact(weights[1].T)
+    w_t, w_i, w_d = (part.map(np.transpose) for part in (weight.t, weight.i, weight.d))
     products = box.matmul(x_t, w_t), box.matmul(x_i, w_i)
     y_t, y_i = box.add(products[0], bias[0]), box.add(products[1], bias[1])
-    d = box.add(box.matmul(drift, w_i), box.matmul(x_t, box.sub(w_i, w_t)))
-    d = box.add(d, box.sub(bias[1], bias[0]))
+    d = box.add(box.matmul(drift, w_i), box.matmul(x_t, w_d))
+    d = box.add(d, bias[2])
     sizes = (
-        _size(x_t, weights[0], bias[0].lo, y_t),
-        _size(x_i, weights[1], bias[1].lo, y_i),
+        _size(x_t, w_t, bias[0], y_t),
+        _size(x_i, w_i, bias[1], y_i),
     )
     biased = len(inputs) == 3
-    error_t = _error(scene.train, x_t, weights[0], sizes[0], products[0] if biased else None)
-    error_i = _error(scene.infer, x_i, weights[1], sizes[1], products[1] if biased else None)
+    error_t = _error(scene.train, x_t, w_t, sizes[0], products[0] if biased else None)
+    error_i = _error(scene.infer, x_i, w_i, sizes[1], products[1] if biased else None)
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, (y_t, y_i, d), (error_t, error_i), inner)
 
 
-def _bias(inputs: list[Value], outputs: int) -> tuple[Box, Box]:
-    """Return the bias of both kernels, which must be known numbers."""
-    if not inputs:
-        return box.zeros((outputs,)), box.zeros((outputs,))
-    bias = numeric(inputs[0])
-    if not (bias.t.point and bias.i.point):
+def _bias(scene: Scene, node: Node, inputs: list[Value], outputs: int) -> tuple[Box, Box, Box]:
+    """Return the bias of both kernels and its drift: known numbers, or a parameter."""
+    if len(inputs) < 3:
+        return box.zeros((outputs,)), box.zeros((outputs,)), box.zeros((outputs,))
+    bias = numeric(inputs[2])
+    if not (bias.t.point and bias.i.point) and node.inputs[2] not in scene.keys:
         raise Rejection("rule/weight", "the bias of a linear must be known")
     if bias.shape != (outputs,):
         raise Rejection("graph/shape", "the bias does not fit the weight")
-    return bias.t, bias.i
+    if bias.t.point and bias.i.point:
+        return bias.t, bias.i, box.sub(bias.i, bias.t)
+    return bias.t, bias.i, bias.d
 
 
-def _size(x: Box, weight: Floats, bias: Floats, y: Box) -> tuple[Floats, Floats]:
-    """Return the magnitudes of all terms, summed, and of their sum."""
-    terms = box.product_up(box.mag(x), box.lifted(np.abs(weight)).T)
-    return box.up(terms + box.lifted(np.abs(bias))), box.mag(y)
+def _size(x: Box, weight: Box, bias: Box, y: Box) -> tuple[Floats, Floats]:
+    """Return the magnitudes of all terms, summed, and of their sum; `weight` is [in, out]."""
+    terms = box.product_up(box.mag(x), box.mag(weight))
+    return box.up(terms + box.mag(bias)), box.mag(y)
 
 
 def _error(
-    kernel: Kernel, x: Box, weight: Floats, size: tuple[Floats, Floats], early: Box | None
+    kernel: Kernel, x: Box, weight: Box, size: tuple[Floats, Floats], early: Box | None
 ) -> Floats:
     """Return E of a linear; `early` is the product that may be stored before a bias is added."""
-    factors = box.mag(x), box.lifted(np.abs(weight)).T
+    factors = box.mag(x), box.mag(weight)
     error = summed(kernel, factors, size, dynamic=kernel.activations[0] != "none")
     if early is not None and not kernel.nearest and kernel.coarse:
         cast = kernel.compute.u * box.up(box.mag(early) + error) + kernel.compute.eta
@@ -86,17 +89,20 @@ def _error(
     return error
 
 
-def flushed(kernel: Kernel, left: Floats, right: Floats) -> Floats | float:
+def flushed(
+    kernel: Kernel, left: Floats, right: Floats, columns: int | None = None
+) -> Floats | float:
     """Return what kernels coarser than float32 lose by reading and storing subnormals as zero.
 
     Each operand, product and partial sum may lose up to 2^-126: an operand times what it meets.
     Where products are of codes, the product of both scales may be subnormal besides.
     """
-    scaled = left.shape[-1] * _FAINT_PRODUCT if kernel.activations[0] != "none" else 0.0
+    n = columns or left.shape[-1]
+    scaled = n * _FAINT_PRODUCT if kernel.activations[0] != "none" else 0.0
     if not kernel.coarse:
         return scaled
-    rows, columns = left.sum(axis=-1, keepdims=True), right.sum(axis=-2, keepdims=True)
-    lost = box.up((rows + columns + 2 * left.shape[-1] + 4) * (1 + _SMALL)) * _FLUSHED
+    sizes = left.sum(axis=-1, keepdims=True), right.sum(axis=-2, keepdims=True) * (columns or 1)
+    lost = box.up((sizes[0] + sizes[1] + 2 * n + 4) * (1 + _SMALL)) * _FLUSHED
     return box.up(lost + scaled)
 
 
@@ -108,19 +114,22 @@ def summed(
     extra: int = 0,
     before: int = 2,
     dynamic: bool = False,
+    columns: int | None = None,
 ) -> Floats:
     """Return what sums of products lose, flushing included.
 
     `factors` are magnitudes, `size` is S and mag(Y); `extra` and `before` count the roundings of
     partial sums beside one for each term, and those of terms. `dynamic`: the input is quantised.
+    With `columns` the left factor [..., 1] is the sum of so many, and the right one [1, ...] what
+    each of them meets at most.
 
     Raises:
         Rejection: as `accumulated`.
     """
-    n, unit = factors[0].shape[-1], matrix_units.unit_of(kernel, dynamic)
+    n, unit = columns or factors[0].shape[-1], matrix_units.unit_of(kernel, dynamic)
     if unit is None:
         error = accumulated(kernel, *size, n + extra, before)
-        return box.up(error + flushed(kernel, *factors))
+        return box.up(error + flushed(kernel, *factors, columns))
     count = matrix_units.instructions(unit, n, extra)
     steps = count[0] + extra + 1
     error = accumulated(kernel, *size, steps, before)
@@ -129,7 +138,7 @@ def summed(
     error = box.up(error + box.up(cut * (1 + 4 * steps * kernel.accumulate.u)))
     if not bool((size[0] + error <= kernel.accumulate.largest).all()):
         raise Rejection("bound/overflow", "a sum of a matrix unit may overflow")
-    return box.up(error + flushed(kernel, *factors))
+    return box.up(error + flushed(kernel, *factors, columns))
 
 
 def accumulated(kernel: Kernel, size: Floats, result: Floats, k: int, j: int) -> Floats:

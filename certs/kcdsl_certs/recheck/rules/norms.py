@@ -47,8 +47,8 @@ def _norm(scene: Scene, node: Node, inputs: list[Value], centred: bool) -> State
     n = x.shape[-1]
     if not eps >= 0 or (centred and n < 2):
         raise Rejection("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
-    weight = _affine(inputs[1:2], n, 1.0)
-    bias = _affine(inputs[2:3], n, 0.0)
+    weight = _affine(scene, node, inputs, 1, n)
+    bias = _affine(scene, node, inputs, 2, n)
     t, i = _side(x.t, eps, centred), _side(x.i, eps, centred)
     d_c = _centred(x.d) if centred else x.d
     d_y = _drift(t, i, d_c, n)
@@ -56,27 +56,31 @@ def _norm(scene: Scene, node: Node, inputs: list[Value], centred: bool) -> State
         _map(t.y, weight[0], bias[0]),
         _map(i.y, weight[1], bias[1]),
         box.add(
-            box.add(box.mul(weight[1], d_y), box.mul(box.sub(weight[1], weight[0]), t.y)),
-            box.sub(bias[1], bias[0]),
+            box.add(box.mul(weight[1], d_y), box.mul(weight[2], t.y)),
+            bias[2],
         ),
     )
     errors = (
-        _error(scene.train, x.t, t, weight[0].lo, bias[0].lo, centred),
-        _error(scene.infer, x.i, i, weight[1].lo, bias[1].lo, centred),
+        _error(scene.train, x.t, t, weight[0], bias[0], centred),
+        _error(scene.infer, x.i, i, weight[1], bias[1], centred),
     )
     return settle(scene, node, exact, errors)
 
 
-def _affine(values: list[Value], n: int, otherwise: float) -> tuple[Box, Box]:
-    if not values:
-        known = box.exact(np.full((n,), otherwise))
-        return known, known
-    state = numeric(values[0])
-    if not (state.t.point and state.i.point):
+def _affine(
+    scene: Scene, node: Node, values: list[Value], place: int, n: int
+) -> tuple[Box, Box, Box]:
+    """Return T, I and D of the weight (at 1) or bias (at 2) of a norm; 1 and 0 where absent."""
+    if len(values) <= place:
+        known = box.exact(np.full((n,), 1.0 if place == 1 else 0.0))
+        return known, known, box.zeros((n,))
+    state = numeric(values[place])
+    points = state.t.point and state.i.point
+    if not points and node.inputs[place] not in scene.keys:
         raise Rejection("rule/weight", "the weight and bias of a norm must be known")
     if state.shape != (n,):
         raise Rejection("graph/shape", "the weight of a norm does not fit its input")
-    return state.t, state.i
+    return state.t, state.i, box.sub(state.i, state.t) if points else state.d
 
 
 def _map(y: Box, weight: Box, bias: Box) -> Box:
@@ -159,9 +163,7 @@ def _omega(a: Floats, b: Floats) -> Floats:
     return (a * b) ** 2 / (a + b)
 
 
-def _error(
-    kernel: Kernel, x: Box, side: _Side, weight: Floats, bias: Floats, centred: bool
-) -> Floats:
+def _error(kernel: Kernel, x: Box, side: _Side, weight: Box, bias: Box, centred: bool) -> Floats:
     """Return the error inside the norm, the affine map included."""
     n, u = x.shape[-1], kernel.inner.u
     size = box.mag(x)
@@ -177,12 +179,12 @@ def _error(
     error = box.up(theta * y + box.up(from_c) * side.r.hi * (1 + theta))
     if kernel.coarse:
         error = box.up(error + kernel.compute.u * (y + error) + kernel.compute.eta)
-    scale = box.lifted(np.abs(weight))
+    scale = box.mag(weight)
     tiny = underflow(kernel)
     lost = np.where(y == 0, 0.0, tiny * scale)  # the product c·r may underflow before the weight
     # So may the product of inverse root and weight before it meets c, |c| ≤ 2 max|x|.
     lost = lost + 3 * tiny * size.max(axis=-1, keepdims=True)
-    parts = y * scale + error * scale + np.abs(bias)
+    parts = y * scale + error * scale + box.magnitude(bias)
     return box.up(error * scale + 3 * u * parts + tiny + lost, 16)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from kcdsl_certs.recheck.block import Block, Node
 from kcdsl_certs.recheck.box import Bools, Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import nearest
+from kcdsl_certs.recheck.sequences import Marks
 from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
 from kcdsl_certs.recheck.weights import Parameters
 
@@ -48,6 +50,7 @@ class Probabilities:
 
     `variation` is the total variation of each row; `rounding_t` and `rounding_i` are elementwise.
     `allowed` has the shape of the scores. `stored` is what anything but a context product reads.
+    Of any number of columns, `total` bounds either kernel's roundings of a row together.
     """
 
     star: State
@@ -56,6 +59,7 @@ class Probabilities:
     rounding_i: Floats
     allowed: Bools
     stored: State
+    total: tuple[Floats, Floats] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,8 +71,21 @@ Value = State | Mask | Probabilities
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Any number of rows up to `longest`: the marks of every node's dimensions, and what both
+    kernels hold of the tables of positions, by the node of their constant."""
+
+    longest: int
+    marks: Mapping[str, Marks]
+    tables: Mapping[str, State]
+
+
+@dataclass(frozen=True, slots=True)
 class Scene:
-    """Everything that the rules may read beside their inputs."""
+    """Everything that the rules may read beside their inputs.
+
+    With `rows` the graph stands for any number of rows, each of them in the box of the region.
+    """
 
     block: Block
     train: Kernel
@@ -78,6 +95,9 @@ class Scene:
     weights: frozenset[str]
     centre: Floats | None
     radius: Floats | None
+    rows: Rows | None = None
+    drift: Box | None = None  # how far apart what both kernels read may be (links of a chain)
+    rho: Fraction = Fraction(0)  # the region around the weights: every |θ' - θ| ≤ ρ|θ|
 
 
 def numeric(value: Value) -> State:

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.block import Array, Node
+from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.parameters import held, known, rows
 from kcdsl_certs.recheck.rules.state import Mask, Scene, State, Value, numeric, reduce, stored
 from kcdsl_certs.recheck.spec import FLOAT32, Kernel
 from kcdsl_certs.recheck.weights import plain
@@ -28,11 +29,23 @@ def source(scene: Scene, node: Node, inputs: list[Value]) -> State:
     node.attrs.exactly()
     if scene.centre is None or scene.radius is None or node.role:
         raise Rejection("rule/input", "a block on token ids has no block input")
-    x = Box(box.add_down(scene.centre, -scene.radius), box.add_up(scene.centre, scene.radius))
+    centre = scene.centre
+    if scene.rows is not None:
+        centre = np.broadcast_to(centre, node.shape)  # one row for all
+    x = Box(box.add_down(centre, -scene.radius), box.add_up(centre, scene.radius))
     if x.shape != scene.block.input_shape:
         raise Rejection("graph/shape", "the region does not have the input's shape")
+    if scene.drift is not None:
+        return _apart(scene, x, scene.drift)
     (t, wrong_t), (i, wrong_i) = _taken(scene.train, x), _taken(scene.infer, x)
     return reduce(t, i, box.sub(wrong_i, wrong_t))
+
+
+def _apart(scene: Scene, x: Box, drift: Box) -> State:
+    """Return an input that another block stored, and stored differently in either kernel."""
+    if drift.shape != x.shape or scene.rows is not None:
+        raise Rejection("graph/shape", "the drift does not have the input's shape")
+    return reduce(x, box.add(x, drift), drift)
 
 
 def _taken(kernel: Kernel, x: Box) -> tuple[Box, Box]:
@@ -48,17 +61,7 @@ def parameter(scene: Scene, node: Node, inputs: list[Value]) -> State:
     A tensor that is read as a linear weight alone stands as that; any other reader sees it plain.
     """
     key = node.attrs.exactly("key").text("key")
-    stored_as = scene.parameters
-    get = stored_as.linear if node.name in scene.weights else stored_as.plain
-    return known(get(key, scene.train), get(key, scene.infer))
-
-
-def known(t: Floats, i: Floats) -> State:
-    """Return the state of numbers that are known exactly."""
-    t_box, i_box = box.exact(t), box.exact(i)
-    if np.array_equal(t, i):
-        return State(t_box, i_box, box.exact(np.zeros(t.shape)))
-    return State(t_box, i_box, box.sub(i_box, t_box))
+    return held(scene, key, linear=node.name in scene.weights)
 
 
 def constant(scene: Scene, node: Node, inputs: list[Value]) -> Value:
@@ -71,10 +74,15 @@ def constant(scene: Scene, node: Node, inputs: list[Value]) -> Value:
         return Mask(np.frombuffer(array.data, dtype=np.bool_).reshape(array.shape))
     if array.dtype != "float32":
         raise Rejection("graph/field", f"constant {key[:80]!r} is neither float32 nor bool")
+    return table(array, key, scene.train, scene.infer)
+
+
+def table(array: Array, key: str, train: Kernel, infer: Kernel) -> State:
+    """Return a float32 array as both kernels store it."""
     values = np.frombuffer(array.data, dtype="<f4").astype(np.float64).reshape(array.shape)
     if not np.isfinite(values).all():
         raise Rejection("parameter/not-finite", f"constant {key[:80]!r} holds NaN or infinity")
-    return known(plain(values, scene.train.compute, key), plain(values, scene.infer.compute, key))
+    return known(plain(values, train.compute, key), plain(values, infer.compute, key))
 
 
 def embedding(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -87,8 +95,7 @@ def embedding(scene: Scene, node: Node, inputs: list[Value]) -> State:
         raise Rejection("graph/shape", "an embedding needs ids and a matrix")
     if int(ids.max()) >= scene.parameters.shape(key)[0]:
         raise Rejection("graph/field", "an id is beyond the table")
-    get = scene.parameters.plain
-    return known(get(key, scene.train)[ids], get(key, scene.infer)[ids])
+    return rows(held(scene, key, linear=False), ids)
 
 
 def reshape(scene: Scene, node: Node, inputs: list[Value]) -> Value:

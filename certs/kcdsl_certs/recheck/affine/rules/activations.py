@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.affine.ellipsoids import longest
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
 from kcdsl_certs.recheck.affine.reaches import together, until
 from kcdsl_certs.recheck.affine.remainder import Remainder
@@ -15,7 +16,7 @@ from kcdsl_certs.recheck.affine.rules.straight import norm_of
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT
 from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.box import Bools, Box, Floats
+from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.rules.elementwise import (
     GELU,
     SILU,
@@ -28,8 +29,6 @@ from kcdsl_certs.recheck.rules.elementwise import (
 from kcdsl_certs.recheck.rules.state import gamma, target
 
 Bend = Callable[[Box], Box]
-
-_SMALL = 2.0**-14  # up to this share of the linear part a remainder is worth no passes of its own
 
 
 def gelu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -85,9 +84,8 @@ def _activation(
     x = numeric(inputs[0])
     reference, wrong = _middle(*function.value(x.reference))
     slope, lean = _middle(*function.slope(x.reference))
-    worth = np.minimum(np.abs(reference), 1.0).sum(axis=-1, keepdims=True) * walk.negligible
-    x = until(walk, node.inputs[0], lambda form: _counts(walk, bend, slope, form, worth))
-    total = _total(walk, bend, x, worth)
+    x = until(walk, node, node.inputs[0])
+    total = _total(walk, node, bend, x)
     remainder = second_order(function, bend, x, slope, lean)
     carried = raised(np.abs(slope) * x.reach)
     value = image(function, x.box)
@@ -114,17 +112,6 @@ def _steepest(bend: Bend, x: Form) -> Floats:
     return box.mag(bend(x.box))
 
 
-def _counts(walk: Walk, bend: Bend, slope: Floats, x: Form, worth: Floats) -> Bools:
-    """Say of every row [..., 1] whether its remainder calls for passes of its own."""
-    return _large(bend, slope, x) & ~(_plain(walk, bend, x) <= worth)
-
-
-def _large(bend: Bend, slope: Floats, x: Form) -> Bools:
-    """Say of every row whether Σ K ρ²/2 exceeds a share of Σ |slope| ρ."""
-    second = (_steepest(bend, x) * x.reach**2 / 2).sum(axis=-1, keepdims=True)
-    return np.asarray(~(second <= _SMALL * (np.abs(slope) * x.reach).sum(axis=-1, keepdims=True)))
-
-
 def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
     """Return a bound of Σ K e²/2 in every row without passes: by ρ, and through the weight."""
     steepest = _steepest(bend, x)
@@ -134,7 +121,16 @@ def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
     if reach is None:
         return plain
     lengths = np.full(plain.shape, math.sqrt(reach.shape[-1]))
-    return np.minimum(plain, _through(x, steepest, reach, lengths))
+    plain = np.minimum(plain, _through(x, steepest, reach, lengths))
+    assert x.origin is not None
+    source = numeric(walk.forms[x.origin.source])
+    if source.place is None:
+        return plain
+    for row, shape in walk.tape.entries[source.place].ellipsoids.items():
+        size = longest(shape, np.sqrt(steepest[row])[:, None] * x.origin.weight)
+        found = _halved(size, x.origin.rest[row], steepest[row])
+        plain[row] = np.minimum(plain[row], raised(np.array(found)) + FAINT)
+    return plain
 
 
 def _below(walk: Walk, x: Form) -> Floats | None:
@@ -154,25 +150,30 @@ def _through(x: Form, steepest: Floats, scale: Floats, lengths: Floats) -> Float
     for row in np.ndindex(*x.shape[:-1]):
         root = np.sqrt(steepest[row])
         moved = norm_of(root[:, None] * origin.weight * scale[row], float(lengths[row][0]))
-        own = float(np.linalg.norm(root * origin.rest[row])) * (1 + 2.0**-40)
-        found[row] = (moved + own) ** 2 / 2
+        found[row] = _halved(moved, origin.rest[row], steepest[row])
     return raised(found) + FAINT
 
 
-def _total(walk: Walk, bend: Bend, x: Form, worth: Floats) -> Floats:
-    """Return a bound of Σ K e²/2 in every row: by the reach, or by a norm.
+def _halved(moved: float, rest: Floats, steepest: Floats) -> float:
+    """Return a bound of Σ K (e + o)²/2 with |√K e|₂ ≤ moved and |o| ≤ rest."""
+    own = float(np.linalg.norm(np.sqrt(steepest) * rest)) * (1 + 2.0**-40)
+    return (moved + own) ** 2 / 2
 
-    Where a norm counts both are taken: the writer took one of them.
-    """
+
+def _total(walk: Walk, node: Node, bend: Bend, x: Form) -> Floats:
+    """Return a bound of Σ K e²/2 in every row: by the reach, and by norms where they count."""
     steepest, total, reach = _steepest(bend, x), _plain(walk, bend, x), _below(walk, x)
-    counts = ~(total <= worth)
-    if reach is not None and counts.any():
+    if reach is not None:
         assert x.origin is not None
-        source, identity = numeric(walk.forms[x.origin.source]), np.eye(reach.shape[-1])
-        lengths = together(walk, source, counts, lambda _: identity)
-        total = np.minimum(total, _through(x, steepest, np.ones(reach.shape), lengths))
+        name, identity = x.origin.source, np.eye(reach.shape[-1])
+        needed = walk.chosen(node, name, "norm")
+        lengths = together(walk, numeric(walk.forms[name]), needed, lambda _: identity)
+        some = np.where(needed, lengths, 0.0)
+        through = _through(x, steepest, np.ones(reach.shape), some)
+        total = np.where(needed, np.minimum(total, through), total)
     root = raised(np.sqrt(steepest))
-    norm = together(walk, x, counts, lambda row: np.diag(root[row]))
+    needed = walk.chosen(node, node.inputs[0], "norm")
+    norm = together(walk, x, needed, lambda row: np.diag(root[row]))
     return np.minimum(total, raised(norm**2 / 2) + FAINT)
 
 

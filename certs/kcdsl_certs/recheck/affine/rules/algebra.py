@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from kcdsl_certs.recheck import box, staircase
+from kcdsl_certs.recheck.affine import cases
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
+from kcdsl_certs.recheck.affine.cases import Cases
 from kcdsl_certs.recheck.affine.form import (
     UNIT,
     Form,
@@ -19,8 +21,9 @@ from kcdsl_certs.recheck.affine.form import (
     product_up,
     raised,
 )
-from kcdsl_certs.recheck.affine.reaches import sharpened
+from kcdsl_certs.recheck.affine.reaches import until
 from kcdsl_certs.recheck.affine.rules import straight
+from kcdsl_certs.recheck.affine.rules.moves import around
 from kcdsl_certs.recheck.affine.rules.quantised import quantised
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry, Pull
@@ -33,6 +36,7 @@ from kcdsl_certs.recheck.rules.linear import (
     quantisation,
 )
 from kcdsl_certs.recheck.rules.linear import summed as rounding_of_sums
+from kcdsl_certs.recheck.rules.parameters import held
 from kcdsl_certs.recheck.rules.state import gamma, target
 
 
@@ -47,18 +51,23 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     before = numeric(inputs[0])
     if len(before.shape) < 2 or before.shape[-1] != weight.shape[1]:
         raise Rejection("graph/shape", "the input does not fit the weight")
-    bias = _bias(inputs[2:], weight.shape[0])
+    bias, around_bias = _bias(walk, node, inputs, weight.shape[0])
     x = _quantised(walk, before)
     n = weight.shape[1]
     size_w, turned = np.abs(weight), weight.T
     product = x.reference @ turned
     carried = product_up(x.reach, size_w.T) if x.place is not None else np.zeros(product.shape)
-    terms = product_up(x.size, box.lifted(size_w).T)
-    total = terms if bias is None else raised(terms + np.abs(bias))
+    spread = _spread(walk, key, weight)
+    pushed = np.zeros(product.shape) if spread is None else product_up(x.size, spread.T)
+    size_all = size_w if spread is None else raised(size_w + spread)
+    terms = product_up(x.size, box.lifted(size_all).T)
+    total = terms if bias is None else raised(terms + np.abs(bias) + around_bias)
     reference = product if bias is None else product + bias
     own = raised(total * gamma(n + 4, UNIT)) + FAINT
+    if spread is not None:  # all that other weights and biases make of the input
+        own = raised(own + pushed + around_bias)
     result = raised(np.abs(reference) + carried + own)
-    factors, sizes = (x.size, box.lifted(size_w).T), (box.lifted(total), box.lifted(result))
+    factors, sizes = (x.size, box.lifted(size_all).T), (box.lifted(total), box.lifted(result))
     error = rounding_of_sums(kernel, factors, sizes, dynamic=kernel.activations[0] != "none")
     if bias is not None and not kernel.nearest and kernel.coarse:
         early = np.abs(product) + carried + own + error
@@ -80,15 +89,27 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     return replace(form, origin=Origin(weight, node.inputs[0], rest, index))
 
 
-def _bias(inputs: list[Operand], outputs: int) -> Floats | None:
-    if not inputs:
+def _spread(walk: Walk, key: str, weight: Floats) -> Floats | None:
+    """Return how far other weights of the region may be from these; None without a region."""
+    if not walk.scene.rho:
         return None
-    bias = numeric(inputs[0])
-    if bias.place is not None:
+    wide = held(walk.scene, key, linear=True)
+    return around(weight, wide.t if walk.kernel is walk.scene.train else wide.i)
+
+
+def _bias(
+    walk: Walk, node: Node, inputs: list[Operand], outputs: int
+) -> tuple[Floats | None, Floats | float]:
+    """Return the bias, and how far that of other weights may be from it."""
+    if len(inputs) < 3:
+        return None, 0.0
+    bias = numeric(inputs[2])
+    moves = bool(walk.scene.rho) and node.inputs[2] in walk.scene.keys
+    if bias.place is not None and not moves:
         raise Rejection("rule/weight", "the bias of a linear must be known")
     if bias.shape != (outputs,):
         raise Rejection("graph/shape", "the bias does not fit the weight")
-    return bias.reference
+    return bias.reference, bias.reach if moves else 0.0
 
 
 def _quantised(walk: Walk, x: Form) -> Form:
@@ -132,7 +153,7 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = a.reference @ b.reference
     left, right = np.abs(a.reference), np.abs(b.reference)
     own = product_up(left, right) * gamma(n + 4, UNIT) + FAINT
-    rest, curved = _remainder(walk, node, context, reference)
+    rest, curved = _remainder(walk, node, context)
     a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
     by_a = product_up(a.reach, right) if a.place is not None else np.zeros(reference.shape)
     by_b = product_up(left, b.reach) if b.place is not None else np.zeros(reference.shape)
@@ -161,28 +182,39 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         raised(radius if curved else radius + rest),
         bent=rest if curved else None,
         curved=curved,
+        cases=_in_cases(a, b, raised(own + error)) if context else None,
     )
-    return settle(walk, formed, target(kernel, node), kernel.accumulate)
+    region = walk.tape.region
+    tight = context and region is not None and bool(region.any())
+    return settle(walk, formed, target(kernel, node), kernel.accumulate, tight=tight)
 
 
-def _remainder(
-    walk: Walk, node: Node, context: bool, reference: Floats
-) -> tuple[Floats, tuple[Curve, ...]]:
+def _in_cases(p: Form, v: Form, error: Floats) -> Cases | None:
+    """Return p @ v ± error in the cases of the probabilities, where these are steps."""
+    choices = None if p.steps is None else p.steps.choices
+    if choices is None:
+        return None
+    left = cases.room(error.shape) - int(math.log2(len(choices.lo)))
+    worth = np.abs(v.reference).sum(axis=-1)[..., None, :]
+    return cases.product(cases.chosen(choices, worth, left), v.box, error)
+
+
+def _remainder(walk: Walk, node: Node, context: bool) -> tuple[Floats, tuple[Curve, ...]]:
     """Return an elementwise bound of e_a e_b, and a bound of its functionals where there is one."""
     a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     if a.place is None or b.place is None:
         return np.zeros(shape), ()
-    worth = walk.negligible * float(np.abs(reference).sum())
     if context:
         rest = product_up(a.reach, b.reach)
         values = straight.values(walk, b, shape)
-        if values is not None and not float(rest.sum()) <= worth:
+        if values is not None and walk.chosen(node, node.inputs[1], "product").any():
             return rest, (straight.context_curve(a.reach, values, rest),)
         return rest, ()
-    finer = straight.scores(walk, a, b, shape, worth) if node.role == "scores" else None
+    finer = straight.scores(walk, node, shape) if node.role == "scores" else None
     if finer is None:
-        sharpened(walk, node, product_up, worth)
+        for name in node.inputs:
+            until(walk, node, name)
     a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
     rest = product_up(a.reach, b.reach)
     return (rest if finer is None else np.minimum(rest, finer)), ()

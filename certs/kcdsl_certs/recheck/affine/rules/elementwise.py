@@ -9,7 +9,7 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded, merged, summed
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
-from kcdsl_certs.recheck.affine.reaches import sharpened
+from kcdsl_certs.recheck.affine.reaches import until
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Pull
 from kcdsl_certs.recheck.block import Node
@@ -46,7 +46,8 @@ def mul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     a, b = numeric(inputs[0]), numeric(inputs[1])
     reference = a.reference * b.reference
     if a.shape == b.shape:
-        sharpened(walk, node, np.multiply, walk.negligible * float(np.abs(reference).sum()))
+        for name in node.inputs:
+            until(walk, node, name)
         a, b = (numeric(walk.forms[name]) for name in node.inputs)
     carried = raised(a.reach * np.abs(b.reference) + np.abs(a.reference) * b.reach)
     rest = a.reach * b.reach

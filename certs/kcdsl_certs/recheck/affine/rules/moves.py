@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, known, nu
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
 from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules import structural
 from kcdsl_certs.recheck.rules.state import Mask, State, gamma, target
@@ -31,11 +33,34 @@ def source(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         raise Rejection("rule/input", "a block on token ids has no block input")
     if centre.shape != walk.scene.block.input_shape:
         raise Rejection("graph/shape", "the region does not have the input's shape")
+    if walk.scene.drift is not None:
+        return _apart(walk, centre, region, walk.scene.drift)
     form = target(walk.kernel, node)
     if form.precision >= FLOAT32.precision:
         return Form(centre, region, 0)
     formed = Formed(centre, region, ((0, lambda a: a),), np.zeros(centre.shape))
     return settle(walk, formed, form, FLOAT32)
+
+
+def _apart(walk: Walk, centre: Floats, region: Floats, drift: Box) -> Form:
+    """Return an input that another block stored: x, or x + e in the kernel that reads with drift.
+
+    e is known within its box alone, so its radius is an error of this entry.
+    """
+    if drift.shape != centre.shape:
+        raise Rejection("graph/shape", "the drift does not have the input's shape")
+    if not walk.moved:
+        return Form(centre, region, 0)
+    middle, half = box.midpoint(drift)
+    shifted = box.add(box.exact(centre), box.exact(middle))
+    reference, slip = box.midpoint(shifted)
+    radius = np.zeros(centre.shape)
+    for more in (half, slip):
+        radius = radius if more is None else radius + more
+    radius = raised(radius)
+    reach = raised(region + radius)
+    place = walk.tape.add(Entry(reach, ((0, lambda a: a),), radius))
+    return Form(reference, reach, place)
 
 
 def leaf(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
@@ -45,19 +70,36 @@ def leaf(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
         "constant": structural.constant,
         "embedding": structural.embedding,
     }[node.op]
-    value = rule(walk.scene, node, [])
+    value = rule(replace(walk.scene, rho=Fraction(0)), node, [])
     if isinstance(value, Mask):
         return value
     if not isinstance(value, State):
         raise Rejection("internal", "a leaf without a value")
-    mine = value.t if walk.kernel is walk.scene.train else value.i
-    return known(mine.lo)
+    first = walk.kernel is walk.scene.train
+    found = (value.t if first else value.i).lo
+    if not walk.scene.rho or node.op == "constant":
+        return known(found)
+    wide = rule(walk.scene, node, [])
+    if not isinstance(wide, State):
+        raise Rejection("internal", "a leaf without a value")
+    radius = around(found, wide.t if first else wide.i)
+    return Form(found, radius, walk.tape.add(Entry(radius, (), radius)))
+
+
+def around(centre: Floats, wide: Box) -> Floats:
+    """Return how far the numbers in a box may be from those known."""
+    far = np.maximum(box.add_up(wide.hi, -centre), box.add_up(centre, -wide.lo))
+    return np.asarray(raised(np.maximum(far, 0.0)))
 
 
 def reshape(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     """Return the same elements in another shape."""
     shape, before = _shape(node), inputs[0].shape
-    return _moved(walk, inputs[0], lambda v: v.reshape(shape), lambda a: reshaped(a, shape, before))
+    value = inputs[0]
+    form = _moved(walk, value, lambda v: v.reshape(shape), lambda a: reshaped(a, shape, before))
+    if isinstance(form, Mask) or isinstance(value, Mask) or value.cases is None:
+        return form
+    return replace(form, cases=value.cases.shaped(shape))
 
 
 def expand(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
@@ -80,7 +122,11 @@ def permute(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     dims = [d % rank for d in stated if d < rank]
     if sorted(dims) != list(range(rank)) or len(stated) != rank:
         raise Rejection("graph/field", "'dims' must be an order of the dimensions")
-    return _moved(walk, inputs[0], lambda v: np.transpose(v, dims), lambda a: permuted(a, dims))
+    value = inputs[0]
+    form = _moved(walk, value, lambda v: np.transpose(v, dims), lambda a: permuted(a, dims))
+    if isinstance(form, Mask) or isinstance(value, Mask) or value.cases is None:
+        return form
+    return replace(form, cases=value.cases.turned(dims))
 
 
 def slice_(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from kcdsl_certs.recheck.affine import reaches
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
+from kcdsl_certs.recheck.affine.ellipsoids import extent_along, longest
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Pull, Share
@@ -21,8 +21,6 @@ from kcdsl_certs.recheck.rules.state import gamma, target
 from kcdsl_certs.recheck.spec import Kernel
 
 _FARTHEST = 0.9  # the largest move along the row, relatively
-_EARLY = 2.0**-10  # passes that stop at the norm before are made so much earlier
-_SMALL = 2.0**-11  # moves along the row worth no norms
 _MOST_WRONG = 2.0**-20
 
 
@@ -70,9 +68,11 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     n = x.shape[-1]
     if not eps >= 0 or (centred and n < 2):
         raise Rejection("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
-    gain, bias = _known(inputs[1:2], n, 1.0), _known(inputs[2:3], n, 0.0)
+    gain, around_gain = _known(walk, node, inputs, 1, n)
+    bias, around_bias = _known(walk, node, inputs, 2, n)
     at = _reference(x, eps, centred)
-    moved = _drift(walk, node.inputs[0], x, at, centred)
+    before = walk.tape.cut
+    moved = _drift(walk, node, x, at, centred)
     reference = at.y * gain + bias
     size_g, size_y = np.abs(gain), np.abs(at.y)
     sides = 1 + moved.chi
@@ -99,6 +99,9 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     tiny = underflow(walk.kernel)
     largest = x.size.max(axis=-1, keepdims=True)
     last = last + tiny * (1 + size_g + 3 * largest)
+    if walk.scene.rho:  # what other gains and biases make of the normalised number, rounded
+        others = raised(y_mag + whole) * around_gain + around_bias
+        last = raised(last + others * (1 + 4 * walk.kernel.inner.u) + tiny * around_gain)
     radius = raised(own + element + size_g * inner.element + last + FAINT)
     share = Share(raised(moved.chi), raised(size_g * tangent * moved.chi))
     bent = raised(size_g * (size_y * by_y + inner.mean) + share.otherwise)
@@ -119,18 +122,26 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     form = settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
     place = form.place if centred else x.place
     walk.tape.cut = walk.tape.cut if place is None else place
+    rows = walk.chosen(node, node.inputs[0], "ellipsoid", before)
+    if centred and form.place is not None and x.place is not None and rows.any():
+        reaches.surround(walk, form.place, form.shape, rows, x.place)
     return form
 
 
-def _known(values: list[Operand], n: int, otherwise: float) -> Floats:
-    if not values:
-        return np.full((n,), otherwise)
-    form = numeric(values[0])
-    if form.place is not None:
+def _known(
+    walk: Walk, node: Node, values: list[Operand], place: int, n: int
+) -> tuple[Floats, Floats]:
+    """Return the weight (at 1) or bias (at 2) of a norm, and how far others may be from it."""
+    nothing = np.zeros((n,))
+    if len(values) <= place:
+        return np.full((n,), 1.0 if place == 1 else 0.0), nothing
+    form = numeric(values[place])
+    moves = bool(walk.scene.rho) and node.inputs[place] in walk.scene.keys
+    if form.place is not None and not moves:
         raise Rejection("rule/weight", "the weight and bias of a norm must be known")
     if form.shape != (n,):
         raise Rejection("graph/shape", "the weight of a norm does not fit its input")
-    return form.reference
+    return form.reference, form.reach if moves else nothing
 
 
 def _reference(x: Form, eps: float, centred: bool) -> _Reference:
@@ -155,12 +166,13 @@ def _reference(x: Form, eps: float, centred: bool) -> _Reference:
     return _Reference(c, v, r, y, wrong_c, wrong_y, wrong)
 
 
-def _drift(walk: Walk, name: str, x: Form, at: _Reference, centred: bool) -> _Drift:
+def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _Drift:
     """Return how far the row moves: δ from unit functionals, μ from one functional per row.
 
     Raises:
         Rejection: "bound/not-finite".
     """
+    name = node.inputs[0]
     if x.place is None or not x.reach.any():
         none = np.zeros(at.v.shape)
         return _Drift(np.zeros(x.shape), none, none, none)
@@ -169,22 +181,32 @@ def _drift(walk: Walk, name: str, x: Form, at: _Reference, centred: bool) -> _Dr
     delta = raised(x.reach + usual)
     wide = raised(_mean((np.abs(at.c) + at.wrong_c) * delta) / least)
     along = wide
-    for floor in walk.tape.floors:
-        early = _EARLY if floor else 1.0
-        needed = ~(along <= math.sqrt(walk.negligible) * early)
-        if not needed.any():
-            continue
-        if centred:
-            delta = np.minimum(delta, reaches.centred(walk, x, needed, floor))
-        else:
-            x = reaches.tight(walk, name, x, needed, floor)
-            delta = np.minimum(delta, x.reach)
+
+    def lower(found: Floats, needed: Bools) -> None:
+        nonlocal delta, along
+        delta = np.minimum(delta, found)
         wide = raised(_mean((np.abs(at.c) + at.wrong_c) * delta) / least)
-        found = raised(_along(walk, x, at, needed, centred, floor) / least)
-        along = np.minimum(along, np.minimum(wide, found))
+        directed = raised(_along(walk, x, at, needed, centred) / least)
+        along = np.minimum(along, np.minimum(wide, directed))
+
+    cut = walk.tape.cut
+    needed = walk.chosen(node, name, "ellipsoid", cut)
+    if needed.any() and x.place:
+        reaches.surround(walk, x.place, x.shape, needed, cut)
+        found = _within(walk, x, centred)
+        if not centred:
+            x = reaches.kept(walk, name, np.minimum(x.reach, found))
+        lower(found, needed)
+    needed = walk.chosen(node, name, "deviations" if centred else "reach")
+    if needed.any():
+        if centred:
+            lower(reaches.centred(walk, x, needed), needed)
+        else:
+            x = reaches.tight(walk, node, name, 0)
+            lower(x.reach, needed)
     if not bool((along < _FARTHEST).all()):
         raise Rejection("bound/not-finite", "the input of a norm moves too far along itself")
-    square = _square(walk, x, delta, ~(along <= _SMALL), centred)
+    square = _square(walk, x, delta, walk.chosen(node, name, "norm"), centred)
     z = raised(square / (least * (1 - along) ** 2))
     shrink = raised(z / (1 + z + np.sqrt(1 + z)))
     chi = raised(np.maximum(along / (1 - along), (along + shrink) / (1 + along)))
@@ -197,15 +219,29 @@ def _mean(values: Floats) -> Floats:
     return raised(values.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT)) + FAINT
 
 
-def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool, floor: int) -> Floats:
+def _within(walk: Walk, x: Form, centred: bool) -> Floats:
+    """Return bounds of |δ| from the ellipsoids of rows, infinite in other rows."""
+    assert x.place is not None
+    found = np.full(x.shape, np.inf)
+    for row, shape in walk.tape.entries[x.place].ellipsoids.items():
+        found[row] = extent_along(shape, _centring(x.shape[-1], centred))
+    usual = _mean(x.reach) if centred else 0.0
+    return raised(found + 4 * UNIT * (x.reach + usual))
+
+
+def _centring(n: int, centred: bool) -> Floats:
+    return np.eye(n) - 1 / n if centred else np.eye(n)
+
+
+def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool) -> Floats:
     """Return a bound of |mean(c·δ)| = |mean(c·e)|, by one reverse pass in the rows needed."""
     n = x.shape[-1]
     functional = at.c / n
     if centred:
         functional = functional - functional.mean(axis=-1, keepdims=True)
     mean = (np.abs(functional) * x.reach).sum(axis=-1, keepdims=True)
-    for row in np.ndindex(*x.shape[:-1]) if needed.any() else ():
-        mean[row] = reaches.along(walk, x, row, functional[row][None], floor)
+    for row in reaches.rows(needed):
+        mean[row] = reaches.along(walk, x, row, functional[row][None])
     # the functional is off by the error of c and by its own roundings
     size = np.abs(functional) + at.wrong_c / n
     blur = (at.wrong_c + at.wrong_c.mean(axis=-1, keepdims=True)) / n * (1 + 2.0**-30)
@@ -216,11 +252,19 @@ def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool, fl
 def _square(walk: Walk, x: Form, delta: Floats, needed: Bools, centred: bool) -> Floats:
     """Return a bound of mean(δ²): from |δ|, or from the norm of all elements together."""
     n = x.shape[-1]
-    functionals = np.eye(n) - 1 / n if centred else np.eye(n)
+    functionals = _centring(n, centred)
     norm = reaches.together(walk, x, needed, lambda _: functionals)
     # 1/n is rounded
     norm = norm + 4 * UNIT * (x.reach.sum(axis=-1, keepdims=True) if centred else 0.0)
-    return np.minimum(_mean(delta**2), raised(norm**2 / n) + FAINT)
+    square = np.minimum(_mean(delta**2), raised(norm**2 / n) + FAINT)
+    if x.place is None:
+        return square
+    for row, shape in walk.tape.entries[x.place].ellipsoids.items():
+        size = longest(shape, functionals)
+        if centred:
+            size += 4 * UNIT * float(x.reach[row].sum()) * n
+        square[row] = np.minimum(square[row], raised(np.array(size**2 / n)) + FAINT)
+    return square
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.affine import reaches
+from kcdsl_certs.recheck.affine import cases, reaches
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
-from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
+from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Steps, Walk, numeric, raised
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
 from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.box import Bools, Floats
+from kcdsl_certs.recheck.box import Bools, Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.attention import (
     ZETA,
     allowed_columns,
+    probabilities,
     relative_rounding,
     softmax_rounding,
 )
@@ -37,7 +39,7 @@ def softmax(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     p, wrong = _reference(scores.reference, allowed)
     n = p.shape[-1]
     usual = _row(p * scores.reach)
-    c = _centred(walk, scores, p, wrong, allowed)
+    c = _centred(walk, node, p, wrong, allowed)
     if not bool((c < _FARTHEST).all()):
         raise Rejection("bound/not-finite", "the scores of a softmax drift too far")
     g = _second_order(c)
@@ -74,7 +76,20 @@ def softmax(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     )
     fused = walk.kernel.fused
     form = settle(walk, formed, walk.kernel.probabilities, walk.kernel.inner, rounds=not fused)
-    return Form(form.reference, form.reach, form.place, None, allowed)
+    steps = None if form.steps is None else _chosen(scores, form, form.steps, allowed, error)
+    return replace(form, allowed=allowed, steps=steps)
+
+
+def _chosen(scores: Form, form: Form, steps: Steps, allowed: Bools, error: Floats) -> Steps:
+    """Return what is stored as well in every case of the scores, where these are steps."""
+    one = scores.box
+    around = Box(one.lo[None], one.hi[None])
+    if scores.steps is not None:
+        most = min(cases.SCORES, cases.room(form.shape))
+        found = cases.chosen(scores.steps.ends.in_one_case(), form.reference, most)
+        around = Box(found.lo, found.hi)
+    formed = box.widen(probabilities(around, allowed), error)
+    return replace(steps, choices=steps.ends.within(formed))
 
 
 def _reference(scores: Floats, allowed: Bools) -> tuple[Floats, Floats]:
@@ -88,21 +103,22 @@ def _reference(scores: Floats, allowed: Bools) -> tuple[Floats, Floats]:
     return p, np.broadcast_to(wrong, p.shape)
 
 
-def _centred(walk: Walk, scores: Form, p: Floats, wrong: Floats, allowed: Bools) -> Floats:
+def _centred(walk: Walk, node: Node, p: Floats, wrong: Floats, allowed: Bools) -> Floats:
     """Return c ≥ |e - p·e| over the allowed columns, 0 elsewhere."""
+    scores = numeric(walk.forms[node.inputs[0]])
     usual = _row(p * scores.reach)
     plain = raised(scores.reach + usual)
     if scores.place is None or not scores.reach.any():
         return np.where(allowed, plain, 0.0)
     found = plain.copy()
     for floor in walk.tape.floors:
-        needed = np.where(allowed, found, 0.0) > math.sqrt(walk.negligible)
-        for row in np.ndindex(*p.shape[:-1]) if needed.any() else ():
+        for row in reaches.rows(walk.chosen(node, node.inputs[0], "deviations", floor)):
             columns = np.flatnonzero(allowed[row])
+            some: tuple[int | NDArray[np.intp], ...] = (*row, columns)
             functionals = np.zeros((columns.size, p.shape[-1]))
             functionals[np.arange(columns.size), columns] = 1.0
             bounds = reaches.along(walk, scores, row, functionals - p[row], floor)
-            found[(*row, columns)] = np.minimum(found[(*row, columns)], bounds)
+            found[some] = np.minimum(found[some], bounds)
     found = raised(found + 4 * wrong * (scores.reach + usual) + FAINT)
     single = allowed.sum(axis=-1, keepdims=True) == 1
     return np.where(allowed & ~single, np.minimum(found, plain), 0.0)

@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, Row, longest
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Origin, Walk, numeric, product_up
 from kcdsl_certs.recheck.affine.reaches import until
 from kcdsl_certs.recheck.affine.spectrum import largest
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry
-from kcdsl_certs.recheck.box import Bools, Floats
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Floats
 from kcdsl_certs.recheck.rules.state import gamma
 
 
@@ -29,6 +31,8 @@ class Straight:
     reach: Floats
     rest: Floats
     source: str
+    rows: list[list[Row]]
+    ellipsoids: Ellipsoids
 
 
 def radius_of(entry: Entry) -> Floats:
@@ -45,9 +49,13 @@ def _split(walk: Walk, origin: Origin, index: NDArray[np.int64]) -> Straight | N
     rows, columns = index // outputs, index % outputs
     if (rows != rows[..., :1]).any() or (columns != columns[:, :1]).any():
         return None
-    reach = numeric(walk.forms[origin.source]).reach.reshape(-1, origin.weight.shape[1])
+    source = numeric(walk.forms[origin.source])
+    reach = source.reach.reshape(-1, origin.weight.shape[1])
     weight, rest = origin.weight[columns[:, 0]], origin.rest[rows, columns]
-    return Straight(weight, reach[rows[..., 0]], rest, origin.source)
+    known = {} if source.place is None else walk.tape.entries[source.place].ellipsoids
+    places = list(np.ndindex(*source.shape[:-1]))
+    named = [[places[i] for i in head] for head in rows[..., 0]]
+    return Straight(weight, reach[rows[..., 0]], rest, origin.source, named, known)
 
 
 def values(walk: Walk, v: Form, shape: tuple[int, ...]) -> Straight | None:
@@ -57,31 +65,21 @@ def values(walk: Walk, v: Form, shape: tuple[int, ...]) -> Straight | None:
     return _split(walk, v.origin, v.origin.index)
 
 
-def scores(walk: Walk, q: Form, k: Form, shape: tuple[int, ...], worth: float) -> Floats | None:
+def scores(walk: Walk, node: Node, shape: tuple[int, ...]) -> Floats | None:
     """Return a bound of |e_q e_k| of a score product [heads, T, d] @ [heads, d, T'].
 
-    What both were made of is tightened while the sum of the bound exceeds `worth`.
+    What both were made of is made tight first.
     """
+    q, k = (numeric(walk.forms[name]) for name in node.inputs)
     if q.origin is None or k.origin is None or not q.shape[0] == k.shape[0] == shape[0]:
         return None
     if len(shape) != 3:
         return None
-
-    def bound() -> Floats | None:
-        assert q.origin is not None
-        assert k.origin is not None
-        left = _split(walk, q.origin, q.origin.index)
-        right = _split(walk, k.origin, k.origin.index.swapaxes(-1, -2))
-        return None if left is None or right is None else _second_order(left, right)
-
-    def counts(source: Form) -> Bools:
-        found = bound()
-        some = found is not None and not float(found.sum()) <= worth
-        return np.full((*source.shape[:-1], 1), some)
-
     for name in dict.fromkeys((q.origin.source, k.origin.source)):
-        until(walk, name, counts)
-    return bound()
+        until(walk, node, name)
+    left = _split(walk, q.origin, q.origin.index)
+    right = _split(walk, k.origin, k.origin.index.swapaxes(-1, -2))
+    return None if left is None or right is None else _second_order(left, right)
 
 
 def _second_order(left: Straight, right: Straight) -> Floats:
@@ -92,16 +90,21 @@ def _second_order(left: Straight, right: Straight) -> Floats:
         size_q, size_k = np.abs(w_q), np.abs(w_k)
         middle = np.abs(w_q.T @ w_k) + gamma(w_q.shape[0] + 4, UNIT) * (size_q.T @ size_k) * 2
         far = product_up(product_up(left.reach[h], middle + FAINT), right.reach[h].T)
-        far = np.minimum(far, np.outer(_norms(w_q, left.reach[h]), _norms(w_k, right.reach[h])))
+        far = np.minimum(far, np.outer(_norms(left, h), _norms(right, h)))
         by_q = product_up(left.reach[h], size_q.T) + left.rest[h]
         by_k = product_up(right.reach[h], size_k.T)
         found[h] = far + product_up(by_q, right.rest[h].T) + product_up(left.rest[h], by_k.T)
     return np.asarray(found * (1 + 2.0**-40))
 
 
-def _norms(weight: Floats, reach: Floats) -> Floats:
-    """Return bounds [T] of |W e|₂ for |e| ≤ reach [T, n]."""
-    return np.array([norm_of(weight * row, math.sqrt(weight.shape[1])) for row in reach])
+def _norms(operand: Straight, h: int) -> Floats:
+    """Return bounds [T] of |W_h e|₂, by the reach of e and by its ellipsoids."""
+    weight = operand.weight[h]
+    found = [norm_of(weight * row, math.sqrt(weight.shape[1])) for row in operand.reach[h]]
+    for t, row in enumerate(operand.rows[h]):
+        if row in operand.ellipsoids:
+            found[t] = min(found[t], longest(operand.ellipsoids[row], weight))
+    return np.array(found)
 
 
 def norm_of(matrix: Floats, size: float) -> float:

@@ -1,0 +1,278 @@
+"""Bound a case link by link (docs/chains.md): each on what the one before may return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from kcdsl.diagnostics.places import at
+from kcdsl.model.graph import BlockGraph
+from kcdsl.route.goals import Goal
+from kcdsl.verdict.outcome import CaseOutcome, LinkOutcome
+from kcdsl_backends.certifier.bounding import Bounded, Stated, bound_stated
+from kcdsl_backends.certifier.cache import DAMAGE, ENTRY_SCHEMA, Found, decode, encode, key_of
+from kcdsl_backends.certifier.cases import Case, region_of
+from kcdsl_backends.certifier.cutting import links_of
+from kcdsl_backends.certifier.linking import Interface, Linked, LinkProblem, Output, link_case
+from kcdsl_backends.certifier.proof import Contents, ProofBuilder
+from kcdsl_backends.certifier.work import BoundedCase, Station
+from kcdsl_backends.certifier.workshop import claim_margin
+from kcdsl_backends.interval.errors import NoBound
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTask:
+    """Bound one case of a goal by a chain."""
+
+    goal: Goal
+    case: Case
+
+    def run(self, station: Station) -> tuple[BoundedCase, Found | None]:
+        """Bound every link in order, or take what an earlier run found of it."""
+        with at(self.goal.span):
+            case = self.case.on(station.shop.device)
+            reason = _unchainable(self.goal, case)
+            if reason is not None:
+                return _without(case, reason), None
+            whole = station.shop.problem(self.goal.block, case.tokens).graph
+            links = links_of(station.shop.model, whole)
+            if len(links) < 2:
+                return _without(case, f"block {whole.block!r} does not fall apart into links"), None
+            walk = _Walk(station, self.goal, case, whole, links)
+            answer = walk.walk()
+            if walk.reused and not _settled(self.goal, answer.bounded.outcome):
+                walk = _Walk(station, self.goal, case, whole, links, afresh=True)
+                answer = walk.walk()
+            return answer, walk.found
+
+
+def _settled(goal: Goal, outcome: CaseOutcome) -> bool:
+    """Say whether a case is decided, so that nothing is gained by tighter interfaces."""
+    return bool(outcome.stable) if goal.functional == "no_flip" else goal.admits(outcome.bound)
+
+
+def _unchainable(goal: Goal, case: Case) -> str | None:
+    """Return why a case has no chain; None if it may have one."""
+    if case.longest is not None:
+        return "links have one length; the region has any"
+    if goal.weights:
+        return "links are of one checkpoint; the region is also one around the weights"
+    return None
+
+
+def _without(case: Case, reason: str, links: tuple[LinkOutcome, ...] = ()) -> BoundedCase:
+    outcome = CaseOutcome(case.name, len(case.tokens), math.inf, reason=reason, links=links)
+    return BoundedCase(Bounded(outcome), None)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """A case on its way through its links: what was found of them, and what stands in the proof.
+
+    Where the output of a link still fits into the interface that an earlier run made of it, this is
+    taken again (`reused`), unless `afresh`: then the links behind it are what they were.
+    """
+
+    station: Station
+    goal: Goal
+    case: Case
+    whole: BlockGraph
+    links: tuple[BlockGraph, ...]
+    afresh: bool = False
+    outcomes: list[LinkOutcome] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    damaged: bool = False
+    reused: bool = False
+
+    @property
+    def _builder(self) -> ProofBuilder:
+        """Return an empty proof of the goal."""
+        return self.station.builder(self.goal)
+
+    @property
+    def found(self) -> Found | None:
+        """Return what the cache had: every link, or not; None where there is no cache."""
+        if self.station.cache is None:
+            return None
+        if self.damaged:
+            return Found.DAMAGED
+        return Found.HIT if all(link.cached for link in self.outcomes) else Found.ABSENT
+
+    def walk(self) -> BoundedCase:
+        """Return the bound of the last link, and the chain that proves it."""
+        entering = Interface(self.case.centre, self.case.radius)
+        for number, graph in enumerate(self.links[:-1]):
+            try:
+                linked = self._inner(graph, entering)
+            except NoBound as no:
+                place = f"link {number + 1} of {len(self.links)}, {graph.block}"
+                return _without(self.case, f"{place}: {no}", tuple(self.outcomes))
+            region = {} if number == 0 else {"region": entering.region()}
+            output = {"output": linked.output.to_json()}
+            head = {"name": graph.block, "graph": graph.digest}
+            self.records.append({**head, **region, **linked.stated, **output})
+            entering = self._interface(number, linked.output)
+        bounded, claim, stated = self._last(self.links[-1], entering)
+        links = tuple(self.outcomes)
+        outcome = replace(bounded.outcome, name=self.case.name, links=links)
+        if stated is None:
+            return BoundedCase(Bounded(outcome), None)
+        head = {"name": self.links[-1].block, "graph": self.links[-1].digest}
+        self.records.append({**head, "region": entering.region(), **stated})
+        return BoundedCase(replace(bounded, outcome=outcome), self._contents(claim))
+
+    def _interface(self, number: int, output: Output) -> Interface:
+        """Return the interface behind a link: that of an earlier run if the output fits into it."""
+        cache, shop = self.station.cache, self.station.shop
+        fresh = output.interface()
+        if cache is None:
+            return fresh
+        key = key_of(
+            {
+                "what": "interface",
+                "schema": ENTRY_SCHEMA,
+                "rules": self.station.setting.rules,
+                "whole": self.whole.digest,
+                "case": self.case.name,
+                "kind": self.goal.region.kind.value,
+                "radius": str(self.goal.region.radius),
+                "link": number,
+                "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
+            }
+        )
+        found, value = cache.read(key)
+        if found is Found.HIT and not self.afresh:
+            try:
+                kept: Interface = decode(value, (Interface,)).on(shop.device)
+                if output.fits(kept):
+                    self.reused |= kept.digest != fresh.digest
+                    return kept
+            except DAMAGE:
+                self.damaged = True
+        cache.write(key, encode(fresh))
+        return fresh
+
+    def _inner(self, graph: BlockGraph, entering: Interface) -> Linked:
+        """Bound a link that another one follows."""
+        shop = self.station.shop
+        kept = self._kept(graph, entering, {}, (Linked, Output))
+        if isinstance(kept, Linked):
+            linked = Linked(kept.claim, _on(kept.output, self.station), kept.stated)
+            self.outcomes.append(LinkOutcome(graph.block, linked.output.largest, cached=True))
+            return linked
+        problem = LinkProblem(shop.problem_of_graph(graph), entering.box)
+        builder = replace(self._builder, functional="inf", k=1)
+        margin = claim_margin(shop.train, shop.infer)
+        linked = link_case(graph.block, problem, entering, builder, margin)
+        self._keep(graph, entering, {}, linked)
+        self.outcomes.append(LinkOutcome(graph.block, linked.output.largest))
+        return linked
+
+    def _last(
+        self, graph: BlockGraph, entering: Interface
+    ) -> tuple[Bounded, float, Mapping[str, Any] | None]:
+        """Bound the last link as the goal asks; return what its proof states, None without."""
+        shop, goal = self.station.shop, self.goal
+        asked = {f.name: repr(getattr(goal, f.name)) for f in fields(goal)}
+        del asked["clause"], asked["region"]
+        asked["evidence"] = str(goal.clause.evidence)
+        kept = self._kept(graph, entering, asked, (Bounded, CaseOutcome, LinkOutcome))
+        if kept is not None:
+            bounded, claim, stated = kept
+            self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound, cached=True))
+            return bounded, claim, stated
+        problem = LinkProblem(shop.problem_of_graph(graph), entering.box)
+        builder = self._builder
+        case = Case(graph.block, self.case.tokens, entering.centre, entering.radius)
+        margin = claim_margin(shop.train, shop.infer)
+        bounded = bound_stated(Stated(goal, case, problem, builder, {}, margin))
+        contents = builder.contents()
+        stated, claim = None, 0.0
+        if contents.cases:
+            (record,), (claim,) = contents.cases, contents.claims
+            stated = {k: v for k, v in record.items() if k not in ("name", "graph", "region")}
+        self._keep(graph, entering, asked, (bounded, claim, stated))
+        self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound))
+        return bounded, claim, stated
+
+    def _contents(self, claim: float) -> Contents:
+        """Return the chain as it adds to the proof of its goal."""
+        builder, shop = self._builder, self.station.shop
+        for graph in self.links:
+            builder.add_graph(graph)
+        region = region_of(shop, self.goal, self.case)
+        builder.add_stated(self.case.name, self.whole, region, claim, {"links": self.records})
+        return builder.contents()
+
+    def _key(self, graph: BlockGraph, entering: Interface, asked: Mapping[str, str]) -> str:
+        station, shop = self.station, self.station.shop
+        return key_of(
+            {
+                "what": "link",
+                "schema": ENTRY_SCHEMA,
+                "rules": station.setting.rules,
+                "device": shop.device.type,
+                "graph": graph.digest,
+                "parameters": self._builder.digests_of(graph),
+                "interface": entering.digest,
+                "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
+                "goal": dict(asked),
+            }
+        )
+
+    def _kept(
+        self,
+        graph: BlockGraph,
+        entering: Interface,
+        asked: Mapping[str, str],
+        kinds: tuple[type, ...],
+    ) -> Any:
+        """Return what an earlier run found of a link; None if there is nothing to believe."""
+        if self.station.cache is None:
+            return None
+        found, value = self.station.cache.read(self._key(graph, entering, asked))
+        if found is not Found.HIT:
+            self.damaged |= found is Found.DAMAGED
+            return None
+        try:
+            kept = decode(value, kinds)
+            _refuse_strange(kept, graph)
+        except DAMAGE:
+            self.damaged = True
+            return None
+        return kept
+
+    def _keep(
+        self, graph: BlockGraph, entering: Interface, asked: Mapping[str, str], value: Any
+    ) -> None:
+        if self.station.cache is not None:
+            self.station.cache.write(self._key(graph, entering, asked), encode(value))
+
+
+def _refuse_strange(kept: Any, graph: BlockGraph) -> None:
+    """Raise ValueError unless an entry has the form of what is kept of a link.
+
+    What it says may still be false: the checker derives every proof anew.
+    """
+    if isinstance(kept, Linked):
+        shape = graph.node(graph.output).shape
+        parts = (*kept.output.train, *kept.output.drift)
+        if type(kept.claim) is not float or any(tuple(p.shape) != shape for p in parts):
+            raise ValueError("not a link")
+        if not isinstance(kept.stated, dict):
+            raise ValueError("nothing is stated")
+        return
+    bounded, claim, stated = kept
+    if not isinstance(bounded, Bounded) or type(bounded.outcome.bound) is not float:
+        raise ValueError("no bound")
+    if type(claim) is not float or not isinstance(stated, dict | None):
+        raise ValueError("no claim")
+
+
+def _on(output: Output, station: Station) -> Output:
+    device = station.shop.device
+    low, high = (part.to(device) for part in output.train)
+    least, most = (part.to(device) for part in output.drift)
+    return Output((low, high), (least, most))

@@ -1,0 +1,222 @@
+"""One link of a chain: bound it on the interface before it, and state what comes out of it.
+
+An interface is what one link hands to the next (docs/chains.md): a region that every training run
+stays in, and a box of how far the inference kernel's state may be from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.graph import BlockGraph, array_digest
+from kcdsl_backends.affine.pair import Both, both, output_entry
+from kcdsl_backends.certifier.proof import ProofBuilder, box_region, encode_array
+from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.interval.box import Box, up
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.functionals import drift_bound
+from kcdsl_backends.interval.propagate import Bounds, propagate
+from kcdsl_backends.threads import threads_for
+
+NOISE = 2.0**-36
+"""More than the roundings of both programs come to, relative to the largest number of a state."""
+DIGITS = 4
+"""Binary digits of the width of a box to which interfaces are rounded outward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """What a link reads: states [T, D] in centre ± radius, and their drift (None: no drift).
+
+    `centre` None stands for the token ids of the block.
+    """
+
+    centre: Tensor | None
+    radius: Tensor
+    drift: tuple[Tensor, Tensor] | None = None
+
+    def on(self, device: torch.device) -> Interface:
+        """Return it on a device."""
+        centre = None if self.centre is None else self.centre.to(device)
+        drift = None if self.drift is None else (self.drift[0].to(device), self.drift[1].to(device))
+        return Interface(centre, self.radius.to(device), drift)
+
+    @property
+    def box(self) -> Box | None:
+        """Return the box of the drift."""
+        return None if self.drift is None else Box(*self.drift)
+
+    @property
+    def digest(self) -> str:
+        """Return the sha256 (hex) of its numbers; token ids are part of the graph."""
+        parts = [self.centre, self.radius, *(self.drift or ())]
+        digests = ["" if p is None else array_digest(p.cpu().numpy()) for p in parts]
+        return hashlib.sha256("|".join(digests).encode()).hexdigest()
+
+    def region(self) -> dict[str, Any]:
+        """Return it as the region of a link in a proof; only with a drift."""
+        assert self.centre is not None
+        assert self.drift is not None
+        return {**box_region("hull", self.centre, self.radius), "drift": box_record(*self.drift)}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Boxes of the training value and of the drift of a link's output, as they are claimed."""
+
+    train: tuple[Tensor, Tensor]
+    drift: tuple[Tensor, Tensor]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the output as it stands in a proof."""
+        return {"train": box_record(*self.train), "drift": box_record(*self.drift)}
+
+    @property
+    def largest(self) -> float:
+        """Return the largest drift."""
+        return float(Box(*self.drift).mag().amax())
+
+    def interface(self) -> Interface:
+        """Return an interface that it fits into, rounded outward."""
+        train, drift = rounded(Box(*self.train)), rounded(Box(*self.drift))
+        centre = train.lo / 2 + train.hi / 2
+        radius = up(torch.maximum(train.hi - centre, centre - train.lo))
+        return Interface(centre, radius, (drift.lo, drift.hi))
+
+    def fits(self, interface: Interface) -> bool:
+        """Say whether it lies in an interface, in exact comparison."""
+        if interface.centre is None or interface.drift is None:
+            return False
+        centre, radius = interface.centre, interface.radius
+        shape, kind = self.train[0].shape, torch.float64
+        if any(p.shape != shape or p.dtype != kind for p in (centre, radius, *interface.drift)):
+            return False
+        inside = (_exceeds(centre - radius, centre, -radius) <= self.train[0]) & (
+            self.train[1] <= -_exceeds(-centre - radius, -centre, -radius)
+        )
+        low, high = interface.drift
+        return bool((inside & (low <= self.drift[0]) & (self.drift[1] <= high)).all())
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProblem:
+    """A link as the domains read it, on states that drift."""
+
+    problem: BlockProblem
+    drift: Box | None
+
+    @property
+    def graph(self) -> BlockGraph:
+        """Return the graph of the link."""
+        return self.problem.graph
+
+    def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
+        """Propagate boxes; raises NoBound."""
+        one = self.problem
+        with threads_for(one.size):
+            return propagate(one.graph, one.kernels(), centre, radius, self.drift)
+
+    def forms(self, centre: Tensor | None, radius: Tensor) -> Both:
+        """Return the affine forms of both kernels; raises NoBound."""
+        one = self.problem
+        return both(one.graph, one.train, one.infer, centre, radius, self.drift)
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """What is proved of a link: its largest drift, its output, and what the proof states."""
+
+    claim: float
+    output: Output
+    stated: Mapping[str, Any]
+
+
+def link_case(
+    name: str, problem: LinkProblem, entering: Interface, builder: ProofBuilder, margin: float
+) -> Linked:
+    """Bound the output of a link by every domain at once.
+
+    Args:
+        name: what the link is called in the proof.
+        builder: an empty proof about the largest drift.
+        margin: the factor of claims.
+
+    Raises:
+        NoBound: no domain has a bound of the output.
+    """
+    centre, radius = entering.centre, entering.radius
+    bounds, forms, why = None, None, ""
+    try:
+        bounds = problem.bound(centre, radius)
+    except NoBound as no:
+        why = str(no)
+    try:
+        forms = problem.forms(centre, radius)
+        found = forms.box()
+    except NoBound:
+        forms = None
+    if bounds is None and forms is None:
+        raise NoBound(name, why)
+    if forms is None:
+        assert bounds is not None
+        train, drift = bounds.output.train, bounds.output.drift
+        claim = drift_bound(drift, "inf") * margin
+        builder.add(name, problem.graph, {}, claim, bounds.witness)
+    else:
+        end = output_entry(forms.train, forms.output)
+        train, drift = Box.point(end.reference).widen(end.reach), found
+        if bounds is not None:
+            train, drift = train.meet(bounds.output.train), drift.meet(bounds.output.drift)
+        claim = drift_bound(drift, "inf") * margin
+        witness = forms.witness()
+        builder.add(name, problem.graph, {}, claim, witness, "affine", forms.passes)
+    (record,) = builder.contents().cases
+    stated = {key: part for key, part in record.items() if key not in ("name", "graph", "region")}
+    noise = float(train.mag().amax()) * NOISE
+    boxes = (_claimed(train, margin, noise), _claimed(drift, margin, noise))
+    return Linked(claim, Output(*((box.lo, box.hi) for box in boxes)), stated)
+
+
+def _exceeds(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return a + b rounded up, of which `total` is the nearest float64."""
+    part = total - a
+    rest = (a - (total - part)) + (b - part)
+    return torch.where(rest > 0, up(total), total)
+
+
+def box_record(low: Tensor, high: Tensor) -> dict[str, Any]:
+    """Return a box as it stands in a proof."""
+    return {"low": encode_array(low.cpu().numpy()), "high": encode_array(high.cpu().numpy())}
+
+
+def _claimed(box: Box, margin: float, noise: float) -> Box:
+    """Return a box that is wider by the margin of claims, so that both programs agree on it.
+
+    A large margin is for what is as small as the programs' own roundings; beyond these, `noise`, a
+    box needs no more than any claim does.
+    """
+    middle, spread = box.midpoint()
+    if box.is_point:
+        return box
+    wider = torch.minimum(spread * margin, spread * (1 + 2.0**-10) + noise)
+    return Box.point(middle).widen(up(wider + middle.abs() * 2.0**-51, 2))
+
+
+def rounded(box: Box) -> Box:
+    """Return the box with its ends moved outward to multiples of a power of two, its width divided
+    by 2^DIGITS or less."""
+    width = box.hi - box.lo
+    _, exponent = torch.frexp(width)
+    step = torch.ldexp(torch.ones_like(width), (exponent - 1 - DIGITS).clamp(-1000, 1000))
+    low, high = torch.floor(box.lo / step) * step, torch.ceil(box.hi / step) * step
+    kept = (width == 0) | ~torch.isfinite(low) | ~torch.isfinite(high)
+    return Box(
+        torch.where(kept, box.lo, torch.minimum(low, box.lo)),
+        torch.where(kept, box.hi, torch.maximum(high, box.hi)),
+    )

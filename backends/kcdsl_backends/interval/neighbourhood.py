@@ -1,0 +1,276 @@
+"""What a kernel stores for parameters that may lie anywhere near those of the checkpoint.
+
+The region around the weights (docs/weights-region.md): every float32 element θ' with
+|θ' - θ| <= ρ|θ|. Both kernels store the same θ', each in its own format and with scales of its own,
+so of every element it is enclosed what a kernel holds of θ' and by how much that is off from θ'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import FORMATS, Format
+from kcdsl.model.graph import Node
+from kcdsl.model.numerics import Numerics
+from kcdsl.model.weights import LEAST_FULL_SCALE, MX_BLOCK, MX_EXPONENT, QMAX, TILE
+from kcdsl_backends.interval.box import Box, down, up
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.quantisers import quantised_hull
+from kcdsl_backends.interval.rounding import nearest, power_of_two
+
+LARGEST_RHO = Fraction(1, 2)
+"""No region around the weights is wider: within it no element changes its sign."""
+LEAST_SCALE = 2.0**-100
+"""The scales of quantised weights are at least this, so that no product of a code is subnormal."""
+_WIDER = 1.0 + 2.0**-20
+_FLOAT32 = FORMATS["float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where the stored value of every element lies, and where it lies minus the element itself."""
+
+    value: Box
+    error: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What both kernels hold of one parameter, and inference minus training."""
+
+    train: Box
+    infer: Box
+    difference: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbourhood:
+    """All parameters near those of a checkpoint, as two kernels store them.
+
+    Args:
+        rho: ρ, in (0, 1/2].
+        tensors: checkpoint tensors by key, float32.
+        train, infer: the specifications of the kernels.
+        device: where the boxes are needed.
+    """
+
+    rho: Fraction
+    tensors: Mapping[str, Tensor]
+    train: Numerics
+    infer: Numerics
+    device: torch.device
+    _moved: dict[tuple[str, str], Moved] = field(default_factory=dict, repr=False)
+
+    def plain(self, node: Node) -> Moved:
+        """Return what is held of a parameter that is no linear weight."""
+        return self._of(node, linear=False)
+
+    def linear(self, node: Node) -> Moved:
+        """Return what is held of the weight [out, in] of a linear."""
+        return self._of(node, linear=True)
+
+    def _of(self, node: Node, *, linear: bool) -> Moved:
+        name = str(node.attrs["key"])
+        key = (name, "linear" if linear else "plain")
+        if key not in self._moved:
+            source = self.tensors[name].detach().to("cpu", torch.float32).to(torch.float64)
+            around = near(source.to(self.device), self.rho)
+            self._moved[key] = _pair(around, self.train, self.infer, name, linear=linear)
+        return self._moved[key]
+
+
+def near(w: Tensor, rho: Fraction) -> Box:
+    """Return the least and the greatest float32 number that each element may be.
+
+    `w` holds float32 numbers (float64). The ends are outside of ρ|w| by less than one of float32.
+    """
+    factor = float(rho)
+    if Fraction(factor) < rho:
+        factor = math.nextafter(factor, math.inf)
+    spread = up(factor * w.abs())
+    low, high = down(w - spread), up(w + spread)
+    zero = w == 0
+    return Box(torch.where(zero, w, -_below(-low)), torch.where(zero, w, _below(high)))
+
+
+def _below(x: Tensor) -> Tensor:
+    """Return the greatest float32 number that is not above x, float64."""
+    single = x.to(torch.float32)
+    lower = torch.nextafter(single, torch.full_like(single, -torch.inf))
+    return torch.where(single.to(torch.float64) > x, lower, single).to(torch.float64)
+
+
+def _pair(w: Box, train: Numerics, infer: Numerics, name: str, *, linear: bool) -> Moved:
+    held = [held_linear(w, n, name) if linear else held_plain(w, n, name) for n in (train, infer)]
+    ways = [_storage(n, linear=linear) for n in (train, infer)]
+    if ways[0] == ways[1]:
+        zero = torch.zeros_like(w.lo)
+        return Moved(held[0].value, held[0].value, Box.point(zero))
+    difference = (held[1].error - held[0].error).meet(held[1].value - held[0].value)
+    return Moved(held[0].value, held[1].value, difference)
+
+
+def _storage(numerics: Numerics, *, linear: bool) -> tuple[str, ...]:
+    """Return what decides how a kernel stores a parameter: kernels with the same hold the same."""
+    compute = "float32" if numerics.compute == "float64" else numerics.compute
+    if not linear:
+        return (compute,)
+    stored = numerics.weights
+    by_codes = stored.scale != "none" and numerics.activations.format != "none"
+    return (stored.format, stored.scale, "float32" if by_codes else compute)
+
+
+def held_plain(w: Box, numerics: Numerics, name: str) -> Held:
+    """Return what a kernel holds of a parameter other than a linear weight."""
+    return _rounded(w, Held(w, _zero(w)), FORMATS[numerics.compute], name)
+
+
+def held_linear(w: Box, numerics: Numerics, name: str) -> Held:
+    """Return what a kernel holds of the weight [out, in] of a linear.
+
+    Raises:
+        NoBound: a number may leave its format, or a scale is too small.
+    """
+    stored = numerics.weights
+    if stored.scale == "none":
+        first = _rounded(w, Held(w, _zero(w)), FORMATS[stored.format], name)
+        if _contains(FORMATS[numerics.compute], FORMATS[stored.format]):
+            return first
+        return _rounded(w, first, FORMATS[numerics.compute], name)
+    held = _scaled(w, stored.format, stored.scale, name)
+    if numerics.activations.format != "none":
+        return held
+    return _rounded(w, held, FORMATS[numerics.compute], name)
+
+
+def _zero(w: Box) -> Box:
+    return Box.point(torch.zeros_like(w.lo))
+
+
+def _contains(wide: Format, narrow: Format) -> bool:
+    """Say whether every number of `narrow` is one of `wide` (overflow is refused elsewhere)."""
+    return (
+        wide.precision >= narrow.precision
+        and wide.min_exponent - wide.precision <= narrow.min_exponent - narrow.precision
+    )
+
+
+def _rounded(w: Box, held: Held, format: Format, name: str) -> Held:
+    """Return numbers rounded to nearest in a format; float32 numbers stay in one as precise."""
+    if _contains(format, _FLOAT32):
+        return held
+    before = held.value
+    value = Box(nearest(before.lo, format), nearest(before.hi, format))
+    if not bool((value.mag() <= format.largest).all()):
+        raise NoBound(name, f"overflow reachable: a weight may exceed {format.largest:g}")
+    cast = torch.maximum(
+        up(format.unit_roundoff * before.mag()), torch.full_like(before.lo, format.underflow)
+    )
+    return Held(value, (value - w).meet(held.error.widen(cast)))
+
+
+def _scaled(w: Box, format: str, scale: str, name: str) -> Held:
+    """Return codes times scales, both of which move with the weights."""
+    least, most = torch.minimum(w.lo.abs(), w.hi.abs()), w.mag()
+    low, high = (_scale(_largest(size, scale), format, scale) for size in (least, most))
+    if not bool((low >= LEAST_SCALE).all()):
+        raise NoBound(name, "a scale of the weights is too small")
+    scales = Box(low, high)
+    off = _off(most, high, format, scale)
+    if format == "int8_full":
+        value = _full_range(w, scales)
+    else:
+        value = quantised_hull(w, scales, format)
+    value = value.meet(w.widen(off))
+    return Held(value, (value - w).meet(Box.around(off)))
+
+
+def _largest(size: Tensor, scale: str) -> Tensor:
+    """Return the maximum of the group that shares the scale of each element."""
+    match scale:
+        case "per_tensor":
+            return size.amax().expand_as(size)
+        case "per_channel":
+            return size.amax(1, keepdim=True).expand_as(size)
+        case "block_128":
+            return _tiles(size, TILE, TILE)
+        case _:
+            return _tiles(size, 1, MX_BLOCK)
+
+
+def _tiles(size: Tensor, height: int, width: int) -> Tensor:
+    rows, columns = size.shape
+    grown = torch.nn.functional.pad(size, (0, -columns % width, 0, -rows % height))
+    tiles = grown.reshape(grown.shape[0] // height, height, grown.shape[1] // width, width)
+    tops = tiles.amax((1, 3))
+    return tops.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :columns]
+
+
+def _scale(amax: Tensor, format: str, scale: str) -> Tensor:
+    """Return the float32 scale made from a maximum; it grows with it. 1 where that is 0."""
+    if scale == "mx":
+        _, exponent = torch.frexp(amax)
+        found = power_of_two((exponent - 1 - MX_EXPONENT[format]).clamp(-127, 127))
+    else:
+        found = (amax.to(torch.float32) / QMAX[format]).to(torch.float64)
+    if format == "int8_full":
+        found = found.clamp_min(LEAST_FULL_SCALE)
+    return torch.where(amax == 0, torch.ones_like(found), found)
+
+
+def _off(size: Tensor, scale: Tensor, format: str, kind: str) -> Tensor:
+    """Return how far a code times its scale may be from the number of at most this size."""
+    match format:
+        case "int8":
+            return up((scale / 2 + size * 2.0**-20) * _WIDER, 4)
+        case "int8_full":
+            return up((torch.minimum(size, scale / 2) + size * 2.0**-20) * _WIDER, 4)
+    form = FORMATS[format]
+    rounding = (form.unit_roundoff * size + scale * form.underflow) * _WIDER
+    if kind != "mx":
+        return up(rounding, 4)
+    kept = form.largest * 2.0 ** -(MX_EXPONENT[format] + 1)
+    return up(torch.maximum(rounding, size * (1 - kept) + size * 2.0**-20), 4)
+
+
+def _full_range(w: Box, scale: Box) -> Box:
+    """Return where float32(code·s) lies, code = float32(w·float32(1/s)) to the nearest integer.
+
+    The scale of a group of zeros is 1 here and 2^-23 in the kernel; its codes are 0 either way.
+    """
+    inverse = Box(*(_single(1.0 / _single(end)) for end in (scale.hi, scale.lo)))
+
+    def code(x: Tensor, r: Tensor) -> Tensor:
+        return torch.round(_single(x * r)).clamp(-128.0, 127.0)
+
+    low = torch.where(w.lo >= 0, code(w.lo, inverse.lo), code(w.lo, inverse.hi))
+    high = torch.where(w.hi >= 0, code(w.hi, inverse.hi), code(w.hi, inverse.lo))
+    return Box(
+        torch.where(low >= 0, _single(low * scale.lo), _single(low * scale.hi)),
+        torch.where(high >= 0, _single(high * scale.hi), _single(high * scale.lo)),
+    )
+
+
+def _single(x: Tensor) -> Tensor:
+    return x.to(torch.float32).to(torch.float64)
+
+
+def at_rows(moved: Moved, ids: Tensor) -> Moved:
+    """Return the rows of a table."""
+
+    def rows(box: Box) -> Box:
+        low = box.lo[ids]
+        return Box(low, low) if box.lo is box.hi else Box(low, box.hi[ids])
+
+    return replace(
+        moved,
+        train=rows(moved.train),
+        infer=rows(moved.infer),
+        difference=rows(moved.difference),
+    )

@@ -1,0 +1,164 @@
+"""Attention over any number of rows, and rotation at any position (docs/any-length.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kcdsl_backends.interval.box import EPS, Box, up
+from kcdsl_backends.interval.context import Parameter, Rows, Step
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rules import elementwise, softmax
+from kcdsl_backends.interval.rules.linear import summation_error
+from kcdsl_backends.interval.state import Known, SoftmaxState, State, settle
+
+_POSITIONS = 256
+"""Positions whose rotations are formed at a time."""
+
+
+def any_length(step: Step, rows: Rows) -> Known | None:
+    """Return what a node holds at any length, or None where its rule for one length says so."""
+    node = step.node
+    if node.op == "softmax" and len(rows.axes[node.name]) == 2:
+        return probabilities(step, rows.longest)
+    if node.op == "matmul" and node.role == "context":
+        return context(step, rows.longest)
+    if node.op == "rope":
+        return rope(step, rows)
+    return None
+
+
+def probabilities(step: Step, longest: int) -> SoftmaxState:
+    """Bound the softmax over any columns, up to `longest`, whose scores lie in one box.
+
+    Nothing is known of a probability but 0 <= p <= 1 and that those of a row sum to 1; its drift
+    and the total variation of the row are at most tanh(R/4), R the range of the score drift.
+    """
+    scores, kernels = step.operand(0), step.kernels
+    if len(step.node.inputs) > 1 and not bool(kernels.mask(step.operand_node(1)).any(-1).all()):
+        raise NoBound(step.node.name, "a row of the attention mask admits no column")
+    span = up(scores.drift.hi.amax(-1) - scores.drift.lo.amin(-1))
+    variation = up(torch.tanh(span / 4) * (1 + 32 * EPS) + 1e-300, 2).clamp_max(1)
+    zero = torch.zeros_like(scores.drift.lo)
+    whole = Box(zero, zero + 1)
+    drift = Box.around(variation.unsqueeze(-1).expand(zero.shape))
+    rounded = [
+        softmax.relative_error(box, None, kernel, longest)
+        for box, kernel in ((scores.train, kernels.train), (scores.infer, kernels.infer))
+    ]
+    one = torch.ones_like(rounded[0])
+    single, sums = (
+        [
+            softmax.stored_error(theta, one, kernel, columns)
+            for theta, kernel in zip(rounded, (kernels.train, kernels.infer), strict=True)
+        ]
+        for columns in (1, longest)
+    )
+    return SoftmaxState(
+        settle(step.node.name, whole, whole, drift),
+        variation,
+        single[0].expand(zero.shape),
+        single[1].expand(zero.shape),
+        None,
+        (sums[0], sums[1]),
+    )
+
+
+def context(step: Step, longest: int) -> State:
+    """Bound the product of such probabilities with the values, all of which lie in one box.
+
+    Σ p' Δv is a convex combination of drifts of values, Σ p v one of values, and Σ Δp v is at most
+    (total variation) * (max v - min v), whatever the number of columns.
+    """
+    left = step.known[step.node.inputs[0]]
+    if not isinstance(left, SoftmaxState) or left.sums is None:
+        raise NoBound(step.node.name, "a context product without its softmax")
+    values, shape = step.operand(1), step.node.shape
+    train, infer, drift = (
+        Box(box.lo.amin(-2, keepdim=True), box.hi.amax(-2, keepdim=True))
+        for box in (values.train, values.infer, values.drift)
+    )
+    moved = Box.around(up(left.variation.unsqueeze(-1) * up(train.hi - train.lo)))
+    errors = [
+        _context_error(wrong, box, kernel, longest).expand(shape)
+        for wrong, box, kernel in (
+            (left.sums[0], train, step.kernels.train),
+            (left.sums[1], infer, step.kernels.infer),
+        )
+    ]
+    return step.finish(
+        _spread(train, shape),
+        _spread(infer, shape),
+        _spread(drift + moved, shape),
+        errors[0],
+        errors[1],
+        accumulates=True,
+    )
+
+
+def _spread(box: Box, shape: tuple[int, ...]) -> Box:
+    return Box(box.lo.expand(shape), box.hi.expand(shape))
+
+
+def _context_error(wrong: Tensor, values: Box, kernel: Rounding, longest: int) -> Tensor:
+    """Return E of a context product [..., rows, n]; `wrong` is Σ|computed p - p| of every row."""
+    extra = 2 * softmax.tile_count(longest, kernel) + 4
+    magnitude = values.mag()
+    weights = up(1 + wrong)
+    off, total = up(wrong * magnitude), up(weights * magnitude)
+    summed = summation_error(
+        weights,
+        magnitude,
+        total,
+        up(magnitude + off),
+        kernel,
+        extra=extra,
+        columns=longest,
+    )
+    return up(off + summed, 4)
+
+
+def rope(step: Step, rows: Rows) -> State:
+    """Bound the rotation at whichever position: the hull over all positions of the tables."""
+    cos, sin = (rows.tables[step.operand_node(place).name] for place in (1, 2))
+    found: tuple[Box, Box, Box] | None = None
+    errors: tuple[Tensor, Tensor] | None = None
+    one = _first_row(step.operand(0))
+    for here in _places(cos, sin):
+        boxes, wrong = elementwise.rotated(step, one, *here)
+        some = _hull(boxes[0]), _hull(boxes[1]), _hull(boxes[2])
+        worst = wrong[0].amax(-2, keepdim=True), wrong[1].amax(-2, keepdim=True)
+        if found is None or errors is None:
+            found, errors = some, worst
+        else:
+            found = found[0].hull(some[0]), found[1].hull(some[1]), found[2].hull(some[2])
+            errors = torch.maximum(errors[0], worst[0]), torch.maximum(errors[1], worst[1])
+    if found is None or errors is None:
+        raise NoBound(step.node.name, "the tables of positions are empty")
+    shape = step.node.shape
+    train, infer, drift = (_spread(box, shape) for box in found)
+    return step.finish(train, infer, drift, errors[0].expand(shape), errors[1].expand(shape))
+
+
+def _first_row(state: State) -> State:
+    """Return the state of one row: that of every row is the same."""
+    return State(
+        *(Box(b.lo[..., :1, :], b.hi[..., :1, :]) for b in (state.train, state.infer, state.drift))
+    )
+
+
+def _hull(box: Box) -> Box:
+    return Box(box.lo.amin(-2, keepdim=True), box.hi.amax(-2, keepdim=True))
+
+
+def _places(cos: Parameter, sin: Parameter) -> Iterator[tuple[Parameter, Parameter]]:
+    """Yield both tables, some positions at a time."""
+    for first in range(0, cos.train.shape[0], _POSITIONS):
+        some = slice(first, first + _POSITIONS)
+        yield (
+            Parameter(cos.train[some], cos.infer[some]),
+            Parameter(sin.train[some], sin.infer[some]),
+        )

@@ -1,0 +1,103 @@
+"""The picture of bench/any_length.py: bounds and attacks by the number of rows, for each model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 1000, 420
+LEFT, TOP, PANEL, GAP, BOTTOM = 74, 84, 400, 90, 352
+COLOURS = ("#1f6feb", "#d9730d", "#2da44e", "#8250df")
+"""Of the regions, in order of appearance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One region: the bound of every length, and by number of rows that of the length alone and
+    the strongest run."""
+
+    model: str
+    region: str
+    any_length: float
+    exact: Mapping[int, float]
+    attacked: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Places of a panel, both axes logarithmic."""
+
+    left: float
+    rows: tuple[int, int]
+    powers: tuple[int, int]
+
+    def x(self, rows: float) -> float:
+        low, high = (math.log(end) for end in self.rows)
+        return self.left + PANEL * (math.log(rows) - low) / (high - low)
+
+    def y(self, value: float) -> float:
+        low, high = self.powers
+        return BOTTOM - (BOTTOM - TOP) * (math.log10(value) - low) / (high - low)
+
+
+def draw(curves: Sequence[Curve]) -> str:
+    """Return the SVG: one panel for each model, one colour for each region."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        ' font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        '<text x="16" y="24" font-size="15" font-weight="bold">'
+        "One bound for every length (line), the bound of each length (dashes), the strongest run"
+        " found (dots)</text>",
+    ]
+    regions = list(dict.fromkeys(curve.region for curve in curves))
+    colours = dict(zip(regions, COLOURS, strict=False))
+    for i, region in enumerate(regions):
+        x = LEFT + 170 * i
+        parts.append(f'<rect x="{x}" y="40" width="12" height="12" fill="{colours[region]}"/>')
+        parts.append(f'<text x="{x + 18}" y="51">{escape(region)}</text>')
+    for i, model in enumerate(dict.fromkeys(curve.model for curve in curves)):
+        own = [curve for curve in curves if curve.model == model]
+        parts += _panel(model, own, colours, LEFT + i * (PANEL + GAP))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(
+    model: str, curves: Sequence[Curve], colours: Mapping[str, str], left: float
+) -> list[str]:
+    values = [v for c in curves for v in (c.any_length, *c.exact.values(), *c.attacked.values())]
+    powers = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    lengths = sorted(curves[0].exact)
+    scale = _Scale(left, (lengths[0], lengths[-1]), powers)
+    parts = [f'<text x="{left}" y="{TOP - 10}" font-weight="bold">{escape(model)}</text>']
+    for power in range(powers[0], powers[1] + 1):
+        y = scale.y(10.0**power)
+        parts.append(
+            f'<line x1="{left}" y1="{y:.1f}" x2="{left + PANEL}" y2="{y:.1f}" stroke="#dddddd"/>'
+        )
+        label = f"10<tspan dy='-4' font-size='9'>{power}</tspan>"
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for rows in lengths:
+        x = scale.x(rows)
+        parts.append(f'<text x="{x:.1f}" y="{BOTTOM + 18}" text-anchor="middle">{rows}</text>')
+    middle = left + PANEL / 2
+    parts.append(f'<text x="{middle}" y="{BOTTOM + 40}" text-anchor="middle">rows</text>')
+    for curve in curves:
+        parts += _curve(curve, colours[curve.region], scale)
+    return parts
+
+
+def _curve(curve: Curve, colour: str, scale: _Scale) -> list[str]:
+    level = scale.y(curve.any_length)
+    ends = " ".join(f"{scale.x(n):.1f},{scale.y(v):.1f}" for n, v in sorted(curve.exact.items()))
+    return [
+        f'<line x1="{scale.left}" y1="{level:.1f}" x2="{scale.left + PANEL}" y2="{level:.1f}"'
+        f' stroke="{colour}" stroke-width="2"/>',
+        f'<polyline points="{ends}" fill="none" stroke="{colour}" stroke-dasharray="5 4"/>',
+        *(
+            f'<circle cx="{scale.x(n):.1f}" cy="{scale.y(v):.1f}" r="4" fill="{colour}"/>'
+            for n, v in sorted(curve.attacked.items())
+        ),
+    ]

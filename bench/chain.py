@@ -1,0 +1,217 @@
+"""Blocks proved link by link and as one: bounds, attack, seconds, and what a training step costs.
+
+MiniLM (real weights, one short sentence) under one free rounding to float32 at every operation, and
+the tiny language model between torch eager and its flash kernel in float32, any order and any cast.
+The chain is what `kcdsl verify --chain` makes; the whole is one affine graph; the attack is of the
+whole. A chain is looser than the whole, so nothing is promised but that no run exceeds it.
+
+    make bench-chain
+    python -m bench.chain tiny    # only cases of this name, results are not kept
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench import minilm, no_flip
+from bench.common import Better, Figure, report
+
+if TYPE_CHECKING:
+    from kcdsl.route.goals import Goal
+    from kcdsl_backends.certifier.cases import Case as Region
+    from kcdsl_backends.certifier.work import Station
+    from kcdsl_backends.certifier.workshop import Workshop
+
+SENTENCE = (101, 7592, 2088, 2003, 2204, 102)
+"""[CLS] hello world is good [SEP]."""
+PROMPT = 6
+"""Tokens of the tiny language model's prompt."""
+_EXACT = {"preset": "torch-eager", "compute": "float64", "accumulate": "float64"}
+_OPERATIONS = ("context", "linear", "matmul", "add", "scale", "divide", "gelu", "layer_norm")
+_FREE = {
+    **_EXACT,
+    "results": dict.fromkeys(_OPERATIONS, "float32"),
+    "attention": {"scores": "float32", "probabilities": "float32"},
+}
+_FLASH = {"preset": "torch-sdpa-flash", "compute": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One block on one region."""
+
+    name: str
+    model: str
+    block: str
+    radius: float = 0.0
+    whole: bool = field(default=True)
+
+
+LINES = (
+    Line("MiniLM layer_0, point", "minilm", "layer_0"),
+    Line("MiniLM model, point", "minilm", "model", whole=False),
+    Line("tiny LM layer_1, point", "tiny", "layer_1"),
+    Line("tiny LM layer_1, ball 1e-4", "tiny", "layer_1", 1e-4),
+    Line("tiny LM model, point", "tiny", "model"),
+)
+
+
+def main() -> int:
+    """Measure every line and report; or those with `only` in their name, and print them."""
+    only = sys.argv[1] if len(sys.argv) > 1 else ""
+    figures: list[Figure] = []
+    for line in LINES:
+        if only in line.name:
+            figures += shown(measured(line))
+    if not only or "step" in only:
+        figures += shown(after_a_step())
+    return 0 if only else report("chain", figures)
+
+
+def shown(figures: list[Figure]) -> list[Figure]:
+    """Print figures as they come."""
+    for figure in figures:
+        print(f"  {figure.name}: {figure.value:.4g}  {figure.conditions}", flush=True)
+    return figures
+
+
+def measured(line: Line) -> list[Figure]:
+    """Return the figures of one line."""
+    from kcdsl_backends.affine.functionals import functional_bound
+    from kcdsl_backends.attack.search import attack
+    from kcdsl_backends.certifier.chaining import ChainTask
+    from kcdsl_backends.certifier.workshop import claim_margin
+
+    shop, tokens = _shop(line.model)
+    station, goal, region = _stand(shop, line.block, tokens, line.radius)
+    started = time.perf_counter()
+    outcome = ChainTask(goal, region).run(station)[0].bounded.outcome
+    seconds = time.perf_counter() - started
+    links = [link for link in outcome.links if math.isfinite(link.bound)]
+    bounds = ", ".join(f"{link.name} {link.bound:.2e}" for link in outcome.links)
+    figures = [
+        Figure(f"{line.name}: links with a bound", len(links), Better.HIGHER, None, bounds),
+        Figure(
+            f"{line.name}: chain, seconds", seconds, Better.LOWER, None, f"{len(tokens)} tokens"
+        ),
+    ]
+    if not line.whole:
+        return figures
+    problem = shop.problem(line.block, tokens)
+    started = time.perf_counter()
+    forms = problem.forms(region.centre, region.radius)
+    margin = claim_margin(shop.train, shop.infer)
+    whole = margin * functional_bound(forms, forms.box(), "inf", lambda value: False)
+    figures.append(
+        Figure(f"{line.name}: whole, seconds", time.perf_counter() - started, Better.LOWER)
+    )
+    train, infer = problem.simulators()
+    found = attack(train, infer, "inf", region.centre, region.radius, seed=region.seed)
+    if not 0 < found.value <= min(whole, outcome.bound):
+        raise SystemExit(f"{line.name}: a run attains {found.value}, the bound is {outcome.bound}")
+    return [
+        *figures,
+        Figure(
+            f"{line.name}: whole / attack",
+            whole / found.value,
+            Better.LOWER,
+            None,
+            f"{whole:.3e} / {found.value:.3e}",
+        ),
+        Figure(
+            f"{line.name}: chain / attack",
+            outcome.bound / found.value,
+            Better.LOWER,
+            None,
+            f"{outcome.bound:.3e} / {found.value:.3e}",
+        ),
+    ]
+
+
+def after_a_step() -> list[Figure]:
+    """Return what the tiny model's layer costs again after its second half changed, and its first
+    by little: the links that are known, and the seconds."""
+    from kcdsl_backends.certifier.chaining import ChainTask
+
+    figures = []
+    prompt = no_flip.prompts(1)[0][:PROMPT]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for what, key, by in (
+            ("at first", "", 0.0),
+            ("after a step of the MLP by 1e-2", "mlp.up_proj", 1e-2),
+            ("after a step of the attention by 1e-6", "self_attn.o_proj", 1e-6),
+        ):
+            shop = _stepped(folder, key, by)
+            station, goal, region = _stand(shop, "layer_1", prompt, 1e-3, folder / "cache")
+            started = time.perf_counter()
+            outcome = ChainTask(goal, region).run(station)[0].bounded.outcome
+            seconds = time.perf_counter() - started
+            known = ", ".join(link.name for link in outcome.links if link.cached) or "none"
+            named = f"tiny LM layer_1, ball 1e-3, {what}: chain, seconds"
+            figures.append(Figure(named, seconds, Better.LOWER, None, f"known: {known}"))
+    return figures
+
+
+def _shop(model: str) -> tuple[Workshop, tuple[int, ...]]:
+    if model == "minilm":
+        return minilm.workshop(_FREE, _EXACT), SENTENCE
+    return no_flip.workshop(_FLASH), no_flip.prompts(1)[0][:PROMPT]
+
+
+def _stepped(folder: Path, key: str, by: float) -> Workshop:
+    """Return the tiny model, one tensor of its second layer scaled by 1 + `by`; steps add up."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from kcdsl.ir.terms import ModelRef
+    from kcdsl.model.architecture import load_model
+    from kcdsl.model.presets import resolve
+    from kcdsl_backends.certifier.workshop import Workshop
+
+    path = folder / "model.safetensors"
+    state = load_file(path if path.is_file() else no_flip.EXAMPLE / "model.safetensors")
+    for name in state:
+        if key and key in name and ".1." in name:
+            state[name] = state[name] * (1 + by)
+    save_file(state, path)
+    (folder / "config.json").write_bytes((no_flip.EXAMPLE / "config.json").read_bytes())
+    files = ModelRef("model.safetensors", architecture="llama", config="config.json")
+    train = resolve({"preset": "torch-eager", "compute": "float32"})
+    return Workshop(load_model(files, folder), train, resolve(_FLASH), torch.device("cpu"))
+
+
+def _stand(
+    shop: Workshop,
+    block: str,
+    tokens: tuple[int, ...],
+    radius: float,
+    cache: Path | None = None,
+) -> tuple[Station, Goal, Region]:
+    """Return what a chain needs: a station, a goal with a limit that nothing meets, and a case."""
+    import torch
+
+    from kcdsl.check.compile import load_contract
+    from kcdsl.route.goals import goals
+    from kcdsl_backends.certifier.cache import rules_version
+    from kcdsl_backends.certifier.cases import Case as Region
+    from kcdsl_backends.certifier.work import Setting, Station
+
+    program, _ = load_contract(no_flip.EXAMPLE / "contract.yaml")
+    goal = next(goal for goal in goals(program) if goal.functional == "inf")
+    goal = replace(goal, block=block, threshold=Fraction(1, 10**30))
+    sha256 = shop.model.checkpoint.sha256
+    setting = Setting(program, no_flip.EXAMPLE, "cpu", 2, sha256, rules_version(), cache)
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    return Station(setting, shop), goal, Region(block, tokens, shop.centre(block, tokens), spread)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

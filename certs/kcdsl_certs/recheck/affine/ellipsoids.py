@@ -1,0 +1,92 @@
+"""Ellipsoids around the errors of rows (section 1): |a·e| ≤ √(aᵀ P a) for every functional a."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.spectrum import largest
+from kcdsl_certs.recheck.box import Floats
+from kcdsl_certs.recheck.rules.state import gamma
+
+Row = tuple[int, ...]
+Ellipsoids = Mapping[Row, Floats]
+
+_UNIT = 2.0**-53
+_MORE = 1 + 2.0**-30
+
+
+def extent_along(shape: Floats, functionals: Floats) -> Floats:
+    """Return bounds [B] of functionals [B, n] on an ellipsoid, infinite where nothing is known."""
+    squares = np.einsum("bi,bi->b", functionals @ shape, functionals)
+    found = np.sqrt(np.maximum(squares, 0.0) + _lost(shape, functionals)) * _MORE
+    return np.where(np.isfinite(found), found, np.inf)
+
+
+def moved(shape: Floats, functionals: Floats) -> Floats:
+    """Return the ellipsoid A P Aᵀ of functionals A [B, n], raised by what the products lost."""
+    product = functionals @ shape @ functionals.T
+    return np.asarray(product + np.eye(len(product)) * _lost(shape, functionals).sum())
+
+
+def _lost(shape: Floats, functionals: Floats) -> Floats:
+    """Return what float64 may lose in aᵀ P a: |P_ij| ≤ √P_ii √P_jj."""
+    size = np.abs(functionals) @ np.sqrt(np.maximum(np.diagonal(shape), 0.0))
+    return np.asarray(size**2 * 4 * gamma(2 * len(shape) + 8, _UNIT))
+
+
+def sum_of(parts: list[Floats]) -> Floats:
+    """Return an ellipsoid around sums of members: (Σ w) Σ P_k/w_k, w_k = √trace(P_k)."""
+    roots = [math.sqrt(max(float(np.trace(part)), 0.0)) for part in parts]
+    total, whole = np.zeros_like(parts[0]), sum(roots)
+    for part, root in zip(parts, roots, strict=True):
+        if root > 0:
+            total += whole / root * part
+    rounding = 2.0**-30 * float(np.trace(total)) * np.eye(len(total))
+    return np.asarray((total / 2 + total.T / 2) * _MORE + rounding)
+
+
+def longest(shape: Floats, functionals: Floats) -> float:
+    """Return a bound of |A e|₂ for functionals A [B, n]."""
+    n = len(shape)
+    if len(functionals) <= n:
+        product = moved(shape, functionals)
+        return math.sqrt(largest(product, float(np.trace(product)) * _MORE)) * _MORE
+    trace = float(np.trace(shape))
+    try:
+        root = np.linalg.cholesky(shape + 2.0**-30 * trace * np.eye(n))
+    except np.linalg.LinAlgError:
+        return math.inf
+    sides = functionals @ root
+    size = math.sqrt(largest(sides.T @ sides, float((sides**2).sum()) * _MORE))
+    off = gamma(n + 4, _UNIT) * float(np.linalg.norm(functionals) * np.linalg.norm(root))
+    found = (size + off) * _MORE
+    return found if math.isfinite(found) else math.inf
+
+
+def reached(ellipsoids: Ellipsoids, reach: Floats, adjoint: Adjoint) -> Floats:
+    """Return bounds [B] of functionals of an error: of each row by its ellipsoid or its reach."""
+    found = np.zeros(adjoint.batch)
+    for row, part in rows_of(adjoint):
+        within = part.sizes(reach)
+        if row in ellipsoids:
+            columns = part.window[-1]
+            values = part.values.reshape(part.batch, -1)
+            within = np.minimum(within, extent_along(ellipsoids[row][columns, columns], values))
+        found = found + within
+    return found * _MORE
+
+
+def rows_of(adjoint: Adjoint) -> list[tuple[Row, Adjoint]]:
+    """Return the rows of a window with what functionals read of each."""
+    *lead, _ = adjoint.extent
+    ones = (1,) * len(lead)
+    found = []
+    for place in np.ndindex(*lead):
+        row = tuple(int(i + s) for i, s in zip(place, adjoint.start[:-1], strict=True))
+        values = adjoint.values[(slice(None), *place)].reshape(adjoint.batch, *ones, -1)
+        found.append((row, Adjoint(values, (*row, adjoint.start[-1]))))
+    return found

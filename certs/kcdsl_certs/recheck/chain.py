@@ -1,0 +1,110 @@
+"""Accept or reject a chain: links that follow, interfaces that hold, and a whole that is theirs.
+
+<X, 0> ⊢ δ₁ of the first link, <X₂, δ₁> ⊢ δ₂ of the next, … give <X, 0> ⊢ δₙ of the block that the
+links are, one after the other. What is compared between two links is compared exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+
+from kcdsl_certs.recheck.block import Array
+from kcdsl_certs.recheck.chain_document import Chain, ChainCase, Link
+from kcdsl_certs.recheck.document import Case, Ends, numbers_of
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.joining import refuse_other
+
+Sizes = Mapping[str, tuple[float, float]]
+Inner = Callable[[Case], tuple[float, Sizes, Ends]]
+"""Derives a link: its largest drift, the sizes of its nodes, and the boxes of its output."""
+Follows = Callable[[Case], float]
+"""Derives a case, compares its claim and witnesses, and returns the bound."""
+Compare = Callable[[Case, float, Sizes], None]
+"""Compares what was derived of a case with its claim and its witnesses."""
+
+_ENDS = ("the training value", "the drift")
+
+
+def refuse_gaps(chain: Chain) -> None:
+    """Refuse a chain whose links do not compose: other blocks, or interfaces with a gap.
+
+    Raises:
+        Rejection: "chain/join" or "chain/interface".
+    """
+    for case in chain.cases:
+        try:
+            refuse_other(
+                chain.graphs[case.graph], [chain.graphs[link.case.graph] for link in case.links]
+            )
+            for one, two in zip(case.links[:-1], case.links[1:], strict=True):
+                _interface(one, two)
+        except Rejection as rejection:
+            raise rejection.at(f"case {case.name[:80]!r}") from None
+
+
+def _interface(one: Link, two: Link) -> None:
+    """Refuse a link whose region does not hold what the one before may return."""
+    region = two.case.region
+    assert one.output is not None
+    assert region.drift is not None
+    train_low, train_high, drift_low, drift_high = one.output
+    low, high = (numbers_of(end) for end in region.drift)
+    place = f"between {one.case.name[:40]!r} and {two.case.name[:40]!r}"
+    if not (_within(drift_low, drift_high, low, high)):
+        raise Rejection("chain/interface", f"{place}: the drift leaves the box of the next link")
+    if not _in_region(train_low, train_high, region.centre, region.radius):
+        raise Rejection("chain/interface", f"{place}: the state leaves the region of the next link")
+
+
+def _within(
+    low: Sequence[float], high: Sequence[float], least: Sequence[float], most: Sequence[float]
+) -> bool:
+    """Say whether the box [low, high] lies in [least, most]."""
+    return all(c <= a <= b <= d for a, b, c, d in zip(low, high, least, most, strict=True))
+
+
+def _in_region(
+    low: Sequence[float], high: Sequence[float], centre: Array | None, radius: Array | None
+) -> bool:
+    """Say whether a box lies in centre ± radius, in exact arithmetic."""
+    if centre is None or radius is None:
+        return False
+    middles, spreads = numbers_of(centre), numbers_of(radius)
+    if len(spreads) == 1:
+        spreads = spreads * len(middles)
+    return all(
+        Fraction(m) - Fraction(r) <= a <= b <= Fraction(m) + Fraction(r)
+        for a, b, m, r in zip(low, high, middles, spreads, strict=True)
+    )
+
+
+def derive_chain(case: ChainCase, inner: Inner, follows: Follows, compare: Compare) -> float:
+    """Derive every link of a case; return the bound of the last.
+
+    Raises:
+        Rejection: what a link does not follow from, or "chain/output" for one whose output may
+            leave the boxes that it claims.
+    """
+    for link in case.links[:-1]:
+        try:
+            _derive(link, inner, compare)
+        except Rejection as rejection:
+            raise rejection.at(f"link {link.case.name[:80]!r}") from None
+    last = case.links[-1].case
+    try:
+        return follows(last)
+    except Rejection as rejection:
+        raise rejection.at(f"link {last.name[:80]!r}") from None
+
+
+def _derive(link: Link, inner: Inner, compare: Compare) -> None:
+    bound, sizes, ends = inner(link.case)
+    if not math.isfinite(bound):
+        raise Rejection("bound/not-finite", "the drift has no finite bound")
+    compare(link.case, bound, sizes)
+    assert link.output is not None
+    for first, what in zip((0, 2), _ENDS, strict=True):
+        if not _within(*ends[first : first + 2], *link.output[first : first + 2]):
+            raise Rejection("chain/output", f"{what} may leave the box that is claimed of it")

@@ -1,0 +1,187 @@
+"""What both kernels store of every θ' near the checkpoint (docs/weights-region.md, section 2).
+
+Of each element v of θ' it is derived where the stored number lies, and where its difference to v
+does. That difference is what two kernels that store the same v in two ways disagree by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from kcdsl_certs.recheck import box, staircase
+from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.formats import nearest
+from kcdsl_certs.recheck.spec import (
+    CODE_LARGEST,
+    FLOAT32,
+    FORMATS,
+    MX_BLOCK,
+    MX_EXPONENT,
+    TILE,
+    Format,
+    Kernel,
+)
+
+_LEAST_SCALE = 2.0**-100
+_SMALL = 2.0**-20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """Enclosures of the stored numbers, and of the stored numbers minus what was stored."""
+
+    value: Box
+    off: Box
+
+
+def surrounding(weight: Floats, rho: Fraction) -> Box:
+    """Return the float32 numbers within ρ|w| of each float32 number w, at most one too many."""
+    factor = float(rho)
+    factor = factor if Fraction(factor) >= rho else math.nextafter(factor, math.inf)
+    far = box.above(factor * np.abs(weight))
+    ends = box.down(weight - far), box.above(weight + far)
+    fixed = weight == 0
+    return Box(
+        np.where(fixed, 0.0, -_single_below(-ends[0])), np.where(fixed, 0.0, _single_below(ends[1]))
+    )
+
+
+def _single_below(values: Floats) -> Floats:
+    """Return the greatest float32 numbers that are not above."""
+    with np.errstate(over="ignore"):
+        found = values.astype(np.float32)
+    over = found.astype(np.float64) > values
+    return np.where(over, np.nextafter(found, np.float32(-np.inf)), found).astype(np.float64)
+
+
+def both(
+    weight: Floats, rho: Fraction, kernels: tuple[Kernel, Kernel], linear: bool, name: str
+) -> tuple[Box, Box, Box]:
+    """Return T, I and D of a parameter of every θ' in the region.
+
+    Args:
+        weight: the parameter of the checkpoint, float32 numbers.
+        kernels: the training and the inference kernel.
+        linear: whether it is the weight of a linear.
+
+    Raises:
+        Rejection: "parameter/overflow", "parameter/scale" or "parameter/shape".
+    """
+    v = surrounding(weight, rho)
+    t, i = (_stored(v, kernel, linear, name) for kernel in kernels)
+    if _way(kernels[0], linear) == _way(kernels[1], linear):
+        return t.value, t.value, box.exact(np.zeros(weight.shape))
+    return t.value, i.value, box.meet(box.sub(i.off, t.off), box.sub(i.value, t.value))
+
+
+def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
+    """Return all that decides what a kernel stores for a parameter."""
+    compute = kernel.compute.name if kernel.compute.precision < FLOAT32.precision else "float32"
+    if not linear:
+        return (compute,)
+    return (*kernel.weights, "float32" if kernel.activations[0] != "none" else compute)
+
+
+def _stored(v: Box, kernel: Kernel, linear: bool, name: str) -> Stored:
+    as_it_is = Stored(v, box.exact(np.zeros(v.shape)))
+    if not linear:
+        return _cast(v, as_it_is, kernel.compute, name)
+    if len(v.shape) != 2:
+        raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
+    kind, scale = kernel.weights
+    if scale == "none":
+        found = _cast(v, as_it_is, FORMATS[kind], name)
+        if _within(FORMATS[kind], kernel.compute):
+            return found
+    else:
+        found = _coded(v, kernel, name)
+    return found if kernel.activations[0] != "none" else _cast(v, found, kernel.compute, name)
+
+
+def _within(fine: Format, form: Format) -> bool:
+    """Say whether numbers of `fine` stay as they are when they are rounded to `form`."""
+    return fine.precision <= form.precision and form.least - form.precision <= (
+        fine.least - fine.precision
+    )
+
+
+def _cast(v: Box, found: Stored, form: Format, name: str) -> Stored:
+    """Return what rounding to nearest makes of it; nothing where float32 numbers stay."""
+    if _within(FLOAT32, form):
+        return found
+    value = Box(nearest(found.value.lo, form), nearest(found.value.hi, form))
+    if not (np.isfinite(value.lo).all() and np.isfinite(value.hi).all()):
+        raise Rejection("parameter/overflow", f"{name!r} may overflow {form.name}")
+    most = np.maximum(form.u * box.magnitude(found.value), form.eta)
+    return Stored(value, box.meet(box.sub(value, v), box.widen(found.off, most)))
+
+
+def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
+    """Return codes times scales: the largest magnitude of a group lies in an interval as well."""
+    kind, scale = kernel.weights
+    near, far = np.minimum(np.abs(v.lo), np.abs(v.hi)), box.magnitude(v)
+    ends = [_scale(_group(size, scale), kind, scale) for size in (near, far)]
+    if not (np.isfinite(ends[1]).all() and (ends[0] >= _LEAST_SCALE).all()):
+        raise Rejection("parameter/scale", f"{name!r} may have a scale that is too small")
+    scales = Box(ends[0], ends[1])
+    most = _farthest(far, ends[1], kind, scale)
+    if kind == "int8_full":
+        value = _full_range(v, scales)
+    else:
+        as_read = dataclasses.replace(kernel, activations=(kind, "per_token"))
+        value = staircase.hull(as_read, v, scales)
+    value = box.checked(box.meet(value, box.widen(v, most)), f"what is stored of {name!r}")
+    return Stored(value, box.meet(box.sub(value, v), box.around(most)))
+
+
+def _group(size: Floats, scale: str) -> Floats:
+    rows, columns = size.shape
+    height = rows if scale == "per_tensor" else TILE if scale == "block_128" else 1
+    width = {"block_128": TILE, "mx": MX_BLOCK}.get(scale, int(columns))
+    tops = np.maximum.reduceat(size, np.arange(0, rows, height), axis=0)
+    tiles = np.maximum.reduceat(tops, np.arange(0, columns, width), axis=1)
+    return np.repeat(np.repeat(tiles, height, axis=0)[:rows], width, axis=1)[:, :columns]
+
+
+def _scale(amax: Floats, kind: str, scale: str) -> Floats:
+    """Return the scale for a largest magnitude (float32 numbers); 1 where that is 0."""
+    singles = amax.astype(np.float32)
+    if scale == "mx":
+        found = np.ldexp(1.0, np.clip(np.frexp(amax)[1] - 1 - MX_EXPONENT[kind], -127, 127))
+    elif kind == "int8_full":
+        found = np.maximum(singles / np.float32(127.5), np.float32(2.0**-23)).astype(np.float64)
+    else:
+        found = (singles / np.float32(CODE_LARGEST[kind])).astype(np.float64)
+    return np.where(amax == 0, 1.0, found)
+
+
+def _farthest(size: Floats, scale: Floats, kind: str, how: str) -> Floats:
+    """Return how far a stored number may be from one of at most this size."""
+    if kind == "int8":
+        return box.up((scale / 2 + size * _SMALL) * (1 + _SMALL))
+    if kind == "int8_full":
+        return box.up((np.minimum(size, scale / 2) + size * _SMALL) * (1 + _SMALL))
+    form = FORMATS[kind]
+    rounded = box.up((form.u * size + scale * form.eta) * (1 + _SMALL))
+    if how != "mx":
+        return rounded
+    kept = CODE_LARGEST[kind] * 2.0 ** -(MX_EXPONENT[kind] + 1)
+    return np.maximum(rounded, box.up(size * (1 - kept) + size * _SMALL))
+
+
+def _full_range(v: Box, scales: Box) -> Box:
+    """Return codes of v·(1/s) in -128 … 127 times s, everything in float32."""
+    slow, fast = (np.float32(1) / end.astype(np.float32) for end in (scales.hi, scales.lo))
+    lo, hi = v.lo.astype(np.float32), v.hi.astype(np.float32)
+    codes = [
+        np.clip(np.rint(x * inverse), -128, 127).astype(np.float64)
+        for x, inverse in ((lo, np.where(lo >= 0, slow, fast)), (hi, np.where(hi >= 0, fast, slow)))
+    ]
+    low = codes[0] * np.where(codes[0] >= 0, scales.lo, scales.hi)
+    high = codes[1] * np.where(codes[1] >= 0, scales.hi, scales.lo)
+    return Box(*(end.astype(np.float32).astype(np.float64) for end in (low, high)))

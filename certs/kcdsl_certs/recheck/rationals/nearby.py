@@ -1,0 +1,185 @@
+"""What both kernels store of every θ' near the checkpoint, in rational numbers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rationals.cells import (
+    ZERO,
+    Cells,
+    Pair,
+    Shape,
+    exponent,
+    meet,
+    nearest,
+    rounded,
+    sub,
+)
+from kcdsl_certs.recheck.rationals.quantisers import hull
+from kcdsl_certs.recheck.spec import (
+    CODE_LARGEST,
+    FLOAT32,
+    FORMATS,
+    MX_BLOCK,
+    MX_EXPONENT,
+    TILE,
+    Format,
+    Kernel,
+)
+
+_SMALL = Fraction(1, 2**20)
+_LEAST_SCALE = Fraction(1, 2**100)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Of one element: where the stored number lies, and where it lies minus the element."""
+
+    value: Pair
+    off: Pair
+
+
+def both(
+    shape: Shape, values: Sequence[Fraction], rho: Fraction, kernels: tuple[Kernel, Kernel],
+    linear: bool,
+) -> tuple[Cells, Cells, Cells]:  # fmt: skip
+    """Return T, I and D of a parameter of every θ' in the region; `values` are float32 numbers.
+
+    Raises:
+        Rejection: "bound/overflow", "parameter/scale" or "parameter/shape".
+    """
+    if linear and len(shape) != 2:
+        raise Rejection("parameter/shape", "a linear weight is not a matrix")
+    around = [_around(value, rho) for value in values]
+    t, i = (_held(shape, around, kernel, linear) for kernel in kernels)
+    same = _way(kernels[0], linear) == _way(kernels[1], linear)
+    apart = [
+        (ZERO, ZERO) if same else meet(sub(two.off, one.off), sub(two.value, one.value))
+        for one, two in zip(t, i, strict=True)
+    ]
+    cells = (tuple(h.value for h in t), tuple(h.value for h in i), tuple(apart))
+    return Cells(shape, cells[0]), Cells(shape, cells[1]), Cells(shape, cells[2])
+
+
+def _around(value: Fraction, rho: Fraction) -> Pair:
+    """Return the least and the greatest float32 number within ρ|w|."""
+    far = rho * abs(value)
+    return -_single_below(far - value), _single_below(value + far)
+
+
+def _single_below(value: Fraction) -> Fraction:
+    """Return the greatest float32 number that is not above."""
+    most = Fraction(FLOAT32.largest)
+    if value >= most:
+        return most
+    found = rounded(value, FLOAT32)
+    if found <= value:
+        return found
+    bits = struct.unpack("<i", struct.pack("<f", float(found)))[0]
+    if found > 0:
+        return Fraction(struct.unpack("<f", struct.pack("<i", bits - 1))[0])
+    if found < 0:
+        return Fraction(struct.unpack("<f", struct.pack("<i", bits + 1))[0])
+    return -Fraction(1, 2**149)
+
+
+def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
+    compute = kernel.compute.name if kernel.compute.precision < FLOAT32.precision else "float32"
+    if not linear:
+        return (compute,)
+    return (*kernel.weights, "float32" if kernel.activations[0] != "none" else compute)
+
+
+def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) -> list[_Held]:
+    plain = [_Held(v, (ZERO, ZERO)) for v in around]
+    if not linear:
+        return [_cast(v, h, kernel.compute) for v, h in zip(around, plain, strict=True)]
+    kind, scale = kernel.weights
+    if scale == "none":
+        found = [_cast(v, h, FORMATS[kind]) for v, h in zip(around, plain, strict=True)]
+        if _within(FORMATS[kind], kernel.compute):
+            return found
+    else:
+        found = _coded(shape, around, kind, scale)
+    if kernel.activations[0] != "none":
+        return found
+    return [_cast(v, h, kernel.compute) for v, h in zip(around, found, strict=True)]
+
+
+def _within(fine: Format, form: Format) -> bool:
+    least = form.least - form.precision <= fine.least - fine.precision
+    return fine.precision <= form.precision and least
+
+
+def _cast(v: Pair, held: _Held, form: Format) -> _Held:
+    if _within(FLOAT32, form):
+        return held
+    value = nearest(held.value[0], form), nearest(held.value[1], form)
+    most = Fraction(form.u) * max(abs(end) for end in held.value)
+    most = max(most, Fraction(2) ** (form.least - form.precision))
+    return _Held(value, meet(sub(value, v), (held.off[0] - most, held.off[1] + most)))
+
+
+def _coded(shape: Shape, around: Sequence[Pair], kind: str, scale: str) -> list[_Held]:
+    rows, columns = shape
+    height = {"per_tensor": rows, "block_128": TILE}.get(scale, 1)
+    width = {"block_128": TILE, "mx": MX_BLOCK}.get(scale, columns)
+    places = [(at // columns // height, at % columns // width) for at in range(len(around))]
+    near: dict[tuple[int, int], Fraction] = {}
+    far: dict[tuple[int, int], Fraction] = {}
+    for place, (low, high) in zip(places, around, strict=True):
+        near[place] = max(near.get(place, ZERO), min(abs(low), abs(high)))
+        far[place] = max(far.get(place, ZERO), abs(low), abs(high))
+    scales = {p: (_scale(near[p], kind, scale), _scale(far[p], kind, scale)) for p in far}
+    if any(low < _LEAST_SCALE for low, _ in scales.values()):
+        raise Rejection("parameter/scale", "a scale of the weights may be too small")
+    found = []
+    for place, v in zip(places, around, strict=True):
+        s, size = scales[place], max(abs(v[0]), abs(v[1]))
+        most = _farthest(size, s[1], kind, scale)
+        value = _full_range(v, s) if kind == "int8_full" else hull(kind, v, s)
+        value = meet(value, (v[0] - most, v[1] + most))
+        found.append(_Held(value, meet(sub(value, v), (-most, most))))
+    return found
+
+
+def _scale(amax: Fraction, kind: str, scale: str) -> Fraction:
+    if amax == 0:
+        return Fraction(1)
+    if scale == "mx":
+        return Fraction(2) ** min(max(exponent(amax) - MX_EXPONENT[kind], -127), 127)
+    if kind == "int8_full":
+        return max(rounded(amax * 2 / 255, FLOAT32), Fraction(1, 2**23))
+    return rounded(amax / CODE_LARGEST[kind], FLOAT32)
+
+
+def _farthest(size: Fraction, scale: Fraction, kind: str, how: str) -> Fraction:
+    if kind == "int8":
+        return (scale / 2 + size * _SMALL) * (1 + _SMALL)
+    if kind == "int8_full":
+        return (min(size, scale / 2) + size * _SMALL) * (1 + _SMALL)
+    form = FORMATS[kind]
+    tiny = Fraction(2) ** (form.least - form.precision)
+    rounding = (Fraction(form.u) * size + scale * tiny) * (1 + _SMALL)
+    if how != "mx":
+        return rounding
+    kept = Fraction(CODE_LARGEST[kind], 2 ** (MX_EXPONENT[kind] + 1))
+    return max(rounding, size * (1 - kept) + size * _SMALL)
+
+
+def _full_range(v: Pair, s: Pair) -> Pair:
+    slow, fast = (rounded(1 / scale, FLOAT32) for scale in (s[1], s[0]))
+
+    def code(x: Fraction, inverse: Fraction) -> int:
+        return max(-128, min(127, round(rounded(x * inverse, FLOAT32))))
+
+    low = code(v[0], slow if v[0] >= 0 else fast)
+    high = code(v[1], fast if v[1] >= 0 else slow)
+    return (
+        rounded(low * (s[0] if low >= 0 else s[1]), FLOAT32),
+        rounded(high * (s[1] if high >= 0 else s[0]), FLOAT32),
+    )

@@ -1,0 +1,146 @@
+"""Attention over any number of rows, and rotation at any position (docs/any-length.md)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules import attention, elementwise
+from kcdsl_certs.recheck.rules.linear import check_product, summed
+from kcdsl_certs.recheck.rules.state import (
+    Probabilities,
+    Rows,
+    Scene,
+    State,
+    Value,
+    numeric,
+    reduce,
+    settle,
+)
+from kcdsl_certs.recheck.sequences import KEY
+from kcdsl_certs.recheck.spec import Kernel
+
+_CHUNK = 512  # positions at a time
+
+
+def at_any_length(scene: Scene, node: Node, inputs: list[Value]) -> Value | None:
+    """Return the value of a node whose rule is another one at any length; None for all others."""
+    rows = scene.rows
+    if rows is None:
+        return None
+    if node.op == "softmax" and KEY in rows.marks[node.name]:
+        return probabilities(scene, node, inputs, rows.longest)
+    if node.op == "matmul" and node.role == "context":
+        return context(scene, node, inputs, rows.longest)
+    if node.op == "rope":
+        return rotation(scene, node, inputs, rows)
+    return None
+
+
+def probabilities(scene: Scene, node: Node, inputs: list[Value], longest: int) -> Probabilities:
+    """Return the softmax over any number of columns that have the same box of scores.
+
+    A mask only takes columns away; it must be one, and leave something.
+    """
+    node.attrs.exactly()
+    scores = numeric(inputs[0])
+    allowed = attention.allowed_columns(inputs[1:], scores.shape)
+    spread = box.add_up(scores.d.hi.max(axis=-1), -scores.d.lo.min(axis=-1))[..., None]
+    most = np.minimum(box.up(np.tanh(box.lifted(spread) / 4), 8), 1.0)
+    unit = Box(np.zeros(scores.shape), np.ones(scores.shape))
+    star = reduce(unit, unit, box.around(np.broadcast_to(most, scores.shape)))
+    everywhere = np.ones(scores.shape, dtype=np.bool_)
+    single, total = [], []
+    for kernel, own in ((scene.train, scores.t), (scene.infer, scores.i)):
+        theta = attention.relative_rounding(kernel, own, everywhere, longest)
+        single.append(np.broadcast_to(_misplaced(kernel, theta, 1), scores.shape))
+        total.append(_misplaced(kernel, theta, longest))
+    stored = reduce(
+        box.widen(star.t, single[0]),
+        box.widen(star.i, single[1]),
+        box.widen(star.d, box.up(single[0] + single[1])),
+    )
+    return Probabilities(star, most, single[0], single[1], allowed, stored, (total[0], total[1]))
+
+
+def _misplaced(kernel: Kernel, theta: Floats, columns: int) -> Floats:
+    """Return Σ|stored - p| over so many columns, whose p sum to at most 1."""
+    form = kernel.probabilities
+    lost = columns * attention.ZETA
+    found = box.up(theta + lost + form.u * (1 + theta + lost) + columns * form.eta)
+    if not bool(np.isfinite(found).all()):
+        raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
+    return found
+
+
+def context(scene: Scene, node: Node, inputs: list[Value], longest: int) -> State:
+    """Return such probabilities times values that all have the same box."""
+    node.attrs.exactly()
+    p = inputs[0]
+    if not isinstance(p, Probabilities) or p.total is None:
+        raise Rejection("graph/rows", "a context product without its softmax")
+    v = numeric(inputs[1])
+    check_product(p.shape, v.shape)
+    shape = (*np.broadcast_shapes(p.shape[:-2], v.shape[:-2]), p.shape[-2], v.shape[-1])
+    one = State(*(_widest(part) for part in (v.t, v.i, v.d)))
+    moved = box.up(p.variation * box.lifted(box.add_up(one.t.hi, -one.t.lo)))
+    errors = [
+        np.broadcast_to(_error(kernel, off, values, longest), shape)
+        for kernel, off, values in (
+            (scene.train, p.total[0], one.t),
+            (scene.infer, p.total[1], one.i),
+        )
+    ]
+    drift = box.add(one.d, box.around(moved))
+    exact = _filled(one.t, shape), _filled(one.i, shape), _filled(drift, shape)
+    inner = scene.train.accumulate, scene.infer.accumulate
+    return settle(scene, node, exact, (errors[0], errors[1]), inner)
+
+
+def _widest(v: Box) -> Box:
+    """Return the box of one row that holds every row."""
+    return Box(v.lo.min(axis=-2, keepdims=True), v.hi.max(axis=-2, keepdims=True))
+
+
+def _filled(v: Box, shape: tuple[int, ...]) -> Box:
+    return v.map(lambda ends: np.broadcast_to(ends, shape))
+
+
+def _error(kernel: Kernel, off: Floats, values: Box, longest: int) -> Floats:
+    """Return E of the product: every row, from 1 to the longest number of columns."""
+    size = box.mag(values)
+    weight, wrong = box.up(1 + off), box.up(box.lifted(off) * size)
+    tiles = -(-longest // kernel.tile) if kernel.fused else 1
+    sizes = box.up(weight * size), box.up(size + wrong)
+    sums = summed(kernel, (weight, size), sizes, extra=2 * tiles + 4, columns=longest)
+    return box.up(wrong + sums)
+
+
+def rotation(scene: Scene, node: Node, inputs: list[Value], rows: Rows) -> State:
+    """Return the rotation by whichever position: what the rotations by all positions hold."""
+    node.attrs.exactly()
+    x = numeric(inputs[0])
+    first = State(*(part.map(lambda ends: ends[..., :1, :]) for part in (x.t, x.i, x.d)))
+    cos, sin = (rows.tables[name] for name in node.inputs[1:3])
+    found: list[tuple[Box, Box, Box, Floats, Floats]] = []
+    for start in range(0, rows.longest, _CHUNK):
+        some = slice(start, start + _CHUNK)
+        c, s = (_rows_of(table, some) for table in (cos, sin))
+        exact, errors = elementwise.rotated(scene, first, c, s)
+        boxes = [_widest(part) for part in exact]
+        worst = [error.max(axis=-2, keepdims=True) for error in errors]
+        found.append((boxes[0], boxes[1], boxes[2], worst[0], worst[1]))
+    t, i, d, wrong_t, wrong_i = found[0]
+    for more in found[1:]:
+        t, i, d = box.join(t, more[0]), box.join(i, more[1]), box.join(d, more[2])
+        wrong_t, wrong_i = np.maximum(wrong_t, more[3]), np.maximum(wrong_i, more[4])
+    errors = np.broadcast_to(wrong_t, x.shape), np.broadcast_to(wrong_i, x.shape)
+    exact = _filled(t, x.shape), _filled(i, x.shape), _filled(d, x.shape)
+    return settle(scene, node, exact, errors)
+
+
+def _rows_of(table: State, some: slice) -> State:
+    return State(*(part.map(lambda ends: ends[some]) for part in (table.t, table.i, table.d)))

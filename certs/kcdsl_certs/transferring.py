@@ -1,0 +1,261 @@
+"""Is a weights transfer right? The earlier certificate is verified, and the weights compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from kcdsl_certs import envelope as dsse
+from kcdsl_certs.clauses import CertifiedClause
+from kcdsl_certs.coverage import check_clauses
+from kcdsl_certs.manifest import build_manifest
+from kcdsl_certs.proofs import (
+    LARGEST_PROOF,
+    Outcome,
+    PresentProofs,
+    ProofChecker,
+    Rechecker,
+    bind,
+    load_proof,
+)
+from kcdsl_certs.reals import real_text
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.report import Check, Log, NotRun, Report
+from kcdsl_certs.requirements import RequiredClause
+from kcdsl_certs.statement import (
+    LARGEST_PAYLOAD,
+    Predicate,
+    certificate_id,
+    parse_predicate,
+    parse_statement,
+)
+from kcdsl_certs.strict import strict_load, time_text
+from kcdsl_certs.transfer import Carried, Transfer, carried_over
+from kcdsl_certs.triple import Checkpoint, Triple
+
+VerifyBase = Callable[[bytes, Triple, ProofChecker], Report]
+"""Verifies an earlier certificate against the triple with the earlier checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What a transfer is compared with.
+
+    `folder` holds the earlier certificate and its proofs, `checkpoint` are the earlier weights,
+    `later` those about to be deployed; with `recheck` the proofs are derived again.
+    """
+
+    folder: Path
+    checkpoint: Path
+    later: Path
+    recheck: bool = False
+
+
+def compare(
+    log: Log,
+    transfer: Transfer,
+    expected: Triple,
+    earlier: Earlier | None,
+    verify: VerifyBase,
+    required: tuple[RequiredClause, ...],
+    partial: bool,
+) -> tuple[str, ...]:
+    """Run the steps base, weights, clauses and proofs; return what lies outside of the scope."""
+    found = _Found()
+
+    def base() -> str:
+        if earlier is None:
+            raise Reject("transfer/no-base", "the earlier checkpoint was not given (--base)")
+        return _base(transfer, expected, earlier, verify, found)
+
+    def weights() -> str:
+        if earlier is None or found.predicate is None:
+            raise Reject("transfer/no-base", "there is no earlier certificate to go by")
+        found.carried = carried_over(found.predicate, transfer.triple, transfer.carried)
+        return compare_weights(found.predicate, found.carried, transfer.carried, earlier)
+
+    def clauses() -> str:
+        if found.carried is None:
+            raise Reject("transfer/no-base", "there is nothing that goes over")
+        verdict = found.carried.verdict
+        detail, found.outside = check_clauses(found.carried, verdict, required, partial=partial)
+        return detail
+
+    def proofs() -> str:
+        if found.proofs is None:
+            raise NotRun("step/earlier-failed", "")
+        if found.proofs.outcome is Outcome.OK:
+            return found.proofs.detail
+        kind = NotRun if found.proofs.outcome is Outcome.NOT_RUN else Reject
+        raise kind(found.proofs.reason, found.proofs.detail)
+
+    for name, step in (("base", base), ("weights", weights), ("clauses", clauses)):
+        log.run(name, step)
+    log.run("proofs", proofs)
+    return found.outside
+
+
+@dataclass(slots=True)
+class _Found:
+    predicate: Predicate | None = None
+    carried: Predicate | None = None
+    proofs: Check | None = None
+    outside: tuple[str, ...] = ()
+
+
+def _base(
+    transfer: Transfer, expected: Triple, earlier: Earlier, verify: VerifyBase, found: _Found
+) -> str:
+    """Verify the earlier certificate, whose payload has the digest that the transfer names."""
+    bundle = _read(earlier.folder / transfer.path)
+    payload = dsse.decode(dsse.parse_bundle(bundle)).payload
+    if certificate_id(payload) != transfer.base:
+        detail = f"{transfer.path} is not the certificate that the transfer names"
+        raise Reject("transfer/another-base", detail)
+    triple = earlier_triple(payload, expected, earlier.checkpoint)
+    checker: ProofChecker = PresentProofs(earlier.folder)
+    if earlier.recheck:
+        checker = Rechecker(earlier.folder, earlier.checkpoint)
+    report = verify(bundle, triple, checker)
+    found.proofs = next((c for c in report.checks if c.name == "proofs"), None)
+    if not report.accepted or report.predicate is None:
+        detail = next((f"{c.name}: {c.detail}" for c in report.checks if c.reason), "")
+        reason = report.reasons[0] if report.reasons else "transfer/base-refused"
+        raise Reject(reason, f"the earlier certificate: {detail}")
+    if transfer.valid_until > report.predicate.valid_until:
+        until = time_text(report.predicate.valid_until)
+        raise Reject("validity/beyond-base", f"the earlier certificate is valid until {until}")
+    if transfer.stage != report.predicate.stage:
+        detail = f"the earlier certificate was issued for {report.predicate.stage}"
+        raise Reject("stage/mismatch", detail)
+    found.predicate = report.predicate
+    return f"{transfer.path}: sha256:{transfer.base}"
+
+
+def earlier_triple(payload: bytes, expected: Triple, checkpoint: Path) -> Triple:
+    """Return the triple with the earlier checkpoint: the weights at this path, under the name that
+    the earlier certificate gives them, with the other files of the model as they are now.
+
+    Nothing is believed of the payload but that name. Raises Reject `transfer/base-checkpoint`.
+    """
+    stated = parse_predicate(parse_statement(strict_load(payload, LARGEST_PAYLOAD)).predicate)
+    try:
+        manifest = build_manifest(checkpoint)
+    except OSError as error:
+        detail = f"{checkpoint}: {error.strerror or error}"
+        raise Reject("transfer/base-checkpoint", detail) from None
+    named = stated[0].triple.checkpoint
+    if manifest.root_digest != named.root_digest:
+        detail = f"{checkpoint.name} is not the checkpoint of the earlier certificate"
+        raise Reject("transfer/base-checkpoint", detail)
+    part = Checkpoint(named.name, named.digest, named.root_digest, expected.checkpoint.companions)
+    return replace(expected, checkpoint=part)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(dsse.LARGEST_BUNDLE + 1)
+    except OSError as error:
+        raise Reject("transfer/no-base", f"{path.name}: {error.strerror or error}") from None
+
+
+def compare_weights(
+    base: Predicate, carried: Predicate, stated: tuple[Carried, ...], earlier: Earlier
+) -> str:
+    """Compare what the proofs read in both checkpoints; nothing that is stated is believed."""
+    weights = Weights(earlier.checkpoint, earlier.later)
+    if weights.digests != (
+        base.triple.checkpoint.root_digest,
+        carried.triple.checkpoint.root_digest,
+    ):
+        raise Reject("transfer/changed", "a checkpoint changed while it was looked at")
+    moved = {(item.id, item.slice): item for item in stated}
+    found = []
+    for clause in carried.clauses:
+        if clause.proof is None or clause.weights is None:
+            continue
+        keys = weights_of(load_proof(earlier.folder, clause), clause, base.triple)
+        farthest = weights.farthest(keys, clause.weights)
+        where = f"{farthest.tensor}{list(farthest.element)}"
+        if not farthest.inside:
+            detail = f"{clause.label}: {where} was {farthest.earlier!r}, is {farthest.later!r}"
+            raise Reject("transfer/outside", f"{detail}: beyond {real_text(clause.weights)} of it")
+        item = moved[clause.id, clause.slice]
+        if item.moved is None or item.moved < farthest.ratio:
+            detail = f"{clause.label} states {item.moved!r}, {where} moved {farthest.ratio!r}"
+            raise Reject("transfer/moved-further", detail)
+        limit = real_text(clause.weights)
+        found.append(f"{clause.label} moved {farthest.ratio:.3g} of {limit} ({where})")
+    return "; ".join(found)
+
+
+def weights_of(proof: bytes, clause: CertifiedClause, triple: Triple) -> frozenset[str]:
+    """Return the tensors that the proof of a clause reads.
+
+    Raises Reject where it is no proof, or one of something else than the clause.
+    """
+    document: Any = import_module("kcdsl_certs.recheck.document")
+    bind(strict_load(proof, LARGEST_PROOF), clause, triple)
+    try:
+        parsed = document.parse(proof)
+    except document.Rejection as error:
+        raise Reject("proof/malformed", f"{clause.label}: {error}") from None
+    return frozenset(parsed.parameters)
+
+
+class Weights:
+    """Two checkpoints of the same tensors, shapes and dtypes."""
+
+    def __init__(self, earlier: Path, later: Path) -> None:
+        """Read both.
+
+        Raises Reject `transfer/tensors`, and what reading a checkpoint raises.
+        """
+        self._norms: Any = _numpy("kcdsl_certs.recheck.norms")
+        read = import_module("kcdsl_certs.recheck.safetensors").read
+        self._earlier = _rejecting(lambda: read(earlier))
+        self._later = _rejecting(lambda: read(later))
+        _rejecting(lambda: self._norms.same_tensors(self._earlier.tensors, self._later.tensors))
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """Return the root digest of both: the sha256 of that of their one file."""
+        pair = self._earlier.sha256, self._later.sha256
+        one, two = (hashlib.sha256(bytes.fromhex(digest)).hexdigest() for digest in pair)
+        return one, two
+
+    def farthest(self, keys: frozenset[str], rho: Fraction) -> Any:
+        """Return the element of these tensors that moved most, one outside of ρ if there is one
+        (`kcdsl_certs.recheck.norms.Moved`); `inside` says whether all of them are in the region.
+
+        Raises Reject for tensors that are missing or hold what is no number.
+        """
+        found = _rejecting(
+            lambda: self._norms.moved(self._earlier.tensors, self._later.tensors, keys, rho)
+        )
+        if not found:
+            raise Reject("transfer/tensors", "the proof reads no weights")
+        return max(found, key=lambda item: (not item.inside, item.ratio))
+
+
+def _numpy(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        detail = f"{error}; comparing weights needs numpy"
+        raise Reject("transfer/checker-missing", detail) from None
+
+
+def _rejecting(step: Callable[[], Any]) -> Any:
+    """Run a step of the recheck package; what it rejects is a Reject here."""
+    errors: Any = import_module("kcdsl_certs.recheck.errors")
+    try:
+        return step()
+    except errors.Rejection as error:
+        raise Reject(error.reason, error.detail) from None

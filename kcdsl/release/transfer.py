@@ -1,0 +1,176 @@
+"""Which results of a certificate hold for a later checkpoint, and why the others do not."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl import __version__
+from kcdsl_certs.clauses import CertifiedClause, Verdict
+from kcdsl_certs.proofs import LARGEST_PROOF, load_proof
+from kcdsl_certs.reals import real_text
+from kcdsl_certs.statement import Evaluator, Predicate
+from kcdsl_certs.strict import strict_load
+from kcdsl_certs.transfer import Carried, Left, Transfer
+from kcdsl_certs.transferring import Weights, weights_of
+from kcdsl_certs.triple import Triple
+
+ASSUMPTIONS = (
+    "with the later weights, too, the training kernel's activations on the rows of the slices lie "
+    "in the regions that the proofs are about",
+)
+NON_CLAIMS = (
+    "It says nothing about results of the earlier certificate that it does not name.",
+    "It says nothing about the quality of the later weights.",
+)
+
+
+class Stated(Protocol):
+    """A case of a goal with the later weights: name, digest of the graph, region as in a proof."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def graph(self) -> str: ...
+    @property
+    def region(self) -> Mapping[str, Any]: ...
+
+
+Regions = Callable[[str], Sequence[Stated]]
+"""Returns the cases of a clause with the later weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What goes over and what stays behind, in the order of the certificate."""
+
+    carried: tuple[Carried, ...]
+    left: tuple[Left, ...]
+
+
+def plan(earlier: Predicate, folder: Path, weights: Weights, regions: Regions) -> Plan:
+    """Decide for every result of a verified certificate whether it goes over.
+
+    Args:
+        earlier: its predicate.
+        folder: where its proofs are.
+        weights: the earlier and the later checkpoint.
+        regions: makes the cases of a clause with the later weights.
+
+    Raises:
+        Reject: a proof is missing or not about its clause, or a checkpoint holds no numbers.
+    """
+    found: dict[tuple[str, str | None], Carried | Left] = {}
+    for clause in earlier.clauses:
+        if clause.implied_by is None:
+            one = _one(clause, earlier.triple, folder, weights, regions)
+            kept = found.setdefault((clause.id, clause.slice), one)
+            if isinstance(one, Left) and isinstance(kept, Carried):
+                found[clause.id, clause.slice] = one
+    for clause in earlier.clauses:
+        if clause.implied_by is not None:
+            found[clause.id, clause.slice] = _implied(clause, found)
+    return Plan(
+        tuple(item for item in found.values() if isinstance(item, Carried)),
+        tuple(item for item in found.values() if isinstance(item, Left)),
+    )
+
+
+def _one(
+    clause: CertifiedClause, triple: Triple, folder: Path, weights: Weights, regions: Regions
+) -> Carried | Left:
+    name, block = (clause.id, clause.slice), clause.block
+    if clause.verdict is not Verdict.PASSED or clause.proof is None or clause.weights is None:
+        return Left(*name, "no-region", "it is of the earlier checkpoint alone", block)
+    proof = load_proof(folder, clause)
+    farthest = weights.farthest(weights_of(proof, clause, triple), clause.weights)
+    if not farthest.inside:
+        detail = (
+            f"{farthest.earlier!r} became {farthest.later!r}, beyond {real_text(clause.weights)}"
+            " of it"
+        )
+        return Left(*name, "weights", detail, block, farthest.tensor, farthest.element)
+    outside = _states(strict_load(proof, LARGEST_PROOF), clause, regions)
+    if outside is not None:
+        return Left(*name, "states", outside, block)
+    return Carried(*name, clause.weights, farthest.ratio, farthest.tensor)
+
+
+def _implied(
+    clause: CertifiedClause, found: Mapping[tuple[str, str | None], Carried | Left]
+) -> Carried | Left:
+    sources = [item for (name, _), item in found.items() if name == clause.implied_by]
+    for source in sources:
+        if isinstance(source, Left):
+            detail = f"it follows from {source.id}, which stays behind"
+            return Left(clause.id, clause.slice, source.reason, detail, clause.block)
+    if not sources:
+        detail = f"it follows from {clause.implied_by}, which is not here"
+        return Left(clause.id, clause.slice, "no-region", detail, clause.block)
+    return Carried(clause.id, clause.slice)
+
+
+def _states(proof: Any, clause: CertifiedClause, regions: Regions) -> str | None:
+    """Return why the inputs of a block are not those of a proof any more; None where they are."""
+    proved = {case["name"]: case for case in proof["cases"]}
+    if all("ids" in case["region"] for case in proved.values()):
+        return None
+    now = regions(clause.id)
+    if {case.name for case in now} != proved.keys():
+        return "the slice has other rows"
+    for case in now:
+        if case.graph != proved[case.name]["graph"]:
+            return f"{case.name}: the block has another graph"
+        outside = _outside(proved[case.name]["region"], case.region)
+        if outside is not None:
+            return f"{case.name}: {outside}"
+    return None
+
+
+def _outside(proved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return how far a region reaches beyond one that is proved; None where it lies inside."""
+    if "centre" not in proved or "centre" not in now or "longest" in proved:
+        return "the proof is about another kind of region"
+    centre, radius = _array(proved["centre"]), _array(proved["radius"])
+    later, reach = _array(now["centre"]), _array(now["radius"])
+    if later.shape != centre.shape:
+        return "the states have another shape"
+    apart = np.abs(later - centre)
+    far = np.where(apart == 0, reach, np.nextafter(np.nextafter(apart, np.inf) + reach, np.inf))
+    if bool((far <= radius).all()):
+        return None
+    worst = int(np.argmax(far - radius))
+    moved, room = apart.ravel()[worst], (radius - reach + np.zeros_like(apart)).ravel()[worst]
+    return f"a state that enters the block moved by {moved:.3g}, the proof leaves {room:.3g}"
+
+
+def _array(record: Mapping[str, Any]) -> NDArray[np.float64]:
+    data = np.frombuffer(base64.b64decode(record["data"]), dtype="<f8")
+    return data.astype(np.float64).reshape(record["shape"])
+
+
+def transfer_of(
+    earlier: Predicate, identity: str, path: str, triple: Triple, decided: Plan, issued: datetime
+) -> Transfer:
+    """Return the statement of a plan. It is valid as long as the earlier certificate is."""
+    return Transfer(
+        triple=triple,
+        base=identity,
+        path=path,
+        stage=earlier.stage,
+        issued_at=issued,
+        valid_until=earlier.valid_until,
+        sequence=int(issued.timestamp()),
+        carried=decided.carried,
+        left=decided.left,
+        evaluator=Evaluator("kcdsl", __version__),
+        assumptions=ASSUMPTIONS,
+        non_claims=NON_CLAIMS,
+    )

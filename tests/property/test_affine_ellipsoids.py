@@ -1,0 +1,232 @@
+"""Ellipsoids around errors: runs lie inside, functionals below, and both programs find the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.affine import ellipsoids as prover
+from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.affine.propagate import write
+from kcdsl_certs.recheck.affine import ellipsoids as checker
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.form import Form, Walk
+from kcdsl_certs.recheck.affine.kernel import walk
+from kcdsl_certs.recheck.document import parse
+from kcdsl_certs.recheck.inexact import Doubles
+from kcdsl_certs.recheck.safetensors import read
+from tests.support import kernels, proofs
+from tests.support.mutation.bases import decoder, encoder
+from tests.support.prover import block, parameters
+
+Floats = np.ndarray
+N = proofs.numerics
+KERNELS = {
+    "float32": N("float32", "any"),
+    "bfloat16 fused": N("bfloat16", "any", style="fused"),
+    "float16 nearest": N("float16", "nearest", accumulate="float32"),
+    "fp8 weights": N("float32", "any", weights=("fp8_e4m3", "per_channel")),
+}
+MODES = ("random", "signs", "up", "down")
+RADII = (0.0, 2.0**-10)
+
+
+def two_layers(rng: np.random.Generator) -> Any:
+    """Return two layers with norms after their residuals: ellipsoids are passed on."""
+    first, second = encoder(rng), encoder(rng)
+    shapes = {node["name"]: tuple(node["shape"]) for node in second.nodes}
+    names = {}
+    for node in second.nodes:
+        if node["op"] == "input":
+            names[node["name"]] = first.output
+            continue
+        inputs = [names[name] for name in node["inputs"]]
+        attrs = {k: v for k, v in node["attrs"].items() if k != "key"}
+        if node["op"] == "param":
+            key = node["attrs"]["key"]
+            names[node["name"]] = first.param(f"second.{key}", second.tensors[key])
+            continue
+        more = {"role": node["role"]} if node["role"] else {}
+        shape = shapes[node["name"]]
+        names[node["name"]] = first.add(node["op"], inputs, shape, **more, **attrs)
+    return first
+
+
+def normed(rng: np.random.Generator) -> Any:
+    """Return an attention with its residual, and what the norm of the next block makes of it."""
+    graph = decoder(rng)
+    last, shape = graph.output, tuple(graph.nodes[-1]["shape"])
+    weight = graph.param("next.weight", 1 + 0.1 * rng.standard_normal(shape[-1]))
+    graph.add("rms_norm", [last, weight], shape, eps=1e-5)
+    return graph
+
+
+GRAPHS = {"decoder": normed, "encoder": encoder, "two layers": two_layers}
+
+
+def walked(folder: Path, graph: Any, record: Any, centre: Floats, radius: float) -> Walk:
+    path = folder / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    proof = parse(proofs.dump(proofs.document(graph, record, record, sha256, centre, radius)))
+    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    with np.errstate(all="ignore"):
+        return walk(scene, scene.train)
+
+
+def surrounded(found: Walk) -> dict[str, Mapping[tuple[int, ...], Floats]]:
+    """Return the ellipsoids of the checker, by node."""
+    forms = ((n, f) for n, f in found.forms.items() if isinstance(f, Form) and f.place)
+    every = ((name, found.tape.entries[form.place or 0].ellipsoids) for name, form in forms)
+    return {name: rows for name, rows in every if rows}
+
+
+def beyond(error: Floats, shape: Floats) -> float:
+    """Return eᵀ P⁻¹ e: at most 1 if and only if no functional of e is beyond its bound."""
+    scale = float(np.trace(shape))
+    if scale == 0:
+        return np.inf if error.any() else 0.0
+    return float(error @ np.linalg.solve(shape / scale, error)) / scale
+
+
+@pytest.mark.parametrize("radius", RADII)
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_runs_stay_inside_of_both(tmp_path: Path, kind: str, name: str, radius: float) -> None:
+    which = [list(GRAPHS).index(kind), list(KERNELS).index(name), RADII.index(radius)]
+    rng = np.random.default_rng(which)
+    graph, record = GRAPHS[kind](rng), KERNELS[name]
+    centre = np.rint(rng.standard_normal(graph.input_shape) * 2**14) / 2**14
+    found = walked(tmp_path, graph, record, centre, radius)
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    sides = block(graph), parameters(graph, record)
+    run = write(*sides, torch.from_numpy(centre), spread, 0.0)
+    known = surrounded(found)
+    assert known
+    plain, linear = found.scene.parameters.plain, found.scene.parameters.linear
+    farthest = 0.0
+    for trial in range(24):
+        x = centre + radius * rng.choice([-1.0, 1.0], centre.shape)
+        rounded = kernels.Run(record, rng, MODES[trial % 4])
+        values = kernels.simulate(
+            graph,
+            rounded,
+            x,
+            lambda key: plain(key, found.kernel),
+            lambda key: linear(key, found.kernel),
+        )
+        for node, rows in known.items():
+            form = found.forms[node]
+            entry = run.tape.entries[run.computed[node]]
+            assert isinstance(form, Form)
+            assert set(entry.ellipsoids) <= set(rows)  # rows without errors need none
+            both = (
+                (form.reference, rows),
+                (entry.reference.numpy(), {r: p.numpy() for r, p in entry.ellipsoids.items()}),
+            )
+            for reference, shapes in both:
+                for row, shape in shapes.items():
+                    ratio = beyond(values[node][row] - reference[row], shape)
+                    assert ratio <= 1 + 2.0**-20, (node, row)
+                    farthest = max(farthest, ratio)
+    assert farthest > 2.0**-12  # the ellipsoids are of the size of the errors
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_both_programs_find_the_same(tmp_path: Path, kind: str) -> None:
+    rng = np.random.default_rng(list(GRAPHS).index(kind))
+    graph, record = GRAPHS[kind](rng), KERNELS["float32"]
+    centre = np.rint(rng.standard_normal(graph.input_shape) * 2**14) / 2**14
+    known = surrounded(walked(tmp_path, graph, record, centre, 2.0**-12))
+    spread = torch.full((1, 1), 2.0**-12, dtype=torch.float64)
+    sides = block(graph), parameters(graph, record)
+    run = write(*sides, torch.from_numpy(centre), spread, 0.0)
+    for node, rows in known.items():
+        entry = run.tape.entries[run.computed[node]]
+        assert set(entry.ellipsoids) == set(rows)
+        for row, shape in rows.items():
+            other = entry.ellipsoids[row].numpy()
+            np.testing.assert_allclose(shape, other, rtol=0, atol=2.0**-10 * np.trace(other))
+
+
+def positive(rng: np.random.Generator, n: int) -> Floats:
+    """Return a random P, long in some directions and short in others."""
+    axes = rng.standard_normal((n, n)) * np.exp2(-rng.uniform(0, 20, n))
+    return axes @ axes.T
+
+
+def members(rng: np.random.Generator, shape: Floats, count: int) -> Floats:
+    """Return points [count, n] on the surface of an ellipsoid."""
+    values, vectors = np.linalg.eigh(shape)
+    on = rng.standard_normal((count, len(shape)))
+    on /= np.linalg.norm(on, axis=-1, keepdims=True)
+    return np.asarray(on @ (vectors * np.sqrt(np.maximum(values, 0.0))).T)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sums_images_and_lengths_hold_their_members(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 9))
+    shapes = [positive(rng, n) * 4.0 ** rng.integers(-6, 6) for _ in range(4)]
+    shapes[-1] = np.zeros((n, n))
+    total = sum(members(rng, shape, 400) for shape in shapes)
+    matrix = rng.standard_normal((int(rng.integers(1, 2 * n)), n))
+    tensors = [torch.from_numpy(shape) for shape in shapes]
+    both = (
+        (
+            checker.sum_of(shapes),
+            checker.moved(shapes[0], matrix),
+            checker.longest(shapes[0], matrix),
+            checker.extent_along(shapes[0], matrix),
+        ),
+        (
+            prover.around_sum(tensors).numpy(),
+            prover.image(tensors[0], torch.from_numpy(matrix)).numpy(),
+            prover.longest(tensors[0], torch.from_numpy(matrix)),
+            prover.quadratic(tensors[0], torch.from_numpy(matrix)).numpy(),
+        ),
+    )
+    for around, image, longest, along in both:
+        for point in total:
+            assert beyond(point, around) <= 1 + 2.0**-20
+        moved = members(rng, shapes[0], 400) @ matrix.T
+        assert float(np.linalg.norm(moved, axis=-1).max()) <= longest
+        assert (np.abs(moved).max(axis=0) <= along).all()
+        exact = np.sqrt(np.einsum("bi,ij,bj->b", matrix, shapes[0], matrix))
+        assert (along >= exact).all()
+        assert (along <= exact * (1 + 2.0**-20) + 2.0**-20 * np.abs(matrix).max()).all()
+        assert float(np.linalg.eigvalsh(image - matrix @ shapes[0] @ matrix.T)[0]) >= -(2.0**-40)
+        singular = np.linalg.norm(matrix @ np.linalg.cholesky(shapes[0] + 1e-14 * np.eye(n)), 2)
+        assert longest >= singular * (1 - 1e-6)
+
+
+def test_what_is_not_finite_bounds_nothing() -> None:
+    shape = np.array([[np.inf, 0.0], [0.0, 1.0]])
+    for broken in (shape, shape * np.nan):
+        functionals = np.eye(2)
+        tensors = torch.from_numpy(broken), torch.from_numpy(functionals)
+        with np.errstate(all="ignore"):
+            assert not np.isfinite(checker.extent_along(broken, functionals)[0])
+        assert not bool(torch.isfinite(prover.quadratic(*tensors)[0]))
+        many = np.ones((3, 2))
+        with np.errstate(all="ignore"):
+            assert not np.isfinite(checker.longest(broken, many))
+        assert not np.isfinite(prover.longest(tensors[0], torch.from_numpy(many)))
+
+
+def test_rows_without_an_ellipsoid_keep_their_reach() -> None:
+    rng = np.random.default_rng(5)
+    shape, reach = positive(rng, 3), np.abs(rng.standard_normal((2, 3))) + 100.0
+    values = rng.standard_normal((4, 2, 3))
+    mine = checker.reached({(0,): shape}, reach, Adjoint(values, (0, 0)))
+    tensors = torch.from_numpy(reach), ProverAdjoint.full(torch.from_numpy(values))
+    theirs = prover.reached({(0,): torch.from_numpy(shape)}, *tensors).numpy()
+    expected = np.sqrt(np.einsum("bi,ij,bj->b", values[:, 0], shape, values[:, 0]))
+    expected = expected + np.abs(values[:, 1]) @ reach[1]
+    for found in (mine, theirs):
+        assert (found >= expected).all()
+        np.testing.assert_allclose(found, expected, rtol=2.0**-20)

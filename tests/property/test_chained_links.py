@@ -1,0 +1,198 @@
+"""Chains are sound: no run through several links leaves what any of them claims.
+
+Random small models of two layers, with and without known input, in many pairs of formats. Runs are
+simulated through the whole block with explicit roundings; what both kernels have behind every link
+must lie in the boxes of that link, element by element, and the last in the bound.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.affine import propagate as affine
+from kcdsl_backends.attack.runs import functional
+from kcdsl_backends.attack.search import attack
+from kcdsl_backends.certifier.cutting import until
+from kcdsl_backends.certifier.linking import LinkProblem
+from kcdsl_backends.interval import propagate as interval
+from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.chain_document import parse_chain
+from kcdsl_certs.recheck.document import load, numbers_of
+from kcdsl_certs.recheck.inexact import Doubles
+from kcdsl_certs.recheck.safetensors import read
+from tests.support.chains import CLAUSES, PAIRS, Chained, chained
+from tests.support.mutation.changes import array_of, record_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the models of this module."""
+    return tmp_path_factory.mktemp("chains")
+
+
+def outputs(found: Chained) -> list[dict[str, Any]]:
+    """Return the claimed output of every link but the last."""
+    (case,) = json.loads(found.document)["cases"]
+    return [link["output"] for link in case["links"][:-1]]
+
+
+def leaving(found: Chained, count: int, seed: int = 3) -> list[str]:
+    """Return where simulated runs leave what a chain claims."""
+    boxes = [
+        [array_of(box[part][end]) for part in ("train", "drift") for end in ("low", "high")]
+        for box in outputs(found)
+    ]
+    left: list[str] = []
+    for run in found.runs(count, seed):
+        for link, (t, i), box in zip(found.links, run, boxes, strict=False):
+            value, drift = t.numpy(), (i - t).numpy()
+            slip = 2.0**-52 * (np.abs(value) + np.abs(i.numpy()))  # of the subtraction here
+            if not ((box[0] <= value) & (value <= box[1])).all():
+                left.append(f"{link.block}: value")
+            if not ((box[2] - slip <= drift) & (drift <= box[3] + slip)).all():
+                left.append(f"{link.block}: drift")
+        train, infer = run[-1]
+        if found.goal.functional != "no_flip":
+            reached = float(functional(infer - train, found.goal.functional).amax())
+            if reached * (1 - 2.0**-40) > found.found.bounded.outcome.bound:
+                left.append("bound")
+    return left
+
+
+@pytest.mark.parametrize("clause", range(len(CLAUSES)))
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_runs_stay_in_every_link(kind: str, pair: str, clause: int, folder: Path) -> None:
+    if clause == 2 and kind == "bert":
+        clause = 0  # an encoder has no first choice
+    found = chained(folder, kind, pair, clause)
+    if found.found.contents is None:
+        assert found.found.bounded.outcome.bound == math.inf
+        assert found.found.bounded.outcome.reason
+        assert pair.startswith(("bfloat16", "fp8"))
+        return
+    assert leaving(found, 24) == []
+
+
+@pytest.mark.parametrize("pair", ["float32 fused", "bfloat16 any"])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_attacks_stay_below_every_link(kind: str, pair: str, folder: Path) -> None:
+    """What a search finds at the end of each link is below what the link claims."""
+    found = chained(folder, kind, pair)
+    for link, outcome in zip(found.links, found.found.bounded.outcome.links, strict=True):
+        train, infer = found.station.shop.problem_of_graph(
+            until(found.whole, link.output)
+        ).simulators()
+        best = attack(train, infer, "inf", None, found.case.radius, seed=1, rounds=6)
+        assert best.value <= outcome.bound, link.block
+
+
+@pytest.mark.parametrize(
+    ("kind", "pair"),
+    [
+        ("llama", "identical"),
+        ("llama", "bfloat16 twice"),
+        ("llama", "fp8 weights"),
+        ("llama", "float64"),
+        ("bert", "float32 fused"),
+        ("bert", "float32 nearest"),
+        ("bert", "bfloat16 nearest"),
+    ],
+)
+def test_both_programs_agree(kind: str, pair: str, folder: Path) -> None:
+    """The checker's boxes lie in the claimed ones, which are no wider than by the margin of claims.
+
+    Against float64 kernels the programs' own roundings count, and how wide they are is their own.
+    """
+    found = chained(folder, kind, pair)
+    outcome = recheck(found.document, found.checkpoint)
+    assert outcome.ok, outcome
+    chain = parse_chain(load(found.document))
+    derive = Doubles(chain.inner, read(found.checkpoint).tensors).link
+    for link in chain.cases[0].links[:-1]:
+        assert link.output is not None
+        _, _, ends = derive(link.case)
+        for first in (0, 2):
+            low, high = (np.array(end) for end in ends[first : first + 2])
+            least, most = (np.array(end) for end in link.output[first : first + 2])
+            assert (least <= low).all()
+            assert (high <= most).all()
+            size = np.maximum(np.abs(least), np.abs(most))
+            if pair != "float64":
+                assert (most - least <= (high - low) * 1.01 + 2.0**-48 * size + 1e-300).all()
+
+
+def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of operations that the exact tier knows: it confirms what doubles do, no less."""
+
+    def none(self: LinkProblem, centre: Any, radius: Any) -> Any:
+        raise NoBound("test", "intervals alone")
+
+    with_forms = chained(folder, "plain", "float32 nearest")
+    refused = recheck(with_forms.document, with_forms.checkpoint, exact=True)
+    assert refused.reason == "document/domain"
+    monkeypatch.setattr(LinkProblem, "forms", none)
+    found = chained(folder, "plain", "float32 nearest")
+    assert [link.block for link in found.links] == ["model[0]", "model[1]", "model[2]"]
+    assert leaving(found, 24) == []
+    inexact, exact = (recheck(found.document, found.checkpoint, exact=e) for e in (False, True))
+    assert inexact.ok, inexact
+    assert exact.ok, exact
+    assert float.fromhex(exact.bound) <= float.fromhex(inexact.bound)
+    document = json.loads(found.document)
+    drift = document["cases"][0]["links"][1]["output"]["drift"]
+    drift["high"] = record_of(array_of(drift["high"]) * 0.9)
+    narrower = json.dumps(document).encode()
+    for exactly in (False, True):
+        outcome = recheck(narrower, found.checkpoint, exact=exactly)
+        assert outcome.reason == "chain/output"
+
+
+def without_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant the defect that every domain must not have: a drift that is read as none."""
+
+    def none(node: Any, centre: Any, radius: Any, drift: Box) -> Any:
+        zero = torch.zeros_like(drift.lo)
+        return drifting(node, centre, radius, Box(zero, zero))
+
+    def stored(run: Any, node: Any, centre: Any, drift: Box) -> None:
+        zero = torch.zeros_like(drift.lo)
+        stored_before(run, node, centre, Box(zero, zero))
+
+    drifting, stored_before = interval.drifting_input, affine._stored_before
+    monkeypatch.setattr(interval, "drifting_input", none)
+    monkeypatch.setattr(affine, "_stored_before", stored)
+
+
+def test_a_drift_that_is_ignored_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail: runs leave such a chain, and the checker does not confirm it."""
+    without_drift(monkeypatch)
+    found = chained(folder, "llama", "float32 fused")
+    assert any(name.startswith("layer_1") for name in leaving(found, 24))
+    outcome = recheck(found.document, found.checkpoint)
+    assert not outcome.ok
+    assert outcome.reason in ("claim/too-small", "witness/too-small", "chain/output")
+
+
+def test_an_input_that_is_not_cast_again(folder: Path) -> None:
+    """What a link reads was stored by the one before, here in float32 by a kernel whose other
+    results are bfloat16: storing it again would add an error that no run has."""
+    found = chained(folder, "llama", "bfloat16 twice")
+    chain = parse_chain(load(found.document))
+    doubles = Doubles(chain.inner, read(found.checkpoint).tensors)
+    link = chain.cases[0].links[1].case
+    scene = doubles.scene(link)
+    assert scene.drift is not None
+    region = link.region.drift
+    assert region is not None
+    low = np.array(numbers_of(region[0]))
+    assert (scene.drift.lo.ravel() == low).all()

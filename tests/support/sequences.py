@@ -1,0 +1,98 @@
+"""Proof documents about sequences of any length, and blocks for them at every length."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kcdsl_backends.certifier.sequences import SequenceProblem, stored_tables
+from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.interval.context import Parameter, Rows
+from kcdsl_backends.interval.sequences import row_axes
+from tests.support import proofs, prover
+
+Document = dict[str, Any]
+Build = Callable[[np.random.Generator, int], Any]
+
+
+def decoder(
+    rng: np.random.Generator,
+    rows: int,
+    *,
+    heads: int = 2,
+    kv_heads: int = 1,
+    size: int = 4,
+    louder: float = 1.0,
+) -> Any:
+    """Return norm, rope, grouped attention, projection and residual at a number of rows.
+
+    The same generator gives the same parameters at every length; `louder` multiplies the scores.
+    """
+    graph = proofs.attention(rng, rows, heads, kv_heads, size)
+    graph.tensors["q.weight"] *= np.float32(louder)
+    graph.tensors["q.bias"] *= np.float32(louder)
+    return graph
+
+
+def tables_of(graph: Any, long: Any) -> dict[str, np.ndarray]:
+    """Return what the tables of a graph at two rows are in that at another length, by node."""
+    read = {name for node in graph.nodes if node["op"] == "rope" for name in node["inputs"][1:]}
+    return {
+        node["name"]: long.constants[node["attrs"]["key"]]
+        for node in graph.nodes
+        if node["name"] in read
+    }
+
+
+def document(
+    graph: Any,
+    tables: Mapping[str, np.ndarray],
+    kernels: tuple[Document, Document],
+    sha256: str,
+    centre: np.ndarray,
+    radius: np.ndarray | float,
+    longest: int,
+    functional: str = "inf",
+) -> Document:
+    """Return a proof document about 1 to `longest` rows that promises as good as nothing."""
+    found = proofs.document(graph, *kernels, sha256, np.zeros((2, 1)), 0.0, functional)
+    region = {
+        "kind": "rows",
+        "centre": proofs.array(np.asarray(centre, dtype=np.float64)),
+        "radius": proofs.array(np.asarray(np.broadcast_to(radius, (1, np.size(radius))), float)),
+        "longest": longest,
+    }
+    if tables:
+        region["tables"] = {name: proofs.array(array) for name, array in tables.items()}
+    found["cases"][0]["region"] = region
+    return found
+
+
+def problem(
+    graph: Any, tables: Mapping[str, np.ndarray], kernels: tuple[Document, Document], longest: int
+) -> SequenceProblem:
+    """Return the same as the package reads it."""
+    block, cpu = prover.block(graph), prover.parameters(graph, kernels[0]).device
+    sides = [prover.parameters(graph, record) for record in kernels]
+    train, infer = (prover.numerics(record) for record in kernels)
+    known: dict[str, Parameter] = stored_tables(tables, train, infer, cpu)
+    rows = Rows(longest, row_axes(block), known)
+    plain = BlockProblem(block, *sides).kernels()
+    return SequenceProblem(block, replace(plain, rows=rows), dict(tables))
+
+
+def masks(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:
+    """Return masks [rows, rows] of several kinds, every row of which admits some column."""
+    one = np.ones((rows, rows), dtype=bool)
+    near = np.triu(np.tril(one), -3)
+    padded = np.tril(one) & (rng.random(rows) < 0.6)[None] | np.eye(rows, dtype=bool)
+    return {"causal": np.tril(one), "all": one, "sliding": near, "padded": padded}
+
+
+def changed(value: Document) -> Document:
+    """Return a copy that may be changed."""
+    return copy.deepcopy(value)

@@ -1,0 +1,331 @@
+"""Chains as `kcdsl verify --chain` makes them: where blocks fall apart, what is remembered."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kcdsl.model.export import block_graph
+from kcdsl.route.execution import Execution
+from kcdsl.route.goals import goals
+from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence
+from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome, LinkOutcome
+from kcdsl_backends.attack.runs import Attack
+from kcdsl_backends.certifier import cache as cache_module
+from kcdsl_backends.certifier.backend import BACKEND
+from kcdsl_backends.certifier.bounding import Bounded
+from kcdsl_backends.certifier.cache import Cache, decode, encode
+from kcdsl_backends.certifier.chaining import ChainTask
+from kcdsl_backends.certifier.cutting import links_of, until
+from kcdsl_backends.certifier.linking import Interface, Linked, Output, rounded
+from kcdsl_backends.certifier.slack import SlackTask
+from kcdsl_backends.certifier.verdicts import verdict_of
+from kcdsl_backends.certifier.work import Station
+from kcdsl_backends.interval.box import Box
+from kcdsl_certs.recheck.block import parse_array, parse_block
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.joining import refuse_other
+from kcdsl_certs.recheck.strict import Reader
+from tests.support.chains import chained, small
+from tests.support.small_models import write_contract, write_model
+
+MODEL = "forall x in points(all): norm_inf(drift(model, x)) <= 0.1"
+BALL = "forall x in ball(all, 0.001): norm_inf(drift(layer_1, x)) <= 1"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a model of two layers and two short prompts."""
+    write_model(tmp_path, layers=2, prompts=("abc", "d"))
+    return tmp_path
+
+
+Decide = Callable[..., tuple[GoalOutcome, ...]]
+
+
+@pytest.fixture
+def decide(folder: Path) -> Decide:
+    """Return a function that decides requirements by chains with the cache in `folder/cache`."""
+
+    def run(*requirements: str, **more: Any) -> tuple[GoalOutcome, ...]:
+        program = write_contract(folder, *requirements)
+        execution = Execution(jobs=1, cache=folder / "cache")
+        more.setdefault("chain", True)
+        more.setdefault("execution", execution)
+        return BACKEND.decide(program, folder, goals(program), **more)
+
+    return run
+
+
+# --- where blocks fall apart ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "names"),
+    [
+        ("llama", "model", ["model[0]", "layer_0", "layer_1", "model[3]"]),
+        ("llama", "layer_0", ["layer_0[0]", "layer_0[1]"]),
+        ("llama", "attn_0", ["attn_0[0]"]),
+        ("llama", "mlp_1", ["mlp_1[0]"]),
+        ("llama", "norm_0", ["norm_0[0]"]),
+        ("llama", "head", ["head[0]"]),
+        ("bert", "model", ["model[0]", "layer_0", "layer_1"]),
+        ("bert", "layer_1", ["attn_1", "layer_1[1]"]),
+        ("plain", "model", ["model[0]", "model[1]", "model[2]"]),
+    ],
+)
+def test_links_of_blocks(kind: str, block: str, names: list[str], tmp_path: Path) -> None:
+    model, _ = small(tmp_path, kind)
+    graph = block_graph(model, block, 3, (1, 5, 2) if block == "model" else None)
+    links = links_of(model, graph)
+    assert [link.block for link in links] == names
+    parts = [parsed(link) for link in links]
+    refuse_other(parsed(graph), parts)
+    if len(parts) > 1:
+        for wrong in (parts[::-1], parts[:-1], parts[1:], [*parts, parts[-1]]):
+            with pytest.raises(Rejection, match="chain/join"):
+                refuse_other(parsed(graph), wrong)
+    beginning = until(graph, links[0].output)
+    refuse_other(parsed(beginning), parts[:1])
+
+
+def parsed(graph: Any) -> Any:
+    from kcdsl_backends.certifier.proof import encode_array
+
+    arrays = {key: encode_array(value) for key, value in graph.constants.items()}
+    record = Reader(json.loads(json.dumps({"graph": graph.to_json()})), "graph")
+    constants = {key: parse_array(value, key) for key, value in arrays.items()}
+    return parse_block(graph.digest, record, constants)
+
+
+def test_what_does_not_fall_apart_is_inconclusive(decide: Decide) -> None:
+    (found,) = decide("forall x in points(all): norm_inf(drift(attn_0, x)) <= 1")
+    assert found.verdict == Inconclusive("p0: block 'attn_0' does not fall apart into links")
+    assert found.proof is None
+
+
+def test_regions_that_links_do_not_know(tmp_path: Path) -> None:
+    """Rows of any number, and weights near those of the checkpoint: no chain claims them."""
+    made = chained(tmp_path, clause=1)
+    several = replace(made.case, longest=4)
+    moving = replace(made.goal, weights=Fraction(1, 1024))
+    for task in (ChainTask(made.goal, several), ChainTask(moving, made.case)):
+        found, _ = task.run(made.station)
+        assert found.contents is None
+        assert found.bounded.outcome.bound == math.inf
+        assert found.bounded.outcome.reason is not None
+        assert found.bounded.outcome.reason.startswith("links ")
+
+
+# --- goals ----------------------------------------------------------------------------------------
+
+
+def test_goals_are_decided_by_chains(decide: Decide) -> None:
+    flip = "forall x in points(all): no_flip(model, x, 1)"
+    found = decide(MODEL, BALL, flip)
+    for one in found:
+        assert one.verdict == Held(), one
+        assert one.confirmed
+        document = json.loads(one.proof or b"")
+        assert document["schema"] == "kcdsl.chain-proof/1"
+        assert [case["name"] for case in document["cases"]] == ["p0", "p1"]
+        for case in one.cases:
+            assert case.links[-1].bound == case.bound
+    shown = found[0].cases[0].links
+    assert [link.name for link in shown] == ["model[0]", "layer_0", "layer_1", "model[3]"]
+    assert all(link.attack is not None and link.attack <= link.bound for link in shown)
+    assert shown[-1].attack == found[0].cases[0].attack
+    assert found[2].cases[0].stable
+
+
+def test_proofs_without_chains_are_what_they_were(decide: Decide) -> None:
+    one, two = decide(MODEL, chain=False), decide(MODEL)
+    document = json.loads(one[0].proof or b"")
+    assert document["schema"] == "kcdsl.interval-proof/1"
+    assert set(document["cases"][0]) <= {
+        "name", "graph", "region", "claim", "witness", "domain", "passes",
+    }  # fmt: skip
+    assert one[0].cases[0].links == ()
+    assert two[0].cases[0].links != ()
+
+
+def test_a_limit_that_a_chain_does_not_reach(decide: Decide) -> None:
+    (found,) = decide("forall x in points(all): norm_inf(drift(model, x)) <= 0.001")
+    assert isinstance(found.verdict, Inconclusive)
+    assert 0.001 < found.bound < 0.1
+
+
+def test_a_run_above_a_link_is_no_evidence(decide: Decide) -> None:
+    links = (LinkOutcome("layer_0", 0.5, 0.6), LinkOutcome("model[3]", 1.0, 0.2))
+    (found,) = decide(MODEL)
+    case = CaseOutcome("p0", 3, 0.01, attack=0.001, links=links)
+    verdict = verdict_of(found.goal, [case], None)
+    assert isinstance(verdict, InvalidEvidence)
+    assert "behind layer_0" in verdict.reason
+
+
+def test_attacks_of_links_may_not_finish(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(self: Any, station: Station) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(SlackTask, "run", exhausted)
+    (found,) = decide(MODEL)
+    assert found.verdict == Held()
+    assert found.cases[0].links[0].attack is None
+    assert any("no runs beside the links" in note for note in found.notes)
+
+
+# --- what is remembered ---------------------------------------------------------------------------
+
+
+def test_a_second_run_finds_every_link(decide: Decide) -> None:
+    first, second = decide(MODEL, BALL), decide(MODEL, BALL)
+    assert [one.cached for one in first] == [0, 0]
+    assert [one.cached for one in second] == [2, 2]
+    assert [one.proof for one in first] == [one.proof for one in second]
+    assert all(link.cached for one in second for case in one.cases for link in case.links)
+
+
+def alter(folder: Path, name: str, by: float) -> None:
+    """Take a step of training that moves one tensor alone."""
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    state[name] = state[name] * (1 + by)
+    save_file(state, path)
+
+
+def known(found: GoalOutcome) -> list[bool]:
+    return [link.cached for link in found.cases[0].links]
+
+
+def test_links_before_a_change_are_known(decide: Decide, folder: Path) -> None:
+    decide(MODEL)
+    alter(folder, "model.layers.1.mlp.up_proj.weight", 0.01)
+    (found,) = decide(MODEL)
+    assert known(found) == [True, True, False, False]
+    assert found.verdict == Held()
+
+
+def test_links_behind_a_change_that_stays_in_their_interface_are_known(
+    decide: Decide, folder: Path
+) -> None:
+    """The point of chains: where a step moves a state by less than an interface leaves room for,
+    the links behind it are those of the run before, and what they say is checked as ever."""
+    decide(BALL)
+    alter(folder, "model.layers.1.self_attn.o_proj.weight", 1e-6)
+    (found,) = decide(BALL)
+    assert known(found) == [False, True]
+    assert (found.verdict, found.confirmed) == (Held(), True)
+    alter(folder, "model.layers.1.self_attn.o_proj.weight", 0.1)
+    (found,) = decide(BALL)
+    assert known(found) == [False, False]
+    assert (found.verdict, found.confirmed) == (Held(), True)
+
+
+def test_an_interface_of_before_is_given_up_where_it_costs_the_goal(
+    decide: Decide, folder: Path
+) -> None:
+    (first,) = decide(BALL)
+    case = first.cases[0]
+    widened(folder, case.links[0].bound)
+    (second,) = decide(BALL)
+    assert case.bound < second.cases[0].bound
+    limit = BALL.replace("<= 1", f"<= {first.bound * 1.001!r}")
+    (third,) = decide(limit)
+    assert (third.verdict, third.confirmed) == (Held(), True)
+
+
+def widened(folder: Path, by: float) -> None:
+    """Widen the drift of every remembered interface, as a run with other weights may have."""
+
+    def wider(value: Any) -> Any:
+        if not isinstance(value, Interface) or value.drift is None:
+            return None
+        return replace(value, drift=(value.drift[0] - by, value.drift[1] + by))
+
+    assert rewritten(folder, wider) > 0
+
+
+def rewritten(folder: Path, change: Callable[[Any], Any]) -> int:
+    """Change entries as someone would who knows how they are made; return how many."""
+    count = 0
+    kinds = (Bounded, CaseOutcome, LinkOutcome, Attack, Linked, Output, Interface)
+    for path in sorted((folder / "cache").glob("*/*.json")):
+        entry = json.loads(path.read_bytes())
+        changed = change(decode(entry["value"], kinds))
+        if changed is not None:
+            assert Cache(folder / "cache").write(entry["key"], encode(changed))
+            count += 1
+    return count
+
+
+def test_entries_that_lie_are_not_believed(decide: Decide, folder: Path) -> None:
+    """Narrower outputs and regions that fit one another: the checker derives what they are."""
+    decide(BALL)
+
+    def narrower(value: Any) -> Any:
+        match value:
+            case Linked(claim, Output(train, (low, high)), stated):
+                return Linked(claim, Output(train, (low * 0.5, high * 0.5)), stated)
+            case _:
+                return None
+
+    assert rewritten(folder, narrower) == 2
+    (found,) = decide(BALL)
+    assert isinstance(found.verdict, Inconclusive)
+    assert "chain/output" in found.verdict.reason
+    assert found.proof is None
+
+
+@pytest.mark.parametrize("value", [1, "text", (), (1.0, 2.0), {"a": 1}])
+def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
+    (first,) = decide(BALL)
+    rewritten(folder, lambda kept: value if isinstance(kept, Linked | Interface) else None)
+    (second,) = decide(BALL)
+    assert second.verdict == Held()
+    assert second.proof == first.proof
+    assert any("damaged" in note for note in second.notes)
+
+
+def test_another_program_knows_nothing(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide(BALL)
+    for module in ("kcdsl_backends.certifier.backend", "kcdsl_backends.certifier.work"):
+        monkeypatch.setattr(f"{module}.rules_version", lambda: "another")
+    assert cache_module.rules_version() != "another"
+    (found,) = decide(BALL)
+    assert known(found) == [False, False]
+
+
+# --- interfaces -----------------------------------------------------------------------------------
+
+
+def test_interfaces_hold_what_they_are_made_of() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for scale in (1.0, 2.0**-60, 2.0**40):
+        low = torch.randn(3, 5, generator=generator, dtype=torch.float64) * scale
+        wide = torch.rand(3, 5, generator=generator, dtype=torch.float64) ** 9 * scale
+        box = Box(low, torch.maximum(low + wide, low))
+        found = rounded(box)
+        assert bool(((found.lo <= box.lo) & (box.hi <= found.hi)).all())
+        width, before = found.hi - found.lo, box.hi - box.lo
+        assert bool((width <= before * 1.2501 + 2.0**-1070 + low.abs() * 2.0**-50).all())
+        output = Output((box.lo, box.hi), (box.lo, box.hi))
+        entering = output.interface()
+        assert output.fits(entering)
+        assert entering.drift is not None
+        shrunk = replace(entering, drift=(entering.drift[0], entering.drift[1] - wide - scale))
+        assert not output.fits(shrunk)
+        assert not output.fits(replace(entering, radius=entering.radius * 0.5))
+        assert not output.fits(Interface(None, entering.radius))
+        assert not output.fits(replace(entering, radius=entering.radius[:1]))
+    point = Box(torch.ones(1, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64))
+    assert rounded(point).is_point

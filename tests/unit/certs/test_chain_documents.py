@@ -1,0 +1,515 @@
+"""Hostile chains: whatever the checker compares, a document without it is rejected."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kcdsl_certs.recheck import recheck, strict
+from tests.support.chains import chained
+from tests.support.mutation.changes import Change, array_of, changes, record_of
+from tests.support.mutation.words import with_names
+
+Document = dict[str, Any]
+Base = tuple[Document, Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the models of this module."""
+    return tmp_path_factory.mktemp("chains")
+
+
+@pytest.fixture(scope="module")
+def tokens(folder: Path) -> Base:
+    """A chain of the whole model, on token ids."""
+    found = chained(folder, "llama", "float32 fused", clause=0)
+    return json.loads(found.document), found.checkpoint
+
+
+@pytest.fixture(scope="module")
+def halves(folder: Path) -> Base:
+    """A chain of the halves of a layer, on a ball."""
+    found = chained(folder, "llama", "float32 fused", clause=1)
+    return json.loads(found.document), found.checkpoint
+
+
+def judged(base: Base, change: Callable[[Document], object]) -> str:
+    """Return the reason why a changed chain is rejected; "ok" where it is not."""
+    document, checkpoint = copy.deepcopy(base[0]), base[1]
+    change(document)
+    outcome = recheck(json.dumps(document).encode(), checkpoint)
+    assert outcome.ok == (outcome.reason == "ok")
+    assert outcome.reason != "internal", outcome.detail
+    return outcome.reason
+
+
+def having(change: Callable[..., object], *more: Any) -> Callable[[Document], object]:
+    """Return a change of a document with what else it needs."""
+    return lambda document: change(document, *more)
+
+
+def drift_of(document: Document, number: int) -> Document:
+    found: Document = links(document)[number]["region"]["drift"]
+    return found
+
+
+def output_of(document: Document, number: int, part: str) -> Document:
+    found: Document = links(document)[number]["output"][part]
+    return found
+
+
+def links(document: Document) -> list[Document]:
+    found: list[Document] = document["cases"][0]["links"]
+    return found
+
+
+def scaled(box: Document, factor: float) -> None:
+    """Shrink or widen a box around its middle."""
+    low, high = array_of(box["low"]), array_of(box["high"])
+    middle, half = (low + high) / 2, (high - low) / 2
+    box["low"], box["high"] = record_of(middle - half * factor), record_of(middle + half * factor)
+
+
+def moved(record: Document, by: Callable[[np.ndarray], np.ndarray]) -> Document:
+    return record_of(by(array_of(record)))
+
+
+def regraph(document: Document, number: int, change: Callable[[Document], object]) -> None:
+    """Change the graph of a link, and put its digest right as a forger would."""
+    link = links(document)[number]
+    entry = copy.deepcopy(document["graphs"][link["graph"]])
+    change(entry["graph"])
+    digest = hashlib.sha256(strict.canonical(entry["graph"])).hexdigest()
+    document["graphs"][digest] = entry
+    link["graph"] = digest
+
+
+def node(graph: Document, op: str) -> Document:
+    found: Document = next(n for n in graph["nodes"] if n["op"] == op)
+    return found
+
+
+def test_chains_are_accepted(tokens: Base, halves: Base, follows: Any) -> None:
+    for base in (tokens, halves):
+        follows(base[0])
+        assert judged(base, lambda document: None) == "ok"
+    assert [link["name"] for link in links(tokens[0])] == [
+        "model[0]", "layer_0", "layer_1", "model[3]",
+    ]  # fmt: skip
+    assert [link["name"] for link in links(halves[0])] == ["layer_1[0]", "layer_1[1]"]
+
+
+def test_both_schemas_define_the_same(schemas: Any) -> None:
+    """What chains and proofs of one block have in common is written down twice, and is the same."""
+    one, two = (schemas[f"kcdsl.{name}/1"] for name in ("interval-proof", "chain-proof"))
+    both = set(one["definitions"]) & set(two["definitions"]) - {"case"}
+    assert both >= {"sha256", "hex", "claim", "passes", "array", "kernel", "graph"}
+    assert {name: one["definitions"][name] for name in both} == {
+        name: two["definitions"][name] for name in both
+    }
+    for name in ("domain", "passes", "witness", "claim"):
+        stated = one["definitions"]["case"]["properties"][name]
+        assert two["definitions"]["link"]["properties"][name] == stated
+
+
+# --- interfaces -----------------------------------------------------------------------------------
+
+
+def test_a_drift_beyond_the_next_region(tokens: Base) -> None:
+    for number in (2, 3):
+        reason = judged(tokens, having(lambda d, n: scaled(drift_of(d, n), 0.5), number))
+        assert reason == "chain/interface"
+    for end in ("low", "high"):
+        assert judged(tokens, having(one_end, end)) == "chain/interface"
+
+
+def one_end(document: Document, end: str) -> None:
+    """Bring one end of one element of a region's drift to zero."""
+    drift = links(document)[2]["region"]["drift"]
+
+    def one(values: np.ndarray) -> np.ndarray:
+        values.flat[0] = 0.0
+        return values
+
+    drift[end] = moved(drift[end], one)
+
+
+def test_an_interface_is_compared_to_the_last_bit(tokens: Base) -> None:
+    """A box that is exactly the output before is enough; one number less is not."""
+
+    def tight(document: Document, toward: float) -> None:
+        before, after = links(document)[1], links(document)[2]
+        after["region"]["drift"] = copy.deepcopy(before["output"]["drift"])
+        high = after["region"]["drift"]["high"]
+
+        def least(values: np.ndarray) -> np.ndarray:
+            values.flat[3] = np.nextafter(values.flat[3], toward)
+            return values
+
+        after["region"]["drift"]["high"] = moved(high, least)
+
+    assert judged(tokens, lambda d: tight(d, math.inf)) == "ok"
+    assert judged(tokens, lambda d: tight(d, -math.inf)) == "chain/interface"
+
+
+def test_a_state_beyond_the_next_region(tokens: Base, halves: Base) -> None:
+    def shrink(document: Document, number: int) -> None:
+        region = links(document)[number]["region"]
+        region["radius"] = moved(region["radius"], lambda r: r * 0.5)
+
+    def shift(document: Document) -> None:
+        region = links(document)[2]["region"]
+        region["centre"] = moved(region["centre"], lambda c: c + 1e-3)
+
+    assert judged(tokens, lambda d: shrink(d, 2)) == "chain/interface"
+    assert judged(halves, lambda d: shrink(d, 1)) == "chain/interface"
+    assert judged(tokens, shift) == "chain/interface"
+
+
+def test_a_point_is_no_region_of_what_a_run_may_return(tokens: Base) -> None:
+    def point(document: Document) -> None:
+        region = links(document)[2]["region"]
+        region["radius"] = moved(region["radius"], lambda r: r * 0)
+
+    assert judged(tokens, point) == "chain/interface"
+
+
+# --- what a link claims of its output -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["train", "drift"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_output_that_does_not_follow(tokens: Base, part: str, number: int) -> None:
+    """Interfaces that fit one another help nobody if a link does not stay in them."""
+
+    def forge(document: Document) -> None:
+        before, after = links(document)[number], links(document)[number + 1]
+        scaled(before["output"][part], 0.9)
+        if part == "drift":
+            scaled(after["region"]["drift"], 0.9)
+
+    assert judged(tokens, forge) in ("chain/output", "chain/interface")
+    assert judged(tokens, lambda d: scaled(links(d)[number]["output"][part], 0.9)) == "chain/output"
+
+
+def test_one_end_of_one_element_that_does_not_follow(tokens: Base) -> None:
+    for part in ("train", "drift"):
+        for end, toward in (("low", 1.0), ("high", -1.0)):
+            reason = judged(tokens, having(narrow_end, part, end, toward))
+            assert reason == "chain/output", (part, end)
+
+
+def narrow_end(document: Document, part: str, end: str, toward: float) -> None:
+    """Move one end of one element of an output inward by a hundredth of its width."""
+    box = output_of(document, 1, part)
+    width = array_of(box["high"]) - array_of(box["low"])
+
+    def one(values: np.ndarray) -> np.ndarray:
+        values.flat[5] += toward * width.flat[5] * 0.01
+        return values
+
+    box[end] = moved(box[end], one)
+
+
+def test_claims_and_witnesses_of_links(tokens: Base) -> None:
+    def lower(document: Document, number: int) -> None:
+        link = links(document)[number]
+        link["claim"] = (float.fromhex(link["claim"]) * 0.99).hex()
+
+    def weaken(document: Document, number: int, field: str) -> None:
+        witness = links(document)[number]["witness"][-1]
+        witness[field] = (float.fromhex(witness[field]) * 0.99).hex()
+
+    def overall(document: Document) -> None:
+        document["claim"] = (float.fromhex(document["claim"]) * 0.999999).hex()
+
+    for number in (1, 2, 3):
+        assert judged(tokens, having(lower, number)) == "claim/too-small"
+        for field in ("value", "drift"):
+            reason = judged(tokens, having(weaken, number, field))
+            assert reason == "witness/too-small"
+    assert judged(tokens, overall) == "claim/overall"
+
+
+# --- what the links are, one after the other ------------------------------------------------------
+
+
+def test_links_in_another_order(tokens: Base) -> None:
+    def swap(document: Document) -> None:
+        one, two = links(document)[1:3]
+        one["graph"], two["graph"] = two["graph"], one["graph"]
+
+    def turn(document: Document) -> None:
+        links(document)[1:3] = links(document)[2:0:-1]
+
+    assert judged(tokens, swap) in ("chain/join", "document/witness")
+    assert judged(tokens, turn) == "chain/join"
+
+
+def test_a_link_left_out_or_twice(tokens: Base, halves: Base) -> None:
+    assert judged(tokens, lambda d: links(d).pop(1)) == "chain/join"
+    assert judged(tokens, lambda d: links(d).insert(2, copy.deepcopy(links(d)[1]))) == "chain/join"
+    assert judged(halves, lambda d: links(d).pop(0)) == "chain/links"
+    assert judged(tokens, lambda d: d["cases"][0].update(links=[])) == "chain/links"
+
+
+def test_links_of_another_block(tokens: Base) -> None:
+    """Each of these is a right proof of a block that is another one than the clause names."""
+
+    def eps(document: Document) -> None:
+        regraph(document, 1, lambda g: node(g, "rms_norm")["attrs"].update(eps="0x1.0p-3"))
+
+    def weight(document: Document) -> None:
+        def exchange(graph: Document) -> None:
+            keys = [n for n in graph["nodes"] if n["op"] == "param" and "q_proj" in n["name"]]
+            keys[0]["attrs"]["key"] = keys[0]["attrs"]["key"].replace("layers.0", "layers.1")
+
+        regraph(document, 1, exchange)
+
+    def role(document: Document) -> None:
+        def forget(graph: Document) -> None:
+            next(n for n in graph["nodes"] if n["role"] == "scores")["role"] = ""
+
+        regraph(document, 1, forget)
+
+    def mask(document: Document) -> None:
+        link = links(document)[1]
+        entry = copy.deepcopy(document["graphs"][link["graph"]])
+        name = next(k for k, a in entry["constants"].items() if a["dtype"] == "bool")
+        entry["constants"][name] = record_of(np.ones_like(array_of(entry["constants"][name])))
+        array = entry["constants"][name]
+        shape = ",".join(map(str, array["shape"]))
+        import base64
+
+        digest = hashlib.sha256(f"{array['dtype']}|{shape}|".encode())
+        digest.update(base64.b64decode(array["data"]))
+        entry["graph"]["constants"][name] = digest.hexdigest()
+        own = hashlib.sha256(strict.canonical(entry["graph"])).hexdigest()
+        document["graphs"][own] = entry
+        link["graph"] = own
+
+    def order(document: Document) -> None:
+        def exchange(graph: Document) -> None:
+            first = next(n for n in graph["nodes"] if n["op"] == "mul")
+            first["inputs"] = first["inputs"][::-1]
+
+        regraph(document, 1, exchange)
+
+    def end(document: Document) -> None:
+        def earlier(graph: Document) -> None:
+            graph["output"] = next(n["name"] for n in graph["nodes"] if n["op"] == "add")
+
+        regraph(document, 1, earlier)
+
+    for change in (eps, weight, role, mask, order, end):
+        assert judged(tokens, change) in ("chain/join", "document/witness"), change.__name__
+
+
+def test_the_whole_is_the_block_of_the_clause(tokens: Base) -> None:
+    def another(document: Document) -> None:
+        document["cases"][0]["graph"] = links(document)[1]["graph"]
+
+    def unknown(document: Document) -> None:
+        document["cases"][0]["graph"] = "0" * 64
+
+    def shorter(document: Document) -> None:
+        """A whole that ends a layer earlier, under the name of the block."""
+        entry = copy.deepcopy(document["graphs"][document["cases"][0]["graph"]])
+        entry["graph"]["output"] = node(entry["graph"], "add")["name"]
+        digest = hashlib.sha256(strict.canonical(entry["graph"])).hexdigest()
+        document["graphs"][digest] = entry
+        document["cases"][0]["graph"] = digest
+
+    assert judged(tokens, another) == "graph/block"
+    assert judged(tokens, unknown) == "document/cases"
+    assert judged(tokens, shorter) == "chain/join"
+    assert judged(tokens, lambda d: d.update(block="layer_0")) == "graph/block"
+
+
+# --- regions --------------------------------------------------------------------------------------
+
+
+def test_where_a_drift_may_stand(tokens: Base, halves: Base) -> None:
+    drift = links(halves[0])[1]["region"]["drift"]
+
+    def at_the_beginning(document: Document) -> None:
+        document["cases"][0]["region"]["drift"] = drift
+
+    def of_the_first(document: Document) -> None:
+        links(document)[0]["region"] = links(document)[1]["region"]
+
+    assert judged(halves, at_the_beginning) == "document/region"
+    assert judged(halves, of_the_first) == "document/field"
+    assert judged(halves, lambda d: links(d)[1]["region"].pop("drift")) == "document/field"
+    assert judged(halves, lambda d: links(d)[1].pop("region")) == "document/field"
+    assert judged(halves, lambda d: links(d)[0].pop("output")) == "document/field"
+    assert judged(halves, lambda d: links(d)[1].update(output=links(d)[0]["output"])) == (
+        "document/field"
+    )
+    for kind in ("points", "ball", "rows"):
+        reason = judged(halves, having(lambda d, k: links(d)[1]["region"].update(kind=k), kind))
+        assert reason in ("document/region", "document/field"), kind
+
+    def entire(document: Document, more: Document) -> None:
+        document["cases"][0]["region"].update(more)
+
+    def inner(document: Document, more: Document) -> None:
+        links(document)[1]["region"].update(more)
+
+    others: list[Document] = [{"weights": "1/1024"}, {"longest": 4}, {"tables": {}}]
+    for more in others:
+        reason = judged(halves, having(entire, more))
+        assert reason == "document/region", more
+        assert judged(halves, having(inner, more)) == "document/field"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_ends_that_are_no_numbers(tokens: Base, value: float) -> None:
+    def put(box: Document, end: str) -> None:
+        def one(values: np.ndarray) -> np.ndarray:
+            values.flat[0] = value
+            return values
+
+        box[end] = moved(box[end], one)
+
+    for end in ("low", "high"):
+        assert judged(tokens, having(lambda d, e: put(drift_of(d, 2), e), end)) == ("document/box")
+        assert judged(tokens, having(lambda d, e: put(output_of(d, 1, "train"), e), end)) == (
+            "document/box"
+        )
+
+
+def test_ends_out_of_order_or_shape(tokens: Base) -> None:
+    def turned(box: Document) -> None:
+        box["low"], box["high"] = box["high"], box["low"]
+
+    def short(box: Document) -> None:
+        box["low"] = moved(box["low"], lambda v: v[:1])
+
+    def narrow(box: Document) -> None:
+        box["low"] = record_of(array_of(box["low"]).astype(np.float32))
+
+    for change in (turned, short, narrow):
+        assert judged(tokens, having(lambda d, c: c(drift_of(d, 2)), change)) == "document/box"
+        for part in ("train", "drift"):
+            reason = judged(tokens, having(lambda d, c, p: c(output_of(d, 1, p)), change, part))
+            assert reason == "document/box"
+
+
+def test_a_proof_of_one_block_has_no_drift(halves: Base) -> None:
+    """Where there is no chain, a region with a drift would be a smaller statement in disguise: its
+    input is not stored by either kernel. So no field of a chain stands in a proof of one block."""
+    document, path = halves
+    link = copy.deepcopy(links(document)[1])
+    graph = document["graphs"][link["graph"]]
+    parameters = {n["attrs"]["key"] for n in graph["graph"]["nodes"] if n["op"] == "param"}
+    plain = {
+        **document,
+        "schema": "kcdsl.interval-proof/1",
+        "block": graph["graph"]["block"],
+        "graphs": {link["graph"]: graph},
+        "parameters": {key: document["parameters"][key] for key in parameters},
+        "cases": [link],
+    }
+    assert recheck(json.dumps(plain).encode(), path).reason == "document/region"
+    drift = link["region"].pop("drift")
+    assert recheck(json.dumps(plain).encode(), path).reason != "document/region"
+    link["output"] = {"train": drift, "drift": drift}
+    assert recheck(json.dumps(plain).encode(), path).reason == "document/field"
+
+
+def test_parts_of_a_chain(tokens: Base) -> None:
+    document, path = copy.deepcopy(tokens)
+    second = copy.deepcopy(document["cases"][0])
+    second["name"] = "again"
+    links({"cases": [second]})[2]["claim"] = (0.0).hex()
+    document["cases"].append(second)
+    data = json.dumps(document).encode()
+    assert recheck(data, path, part=(0, 2)).ok
+    assert recheck(data, path, part=(1, 2)).reason == "claim/too-small"
+    assert recheck(data, path).reason == "claim/too-small"
+    assert recheck(data, path, part=(2, 3)).reason == "document/cases"
+
+
+def test_another_checkpoint(tokens: Base, tmp_path: Path) -> None:
+    other = chained(tmp_path, "llama", "float32 fused", seed=18)
+    assert recheck(json.dumps(tokens[0]).encode(), other.checkpoint).reason == "checkpoint/digest"
+
+    def named(document: Document) -> None:
+        document["checkpoint"] = json.loads(other.document)["checkpoint"]
+
+    document = copy.deepcopy(tokens[0])
+    named(document)
+    outcome = recheck(json.dumps(document).encode(), other.checkpoint)
+    assert outcome.reason == "parameter/digest"
+
+
+def test_an_unknown_schema(tokens: Base) -> None:
+    assert judged(tokens, lambda d: d.update(schema="kcdsl.chain-proof/2")) == "document/schema"
+    assert judged(tokens, lambda d: d.update(more=1)) == "document/field"
+
+
+# --- every field ----------------------------------------------------------------------------------
+
+WEIGHTLESS = {
+    "cases[].links[].claim": {"raise"},
+    "cases[].links[].domain": {"removed", "other"},
+    "cases[].links[].name": {"other"},
+    "cases[].links[].output.drift.high.data": {"lower", "raise"},
+    "cases[].links[].output.drift.low.data": {"lower", "raise"},
+    "cases[].links[].output.train.high.data": {"lower", "raise"},
+    "cases[].links[].output.train.low.data": {"lower", "raise"},
+    "cases[].links[].passes": {"removed"},
+    "cases[].links[].passes.infer": {"removed", "reordered"},
+    "cases[].links[].passes.infer[].kind": {"other"},
+    "cases[].links[].passes.infer[].rows[]": {"lower", "raise"},
+    "cases[].links[].passes.infer[].stop": {"other"},
+    "cases[].links[].passes.train": {"removed", "reordered"},
+    "cases[].links[].passes.train[].kind": {"other"},
+    "cases[].links[].passes.train[].rows[]": {"lower", "raise"},
+    "cases[].links[].passes.train[].stop": {"other"},
+    "cases[].links[].region.centre.data": {"lower", "raise"},
+    "cases[].links[].region.drift.high.data": {"lower", "raise"},
+    "cases[].links[].region.drift.low.data": {"lower", "raise"},
+    "cases[].links[].region.radius.data": {"lower", "raise"},
+    "cases[].links[].witness": {"removed", "reordered"},
+    "cases[].links[].witness[].drift": {"lower", "raise"},
+    "cases[].links[].witness[].value": {"lower", "raise"},
+    "cases[].name": {"other"},
+    "cases[].region.centre.data": {"lower", "raise"},
+    "cases[].region.kind": {"other"},
+    "cases[].region.radius.data": {"lower"},
+    "cases[].region.radius.shape": {"other"},
+    "claim": {"raise"},
+}
+"""Fields of which some change is accepted, and the kinds of change (docs/chains.md). Lowerings are
+those by less than the margin of claims, or of the first region, which is another statement."""
+
+
+@pytest.mark.parametrize("third", [0, 1, 2])
+def test_what_is_not_listed_is_rejected(folder: Path, third: int) -> None:
+    """One change of every kind of every field of cases; graphs are as those of other proofs."""
+    found = chained(folder, "llama", "float32 fused", clause=1, tokens=(1,))
+    document: Document = json.loads(found.document)
+    graph = next(iter(document["graphs"].values()))["graph"]
+    groups: dict[tuple[str, str], list[Change]] = {}
+    for change in changes(document, with_names(graph)):
+        if change.field.startswith(("cases", "claim", "schema", "block")):
+            groups.setdefault((change.field, change.kind), []).append(change)
+    assert len(groups) > 400
+    for (field, kind), some in list(groups.items())[third::3]:
+        changed = random.Random(third).choice(some).of(document)
+        outcome = recheck(json.dumps(changed).encode(), found.checkpoint)
+        assert outcome.reason != "internal", (field, kind, outcome.detail)
+        if kind not in WEIGHTLESS.get(field, ()):
+            assert not outcome.ok, (field, kind)

@@ -1,0 +1,234 @@
+"""Proofs about sequences of any length: what is accepted, and everything near it that is not."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kcdsl_certs.recheck import recheck
+from tests.support import proofs, sequences
+from tests.support.mutation.bases import claimed
+
+Document = dict[str, Any]
+KERNELS = (
+    proofs.numerics("float32", "nearest"),
+    proofs.numerics("bfloat16", "any", style="fused", tile=4),
+)
+
+
+def made(folder: Path, build: Callable[[int], Any], longest: int) -> tuple[Document, Path]:
+    """Return a proof with just the claims that follow, and its checkpoint."""
+    graph, long = build(2), build(longest)
+    path = folder / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    centre = np.random.default_rng(5).standard_normal((1, 8)).astype(np.float32)
+    document = sequences.document(
+        graph, sequences.tables_of(graph, long), KERNELS, sha256, centre, 2.0**-7, longest
+    )
+    return claimed(document, path), path
+
+
+def decoder(rows: int) -> Any:
+    return sequences.decoder(np.random.default_rng(2), rows)
+
+
+def mlp(rows: int) -> Any:
+    return proofs.mlp(np.random.default_rng(2), "silu", rows, 8)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
+    """Return a proof about 1 to 9 rows of attention."""
+    return made(tmp_path_factory.mktemp("rows"), decoder, 9)
+
+
+def case(document: Document) -> Document:
+    found: Document = document["cases"][0]
+    return found
+
+
+def region(document: Document) -> Document:
+    found: Document = case(document)["region"]
+    return found
+
+
+def test_a_proof_is_accepted(good: tuple[Document, Path], follows: Any) -> None:
+    document, path = good
+    follows(document)
+    outcome = recheck(proofs.dump(document), path)
+    assert outcome.ok, outcome
+    assert outcome.bound == document["claim"]
+
+
+def test_a_block_without_attention_needs_no_tables(tmp_path: Path, follows: Any) -> None:
+    document, path = made(tmp_path, mlp, 1000)
+    follows(document)
+    assert "tables" not in region(document)
+    assert recheck(proofs.dump(document), path).ok
+    shorter = sequences.changed(document)
+    region(shorter)["longest"] = 1
+    assert recheck(proofs.dump(shorter), path).ok
+
+
+def test_longer_sequences_need_a_larger_claim(tmp_path: Path) -> None:
+    document, path = made(tmp_path, decoder, 9)
+    tables = sequences.tables_of(decoder(2), decoder(40))
+    region(document)["longest"] = 40
+    region(document)["tables"] = {name: proofs.array(array) for name, array in tables.items()}
+    assert recheck(proofs.dump(document), path).reason == "claim/too-small"
+
+
+def table(document: Document) -> tuple[str, np.ndarray]:
+    name, record = next(iter(region(document)["tables"].items()))
+    data = np.frombuffer(base64.b64decode(record["data"]), dtype="<f4")
+    return name, data.reshape(record["shape"]).copy()
+
+
+def with_table(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Document], None]:
+    def edit(document: Document) -> None:
+        name, values = table(document)
+        region(document)["tables"][name] = proofs.array(change(values))
+
+    return edit
+
+
+def put(row: int, value: float) -> Callable[[Document], None]:
+    def change(values: np.ndarray) -> np.ndarray:
+        values[row, 0] = value
+        return values
+
+    return with_table(change)
+
+
+def renamed_table(document: Document) -> None:
+    name, values = table(document)
+    del region(document)["tables"][name]
+    region(document)["tables"]["other"] = proofs.array(values)
+
+
+def without_table(document: Document) -> None:
+    del region(document)["tables"][table(document)[0]]
+
+
+def lowered(document: Document) -> None:
+    claim = float.fromhex(document["claim"]) * (1 - 2.0**-20)
+    document["claim"] = case(document)["claim"] = claim.hex()
+
+
+def lowered_witness(document: Document) -> None:
+    last = case(document)["witness"][-1]
+    last["drift"] = (float.fromhex(last["drift"]) * (1 - 2.0**-20)).hex()
+
+
+EDITS: dict[str, tuple[Callable[[Document], object], str]] = {
+    "no longest": (lambda d: region(d).pop("longest"), "document/region"),
+    "longest 0": (lambda d: region(d).update(longest=0), "document/region"),
+    "longest negative": (lambda d: region(d).update(longest=-9), "document/region"),
+    "longest true": (lambda d: region(d).update(longest=True), "document/region"),
+    "longest text": (lambda d: region(d).update(longest="9"), "document/region"),
+    "longest null": (lambda d: region(d).update(longest=None), "document/region"),
+    "longest one more": (lambda d: region(d).update(longest=10), "document/region"),
+    "longest one less": (lambda d: region(d).update(longest=8), "document/region"),
+    "longest too long": (lambda d: region(d).update(longest=2**20 + 1), "document/region"),
+    "longest a fraction": (lambda d: region(d).update(longest=9.5), "document/json"),
+    "no tables": (lambda d: region(d).pop("tables"), "document/region"),
+    "tables empty": (lambda d: region(d).update(tables={}), "document/region"),
+    "tables a list": (lambda d: region(d).update(tables=[]), "document/region"),
+    "a table less": (without_table, "document/region"),
+    "a table of another node": (renamed_table, "document/region"),
+    "a position less": (with_table(lambda v: v[:-1]), "document/region"),
+    "a position more": (with_table(lambda v: np.concatenate([v, v[:1]])), "document/region"),
+    "a narrower table": (with_table(lambda v: v[:, :-1].copy()), "document/region"),
+    "a table of doubles": (with_table(lambda v: v.astype(np.float64)), "document/region"),
+    "another first position": (put(0, 0.5), "document/region"),
+    "another second position": (put(1, 0.25), "document/region"),
+    "a position that is no number": (put(5, float("nan")), "parameter/not-finite"),
+    "an infinite position": (put(8, float("inf")), "parameter/not-finite"),
+    "larger rotations": (put(8, 3.0), "claim/too-small"),
+    "two rows of a centre": (
+        lambda d: region(d).update(centre=proofs.array(np.zeros((2, 8)))),
+        "document/region",
+    ),
+    "two rows of a radius": (
+        lambda d: region(d).update(radius=proofs.array(np.full((2, 8), 2.0**-9))),
+        "document/region",
+    ),
+    "a negative radius": (
+        lambda d: region(d).update(radius=proofs.array(np.full((1, 8), -1.0))),
+        "document/region",
+    ),
+    "a drift of the input": (lambda d: region(d).update(drift={}), "document/region"),
+    "a region of the weights": (lambda d: region(d).update(weights={}), "document/region"),
+    "ids": (lambda d: region(d).update(ids=[1]), "document/region"),
+    "a ball": (lambda d: region(d).update(kind="ball"), "document/region"),
+    "a word of its own": (lambda d: region(d).update(kind="row"), "document/region"),
+    "affine forms": (lambda d: case(d).update(domain="affine"), "document/domain"),
+    "a smaller claim": (lowered, "claim/too-small"),
+    "a smaller witness": (lowered_witness, "witness/too-small"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_is_near_is_rejected(name: str, good: tuple[Document, Path]) -> None:
+    document, path = good
+    changed = sequences.changed(document)
+    edit, reason = EDITS[name]
+    edit(changed)
+    outcome = recheck(proofs.dump(changed), path)
+    assert not outcome.ok
+    assert outcome.reason == reason, outcome
+
+
+def test_exact_arithmetic_does_not_know_it(good: tuple[Document, Path]) -> None:
+    document, path = good
+    assert recheck(proofs.dump(document), path, exact=True).reason == "document/region"
+
+
+def test_a_ball_of_two_rows_is_not_taken_for_any_length(good: tuple[Document, Path]) -> None:
+    """The same graph as a block of two rows: less is known of the rows, and less claimed."""
+    document, path = good
+    changed = sequences.changed(document)
+    case(changed)["region"] = {
+        "kind": "ball",
+        "centre": proofs.array(np.zeros((2, 8))),
+        "radius": proofs.array(np.full((1, 1), 2.0**-7)),
+        "longest": 9,
+    }
+    assert recheck(proofs.dump(changed), path).reason == "document/region"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_graph_of_other_than_two_rows_is_rejected(rows: int, tmp_path: Path) -> None:
+    graph = mlp(rows)
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    document = sequences.document(graph, {}, KERNELS, sha256, np.zeros((1, 8)), 0.5, 9)
+    assert recheck(proofs.dump(document), path).reason == "graph/rows"
+
+
+def test_a_softmax_is_read_at_any_length_only_as_attention(tmp_path: Path) -> None:
+    """Without its role, the softmax of a graph at two rows would be one over two columns."""
+    graph = decoder(2)
+    for node in graph.nodes:
+        if node["op"] == "softmax":
+            node["role"] = ""
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    tables = sequences.tables_of(graph, decoder(9))
+    document = sequences.document(graph, tables, KERNELS, sha256, np.zeros((1, 8)), 0.5, 9)
+    assert recheck(proofs.dump(document), path).reason == "graph/rows"
+
+
+def test_a_mask_that_shows_nothing_is_rejected(tmp_path: Path) -> None:
+    graph = decoder(2)
+    graph.constants["mask"] = np.array([[True, False], [False, False]])
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    tables = sequences.tables_of(graph, decoder(9))
+    document = sequences.document(graph, tables, KERNELS, sha256, np.zeros((1, 8)), 0.5, 9)
+    assert recheck(proofs.dump(document), path).reason == "rule/mask"

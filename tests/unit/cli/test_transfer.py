@@ -1,0 +1,422 @@
+"""`kcdsl transfer` and `kcdsl check` of what it writes: later weights, honest and hostile."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kcdsl_certs.canonical import canonical_json
+from kcdsl_certs.envelope import bundle_bytes, decode, parse_bundle, sign
+from kcdsl_certs.keys import load_private
+from kcdsl_certs.reals import parse_real
+from kcdsl_certs.statement import parse_statement
+from kcdsl_certs.strict import strict_load
+from kcdsl_certs.transfer import Carried, Transfer, parse_transfer, transfer_bytes
+from tests.support.small_models import write_contract, write_model
+
+RHO = 0.01
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, keys and a certificate in a region around weights and states."""
+    from kcdsl.cli import main
+
+    folder = tmp_path_factory.mktemp("made")
+    write_model(folder, layers=2, prompts=("hello", "a b"))
+    write_contract(
+        folder,
+        "forall x in points(all): norm_inf(drift(attn_0, x)) <= 5",
+        "forall x in ball(all, 1e-3): norm_inf(drift(mlp_1, x)) <= 5",
+        compute="bfloat16",
+    )
+    contract = str(folder / "contract.yaml")
+    assert main(["keygen", "-o", str(folder / "kcdsl.key")]) == 0
+    options = ["--weights", str(RHO), "--states", "0.05", "--attack", "off", "--cache", "off"]
+    assert main(["verify", contract, *options]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def later(folder: Path, change: Change | None = None, **others: Any) -> Path:
+    """Write a later checkpoint: every weight within the region, or as `change` says."""
+    generator = torch.Generator().manual_seed(2)
+
+    def near(name: str, w: torch.Tensor) -> torch.Tensor:
+        by = 2 * torch.rand(w.shape, generator=generator, dtype=torch.float64) - 1
+        return (w.double() * (1 + 0.9 * RHO * by)).float()
+
+    tensors: Tensors = load_file(folder / "model.safetensors")
+    changed = {name: (change or near)(name, w) for name, w in tensors.items()}
+    path = folder / "later" / "model.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    save_file({**changed, **others}, path)
+    return path
+
+
+def run(cli: Any, folder: Path, path: Path, *more: str) -> Any:
+    certificate = str(folder / "out" / "verify.cert.json")
+    contract = ["--contract", str(folder / "contract.yaml")]
+    return cli("transfer", certificate, str(path), *contract, *more)
+
+
+def check(cli: Any, folder: Path, path: Path, *more: str, base: str | None = "model") -> Any:
+    given = [] if base is None else ["--base", str(folder / f"{base}.safetensors")]
+    return cli(
+        *("check", str(folder / "out" / "verify.transfer.json"), "--json"),
+        *("--contract", str(folder / "contract.yaml"), "--checkpoint", str(path), *given, *more),
+    )
+
+
+def reasons(found: Any) -> set[str]:
+    """Return the reasons of all failed steps."""
+    steps = json.loads(found.stdout)["checks"]
+    return {step["reason"] for step in steps if step["outcome"] == "failed"}
+
+
+def test_later_weights_in_the_region_need_no_proof(cli: Any, folder: Path, follows: Any) -> None:
+    path = later(folder)
+    found = run(cli, folder, path, "--json")
+    assert found.code == 0, found.stderr
+    document = json.loads(found.stdout)
+    follows(document)
+    assert {item["id"] for item in document["carried"]} == {"N-0", "N-1"}
+    moved = float.fromhex(document["carried"][0]["moved"]["hex"])
+    assert 0.8 * RHO < moved <= 0.9 * RHO * 1.001
+    bundle = (folder / "out" / "verify.transfer.json").read_bytes()
+    statement = json.loads(decode(parse_bundle(bundle)).payload)
+    follows(statement, "urn:kcdsl:schema:transfer:v0.1")
+    checked = check(cli, folder, path, "--recheck", "--complete")
+    assert checked.code == 0, checked.stdout
+    follows(json.loads(checked.stdout))
+    steps = {step["name"]: step for step in json.loads(checked.stdout)["checks"]}
+    assert "0.01" in steps["weights"]["detail"]
+    assert "all weights within 0.01" in steps["clauses"]["detail"]
+    assert "re-derived" in steps["proofs"]["detail"]
+
+
+def test_the_checker_by_itself_accepts_it(cli: Any, folder: Path) -> None:
+    from kcdsl_certs.__main__ import main
+
+    path = later(folder)
+    assert run(cli, folder, path).code == 0
+    expectation = str(folder / "expected.json")
+    assert check(cli, folder, path, "--write-expectation", expectation).code == 0
+    words = [
+        *("check", str(folder / "out" / "verify.transfer.json"), "--expect", expectation),
+        *("--key", str(folder / "kcdsl.key.pub"), "--checkpoint", str(path)),
+    ]
+    assert main([*words, "--base", str(folder / "model.safetensors"), "--complete"]) == 0
+    assert main(words) == 4
+
+
+def test_a_block_that_left_stays_behind_and_is_verified_again(
+    cli: Any, folder: Path, cache_home: Path
+) -> None:
+    """The rest goes over, and the cache still has the blocks that did not change."""
+
+    def change(name: str, w: torch.Tensor) -> torch.Tensor:
+        moved = w.clone()
+        if name == "model.layers.1.mlp.up_proj.weight":
+            moved[3, 2] *= 1.5
+        return moved
+
+    contract, cache = folder / "contract.yaml", str(folder / "cache")
+    verify = ["verify", str(contract), "--attack", "off", "--weights", str(RHO), "--cache", cache]
+    verify += ["--states", "0.05", "--json"]
+    assert cli(*verify).code == 0
+    path = later(folder, change)
+    found = run(cli, folder, path)
+    assert found.code == 3
+    assert "model.layers.1.mlp.up_proj.weight[3, 2]" in found.stdout
+    assert "kcdsl verify --block mlp_1" in found.stdout
+    assert "attn_0" not in found.stdout.split("stays behind")[1]
+    partly = check(cli, folder, path)
+    assert partly.code == 0
+    assert json.loads(partly.stdout)["outside"] == ["N-1 [all]"]
+    assert check(cli, folder, path, "--complete").code == 4
+    old = folder / "old.safetensors"
+    shutil.copy(folder / "model.safetensors", old)
+    shutil.copy(path, folder / "model.safetensors")
+    again = cli(*verify, "-o", str(folder / "again"))
+    assert again.code == 0
+    cached = {goal["clause"]: goal["cached"] for goal in json.loads(again.stdout)["goals"]}
+    assert cached == {"N-0": 2, "N-1": 0}
+    only = [*verify, "--block", "mlp_1", "-o", str(folder / "again")]
+    assert cli(*only).code == 0
+    together = cli(
+        *("check", str(folder / "out" / "verify.transfer.json")),
+        *(str(folder / "again" / "verify-mlp_1.cert.json"), "--complete", "--json"),
+        *("--contract", str(contract), "--base", str(old)),
+    )
+    assert together.code == 0, together.stdout
+
+
+def test_states_that_moved_too_far_stay_behind(cli: Any, folder: Path) -> None:
+    """A block's weights are the same, but others before it moved what enters it."""
+
+    def change(name: str, w: torch.Tensor) -> torch.Tensor:
+        return w * 3 if name.startswith("model.layers.0.self_attn.o_proj") else w.clone()
+
+    found = run(cli, folder, later(folder, change), "--json")
+    assert found.code == 3
+    left = {item["id"]: item["reason"] for item in json.loads(found.stdout)["left"]}
+    assert left == {"N-0": "weights", "N-1": "states"}
+    assert json.loads(found.stdout)["transfer"] is None
+    assert not (folder / "out" / "verify.transfer.json").exists()
+
+
+def _with(name: str, value: float) -> Change:
+    def change(key: str, w: torch.Tensor) -> torch.Tensor:
+        moved = w.clone()
+        if key == name:
+            moved.view(-1)[0] = value
+        return moved
+
+    return change
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(cli: Any, folder: Path, value: float) -> None:
+    found = run(cli, folder, later(folder, _with(Q, value)))
+    assert found.code == 2
+    assert "KC" in found.stderr
+    assert not (folder / "out" / "verify.transfer.json").exists()
+
+
+def test_other_tensors_are_refused(cli: Any, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    folder_of = folder / "later"
+    folder_of.mkdir()
+    path = folder_of / "model.safetensors"
+    hostile: Mapping[str, Tensors] = {
+        "missing": {name: w for name, w in tensors.items() if name != Q},
+        "renamed": {(f"{name}.x" if name == Q else name): w for name, w in tensors.items()},
+        "more": {**tensors, "model.more.weight": torch.zeros(2)},
+        "transposed": {**tensors, Q: tensors[Q].reshape(-1, 2).contiguous()},
+        "another dtype": {**tensors, Q: tensors[Q].double()},
+    }
+    for what, some in hostile.items():
+        save_file(some, path)
+        found = run(cli, folder, path)
+        assert found.code == 2, what
+        assert "KC665" in found.stderr, what
+
+
+def test_zero_stays_zero_and_the_end_of_the_region_is_in_it(tmp_path: Path) -> None:
+    from kcdsl_certs.recheck.errors import Rejection
+    from kcdsl_certs.recheck.norms import moved, same_tensors
+    from kcdsl_certs.recheck.safetensors import read
+
+    def tensors(name: str, w: torch.Tensor) -> Any:
+        save_file({"w": w}, tmp_path / name)
+        return read(tmp_path / name).tensors
+
+    before = torch.tensor([0.0, 1.0, -0.0, -2.0])
+    one = tensors("a", before)
+    for value, inside in ((0.0, True), (-0.0, True), (2.0**-149, False)):
+        after = before.clone()
+        after[0] = value
+        (found,) = moved(one, tensors("b", after), ["w"], parse_real("0.5"))
+        assert found.inside is inside, value
+        assert found.ratio == (0.0 if inside else float("inf"))
+    for rho, inside in (("1/1024", True), ("0.0009765624999", False), ("0.0009765625001", True)):
+        after = before * (1 + 2.0**-10)
+        (found,) = moved(one, tensors("b", after), ["w"], parse_real(rho))
+        assert found.inside is inside, rho
+        assert found.ratio >= 2.0**-10
+    with pytest.raises(Rejection, match="transfer/tensors"):
+        same_tensors(one, tensors("b", before.double()))
+    with pytest.raises(Rejection, match="not-finite"):
+        moved(one, tensors("b", before / 0), ["w"], parse_real("0.5"))
+    with pytest.raises(Rejection, match="transfer/tensors"):
+        moved(one, one, ["v"], parse_real("0.5"))
+
+
+def signed(folder: Path, transfer: Transfer) -> None:
+    key = load_private((folder / "kcdsl.key").read_bytes())
+    bundle = bundle_bytes(sign(transfer_bytes(transfer), [key]), key.public.hint)
+    (folder / "out" / "verify.transfer.json").write_bytes(bundle)
+
+
+def written(folder: Path) -> Transfer:
+    bundle = (folder / "out" / "verify.transfer.json").read_bytes()
+    payload = decode(parse_bundle(bundle)).payload
+    return parse_transfer(parse_statement(strict_load(payload, len(payload))).predicate)
+
+
+def test_a_signed_lie_is_not_believed(cli: Any, folder: Path) -> None:
+    """Whoever holds the key signs what is false; everything that is derivable is derived."""
+    path = later(folder)
+    assert run(cli, folder, path).code == 0
+    honest = written(folder)
+    first, *rest = honest.carried
+    assert first.moved is not None
+    lies: Mapping[str, tuple[Transfer, str]] = {
+        "moved less": (
+            replace(honest, carried=(replace(first, moved=first.moved / 2), *rest)),
+            "transfer/moved-further",
+        ),
+        "a larger region": (
+            replace(honest, carried=(replace(first, weights=parse_real("0.02")), *rest)),
+            "transfer/region-mismatch",
+        ),
+        "a smaller region": (
+            replace(honest, carried=(replace(first, weights=parse_real("0.005")), *rest)),
+            "transfer/region-mismatch",
+        ),
+        "a result that is not there": (
+            replace(honest, carried=(*honest.carried, Carried("N-7", "all"))),
+            "transfer/unknown",
+        ),
+        "no region": (
+            replace(honest, carried=(Carried(first.id, first.slice), *rest)),
+            "transfer/region-mismatch",
+        ),
+        "another certificate": (replace(honest, base="0" * 64), "transfer/another-base"),
+        "another file": (replace(honest, path="absent.cert.json"), "transfer/no-base"),
+        "itself": (replace(honest, path="verify.transfer.json"), "transfer/another-base"),
+        "longer than the certificate": (
+            replace(honest, valid_until=honest.valid_until + timedelta(seconds=1)),
+            "validity/beyond-base",
+        ),
+        "another stage": (replace(honest, stage="full"), "stage/mismatch"),
+    }
+    signed(folder, honest)
+    assert check(cli, folder, path).code == 0
+    for what, (lie, reason) in lies.items():
+        signed(folder, lie)
+        found = check(cli, folder, path)
+        assert found.code == 4, what
+        assert reason in reasons(found), (what, reasons(found))
+
+
+def test_a_certificate_cannot_state_a_larger_region(cli: Any, folder: Path) -> None:
+    """Not by another number, nor for a proof of one checkpoint, nor without a proof."""
+    target = folder / "out" / "verify.cert.json"
+    key = load_private((folder / "kcdsl.key").read_bytes())
+    original = json.loads(decode(parse_bundle(target.read_bytes())).payload)
+    words = ("check", str(target), "--contract", str(folder / "contract.yaml"), "--json")
+
+    def changed(**fields: Any) -> set[str]:
+        statement = json.loads(json.dumps(original))
+        clause = statement["predicate"]["clauses"][0]
+        for name, value in fields.items():
+            clause.pop(name, None)
+            if value is not None:
+                clause[name] = value
+        data = canonical_json(statement)
+        target.write_bytes(bundle_bytes(sign(data, [key]), key.public.hint))
+        return reasons(cli(*words, "--recheck"))
+
+    assert original["predicate"]["clauses"][0]["weights"] == "0.01"
+    assert changed() == set()
+    assert changed(weights="0.005") == set()
+    assert changed(weights=None) == set()
+    assert changed(weights="0.010001") == {"proof/weights-mismatch"}
+    assert changed(weights="1/2") == {"proof/weights-mismatch"}
+    assert "clause/weights" in changed(weights="0.6")
+    assert "clause/weights" in changed(weights="0")
+    sample = {"proofDigest": None, "proofPath": None, "evidence": "sample"}
+    assert "clause/weights" in changed(**sample, verdict="INCONCLUSIVE")
+
+
+def test_other_weights_are_not_accepted(cli: Any, folder: Path) -> None:
+    path = later(folder)
+    assert run(cli, folder, path).code == 0
+    honest = written(folder)
+    assert "transfer/no-base" in reasons(check(cli, folder, path, base=None))
+    assert reasons(check(cli, folder, folder / "model.safetensors")) >= {
+        "triple/checkpoint-mismatch"
+    }
+    shutil.copy(path, folder / "wrong.safetensors")
+    assert "transfer/base-checkpoint" in reasons(check(cli, folder, path, base="wrong"))
+    # Weights that left the region, under a triple and a signature that fit them.
+    path = later(folder, _with(Q, 7.0))
+    from kcdsl.check.compile import load_program
+    from kcdsl.release.triple import build_triple
+
+    program = load_program(folder / "contract.yaml")
+    signed(folder, replace(honest, triple=build_triple(program, folder, checkpoint=path)))
+    assert "transfer/outside" in reasons(check(cli, folder, path))
+
+
+def test_an_unsigned_or_changed_transfer_is_invalid(cli: Any, folder: Path) -> None:
+    path = later(folder)
+    assert run(cli, folder, path).code == 0
+    target = folder / "out" / "verify.transfer.json"
+    document = json.loads(target.read_bytes())
+    payload = bytearray(base64.b64decode(document["dsseEnvelope"]["payload"]))
+    payload[payload.index(b'"carried"') + 2] ^= 1
+    document["dsseEnvelope"]["payload"] = base64.b64encode(bytes(payload)).decode()
+    target.write_text(json.dumps(document))
+    assert check(cli, folder, path).code == 4
+    (folder / "kcdsl.key").unlink()
+    assert run(cli, folder, path).code == 0
+    assert "signature" in " ".join(reasons(check(cli, folder, path)))
+
+
+def test_a_transfer_is_no_base_and_proofs_must_be_there(cli: Any, folder: Path) -> None:
+    path = later(folder)
+    assert run(cli, folder, path).code == 0
+    from_transfer = cli(
+        *("transfer", str(folder / "out" / "verify.transfer.json"), str(path)),
+        *("--contract", str(folder / "contract.yaml"), "-o", str(folder / "out" / "two.json")),
+    )
+    assert from_transfer.code == 4
+    proof = folder / "out" / "N-0.proof.json"
+    kept = proof.read_bytes()
+    proof.unlink()
+    assert "proof/missing" in reasons(check(cli, folder, path))
+    assert run(cli, folder, path).code == 2
+    proof.write_bytes(kept.replace(b'"0.01"', b'"0.02"'))
+    assert "proof/digest-mismatch" in reasons(check(cli, folder, path))
+
+
+def test_certificates_of_one_checkpoint_do_not_go_over(cli: Any, folder: Path) -> None:
+    contract = str(folder / "contract.yaml")
+    assert cli("verify", contract, "--attack", "off", "--cache", "off").code == 0
+    found = run(cli, folder, later(folder), "--json")
+    assert found.code == 3
+    assert {item["reason"] for item in json.loads(found.stdout)["left"]} == {"no-region"}
+
+
+@pytest.mark.parametrize("text", ["5%", "0", "-1e-4", "0.6", "nan", "1e", ""])
+def test_a_region_must_be_a_number(cli: Any, folder: Path, text: str) -> None:
+    found = cli("verify", str(folder / "contract.yaml"), f"--weights={text}")
+    assert found.code == 2
+    assert "KC475" in found.stderr
+
+
+def test_chains_know_no_region_around_the_weights(cli: Any, folder: Path) -> None:
+    for option in ("--weights=1e-3", "--states=1e-3"):
+        found = cli("verify", str(folder / "contract.yaml"), "--chain", option)
+        assert found.code == 2
+        assert "KC475" in found.stderr
+
+
+def test_a_file_elsewhere_is_refused(cli: Any, folder: Path) -> None:
+    found = run(cli, folder, later(folder), "-o", str(folder / "elsewhere.json"))
+    assert found.code == 2
+    assert "KC665" in found.stderr

@@ -1,0 +1,118 @@
+"""`kcdsl verify --chain`: certificates whose proofs are chains, and what is shown of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kcdsl.cli import verify
+from kcdsl.diagnostics import Refusal
+from tests.support.small_models import write_contract, write_model
+
+MODEL = "forall x in points(all): norm_inf(drift(model, x)) <= 0.1"
+BALL = "forall x in ball(all, 0.001): norm_2(drift(layer_1, x)) <= 9"
+HALVES = "forall x in points(all): norm_inf(drift(layer_1, x)) <= 0.1"
+FLIP = "forall x in points(all): no_flip(model, x, 1)"
+QUICK = ("--attack", "off", "--cache", "off")
+WHOLE = "forall x in points(all): norm_inf(drift(attn_0, x)) <= 0.1"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a model of two layers and one prompt."""
+    write_model(tmp_path, layers=2, prompts=("ab",))
+    return tmp_path
+
+
+def test_a_chain_is_certified_and_checked(cli: Any, follows: Any, folder: Path) -> None:
+    write_contract(folder, MODEL, BALL, FLIP)
+    assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
+    ran = cli("verify", "--chain", "--json", *QUICK, cwd=folder)
+    assert ran.code == 0, ran.stderr
+    document = json.loads(ran.stdout)
+    follows(document)
+    for goal in document["goals"]:
+        assert goal["evidence"]["confirmed"]
+        (case,) = goal["cases"]
+        assert [link["cached"] for link in case["links"]] == [False] * len(case["links"])
+        assert case["links"][-1]["bound"] == case["bound"]
+        proof = json.loads((folder / "out" / f"{goal['clause']}.proof.json").read_bytes())
+        follows(proof, "kcdsl.chain-proof/1")
+    checked = cli(
+        *("check", document["certificate"], "--recheck", "--key", "kcdsl.key.pub", "--json"),
+        cwd=folder,
+    )
+    assert checked.code == 0, checked.stdout
+
+
+def test_a_chain_about_something_else_is_no_proof_of_a_clause(cli: Any, folder: Path) -> None:
+    """The clause is bound to a chain as to any proof: by block, region, functional and cases."""
+    from kcdsl_certs.proofs import bind
+    from kcdsl_certs.reject import Reject
+
+    write_contract(folder, MODEL)
+    assert cli("verify", "--chain", *QUICK, cwd=folder).code == 0
+    proof = json.loads((folder / "out" / "N-0.proof.json").read_bytes())
+    clause, triple = stated(folder)
+    bind(proof, clause, triple)
+    (case,) = proof["cases"]
+    others: dict[str, Any] = {
+        "block-mismatch": {"block": "layer_0"},
+        "region-mismatch": {"cases": [{**case, "region": {**case["region"], "kind": "hull"}}]},
+        "functional-mismatch": {"functional": {"kind": "2", "k": 1}},
+        "numerics-mismatch": {"numerics": {"train": {}, "infer": {}}},
+        "checkpoint-mismatch": {"checkpoint": {"sha256": "0" * 64}},
+    }
+    for reason, other in others.items():
+        with pytest.raises(Reject, match=f"proof/{reason}"):
+            bind({**proof, **other}, clause, triple)
+    with pytest.raises(Reject, match="2 regions are proved, 1 are stated"):
+        bind({**proof, "cases": [case, {**case, "name": "again"}]}, clause, triple)
+
+
+def stated(folder: Path) -> tuple[Any, Any]:
+    """Return the clause and the triple of a certificate."""
+    import base64
+
+    from kcdsl_certs.statement import parse_predicate, parse_statement
+
+    bundle = json.loads((folder / "out" / "verify.cert.json").read_bytes())
+    payload = base64.b64decode(bundle["dsseEnvelope"]["payload"])
+    predicate, _ = parse_predicate(parse_statement(json.loads(payload)).predicate)
+    return predicate.clauses[0], predicate.triple
+
+
+def test_the_slack_of_each_link_is_shown(cli: Any, folder: Path) -> None:
+    write_contract(folder, HALVES)
+    first = cli("verify", "--chain", "--cache", folder / "cache", cwd=folder)
+    second = cli("verify", "--chain", "--cache", folder / "cache", cwd=folder)
+    assert (first.code, second.code) == (0, 0)
+    for ran, known in ((first, 0), (second, 2)):
+        lines = ran.stdout.splitlines()
+        (start,) = [i for i, line in enumerate(lines) if line.startswith("N-0, p0: link")]
+        table = lines[start + 1 : start + 3]
+        assert [line.split()[0] for line in table] == ["layer_1[0]", "layer_1[1]"]
+        assert sum("known" in line for line in table) == known
+    assert "growth" in first.stdout
+    without = cli("verify", *QUICK, cwd=folder)
+    assert "link" not in without.stdout
+
+
+def test_a_block_that_does_not_fall_apart(cli: Any, folder: Path) -> None:
+    write_contract(folder, WHOLE)
+    ran = cli("verify", "--chain", *QUICK, cwd=folder)
+    assert ran.code == 3
+    assert "does not fall apart into links" in " ".join(ran.stdout.split())
+
+
+def test_a_backend_that_has_no_chains_is_refused() -> None:
+    def decide(program: Any, base: Any, goals: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(Refusal) as refused:
+        verify._refuse_unchained(SimpleNamespace(name="other", decide=decide))
+    assert "does not prove blocks link by link" in refused.value.diagnostics[0].message

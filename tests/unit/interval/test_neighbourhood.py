@@ -1,0 +1,179 @@
+"""Whatever knows no region around the weights refuses it, and never reads it as none."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl.route.catalogue import BackendSpec, Fragment
+from kcdsl_backends.certifier.nearby import NearbyProblem
+from kcdsl_backends.certifier.sequences import SequenceProblem
+from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.neighbourhood import Neighbourhood, near
+from kcdsl_backends.planes.propagate import drift as planes
+from kcdsl_certs.recheck import recheck
+from tests.support import proofs, prover
+
+RHO = Fraction(1, 64)
+RECORDS = proofs.numerics("float32", "nearest"), proofs.numerics("bfloat16", "nearest")
+
+
+def graph() -> Any:
+    return proofs.mlp(np.random.default_rng(3), "relu")
+
+
+def problem(some: Any, rho: Fraction = RHO) -> NearbyProblem:
+    sides = [prover.parameters(some, record) for record in RECORDS]
+    tensors = {key: torch.from_numpy(array) for key, array in some.tensors.items()}
+    one, two = (prover.numerics(record) for record in RECORDS)
+    around = Neighbourhood(rho, tensors, one, two, torch.device("cpu"))
+    return NearbyProblem(BlockProblem(prover.block(some), *sides), around)
+
+
+def states(some: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    centre = np.random.default_rng(4).standard_normal(some.input_shape).astype(np.float32)
+    return torch.from_numpy(centre).double(), torch.zeros(1, 1, dtype=torch.float64)
+
+
+def stated(some: Any, path: Path, weights: Any, **case: Any) -> bytes:
+    sha256 = proofs.write_safetensors(path, some.tensors)
+    document = proofs.document(some, *RECORDS, sha256, states(some)[0].numpy())
+    document["cases"][0] |= case
+    if weights is not None:
+        document["cases"][0]["region"]["weights"] = weights
+    return json.dumps(document).encode()
+
+
+def test_the_bound_grows_from_that_of_the_checkpoint() -> None:
+    some = graph()
+    known = problem(some).problem.bound(*states(some)).output.drift.mag().amax()
+    sizes = [
+        float(problem(some, Fraction(rho)).bound(*states(some)).output.drift.mag().amax())
+        for rho in ("1e-12", "1e-6", "1e-4", "1e-2", "0.5")
+    ]
+    assert sizes[0] == pytest.approx(float(known), rel=1e-6)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 4 * sizes[0]
+
+
+def test_affine_forms_know_the_region(tmp_path: Path) -> None:
+    """Both programs find the same, more than for the checkpoint alone."""
+    some = graph()
+    path = tmp_path / "model.safetensors"
+    known = recheck(stated(some, path, None, domain="affine"), path)
+    found = recheck(stated(some, path, "0.015625", domain="affine"), path)
+    assert known.ok, known
+    assert found.ok, found
+    assert float.fromhex(found.bound) > 1.2 * float.fromhex(known.bound)
+    near_by = problem(some)
+    box = near_by.forms(*states(some)).box().meet(near_by.bound(*states(some)).output.drift)
+    assert float.fromhex(found.bound) <= float(box.mag().amax()) * (1 + 2.0**-10)
+    assert float(box.mag().amax()) <= float.fromhex(found.bound) * 1.1
+
+
+def test_a_table_of_rotations_that_moves_has_no_bound() -> None:
+    some = proofs.attention(np.random.default_rng(2))
+    rope = next(node for node in some.nodes if node["op"] == "rope")
+    for name in rope["inputs"][1:]:
+        table = next(node for node in some.nodes if node["name"] == name)
+        table["op"] = "param"
+        some.tensors[table["attrs"]["key"]] = some.constants.pop(table["attrs"]["key"])
+    for way in ("bound", "forms"):
+        with pytest.raises(NoBound, match="rotation"):
+            getattr(problem(some), way)(*states(some))
+
+
+def test_planes_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = graph()
+    found = problem(some)
+    kernels: list[Any] = []
+    monkeypatch.setattr(
+        "kcdsl_backends.certifier.nearby.propagate", lambda graph, k, *rest: kernels.append(k)
+    )
+    found.bound(*states(some))
+    with pytest.raises(NoBound, match="around the weights"):
+        planes(found.graph, kernels[0], *states(some))
+
+
+def test_any_length_refuses(tmp_path: Path) -> None:
+    some = graph()
+    known = problem(some)
+    assert isinstance(known.problem, BlockProblem)
+    rows = SequenceProblem(known.graph, known.problem.kernels(), {})
+    for way in ("bound", "forms"):
+        with pytest.raises(NoBound, match="any length"):
+            getattr(NearbyProblem(rows, known.around), way)(*states(some))
+    path = tmp_path / "model.safetensors"
+    document = json.loads(stated(some, path, "0.015625"))
+    assert recheck(json.dumps(document).encode(), path).ok
+    centre = proofs.array(states(some)[0].numpy()[:1])
+    document["cases"][0]["region"] |= {"kind": "rows", "longest": 4, "centre": centre}
+    outcome = recheck(json.dumps(document).encode(), path)
+    assert (outcome.ok, outcome.reason) == (False, "document/region")
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "0.0", "1e-2", "0.010", ".5", "0.6", "1", "-0.5", "1/3.0", "2/6", "nan", None]
+)
+def test_the_size_has_one_spelling(tmp_path: Path, text: Any) -> None:
+    path = tmp_path / "model.safetensors"
+    outcome = recheck(stated(graph(), path, "x" if text is None else text), path)
+    assert (outcome.ok, outcome.reason) == (False, "document/region")
+
+
+def test_a_smaller_claim_is_no_proof_of_a_larger_region(tmp_path: Path) -> None:
+    some, path = graph(), tmp_path / "model.safetensors"
+    small = recheck(stated(some, path, "0.015625"), path)
+    large = recheck(stated(some, path, "0.25"), path)
+    claim = small.bound
+    assert float.fromhex(large.bound) > float.fromhex(claim)
+    document = json.loads(stated(some, path, "0.25"))
+    document["claim"] = document["cases"][0]["claim"] = claim
+    assert recheck(json.dumps(document).encode(), path).reason == "claim/too-small"
+
+
+def test_scales_that_are_too_small_have_no_bound() -> None:
+    w = torch.full((2, 4), 2.0**-110)
+    one, two = (
+        prover.numerics(record)
+        for record in (RECORDS[0], proofs.numerics(weights=("int8", "per_channel")))
+    )
+    around = Neighbourhood(RHO, {"w": w}, one, two, torch.device("cpu"))
+    from kcdsl.model.graph import Node
+
+    with pytest.raises(NoBound, match="scale"):
+        around.linear(Node("n", "param", (), (2, 4), {"key": "w"}, ""))
+
+
+def test_the_ends_are_float32_numbers_around_the_region() -> None:
+    w = torch.tensor([0.0, -0.0, 1.0, -3.0, 2.0**-149, 3.4e38, 2.0**-126], dtype=torch.float32)
+    for rho in (Fraction(1, 2), Fraction("1e-4"), Fraction(1, 2**30)):
+        box = near(w.double(), rho)
+        assert bool((box.lo.float().double() == box.lo).all())
+        for low, value, high in zip(box.lo.tolist(), w.tolist(), box.hi.tolist(), strict=True):
+            centre = Fraction(value)
+            assert Fraction(low) <= centre <= Fraction(high)
+            beyond = torch.tensor(high, dtype=torch.float32).nextafter(torch.tensor(torch.inf))
+            if value != 0 and bool(torch.isfinite(beyond)):
+                assert Fraction(float(beyond)) > centre + rho * abs(centre)
+
+
+def test_a_backend_that_does_not_say_so_is_never_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kcdsl.cli.verify import formal_backend
+    from kcdsl.diagnostics import Refusal
+
+    silent = BackendSpec("silent", "json:loads", frozenset({Fragment.UNIVERSAL_DRIFT}))
+    monkeypatch.setattr("kcdsl.route.catalogue.catalogue", lambda: (silent,))
+    assert formal_backend(None) is json.loads
+    with pytest.raises(Refusal) as refused:
+        formal_backend(None, around_weights=True)
+    assert refused.value.diagnostics[0].code.id == "KC475"

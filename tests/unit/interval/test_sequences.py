@@ -1,0 +1,306 @@
+"""Which blocks are read at any length: both programs say the same, and refuse what mixes rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.certifier.sequences import SequenceProblem, compare
+from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.sequences import FixedLength, row_axes
+from kcdsl_backends.planes.propagate import walk
+from kcdsl_certs.recheck.document import parse
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.sequences import KEY, ROW, marks_of
+from tests.support import proofs, prover, sequences
+
+WIDTH = 4
+FLOAT32 = proofs.numerics("float32", "any")
+
+
+def parsed(graph: Any) -> Any:
+    """Return a graph as the checker reads it."""
+    region = (FLOAT32, FLOAT32, "0" * 64, np.zeros(graph.input_shape or (1, 1)))
+    ids = [1] if graph.input_shape is None else None
+    document = proofs.document(graph, *region, ids=ids)
+    return parse(proofs.dump(document)).graphs[graph.digest]
+
+
+def rows_of(rows: int = 2, width: int = WIDTH) -> tuple[Any, str]:
+    graph = proofs.Graph((rows, width))
+    return graph, graph.add("input", [], (rows, width))
+
+
+def scored(rows: int = 2) -> tuple[Any, str, str]:
+    g, x = rows_of(rows)
+    k = g.add("permute", [x], (WIDTH, rows), dims=[1, 0])
+    return g, x, g.add("matmul", [x, k], (rows, rows), role="scores")
+
+
+def pooling() -> Any:
+    g, x, s = scored()
+    g.add("matmul", [s, x], (2, WIDTH))
+    return g
+
+
+def attention_without_softmax() -> Any:
+    g, x, s = scored()
+    g.add("matmul", [s, x], (2, WIDTH), role="context")
+    return g
+
+
+def weights_per_position() -> Any:
+    g, x = rows_of()
+    g.add("add", [x, g.param("positions", np.ones((2, WIDTH)))], (2, WIDTH))
+    return g
+
+
+def bias_by_distance() -> Any:
+    g, x, s = scored()
+    s = g.add("add", [s, g.constant("alibi", np.ones((2, 2), np.float32))], (2, 2), role="scores")
+    p = g.add("softmax", [s], (2, 2), role="probabilities")
+    g.add("matmul", [p, x], (2, WIDTH), role="context")
+    return g
+
+
+def joined_rows() -> Any:
+    g, x = rows_of()
+    y = g.add("concat", [x, x], (4, WIDTH), dim=0)
+    g.add("slice", [y], (2, WIDTH), dim=0, start=0, stop=2, step=1)
+    return g
+
+
+def first_row() -> Any:
+    g, x = rows_of()
+    g.add("slice", [x], (1, WIDTH), dim=0, start=0, stop=1, step=1)
+    return g
+
+
+def first_row_from_the_end() -> Any:
+    g, x = rows_of()
+    g.add("slice", [x], (1, WIDTH), dim=-2, start=1, stop=2, step=1)
+    return g
+
+
+def merged() -> Any:
+    g, x = rows_of()
+    g.add("reshape", [x], (1, 2 * WIDTH), shape=[1, 2 * WIDTH])
+    return g
+
+
+def scrambled() -> Any:
+    g, x = rows_of()
+    g.add("reshape", [x], (WIDTH, 2), shape=[WIDTH, 2])
+    return g
+
+
+def turned_output() -> Any:
+    g, x = rows_of()
+    g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    return g
+
+
+def scores_as_output() -> Any:
+    return scored()[0]
+
+
+def norm_over_rows() -> Any:
+    g, x = rows_of()
+    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.add("rms_norm", [y], (WIDTH, 2), eps=1e-6)
+    g.add("permute", [y], (2, WIDTH), dims=[1, 0])
+    return g
+
+
+def linear_over_rows() -> Any:
+    g, x = rows_of()
+    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.add("linear", [y, g.param("w", np.eye(2))], (WIDTH, 2))
+    g.add("permute", [y], (2, WIDTH), dims=[1, 0])
+    return g
+
+
+def softmax_over_rows() -> Any:
+    g, x = rows_of()
+    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.add("softmax", [y], (WIDTH, 2))
+    g.add("permute", [y], (2, WIDTH), dims=[1, 0])
+    return g
+
+
+def norm_of_scores() -> Any:
+    g, x, s = scored()
+    s = g.add("rms_norm", [s], (2, 2), eps=1e-6)
+    p = g.add("softmax", [s], (2, 2), role="probabilities")
+    g.add("matmul", [p, x], (2, WIDTH), role="context")
+    return g
+
+
+def rows_and_columns() -> Any:
+    g, x = rows_of(width=2)
+    y = g.add("permute", [x], (2, 2), dims=[1, 0])
+    g.add("add", [x, y], (2, 2))
+    return g
+
+
+def gram_of_features() -> Any:
+    g, x = rows_of()
+    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.add("matmul", [y, x], (WIDTH, WIDTH))
+    g.add("matmul", [x, y], (2, WIDTH))
+    return g
+
+
+def rotation_by_features() -> Any:
+    g, x = rows_of()
+    table = g.constant("cos", np.ones((1, WIDTH), np.float32))
+    g.add("rope", [x, table, table], (2, WIDTH))
+    return g
+
+
+def rotation_by_parameters() -> Any:
+    g, x = rows_of()
+    table = g.param("cos", np.ones((2, WIDTH)))
+    g.add("rope", [x, table, table], (2, WIDTH))
+    return g
+
+
+def three_rows() -> Any:
+    return rows_of(3)[0]
+
+
+def of_tokens() -> Any:
+    g = proofs.Graph(None)
+    g.add("embedding", [g.param("table", np.ones((3, WIDTH)))], (1, WIDTH), ids=[1])
+    return g
+
+
+MIXING: tuple[Callable[[], Any], ...] = (
+    pooling,
+    attention_without_softmax,
+    weights_per_position,
+    bias_by_distance,
+    joined_rows,
+    first_row,
+    first_row_from_the_end,
+    merged,
+    scrambled,
+    turned_output,
+    scores_as_output,
+    norm_over_rows,
+    linear_over_rows,
+    softmax_over_rows,
+    norm_of_scores,
+    rows_and_columns,
+    gram_of_features,
+    rotation_by_features,
+    rotation_by_parameters,
+    three_rows,
+    of_tokens,
+)
+
+
+@pytest.mark.parametrize("build", MIXING, ids=lambda build: build.__name__)
+def test_what_mixes_rows_is_refused_by_both(build: Callable[[], Any]) -> None:
+    graph = build()
+    with pytest.raises(FixedLength) as no:
+        row_axes(prover.block(graph))
+    assert no.value.reason
+    with pytest.raises(Rejection) as rejection:
+        marks_of(parsed(graph))
+    assert rejection.value.reason == "graph/rows"
+    assert rejection.value.detail
+
+
+def gated_rows() -> Any:
+    g, x = rows_of()
+    up = g.param("up", np.ones((3, WIDTH)))
+    gate = g.add("silu", [g.add("linear", [x, up], (2, 3))], (2, 3))
+    y = g.add("mul", [gate, g.add("linear", [x, up], (2, 3))], (2, 3))
+    scale = g.constant("scale", np.ones((1, 3), np.float32))
+    y = g.add("mul", [y, scale], (2, 3))
+    y = g.add("softmax", [y], (2, 3))
+    g.add("linear", [y, g.param("down", np.ones((WIDTH, 3)))], (2, WIDTH))
+    return g
+
+
+def one_head() -> Any:
+    """Return attention with dimensions of size 1 beside those of rows."""
+    g, x = rows_of()
+    q = g.add("reshape", [x], (2, 1, WIDTH), shape=[2, 1, WIDTH])
+    q = g.add("permute", [q], (1, 2, WIDTH), dims=[1, 0, 2])
+    kv = g.add("reshape", [q], (1, 1, 2, WIDTH), shape=[1, 1, 2, WIDTH])
+    kv = g.add("expand", [kv], (1, 3, 2, WIDTH), shape=[1, 3, 2, WIDTH])
+    kv = g.add("reshape", [kv], (3, 2, WIDTH), shape=[3, 2, WIDTH])
+    k = g.add("permute", [kv], (3, WIDTH, 2), dims=[0, 2, 1])
+    s = g.add("matmul", [q, k], (3, 2, 2), role="scores")
+    s = g.add("tanh", [g.add("scale", [s], (3, 2, 2), role="scores", factor=0.5)], (3, 2, 2))
+    mask = g.constant("mask", np.tril(np.ones((2, 2), dtype=bool)))
+    p = g.add("softmax", [s, mask], (3, 2, 2), role="probabilities")
+    c = g.add("matmul", [p, kv], (3, 2, WIDTH), role="context")
+    c = g.add("permute", [c], (2, 3, WIDTH), dims=[1, 0, 2])
+    g.add("reshape", [c], (2, 3 * WIDTH), shape=[2, 3 * WIDTH])
+    return g
+
+
+def two_heads() -> Any:
+    return sequences.decoder(np.random.default_rng(1), 2)
+
+
+@pytest.mark.parametrize("build", [gated_rows, one_head, two_heads])
+def test_both_place_the_rows_alike(build: Callable[[], Any]) -> None:
+    graph = build()
+    axes = row_axes(prover.block(graph))
+    marks = marks_of(parsed(graph))
+    assert set(axes) == set(marks)
+    for name, own in marks.items():
+        assert axes[name] == tuple(own.index(mark) for mark in (ROW, KEY) if mark in own), name
+    assert any(len(found) == 2 for found in axes.values()) == (build is not gated_rows)
+
+
+def test_a_block_that_is_another_one_at_another_length_is_refused() -> None:
+    def mean(rows: int) -> Any:
+        g, x = rows_of(rows)
+        return g, g.add("scale", [x], (rows, WIDTH), factor=1.0 / rows)
+
+    short, long = (prover.block(mean(rows)[0]) for rows in (2, 3))
+    axes = row_axes(short)
+    compare(short, axes, short, 2)
+    with pytest.raises(FixedLength, match="not the same at 3 rows"):
+        compare(short, axes, long, 3)
+
+
+def test_parts_that_are_no_rows_are_told_apart_by_another_length() -> None:
+    """[T, 4] as [2, T, 2]: at two rows that looks like [T, 2, 2]."""
+
+    def folded(rows: int) -> Any:
+        g, x = rows_of(rows)
+        y = g.add("reshape", [x], (2, rows, 2), shape=[2, rows, 2])
+        g.add("reshape", [y], (rows, WIDTH), shape=[rows, WIDTH])
+        return g
+
+    short, long = (prover.block(folded(rows)) for rows in (2, 3))
+    with pytest.raises(FixedLength):
+        compare(short, row_axes(short), long, 3)
+
+
+def test_no_other_domain_reads_any_length() -> None:
+    short, long = (sequences.decoder(np.random.default_rng(1), n) for n in (2, 9))
+    tables = sequences.tables_of(short, long)
+    problem: SequenceProblem = sequences.problem(short, tables, (FLOAT32, FLOAT32), 9)
+    centre, radius = torch.zeros(1, 8).double(), torch.full((1, 1), 0.5).double()
+    assert problem.bound(centre, radius).output.drift.hi.isfinite().all()
+    with pytest.raises(NoBound, match="any length"):
+        problem.forms(centre, radius)
+    with pytest.raises(NoBound, match="any length"):
+        walk(problem.graph, problem.kernels, centre.expand(2, 8), radius)
+    sides = [prover.parameters(short, FLOAT32)] * 2
+    with pytest.raises(NoBound):
+        BlockProblem(problem.graph, *sides).forms(centre, radius)
+    with pytest.raises(NoBound, match="not one row"):
+        problem.bound(centre.expand(2, 8), radius)
