@@ -173,7 +173,7 @@ def test_sums_images_and_lengths_hold_their_members(seed: int) -> None:
     n = int(rng.integers(2, 9))
     shapes = [positive(rng, n) * 4.0 ** rng.integers(-6, 6) for _ in range(4)]
     shapes[-1] = np.zeros((n, n))
-    total = sum(members(rng, shape, 400) for shape in shapes)
+    total = np.sum([members(rng, shape, 400) for shape in shapes], axis=0)
     matrix = rng.standard_normal((int(rng.integers(1, 2 * n)), n))
     tensors = [torch.from_numpy(shape) for shape in shapes]
     both = (
