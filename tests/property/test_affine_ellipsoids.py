@@ -230,3 +230,18 @@ def test_rows_without_an_ellipsoid_keep_their_reach() -> None:
     for found in (mine, theirs):
         assert (found >= expected).all()
         np.testing.assert_allclose(found, expected, rtol=2.0**-20)
+
+
+def test_none_are_found_where_they_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(7)
+    graph, record = two_layers(rng), KERNELS["float32"]
+    centre = torch.from_numpy(rng.standard_normal(graph.input_shape))
+    spread = torch.full((1, 1), 2.0**-12, dtype=torch.float64)
+    sides = block(graph), parameters(graph, record)
+    with_them = write(*sides, centre, spread, 2.0**-24)
+    monkeypatch.setattr("kcdsl_backends.affine.rules.norms.LARGEST", 0)
+    without = write(*sides, centre, spread, 2.0**-24)
+    assert any(entry.ellipsoids for entry in with_them.tape.entries)
+    assert not any(entry.ellipsoids for entry in without.tape.entries)
+    assert not any(kind == "ellipsoid" for _, _, kind, _ in without.passes.rows)
+    assert all(bool(torch.isfinite(entry.reach).all()) for entry in without.tape.entries)

@@ -21,13 +21,11 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.weights import LEAST_FULL_SCALE, MX_BLOCK, MX_EXPONENT, QMAX, TILE
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.quantisers import quantised_hull
+from kcdsl_backends.interval.quantisers import LEAST_SCALE, quantised_hull
 from kcdsl_backends.interval.rounding import nearest, power_of_two
 
 LARGEST_RHO = Fraction(1, 2)
 """No region around the weights is wider: within it no element changes its sign."""
-LEAST_SCALE = 2.0**-100
-"""The scales of quantised weights are at least this, so that no product of a code is subnormal."""
 _WIDER = 1.0 + 2.0**-20
 _FLOAT32 = FORMATS["float32"]
 

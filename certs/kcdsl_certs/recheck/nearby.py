@@ -27,7 +27,6 @@ from kcdsl_certs.recheck.spec import (
     Kernel,
 )
 
-_LEAST_SCALE = 2.0**-100
 _SMALL = 2.0**-20
 
 
@@ -126,7 +125,7 @@ def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
     kind, scale = kernel.weights
     near, far = np.minimum(np.abs(v.lo), np.abs(v.hi)), box.magnitude(v)
     ends = [_scale(_group(size, scale), kind, scale) for size in (near, far)]
-    if not (np.isfinite(ends[1]).all() and (ends[0] >= _LEAST_SCALE).all()):
+    if not (np.isfinite(ends[1]).all() and (ends[0] >= staircase.LEAST_SCALE).all()):
         raise Rejection("parameter/scale", f"{name!r} may have a scale that is too small")
     scales = Box(ends[0], ends[1])
     most = _farthest(far, ends[1], kind, scale)

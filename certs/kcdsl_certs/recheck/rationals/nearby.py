@@ -19,7 +19,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     rounded,
     sub,
 )
-from kcdsl_certs.recheck.rationals.quantisers import hull
+from kcdsl_certs.recheck.rationals.quantisers import LEAST_SCALE, hull
 from kcdsl_certs.recheck.spec import (
     CODE_LARGEST,
     FLOAT32,
@@ -32,7 +32,6 @@ from kcdsl_certs.recheck.spec import (
 )
 
 _SMALL = Fraction(1, 2**20)
-_LEAST_SCALE = Fraction(1, 2**100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ def _coded(shape: Shape, around: Sequence[Pair], kind: str, scale: str) -> list[
         near[place] = max(near.get(place, ZERO), min(abs(low), abs(high)))
         far[place] = max(far.get(place, ZERO), abs(low), abs(high))
     scales = {p: (_scale(near[p], kind, scale), _scale(far[p], kind, scale)) for p in far}
-    if any(low < _LEAST_SCALE for low, _ in scales.values()):
+    if any(low < LEAST_SCALE for low, _ in scales.values()):
         raise Rejection("parameter/scale", "a scale of the weights may be too small")
     found = []
     for place, v in zip(places, around, strict=True):

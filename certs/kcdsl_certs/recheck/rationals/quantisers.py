@@ -20,7 +20,7 @@ from kcdsl_certs.recheck.rationals.cells import (
 from kcdsl_certs.recheck.spec import CODE_LARGEST, FLOAT32, FORMATS, MX_EXPONENT, Kernel
 
 _OFF = Fraction(1, 2**22)
-_LEAST_SCALE = Fraction(1, 2**100)  # below it products with codes may be subnormal
+LEAST_SCALE = Fraction(1, 2**100)  # below it products with codes may be subnormal
 _STEPPED = ("fp8_e4m3", "fp8_e5m2", "int8")
 
 
@@ -56,7 +56,7 @@ def quantised(
     pairs = []
     for pair, around, low, high in zip(x.pairs, wide.pairs, least, most, strict=True):
         s = _scale(kind, scale, low), _scale(kind, scale, high)
-        pairs.append(around if s[0] < _LEAST_SCALE else meet(hull(kind, pair, s), around))
+        pairs.append(around if s[0] < LEAST_SCALE else meet(hull(kind, pair, s), around))
     value = Cells(x.shape, tuple(pairs))
     return value, both(both(value, x, sub), free, meet)
 
