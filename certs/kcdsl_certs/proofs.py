@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from kcdsl_certs.clauses import CertifiedClause, Verdict, holds
+from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict, holds
 from kcdsl_certs.fields import Fields, sha256_of
-from kcdsl_certs.reals import parse_hex, parse_real
+from kcdsl_certs.reals import parse_hex, parse_real, real_text
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.strict import strict_base64, strict_load
 from kcdsl_certs.triple import Triple
@@ -191,6 +191,7 @@ def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
     if len(set(names)) != len(names) or (kinds != {"hull"} and len(names) != clause.n):
         detail = f"{clause.label}: {len(set(names))} regions are proved, {clause.n} are stated"
         raise Reject("proof/region-mismatch", detail)
+    _bind_chances(cases, clause)
     if clause.weights is not None:
         _bind_weights(cases, clause, clause.weights)
     if kinds == {"rows"}:
@@ -203,6 +204,18 @@ def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
         if len(data) % 8 or not all(r >= wanted for (r,) in struct.iter_unpack("<d", data)):
             detail = f"{clause.label}: a ball of the proof is smaller than {clause.region}"
             raise Reject("proof/region-mismatch", detail)
+
+
+def _bind_chances(cases: list[Fields], clause: CertifiedClause) -> None:
+    """Refuse a proof that leaves something to chance, unless the result says so and how much."""
+    for case in cases:
+        if "chance" not in case.record:
+            continue
+        alpha = parse_real(case.inner("chance").text("alpha"))
+        known = clause.evidence is Evidence.PROBABILISTIC and clause.alpha is not None
+        if not known or clause.alpha is None or clause.alpha < alpha:
+            detail = f"{clause.label}: the proof holds but for a share {real_text(alpha)} of runs"
+            raise Reject("clause/evidence-overstated", detail)
 
 
 def _bind_weights(cases: list[Fields], clause: CertifiedClause, rho: Fraction) -> None:

@@ -12,7 +12,7 @@ from kcdsl_certs.tails import certifies
 
 METHODS_OF_RATES = ("clopper-pearson/1",)
 """Methods whose sampled PASSED this package can re-derive from (exceed, n, budget, alpha)."""
-LARGEST_ALPHA = Fraction(1, 20)
+LARGEST_ALPHA, LEAST_ALPHA = Fraction(1, 20), Fraction(1, 10**30)
 
 
 def admissible(clause: CertifiedClause) -> frozenset[Verdict]:
@@ -49,6 +49,11 @@ def _consistent(clause: CertifiedClause) -> None:
         raise Reject("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
     if clause.evidence in (Evidence.PROOF_REAL, Evidence.PROBABILISTIC) and not clause.assumptions:
         raise Reject("clause/assumption-unnamed", f"{clause.label} rests on {clause.evidence}")
+    if clause.evidence is Evidence.PROBABILISTIC and clause.proof is not None:
+        if clause.alpha is None or not 0 < clause.alpha <= LARGEST_ALPHA:
+            raise Reject("clause/alpha", f"{clause.label}: with what probability does it hold?")
+    elif clause.evidence.is_proof and clause.alpha is not None:
+        raise Reject("clause/alpha", f"{clause.label}: {clause.evidence} leaves nothing to chance")
     reached = _reached(clause)
     if clause.bound is not None and reached is not None:
         inside = reached <= clause.bound if clause.op in UPPER else reached >= clause.bound

@@ -21,7 +21,7 @@ from kcdsl.diagnostics.model import Fix, Label, Refusal
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.presets import RESULTS
 from kcdsl.source.text import Span
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
 ADAPTERS = (
     "torch.eager",
@@ -50,7 +50,7 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
         *("results", "tensor_core", "sigmoid"),
     ),
     "weights": ("format", "scale"),
-    "activations": ("format", "scale"),
+    "activations": ("format", "scale", "input_scale", "input_zero_point"),
     "attention": ("style", "tile", "probabilities", "scores", "exp_ulps"),
     "results": RESULTS,
     "tensor_core": ("linears", "others"),
@@ -58,6 +58,8 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
     "others": _UNIT,
 }
 _NUMBERS = {"tile", "exp_ulps", *_UNIT}
+_BY_LINEAR = {"input_scale", "input_zero_point"}
+"""Numbers that may stand in mappings of names of linears, and in lists; kept as written."""
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 Pairs = tuple[tuple[str, object], ...]
@@ -224,6 +226,11 @@ def _pairs(node: Mapping, section: str, reader: StructureReader) -> Pairs:
         name = entry.key.text
         if name not in allowed:
             continue
+        if name in _BY_LINEAR:
+            written = _written(entry.value, name, reader)
+            if written is not None:
+                pairs.append((name, written))
+            continue
         named = name == "tensor_core" and isinstance(entry.value, Scalar)
         if name in _NUMERICS_FIELDS and not named:
             child = reader.mapping(node, name)
@@ -234,6 +241,21 @@ def _pairs(node: Mapping, section: str, reader: StructureReader) -> Pairs:
         if value is not None:
             pairs.append((name, value))
     return tuple(sorted(pairs, key=lambda pair: pair[0]))
+
+
+def _written(node: Node, name: str, reader: StructureReader) -> object:
+    """Return numbers as one text, also those of a list; of a mapping sorted pairs of these."""
+    match node:
+        case Scalar() if isinstance(node.value, int | Fraction | str) and node.value is not True:
+            return node.text
+        case Sequence() if node.items and all(isinstance(item, Scalar) for item in node.items):
+            return " ".join(item.text for item in node.items if isinstance(item, Scalar))
+        case Mapping():
+            pairs = ((e.key.text, _written(e.value, name, reader)) for e in node.entries)
+            return tuple(sorted((key, value) for key, value in pairs if value is not None))
+    wanted = "a number, a list of numbers or a mapping of linears"
+    reader.reporter.error(WRONG_KIND, f"`{name}` takes {wanted} and is {node.kind}", node.span)
+    return None
 
 
 def _leaf(node: Node, name: str, reader: StructureReader) -> object:

@@ -37,6 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clause", action="append", metavar="ID", help="only this clause")
     parser.add_argument("--backend", metavar="NAME", help="decide with this backend")
     parser.add_argument(
+        "--domains",
+        metavar="NAMES",
+        help="bound in these domains alone, such as interval,planes (default: in all, cheapest "
+        "first; planes of large blocks only if they are named)",
+    )
+    parser.add_argument(
         "--states",
         metavar="R",
         help="prove it for all states within R of those of the regions as well (default: 0)",
@@ -46,6 +52,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="RHO",
         help="prove it for all weights within RHO of those of the checkpoint, each relative to "
         "itself, such as 1e-4 or 1/1024 (default: for the checkpoint alone)",
+    )
+    parser.add_argument(
+        "--alpha",
+        metavar="P",
+        help="clauses with `evidence: probabilistic` may be broken by independent roundings with "
+        "at most this probability (default: 1e-9)",
     )
     parser.add_argument(
         "--attack",
@@ -98,12 +110,17 @@ def run(arguments: argparse.Namespace) -> Exit:
         chosen = tuple(replace(goal, weights=_rho(arguments.weights)) for goal in chosen)
     if arguments.states is not None:
         chosen = tuple(replace(goal, states=_reach(arguments.states)) for goal in chosen)
+    if arguments.alpha is not None:
+        chosen = _with_chance(chosen, arguments.alpha)
     key = signing_key(arguments.sign, base)
     device = choose_device(arguments.device)
     more = arguments.weights is not None or arguments.states is not None
     backend = formal_backend(arguments.backend, around_weights=more)
     if arguments.chain:
         _refuse_unchained(backend)
+    if arguments.domains is not None:
+        domains = _domains(arguments.domains, backend.name, chain=arguments.chain)
+        chosen = tuple(replace(goal, domains=domains) for goal in chosen)
     execution = execution_of(arguments)
     with in_contract(path):
         outcomes = _decide(program, base, chosen, backend, device, execution, arguments)
@@ -246,6 +263,36 @@ def _rho(text: str) -> Fraction:
     return rho
 
 
+def _with_chance(goals: Sequence[Goal], text: str) -> tuple[Goal, ...]:
+    """Return the goals with another probability; refuse what is none, and where none is asked."""
+    from dataclasses import replace
+    from fractions import Fraction
+
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import NO_PROBABILITY
+    from kcdsl_certs.reals import parse_real
+    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.verdicts import LARGEST_ALPHA, LEAST_ALPHA
+
+    try:
+        alpha = parse_real(text)
+    except Reject:
+        alpha = Fraction(0)
+    if not LEAST_ALPHA <= alpha <= LARGEST_ALPHA:
+        raise refuse(
+            NO_PROBABILITY,
+            f"--alpha: {text[:40]!r} is no probability of a failure",
+            help=f"a number from 1e-30 to {LARGEST_ALPHA}, such as 1e-9",
+        )
+    if all(goal.alpha is None for goal in goals):
+        raise refuse(
+            NO_PROBABILITY,
+            "--alpha: no clause that is decided here leaves anything to chance",
+            help="a clause does with `evidence: probabilistic`",
+        )
+    return tuple(g if g.alpha is None else replace(g, alpha=alpha) for g in goals)
+
+
 def _reach(text: str) -> Fraction:
     """Return how far beyond their regions states may lie; refuse what is no number."""
     from fractions import Fraction
@@ -266,6 +313,38 @@ def _reach(text: str) -> Fraction:
             help="a number that is not negative, such as 1e-3",
         )
     return reach
+
+
+def _domains(text: str, backend: str, *, chain: bool) -> tuple[str, ...]:
+    """Return the domains that are named; refuse others than those that the backend has."""
+    from difflib import get_close_matches
+
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import NO_DOMAIN
+    from kcdsl.route.catalogue import catalogue
+
+    known = next((spec.domains for spec in catalogue() if spec.name == backend), ())
+    if chain or not known:
+        what = "a chain" if chain else f"backend {backend!r}"
+        raise refuse(
+            NO_DOMAIN,
+            f"--domains: {what} leaves no choice of domains",
+            help="leave --domains out" + (", or --chain" if chain else ""),
+        )
+    named = tuple(name.strip() for name in text.split(","))
+    for name in named:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise refuse(
+                NO_DOMAIN,
+                f"--domains: there is no domain {name[:40]!r}",
+                help=f"did you mean {near[0]!r}?" if near else f"domains: {', '.join(known)}",
+            )
+    if len(set(named)) != len(named):
+        raise refuse(
+            NO_DOMAIN, f"--domains: {text[:80]!r} names a domain twice", help="name each once"
+        )
+    return tuple(name for name in known if name in named)
 
 
 def formal_backend(name: str | None, *, around_weights: bool = False) -> Any:

@@ -203,6 +203,8 @@ NO_DEVICE = _declare("KC472", "device missing")
 REGION_OF_TOKENS = _declare("KC473", "region of tokens")
 FIXED_LENGTH = _declare("KC474", "block of a fixed length")
 WEIGHTS_REGION = _declare("KC475", "region around the weights")
+NO_DOMAIN = _declare("KC476", "unknown domain of bounds")
+NO_PROBABILITY = _declare("KC477", "no probability of a failure")
 
 # --- KC5 statistics ------------------------------------------------------------------------------
 PERCENTILE_WITH_BUDGET = _declare("KC501", "percentile with a sample budget")

@@ -9,20 +9,68 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Weights:
     """How parameters are stored: `format` a float format, or "int8"; `scale` "none" (a plain cast),
-    "per_tensor", "per_channel" (one per output row), "block_128" (128x128 tiles) or "mx" (32
-    inputs, power of two). Dequantised values are rounded to float32, then to the compute format."""
+    "per_tensor", "per_channel" (one per output row), "block_128" (128x128 tiles), "group_128" (128
+    inputs) or "mx" (32 inputs, power of two). Dequantised values are rounded to float32, then to
+    the compute format."""
 
     format: str
     scale: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
+class Calibrated:
+    """The static quantiser of one linear's input: one scale, or one for each input channel, and
+    the zero point that codes of uint8 have."""
+
+    scales: tuple[float, ...]
+    zero_point: int
+
+
+@dataclass(frozen=True, slots=True)
 class Activations:
-    """Dynamic quantisation of the input of every linear: `format` "none", "fp8_e4m3", "fp8_e5m2",
-    "int8" (symmetric) or "uint8" (asymmetric); `scale` "none", "per_tensor", "per_token", "mx"."""
+    """Quantisation of the input of every linear: `format` "none", "fp8_e4m3", "fp8_e5m2", "int8",
+    "int8_full" (symmetric) or "uint8" (asymmetric); `scale` "none", "per_tensor", "per_token",
+    "group_128" (128 channels of a token), "mx" (all dynamic), or "static".
+
+    Static scales are calibrated before: `input_scale` and, for uint8, `input_zero_point` are sorted
+    pairs of the name of a linear ("*": any that is not named) and its float32 scales or zero point.
+    """
 
     format: str = "none"
     scale: str = "none"
+    input_scale: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    input_zero_point: tuple[tuple[str, int], ...] = ()
+
+    def calibrated(self, weight: str) -> Calibrated | None:
+        """Return the static quantiser of the linear with this weight; None where it has none.
+
+        A linear has the name of its weight without ".weight".
+        """
+        name = linear_name(weight)
+        scales, zeros = dict(self.input_scale), dict(self.input_zero_point)
+        found = scales.get(name, scales.get("*")) if name else None
+        if found is None:
+            return None
+        zero = zeros.get(name, zeros.get("*"))
+        if self.format == "uint8" and zero is None:
+            return None
+        return Calibrated(found, zero or 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record; static scales stand in it as float.hex()."""
+        record: dict[str, Any] = {"format": self.format, "scale": self.scale}
+        if self.input_scale:
+            record["input_scale"] = {
+                name: [scale.hex() for scale in scales] for name, scales in self.input_scale
+            }
+        if self.input_zero_point:
+            record["input_zero_point"] = dict(self.input_zero_point)
+        return record
+
+
+def linear_name(weight: str) -> str:
+    """Return the name of a linear by that of its weight in the checkpoint."""
+    return weight.removesuffix(".weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +176,7 @@ class Numerics:
             "accumulate": self.accumulate,
             "casts": self.casts,
             "weights": {"format": self.weights.format, "scale": self.weights.scale},
-            "activations": {"format": self.activations.format, "scale": self.activations.scale},
+            "activations": self.activations.to_json(),
             "attention": {
                 "style": self.attention.style,
                 "scores": self.attention.scores,

@@ -13,6 +13,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Activations, Attention, Numerics, TensorCore, Unit, Weights
+from kcdsl.model.static_scales import static_scales
 
 COMPUTE_FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 ACCUMULATORS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
@@ -20,9 +21,9 @@ CASTS = ("nearest", "any")
 SCALED_FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
 INTEGERS = ("int8", "int8_full", "uint8")
 WEIGHT_FORMATS = (*FORMATS, "int8", "int8_full")
-WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "mx")
+WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "group_128", "mx")
 ACTIVATION_FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "uint8")
-ACTIVATION_SCALES = ("none", "per_tensor", "per_token", "mx")
+ACTIVATION_SCALES = ("none", "per_tensor", "per_token", "group_128", "mx", "static")
 STYLES = ("composed", "fused")
 SIGMOIDS = ("relative", "absolute")
 RESULTS = (
@@ -82,6 +83,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "compute": "bfloat16",
         "weights": _E4M3_PER_CHANNEL,
         "activations": {"format": "fp8_e4m3", "scale": "per_token"},
+    },
+    "fp8-w8a8-blocks": {
+        "compute": "bfloat16",
+        "weights": {"format": "fp8_e4m3", "scale": "block_128"},
+        "activations": {"format": "fp8_e4m3", "scale": "group_128"},
     },
     "int8-weights": {"compute": "bfloat16", "weights": {"format": "int8", "scale": "per_channel"}},
     "mxfp8": {
@@ -249,8 +255,9 @@ def _activations(raw: dict[str, Any], compute: str) -> Activations:
     if format == "none" and scale != "none":
         raise _refusal("activations have a scale but no format", ACTIVATION_FORMATS[1:])
     if format in INTEGERS and scale in ("none", "mx"):
-        raise _refusal(f"{format} activations need a scale", ("per_tensor", "per_token"))
-    return Activations(format, scale)
+        able = (*ACTIVATION_SCALES[1:4], "static")
+        raise _refusal(f"{format} activations need a scale", able)
+    return Activations(format, scale, *static_scales(raw, format, scale))
 
 
 def _attention(

@@ -134,19 +134,20 @@ def _mx_scale(w: Tensor, largest_exponent: int) -> Tensor:
     return scale.repeat_interleave(MX_BLOCK, dim=1)[:, :columns]
 
 
-def _tile_amax(magnitude: Tensor) -> Tensor:
-    """Return the largest magnitude of each 128x128 tile, spread over its elements."""
+def _tile_amax(magnitude: Tensor, height: int) -> Tensor:
+    """Return the largest magnitude of each tile 128 wide, spread over its elements."""
     rows, columns = magnitude.shape
-    down, across = -(-rows // TILE), -(-columns // TILE)
-    padded = magnitude.new_zeros(down * TILE, across * TILE)
+    down, across = -(-rows // height), -(-columns // TILE)
+    padded = magnitude.new_zeros(down * height, across * TILE)
     padded[:rows, :columns] = magnitude
-    amax = padded.view(down, TILE, across, TILE).amax(dim=(1, 3))
-    spread = amax.repeat_interleave(TILE, dim=0).repeat_interleave(TILE, dim=1)
+    amax = padded.view(down, height, across, TILE).amax(dim=(1, 3))
+    spread = amax.repeat_interleave(height, dim=0).repeat_interleave(TILE, dim=1)
     return spread[:rows, :columns]
 
 
 _AMAX: dict[str, Callable[[Tensor], Tensor]] = {
     "per_tensor": lambda magnitude: magnitude.amax(),
     "per_channel": lambda magnitude: magnitude.amax(dim=1, keepdim=True),
-    "block_128": _tile_amax,
+    "block_128": lambda magnitude: _tile_amax(magnitude, TILE),
+    "group_128": lambda magnitude: _tile_amax(magnitude, 1),
 }

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kcdsl.ir.terms import Program
+from kcdsl.ir.terms import EvidenceKind, Program
 from kcdsl.model.presets import resolve
 from kcdsl.release.issue import results_for
 from kcdsl.release.requirements import required_clauses
@@ -52,14 +52,17 @@ def _result(
     verdict, proof = outcome.verdict, proofs.get(required.id)
     flip = outcome.goal.functional == "no_flip"
     bound = outcome.margin if flip else outcome.bound
+    by_chance = proof is not None and outcome.evidence.kind is EvidenceKind.PROBABILISTIC
+    proved = Evidence.PROBABILISTIC if by_chance else Evidence.PROOF
     return results_for(
         required,
-        evidence=Evidence.SAMPLE if proof is None else Evidence.PROOF,
+        evidence=Evidence.SAMPLE if proof is None else proved,
         method=f"{outcome.backend}/1",
         verdict=_word(verdict),
         numerics=numerics,
         bound=None if proof is None else bound,
-        low=None if flip else outcome.attack,
+        low=None if flip or by_chance else outcome.attack,
+        alpha=outcome.goal.alpha if by_chance else None,
         value=outcome.attack if proof is None and not flip else None,
         n=len(outcome.cases),
         unit="region",

@@ -41,6 +41,9 @@ class BackendSpec:
     around_weights: bool = False
     """Whether it decides goals for every θ' in a region around the weights (`Goal.weights`); a
     backend that does not say so is never given one."""
+    domains: tuple[str, ...] = ()
+    """The domains that it bounds goals in, cheapest first, of which some may be chosen
+    (`Goal.domains`); a backend that names none has no choice."""
 
     def missing(self) -> tuple[str, ...]:
         """Return the needed packages that are not installed, without importing them."""

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kcdsl.ir.terms import Clause, Compare, NoFlip, Norm, Number, Program, Quantified, Region
+from kcdsl.ir.terms import (
+    Clause,
+    Compare,
+    EvidenceKind,
+    NoFlip,
+    Norm,
+    Number,
+    Program,
+    Quantified,
+    Region,
+)
 from kcdsl.source.text import Span
 
 
@@ -16,7 +26,9 @@ class Goal:
     `functional` is "inf", "2", "span" or "no_flip"; `threshold` is None for "no_flip". With
     `weights` ρ it is asked for every θ' with |θ' - θ| <= ρ|θ|, element by element (a clause speaks
     of ρ = 0, and whoever verifies it may ask for more: docs/weights-region.md), and with `states`
-    for every state within that of those of the region, in every feature.
+    for every state within that of those of the region, in every feature. `domains` are those that a
+    backend may bound it in; None leaves the choice to the backend. With `alpha` it is enough that
+    the roundings of a run, taken as independent, break it with at most that probability.
     """
 
     clause: Clause
@@ -28,6 +40,8 @@ class Goal:
     k: int = 1
     weights: Fraction = Fraction(0)
     states: Fraction = Fraction(0)
+    domains: tuple[str, ...] | None = None
+    alpha: Fraction | None = None
 
     @property
     def span(self) -> Span:
@@ -56,8 +70,19 @@ class Goal:
         return exact >= self.threshold if self.op == "<" else exact > self.threshold
 
 
+ALPHA = Fraction(1, 10**9)
+"""With what probability roundings may break a clause that admits probabilistic evidence."""
+
+
 def goal_of(clause: Clause) -> Goal | None:
     """Return the goal of a clause, or None if it is not a universal statement about one drift."""
+    goal = _stated(clause)
+    if goal is None or clause.evidence is not EvidenceKind.PROBABILISTIC:
+        return goal
+    return replace(goal, alpha=ALPHA)
+
+
+def _stated(clause: Clause) -> Goal | None:
     formula = clause.require
     if not isinstance(formula, Quantified) or formula.quantifier != "forall":
         return None

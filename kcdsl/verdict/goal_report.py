@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kcdsl.ir.terms import Clause, Region
+from kcdsl.ir.terms import Clause, EvidenceKind, Region
 from kcdsl.model.numerics import Numerics
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name
@@ -60,6 +60,7 @@ def goal_json(
         "region": region_text(goal.region),
         **({"weights": real_text(goal.weights)} if goal.weights else {}),
         **({"states": real_text(goal.states)} if goal.states else {}),
+        **({} if goal.alpha is None else {"alpha": real_text(goal.alpha)}),
         "numerics": {side: spec.to_json() for side, spec in numerics.items()},
         "functional": functional_text(outcome),
         "threshold": threshold,
@@ -82,6 +83,7 @@ def goal_json(
                 "attack": case.attack,
                 "stable": case.stable,
                 "reason": case.reason,
+                **({} if case.alpha is None else {"alpha": case.alpha}),
                 **_links_json(case),
             }
             for case in outcome.cases
@@ -161,6 +163,8 @@ def goal_table(outcomes: Sequence[GoalOutcome]) -> Table:
     table.add_column("verdict", no_wrap=True)
     for outcome in outcomes:
         word, colour = _SHOWN[verdict_name(outcome.verdict)]
+        if outcome.evidence.kind is EvidenceKind.PROBABILISTIC:
+            word = f"{word}\nprobabilistic"
         limit = None if outcome.goal.threshold is None else float(outcome.goal.threshold)
         table.add_row(
             _name(outcome.goal.clause),

@@ -42,6 +42,9 @@ class CaseOutcome:
     worst row and kernel; positive where `stable`."""
     links: tuple[LinkOutcome, ...] = ()
     """Where the bound is that of a chain: its links in order."""
+    alpha: str | None = None
+    """With what probability independent roundings may exceed the bound, as an exact real; None: it
+    is of the worst case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,13 @@ class GoalOutcome:
 
     @property
     def tightness(self) -> float | None:
-        """Return bound / attack on the cases where both are known (the largest-bound one)."""
+        """Return bound / attack on the cases where both are known (the largest-bound one). An
+        attack chooses roundings, so it says nothing of bounds that leave these to chance."""
         ratios = [
             (case.bound, case.bound / case.attack)
             for case in self.cases
             if case.attack is not None and case.attack > 0 and math.isfinite(case.bound)
+            if case.alpha is None
         ]
         return max(ratios)[1] if ratios else None
 

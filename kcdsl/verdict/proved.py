@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kcdsl.ir.terms import Program
+from kcdsl.ir.terms import EvidenceKind, Program
 from kcdsl.verdict.implied import ProvedDrift
 from kcdsl.verdict.model import Held
 from kcdsl.verdict.outcome import GoalOutcome
 
 
 def proved_drifts(program: Program, outcomes: Sequence[GoalOutcome]) -> tuple[ProvedDrift, ...]:
-    """Return what the held drift goals prove, each with its certified number (not its limit)."""
+    """Return what the held drift goals prove, each with its certified number (not its limit).
+
+    What holds but for a share of all runs is no premise.
+    """
     return tuple(
         ProvedDrift(
             clause_id=outcome.goal.clause.id,
@@ -26,6 +29,7 @@ def proved_drifts(program: Program, outcomes: Sequence[GoalOutcome]) -> tuple[Pr
         for outcome in outcomes
         if isinstance(outcome.verdict, Held)
         and outcome.proof is not None
+        and outcome.evidence.kind is EvidenceKind.PROOF
         and outcome.goal.functional != "no_flip"
         and math.isfinite(outcome.bound)
     )

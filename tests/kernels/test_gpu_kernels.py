@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench import kernels
+from bench import kernels, kernels_inputs
 from bench.kernels import Case
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import llama
@@ -72,7 +72,7 @@ def inputs(width: int) -> Iterator[Tensor]:
         x = torch.randn(length, width, generator=generator)
         yield x
         yield x * torch.exp2(torch.randint(-12, 4, x.shape, generator=generator).float())
-    yield from kernels.odd(width)
+    yield from kernels_inputs.odd(width)
 
 
 def measure(model: Model, case: Case, block: str) -> float:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from bench import kernels
+from bench import kernels, kernels_inputs
 from kcdsl_backends.empirical.kernels import load_kernel
 
 FAST = [c for c in kernels.CASES if c.run != "torch.compile"]
@@ -16,13 +16,13 @@ FAST = [c for c in kernels.CASES if c.run != "torch.compile"]
 @pytest.mark.parametrize("case", FAST, ids=lambda case: case.name)
 def test_real_kernels_stay_inside(case: kernels.Case) -> None:
     """Attention and feed-forward: two prompts and every odd input, by the tighter domain."""
-    model = kernels.loaded("tiny LM")
+    model = kernels_inputs.loaded("tiny LM")
     running, started = load_kernel(case.ref(), model, "cpu"), kernels.eager("tiny LM")
     shop, drifted = kernels.workshop(model, case), 0
     for block in ("attn_0", "mlp_1"):
-        real = [model.block_inputs(tokens, block) for tokens in kernels.texts("tiny LM")[:2]]
+        real = [model.block_inputs(tokens, block) for tokens in kernels_inputs.texts("tiny LM")[:2]]
         finite = 0
-        for x in (*real, *kernels.odd(96)):
+        for x in (*real, *kernels_inputs.odd(96)):
             assert x is not None
             drift = (running.block(block, x) - started.block(block, x)).abs()
             bounds = kernels.bound(shop, block, x, affine=len(x) <= 32)

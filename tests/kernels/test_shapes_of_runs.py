@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import kernels
+from bench import kernels, kernels_inputs
 from bench.kernels import Case
 from kcdsl_backends.empirical.kernels import TorchKernel, exact_settings, load_kernel
 
@@ -30,9 +30,9 @@ BY_SEQUENCE = [
 def states(model: str, block: str, count: int, length: int) -> list[Tensor]:
     """Return what enters a block for the first tokens of several texts, of unlike magnitudes."""
     found = []
-    longer = [t for t in kernels.texts(model) if len(t) >= length]
+    longer = [t for t in kernels_inputs.texts(model) if len(t) >= length]
     for i, tokens in enumerate(longer[:count]):
-        x = kernels.loaded(model).block_inputs(tokens[:length], block)
+        x = kernels_inputs.loaded(model).block_inputs(tokens[:length], block)
         assert x is not None
         found.append(x * 10.0**i)
     assert len(found) == count
@@ -41,7 +41,7 @@ def states(model: str, block: str, count: int, length: int) -> list[Tensor]:
 
 def inside(case: Case, model: str, block: str, x: Tensor, out: Tensor, affine: bool = True) -> None:
     """Assert that a run on x ended no further from the training run than is certified."""
-    shop = kernels.workshop(kernels.loaded(model), case)
+    shop = kernels.workshop(kernels_inputs.loaded(model), case)
     drift = (out - kernels.eager(model).block(block, x)).abs()
     bounds = kernels.bound(shop, block, x, affine)
     assert bool(torch.isfinite(bounds).any())
@@ -51,7 +51,7 @@ def inside(case: Case, model: str, block: str, x: Tensor, out: Tensor, affine: b
 @pytest.mark.parametrize("case", BY_SEQUENCE, ids=lambda c: c.name)
 def test_a_batch_is_bounded_as_its_sequences_are(case: Case) -> None:
     """One scale for the tensor is one for each sequence, however large the others of a batch."""
-    running = load_kernel(case.ref(), kernels.loaded("tiny LM"), "cpu")
+    running = load_kernel(case.ref(), kernels_inputs.loaded("tiny LM"), "cpu")
     batch = states("tiny LM", "attn_0", 3, 7)
     for x, out in zip(batch, running.block("attn_0", torch.stack(batch)), strict=True):
         inside(case, "tiny LM", "attn_0", x, out)
@@ -71,7 +71,7 @@ def padded(running: TorchKernel, x: Tensor, more: int, fill: float) -> Tensor:
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
 def test_padding_changes_nothing_that_is_not_admitted(case: Case) -> None:
     """Masked columns add exact zeros: the bound of the sequence alone holds."""
-    running = load_kernel(case.ref(), kernels.loaded("MiniLM"), "cpu")
+    running = load_kernel(case.ref(), kernels_inputs.loaded("MiniLM"), "cpu")
     (x,) = states("MiniLM", "attn_0", 1, 6)
     for more, fill in ((1, 0.0), (35, 1.0), (5, -300.0)):
         out = padded(running, x, more, fill)
@@ -82,7 +82,7 @@ def test_padding_changes_nothing_that_is_not_admitted(case: Case) -> None:
 @pytest.mark.parametrize("case", ATTENTION[6:8], ids=lambda c: c.name)
 def test_lengths_around_the_tiles(case: Case, length: int) -> None:
     x = torch.randn(length, 384, generator=torch.Generator().manual_seed(length))
-    running = load_kernel(case.ref(), kernels.loaded("MiniLM"), "cpu")
+    running = load_kernel(case.ref(), kernels_inputs.loaded("MiniLM"), "cpu")
     out = running.block("attn_0", x)
     inside(case, "MiniLM", "attn_0", x, out, affine=False)
 
@@ -92,7 +92,7 @@ def test_lengths_around_the_tiles(case: Case, length: int) -> None:
 def test_more_keys_than_a_tile_has(case: Case) -> None:
     """The CPU flash kernel takes 512 keys at once: here it rescales."""
     x = torch.randn(1030, 384, generator=torch.Generator().manual_seed(1))
-    running = load_kernel(case.ref(), kernels.loaded("MiniLM"), "cpu")
+    running = load_kernel(case.ref(), kernels_inputs.loaded("MiniLM"), "cpu")
     inside(case, "MiniLM", "attn_0", x, running.block("attn_0", x), affine=False)
 
 
@@ -115,7 +115,7 @@ THREADED = [
 
 @pytest.mark.parametrize("case", THREADED, ids=lambda c: c.name)
 def test_any_number_of_threads(case: Case, threads: int) -> None:
-    running = load_kernel(case.ref(), kernels.loaded("tiny LM"), "cpu")
+    running = load_kernel(case.ref(), kernels_inputs.loaded("tiny LM"), "cpu")
     (x,) = states("tiny LM", "attn_0", 1, 40)
     assert torch.get_num_threads() == threads
     inside(case, "tiny LM", "attn_0", x, running.block("attn_0", x))

@@ -57,6 +57,20 @@ KERNELS = {
     "fp8 probabilities, composed": N("bfloat16", "nearest", probabilities="fp8_e4m3"),
     "float64": N("float64", "any", accumulate="float64"),
     "float16 accumulation": N("float16", "any", accumulate="float16", scores="float32"),
+    "int8 full nearest": N(
+        "float32",
+        "nearest",
+        weights=("int8_full", "per_channel"),
+        activations=("int8_full", "per_token"),
+    ),
+    "uint8 nearest": N("float32", "nearest", activations=("uint8", "per_tensor")),
+    "fp8 static": N(
+        "bfloat16",
+        "nearest",
+        weights=("fp8_e4m3", "per_channel"),
+        activations=proofs.static("fp8_e4m3", 0.1),
+    ),
+    "uint8 static, any": N("float32", "any", activations=proofs.static("uint8", 0.3, 127)),
 }
 BLOCKS = ("attention", "encoder", "gelu", "silu", "tanh", "piecewise")
 MODES = ("random", "signs", "up", "down")

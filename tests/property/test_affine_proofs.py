@@ -67,6 +67,28 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "results": {"input": "bfloat16", "context": "float16"},
         },
     ),
+    "int8 full range, nearest": (EAGER, {"preset": "torchao-int8-dynamic", "casts": "nearest"}),
+    "uint8, nearest": (EAGER, {"preset": "onnxruntime-int8", "casts": "nearest"}),
+    "fp8 static, nearest": (
+        EAGER,
+        {
+            "preset": "fp8-w8a8-per-channel",
+            "casts": "nearest",
+            "activations": {"format": "fp8_e4m3", "scale": "static", "input_scale": 0.1},
+        },
+    ),
+    "uint8 static": (
+        EAGER,
+        {
+            "preset": "onnxruntime-int8",
+            "activations": {
+                "format": "uint8",
+                "scale": "static",
+                "input_scale": 0.2,
+                "input_zero_point": 120,
+            },
+        },
+    ),
 }
 
 

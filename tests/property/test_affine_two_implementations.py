@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import torch
 
 from kcdsl.model.presets import TENSOR_CORES
 from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.affine.independent import Chance
 from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.pair import drift as prove
+from kcdsl_backends.affine.pair import both
 from kcdsl_backends.affine.propagate import write
 from kcdsl_backends.affine.tape import Entry as ProverEntry
 from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_certs.recheck.affine import drift as derive
+from kcdsl_certs.recheck.affine import pair as derive
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
+from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.affine.tape import Entry
 from kcdsl_certs.recheck.box import Box
@@ -85,6 +88,28 @@ KERNELS: dict[str, Any] = {
         "float32", "any", weights=("int8", "per_channel"), activations=("uint8", "per_tensor")
     ),
     "float64": N("float64", "any", accumulate="float64"),
+    "int8 full nearest, per token": N(
+        "float32",
+        "nearest",
+        weights=("int8_full", "per_channel"),
+        activations=("int8_full", "per_token"),
+    ),
+    "int8 full nearest, per tensor": N(
+        "float32", "nearest", activations=("int8_full", "per_tensor")
+    ),
+    "uint8 nearest, per tensor": N("float32", "nearest", activations=("uint8", "per_tensor")),
+    "uint8 nearest, per token": N("bfloat16", "nearest", activations=("uint8", "per_token")),
+    "fp8 static nearest": N("bfloat16", "nearest", activations=proofs.static("fp8_e4m3", 2.0**-3)),
+    "int8 static nearest": N("float32", "nearest", activations=proofs.static("int8", 0.37)),
+    "uint8 static nearest": N("bfloat16", "nearest", activations=proofs.static("uint8", 0.41, 130)),
+    "uint8 static any": N("float32", "any", activations=proofs.static("uint8", 0.41, 130)),
+    "matrix unit, static": N(
+        "bfloat16",
+        "any",
+        weights=("fp8_e4m3", "per_channel"),
+        activations=proofs.static("fp8_e4m3", 0.13),
+        tensor_core=HOPPER,
+    ),
 }
 
 
@@ -94,35 +119,53 @@ def passes_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kcdsl_backends.affine.pair.coarsest", lambda *_: 0.0)
 
 
-def prover(graph: Any, record: Any, centre: Floats, radius: float) -> KernelRun:
+def prover(
+    graph: Any, record: Any, centre: Floats, radius: float, chance: Chance | None = None
+) -> KernelRun:
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     built, side = block(graph), parameters(graph, record)
-    return write(built, side, torch.from_numpy(centre), spread, 0.0)  # passes everywhere
+    x = torch.from_numpy(centre)
+    return write(built, side, x, spread, 0.0, chance=chance)  # passes everywhere
 
 
 def drifts(
-    folder: Path, graph: Any, pair: tuple[Any, Any], centre: Floats, radius: float
+    folder: Path,
+    graph: Any,
+    pair: tuple[Any, Any],
+    centre: Floats,
+    radius: float,
+    alpha: Fraction | None = None,
 ) -> tuple[Box, Box]:
     """Return the boxes of the output's drift that the prover and the checker derive."""
     built = block(graph)
     train, infer = (parameters(graph, record) for record in pair)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
-    found = prove(built, train, infer, torch.from_numpy(centre), spread).box
+    forms = both(built, train, infer, torch.from_numpy(centre), spread, alpha=alpha)
+    found, chance = forms.box(), forms.chance
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, *pair, sha256, centre, radius)))
     with np.errstate(all="ignore"):
-        derived = derive(Doubles(proof, read(path).tensors).scene(proof.cases[0])).output
+        scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+        likely = None if chance is None else (chance.alpha, chance.functionals)
+        derived = derive(scene, chance=likely).output()
     return Box(found.lo.numpy(), found.hi.numpy()), derived
 
 
-def checker(folder: Path, graph: Any, record: Any, centre: Floats, radius: float) -> Walk:
+def checker(
+    folder: Path,
+    graph: Any,
+    record: Any,
+    centre: Floats,
+    radius: float,
+    budget: Budget | None = None,
+) -> Walk:
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, record, record, sha256, centre, radius)))
     scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
     with np.errstate(all="ignore"):
-        return walk(scene, scene.train)
+        return walk(scene, scene.train, budget=budget)
 
 
 def confirmed(found: Floats, derived: Floats, noise: Floats | float, looser: float) -> None:
@@ -178,6 +221,49 @@ def test_entries_agree(tmp_path: Path, rule: str, name: str, radius: float) -> N
         functionals(first, second, node["name"], rng, noise, looser)
         compared += 1
     assert compared > 0
+
+
+@pytest.mark.parametrize("radius", [0.0, 2.0**-7])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("rule", RULES)
+def test_independent_roundings_agree(tmp_path: Path, rule: str, name: str, radius: float) -> None:
+    seed = [list(RULES).index(rule), list(KERNELS).index(name), int(radius * 1024), 1]
+    rng = np.random.default_rng(seed)
+    graph, record = RULES[rule](rng), KERNELS[name]
+    centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
+    alpha, functionals_ = Fraction(1, 10**6), 2**20
+    try:
+        first = prover(graph, record, centre, radius, Chance(alpha, functionals_))
+    except NoBound:
+        with pytest.raises(Rejection, match="bound/"):
+            checker(tmp_path, graph, record, centre, radius)
+        return
+    second = checker(tmp_path, graph, record, centre, radius, Budget(alpha, functionals_))
+    looser = LOOSER_OF.get(rule, LOOSER)
+    compared = 0
+    for node in graph.nodes:
+        found = second.forms[node["name"]]
+        if node["name"] not in first.computed or not isinstance(found, Form):
+            continue
+        assert found.place is not None
+        mine = first.tape.entries[first.computed[node["name"]]]
+        other = second.tape.entries[found.place]
+        noise, known = 2.0**-42 * float(mine.size.max()), found.reference == 0
+        if mine.roundings is None:  # all of the radius is sure, which the checker may spell out
+            assert other.split is None or not other.split.most.any()
+        elif other.split is not None:
+            centres = 0.0 if other.centre is None else 2.0**-30 * np.abs(other.centre)
+            for a, b in (
+                (mine.roundings.sure.numpy(), other.split.sure),
+                (mine.roundings.most.numpy(), other.split.most),
+                (mine.roundings.deviation.numpy(), other.split.root),
+            ):
+                confirmed(np.where(known, b, a), b, noise + centres, max(looser, 2.0**-7))
+        functionals(first, second, node["name"], rng, noise, looser)
+        compared += 1
+    assert compared > 0
+    assert first.tape.chance is not None
+    assert first.tape.chance.asked >= 8 * compared
 
 
 @pytest.mark.parametrize("name", ["float32 any", "bfloat16 nearest"])
@@ -241,7 +327,7 @@ def functionals(
         apart = np.abs(middle - b.centre)
         assert (apart <= half * max(2.0**-16, looser - LOOSER) + slack).all()
         inside = apart if looser > LOOSER else 0.0  # an interval in an interval
-        confirmed(half, b.radius + moved + inside, slack, looser)
+        confirmed(half, b.wide() + moved + inside, slack, looser)
 
 
 PAIRS = [
@@ -251,16 +337,19 @@ PAIRS = [
 ]
 
 
+@pytest.mark.parametrize("alpha", [None, Fraction(1, 10**6)])
 @pytest.mark.parametrize("radius", [0.0, 2.0**-10, 2.0**-7])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("rule", RULES)
-def test_drifts_agree(tmp_path: Path, rule: str, pair: tuple[str, str], radius: float) -> None:
+def test_drifts_agree(
+    tmp_path: Path, rule: str, pair: tuple[str, str], radius: float, alpha: Fraction | None
+) -> None:
     """The box of the output's drift, both ends: centres and the common region count in it."""
     rng = np.random.default_rng([list(RULES).index(rule), PAIRS.index(pair), int(radius * 1024)])
     graph = RULES[rule](rng)
     centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
     records = KERNELS[pair[0]], KERNELS[pair[1]]
-    found, derived = drifts(tmp_path, graph, records, centre, radius)
+    found, derived = drifts(tmp_path, graph, records, centre, radius, alpha)
     wide = found.hi - found.lo
     noise = 2.0**-42 * float(1 + np.abs(found.lo).max() + np.abs(found.hi).max())
     least = wide * AGREE + noise

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import pytest
 import torch
 
 from kcdsl_backends.affine import propagate as affine
+from kcdsl_backends.affine.outgoing import around
 from kcdsl_backends.attack.runs import functional
 from kcdsl_backends.attack.search import attack
+from kcdsl_backends.certifier import linking
 from kcdsl_backends.certifier.cutting import until
 from kcdsl_backends.certifier.linking import LinkProblem
 from kcdsl_backends.interval import propagate as interval
@@ -83,6 +87,64 @@ def test_runs_stay_in_every_link(kind: str, pair: str, clause: int, folder: Path
     assert leaving(found, 24) == []
 
 
+HANDED = [
+    ("llama", "float32 fused", None),
+    ("llama", "bfloat16 nearest", None),
+    ("bert", "float32 fused", None),
+    ("bert", "bfloat16 any", 2),
+    ("bert", "fp8 weights", None),
+]
+
+
+@pytest.mark.parametrize(("kind", "pair", "count"), HANDED)
+def test_ellipsoids_hold_what_links_return(
+    kind: str, pair: str, count: int | None, folder: Path
+) -> None:
+    """Rows of the drift behind each link lie in the ellipsoids that the checker hands on, which are
+    those of the prover, and runs in all that is claimed with them. They are not far too large."""
+    found = chained(folder, kind, pair, count=count, ellipsoids=True)
+    assert leaving(found, 24) == []
+    outcome = recheck(found.document, found.checkpoint)
+    assert outcome.ok, outcome
+    chain = parse_chain(load(found.document))
+    doubles, held = Doubles(chain.inner, read(found.checkpoint).tensors), None
+    links = chain.cases[0].links
+    runs, largest = list(found.runs(24, 5)), 0.0
+    for place, (link, behind) in enumerate(pairwise(links)):
+        *_, held = doubles.handing(link.case, held, wanted=behind.ellipsoids)
+        assert (held is not None) == behind.ellipsoids == (link.case.domain == "affine")
+        if held is None:
+            continue
+        for run in runs:
+            train, infer = (side.numpy() for side in run[place])
+            largest = max(largest, *farthest(held, infer - train))
+        assert largest <= 1
+    assert largest > 1e-4
+
+
+def farthest(held: Any, drift: np.ndarray) -> list[float]:
+    """Return (d - m)ᵀ P⁻¹ (d - m) of every row: at most 1 in an ellipsoid."""
+    return [
+        float((d - m) @ np.linalg.solve(shape, d - m))
+        for m, shape, d in zip(*held, drift, strict=True)
+    ]
+
+
+def test_ellipsoids_that_are_too_small_are_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checker makes its own, and confirms nothing that rests on smaller ones."""
+
+    def smaller(forms: Any) -> Any:
+        whole = around(forms)
+        return None if whole is None else replace(whole, shapes=whole.shapes / 64)
+
+    monkeypatch.setattr(linking, "around", smaller)
+    found = chained(folder, "bert", "bfloat16 any", ellipsoids=True)
+    outcome = recheck(found.document, found.checkpoint)
+    assert outcome.reason in ("claim/too-small", "witness/too-small", "chain/output")
+
+
 @pytest.mark.parametrize("pair", ["float32 fused", "bfloat16 any"])
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_attacks_stay_below_every_link(kind: str, pair: str, folder: Path) -> None:
@@ -134,7 +196,7 @@ def test_both_programs_agree(kind: str, pair: str, folder: Path) -> None:
 def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of operations that the exact tier knows: it confirms what doubles do, no less."""
 
-    def none(self: LinkProblem, centre: Any, radius: Any) -> Any:
+    def none(self: LinkProblem, centre: Any, radius: Any, *_: Any) -> Any:
         raise NoBound("test", "intervals alone")
 
     with_forms = chained(folder, "plain", "float32 nearest")
@@ -157,6 +219,15 @@ def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.Monke
         assert outcome.reason == "chain/output"
 
 
+def test_ellipsoids_are_never_worse(folder: Path) -> None:
+    """They are read beside boxes; where drifts are sums of many roundings they say far more."""
+    for kind, pair in (("llama", "float32 fused"), ("bert", "bfloat16 any")):
+        plain, more = (chained(folder, kind, pair, ellipsoids=e) for e in (False, True))
+        bounds = [found.found.bounded.outcome.bound for found in (plain, more)]
+        assert bounds[1] <= bounds[0] * (1 + 2.0**-20)
+    assert bounds[1] < 0.5 * bounds[0]
+
+
 def without_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant the defect that every domain must not have: a drift that is read as none."""
 
@@ -164,9 +235,9 @@ def without_drift(monkeypatch: pytest.MonkeyPatch) -> None:
         zero = torch.zeros_like(drift.lo)
         return drifting(node, centre, radius, Box(zero, zero))
 
-    def stored(run: Any, node: Any, centre: Any, drift: Box) -> None:
+    def stored(run: Any, node: Any, centre: Any, drift: Box, handed: Any) -> None:
         zero = torch.zeros_like(drift.lo)
-        stored_before(run, node, centre, Box(zero, zero))
+        stored_before(run, node, centre, Box(zero, zero), handed)
 
     drifting, stored_before = interval.drifting_input, affine._stored_before
     monkeypatch.setattr(interval, "drifting_input", none)

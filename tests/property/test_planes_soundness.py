@@ -15,7 +15,6 @@ from kcdsl_backends.attack.simulate import Simulator
 from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.planes.functional import Functional
 from kcdsl_backends.planes.propagate import walk
-from kcdsl_backends.planes.refine import Effort
 from kcdsl_backends.planes.run import Run
 from tests.support import proofs
 from tests.support.affine_rules import RULES
@@ -108,7 +107,7 @@ def test_no_run_leaves_the_planes(rule: str, numerics: str, radius: float) -> No
     problem = BlockProblem(block(graph), train, infer)
     centre = torch.from_numpy(np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
-    run = walk(problem.graph, problem.kernels(), centre, spread, Effort(steps=3, inner=2))
+    run = walk(problem.graph, problem.kernels(), centre, spread)
     computed = [n.name for n in problem.graph.nodes if n.op not in ("param", "constant")]
     seen = runs(problem, computed, centre, radius, seed[0])
     assert check(run, seen, rng) == len(computed)

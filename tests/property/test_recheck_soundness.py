@@ -86,6 +86,27 @@ PAIRS = {
             activations=("int8", "per_tensor"),
         ),
     ),
+    "int8 full, nearest": (
+        proofs.numerics("float32", "nearest"),
+        proofs.numerics(
+            "float32",
+            "nearest",
+            weights=("int8_full", "per_channel"),
+            activations=("int8_full", "per_token"),
+        ),
+    ),
+    "uint8, nearest": (
+        proofs.numerics("float32", "nearest", activations=("uint8", "per_token")),
+        proofs.numerics("bfloat16", "nearest", activations=("uint8", "per_tensor")),
+    ),
+    "static scales, nearest": (
+        proofs.numerics("float32", "nearest", activations=proofs.static("uint8", 0.3, 127)),
+        proofs.numerics("bfloat16", "nearest", activations=proofs.static("fp8_e4m3", 0.1)),
+    ),
+    "static scales, any": (
+        proofs.numerics("float32", "any", activations=proofs.static("int8_full", 0.31)),
+        proofs.numerics("bfloat16", "any", activations=proofs.static("fp8_e5m2", 0.001)),
+    ),
     "float64 against float16 accumulation": (
         proofs.numerics("float64", "any", accumulate="float64"),
         proofs.numerics("float16", "any", accumulate="float16", scores="float32"),

@@ -57,6 +57,22 @@ NUMERICS: dict[str, dict[str, object]] = {
     },
     "int8": {"preset": "int8-weights", "casts": "nearest"},
     "int8 dynamic": {"preset": "onnxruntime-int8"},
+    "int8 dynamic nearest": {"preset": "onnxruntime-int8", "casts": "nearest"},
+    "int8 full nearest": {"preset": "torchao-int8-dynamic", "casts": "nearest"},
+    "fp8 static": {
+        "preset": "fp8-w8a8-per-channel",
+        "casts": "nearest",
+        "activations": {"format": "fp8_e4m3", "scale": "static", "input_scale": 0.5},
+    },
+    "uint8 static": {
+        "preset": "onnxruntime-int8",
+        "activations": {
+            "format": "uint8",
+            "scale": "static",
+            "input_scale": 1.5,
+            "input_zero_point": 127,
+        },
+    },
 }
 
 

@@ -42,6 +42,7 @@ STORED = (
     proofs.numerics("bfloat16", weights=("fp8_e4m3", "per_tensor")),
     proofs.numerics("bfloat16", weights=("fp8_e5m2", "per_channel")),
     proofs.numerics("float32", weights=("fp8_e4m3", "block_128")),
+    proofs.numerics("float32", weights=("fp8_e4m3", "group_128")),
     proofs.numerics("float16", weights=("int8", "per_channel")),
     proofs.numerics("bfloat16", weights=("int8", "per_tensor")),
     proofs.numerics("float32", weights=("int8_full", "per_channel")),

@@ -20,8 +20,8 @@ from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.chaining import ChainTask
-from kcdsl_backends.certifier.cutting import links_of, until
+from kcdsl_backends.certifier.chaining import ChainTask, Plan
+from kcdsl_backends.certifier.cutting import links_of, partitions, until
 from kcdsl_backends.certifier.work import BoundedCase, Setting, Station
 from kcdsl_backends.certifier.workshop import Workshop
 from tests.support.small_models import write_contract, write_model
@@ -133,8 +133,14 @@ def chained(
     tokens: tuple[int, ...] = (1, 5, 2),
     cache: Path | None = None,
     seed: int = 17,
+    count: int | None = None,
+    *,
+    ellipsoids: bool = False,
 ) -> Chained:
-    """Prove a case of a clause of `CLAUSES` by a chain, on a random model of two layers."""
+    """Prove a case of a clause of `CLAUSES` by a chain, on a random model of two layers.
+
+    Of as many links as there are, or of `count`.
+    """
     model, program = small(folder, kind, seed)
     train, infer = (resolve(numerics) for numerics in PAIRS[pair])
     shop = Workshop(model, train, infer, torch.device("cpu"))
@@ -144,8 +150,12 @@ def chained(
     radius = torch.full((1, 1), float(goal.region.radius), dtype=torch.float64)
     case = Case("case", tokens, centre, radius)
     whole = shop.problem(goal.block, tokens).graph
-    found, _ = ChainTask(goal, case).run(station)
-    return Chained(station, goal, case, whole, links_of(model, whole), found)
+    links = links_of(model, whole)
+    if count is not None:
+        links = next(some for some in partitions(whole, links) if len(some) == count)
+    plan = Plan(len(links), ellipsoids) if len(links) > 1 else None
+    found, _ = ChainTask(goal, case, plan).run(station)
+    return Chained(station, goal, case, whole, links, found)
 
 
 def small(folder: Path, kind: str, seed: int = 17) -> tuple[Model, Program]:

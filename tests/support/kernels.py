@@ -26,6 +26,7 @@ DTYPES: dict[str, Any] = {
 }  # fmt: skip
 _LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0}
 _MX = {"fp8_e4m3": 8, "fp8_e5m2": 15}
+_GROUPS = {"mx": 32, "group_128": 128}
 
 
 def cast(v: Floats, form: str) -> Floats:
@@ -109,26 +110,46 @@ class Run:
 
     # --- operations ---
 
-    def linear(self, x: Floats, weight: Floats, bias: Floats | None) -> Floats:
-        y = self.dot(self.quantised(x), weight.T)
+    def linear(self, x: Floats, weight: Floats, bias: Floats | None, key: str = "") -> Floats:
+        y = self.dot(self.quantised(x, key), weight.T)
         if bias is not None:
             if self.coarse and self.numerics["casts"] == "any" and self.rng.random() < 0.5:
                 y = self.wobble(y, self.numerics["compute"])
             y = self.wobble(y + bias, self.numerics["accumulate"])
         return y
 
-    def quantised(self, x: Floats) -> Floats:
-        """Return the dynamically quantised input of a linear, as float32 arithmetic gives it."""
+    def static(self, x: Floats, key: str) -> Floats:
+        """Return the values of codes with static scales, divided by or multiplied as it comes."""
+        record, name = self.numerics["activations"], key.removesuffix(".weight")
+        kind, scales = record["format"], record["input_scale"]
+        given = scales.get(name, scales.get("*"))
+        s = np.array([float.fromhex(value) for value in given], dtype=np.float32)
+        v = x.astype(np.float32)
+        ratio = v / s if self.rng.random() < 0.5 else v * (np.float32(1) / s)
+        if kind in DTYPES:
+            top = np.float32(_LARGEST[kind])
+            code = np.clip(ratio, -top, top).astype(DTYPES[kind]).astype(np.float32)
+        else:
+            zeros = record.get("input_zero_point", {})
+            zero = zeros.get(name, zeros.get("*", 0))
+            ends = {"int8": (-127, 127), "int8_full": (-128, 127), "uint8": (-zero, 255 - zero)}
+            code = np.clip(np.rint(ratio), *ends[kind]).astype(np.float32)
+        return (code * s).astype(np.float64)
+
+    def quantised(self, x: Floats, key: str = "") -> Floats:
+        """Return the quantised input of a linear, as float32 arithmetic gives it."""
         kind = self.numerics["activations"]["format"]
         scale = self.numerics["activations"]["scale"]
         if kind == "none":
             return x
+        if scale == "static":
+            return self.static(x, key)
         v = x.astype(np.float32)
         blocks = v.reshape(1, -1) if scale == "per_tensor" else v
-        if scale == "mx":
+        if scale in _GROUPS:
             # the last block may be short: padding with zeros changes no maximum
-            pad = -v.shape[-1] % 32
-            blocks = np.pad(v, [(0, 0), (0, pad)]).reshape(-1, 32)
+            pad = -v.shape[-1] % _GROUPS[scale]
+            blocks = np.pad(v, [(0, 0), (0, pad)]).reshape(-1, _GROUPS[scale])
         size = np.abs(blocks).max(axis=-1, keepdims=True)
         size = np.where(size == 0, np.float32(1), size)
         if scale == "none":
@@ -144,6 +165,10 @@ class Run:
             zero = np.rint(-low / s)
             code = np.clip(np.rint(blocks / s) + zero, 0, 255) - zero
             return self._back(code.astype(np.float32) * s, x, scale)
+        elif kind == "int8_full":
+            s = np.maximum(size / np.float32(127.5), np.float32(2.0**-23))
+            code = np.clip(np.rint(blocks * (np.float32(1) / s)), -128, 127).astype(np.float32)
+            return self._back(code * s, x, scale)
         else:
             s = size / np.float32(_LARGEST[kind])
         ratio = np.clip(blocks / s, -np.float32(_LARGEST[kind]), np.float32(_LARGEST[kind]))
@@ -151,7 +176,7 @@ class Run:
         return self._back(code * s, x, scale)
 
     def _back(self, found: Floats, x: Floats, scale: str) -> Floats:
-        if scale == "mx":
+        if scale in _GROUPS:
             found = found.reshape(x.shape[0], -1)[:, : x.shape[-1]]
         return found.reshape(x.shape).astype(np.float64)
 
@@ -283,8 +308,8 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
             case "embedding":
                 y, settled = args[0][attrs["ids"]], False
             case "linear":
-                weight = linear(keys[node["inputs"][1]])
-                y = run.linear(args[0], weight, args[2] if len(args) > 2 else None)
+                key = keys[node["inputs"][1]]
+                y = run.linear(args[0], linear(key), args[2] if len(args) > 2 else None, key)
             case "matmul" if node["role"] == "context" and node["inputs"][0] in scores_of:
                 fused = run.numerics["attention"]["style"] == "fused"
                 before = scores_of[node["inputs"][0]]

@@ -49,7 +49,7 @@ def numerics(
     *,
     accumulate: str = "float32",
     weights: tuple[str, str] | None = None,
-    activations: tuple[str, str] = ("none", "none"),
+    activations: tuple[str, str] | Document = ("none", "none"),
     style: str = "composed",
     scores: str | None = None,
     probabilities: str | None = None,
@@ -66,7 +66,7 @@ def numerics(
         "accumulate": accumulate,
         "casts": casts,
         "weights": {"format": kind, "scale": scale},
-        "activations": {"format": activations[0], "scale": activations[1]},
+        "activations": quantised(activations),
         "attention": {
             "style": style,
             "scores": scores or compute,
@@ -75,6 +75,27 @@ def numerics(
             "exp_ulps": exp_ulps,
         },
     }
+
+
+def quantised(activations: tuple[str, str] | Document) -> Document:
+    """Return the record of quantised activations: format and scale, or all of it."""
+    if isinstance(activations, tuple):
+        return {"format": activations[0], "scale": activations[1]}
+    return dict(activations)
+
+
+def static(format: str, scales: Any, zero_point: int | None = None) -> Document:
+    """Return the record of activations with static scales: one, or a list or mapping of them."""
+    by_name = scales if isinstance(scales, dict) else {"*": scales}
+    lists = {k: v if isinstance(v, list) else [v] for k, v in by_name.items()}
+    record: Document = {
+        "format": format,
+        "scale": "static",
+        "input_scale": {k: [float(np.float32(s)).hex() for s in v] for k, v in lists.items()},
+    }
+    if zero_point is not None:
+        record["input_zero_point"] = {"*": zero_point}
+    return record
 
 
 @dataclass

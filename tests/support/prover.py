@@ -18,7 +18,7 @@ def numerics(record: Any) -> Numerics:
         **{
             **record,
             "weights": Weights(**record["weights"]),
-            "activations": Activations(**record["activations"]),
+            "activations": _activations(record["activations"]),
             "attention": Attention(**record["attention"]),
             "results": tuple(sorted(record.get("results", {}).items())),
             "tensor_core": _core(record.get("tensor_core")),
@@ -26,6 +26,16 @@ def numerics(record: Any) -> Numerics:
     )
     assert found.to_json() == record
     return found
+
+
+def _activations(record: Any) -> Activations:
+    scales = sorted(record.get("input_scale", {}).items())
+    return Activations(
+        record["format"],
+        record["scale"],
+        tuple((name, tuple(float.fromhex(s) for s in given)) for name, given in scales),
+        tuple(sorted(record.get("input_zero_point", {}).items())),
+    )
 
 
 def _core(record: Any) -> TensorCore | None:

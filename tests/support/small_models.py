@@ -47,10 +47,13 @@ def write_model(folder: Path, layers: int = 1, prompts: Sequence[str] = PROMPTS)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_contract(folder: Path, *requirements: str, compute: str = "float32") -> Program:
+def write_contract(
+    folder: Path, *requirements: str, compute: str = "float32", evidence: str = ""
+) -> Program:
     """Write contract.yaml with clauses N-0, N-1, … beside the model; return it compiled."""
+    more = f", evidence: {evidence}" if evidence else ""
     clauses = "\n".join(
-        f"  N-{i}: {{require: {json.dumps(text)}, level: L2}}"
+        f"  N-{i}: {{require: {json.dumps(text)}, level: L2{more}}}"
         for i, text in enumerate(requirements)
     )
     path = folder / "contract.yaml"

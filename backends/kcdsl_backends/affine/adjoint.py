@@ -98,6 +98,11 @@ class Adjoint:
         part = radius.expand(self.shape)[at(self.window)]
         return self.values.abs().flatten(1) @ part.flatten()
 
+    def each(self, radius: Tensor) -> Tensor:
+        """Return |values|·radius of every element of the window [B, n]."""
+        part = radius.expand(self.shape)[at(self.window)]
+        return (self.values * part).abs().flatten(1)
+
 
 def meet(pending: dict[int, Adjoint], pulled: Iterable[tuple[int, Adjoint]]) -> None:
     """Add functionals that a reverse pass pulled back to those that wait at entries already."""

@@ -80,6 +80,8 @@ class KernelRun:
             needed: [..., 1] bool, rows of the entry.
             floor: where the passes stop.
         """
+        if kind == "norm" and self.tape.chance is not None:  # worst cases, far beyond the likely
+            return False
         key = node.name, self.tape.entries[index].name, kind, floor != INPUT
         self.passes.made(key, needed)
         return bool(needed.any())

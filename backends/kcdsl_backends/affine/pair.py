@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from kcdsl.model.graph import BlockGraph
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.energy import norm
+from kcdsl_backends.affine.handing import Around
+from kcdsl_backends.affine.independent import Chance, room
 from kcdsl_backends.affine.kernel import KernelRun, Spread
 from kcdsl_backends.affine.propagate import coarsest, write
 from kcdsl_backends.affine.reaches import on_row, unit_functionals
+from kcdsl_backends.affine.storing import cast_freely, stored_format
 from kcdsl_backends.affine.tape import Entry, Range
 from kcdsl_backends.interval.box import Box, down, gamma, up
 from kcdsl_backends.interval.errors import NoBound
@@ -61,7 +65,8 @@ class Both:
         b = self.infer.tape.bound(self.infer.computed[self.output], functionals)
         a = b if self.infer is self.train else self._training(functionals, b)
         moved = _region_difference(a, b, self.train.tape.radius)
-        return Box(down(b.low - a.high - moved), up(b.high - a.low + moved))
+        low, high = b.with_parts(a)  # both kernels round by themselves
+        return Box(down(low - a.high - moved), up(high - a.low + moved))
 
     def _training(self, functionals: Adjoint, infer: Range) -> Range:
         """Bound a·e_train: by the reach, where that is next to nothing beside the other kernel."""
@@ -79,8 +84,8 @@ class Both:
             NoBound: a bound is not finite.
         """
         box = self._apart()
-        if any(end.before is not None for end in self.ends):
-            stored = _stored(self.infer, self.output) - _stored(self.train, self.output)
+        if self._as_stored:
+            stored = self._stored()
             box = stored if box is None else box.meet(stored)
         assert box is not None
         if not bool((torch.isfinite(box.lo) & torch.isfinite(box.hi)).all()):
@@ -89,10 +94,9 @@ class Both:
 
     def _apart(self) -> Box | None:
         """Bound the drift by what both kernels know of the input's region; None at a point where
-        one of them rounds its output to nearest, which says more."""
-        one, two = self.ends
-        steps = one.before is not None or two.before is not None
-        if steps and not bool((self.train.tape.radius > 0).any()):
+        one of them rounds its output, which says more."""
+        one = self.ends[0]
+        if self._as_stored and self._at_a_point:
             return None
         low, high = torch.empty_like(one.reference), torch.empty_like(one.reference)
         for i, start, stop, functionals in unit_functionals(one.shape, low.device):
@@ -100,6 +104,43 @@ class Both:
             low[i].view(-1)[start:stop] = found.lo
             high[i].view(-1)[start:stop] = found.hi
         return self.known + Box(low, high)
+
+    @property
+    def _at_a_point(self) -> bool:
+        return not bool((self.train.tape.radius > 0).any())
+
+    @property
+    def _as_stored(self) -> bool:
+        """Say whether the output is also bounded before its cast: where one is to nearest, or at a
+        point, where both kernels have nothing in common."""
+        stepped = any(end.ends is not None for end in self.ends)
+        return stepped or (self._at_a_point and any(end.before is not None for end in self.ends))
+
+    def _stored(self) -> Box:
+        """Bound the drift by what both kernels store: all of what they were formed from, cast."""
+        infer = _stored(self.infer, self.output)
+        if self.infer is self.train:
+            return infer - infer
+        one = self.ends[0]
+        by_reach = Box.point(one.reference).widen(up(one.reach))
+        if bool((one.reach <= IGNORED * (infer.hi - infer.lo) / 2).all()):
+            return infer - by_reach
+        return infer - _stored(self.train, self.output)
+
+    @property
+    def chance(self) -> Chance | None:
+        """Return how surely all that was bounded holds; None in the worst case.
+
+        Raises:
+            NoBound: more functionals were bounded than their probability was divided among.
+        """
+        one, two = self.train.tape.chance, self.infer.tape.chance
+        if one is None or two is None:
+            return None
+        found = replace(one, asked=one.asked + two.asked)
+        if found.asked > found.functionals:
+            raise NoBound(self.output, f"more than {found.functionals} bounds by chance are used")
+        return found
 
     def length(self, row: tuple[int, ...]) -> float:
         """Bound the Euclidean norm of the drift of a row: of what is known, and of both errors."""
@@ -129,7 +170,7 @@ class Both:
 
 
 def _stored(run: KernelRun, output: str) -> Box:
-    """Return the box of a stored output: of all it was formed from, rounded to its format."""
+    """Return the box of a stored output: of all it was formed from, cast to its format."""
     entry = output_entry(run, output)
     formed = entry.before
     low, high = torch.empty_like(entry.reference), torch.empty_like(entry.reference)
@@ -138,10 +179,10 @@ def _stored(run: KernelRun, output: str) -> Box:
         between = found.with_region(run.tape.radius)
         low[i].view(-1)[start:stop], high[i].view(-1)[start:stop] = between
     around = Box.point(entry.reference if formed is None else formed.reference) + Box(low, high)
-    if entry.ends is None:
-        return around
-    ends = entry.ends.within(around)
-    return Box(ends.low, ends.high)
+    if entry.ends is not None:
+        ends = entry.ends.within(around)
+        return Box(ends.low, ends.high)
+    return around if formed is None else cast_freely(around, stored_format(run, run.nodes[output]))
 
 
 def output_entry(run: KernelRun, output: str) -> Entry:
@@ -157,6 +198,8 @@ def both(
     radius: Tensor,
     drift: Box | None = None,
     spreads: tuple[Spread, Spread] | None = None,
+    handed: Around | None = None,
+    alpha: Fraction | None = None,
 ) -> Both:
     """Run both kernels at the centre of [centre - radius, centre + radius], with their errors.
 
@@ -172,21 +215,21 @@ def both(
             training kernel; None where both read the same.
         spreads: of a region around the weights, how far the parameters of either kernel may be
             from those stored. That both hold the same ones is not made use of.
+        handed: ellipsoids around the rows of the drift, beside its box.
+        alpha: take roundings as independent; all bounds together then hold but for a share of at
+            most `alpha` of the runs on any one input.
 
     Raises:
         NoBound: some result has no finite bound.
     """
     first, second = (None, None) if spreads is None else spreads
     grain = coarsest(graph, train, infer)
-    if drift is None:
-        one = write(graph, train, centre, radius, grain, spread=first)
-        two = one
-        if not _same(train, infer):
-            two = write(graph, infer, centre, radius, grain, spread=second)
-    else:
-        zero = torch.zeros_like(drift.lo)
-        one = write(graph, train, centre, radius, grain, Box(zero, zero), first)
-        two = write(graph, infer, centre, radius, grain, drift, second)
+    chances = [None if alpha is None else Chance(alpha, room(graph)) for _ in (train, infer)]
+    before = None if drift is None else Box(torch.zeros_like(drift.lo), torch.zeros_like(drift.lo))
+    one = write(graph, train, centre, radius, grain, before, first, chance=chances[0])
+    two = one
+    if drift is not None or not _same(train, infer):
+        two = write(graph, infer, centre, radius, grain, drift, second, handed, chances[1])
     if graph.output not in one.computed or graph.output not in two.computed:
         raise NoBound(graph.output, "the output does not depend on the input")
     return Both(graph.output, one, two)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl_backends.affine.handing import Around, symbol
+from kcdsl_backends.affine.independent import Chance
 from kcdsl_backends.affine.kernel import KernelRun, Spread
 from kcdsl_backends.affine.rules import attention, elementwise, linear, norms, structural
 from kcdsl_backends.affine.storing import Result, store, stored_format
@@ -60,6 +62,8 @@ def write(
     grain: float,
     drift: Box | None = None,
     spread: Spread | None = None,
+    handed: Around | None = None,
+    chance: Chance | None = None,
 ) -> KernelRun:
     """Return the reference run of a kernel on the centre of a region, with the tape of its errors.
 
@@ -72,12 +76,14 @@ def write(
         drift: [T, D], what is added to the states of the region before this kernel reads them,
             which then are stored already; None where it reads the region and stores it.
         spread: how far parameters may be from those stored; None where they are these.
+        handed: ellipsoids around the rows of that drift, beside its box.
+        chance: with what probability bounds hold; None: in the worst case.
 
     Raises:
         NoBound: some result has no finite bound.
     """
     shape = (1, 1) if centre is None else tuple(centre.shape)
-    tape = Tape(radius.expand(shape).contiguous())
+    tape = Tape(radius.expand(shape).contiguous(), chance=chance)
     nodes = {node.name: node for node in graph.nodes}
     rounding = Rounding(parameters.numerics)
     run = KernelRun(graph, rounding, parameters, tape, nodes, grain, spread=spread)
@@ -86,7 +92,7 @@ def write(
         if node.op in ("param", "constant"):
             continue
         if node.op == "input":
-            _input(run, node, centre, drift)
+            _input(run, node, centre, drift, handed)
         elif node.op == "matmul" and node.role == "context":
             attention.context(run, node)
         else:
@@ -94,12 +100,18 @@ def write(
     return run
 
 
-def _input(run: KernelRun, node: Node, centre: Tensor | None, drift: Box | None) -> None:
+def _input(
+    run: KernelRun,
+    node: Node,
+    centre: Tensor | None,
+    drift: Box | None,
+    handed: Around | None,
+) -> None:
     """Append what a kernel makes of the input: kernels coarser than float32 store it."""
     if centre is None or tuple(centre.shape) != tuple(node.shape):
         raise NoBound(node.name, "the region does not have the shape of the block's input")
     if drift is not None:
-        _stored_before(run, node, centre, drift)
+        _stored_before(run, node, centre, drift, handed)
         return
     reach = run.tape.radius
     zero = torch.zeros_like(centre)
@@ -111,13 +123,23 @@ def _input(run: KernelRun, node: Node, centre: Tensor | None, drift: Box | None)
     run.computed[node.name] = run.plain = run.tape.add(entry)
 
 
-def _stored_before(run: KernelRun, node: Node, centre: Tensor, drift: Box) -> None:
-    """Append an input that another block stored: x + e, e a symbol of its own within `drift`."""
+def _stored_before(
+    run: KernelRun, node: Node, centre: Tensor, drift: Box, handed: Around | None = None
+) -> None:
+    """Append an input that another block stored: x + e, e a symbol of its own within `drift`.
+
+    With ellipsoids it is an entry of its own too, where reverse passes may stop.
+    """
     if tuple(drift.shape) != tuple(centre.shape):
         raise NoBound(node.name, "the drift does not have the shape of the block's input")
     middle, own = drift.midpoint()
     reference = centre + middle
     own = (own + torch.where(middle == 0, 0.0, 2.0**-52 * reference.abs())) * SAFE
     reach = (run.tape.radius + own) * SAFE
+    if handed is not None:
+        apart = run.tape.cut = symbol(run, handed, middle, own, reference)
+        entry = Entry(node.name, reference, reach, lambda a: [(0, a), (apart, a)])
+        run.computed[node.name] = run.tape.add(entry)
+        return
     entry = Entry(node.name, reference, reach, lambda a: [(0, a)], None, own)
     run.computed[node.name] = run.tape.add(entry)

@@ -1,8 +1,9 @@
-"""Dynamic quantisation to nearest: codes that are known, times a scale that they share (section 3).
+"""Quantisation to nearest: codes that are known, times a scale that they share (section 3).
 
-Where few codes can be met, x̂ = c·s with c known or nearly so. The scale s of a group is one number,
-the same for all its elements: it is an entry of its own, and linear in the error of the element of
-largest magnitude where it is certain which one that is.
+Where few codes can be met, x̂ = c·s with c known or nearly so. A dynamic scale s of a group is one
+number, the same for all its elements: it is an entry of its own, and linear in the error of the
+element of largest magnitude where it is certain which one that is (uint8: in those of the largest
+and of the least element). A static scale is known.
 """
 
 from __future__ import annotations
@@ -12,28 +13,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from kcdsl.model.numerics import Activations
-from kcdsl_backends.affine.adjoint import Adjoint, at, whole
+from kcdsl.model.weights import LEAST_FULL_SCALE, QMAX
+from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.cases import Cases, Together
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.storing import half_step
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry
 from kcdsl_backends.interval.box import Box, down, gamma, up
-from kcdsl_backends.interval.quantisers import (
-    CODES,
-    LEAST_SCALE,
-    ROUNDING,
-    Codes,
-    codes,
-    quantised_hull,
-    scale_range,
-)
+from kcdsl_backends.interval.quantisers import ROUNDING, Codes, codes, quantised_hull, steps
+from kcdsl_backends.interval.scales import CODES, GROUPS, STEPS_UINT8, Quantiser
 
 Pulled = Sequence[tuple[int, Adjoint]]
 SHARE = 2.0**-2
 """Up to this share of Q a scale may move its elements: else they are better known than it is."""
-_SHARED = ("per_token", "per_tensor")
+_SHARED = ("per_token", "group_128", "per_tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +40,29 @@ class _Scale:
     index: int | None
 
 
-def quantise(run: KernelRun, name: str, index: int, x: Entry, error: Tensor) -> Entry | None:
+def quantise(
+    run: KernelRun, name: str, weight: str, index: int, x: Entry, error: Tensor
+) -> Entry | None:
     """Return the entry of a quantised operand; None where nothing is known beside its error (Q).
 
     Args:
-        name: the linear that reads it.
+        name, weight: the linear that reads it, and the name of its weight.
         index, x: the operand before.
         error: Q, elementwise.
     """
-    spec, kernel = run.rounding.numerics.activations, run.rounding
-    if kernel.free or spec.format not in CODES:
-        return None
+    spec = run.rounding.numerics.activations
     box = Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE)
-    around = scale_range(box, spec.format, spec.scale)
-    known = around.lo >= LEAST_SCALE
-    safe = Box(torch.where(known, around.lo, 1.0), torch.where(known, around.hi, 1.0))
-    found, hull = codes(box, safe, spec.format), quantised_hull(box, safe, spec.format)
-    each = found if x.cases is None else _in_cases(x.cases, found, safe, spec.format)
+    step = steps(box, run.rounding, weight, name)
+    if step is None:
+        return None
+    by, known = step
+    safe, found, hull = by.scale, codes(box, by), quantised_hull(box, by)
+    each = found if x.cases is None else _in_cases(x.cases, found, by)
     if x.cases is not None:
         found = Codes(each.low.amin(0), each.high.amax(0))
     middle, half = (found.low + found.high) / 2, (found.high - found.low) / 2
     rounding = ROUNDING * torch.maximum(found.low.abs(), found.high.abs()) * safe.hi * SAFE
-    scale = _scale(run, name, index, x, box, safe)
+    scale = _scale(run, name, index, x, box, by)
     if scale.index is None:
         rounding = (rounding + middle.abs() * scale.reach) * SAFE
     own = (half * safe.hi + rounding) * SAFE
@@ -77,7 +73,7 @@ def quantise(run: KernelRun, name: str, index: int, x: Entry, error: Tensor) -> 
     stairs = known & (least <= error)
     if scale.index is not None:
         stairs &= along <= SHARE * error
-    error = torch.where(known, torch.minimum(error, _widest_step(spec, found, safe, x)), error)
+    error = torch.where(known, torch.minimum(error, _widest_step(spec.scale, found, by, x)), error)
     keep = (~stairs).to(own.dtype)
     weights = torch.where(stairs, middle, 0.0)
     carried = torch.zeros_like(own) if scale.index is None else torch.where(stairs, along, 0.0)
@@ -87,43 +83,44 @@ def quantise(run: KernelRun, name: str, index: int, x: Entry, error: Tensor) -> 
     reach = torch.where(known, torch.minimum(reach, apart), reach)
     radius = torch.where(stairs, own + gamma(own.numel() + PASS) * carried, error) * SAFE
     straight = bool(stairs.all())
-    grouped = tuple(range(1, 1 + own.dim())) if spec.scale == "per_tensor" else (-1,)
 
     def pull(a: Adjoint) -> Pulled:
         parts = [] if straight else [(index, a.times(keep))]
         if scale.index is not None:
-            values = (a.values * weights[at(a.window)]).sum(grouped, keepdim=True)
-            shape = _scale_shape(tuple(own.shape), spec.scale)
-            window = whole(shape) if spec.scale == "per_tensor" else (*a.window[:-1], (0, 1))
-            parts.append((scale.index, Adjoint(values, window, shape)))
+            weighed = Adjoint(a.values * weights[at(a.window)], a.window, a.shape)
+            parts.append((scale.index, _gathered(weighed, spec.scale)))
         return parts
 
     kept, together = not bool(stairs.any()), None
     if x.cases is not None:
-        steps = _steps(each, middle, safe, rounding, stairs)
+        added = _steps(each, middle, safe, rounding, stairs)
         rest = torch.where(stairs, gamma(own.numel() + PASS) * carried, error) * SAFE
-        together = Together(Cases(steps.lo, steps.hi, x.cases.width), rest)
+        together = Together(Cases(added.lo, added.hi, x.cases.width), rest)
     return Entry(
         f"{name}/input", reference, reach, pull, None, radius, kept=kept, together=together
     )
 
 
-def _in_cases(cases: Cases, found: Codes, scale: Box, format: str) -> Codes:
+def _in_cases(cases: Cases, found: Codes, by: Quantiser) -> Codes:
     """Return the codes [C, ...] in every case, within those that are found without cases."""
-    each = codes(Box(cases.low, cases.high), scale, format)
+    each = codes(Box(cases.low, cases.high), by)
     low = torch.minimum(torch.maximum(each.low, found.low), found.high)
     return Codes(low, torch.maximum(torch.minimum(each.high, found.high), found.low))
 
 
-def _widest_step(spec: Activations, found: Codes, scale: Box, x: Entry) -> Tensor:
+def _widest_step(scale: str, found: Codes, by: Quantiser, x: Entry) -> Tensor:
     """Bound |x̂ - x|: half a step of the codes that are met, times the scale, and roundings.
 
-    A scale of mx may cut numbers off, which then have the largest code: there is no such bound.
+    A scale of mx and a zero point may cut numbers off, which then have the largest code: there is
+    no such bound.
     """
-    form, largest = CODES[spec.format], torch.maximum(found.low.abs(), found.high.abs())
-    off = half_step(largest, form) * scale.hi
-    off = (off + 4 * ROUNDING * (largest * scale.hi + x.size)) * SAFE
-    return torch.where(largest < form.largest, off, torch.inf) if spec.scale == "mx" else off
+    form, largest = CODES[by.format], torch.maximum(found.low.abs(), found.high.abs())
+    off = half_step(largest, form) * by.scale.hi
+    off = (off + 4 * ROUNDING * (largest * by.scale.hi + x.size)) * SAFE
+    if scale != "mx" and by.format != "uint8":
+        return off
+    inside = (found.high < by.tops.above.lo) & (-found.low < by.tops.below.lo)
+    return torch.where(inside, off, torch.inf)
 
 
 def _steps(each: Codes, middle: Tensor, scale: Box, rounding: Tensor, stairs: Tensor) -> Box:
@@ -135,38 +132,128 @@ def _steps(each: Codes, middle: Tensor, scale: Box, rounding: Tensor, stairs: Te
 
 
 def _scale_shape(shape: tuple[int, ...], scale: str) -> tuple[int, ...]:
-    return (1,) * len(shape) if scale == "per_tensor" else (*shape[:-1], 1)
+    if scale == "per_tensor":
+        return (1,) * len(shape)
+    return (*shape[:-1], -(-shape[-1] // _width(shape, scale)))
 
 
-def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, around: Box) -> _Scale:
+def _width(shape: tuple[int, ...], scale: str) -> int:
+    """Return how many elements of a row share a scale."""
+    return GROUPS.get(scale, shape[-1])
+
+
+def _rows(t: Tensor, scale: str, nothing: float = 0.0) -> Tensor:
+    """Return the elements that share a scale as rows, the last of a row filled up."""
+    if scale == "per_tensor":
+        return t.reshape(1, -1)
+    width = _width(tuple(t.shape), scale)
+    return pad(t, (0, -t.shape[-1] % width), value=nothing).reshape(-1, width)
+
+
+def _spread(t: Tensor, shape: tuple[int, ...], scale: str) -> Tensor:
+    """Return the value of its group at every element."""
+    width = _width(shape, scale)
+    if scale == "per_tensor" or width == shape[-1]:
+        return t.expand(shape)
+    return t.repeat_interleave(width, -1)[..., : shape[-1]]
+
+
+def _gathered(a: Adjoint, scale: str) -> Adjoint:
+    """Return the sums of functionals over the elements that share a scale."""
+    shape = _scale_shape(a.shape, scale)
+    if scale == "per_tensor":
+        return Adjoint.full(a.values.sum(tuple(range(1, a.values.dim())), keepdim=True))
+    if shape[-1] == 1:
+        window = (*a.window[:-1], (0, 1))
+        return Adjoint(a.values.sum(-1, keepdim=True), window, shape)
+    width, (start, stop) = _width(a.shape, scale), a.window[-1]
+    first, last = start // width, -(-stop // width)
+    values = pad(a.values, (start - first * width, last * width - stop))
+    values = values.reshape(*values.shape[:-1], last - first, width).sum(-1)
+    return Adjoint(values, (*a.window[:-1], (first, last)), shape)
+
+
+def _given_back(a: Adjoint, selector: Tensor, scale: str) -> Adjoint:
+    """Return functionals of scales as those of the elements that lead their groups."""
+    shape = tuple(selector.shape)
+    if scale == "per_tensor":
+        return Adjoint.full(a.values * selector)
+    width, (first, last) = _width(shape, scale), a.window[-1]
+    stop = min(last * width, shape[-1])
+    window = (*a.window[:-1], (first * width, stop))
+    values = a.values if width == shape[-1] else a.values.repeat_interleave(width, -1)
+    return Adjoint(values[..., : stop - first * width] * selector[at(window)], window, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leader:
+    """How far every row reaches, by its leading element: reference [rows, 1], reach, and the
+    selector [rows, n] of that element with its sign; `certain` where no other can lead."""
+
+    reference: Tensor
+    reach: Tensor
+    selector: Tensor
+    certain: Tensor
+
+
+def _leader(least: Tensor, most: Tensor, x: Entry, scale: str, *, none: bool = False) -> _Leader:
+    """Return what leads the rows: an element at least `least`, where no other exceeds it.
+
+    `least` and `most` bound how far each element reaches. `none`: rows in which no element reaches
+    beyond 0 are led by 0.
+    """
+    least, most = _rows(least, scale, -torch.inf), _rows(most, scale, -torch.inf)
+    first = least.argmax(-1, keepdim=True)
+    others = most.scatter(-1, first, -torch.inf).amax(-1, keepdim=True)
+    certain = (least.gather(-1, first) >= others) & (least.gather(-1, first) > 0)
+    chosen = _rows(x.reference, scale).gather(-1, first)
+    reach = _rows(x.reach, scale).gather(-1, first)
+    selector = torch.zeros_like(most).scatter(-1, first, torch.sign(chosen) * certain)
+    if not none:
+        return _Leader(chosen.abs(), reach, selector, certain)
+    nothing = most.amax(-1, keepdim=True) <= 0
+    zero = torch.zeros_like(reach)
+    value, reach = torch.where(nothing, zero, chosen.abs()), torch.where(nothing, zero, reach)
+    return _Leader(value, reach, selector, certain | nothing)
+
+
+def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quantiser) -> _Scale:
     """Append the entry of the scales, where a group shares one that is not exactly known."""
-    spec = run.rounding.numerics.activations
+    spec, around = run.rounding.numerics.activations, by.scale
     middle = around.lo / 2 + around.hi / 2
     reach = up(torch.maximum(around.hi - middle, middle - around.lo), 2)
     if spec.scale not in _SHARED:
         return _Scale(middle, reach, None)
-    shape, top = _scale_shape(x.shape, spec.scale), CODES[spec.format].largest
-    rows = (-1, x.shape[-1]) if spec.scale == "per_token" else (1, -1)
-    least = torch.maximum(box.lo, -box.hi).reshape(rows)
-    most = box.mag().reshape(rows)
-    first = least.argmax(-1, keepdim=True)
-    others = most.scatter(-1, first, -torch.inf).amax(-1, keepdim=True)
-    certain = (least.gather(-1, first) >= others) & (least.gather(-1, first) > 0)
-    chosen = x.reference.reshape(rows).gather(-1, first)
-    moved = x.reach.reshape(rows).gather(-1, first) / top * SAFE
-    first_row = [t.reshape(rows)[:, :1] for t in (middle, reach, around.hi)]
-    slack = 2 * ROUNDING * first_row[2]
-    reference = torch.where(certain, chosen.abs() / top, first_row[0]).reshape(shape)
+    shape = _scale_shape(x.shape, spec.scale)
+    first_row = [_rows(t, spec.scale)[:, :1] for t in (middle, reach, around.lo, around.hi)]
+    if spec.format == "uint8":
+        top, roundings = STEPS_UINT8, 4
+        above = _leader(box.lo, box.hi, x, spec.scale, none=True)
+        below = _leader(-box.hi, -box.lo, x, spec.scale, none=True)
+        certain = above.certain & below.certain
+        value, wide = above.reference + below.reference, above.reach + below.reach
+        selector = above.selector + below.selector
+    else:
+        top, roundings = QMAX[spec.format], 2
+        lead = _leader(torch.maximum(box.lo, -box.hi), box.mag(), x, spec.scale)
+        certain, value, wide, selector = lead.certain, lead.reference, lead.reach, lead.selector
+    if spec.format == "int8_full":  # below its least value the scale follows no element
+        certain = certain & (first_row[2] > LEAST_FULL_SCALE)
+    moved = wide / top * SAFE
+    slack = roundings * ROUNDING * first_row[3]
+    reference = torch.where(certain, value / top, first_row[0]).reshape(shape)
     radius = torch.where(certain, slack, first_row[1]).reshape(shape)
-    wide = torch.where(certain, (moved + slack) * SAFE, first_row[1]).reshape(shape)
-    selector = torch.zeros_like(most).scatter(-1, first, torch.sign(chosen) / top * certain)
-    selector = selector.reshape(x.shape)
+    spread = torch.where(certain, (moved + slack) * SAFE, first_row[1]).reshape(shape)
+    selector = selector / top * certain
+    if spec.scale == "per_tensor":
+        selector = selector.reshape(x.shape)
+    else:
+        selector = selector.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
     def pull(a: Adjoint) -> Pulled:
-        if spec.scale == "per_tensor":
-            return [(index, Adjoint.full(a.values * selector))]
-        window = (*a.window[:-1], (0, x.shape[-1]))
-        return [(index, Adjoint(a.values * selector[at(window)], window, x.shape))]
+        return [(index, _given_back(a, selector, spec.scale))]
 
-    place = run.tape.add(Entry(f"{name}/scale", reference, wide, pull, None, radius))
-    return _Scale(reference.expand(x.shape), wide.expand(x.shape), place)
+    place = run.tape.add(Entry(f"{name}/scale", reference, spread, pull, None, radius))
+    return _Scale(
+        _spread(reference, x.shape, spec.scale), _spread(spread, x.shape, spec.scale), place
+    )

@@ -12,6 +12,7 @@ from kcdsl.model.formats import Format
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.cases import Cases, Ends, Together, beyond, to_nearest
+from kcdsl_backends.affine.independent import Roundings
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.reaches import elements
 from kcdsl_backends.affine.tape import SAFE, Amplified, Curved, Entry, Pull
@@ -26,7 +27,7 @@ class Result:
 
     `linear` is the reach of L e; `internal` bounds what stands in o (remainders, roundings inside,
     float64 errors); `extra` is the reach of what stands in `centre`, `curved` and `amplified`.
-    `cases` hold v.
+    `cases` hold v; `roundings` take `internal` apart.
     """
 
     reference: Tensor
@@ -38,6 +39,7 @@ class Result:
     amplified: Amplified | None = None
     extra: Tensor | None = None
     cases: Cases | None = None
+    roundings: Roundings | None = None
 
 
 def store(
@@ -69,11 +71,17 @@ def store(
         result.internal * SAFE,
         result.curved,
         result.amplified,
+        roundings=_roundings(run, result),
     )
     unit = form.unit_roundoff * ((result.reference.abs() + reach) * SAFE)
     if kernel.free:
-        cast = unit + form.underflow
-        entry = replace(entry, reach=(reach + cast) * SAFE, radius=(result.internal + cast) * SAFE)
+        cast, parts = unit + form.underflow, entry.roundings
+        parts = None if parts is None else parts.cast(unit, form.underflow)
+        radius = (result.internal + cast) * SAFE
+        last = entry if node.name == run.graph.output and run.tape.chance is None else None
+        entry = replace(
+            entry, reach=(reach + cast) * SAFE, radius=radius, roundings=parts, before=last
+        )
     elif form.precision < max(24, kernel.inner(accumulates).precision):
         if tight:
             entry = _tightened(run, entry)
@@ -83,6 +91,13 @@ def store(
     refuse_overflow(node.name, entry.size, form)
     run.computed[node.name] = run.tape.add(entry)
     return run.computed[node.name]
+
+
+def _roundings(run: KernelRun, result: Result) -> Roundings | None:
+    """Return the parts of what stands in o; None where bounds are of the worst case."""
+    if run.tape.chance is None:
+        return None
+    return result.roundings or Roundings.none(result.internal * SAFE)
 
 
 def _tightened(run: KernelRun, entry: Entry) -> Entry:
@@ -127,7 +142,8 @@ def _to_nearest(entry: Entry, form: Format, half: Tensor, formed: Cases | None) 
     reference = torch.where(stairs, low / 2 + high / 2, entry.reference)
     size = entry.reference.abs() + entry.reach
     cast = torch.minimum(half, half_step(size, form)) * SAFE
-    radius = (entry.radius + cast) * SAFE
+    radius, parts = (entry.radius + cast) * SAFE, entry.roundings
+    parts = None if parts is None else replace(parts, sure=(parts.sure + cast) * SAFE)
 
     def kept(adjoint: Adjoint) -> Sequence[tuple[int, Adjoint]]:
         return pull(adjoint.times(keep))
@@ -146,6 +162,7 @@ def _to_nearest(entry: Entry, form: Format, half: Tensor, formed: Cases | None) 
         cases=cases,
         together=None if cases is None else _together(cases, reference, stairs, radius),
         before=entry,
+        roundings=None if parts is None else parts.where(~stairs, gap * SAFE),
     )
 
 
@@ -154,6 +171,16 @@ def half_step(size: Tensor, form: Format) -> Tensor:
     _, exponent = torch.frexp(up(size, 2))
     leading = (exponent - 1).clamp_min(form.min_exponent)
     return power_of_two(leading - form.precision)
+
+
+def cast_freely(box: Box, form: Format) -> Box:
+    """Return all that free casts to a format may make of the numbers of a box.
+
+    v·(1 + δ) + η grows with v for every δ and η, so the ends of the box are the worst.
+    """
+    unit, faint = form.unit_roundoff, form.underflow
+    low = box.lo - up(unit * box.lo.abs() + faint, 2)
+    return Box(down(low, 2), up(box.hi + up(unit * box.hi.abs() + faint, 2), 2))
 
 
 def _together(cases: Cases, reference: Tensor, stairs: Tensor, radius: Tensor) -> Together:

@@ -19,6 +19,7 @@ from torch import Tensor
 from kcdsl_backends.affine.adjoint import Adjoint, meet
 from kcdsl_backends.affine.cases import Cases, Ends, Together
 from kcdsl_backends.affine.ellipsoids import Ellipsoids, reached
+from kcdsl_backends.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.interval.box import gamma
 
 Pull = Callable[[Adjoint], Sequence[tuple[int, Adjoint]]]
@@ -81,7 +82,8 @@ class Entry:
     `ellipsoids` hold the errors of some rows.
     `ends`, `cases` and, of a softmax, `choices` say more of the stored value than the reach does,
     `together` more of o than the radius, which holds as well; `before` is a result as it was
-    formed, before a cast to nearest.
+    formed, before a cast to nearest or, of the output, a free one. `roundings` take the radius
+    apart, for bounds by chance.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Entry:
     cases: Cases | None = None
     together: Together | None = None
     before: Entry | None = None
+    roundings: Roundings | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,18 +122,32 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds [B] of functionals: low <= a·e - region·(x - centre) <= high."""
+    """Bounds [B] of functionals: low <= a·e - region·(x - centre) - d <= high.
+
+    d is what independent `parts` add (None: there are none, and it is zero).
+    """
 
     low: Tensor
     high: Tensor
     region: Adjoint | None
+    parts: Parts | None = None
+    chance: Chance | None = None
+
+    def with_parts(self, other: Range | None = None) -> tuple[Tensor, Tensor]:
+        """Return bounds with d in them; `other` adds parts of its own."""
+        both = self.parts if other is None else _beside(self.parts, other.parts)
+        if both is None or self.chance is None:
+            return self.low, self.high
+        likely = both.likely(self.chance)
+        return self.low - likely, self.high + likely
 
     def with_region(self, radius: Tensor) -> tuple[Tensor, Tensor]:
         """Return bounds of a·e for every input of the region."""
+        low, high = self.with_parts()
         if self.region is None:
-            return self.low, self.high
+            return low, high
         moved = self.region.magnitude(radius) * (1 + 2 * gamma(self.region.values[0].numel() + 8))
-        return self.low - moved, self.high + moved
+        return low - moved, high + moved
 
     def magnitude(self, radius: Tensor) -> Tensor:
         """Return a bound of |a·e| for every input of the region."""
@@ -142,13 +159,15 @@ class Range:
 class Tape:
     """Entries in the order of the run; `radius` is that of the region of the block input.
 
-    `cut` is the last entry at a norm: its reach is tight, so that a reverse pass which stops there
-    is worth making before one which goes down to the input.
+    With `chance` roundings are independent, and bounds hold but for a share of all runs. `cut` is
+    the last entry at a norm: its reach is tight, so that a reverse pass which stops there is worth
+    making before one which goes down to the input.
     """
 
     radius: Tensor
     entries: list[Entry] = field(default_factory=list)
     cut: int = INPUT
+    chance: Chance | None = None
 
     def add(self, entry: Entry) -> int:
         """Append an entry and return its index."""
@@ -158,7 +177,7 @@ class Tape:
     @property
     def floors(self) -> tuple[int, ...]:
         """Return where reverse passes may stop, the cheapest first."""
-        return (INPUT,) if self.cut == INPUT else (self.cut, INPUT)
+        return (INPUT,) if self.cut == INPUT or self.chance else (self.cut, INPUT)
 
     def tighten(self, index: int, reach: Tensor) -> None:
         """Lower the reach of an entry to a bound found by reverse passes."""
@@ -184,13 +203,15 @@ class Tape:
         self, pending: dict[int, Adjoint], count: int, floor: int, formed: Entry | None = None
     ) -> Range:
         middle = torch.zeros(count, dtype=torch.float64, device=self.radius.device)
-        spread = torch.zeros_like(middle)
+        spread, parts = torch.zeros_like(middle), None
+        if self.chance is not None:
+            self.chance.ask(count)
         terms = 8
         while pending:
             index = max(pending)
             functional = pending.pop(index)
             if index == INPUT:
-                return _range(middle, spread, terms, functional)
+                return self._range(middle, spread, terms, functional, parts)
             entry, formed = formed or self.entries[index], None
             terms += functional.values[0].numel()
             if index <= floor:
@@ -204,6 +225,9 @@ class Tape:
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
                 spread = spread + functional.magnitude(entry.together.rest)
                 spread = spread + 2.0**-50 * (low.abs() + high.abs())
+            elif self.chance is not None and entry.roundings is not None:
+                parts = Parts.of(functional, entry.roundings).beside(parts)
+                spread = spread + functional.magnitude(entry.roundings.sure)
             elif entry.radius is not None:
                 spread = spread + functional.magnitude(entry.radius)
             if entry.curved is not None:
@@ -215,17 +239,30 @@ class Tape:
                     rest = self._bound(dict(pulled), count, floor)
                     factor = entry.amplified.factor.expand(entry.shape)[functional.first]
                     spread = spread + factor * rest.magnitude(self.radius)
-                    own = _range(middle, spread, terms, None)
-                    return Range(own.low + rest.low, own.high + rest.high, rest.region)
+                    own = self._range(middle, spread, terms, None, parts)
+                    low, high = own.low + rest.low, own.high + rest.high
+                    together = _beside(parts, rest.parts)
+                    return Range(low, high, rest.region, together, self.chance)
                 spread = spread + functional.magnitude(entry.amplified.loose)
             meet(pending, pulled)
-        return _range(middle, spread, terms, None)
+        return self._range(middle, spread, terms, None, parts)
+
+    def _range(
+        self,
+        middle: Tensor,
+        spread: Tensor,
+        terms: int,
+        region: Adjoint | None,
+        parts: Parts | None,
+    ) -> Range:
+        """Return the bounds, with the float64 errors of sums of `terms` products.
+
+        2^-30 of |adjoint|·|centre| was added to the spread already, which covers those of the
+        middle.
+        """
+        spread = spread * (1 + 2 * gamma(terms)) + middle.abs() * 2.0**-50
+        return Range(middle - spread, middle + spread, region, parts, self.chance)
 
 
-def _range(middle: Tensor, spread: Tensor, terms: int, region: Adjoint | None) -> Range:
-    """Return the bounds, with the float64 errors of sums of `terms` products.
-
-    2^-30 of |adjoint|·|centre| was added to the spread already, which covers those of the middle.
-    """
-    spread = spread * (1 + 2 * gamma(terms)) + middle.abs() * 2.0**-50
-    return Range(middle - spread, middle + spread, region)
+def _beside(one: Parts | None, two: Parts | None) -> Parts | None:
+    return two if one is None else one.beside(two)

@@ -33,7 +33,8 @@ _WORTH = 1e-6
 class Ascent:
     """The search space of one block and region, and the best run found in it.
 
-    `seen` is the largest magnitude of the drift of every output element over all runs.
+    `seen` is the largest magnitude of the drift of every output element over all runs, `leader` the
+    symbols of the best run.
     """
 
     train: Simulator
@@ -43,6 +44,7 @@ class Ascent:
     radius: Tensor
     shapes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
     seen: Tensor = field(default_factory=lambda: torch.zeros(()))
+    leader: Symbols | None = None
     _best: Attack | None = None
 
     def __post_init__(self) -> None:
@@ -50,6 +52,11 @@ class Ascent:
             self.shapes |= {(side, n): shape for n, shape in simulator.symbol_shapes().items()}
         if self.centre is not None and bool((self.radius > 0).any()):
             self.shapes["x", "x"] = tuple(self.centre.shape)
+
+    @property
+    def moves(self) -> bool:
+        """Say whether the input may move: whether the region is more than a point."""
+        return ("x", "x") in self.shapes
 
     def zero(self) -> Symbols:
         """Return symbols without any rounding, at the centre of the region."""
@@ -73,9 +80,18 @@ class Ascent:
             raise Overflowed("no run that was tried stays inside of its formats")
         return self._best
 
+    def place(self) -> tuple[int, float]:
+        """Return where the best run has its largest drift, and in which direction."""
+        best = self.best()
+        row = 0
+        for index, size in zip(best.row, self.seen.shape, strict=False):
+            row = row * size + index
+        sign = 1.0 if best.infer_value >= best.train_value else -1.0
+        return row * self.seen.shape[-1] + best.column, sign
+
     def drift_of(self, symbols: Symbols) -> Tensor:
         """Simulate, keep the run if it is the best so far, return the drift; 0 on overflow."""
-        run = self._run(symbols)
+        run = self.run_of(symbols)
         with torch.no_grad():
             try:
                 outputs = run.outputs(self.train, self.infer)
@@ -86,7 +102,7 @@ class Ascent:
         if found is None:
             return torch.zeros_like(drift)
         if self._best is None or found.value > self._best.value:
-            self._best = found
+            self._best, self.leader = found, symbols
         self.seen = torch.maximum(drift.abs(), self.seen.expand_as(drift))
         return drift
 
@@ -99,7 +115,7 @@ class Ascent:
         """
         leaves = {key: value.requires_grad_(True) for key, value in self.zero().items()}
         try:
-            out_train, out_infer = self._run(leaves).outputs(self.train, self.infer)
+            out_train, out_infer = self.run_of(leaves).outputs(self.train, self.infer)
         except Overflowed:
             return self.seen
         at = torch.zeros_like(out_infer, requires_grad=True)
@@ -143,7 +159,7 @@ class Ascent:
         `count` drawn evenly, a quarter as many at corners; then as many as at first on a walk from
         the best, which moves some numbers of the input to other ends at a time.
         """
-        if ("x", "x") not in self.shapes:
+        if not self.moves:
             return
         shape, device = self.shapes["x", "x"], self.train.parameters.device
         best, height = self.zero(), -torch.inf
@@ -167,9 +183,10 @@ class Ascent:
         gradient = self._gradient(symbols, position, sign)
         if gradient is None:
             return symbols
-        return _ends(symbols, gradient)
+        return ends_of(symbols, gradient)
 
-    def _run(self, symbols: Mapping[Key, Tensor]) -> Run:
+    def run_of(self, symbols: Mapping[Key, Tensor]) -> Run:
+        """Return the run of these symbols; with one more dimension in front, of many runs."""
         x = self.centre
         if x is not None and ("x", "x") in symbols:
             x = _float32_inside(x + self.radius * WITHIN * symbols["x", "x"], x, self.radius)
@@ -182,10 +199,10 @@ class Ascent:
     def _gradient(self, symbols: Symbols, position: int, sign: float) -> Symbols | None:
         leaves = {key: value.clone().requires_grad_(True) for key, value in symbols.items()}
         try:
-            out_train, out_infer = self._run(leaves).outputs(self.train, self.infer)
+            out_train, out_infer = self.run_of(leaves).outputs(self.train, self.infer)
         except Overflowed:
             return None
-        objective = self._objective(out_infer - out_train, position, sign)
+        objective = self.objective(out_infer - out_train, position, sign)
         found = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
         return {
             key: torch.zeros_like(leaf) if part is None else torch.nan_to_num(part)
@@ -193,9 +210,10 @@ class Ascent:
         }
 
     def _height(self, drift: Tensor, position: int, sign: float) -> float:
-        return float(self._objective(drift, position, sign))
+        return float(self.objective(drift, position, sign))
 
-    def _objective(self, drift: Tensor, position: int, sign: float) -> Tensor:
+    def objective(self, drift: Tensor, position: int, sign: float) -> Tensor:
+        """Return what an ascent at this place makes large."""
         if self.kind == "inf":
             return sign * drift.flatten()[position]
         row = drift.reshape(-1, drift.shape[-1])[position // drift.shape[-1]]
@@ -208,7 +226,7 @@ class Ascent:
 
 def _steps(symbols: Symbols, gradient: Symbols, height: float) -> Iterator[Symbols]:
     """Yield where to go from here, the boldest first; nothing where nothing is promised."""
-    ends = _ends(symbols, gradient)
+    ends = ends_of(symbols, gradient)
     gains = {key: (ends[key] - symbols[key]) * gradient[key] for key in ends}
     ordered = torch.cat([gain.flatten() for gain in gains.values()]).sort(descending=True).values
     reached = ordered.cumsum(0)
@@ -220,10 +238,10 @@ def _steps(symbols: Symbols, gradient: Symbols, height: float) -> Iterator[Symbo
         place = int((reached < share * promised).sum())
         least = ordered[min(place, ordered.numel() - 1)]
         yield {key: torch.where(gains[key] >= least, ends[key], symbols[key]) for key in ends}
-        yield {key: _part_of_way(symbols[key], ends[key], share / 2) for key in ends}
+        yield {key: in_parts(symbols[key] + (ends[key] - symbols[key]) * share / 2) for key in ends}
 
 
-def _ends(symbols: Symbols, gradient: Symbols) -> Symbols:
+def ends_of(symbols: Symbols, gradient: Symbols) -> Symbols:
     """Return the signs of the slopes; what has none stays."""
     return {
         key: torch.where(slope == 0, symbols[key], torch.sign(slope))
@@ -231,9 +249,9 @@ def _ends(symbols: Symbols, gradient: Symbols) -> Symbols:
     }
 
 
-def _part_of_way(start: Tensor, end: Tensor, share: float) -> Tensor:
-    """Return what lies between, in whole parts of 1, which a record keeps in one byte."""
-    return torch.round((start + (end - start) * share) * STEPS) / STEPS
+def in_parts(value: Tensor) -> Tensor:
+    """Return symbols in whole parts of 1, which a record keeps in one byte."""
+    return torch.round(value * STEPS) / STEPS
 
 
 def _float32_inside(x: Tensor, centre: Tensor, radius: Tensor) -> Tensor:

@@ -15,9 +15,12 @@ from kcdsl_backends.attack.ascent import Ascent, Symbols
 from kcdsl_backends.attack.runs import SIDES, Attack, Run, functional, measured
 from kcdsl_backends.attack.simulate import Overflowed, Simulator
 from kcdsl_backends.attack.sums import ORDERS
+from kcdsl_backends.attack.together import climb_together
 
 _SAMPLES = 24
 """Random directions from which the promise of every output element is estimated."""
+_TARGETS = 4
+"""Places of the output that herds push at."""
 __all__ = ["Attack", "attack", "functional", "with_orders"]
 
 
@@ -34,6 +37,7 @@ def attack(
     seed: int = 0,
     places: Sequence[int] = (),
     samples: int = 0,
+    herds: int = 1,
 ) -> Attack:
     """Search for admissible runs of both kernels whose drift is large.
 
@@ -49,6 +53,8 @@ def attack(
         places: places to push at before those, as indices of the flattened output: where a bound
             is largest, for instance.
         samples: how many inputs of the region to draw, and to walk on from the best of them.
+        herds: how many herds of runs climb beside that (together.py) where a kernel rounds to
+            nearest and the input may move: the effort of the search there.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     ascent = Ascent(train, infer, kind, centre, radius)
@@ -79,6 +85,9 @@ def attack(
     for position, sign in best:
         for _ in range(restarts):
             push(position, sign, ascent.signs(generator))
+    if ascent.moves and (train.steps or infer.steps):
+        targets = sorted(pushed, key=lambda place: -pushed[place])[:_TARGETS]
+        climb_together(ascent, targets, herds, rounds, generator)
     return ascent.best()
 
 

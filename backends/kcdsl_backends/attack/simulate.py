@@ -29,7 +29,6 @@ from torch.nn import functional as F
 from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.weights import LEAST_FULL_SCALE, QMAX
 from kcdsl_backends.attack.inside import (
     ELEMENTWISE,
     NORMS,
@@ -41,10 +40,11 @@ from kcdsl_backends.attack.inside import (
     turned_sizes,
     unit,
 )
+from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
+from kcdsl_backends.attack.quantiser import Exceeded, moved_by, to_nearest
 from kcdsl_backends.attack.sums import nearest_to, ordered_product, sum_error
-from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.rules.linear import activation_error, summation_error
+from kcdsl_backends.interval.rules.linear import summation_error
 from kcdsl_backends.parameters import StoredParameters
 
 SIMULATED = 53
@@ -60,8 +60,18 @@ STORED = SUMS | {
 """Operations whose result a kernel stores."""
 
 
+_BY_ROWS = frozenset({"none", "per_token", "group_128", "mx", "static"})
+"""Scales of quantisers that no other row has a part in."""
+
+
 class Overflowed(ArithmeticError):
     """A stored value is beyond the largest number of its format: no admitted run."""
+
+
+Step = Callable[[Tensor], Tensor]
+Through = Callable[[str, Step, Tensor], Tensor]
+"""What carries a value through a rounding to nearest: its name, the rounding, the value. It returns
+what the rounding returns; its gradient may be another (secants.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +128,22 @@ class Simulator:
         return self.sums if self.numerics.tensor_core is None else frozenset()
 
     @property
+    def beside(self) -> bool:
+        """Say whether many runs may be simulated at once: x [n, T, D], symbols likewise."""
+        return self.numerics.tensor_core is None and side_by_side(self.graph)
+
+    @property
+    def steps(self) -> bool:
+        """Say whether some value is rounded to nearest, by a quantiser or when it is stored."""
+        stores = any(self._stores(node) and self._nearest(node) for node in self.graph.nodes)
+        return stores or (not self.free and self.numerics.activations.format != "none")
+
+    def _nearest(self, node: Node) -> bool:
+        """Say whether a result that is stored has a rounding to nearest."""
+        precision = self._format(node).precision
+        return not self.free and precision < max(24, self._inner(node).precision)
+
+    @property
     def _coarse(self) -> bool:
         return FORMATS[self.numerics.compute].precision < 24
 
@@ -134,10 +160,13 @@ class Simulator:
         x: Tensor | None,
         symbols: Mapping[str, Tensor],
         orders: Mapping[str, str] | None = None,
+        through: Through | None = None,
     ) -> Tensor:
         """Return the block output for the input x [T, D] under the given roundings.
 
-        `orders` names the order of some of `ordered`; their symbols have no meaning then.
+        `orders` names the order of some of `ordered`; their symbols have no meaning then. `through`
+        sees every value that is rounded to nearest. Where `beside`, x and symbols may have one more
+        dimension in front: many runs, each as it is by itself but for last bits.
 
         Raises:
             Overflowed: a value leaves its format.
@@ -150,19 +179,21 @@ class Simulator:
             if node.op == "input":
                 if x is None:
                     raise ValueError("the block reads hidden states")
-                values[node.name] = self._store(node, x, symbols.get(f"cast {node.name}"))
+                cast = symbols.get(f"cast {node.name}")
+                values[node.name] = self._store(node, x, cast, through)
                 continue
             if node.op == "linear":
                 entering = self._operand(node.inputs[0], nodes, values)
                 symbol = symbols.get(f"quantised {node.name}")
-                values[_entering(node)] = self._quantised(entering, symbol)
+                values[_entering(node)] = self._entered(node, entering, symbol, through)
             if orders and node.name in orders:
                 value = self._ordered(node, orders[node.name], nodes, values)
             else:
                 value = self._exact(node, nodes, values)
                 value = self._accumulated(node, value, symbols, nodes, values)
             value = self._inside(node, value, symbols, nodes, values)
-            values[node.name] = self._store(node, value, symbols.get(f"cast {node.name}"))
+            cast = symbols.get(f"cast {node.name}")
+            values[node.name] = self._store(node, value, cast, through)
         return values[self.graph.output]
 
     def _ordered(
@@ -214,6 +245,7 @@ class Simulator:
                 extra=roundings - left.shape[-1],
                 before=before,
                 quantised=node.op == "linear" and self.numerics.activations.format != "none",
+                weight=self._weight(node),
             )
         return exact + WITHIN * symbol * error
 
@@ -272,12 +304,25 @@ class Simulator:
             return FORMATS[self.numerics.accumulate]
         return FORMATS["float64" if self.numerics.compute == "float64" else "float32"]
 
-    def _store(self, node: Node, value: Tensor, symbol: Tensor | None) -> Tensor:
+    def _entered(
+        self, node: Node, x: Tensor, symbol: Tensor | None, through: Through | None
+    ) -> Tensor:
+        """Return the input of a linear after its quantisation."""
+        if through is None or symbol is not None or self.numerics.activations.format == "none":
+            return self._quantised(node, x, symbol)
+        return through(_entering(node), lambda value: self._quantised(node, value, None), x)
+
+    def _store(
+        self, node: Node, value: Tensor, symbol: Tensor | None, through: Through | None
+    ) -> Tensor:
         if not self._stores(node):
             return value
         format = self._format(node)
-        if not self.free and format.precision < max(24, self._inner(node).precision):
-            value = nearest_to(value, format)
+        if self._nearest(node):
+            if through is None:
+                value = nearest_to(value, format)
+            else:
+                value = through(node.name, lambda value: nearest_to(value, format), value)
         elif symbol is not None:
             value = value * (1 + WITHIN * format.unit_roundoff * symbol)
         if not bool((value.detach().abs() <= format.largest).all()):
@@ -332,67 +377,37 @@ class Simulator:
             case "embedding":
                 ids = torch.tensor(attrs["ids"], device=operand(0).device)
                 return operand(0)[ids].reshape(node.shape)
-            case "concat":
-                return torch.cat([operand(i) for i in range(count)], int(attrs["dim"]))
+            case op if op in MOVES:
+                sources = [nodes[name] for name in node.inputs]
+                return moved(node, [operand(i) for i in range(count)], sources)
             case _:
                 return _UNARY[node.op](operand(0), node)
 
-    def _quantised(self, x: Tensor, symbol: Tensor | None) -> Tensor:
-        """Return the input of a linear after dynamic quantisation: x + s·Q, or to nearest."""
-        spec = self.numerics.activations
-        if spec.format == "none":
+    def _weight(self, node: Node) -> str:
+        """Return the name of the weight of a linear; nothing for other operations."""
+        return str(self.graph.node(node.inputs[1]).attrs["key"]) if node.op == "linear" else ""
+
+    def _quantised(self, node: Node, x: Tensor, symbol: Tensor | None) -> Tensor:
+        """Return the input of a linear after its quantisation: x + s·Q, or to nearest."""
+        if self.numerics.activations.format == "none":
             return x
-        if symbol is not None:
-            error = activation_error(Box.point(x.detach()), Rounding(self.numerics), "input")
-            return x if error is None else x + WITHIN * symbol * error
-        magnitude = x.detach().abs()
-        if spec.format == "uint8":
-            group = x.detach() if spec.scale == "per_token" else x.detach().reshape(1, -1)
-            low = group.amin(-1, keepdim=True).clamp(max=0)
-            high = group.amax(-1, keepdim=True).clamp(min=0)
-            step = ((high - low) / 255).clamp_min(1e-300)
-            zero = torch.round(-low / step)
-            code = (torch.round(x.detach() / step) + zero).clamp(0, 255)
-            return x + ((code - zero) * step - x.detach())
-        integer = spec.format in ("int8", "int8_full")
-        limit = QMAX[spec.format] if integer else FORMATS[spec.format].largest
-        if spec.scale == "mx":
-            width = x.shape[-1]
-            blocks = F.pad(magnitude, (0, -width % 32)).reshape(*magnitude.shape[:-1], -1, 32)
-            top = blocks.amax(-1, keepdim=True).expand_as(blocks).flatten(-2)[..., :width]
-            exponent = {"fp8_e4m3": 8, "fp8_e5m2": 15}[spec.format]
-            scale = torch.exp2(torch.floor(torch.log2(top.clamp_min(1e-300))) - exponent)
-        elif spec.scale == "none":
-            scale = torch.ones_like(magnitude[..., :1])
-        else:
-            top = (
-                magnitude.amax(-1, keepdim=True) if spec.scale == "per_token" else magnitude.amax()
-            )
-            least = LEAST_FULL_SCALE if spec.format == "int8_full" else 1e-300
-            scale = _single(top / limit).clamp_min(least)
-        code = _single(x.detach() / scale).clamp(-limit, limit)
-        if integer:  # 127.5 becomes 128, and is cut off above
-            code = torch.round(code).clamp(max=127.0)
-        else:
-            code = nearest_to(code, FORMATS[spec.format])
-        return x + (_single(code * scale) - x.detach())
+        runs_share = self.numerics.activations.scale not in _BY_ROWS
+        if runs_share and x.dim() > len(self.graph.node(node.inputs[0]).shape):
+            symbols = [None] * len(x) if symbol is None else list(symbol.expand_as(x))
+            parts = zip(x, symbols, strict=True)
+            return torch.stack([self._quantised(node, one, own) for one, own in parts])
+        weight = self._weight(node)
+        try:
+            if symbol is not None:
+                return moved_by(x, self.numerics, weight, WITHIN * symbol)
+            return to_nearest(x, self.numerics, weight)
+        except Exceeded as reason:
+            raise Overflowed(f"{node.name}: {reason}") from None
 
 
 def _entering(node: Node) -> str:
     """Return under which name the quantised input of a linear is kept."""
     return f"{node.name}/input"
-
-
-def _single(x: Tensor) -> Tensor:
-    """Return numbers rounded to float32, the arithmetic of quantisers."""
-    return x.to(torch.float32).to(torch.float64)
-
-
-def _slice(x: Tensor, node: Node) -> Tensor:
-    index = [slice(None)] * x.dim()
-    dim, start, stop, step = (int(node.attrs[k]) for k in ("dim", "start", "stop", "step"))
-    index[dim] = slice(start, stop, step)
-    return x[tuple(index)]
 
 
 _UNARY: Mapping[str, Callable[[Tensor, Node], Tensor]] = {
@@ -401,8 +416,4 @@ _UNARY: Mapping[str, Callable[[Tensor, Node], Tensor]] = {
     "tanh": lambda x, node: torch.tanh(x),
     "silu": lambda x, node: F.silu(x),
     "gelu": lambda x, node: F.gelu(x),
-    "reshape": lambda x, node: x.reshape(node.shape),
-    "expand": lambda x, node: x.expand(node.shape),
-    "permute": lambda x, node: x.permute([int(d) for d in node.attrs["dims"]]),
-    "slice": _slice,
 }

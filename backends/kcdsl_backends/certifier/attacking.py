@@ -11,6 +11,7 @@ from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.attack.recording import attained, record_run
 from kcdsl_backends.attack.runs import Attack, attack_of
 from kcdsl_backends.attack.search import attack, with_orders
+from kcdsl_backends.attack.simulate import Overflowed
 from kcdsl_backends.certifier.bounding import Bounded
 from kcdsl_backends.certifier.cases import Case
 from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
@@ -31,23 +32,28 @@ def attack_case(shop: Workshop, goal: Goal, case: Case, bounded: Bounded) -> Att
     """Search for runs of one case with a large drift; the same case gives the same runs.
 
     The result is plain data. It has the record of its run only where it refutes the goal: then, if
-    a run with concrete orders of all sums does so too, it is that one. Of a region of any length
-    those sequences are attacked that are as long as the tokens the region came from.
+    a run with concrete orders of all sums does so too, it is that one. Where no run stays inside of
+    its formats it is 0, of no run. Of a region of any length those sequences are attacked that are
+    as long as the tokens the region came from.
     """
     any_length, case = case.longest is not None, case.at_its_length
     problem: BlockProblem = shop.problem(goal.block, case.tokens)
     places = _in_last_row(problem, bounded.places) if any_length else bounded.places
     train, infer = problem.simulators()
     with threads_for(problem.size):
-        found = attack(
-            train,
-            infer,
-            goal.functional,
-            case.centre,
-            case.radius,
-            seed=case.seed,
-            places=places,
-        )
+        try:
+            found = attack(
+                train,
+                infer,
+                goal.functional,
+                case.centre,
+                case.radius,
+                seed=case.seed,
+                places=places,
+            )
+        except Overflowed:  # whatever runs here leaves its formats, or exceeds a static scale
+            row = (0,) * (len(problem.graph.node(problem.graph.output).shape) - 1)
+            return Attack(0.0, row, 0, 0.0, 0.0)
         if found.run is None or not goal.refuted_by(found.value):
             return replace(found, run=None)
         run = found.run

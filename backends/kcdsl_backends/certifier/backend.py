@@ -17,16 +17,25 @@ from kcdsl.model.presets import resolve
 from kcdsl.route.execution import Execution
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.counterexample import Replayed, counterexample
-from kcdsl.verdict.model import Evidence, InvalidEvidence, Violated
+from kcdsl.verdict.model import Evidence, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.adapters import find_adapter, refuse_unserved
+from kcdsl_backends.affine.independent import ASSUMPTION as INDEPENDENT
 from kcdsl_backends.certifier.cache import rules_version
-from kcdsl_backends.certifier.cases import Stated, cases_of, slice_rows, stated_case, with_weights
+from kcdsl_backends.certifier.cases import (
+    Stated,
+    cases_of,
+    problem_of,
+    slice_rows,
+    stated_case,
+    with_weights,
+)
 from kcdsl_backends.certifier.deciding import Open, Progress, decide_batch
 from kcdsl_backends.certifier.engine import Crew, threads_of
 from kcdsl_backends.certifier.replaying import case_record, replay
 from kcdsl_backends.certifier.work import Setting, Station, open_station, peak_bytes
 from kcdsl_backends.certifier.workshop import Workshop
+from kcdsl_backends.planes.worth import cheap
 from kcdsl_backends.requests import Request
 
 ASSUMPTIONS = (
@@ -122,7 +131,9 @@ class IntervalBackend:
                     progress=progress,
                     chain=chain,
                 )
-                outcomes += (self._outcome(station, one, notes) for one in batch)
+                for one in batch:
+                    told = notes if chain else (*notes, *_unasked(station, one))
+                    outcomes.append(self._outcome(station, one, told))
         return tuple(outcomes)
 
     def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
@@ -177,11 +188,14 @@ class IntervalBackend:
             evidence = Evidence(EvidenceKind.PROOF, n=0)
             return GoalOutcome(one.goal, InvalidEvidence(reason), evidence, self.name, (), 0.0, 0)
         any_length = (ANY_LENGTH,) if one.goal.region.kind is RegionKind.ROWS else ()
-        assumptions = (*ASSUMPTIONS, *any_length, *notes)
+        alphas = {case.alpha for case in one.outcomes if case.alpha is not None}
+        chances = tuple(INDEPENDENT.format(alpha=alpha) for alpha in sorted(alphas))
+        assumptions = (*ASSUMPTIONS, *any_length, *chances, *notes)
+        kind = EvidenceKind.PROBABILISTIC if alphas else EvidenceKind.PROOF
         return GoalOutcome(
             goal=one.goal,
             verdict=one.verdict,
-            evidence=Evidence(EvidenceKind.PROOF, n=len(one.cases), assumptions=assumptions),
+            evidence=Evidence(kind, n=len(one.cases), assumptions=assumptions),
             backend=self.name,
             cases=tuple(one.outcomes),
             seconds=one.seconds,
@@ -192,6 +206,18 @@ class IntervalBackend:
             notes=(*notes, *one.notes),
             cached=one.cached,
         )
+
+
+def _unasked(station: Station, one: Open) -> tuple[str, ...]:
+    """Say that planes may decide what is open, where they were not asked for being slow."""
+    goal, kinds = one.goal, (RegionKind.POINTS, RegionKind.BALL, RegionKind.HULL)
+    able = goal.domains is None and goal.weights == 0 and goal.region.kind in kinds
+    if not able or not isinstance(one.verdict, Inconclusive):
+        return ()
+    graphs = (problem_of(station.shop, goal, case).graph for case in one.cases)
+    if all(cheap(graph) for graph in graphs):
+        return ()
+    return ("planes were not asked, as the block is large: --domains interval,affine,planes",)
 
 
 def _counterexample(station: Station, one: Open) -> bytes | None:

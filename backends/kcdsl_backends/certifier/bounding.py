@@ -1,10 +1,12 @@
-"""Bound one case: by the interval domain, and by affine forms where that is not enough."""
+"""Bound one case by more and more domains until it holds: intervals, affine forms, planes, and
+what is likely, where that is enough."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,6 +24,12 @@ from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound, top_margin
 from kcdsl_backends.interval.propagate import Bounds
+from kcdsl_backends.interval.state import State
+from kcdsl_backends.planes.propagate import Enough
+from kcdsl_backends.planes.propagate import Found as Planes
+from kcdsl_backends.planes.search import Effort
+from kcdsl_backends.planes.worth import cheap
+from kcdsl_certs.reals import real_text
 
 _PLACES = 3
 """Places of the output, those with the largest bounds, at which an attack pushes first."""
@@ -36,7 +44,7 @@ class Bounded:
 
 
 def bound_case(shop: Workshop, goal: Goal, case: Case, builder: ProofBuilder) -> Bounded:
-    """Bound a case by the interval domain, and by affine forms where that is not enough."""
+    """Bound a case by the interval domain, and by others where that is not enough."""
     problem, region = problem_of(shop, goal, case), region_of(shop, goal, case)
     case = widened(goal, case)
     margin = claim_margin(shop.train, shop.infer, problem.graph)
@@ -47,10 +55,11 @@ def bound_stated(stated: Stated) -> Bounded:
     """Bound a case on a problem that is ready; see `bound_case`."""
     goal, case, problem = stated.goal, stated.case, stated.problem
     bounds, reason = None, None
-    try:
-        bounds = problem.bound(case.centre, case.radius)
-    except NoBound as no:
-        reason = str(no)
+    if stated.asks("interval"):
+        try:
+            bounds = problem.bound(case.centre, case.radius)
+        except NoBound as no:
+            reason = str(no)
     if goal.functional == "no_flip":
         return _order(stated, bounds, reason)
     return _drift(stated, bounds, reason)
@@ -68,8 +77,14 @@ class Problem(Protocol):
         """Propagate boxes; raises NoBound."""
         ...
 
-    def forms(self, centre: Tensor | None, radius: Tensor) -> Both:
-        """Return affine forms; raises NoBound."""
+    def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
+        """Return affine forms, with independent roundings given `alpha`; raises NoBound."""
+        ...
+
+    def planes(
+        self, centre: Tensor | None, radius: Tensor, effort: Effort, enough: Enough
+    ) -> Planes:
+        """Bound the output by planes; raises NoBound."""
         ...
 
 
@@ -90,8 +105,56 @@ class Stated:
 
     def by_forms(self, bound: float, forms: Both) -> None:
         """Add the case to the proof, with a bound of affine forms."""
-        graph, witness = self.problem.graph, forms.witness()
-        self.builder.add(self.case.name, graph, self.region, bound, witness, "affine", forms.passes)
+        graph, witness, chance = self.problem.graph, forms.witness(), forms.chance
+        self.builder.add(
+            *(self.case.name, graph, self.region, bound, witness, "affine", forms.passes),
+            chance=None if chance is None else chance.to_json(),
+        )
+
+    def by_planes(self, bound: float, planes: Planes, forms: Both | None = None) -> None:
+        """Add the case to the proof, with a bound of planes, met with affine forms if given."""
+        domain, passes = ("planes", None) if forms is None else ("affine+planes", forms.passes)
+        self.builder.add(
+            *(self.case.name, self.problem.graph, self.region, bound, planes.witness),
+            *(domain, passes, planes.hints),
+        )
+
+    def asks(self, domain: str) -> bool:
+        """Say whether the goal may be bounded in a domain; planes of themselves only if cheap."""
+        if self.goal.domains is not None:
+            return domain in self.goal.domains
+        return domain != "planes" or cheap(self.problem.graph)
+
+    def forms(self, alpha: Fraction | None = None) -> Both | None:
+        """Return the affine forms, None where there are none or none are asked for."""
+        if not self.asks("affine"):
+            return None
+        try:
+            return self.problem.forms(self.case.centre, self.case.radius, alpha)
+        except NoBound:
+            return None
+
+    def planes(self) -> Planes | None:
+        """Return what planes say, None where that is nothing or they are not asked for."""
+        if not self.asks("planes"):
+            return None
+        goal = self.goal
+        limit = None
+        if goal.functional == "inf" and goal.threshold is not None:
+            limit = float(goal.threshold) / self.margin
+        try:
+            return self.problem.planes(
+                self.case.centre, self.case.radius, Effort(limit=limit), self.settled
+            )
+        except NoBound:
+            return None
+
+    def settled(self, output: State) -> bool:
+        """Say whether boxes of the output settle the goal."""
+        goal = self.goal
+        if goal.functional == "no_flip":
+            return top_margin(output, goal.k, self.margin) > 0
+        return goal.admits(drift_bound(output.drift, goal.functional) * self.margin)
 
     def outcome(self, bound: float, reason: str | None = None, **more: Any) -> CaseOutcome:
         """Return the outcome of the case."""
@@ -101,53 +164,137 @@ class Stated:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a domain says: the bound, how it goes into the proof, and the margin of an order."""
+
+    bound: float
+    add: Callable[[], None]
+    places: tuple[int, ...] = ()
+    margin: float = -math.inf
+    alpha: str | None = None
+
+
 def _drift(stated: Stated, bounds: Bounds | None, reason: str | None) -> Bounded:
-    """Bound a functional of the drift."""
-    goal, case, margin = stated.goal, stated.case, stated.margin
-    found = math.inf
+    """Bound a functional of the drift, by more and more domains until the goal holds."""
+    best: _Found | None = None
+    for found in _drifts(stated, bounds):
+        best = found if best is None or found.bound < best.bound else best
+        if stated.goal.admits(best.bound):
+            break
+    if best is None:
+        return Bounded(stated.outcome(math.inf, reason or "no domain that was asked has a bound"))
+    best.add()
+    return Bounded(stated.outcome(best.bound, alpha=best.alpha), best.places)
+
+
+def _drifts(stated: Stated, bounds: Bounds | None) -> Iterator[_Found]:
+    """Yield the bounds of a functional of the drift, the cheapest domain first."""
+    goal, margin = stated.goal, stated.margin
+    known: Box | None = None
     if bounds is not None:
-        found = drift_bound(bounds.output.drift, goal.functional) * margin
-        if goal.admits(found):
-            stated.by_intervals(found, bounds.witness)
-            return Bounded(stated.outcome(found), _places(bounds.output.drift))
+        known, witness = bounds.output.drift, bounds.witness
+        found = drift_bound(known, goal.functional) * margin
+        yield _Found(found, lambda: stated.by_intervals(found, witness), _places(known))
+    forms = stated.forms()
+    if forms is not None:
+        yield from _by_forms(stated, forms, known, lambda b: stated.by_forms(b, forms))
+    planes = stated.planes()
+    if planes is not None:
+        alone, every = drift_bound(planes.box, goal.functional) * margin, planes
+        yield _Found(alone, lambda: stated.by_planes(alone, every), _places(planes.box))
+        if forms is not None:
+            yield from _by_forms(
+                stated, forms, planes.box, lambda b: stated.by_planes(b, every, forms)
+            )
+    likely = None if goal.alpha is None else stated.forms(goal.alpha)
+    if likely is not None:
+        yield from _by_forms(stated, likely, known, lambda b: stated.by_forms(b, likely))
+
+
+def _by_forms(
+    stated: Stated, forms: Both, known: Box | None, add: Callable[[float], None]
+) -> Iterator[_Found]:
+    """Yield the bound by affine forms, on a box of the drift that is known; nothing without one."""
+    goal, margin = stated.goal, stated.margin
     try:
-        forms = stated.problem.forms(case.centre, case.radius)
-        drift = forms.box()
+        drift = forms.box() if known is None else forms.box().meet(known)
+        bound = margin * functional_bound(
+            forms, drift, goal.functional, lambda value: goal.admits(value * margin)
+        )
+        yield _Found(bound, lambda: add(bound), _places(drift), alpha=_alpha(forms))
     except NoBound:
-        if bounds is None:
-            return Bounded(stated.outcome(math.inf, reason))
-        stated.by_intervals(found, bounds.witness)
-        return Bounded(stated.outcome(found), _places(bounds.output.drift))
-    drift = drift if bounds is None else drift.meet(bounds.output.drift)
-    bound = margin * functional_bound(
-        forms, drift, goal.functional, lambda value: goal.admits(value * margin)
-    )
-    stated.by_forms(bound, forms)
-    return Bounded(stated.outcome(bound), _places(drift))
+        return
+
+
+def _alpha(forms: Both) -> str | None:
+    """Return with what probability bounds fail, None in the worst case; raises NoBound."""
+    return None if forms.chance is None else real_text(forms.chance.alpha)
 
 
 def _order(stated: Stated, bounds: Bounds | None, reason: str | None) -> Bounded:
     """Bound from below how far the largest columns stay above the others."""
-    goal, case, factor = stated.goal, stated.case, stated.margin
-    found, known, top = math.inf, None, None
+    best: _Found | None = None
+    for found in _orders(stated, bounds):
+        best = found if best is None or found.margin > best.margin else best
+        if best.margin > 0:
+            break
+    if best is None:
+        return Bounded(stated.outcome(math.inf, reason, stable=False))
+    best.add()
+    stable = best.margin > 0
+    return Bounded(
+        stated.outcome(
+            *(best.bound, None if stable else reason),
+            stable=stable,
+            margin=best.margin,
+            alpha=best.alpha,
+        )
+    )
+
+
+def _orders(stated: Stated, bounds: Bounds | None) -> Iterator[_Found]:
+    """Yield margins of the order, the cheapest domain first; their bounds are of the drift."""
+    goal, factor = stated.goal, stated.margin
+    found, known = math.inf, None
     if bounds is not None:
-        output = bounds.output
+        output, witness = bounds.output, bounds.witness
         found, known = drift_bound(output.drift, "inf") * factor, (output.train, output.infer)
-        top = top_margin(output, goal.k, factor)
-        if top > 0:
-            stated.by_intervals(found, bounds.witness)
-            return Bounded(stated.outcome(found, stable=True, margin=top))
+        top, whole = top_margin(output, goal.k, factor), found
+        yield _Found(whole, lambda: stated.by_intervals(whole, witness), margin=top)
+    forms = stated.forms()
+    if forms is not None:
+        yield from _ordered(stated, forms, known, found)
+    planes = stated.planes()
+    if planes is not None:
+        moved, every = drift_bound(planes.box, "inf") * factor, planes
+        boxes = planes.output.train, planes.output.infer
+        alone = top_margin(planes.output, goal.k, factor)
+        yield _Found(moved, lambda: stated.by_planes(moved, every), margin=alone)
+        if forms is not None:
+            both = _least(margins(forms, goal.k, boxes, factor))
+            yield _Found(moved, lambda: stated.by_planes(moved, every, forms), margin=both)
+    likely = None if goal.alpha is None else stated.forms(goal.alpha)
+    if likely is not None:
+        yield from _ordered(stated, likely, known, found)
+
+
+def _ordered(
+    stated: Stated, forms: Both, known: tuple[Box, Box] | None, found: float
+) -> Iterator[_Found]:
+    """Yield the least margin of all rows by affine forms; nothing where there is none."""
     try:
-        forms = stated.problem.forms(case.centre, case.radius)
+        least = _least(margins(forms, stated.goal.k, known, stated.margin))
+        bound = min(found, forms.witness()[forms.output][1] * stated.margin)
+        yield _Found(
+            bound, lambda: stated.by_forms(bound, forms), margin=least, alpha=_alpha(forms)
+        )
     except NoBound:
-        if bounds is not None:
-            stated.by_intervals(found, bounds.witness)
-        return Bounded(stated.outcome(found, reason, stable=False, margin=top))
-    rows = margins(forms, goal.k, known, factor)
-    least = float(rows.amin()) if rows.numel() else -math.inf
-    bound = min(found, forms.witness()[forms.output][1] * factor)
-    stated.by_forms(bound, forms)
-    return Bounded(stated.outcome(bound, stable=least > 0, margin=least))
+        return
+
+
+def _least(rows: Tensor) -> float:
+    return float(rows.amin()) if rows.numel() else -math.inf
 
 
 def _places(drift: Box) -> tuple[int, ...]:

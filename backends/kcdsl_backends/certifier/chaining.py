@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,10 +11,11 @@ from kcdsl.diagnostics.places import at
 from kcdsl.model.graph import BlockGraph
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome, LinkOutcome
+from kcdsl_backends.affine.handing import Around
 from kcdsl_backends.certifier.bounding import Bounded, Stated, bound_stated
 from kcdsl_backends.certifier.cache import DAMAGE, ENTRY_SCHEMA, Found, decode, encode, key_of
 from kcdsl_backends.certifier.cases import Case, region_of
-from kcdsl_backends.certifier.cutting import links_of
+from kcdsl_backends.certifier.cutting import links_of, partitions
 from kcdsl_backends.certifier.linking import Interface, Linked, LinkProblem, Output, link_case
 from kcdsl_backends.certifier.proof import Contents, ProofBuilder
 from kcdsl_backends.certifier.work import BoundedCase, Station
@@ -23,14 +24,30 @@ from kcdsl_backends.interval.errors import NoBound
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """How a chain is made: of how many links, and whether these hand on ellipsoids beside boxes.
+
+    With ellipsoids the links behind any change are found anew.
+    """
+
+    count: int
+    ellipsoids: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ChainTask:
-    """Bound one case of a goal by a chain."""
+    """Bound one case of a goal by the first chain that settles it; or as one plan says."""
 
     goal: Goal
     case: Case
+    plan: Plan | None = None
 
     def run(self, station: Station) -> tuple[BoundedCase, Found | None]:
-        """Bound every link in order, or take what an earlier run found of it."""
+        """Bound every link in order, or take what an earlier run found of it.
+
+        Plans are tried in order; if none settles the goal, the chain with the least bound is what
+        is found.
+        """
         with at(self.goal.span):
             case = self.case.on(station.shop.device)
             reason = _unchainable(self.goal, case)
@@ -40,12 +57,48 @@ class ChainTask:
             links = links_of(station.shop.model, whole)
             if len(links) < 2:
                 return _without(case, f"block {whole.block!r} does not fall apart into links"), None
-            walk = _Walk(station, self.goal, case, whole, links)
-            answer = walk.walk()
-            if walk.reused and not _settled(self.goal, answer.bounded.outcome):
-                walk = _Walk(station, self.goal, case, whole, links, afresh=True)
-                answer = walk.walk()
-            return answer, walk.found
+            best: tuple[BoundedCase, Found | None] | None = None
+            damaged = False
+            for plan, some in _plans(whole, links):
+                if self.plan not in (None, plan):
+                    continue
+                walk = _Walk(station, self.goal, case, whole, some, plan.ellipsoids)
+                answer, found = _walked(walk)
+                damaged |= found is Found.DAMAGED
+                if best is None or _tighter(answer, best[0]):
+                    best = answer, found
+                if _settled(self.goal, answer.bounded.outcome):
+                    best = answer, found
+                    break
+            assert best is not None
+            return best[0], Found.DAMAGED if damaged else best[1]
+
+
+def _plans(
+    whole: BlockGraph, links: tuple[BlockGraph, ...]
+) -> Iterator[tuple[Plan, tuple[BlockGraph, ...]]]:
+    """Yield plans, those first of which most is known again after a change, with their links."""
+    yield Plan(len(links), ellipsoids=False), links
+    for some in partitions(whole, links):
+        yield Plan(len(some), ellipsoids=True), some
+
+
+def _walked(walk: _Walk) -> tuple[BoundedCase, Found | None]:
+    """Bound a case, with tighter interfaces where those of before cost the goal."""
+    answer = walk.walk()
+    if walk.reused and not _settled(walk.goal, answer.bounded.outcome):
+        again = _Walk(
+            *(walk.station, walk.goal, walk.case, walk.whole, walk.links, walk.ellipsoids),
+            afresh=True,
+            damaged=walk.damaged,
+        )
+        return again.walk(), again.found
+    return answer, walk.found
+
+
+def _tighter(one: BoundedCase, two: BoundedCase) -> bool:
+    """Say whether a chain has a lesser bound than another."""
+    return one.bounded.outcome.bound < two.bounded.outcome.bound
 
 
 def _settled(goal: Goal, outcome: CaseOutcome) -> bool:
@@ -80,6 +133,7 @@ class _Walk:
     case: Case
     whole: BlockGraph
     links: tuple[BlockGraph, ...]
+    ellipsoids: bool
     afresh: bool = False
     outcomes: list[LinkOutcome] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -127,7 +181,7 @@ class _Walk:
         """Return the interface behind a link: that of an earlier run if the output fits into it."""
         cache, shop = self.station.cache, self.station.shop
         fresh = output.interface()
-        if cache is None:
+        if cache is None or self.ellipsoids:
             return fresh
         key = key_of(
             {
@@ -138,7 +192,7 @@ class _Walk:
                 "case": self.case.name,
                 "kind": self.goal.region.kind.value,
                 "radius": str(self.goal.region.radius),
-                "link": number,
+                "links": [link.block for link in self.links[: number + 1]],
                 "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
             }
         )
@@ -157,16 +211,19 @@ class _Walk:
     def _inner(self, graph: BlockGraph, entering: Interface) -> Linked:
         """Bound a link that another one follows."""
         shop = self.station.shop
-        kept = self._kept(graph, entering, {}, (Linked, Output))
+        asked = {"ellipsoids": str(self.ellipsoids)}
+        kept = self._kept(graph, entering, asked, (Linked, Output, Around))
         if isinstance(kept, Linked):
             linked = Linked(kept.claim, _on(kept.output, self.station), kept.stated)
             self.outcomes.append(LinkOutcome(graph.block, linked.output.largest, cached=True))
             return linked
-        problem = LinkProblem(shop.problem_of_graph(graph), entering.box)
+        problem = LinkProblem(shop.problem_of_graph(graph), entering.box, entering.around)
         builder = replace(self._builder, functional="inf", k=1)
         margin = claim_margin(shop.train, shop.infer)
-        linked = link_case(graph.block, problem, entering, builder, margin)
-        self._keep(graph, entering, {}, linked)
+        linked = link_case(
+            graph.block, problem, entering, builder, margin, ellipsoids=self.ellipsoids
+        )
+        self._keep(graph, entering, asked, linked)
         self.outcomes.append(LinkOutcome(graph.block, linked.output.largest))
         return linked
 
@@ -183,7 +240,7 @@ class _Walk:
             bounded, claim, stated = kept
             self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound, cached=True))
             return bounded, claim, stated
-        problem = LinkProblem(shop.problem_of_graph(graph), entering.box)
+        problem = LinkProblem(shop.problem_of_graph(graph), entering.box, entering.around)
         builder = self._builder
         case = Case(graph.block, self.case.tokens, entering.centre, entering.radius)
         margin = claim_margin(shop.train, shop.infer)
@@ -258,9 +315,13 @@ def _refuse_strange(kept: Any, graph: BlockGraph) -> None:
     """
     if isinstance(kept, Linked):
         shape = graph.node(graph.output).shape
-        parts = (*kept.output.train, *kept.output.drift)
+        parts, held = (*kept.output.train, *kept.output.drift), kept.output.around
         if type(kept.claim) is not float or any(tuple(p.shape) != shape for p in parts):
             raise ValueError("not a link")
+        if held is not None and (
+            tuple(held.middle.shape) != shape or tuple(held.shapes.shape) != (*shape, shape[-1])
+        ):
+            raise ValueError("other ellipsoids")
         if not isinstance(kept.stated, dict):
             raise ValueError("nothing is stated")
         return
@@ -275,4 +336,5 @@ def _on(output: Output, station: Station) -> Output:
     device = station.shop.device
     low, high = (part.to(device) for part in output.train)
     least, most = (part.to(device) for part in output.drift)
-    return Output((low, high), (least, most))
+    around = None if output.around is None else output.around.on(device)
+    return Output((low, high), (least, most), around)

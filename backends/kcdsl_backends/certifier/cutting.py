@@ -7,7 +7,7 @@ such as a sub-layer with its residual; a link has at least one knot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -68,6 +68,46 @@ def links_of(model: Model, graph: BlockGraph) -> tuple[BlockGraph, ...]:
     return tuple(
         _link(graph, computed, first, end, name or f"{graph.block}[{number}]")
         for number, (name, first, end) in enumerate(spans)
+    )
+
+
+def partitions(
+    graph: BlockGraph, links: tuple[BlockGraph, ...]
+) -> Iterator[tuple[BlockGraph, ...]]:
+    """Yield the links of a graph, then half as many longer ones, and so on down to two.
+
+    Fewer links lose less between them; what changed takes longer to verify again.
+    """
+    yield links
+    count = len(links)
+    while count > 2:
+        count = (count + 1) // 2
+        yield _longer(graph, links, count)
+
+
+def _longer(graph: BlockGraph, links: tuple[BlockGraph, ...], count: int) -> tuple[BlockGraph, ...]:
+    """Return `count` links, each made of as many consecutive ones as the others or one less."""
+    computed = [node for node in graph.nodes if node.op not in (*_LEAVES, "input")]
+    places = {node.name: place for place, node in enumerate(computed)}
+    first, before, found = 0, 0, []
+    for number in range(1, count + 1):
+        behind = -(-len(links) * number // count)
+        end = places[links[behind - 1].output] + 1
+        names = links[before].block, links[behind - 1].block
+        name = "..".join(names if behind - before > 1 else names[:1])
+        found.append(_link(graph, computed, first, end, name))
+        first, before = end, behind
+    return tuple(found)
+
+
+def named(
+    graph: BlockGraph, links: tuple[BlockGraph, ...], names: Sequence[str]
+) -> tuple[BlockGraph, ...]:
+    """Return the partition of a graph whose first links have these names."""
+    return next(
+        some
+        for some in partitions(graph, links)
+        if [link.block for link in some[: len(names)]] == list(names)
     )
 
 

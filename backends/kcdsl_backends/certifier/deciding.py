@@ -173,7 +173,12 @@ def _measure_slack(crew: Crew, batch: Sequence[Open], progress: Progress) -> Non
         for one in batch
         if (able := [i for i, outcome in enumerate(one.outcomes) if len(outcome.links) > 1])
     ]
-    answers = crew.run([SlackTask(one.goal, one.cases[i]) for one, i in places])
+    names = [tuple(link.name for link in one.outcomes[i].links) for one, i in places]
+    tasks = [
+        SlackTask(one.goal, one.cases[i], some)
+        for (one, i), some in zip(places, names, strict=True)
+    ]
+    answers = crew.run(tasks)
     for number, ((one, index), answer) in enumerate(zip(places, answers, strict=True)):
         assert answer is not None
         one.spend(answer)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, array_digest
+from kcdsl_backends.affine.handing import Around
+from kcdsl_backends.affine.outgoing import around
 from kcdsl_backends.affine.pair import Both, both, output_entry
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, encode_array
 from kcdsl_backends.certifier.workshop import BlockProblem
@@ -22,10 +25,14 @@ from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.interval.propagate import Bounds, propagate
+from kcdsl_backends.planes.propagate import Found as Planes
 from kcdsl_backends.threads import threads_for
 
 NOISE = 2.0**-36
 """More than the roundings of both programs come to, relative to the largest number of a state."""
+REACHES = 2.0**-7
+"""Of the width of the training value, by how much it is claimed to be wider: without reverse passes
+of the output both programs follow it in ways of their own, and little comes of it."""
 DIGITS = 4
 """Binary digits of the width of a box to which interfaces are rounded outward."""
 
@@ -34,18 +41,21 @@ DIGITS = 4
 class Interface:
     """What a link reads: states [T, D] in centre ± radius, and their drift (None: no drift).
 
-    `centre` None stands for the token ids of the block.
+    `centre` None stands for the token ids of the block. `around` holds ellipsoids around the rows
+    of the drift, which a reader of the proof derives as well.
     """
 
     centre: Tensor | None
     radius: Tensor
     drift: tuple[Tensor, Tensor] | None = None
+    around: Around | None = None
 
     def on(self, device: torch.device) -> Interface:
         """Return it on a device."""
         centre = None if self.centre is None else self.centre.to(device)
         drift = None if self.drift is None else (self.drift[0].to(device), self.drift[1].to(device))
-        return Interface(centre, self.radius.to(device), drift)
+        around = None if self.around is None else self.around.on(device)
+        return Interface(centre, self.radius.to(device), drift, around)
 
     @property
     def box(self) -> Box | None:
@@ -55,7 +65,8 @@ class Interface:
     @property
     def digest(self) -> str:
         """Return the sha256 (hex) of its numbers; token ids are part of the graph."""
-        parts = [self.centre, self.radius, *(self.drift or ())]
+        around = () if self.around is None else (self.around.middle, self.around.shapes)
+        parts = [self.centre, self.radius, *(self.drift or ()), *around]
         digests = ["" if p is None else array_digest(p.cpu().numpy()) for p in parts]
         return hashlib.sha256("|".join(digests).encode()).hexdigest()
 
@@ -63,15 +74,18 @@ class Interface:
         """Return it as the region of a link in a proof; only with a drift."""
         assert self.centre is not None
         assert self.drift is not None
-        return {**box_region("hull", self.centre, self.radius), "drift": box_record(*self.drift)}
+        stated = {**box_region("hull", self.centre, self.radius), "drift": box_record(*self.drift)}
+        return stated if self.around is None else {**stated, "ellipsoids": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Boxes of the training value and of the drift of a link's output, as they are claimed."""
+    """Boxes of the training value and of the drift of a link's output, as they are claimed, and
+    ellipsoids around the rows of the drift where they were asked for."""
 
     train: tuple[Tensor, Tensor]
     drift: tuple[Tensor, Tensor]
+    around: Around | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the output as it stands in a proof."""
@@ -87,11 +101,11 @@ class Output:
         train, drift = rounded(Box(*self.train)), rounded(Box(*self.drift))
         centre = train.lo / 2 + train.hi / 2
         radius = up(torch.maximum(train.hi - centre, centre - train.lo))
-        return Interface(centre, radius, (drift.lo, drift.hi))
+        return Interface(centre, radius, (drift.lo, drift.hi), self.around)
 
     def fits(self, interface: Interface) -> bool:
         """Say whether it lies in an interface, in exact comparison."""
-        if interface.centre is None or interface.drift is None:
+        if interface.centre is None or interface.drift is None or interface.around is not None:
             return False
         centre, radius = interface.centre, interface.radius
         shape, kind = self.train[0].shape, torch.float64
@@ -110,6 +124,7 @@ class LinkProblem:
 
     problem: BlockProblem
     drift: Box | None
+    around: Around | None = None
 
     @property
     def graph(self) -> BlockGraph:
@@ -122,10 +137,17 @@ class LinkProblem:
         with threads_for(one.size):
             return propagate(one.graph, one.kernels(), centre, radius, self.drift)
 
-    def forms(self, centre: Tensor | None, radius: Tensor) -> Both:
-        """Return the affine forms of both kernels; raises NoBound."""
+    def planes(self, centre: Tensor | None, radius: Tensor, *_: object) -> Planes:
+        """Planes are of whole blocks; raises NoBound."""
+        raise NoBound(self.graph.output, "planes do not cover states that drift")
+
+    def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
+        """Return the affine forms of both kernels; raises NoBound, always with an `alpha`:
+        what one link leaves to chance the next one cannot."""
         one = self.problem
-        return both(one.graph, one.train, one.infer, centre, radius, self.drift)
+        if alpha is not None:
+            raise NoBound(one.graph.output, "links of a chain leave nothing to chance")
+        return both(one.graph, one.train, one.infer, centre, radius, self.drift, handed=self.around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +160,13 @@ class Linked:
 
 
 def link_case(
-    name: str, problem: LinkProblem, entering: Interface, builder: ProofBuilder, margin: float
+    name: str,
+    problem: LinkProblem,
+    entering: Interface,
+    builder: ProofBuilder,
+    margin: float,
+    *,
+    ellipsoids: bool = False,
 ) -> Linked:
     """Bound the output of a link by every domain at once.
 
@@ -146,6 +174,7 @@ def link_case(
         name: what the link is called in the proof.
         builder: an empty proof about the largest drift.
         margin: the factor of claims.
+        ellipsoids: find such around the rows of the drift too, where there are affine forms.
 
     Raises:
         NoBound: no domain has a bound of the output.
@@ -179,8 +208,10 @@ def link_case(
     (record,) = builder.contents().cases
     stated = {key: part for key, part in record.items() if key not in ("name", "graph", "region")}
     noise = float(train.mag().amax()) * NOISE
-    boxes = (_claimed(train, margin, noise), _claimed(drift, margin, noise))
-    return Linked(claim, Output(*((box.lo, box.hi) for box in boxes)), stated)
+    one = _claimed(train, max(margin, 1 + REACHES), noise, REACHES)
+    two = _claimed(drift, margin, noise)
+    held = around(forms) if ellipsoids and forms is not None else None
+    return Linked(claim, Output((one.lo, one.hi), (two.lo, two.hi), held), stated)
 
 
 def _exceeds(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -195,16 +226,16 @@ def box_record(low: Tensor, high: Tensor) -> dict[str, Any]:
     return {"low": encode_array(low.cpu().numpy()), "high": encode_array(high.cpu().numpy())}
 
 
-def _claimed(box: Box, margin: float, noise: float) -> Box:
+def _claimed(box: Box, margin: float, noise: float, share: float = 2.0**-10) -> Box:
     """Return a box that is wider by the margin of claims, so that both programs agree on it.
 
     A large margin is for what is as small as the programs' own roundings; beyond these, `noise`, a
-    box needs no more than any claim does.
+    box needs no more than any claim does, a share of its width.
     """
     middle, spread = box.midpoint()
     if box.is_point:
         return box
-    wider = torch.minimum(spread * margin, spread * (1 + 2.0**-10) + noise)
+    wider = torch.minimum(spread * margin, spread * (1 + share) + noise)
     return Box.point(middle).widen(up(wider + middle.abs() * 2.0**-51, 2))
 
 

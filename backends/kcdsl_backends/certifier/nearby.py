@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.neighbourhood import Moved, Neighbourhood
 from kcdsl_backends.interval.propagate import Bounds, propagate
 from kcdsl_backends.parameters import StoredParameters
+from kcdsl_backends.planes.propagate import Found as Planes
 from kcdsl_backends.threads import threads_for
 
 Reader = Callable[[Node], Moved]
@@ -37,7 +39,7 @@ class NearbyProblem:
         """Return the graph of the block."""
         return self.problem.graph
 
-    def forms(self, centre: Tensor | None, radius: Tensor) -> Both:
+    def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
         """Return the affine forms of both kernels around their runs at θ; see `affine.pair.both`.
 
         Raises:
@@ -51,7 +53,11 @@ class NearbyProblem:
             for stored, side in ((train, 0), (infer, 1))
         )
         one, two = spreads
-        return both(self.graph, train, infer, centre, radius, spreads=(one, two))
+        return both(self.graph, train, infer, centre, radius, spreads=(one, two), alpha=alpha)
+
+    def planes(self, centre: Tensor | None, radius: Tensor, *_: object) -> Planes:
+        """Planes are of one checkpoint; raises NoBound."""
+        raise NoBound(self.graph.output, "planes do not cover a region around the weights")
 
     def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
         """Propagate the region through the graph; see `propagate`.

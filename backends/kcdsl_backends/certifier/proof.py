@@ -70,17 +70,23 @@ class ProofBuilder:
         witness: Mapping[str, tuple[float, float]],
         domain: str = "interval",
         passes: Mapping[str, Any] | None = None,
+        planes: Mapping[str, Any] | None = None,
+        chance: Mapping[str, Any] | None = None,
     ) -> None:
         """Add one case. `region` comes from `box_region` or `token_region`.
 
-        `domain` is "affine" where affine forms are needed beside the interval domain; `passes` are
-        the reverse passes that they were made with.
+        `domain` is "affine" where affine forms are needed beside the interval domain, "planes"
+        where planes are, and "affine+planes" where both are; `passes` are the reverse passes that
+        affine forms were made with, `planes` the hints of planes.
+        `chance` says in what share of all runs the claim may fail, where roundings are independent.
         """
         margin = claim_margin(self.train, self.infer)
         stated = {
             "claim": "held" if self.functional == "no_flip" else claim.hex(),
             **({} if domain == "interval" else {"domain": domain}),
             **({} if passes is None else {"passes": passes}),
+            **({} if planes is None else {"planes": plain(planes)}),
+            **({} if chance is None else {"chance": chance}),
             "witness": [
                 {"node": node, "value": (v * margin).hex(), "drift": (d * margin).hex()}
                 for node, (v, d) in witness.items()
@@ -144,6 +150,15 @@ class ProofBuilder:
         }
         text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return text.encode("utf-8")
+
+
+def plain(value: Any) -> Any:
+    """Return plain data with its arrays encoded."""
+    if isinstance(value, np.ndarray):
+        return encode_array(value)
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list) else value
 
 
 def box_region(kind: str, centre: Tensor, radius: Tensor) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from kcdsl_backends.interval.context import Kernels, Parameter
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.propagate import Bounds, propagate
 from kcdsl_backends.interval.sequences import SHOWN, Axes, FixedLength, row_axes
+from kcdsl_backends.planes.propagate import Found as Planes
 from kcdsl_backends.threads import threads_for
 
 MOST_COMPARED = 2**13
@@ -39,9 +41,13 @@ class SequenceProblem:
     tables: Mapping[str, NDArray[Any]]
     """The tables of positions, float32 [longest, n], by the name of their constant."""
 
-    def forms(self, centre: Tensor | None, radius: Tensor) -> Both:
+    def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
         """Affine forms are of one input; raises NoBound."""
         raise NoBound(self.graph.output, "affine forms do not cover sequences of any length")
+
+    def planes(self, centre: Tensor | None, radius: Tensor, *_: object) -> Planes:
+        """Planes are of one input; raises NoBound."""
+        raise NoBound(self.graph.output, "planes do not cover sequences of any length")
 
     def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
         """Bound the block on sequences whose rows lie in [centre - radius, centre + radius].

@@ -10,7 +10,7 @@ from kcdsl.route.goals import Goal
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.certifier.cache import DAMAGE, ENTRY_SCHEMA, Found, decode, encode, key_of
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.cutting import links_of, until
+from kcdsl_backends.certifier.cutting import links_of, named, until
 from kcdsl_backends.certifier.work import Attained, Station
 from kcdsl_backends.threads import threads_for
 
@@ -20,17 +20,21 @@ _CANDIDATES, _ROUNDS = 3, 6
 
 @dataclass(frozen=True, slots=True)
 class SlackTask:
-    """Search for runs of the beginnings of a block, up to each link but the last."""
+    """Search for runs of the beginnings of a block, up to each link but the last.
+
+    `names` are those of the links that have a bound.
+    """
 
     goal: Goal
     case: Case
+    names: tuple[str, ...]
 
     def run(self, station: Station) -> tuple[Attained, None]:
         """Return the largest drift that a run has behind each link."""
         with at(self.goal.span):
             case = self.case.on(station.shop.device)
             whole = station.shop.problem(self.goal.block, case.tokens).graph
-            links = links_of(station.shop.model, whole)
+            links = named(whole, links_of(station.shop.model, whole), self.names)
             beginnings = [until(whole, link.output) for link in links[:-1]]
             return Attained(tuple(_attained(station, self, case, g) for g in beginnings)), None
 
@@ -59,6 +63,7 @@ def _attained(station: Station, task: SlackTask, case: Case, graph: BlockGraph) 
             candidates=_CANDIDATES,
             rounds=_ROUNDS,
             restarts=0,
+            herds=0,
             seed=case.seed,
         ).value
     if station.cache is not None:

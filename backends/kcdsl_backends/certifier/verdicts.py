@@ -16,7 +16,7 @@ def verdict_of(goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None) -
     if not cases:
         return InvalidEvidence("there is no case")
     for case in cases:
-        if case.attack is not None and case.attack > case.bound:
+        if case.attack is not None and case.attack > case.bound and case.alpha is None:
             return InvalidEvidence(
                 f"{case.name}: a run attains {case.attack!r}, above the bound {case.bound!r}: "
                 "the verifier is wrong, or what it read was changed"
@@ -29,7 +29,8 @@ def verdict_of(goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None) -
                 )
     if goal.functional == "no_flip":
         return _stability(cases)
-    if found is not None and goal.refuted_by(found.value):
+    refuted = [case for case in cases if _refutes(goal, case)]
+    if found is not None and refuted:
         return Violated(counterexample(cases, found))
     open_cases = [case for case in cases if not goal.admits(case.bound)]
     if not open_cases:
@@ -40,6 +41,14 @@ def verdict_of(goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None) -
     return Inconclusive(
         f"{worst.name}: the bound {worst.bound:.3g} exceeds the threshold, no run found does"
     )
+
+
+def _refutes(goal: Goal, case: CaseOutcome) -> bool:
+    """Say whether a run breaks the goal; roundings that were chosen for it do not, where it holds
+    with all probability that is asked for."""
+    if case.attack is None or not goal.refuted_by(case.attack):
+        return False
+    return case.alpha is None or not goal.admits(case.bound)
 
 
 def _stability(cases: Sequence[CaseOutcome]) -> Verdict:

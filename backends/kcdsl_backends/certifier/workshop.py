@@ -24,6 +24,10 @@ from kcdsl_backends.interval.neighbourhood import Neighbourhood
 from kcdsl_backends.interval.propagate import Bounds, propagate
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
+from kcdsl_backends.planes.propagate import Enough
+from kcdsl_backends.planes.propagate import Found as Planes
+from kcdsl_backends.planes.propagate import drift as planes_drift
+from kcdsl_backends.planes.search import Effort
 from kcdsl_backends.threads import threads_for
 
 _COARSE = 2.0**-12
@@ -81,9 +85,16 @@ class BlockProblem:
         """Bound the drift by affine forms around reference runs; see `affine.pair.drift`."""
         return drift(self.graph, self.train, self.infer, centre, radius)
 
-    def forms(self, centre: Tensor | None, radius: Tensor) -> Both:
+    def forms(self, centre: Tensor | None, radius: Tensor, alpha: Fraction | None = None) -> Both:
         """Return the affine forms of both kernels; see `affine.pair.both`."""
-        return both(self.graph, self.train, self.infer, centre, radius)
+        return both(self.graph, self.train, self.infer, centre, radius, alpha=alpha)
+
+    def planes(
+        self, centre: Tensor | None, radius: Tensor, effort: Effort, enough: Enough
+    ) -> Planes:
+        """Bound the block by planes on the difference graph; see `planes.propagate.drift`."""
+        with threads_for(self.size):
+            return planes_drift(self.graph, self.kernels(), centre, radius, effort, enough)
 
     @property
     def size(self) -> int:

@@ -213,7 +213,9 @@ def _scaled(run: str, model: Model, module: nn.Module, numerics: Numerics) -> En
     for name, weight in expected.items():
         linear = module.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        scaled = ScaledLinear(linear, originals[f"{name}.weight"], numerics)
+        original = originals[f"{name}.weight"]
+        names = [key for key, tensor in originals.items() if tensor is original]
+        scaled = ScaledLinear(linear, original, numerics, names)
         refuse_other_weight(run, name, scaled.weight, weight)
         module.set_submodule(name, scaled)
     return as_it_is

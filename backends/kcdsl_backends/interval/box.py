@@ -82,6 +82,10 @@ class Box:
         """Return the box with `radius` (>= 0) added on both sides."""
         return Box(down(self.lo - radius), up(self.hi + radius))
 
+    def reaching(self, radius: Tensor) -> Box:
+        """Return the box with `radius` added on both sides; exact where the sums are float64."""
+        return Box(-_sum_up(-self.lo, radius), _sum_up(self.hi, radius))
+
     def __add__(self, other: Box) -> Box:
         return Box(down(self.lo + other.lo), up(self.hi + other.hi))
 
@@ -132,6 +136,14 @@ class Box:
         """Return the box multiplied by a number."""
         a, b = self.lo * factor, self.hi * factor
         return Box(down(torch.minimum(a, b)), up(torch.maximum(a, b)))
+
+
+def _sum_up(a: Tensor, b: Tensor) -> Tensor:
+    """Return a + b, rounded up where it is no float64."""
+    total = a + b
+    part = total - a
+    rest = (a - (total - part)) + (b - part)
+    return torch.where(rest > 0, up(total), total)
 
 
 def matmul(a: Box, b: Box) -> Box:

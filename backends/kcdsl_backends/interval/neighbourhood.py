@@ -21,7 +21,7 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.weights import LEAST_FULL_SCALE, MX_BLOCK, MX_EXPONENT, QMAX, TILE
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.quantisers import LEAST_SCALE, quantised_hull
+from kcdsl_backends.interval.quantisers import LEAST_SCALE, known_steps, quantised_hull
 from kcdsl_backends.interval.rounding import nearest, power_of_two
 
 LARGEST_RHO = Fraction(1, 2)
@@ -184,7 +184,7 @@ def _scaled(w: Box, format: str, scale: str, name: str) -> Held:
     if format == "int8_full":
         value = _full_range(w, scales)
     else:
-        value = quantised_hull(w, scales, format)
+        value = quantised_hull(w, known_steps(format, w, scales))
     value = value.meet(w.widen(off))
     return Held(value, (value - w).meet(Box.around(off)))
 
@@ -198,6 +198,8 @@ def _largest(size: Tensor, scale: str) -> Tensor:
             return size.amax(1, keepdim=True).expand_as(size)
         case "block_128":
             return _tiles(size, TILE, TILE)
+        case "group_128":
+            return _tiles(size, 1, TILE)
         case _:
             return _tiles(size, 1, MX_BLOCK)
 

@@ -166,7 +166,7 @@ def block_input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Ten
             node.name, f"the region has shape {list(centre.shape)}, not {list(node.shape)}"
         )
     spread = radius.expand(centre.shape)
-    exact = Box.point(centre) if not bool(spread.any()) else Box.point(centre).widen(spread)
+    exact = Box.point(centre) if not bool(spread.any()) else Box.point(centre).reaching(spread)
     zero = torch.zeros_like(centre)
 
     def taken(kernel: Rounding) -> Stored:

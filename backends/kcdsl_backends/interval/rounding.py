@@ -102,7 +102,7 @@ class Rounding:
         Raises:
             NoBound: the stored value may exceed the largest finite number of the format.
         """
-        before = exact.widen(internal)
+        before = exact.reaching(internal)
         if self.free:
             magnitude = before.mag()
             cast = up(format.unit_roundoff * magnitude + format.underflow, 2)

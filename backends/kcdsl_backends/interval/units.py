@@ -10,8 +10,8 @@ from torch import Tensor
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Unit
 from kcdsl_backends.interval.box import up
-from kcdsl_backends.interval.quantisers import MX_EXPONENT, group_maximum
 from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.scales import MX_EXPONENT, group_maximum, static_scale
 
 _BLOCK = 2**22
 """Products formed at a time."""
@@ -42,26 +42,26 @@ def chains(unit: Unit, terms: int, extra: int) -> tuple[int, int]:
 
 
 def largest_term(
-    left: Tensor, right: Tensor, kernel: Rounding, quantised: bool
+    left: Tensor, right: Tensor, kernel: Rounding, quantised: bool, weight: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Return X, the largest term of left @ right, and what subnormal operands add to it.
 
     Their sum is what no 2^(exponent of a + exponent of b) exceeds: a subnormal operand counts with
-    the least exponent of its format.
+    the least exponent of its format. `weight` names that of a linear.
     """
     found = torch.zeros_like(left[..., :1] * right[..., :1, :])
     step = max(1, _BLOCK // max(1, found.numel()))
     for k in range(0, left.shape[-1], step):
         products = left[..., k : k + step].unsqueeze(-1) * right[..., k : k + step, :].unsqueeze(-3)
         found = torch.maximum(found, products.amax(-2))
-    low_left, low_right = _floors(left, right, kernel, quantised)
+    low_left, low_right = _floors(left, right, kernel, quantised, weight)
     top_left, top_right = left.amax(-1, keepdim=True), right.amax(-2, keepdim=True)
     least = low_left * top_right + low_right * top_left + low_left * low_right
     return up(found * _WIDER, 4), up(least * _WIDER, 4)
 
 
 def _floors(
-    left: Tensor, right: Tensor, kernel: Rounding, quantised: bool
+    left: Tensor, right: Tensor, kernel: Rounding, quantised: bool, weight: str
 ) -> tuple[Tensor | float, Tensor | float]:
     """Return the sizes that operands count with at least: of subnormal codes times their scale."""
     numerics = kernel.numerics
@@ -73,7 +73,9 @@ def _floors(
     first: Tensor | float = least
     if scaled.format in MX_EXPONENT:
         first = 2.0 ** FORMATS[scaled.format].min_exponent
-        if scaled.scale != "none":
+        if scaled.scale == "static":
+            first = first * static_scale(left, scaled, weight, weight).amax()
+        elif scaled.scale != "none":
             top = group_maximum(left, "per_tensor" if scaled.scale == "per_tensor" else "per_token")
             share = FORMATS[scaled.format].min_exponent - MX_EXPONENT[scaled.format]
             first = top[..., :1] * (2.0**share * _ROUGH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -73,3 +74,10 @@ def total(a: Adjoint | None, b: Adjoint | None) -> Adjoint | None:
     if a is None or b is None:
         return b if a is None else a
     return a.plus(b)
+
+
+def only(unknown: Literal["deviation", "drift"], adjoint: Adjoint) -> Functional:
+    """Return functionals of one unknown."""
+    if unknown == "deviation":
+        return Functional(adjoint, None)
+    return Functional(None, adjoint)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from kcdsl_backends.interval.propagate import RULES as INTERVAL
 from kcdsl_backends.interval.propagate import block_input
 from kcdsl_backends.interval.rules import softmax as interval_softmax
 from kcdsl_backends.interval.state import State, settle
-from kcdsl_backends.planes.refine import Effort, refine
+from kcdsl_backends.planes.hints import hints_of
+from kcdsl_backends.planes.refine import refine
 from kcdsl_backends.planes.rules import attention, elementwise, linear, norms, structural
 from kcdsl_backends.planes.run import Part, Rule, Run, watched
+from kcdsl_backends.planes.search import Effort, Searched, search
 from kcdsl_backends.planes.tape import Tape
 
 RULES: Mapping[str, Rule] = {
@@ -56,12 +59,24 @@ READ_CLOSELY: Mapping[str, tuple[int, ...]] = {
 """Operands on whose boxes the planes of an operation depend."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """The box of the output's drift, and for every computed node (largest size, largest drift)."""
+Enough = Callable[[State], bool]
 
-    box: Box
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What planes say of a block: the output's boxes, sizes of nodes, and the hints of a proof.
+
+    `witness` has, for every computed node, (largest size, largest drift).
+    """
+
+    output: State
     witness: Mapping[str, tuple[float, float]]
+    hints: Mapping[str, Any]
+
+    @property
+    def box(self) -> Box:
+        """Return the box of the output's drift."""
+        return self.output.drift
 
 
 def drift(
@@ -70,7 +85,8 @@ def drift(
     centre: Tensor | None,
     radius: Tensor,
     effort: Effort | None = None,
-) -> Drift:
+    enough: Enough | None = None,
+) -> Found:
     """Bound the drift of every output element for inputs in [centre - radius, centre + radius].
 
     Args:
@@ -78,40 +94,38 @@ def drift(
         kernels: both kernels' rounding and stored parameters.
         centre: [T, D] float64; None for a block on token ids.
         radius: broadcastable to [T, D], float64, >= 0.
-        effort: how much is spent on slopes and boxes.
+        effort: how much is spent on slopes of elements of the output.
+        enough: says of the output's boxes that smaller ones are of no use.
 
     Raises:
         NoBound: no finite bound exists.
     """
-    run = walk(graph, kernels, centre, radius, effort)
-    return Drift(run.state(run.nodes[graph.output]).drift, _witness(run))
+    run = walk(graph, kernels, centre, radius)
+    name = graph.output
+    searched: tuple[Searched, ...] = ()
+    if name in run.index and not (enough is not None and enough(run.state(run.nodes[name]))):
+        moved, searched = search(run.tape, run.index[name], effort or Effort())
+        _keep(run, name, run.tape.entries[run.index[name]].deviation, moved)
+    return Found(run.state(run.nodes[name]), _witness(run), hints_of(run, searched))
 
 
-def walk(
-    graph: BlockGraph,
-    kernels: Kernels,
-    centre: Tensor | None,
-    radius: Tensor,
-    effort: Effort | None = None,
-) -> Run:
+def walk(graph: BlockGraph, kernels: Kernels, centre: Tensor | None, radius: Tensor) -> Run:
     """Bound every node and return the walk, whose tape bounds any functional; see `drift`."""
     if kernels.rows is not None:
         raise NoBound(graph.output, "planes do not cover sequences of any length")
     if kernels.around_weights:
         raise NoBound(graph.output, "planes do not cover a region around the weights")
-    effort = effort or Effort()
-    inner = replace(effort, steps=effort.inner)
     run = Run(graph, watched(kernels), Tape(), {node.name: node for node in graph.nodes})
     for node in graph.nodes:
         if node.op in ("param", "constant"):
             continue
         for position in READ_CLOSELY.get(node.op, ()):
-            _sharpen(run, run.source(node, position), inner)
+            _sharpen(run, run.source(node, position))
         if node.op == "input":
             _input(run, node, centre, radius)
         else:
             _follow(run, node)
-    _sharpen(run, run.nodes[graph.output], effort)
+    _sharpen(run, run.nodes[graph.output])
     return run
 
 
@@ -124,21 +138,27 @@ def _follow(run: Run, node: Node) -> None:
     RULES[node.op](run, node)
 
 
-def _sharpen(run: Run, node: Node, effort: Effort) -> None:
-    """Meet the boxes of a computed node with what functionals of its elements show."""
-    state = run.known.get(node.name)
-    if not isinstance(state, State):
+def _sharpen(run: Run, node: Node) -> None:
+    """Meet the boxes of a computed node with what functionals of its elements show, once."""
+    if not isinstance(run.known.get(node.name), State) or (node.name, "drift") in run.met:
         return
     index = run.index[node.name]
-    found = refine(run.tape, index, effort)
-    if found is None:
+    deviation, run.met[node.name, "deviation"] = refine(run.tape, index, "deviation")
+    moved, run.met[node.name, "drift"] = refine(run.tape, index, "drift")
+    _keep(run, node.name, deviation, moved)
+
+
+def _keep(run: Run, name: str, deviation: Box, moved: Box) -> None:
+    """Keep smaller boxes of the unknowns of a computed node."""
+    state = run.known[name]
+    if not isinstance(state, State):
         return
-    deviation, moved = found
-    entry = run.tape.entries[index]
-    train = state.train.meet(Box.point(entry.reference) + deviation)
-    sharper = settle(node.name, train, state.infer, state.drift.meet(moved))
-    run.known[node.name] = sharper
-    run.tape.tighten(index, sharper.train - Box.point(entry.reference), sharper.drift)
+    index = run.index[name]
+    reference = Box.point(run.tape.entries[index].reference)
+    train = state.train.meet(reference + deviation)
+    sharper = settle(name, train, state.infer, state.drift.meet(moved))
+    run.known[name] = sharper
+    run.tape.tighten(index, deviation.meet(sharper.train - reference), sharper.drift)
 
 
 def _input(run: Run, node: Node, centre: Tensor | None, radius: Tensor) -> None:

@@ -74,14 +74,19 @@ class ReluPlanes:
     """How the drift changes: base h̃ + e, moved D."""
     start: tuple[Tensor, ...]
 
+    @property
+    def bent(self) -> Tensor:
+        """Say of which elements the sign is open in a kernel: slopes matter there alone."""
+        return _straddles(self.own.result) | _straddles(self.pair.result)
+
     def slopes(self) -> tuple[Tensor, ...]:
         """Return the slopes to start with."""
         return self.start
 
     def scales(self) -> tuple[Tensor, ...]:
         """Return how large a step of each slope is worth trying; 0 where the change is linear."""
-        crossing = (self.own.result.lo < 0) & (self.own.result.hi > 0)
-        bent = crossing | ((self.pair.result.lo < 0) & (self.pair.result.hi > 0))
+        crossing = _straddles(self.own.result)
+        bent = self.bent
         flat = torch.zeros_like(self.reference)
         one = torch.where(bent, 1.0, flat)
         width = self.pair.base.hi - self.pair.base.lo
@@ -152,10 +157,28 @@ def _above(
     return on_base, on_moved, constant
 
 
+def _straddles(box: Box) -> Tensor:
+    return (box.lo < 0) & (box.hi > 0)
+
+
+def in_single(slopes: Tensor) -> Tensor:
+    """Return the nearest float32 numbers: slopes as a proof holds them."""
+    return slopes.float().double()
+
+
+def plain_slopes(own: Change, pair: Change) -> tuple[Tensor, ...]:
+    """Return the slopes of the sign that is more likely, which nobody has to name."""
+    on = (own.result.lo + own.result.hi > 0).double()
+    sides = pair.base.lo + pair.base.hi + pair.result.lo + pair.result.hi
+    both, zero = (sides > 0).double(), torch.zeros_like(on)
+    return tuple(slope.unsqueeze(0) for slope in (on, on, zero, both, zero, both))
+
+
 def first_slopes(own: Change, pair: Change) -> tuple[Tensor, ...]:
     """Return slopes that are good where nothing is known of the functionals.
 
-    For every element the planes that pass nearest to the change in the middle of the box.
+    For every element the planes that pass nearest to the change in the middle of the box, in
+    float32; where the sign is known in both kernels, what the sign says.
     """
     zero = torch.zeros_like(own.moved.lo)
     one = torch.ones_like(zero)
@@ -168,7 +191,11 @@ def first_slopes(own: Change, pair: Change) -> tuple[Tensor, ...]:
     falling = [(zero, zero), (zero, one), (one, one), (-one, zero), (zero, 1 - between)]
     falling += [(-before, zero), (1 - before, one)]
     low, high = _nearest(pair, falling, -1.0), _nearest(pair, rising, 1.0)
-    return tuple(slope.unsqueeze(0) for slope in (e_low, e_high, *low, *high))
+    bent = _straddles(own.result) | _straddles(pair.result)
+    return tuple(
+        torch.where(bent, in_single(slope.unsqueeze(0)), plain)
+        for slope, plain in zip((e_low, e_high, *low, *high), plain_slopes(own, pair), strict=True)
+    )
 
 
 def _chord(box: Box) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from kcdsl_backends.interval.state import Known, State
 from kcdsl_backends.planes.functional import Functional
 from kcdsl_backends.planes.tape import SAFE, Entry, Noise, Pull, Tape
 
+Unknown = Literal["deviation", "drift"]
 Errors = tuple[Box, Box]
 """Errors of the stored results against the exact operation: training, inference."""
 
@@ -94,6 +96,8 @@ class Run:
     known: dict[str, Known] = field(default_factory=dict)
     index: dict[str, int] = field(default_factory=dict)
     straight: dict[str, Straight] = field(default_factory=dict)
+    met: dict[tuple[str, Unknown], Tensor] = field(default_factory=dict)
+    """Rows [..., 1] of nodes in which functionals of elements made boxes smaller."""
 
     def step(self, node: Node) -> Step:
         """Return the step of the interval domain for a node."""
@@ -105,11 +109,9 @@ class Run:
         if not (isinstance(train, WatchedRounding) and isinstance(infer, WatchedRounding)):
             raise AssertionError("the kernels of a walk are watched")
         first, second = train.errors.get(node.name), infer.errors.get(node.name)
-        if first is None and second is None:
-            return None
-        zero = torch.zeros_like((first or second).lo)  # type: ignore[union-attr]
-        nothing = Box(zero, zero)
-        return first or nothing, second or nothing
+        if first is None:
+            return None if second is None else (_exactly_zero(second), second)
+        return first, _exactly_zero(first) if second is None else second
 
     def source(self, node: Node, position: int) -> Node:
         """Return the node that produces an input."""
@@ -203,6 +205,11 @@ class Run:
                 Noise(deviation, drift),
             )
         )
+
+
+def _exactly_zero(like: Box) -> Box:
+    zero = torch.zeros_like(like.lo)
+    return Box(zero, zero)
 
 
 def _nothing(functional: Functional) -> bool:

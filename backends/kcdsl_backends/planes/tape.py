@@ -53,6 +53,10 @@ class Planes(Protocol):
     def above(self, functional: Functional, slopes: Sequence[Tensor]) -> Above:
         """Bound the functionals from above by the planes with these slopes."""
 
+    @property
+    def bent(self) -> Tensor:
+        """Say of which elements the slopes matter."""
+
     def slopes(self) -> tuple[Tensor, ...]:
         """Return the slopes to start with; any others are sound as well."""
 
@@ -115,8 +119,8 @@ class Tape:
             middle, spread = self.walk(index, functional, {})
             return middle - spread, middle + spread
         chosen = slopes or {}
-        lows = [sum_up(*self.walk(index, functional.negative(), chosen))]
-        return -lows[0], sum_up(*self.walk(index, functional, chosen))
+        low = -sum_up(*self.walk(index, functional.negative(), chosen))
+        return low, sum_up(*self.walk(index, functional, chosen))
 
     def walk(self, index: int, functional: Functional, slopes: Slopes) -> tuple[Tensor, Tensor]:
         """Return (m, s) [B]: functionals are at most m + s, and at least m - s without planes."""
@@ -139,7 +143,13 @@ class Tape:
                 sources = entry.pull(current)
             for source, part in sources:
                 before = pending.get(source)
-                pending[source] = part if before is None else before.plus(part)
+                if before is None:
+                    pending[source] = part
+                    continue
+                total = pending[source] = before.plus(part)
+                below = self.entries[source]  # the sum itself rounds
+                rounding = total.magnitude(below.deviation.mag(), below.drift.mag())
+                spread = spread + 2 * EPS * rounding
         spread = spread * (1 + 2 * gamma(terms)) + size * (2 * gamma(terms))
         return middle, spread + 8 * EPS * middle.abs()
 

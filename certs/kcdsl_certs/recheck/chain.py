@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from kcdsl_certs.recheck.block import Array
 from kcdsl_certs.recheck.chain_document import Chain, ChainCase, Link
@@ -17,10 +18,12 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.joining import refuse_other
 
 Sizes = Mapping[str, tuple[float, float]]
-Inner = Callable[[Case], tuple[float, Sizes, Ends]]
-"""Derives a link: its largest drift, the sizes of its nodes, and the boxes of its output."""
-Follows = Callable[[Case], float]
-"""Derives a case, compares its claim and witnesses, and returns the bound."""
+Inner = Callable[[Case, Any, bool], tuple[float, Sizes, Ends, Any]]
+"""Derives a link with what the one before handed to it: its largest drift, the sizes of its nodes,
+the boxes of its output, and, where they are wanted and there are such, ellipsoids to hand on."""
+Follows = Callable[[Case, Any], float]
+"""Derives a case with what was handed to it, compares its claim and witnesses, and returns the
+bound."""
 Compare = Callable[[Case, float, Sizes], None]
 """Compares what was derived of a case with its claim and its witnesses."""
 
@@ -85,22 +88,27 @@ def derive_chain(case: ChainCase, inner: Inner, follows: Follows, compare: Compa
 
     Raises:
         Rejection: what a link does not follow from, or "chain/output" for one whose output may
-            leave the boxes that it claims.
+            leave the boxes that it claims, or "chain/ellipsoids" for one that reads ellipsoids
+            where the one before has none.
     """
-    for link in case.links[:-1]:
+    held: Any = None
+    for link, behind in zip(case.links[:-1], case.links[1:], strict=True):
         try:
-            _derive(link, inner, compare)
+            held = _derive(link, inner, compare, held, behind.ellipsoids)
         except Rejection as rejection:
             raise rejection.at(f"link {link.case.name[:80]!r}") from None
+        if behind.ellipsoids and held is None:
+            raise Rejection("chain/ellipsoids", f"link {link.case.name[:80]!r} has none to hand on")
     last = case.links[-1].case
     try:
-        return follows(last)
+        return follows(last, held)
     except Rejection as rejection:
         raise rejection.at(f"link {last.name[:80]!r}") from None
 
 
-def _derive(link: Link, inner: Inner, compare: Compare) -> None:
-    bound, sizes, ends = inner(link.case)
+def _derive(link: Link, inner: Inner, compare: Compare, held: Any, wanted: bool) -> Any:
+    """Derive a link, and return the ellipsoids that the next one reads; None if it reads none."""
+    bound, sizes, ends, handed = inner(link.case, held, wanted)
     if not math.isfinite(bound):
         raise Rejection("bound/not-finite", "the drift has no finite bound")
     compare(link.case, bound, sizes)
@@ -108,3 +116,4 @@ def _derive(link: Link, inner: Inner, compare: Compare) -> None:
     for first, what in zip((0, 2), _ENDS, strict=True):
         if not _within(*ends[first : first + 2], *link.output[first : first + 2]):
             raise Rejection("chain/output", f"{what} may leave the box that is claimed of it")
+    return handed if wanted else None

@@ -35,10 +35,12 @@ _KINDS = ("points", "ball", "hull")
 @dataclass(frozen=True, slots=True)
 class Link:
     """A block of a chain on its region; `output` holds what its output is claimed to lie in: the
-    training value and the drift. The last link has none."""
+    training value and the drift. The last link has none. With `ellipsoids` the drift of its region
+    is also known by those that the link before hands on, which stand nowhere."""
 
     case: Case
     output: Ends | None
+    ellipsoids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,22 +159,29 @@ def _link(
     record.exactly(*_FIELDS, *beside, optional=("domain", "passes"))
     stated = {name: part for name, part in record.value.items() if name != "output"}
     drift: object = None
+    ellipsoids = False
     if first is None:
-        region = record.reader("region").exactly("kind", "centre", "radius", "drift")
-        drift = region.raw("drift")
-        stated["region"] = {n: part for n, part in region.value.items() if n != "drift"}
+        region = record.reader("region")
+        region.exactly("kind", "centre", "radius", "drift", optional=("ellipsoids",))
+        drift, ellipsoids = region.raw("drift"), region.has("ellipsoids")
+        if ellipsoids and region.raw("ellipsoids") is not True:
+            raise region.fail("has ellipsoids that are not true")
+        apart = ("drift", "ellipsoids")
+        stated["region"] = {n: part for n, part in region.value.items() if n not in apart}
     else:
         entire = Reader(first, f"{record.place}.region", "document/region")
         entire.exactly(*(("kind", "ids") if entire.has("ids") else ("kind", "centre", "radius")))
         stated["region"] = first
     case = case_of(stated, functional if last else LARGEST_DRIFT, graphs)
+    if "planes" in case.domains:
+        raise Rejection("document/domain", "planes are of whole blocks, not of links")
     if case.region.kind not in (_KINDS if first is not None else ("hull",)):
         raise Rejection("document/region", f"a link on a region of kind {case.region.kind!r}")
     block = graphs[case.graph]
     if first is None:
         ends = _box(drift, f"{record.place}.region.drift", block.input_shape)
         case = replace(case, region=replace(case.region, drift=ends))
-    return Link(case, None if last else _output(record, block))
+    return Link(case, None if last else _output(record, block), ellipsoids)
 
 
 def _output(record: Reader, block: Block) -> Ends:

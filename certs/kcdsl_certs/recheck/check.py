@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kcdsl_certs.recheck.chain import Sizes, derive_chain, refuse_gaps
 from kcdsl_certs.recheck.chain_document import CHAIN_SCHEMA, Chain, parse_chain
@@ -23,12 +23,13 @@ Derived = tuple[float, Sizes]
 class Tier(Protocol):
     """A way to derive what is claimed: in doubles, or exactly."""
 
-    def derive(self, case: Case) -> Derived:
+    def derive(self, case: Case, held: Any = None) -> Derived:
         """Return the bound of a case and the sizes of its nodes."""
         ...
 
-    def link(self, case: Case) -> tuple[float, Sizes, Ends]:
-        """Return the largest drift, the sizes of nodes, and the boxes of the output."""
+    def handing(self, case: Case, held: Any, *, wanted: bool) -> tuple[float, Sizes, Ends, Any]:
+        """Return the largest drift, the sizes of nodes, the boxes of the output and, where that is
+        wanted and there is such, what else is known of its drift."""
         ...
 
 
@@ -118,13 +119,16 @@ def _check_chain(
         found.nodes += len(sizes)
         _compare(case, bound, sizes)
 
-    def follows(case: Case) -> float:
-        return _case(chain.last, case, last.derive, found)
+    def derived(case: Case, held: Any, wanted: bool) -> tuple[float, Sizes, Ends, Any]:
+        return inner.handing(case, held, wanted=wanted)
+
+    def follows(case: Case, held: Any) -> float:
+        return _case(chain.last, case, lambda one: last.derive(one, held), found)
 
     bounds = []
     for case in _share(chain.cases, part):
         try:
-            bounds.append(derive_chain(case, inner.link, follows, compared))
+            bounds.append(derive_chain(case, derived, follows, compared))
         except Rejection as rejection:
             raise rejection.at(f"case {case.name[:80]!r}") from None
         _refuse_more(chain.last, case.links[-1].case)

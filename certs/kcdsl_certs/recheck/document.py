@@ -15,10 +15,12 @@ from kcdsl_certs.reals import parse_real, real_text
 from kcdsl_certs.recheck import strict
 from kcdsl_certs.recheck.block import Array, Block, parse_array, parse_block
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.plane_hints import PlaneHints, parse_planes
 from kcdsl_certs.recheck.sequences import parse_tables
 from kcdsl_certs.recheck.spec import Kernel, parse_kernel
 from kcdsl_certs.recheck.strict import Reader
 from kcdsl_certs.reject import Reject
+from kcdsl_certs.verdicts import LARGEST_ALPHA, LEAST_ALPHA
 
 PROOF_SCHEMA = "kcdsl.interval-proof/1"
 LARGEST_PROOF = 256 * 2**20
@@ -28,7 +30,9 @@ _KINDS = ("points", "ball", "hull", "rows")
 MOST_ROWS = 2**20
 WIDEST = Fraction(1, 2)
 """The largest ρ of a region around the weights: within it no element changes its sign."""
-_DOMAINS = ("interval", "affine")
+_DOMAINS = ("interval", "affine", "planes", "affine+planes")
+MOST_FUNCTIONALS = 2**40
+"""Among how many the probability of a failure is divided at most."""
 _PASSES = ("reach", "deviations", "norm", "ellipsoid", "product")
 _STOPS = ("cut", "input")
 _FUNCTIONALS = ("inf", "2", "span", "no_flip")
@@ -91,7 +95,9 @@ class Case:
     """One region on one graph with its claim (None: held), witnesses and domain.
 
     `passes` says for the training and the inference kernel in which rows of a node, from first to
-    end in turn, reverse passes are worth making; None: nothing is said.
+    end in turn, reverse passes are worth making; None: nothing is said. `planes` are the hints of
+    planes. `chance` (α, N): roundings are independent, and the claim fails in at most a share α of
+    the runs on any one input; N functionals share it. None: the claim holds in the worst case.
     """
 
     name: str
@@ -101,6 +107,14 @@ class Case:
     witness: tuple[Witness, ...]
     domain: str
     passes: tuple[Hints, Hints] | None = None
+    planes: PlaneHints | None = None
+
+    chance: tuple[Fraction, int] | None = None
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Return the domains beside intervals that the bound is derived in."""
+        return () if self.domain == "interval" else tuple(self.domain.split("+"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +228,8 @@ def _cases(record: Reader, functional: Functional, graphs: Mapping[str, Block]) 
 def case_of(value: object, functional: Functional, graphs: Mapping[str, Block]) -> Case:
     """Return one case of a proof."""
     record = Reader(value, "case")
-    record.exactly("name", "graph", "region", "claim", "witness", optional=("domain", "passes"))
+    optional = ("domain", "passes", "planes", "chance")
+    record.exactly("name", "graph", "region", "claim", "witness", optional=optional)
     record.place = f"case {record.text('name')[:80]!r}"
     digest = record.text("graph")
     if digest not in graphs:
@@ -228,6 +243,8 @@ def case_of(value: object, functional: Functional, graphs: Mapping[str, Block]) 
         witness=_witnesses(record, graphs[digest]),
         domain=_domain(record),
         passes=_passes(record, graphs[digest]) if record.has("passes") else None,
+        planes=_planes(record, graphs[digest]) if record.has("planes") else None,
+        chance=_chance(record) if record.has("chance") else None,
     )
 
 
@@ -235,11 +252,36 @@ def _domain(record: Reader) -> str:
     domain = record.choice("domain", _DOMAINS) if record.has("domain") else "interval"
     if domain != "interval" and record.reader("region").raw("kind") == "rows":
         raise Rejection("document/domain", f"{record.place}: {domain} forms are of one length")
+    if "planes" in domain and record.reader("region").has("weights"):
+        raise Rejection("document/domain", f"{record.place}: planes are of one checkpoint")
     return domain
 
 
-def _passes(record: Reader, block: Block) -> tuple[Hints, Hints]:
+def _planes(record: Reader, block: Block) -> PlaneHints:
+    if not record.has("domain") or "planes" not in record.text("domain"):
+        raise record.fail("has hints of planes, which only planes read")
+    return parse_planes(record.raw("planes"), record.place, block)
+
+
+def _chance(record: Reader) -> tuple[Fraction, int]:
+    """Return α, in its one spelling, and N."""
     if not record.has("domain") or record.text("domain") != "affine":
+        raise record.fail("leaves something to chance, which only affine forms do")
+    chance = record.reader("chance").exactly("alpha", "functionals")
+    try:
+        alpha = parse_real(chance.text("alpha"))
+    except Reject:
+        alpha = Fraction(0)
+    if not LEAST_ALPHA <= alpha <= LARGEST_ALPHA or real_text(alpha) != chance.text("alpha"):
+        raise chance.fail("must have an alpha above 0 and up to 1/20, as a decimal or ratio")
+    functionals = chance.integer("functionals", 1)
+    if functionals > MOST_FUNCTIONALS:
+        raise chance.fail(f"must not speak of more than {MOST_FUNCTIONALS} functionals")
+    return alpha, functionals
+
+
+def _passes(record: Reader, block: Block) -> tuple[Hints, Hints]:
+    if not record.has("domain") or "affine" not in record.text("domain"):
         raise record.fail("has passes, which only affine forms make")
     both = record.reader("passes").exactly("train", "infer")
     return _hints(both, "train", block), _hints(both, "infer", block)

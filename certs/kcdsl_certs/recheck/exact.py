@@ -50,8 +50,12 @@ class Rational:
         self._proof = proof
         self._parameters = RationalParameters(tensors, proof.parameters)
 
-    def derive(self, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
+    def derive(
+        self, case: Case, held: object | None = None
+    ) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return the bound of a case and the largest T and D of every node, rounded up.
+
+        Intervals know boxes alone, so nothing is made of what is `held` beside.
 
         Raises:
             Rejection: "document/domain" for a case of another domain than interval.
@@ -70,6 +74,12 @@ class Rational:
         bound, sizes = self.derive(case)
         output = self.states(case)[self._proof.graphs[case.graph].output]
         return bound, sizes, (*_ends(output.t), *_ends(output.d))
+
+    def handing(
+        self, case: Case, held: object | None, *, wanted: bool
+    ) -> tuple[float, dict[str, tuple[float, float]], Ends, None]:
+        """Return what `link` does, and no ellipsoids, of which intervals know none."""
+        return (*self.link(case), None)
 
     def states(self, case: Case) -> dict[str, Known]:
         """Return every node's enclosures."""

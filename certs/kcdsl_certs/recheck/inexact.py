@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.affine import of_rows, pair, stays
+from kcdsl_certs.recheck import box, planes
+from kcdsl_certs.recheck.affine import Pair, handed, of_rows, pair, stays
 from kcdsl_certs.recheck.block import Array, Block
 from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.document import Case, Ends, Proof
@@ -16,7 +16,7 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import Floats
 from kcdsl_certs.recheck.functionals import bound, of_drift
 from kcdsl_certs.recheck.propagate import magnitudes, propagate
-from kcdsl_certs.recheck.rules.state import Rows, Scene, State, numeric
+from kcdsl_certs.recheck.rules.state import Held, Rows, Scene, State, numeric
 from kcdsl_certs.recheck.rules.structural import table
 from kcdsl_certs.recheck.safetensors import Tensor
 from kcdsl_certs.recheck.sequences import marks_of
@@ -36,49 +36,81 @@ class Doubles:
         self._proof = proof
         self._parameters = Parameters(tensors, proof.parameters)
 
-    def derive(self, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
+    def derive(
+        self, case: Case, held: Held | None = None
+    ) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return the bound of a case and what its witnesses are compared with.
 
         By node: the largest T and D, in the affine domain |h̃_t| + ρ_t and |h̃_i - h̃_t| + ρ_i + ρ_t.
+        `held` is what is known of the drift of its input beside the box.
         """
-        scene = self.scene(case)
+        scene = self.scene(case, held)
         functional = self._proof.functional
         with np.errstate(all="ignore"):
             if case.domain == "interval":
                 output, sizes = _intervals(scene)
                 return bound(functional, output), sizes
+            if "planes" in case.domains:
+                return self._planes(scene, case)
             return self._affine(scene, case)
 
     def link(self, case: Case) -> tuple[float, dict[str, tuple[float, float]], Ends]:
         """Return the largest drift of a case, its sizes, and the boxes of T and D of its output."""
-        scene = self.scene(case)
+        return self.handing(case, None, wanted=False)[:3]
+
+    def handing(
+        self, case: Case, held: Held | None, *, wanted: bool
+    ) -> tuple[float, dict[str, tuple[float, float]], Ends, Held | None]:
+        """Return what `link` does, and, where that is wanted, ellipsoids around the output's rows.
+
+        There are none in the interval domain.
+        """
+        scene, handed_on = self.scene(case, held), None
         with np.errstate(all="ignore"):
             if case.domain == "interval":
                 output, sizes = _intervals(scene)
                 t, d = output.t, output.d
             else:
+                if "planes" in case.domains:
+                    raise Rejection("document/domain", "planes are of whole blocks, not of links")
                 forms = pair(scene, case.passes)
                 t, d, sizes = forms.t.box, forms.output(), forms.sizes()
+                handed_on = handed(forms) if wanted else None
                 known = _bounded(scene)
                 if known is not None:
                     t = box.checked(box.meet(t, known.t), "the training value")
                     d = box.checked(box.meet(d, known.d), "the drift")
-            return of_drift("inf", d), sizes, (*_ends(t), *_ends(d))
+            return of_drift("inf", d), sizes, (*_ends(t), *_ends(d)), handed_on
 
     def _affine(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return what affine forms say beside the interval domain, where that has a bound."""
-        functional, forms = self._proof.functional, pair(scene, case.passes)
-        claim, known = case.claim, _bounded(scene)
+        forms = pair(scene, case.passes, case.chance)
+        return self._by_forms(case, forms, _bounded(scene)), dict(forms.sizes())
+
+    def _planes(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
+        """Return what planes say, which read the interval domain, with affine forms if asked."""
+        found = planes.derive(scene, case.planes)
+        if "affine" not in case.domains:
+            return bound(self._proof.functional, found.output), dict(found.sizes)
+        forms = pair(scene, case.passes)
+        return self._by_forms(case, forms, found.output), dict(found.sizes)
+
+    def _by_forms(self, case: Case, forms: Pair, known: State | None) -> float:
+        """Return the functional by affine forms, beside what is known of the output."""
+        functional, claim = self._proof.functional, case.claim
         if functional.kind == "no_flip":
-            return 0.0 if stays(forms, functional.k, known) else math.inf, forms.sizes()
+            stable = stays(forms, functional.k, known)
+            forms.settle()
+            return 0.0 if stable else math.inf
         boxed = forms.output() if known is None else box.meet(forms.output(), known.d)
         boxed = box.checked(boxed, "the drift")
         found = of_drift(functional.kind, boxed)
         if functional.kind != "inf" and not (claim is not None and found <= claim):
             found = of_rows(forms, boxed, functional.kind, 0.0 if claim is None else claim)
-        return found, forms.sizes()
+        forms.settle()
+        return found
 
-    def scene(self, case: Case) -> Scene:
+    def scene(self, case: Case, held: Held | None = None) -> Scene:
         """Return what the rules read for a case."""
         block = self._proof.graphs[case.graph]
         keys = {n.name: n.attrs.text("key") for n in block.nodes if n.op == "param"}
@@ -90,6 +122,7 @@ class Doubles:
         return Scene(
             *(block, train, infer, self._parameters, keys, weights, centre, radius, rows, drift),
             rho=case.region.weights,
+            held=held,
         )
 
     def _rows(self, case: Case, block: Block) -> Rows | None:

@@ -37,6 +37,7 @@ def cut_off(
     size: Floats,
     partial: Floats,
     dynamic: bool,
+    key: str = "",
 ) -> Floats:
     """Return what all instructions of a sum cut off.
 
@@ -47,7 +48,7 @@ def cut_off(
     a = (unit.chunk + 1) * 2.0**-unit.below
     b = 2.0**-unit.kept * (1 + a)
     times = math.expm1(length * math.log1p(a + b)) / (a + b) * (1 + 2.0**-40)
-    term, least = _exponents(kernel, factors, dynamic)
+    term, least = _exponents(kernel, factors, dynamic, key)
     one = chains * np.maximum(partial, term + least)
     aligned = np.minimum(one, size * _GROWN + chains * least)
     held = np.minimum(size, chains * partial)
@@ -55,7 +56,7 @@ def cut_off(
 
 
 def _exponents(
-    kernel: Kernel, factors: tuple[Floats, Floats], dynamic: bool
+    kernel: Kernel, factors: tuple[Floats, Floats], dynamic: bool, key: str
 ) -> tuple[Floats, Floats]:
     """Return the largest |a·b| of every sum, and what it may be more for subnormal factors."""
     left, right = factors
@@ -66,14 +67,14 @@ def _exponents(
     for k in range(0, left.shape[-1], step):
         products = left[..., :, k : k + step, None] * right[..., None, k : k + step, :]
         found = np.maximum(found, products.max(axis=-2))
-    one, two = _least(kernel, left, right, dynamic)
+    one, two = _least(kernel, left, right, dynamic, key)
     tall, wide = left.max(axis=-1, keepdims=True), right.max(axis=-2, keepdims=True)
     more = one * wide + two * tall + one * two
     return box.up(found * _GROWN), box.up(np.broadcast_to(more * _GROWN, shape))
 
 
 def _least(
-    kernel: Kernel, left: Floats, right: Floats, dynamic: bool
+    kernel: Kernel, left: Floats, right: Floats, dynamic: bool, key: str
 ) -> tuple[Floats | float, Floats | float]:
     """Return what factors count for at least: the least exponent of their format, scaled."""
     formats = (kernel.compute, kernel.probabilities, kernel.scores)
@@ -84,7 +85,9 @@ def _least(
     first: Floats | float = plain
     if kind in MX_EXPONENT:
         first = 2.0 ** FORMATS[kind].least
-        if scale != "none":
+        if scale == "static":
+            first = first * float(staircase.given(kernel, key, left.shape)[0].max())
+        elif scale != "none":
             name = "per_tensor" if scale == "per_tensor" else "per_token"
             top = staircase.largest(left, name)[..., :1]
             first = np.asarray(first * 2.0 ** -MX_EXPONENT[kind] * _LOOSE * top)

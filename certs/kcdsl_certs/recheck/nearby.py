@@ -6,8 +6,8 @@ does. That difference is what two kernels that store the same v in two ways disa
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -30,7 +30,7 @@ from kcdsl_certs.recheck.spec import (
 _SMALL = 2.0**-20
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """Enclosures of the stored numbers, and of the stored numbers minus what was stored."""
 
@@ -132,8 +132,7 @@ def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
     if kind == "int8_full":
         value = _full_range(v, scales)
     else:
-        as_read = dataclasses.replace(kernel, activations=(kind, "per_token"))
-        value = staircase.hull(as_read, v, scales)
+        value = staircase.hull(staircase.plain(kind, scales), v)
     value = box.checked(box.meet(value, box.widen(v, most)), f"what is stored of {name!r}")
     return Stored(value, box.meet(box.sub(value, v), box.around(most)))
 
@@ -141,7 +140,7 @@ def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
 def _group(size: Floats, scale: str) -> Floats:
     rows, columns = size.shape
     height = rows if scale == "per_tensor" else TILE if scale == "block_128" else 1
-    width = {"block_128": TILE, "mx": MX_BLOCK}.get(scale, int(columns))
+    width = {"block_128": TILE, "group_128": TILE, "mx": MX_BLOCK}.get(scale, int(columns))
     tops = np.maximum.reduceat(size, np.arange(0, rows, height), axis=0)
     tiles = np.maximum.reduceat(tops, np.arange(0, columns, width), axis=1)
     return np.repeat(np.repeat(tiles, height, axis=0)[:rows], width, axis=1)[:, :columns]

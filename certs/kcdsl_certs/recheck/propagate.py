@@ -65,7 +65,7 @@ def propagate(scene: Scene) -> Iterator[tuple[Node, Value]]:
     values: dict[str, Value] = {}
     for node in scene.block.nodes:
         try:
-            value = _apply(scene, node, [values[name] for name in node.inputs])
+            value = apply(scene, node, [values[name] for name in node.inputs])
         except Rejection as rejection:
             raise rejection.at(f"node {node.name[:80]!r}") from None
         values[node.name] = value
@@ -76,7 +76,12 @@ def propagate(scene: Scene) -> Iterator[tuple[Node, Value]]:
                 values.pop(name, None)
 
 
-def _apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+    """Return the value of one node.
+
+    Raises:
+        Rejection: for what no rule admits, or what has no bound.
+    """
     if node.op not in _RULES:
         raise Rejection("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
     rule, least, most = _RULES[node.op]

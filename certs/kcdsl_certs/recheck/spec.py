@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.recheck.strict import Reader, integer, real
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,16 @@ MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
 MX_BLOCK = 32
 TILE = 128
 
-_WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "mx")
+_WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "group_128", "mx")
 _ACTIVATIONS = {
     "none": ("none",),
-    "fp8_e4m3": ("none", "per_tensor", "per_token", "mx"),
-    "fp8_e5m2": ("none", "per_tensor", "per_token", "mx"),
-    "int8": ("per_tensor", "per_token"),
-    "int8_full": ("per_tensor", "per_token"),
-    "uint8": ("per_tensor", "per_token"),
+    "fp8_e4m3": ("none", "per_tensor", "per_token", "group_128", "mx", "static"),
+    "fp8_e5m2": ("none", "per_tensor", "per_token", "group_128", "mx", "static"),
+    "int8": ("per_tensor", "per_token", "group_128", "static"),
+    "int8_full": ("per_tensor", "per_token", "group_128", "static"),
+    "uint8": ("per_tensor", "per_token", "group_128", "static"),
 }
+_STATIC = 2.0**-100, 2.0**24  # between these a static scale must be
 
 
 RESULTS = (
@@ -77,6 +79,27 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class Static:
+    """Calibrated quantisers of the inputs of linears, by their names; "*": of those not named."""
+
+    scales: tuple[tuple[str, tuple[float, ...]], ...]
+    zeros: tuple[tuple[str, int], ...]
+
+    def of(self, key: str, kind: str) -> tuple[tuple[float, ...], int]:
+        """Return the scales and the zero point for the linear with this weight.
+
+        Raises:
+            Rejection: "rule/static-scale" where there are none.
+        """
+        names = (key.removesuffix(".weight"), "*")
+        scales = [found for name in names for at, found in self.scales if at == name]
+        zeros = [found for name in names for at, found in self.zeros if at == name]
+        if not key or not scales or (kind == "uint8" and not zeros):
+            raise Rejection("rule/static-scale", f"the input of {key!r} has no static scale")
+        return scales[0], zeros[0] if zeros else 0
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """What one kernel may round, and how far."""
 
@@ -94,6 +117,7 @@ class Kernel:
     linear_unit: Unit | None = None
     other_unit: Unit | None = None
     absolute_sigmoid: bool = False
+    static: Static | None = None
 
     def result(self, op: str, role: str) -> Format:
         """Return the format in which the result of an operation is stored."""
@@ -130,7 +154,9 @@ def parse_kernel(value: object, place: str) -> Kernel:
     record.text("preset")
     names = tuple(FORMATS)
     weights = record.reader("weights").exactly("format", "scale")
-    activations = record.reader("activations").exactly("format", "scale")
+    activations = record.reader("activations").exactly(
+        "format", "scale", optional=("input_scale", "input_zero_point")
+    )
     units = _units(record)
     attention = record.reader("attention").exactly(
         "style", "scores", "probabilities", "tile", "exp_ulps"
@@ -151,6 +177,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
         other_unit=units[1],
         absolute_sigmoid=record.has("sigmoid")
         and record.choice("sigmoid", ("absolute",)) == "absolute",
+        static=_static(activations),
     )
 
 
@@ -194,6 +221,42 @@ def _activations(record: Reader) -> tuple[str, str]:
     kind = record.choice("format", tuple(_ACTIVATIONS))
     scale = record.text("scale")
     return _allowed(kind, scale, scale in _ACTIVATIONS[kind])
+
+
+def _static(record: Reader) -> Static | None:
+    """Read static scales, float32 numbers by float.hex(), and the zero points of uint8."""
+    static, whole = record.text("scale") == "static", record.text("format") == "uint8"
+    if record.has("input_scale") != static or record.has("input_zero_point") != (static and whole):
+        raise Rejection("document/numerics", "static scales, and zero points, where they belong")
+    if not static:
+        return None
+    wrong = Rejection("document/numerics", "a static scale must be a float32 number in range")
+    scales = []
+    for name, given in sorted(record.entries("input_scale").items()):
+        if not isinstance(given, list) or not given or not name:
+            raise wrong
+        found = tuple(real(value, wrong) for value in given)
+        if not all(_STATIC[0] <= s <= _STATIC[1] and _is_single(s) for s in found):
+            raise wrong
+        scales.append((name, found))
+    if not scales:
+        raise wrong
+    if not whole:
+        return Static(tuple(scales), ())
+    off = Rejection("document/numerics", "a zero point is an integer from 0 to 255, of a scale")
+    points = sorted(record.entries("input_zero_point").items())
+    zeros = tuple((name, integer(value, 0, off)) for name, value in points)
+    named, having = {name for name, _ in zeros}, {"*", *(name for name, _ in scales)}
+    if not (named <= having and all(value <= 255 for _, value in zeros)):
+        raise off
+    if "*" not in named and not named >= having - {"*"}:
+        raise off
+    return Static(tuple(scales), zeros)
+
+
+def _is_single(value: float) -> bool:
+    single: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return single == value
 
 
 def _allowed(kind: str, scale: str, allowed: bool) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """Quantised activations as step functions (section 2): codes in order, and scales in float32.
 
 With casts to nearest s = float32(amax/qmax), the code of v is that of float32(v/s), its value
-float32(code·s). Codes are numbered in order; what is best among codes i to j is looked up.
+float32(code·s). Codes are numbered in order; what is best among codes i to j is looked up. Codes of
+uint8 count from their zero point.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import nearest
-from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONENT, Kernel
+from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONENT, TILE, Kernel
 
 UNIT = 2.0**-24
 _OFF = 2.0**-22  # more than the roundings of a ratio and of a product together
 LEAST_SCALE = 2.0**-100  # below it products with codes may be subnormal, and lose more than that
+LEAST_FULL = 2.0**-23  # the least scale of int8_full
+INTEGERS = ("int8", "int8_full", "uint8")
+QMAX = {**CODE_LARGEST, "int8_full": 127.5, "uint8": 255}
 Ranks = NDArray[np.int64]
 
 
@@ -33,13 +38,25 @@ class _Ladder:
     flattest: Floats
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The quantisers of all elements of a box: where their scales lie (from 0: unknown), and the
+    last code over zero and below it. `ratio`: the scale divides ("over"), its float32 reciprocal
+    multiplies ("times"), or either ("free")."""
+
+    kind: str
+    scale: Box
+    above: Box
+    below: Box
+    ratio: str
+
+
 @cache
 def _ladder(kind: str) -> _Ladder:
-    top = CODE_LARGEST[kind]
-    if kind == "int8":
-        codes = np.arange(top + 1.0)
+    if kind in INTEGERS:
+        codes = np.arange(256.0)
     else:
-        form = FORMATS[kind]
+        form, top = FORMATS[kind], CODE_LARGEST[kind]
         grid = [0.0, 2.0 ** (form.least - form.precision + 1)]
         while grid[-1] < top:
             exponent = max(int(np.frexp(grid[-1])[1]) - 1, form.least)
@@ -57,24 +74,100 @@ def _ladder(kind: str) -> _Ladder:
     return _Ladder(codes, steepest, flattest)
 
 
-def serves(kernel: Kernel) -> bool:
-    """Say whether the quantiser is a known step function: nearest casts, codes without a zero."""
-    return kernel.nearest and kernel.activations[0] in ("fp8_e4m3", "fp8_e5m2", "int8")
-
-
 def largest(size: Floats, scale: str) -> Floats:
-    """Return the maximum over the tensor, the row or the block of 32, at every element."""
+    """Return the maximum over the tensor, the row or the block of a row, at every element."""
     if scale in ("none", "per_tensor"):
         return np.broadcast_to(size.max(), size.shape)
     if scale == "per_token":
         return np.broadcast_to(size.max(axis=-1, keepdims=True), size.shape)
-    n = size.shape[-1]
-    blocks = np.maximum.reduceat(size, np.arange(0, n, MX_BLOCK), axis=-1)
-    return np.repeat(blocks, MX_BLOCK, axis=-1)[..., :n]
+    n, width = size.shape[-1], {"mx": MX_BLOCK, "group_128": TILE}[scale]
+    blocks = np.maximum.reduceat(size, np.arange(0, n, width), axis=-1)
+    return np.repeat(blocks, width, axis=-1)[..., :n]
+
+
+def extent(x: Box, scale: str) -> tuple[Box, Box]:
+    """Return how far the group of every element reaches above zero, and below it."""
+    above = Box(largest(np.maximum(x.lo, 0.0), scale), largest(np.maximum(x.hi, 0.0), scale))
+    below = Box(largest(np.maximum(-x.hi, 0.0), scale), largest(np.maximum(-x.lo, 0.0), scale))
+    return above, below
+
+
+def given(kernel: Kernel, key: str, shape: tuple[int, ...]) -> tuple[Floats, int]:
+    """Return the static scale of every element that enters the linear with this weight, and z.
+
+    Raises:
+        Rejection: "rule/static-scale".
+    """
+    if kernel.static is None:
+        raise Rejection("rule/static-scale", "there are no static scales")
+    scales, zero = kernel.static.of(key, kernel.activations[0])
+    if len(scales) not in (1, shape[-1]):
+        raise Rejection("rule/static-scale", f"{len(scales)} scales for {shape[-1]} channels")
+    return np.broadcast_to(np.array(scales, dtype=np.float64), shape), zero
+
+
+def steps(kernel: Kernel, x: Box, key: str) -> Steps:
+    """Return the quantisers of what enters the linear with the weight `key`.
+
+    Raises:
+        Rejection: "rule/static-scale"; "bound/overflow" where a static scale may be exceeded.
+    """
+    kind, scale = kernel.activations
+    if scale == "static":
+        return _calibrated(kernel, x, key)
+    if kind == "uint8":
+        return _asymmetric(x, scale)
+    return plain(kind, scales(kernel, x))
+
+
+def plain(kind: str, scale: Box) -> Steps:
+    """Return the quantisers of a format without a zero point, with scales in a box."""
+    tops = (127, 128) if kind == "int8_full" else (QMAX[kind], QMAX[kind])
+    above, below = (box.exact(np.full(scale.shape, float(top))) for top in tops)
+    return Steps(kind, scale, above, below, "times" if kind == "int8_full" else "over")
+
+
+def _asymmetric(x: Box, scale: str) -> Steps:
+    """Return uint8: s = (max - min)/255 around zero, z the nearest even of -min/s."""
+    above, below = extent(x, scale)
+    wide = Box(_single(box.add_down(above.lo, below.lo)), _single(box.add_up(above.hi, below.hi)))
+    steps = np.float64(255)
+    found = Box(_ratio(wide.lo, steps, "over", False), _ratio(wide.hi, steps, "over", True))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # -min/s in two ways: by the scale, and as 255 times the share of what is below zero
+        least = 255 * below.lo / (below.lo + above.hi) * (1 - _OFF)
+        most = 255 * below.hi / (below.hi + above.lo) * (1 + _OFF)
+        by_scale = (
+            _ratio(below.lo, np.where(found.hi > 0, found.hi, 1.0), "over", False),
+            _ratio(below.hi, np.where(found.lo > 0, found.lo, 1.0), "over", True),
+        )
+    least, most = np.where(np.isnan(least), 0.0, least), np.where(np.isnan(most), 255.0, most)
+    least = np.where(found.hi > 0, np.maximum(least, by_scale[0]), least)
+    most = np.where(found.lo > 0, np.minimum(most, by_scale[1]), most)
+    zero = Box(np.clip(np.rint(least), 0, 255), np.clip(np.rint(most), 0, 255))
+    return Steps("uint8", found, Box(255 - zero.hi, 255 - zero.lo), zero, "over")
+
+
+def _calibrated(kernel: Kernel, x: Box, key: str) -> Steps:
+    """Return static quantisers; integers hold half a step more than their last codes."""
+    kind = kernel.activations[0]
+    scale, zero = given(kernel, key, x.shape)
+    by = plain(kind, box.exact(scale))
+    above, below = by.above.lo, by.below.lo
+    if kind == "uint8":
+        above, below = np.full(x.shape, 255.0 - zero), np.full(x.shape, float(zero))
+    more = 0.5 if kind in INTEGERS else 0.0
+    inside = (x.hi <= (above + more) * scale * (1 + _OFF)) & (
+        -x.lo <= (below + more) * scale * (1 + _OFF)
+    )
+    if not bool(inside.all()):
+        element = [int(i) for i in np.argwhere(~inside)[0]]
+        raise Rejection("bound/overflow", f"element {element} may exceed its static {kind} scale")
+    return Steps(kind, box.exact(scale), box.exact(above), box.exact(below), "free")
 
 
 def scales(kernel: Kernel, x: Box) -> Box:
-    """Return between which float32 numbers the scale of every element lies (from 0: unknown)."""
+    """Return between which float32 numbers a dynamic scale lies (from 0: unknown); not of uint8."""
     kind, scale = kernel.activations
     if scale == "none":
         return box.exact(np.ones(x.shape))
@@ -86,93 +179,107 @@ def scales(kernel: Kernel, x: Box) -> Box:
             for m in (least, most)
         ]
         return Box(np.where(least > 0, powers[0], 0.0), powers[1])
-    top = np.float64(CODE_LARGEST[kind])
-    return Box(_ratio(least, top, False), _ratio(most, top, True))
+    top = np.float64(QMAX[kind])
+    found = Box(_ratio(least, top, "over", False), _ratio(most, top, "over", True))
+    if kind != "int8_full":
+        return found
+    return Box(np.maximum(found.lo, LEAST_FULL), np.maximum(found.hi, LEAST_FULL))
 
 
 def _single(values: Floats) -> Floats:
     return np.asarray(values, dtype=np.float32).astype(np.float64)
 
 
-def _ratio(values: Floats, by: Floats | np.float64, upward: bool) -> Floats:
+def _ratio(values: Floats, by: Floats | np.float64, how: str, upward: bool) -> Floats:
     """Return float32(values/by) of float32 numbers; of others a bound from one side."""
-    whole = _single(values) == values
-    once = values.astype(np.float32) / np.asarray(by, dtype=np.float32)
-    pushed = (box.above if upward else box.down)(values / by)
-    return np.maximum(np.where(whole, once.astype(np.float64), _single(pushed)), 0.0)
+    push = box.above if upward else box.down
+    if how == "free":
+        return np.maximum(values / by * (1 + _OFF if upward else 1 - _OFF), 0.0)
+    whole, single = _single(values) == values, np.asarray(by, dtype=np.float32)
+    if how == "times":
+        inverse = np.float32(1) / single
+        once, other = values.astype(np.float32) * inverse, values * inverse.astype(np.float64)
+    else:
+        once, other = values.astype(np.float32) / single, values / by
+    return np.maximum(np.where(whole, once.astype(np.float64), _single(push(other))), 0.0)
 
 
-def _rank(kind: str, values: Floats, scale: Floats, upward: bool) -> Ranks:
+def _rank(by: Steps, values: Floats, scale: Floats, top: Floats, upward: bool) -> Ranks:
     """Return the rank of the code of values/scale (values ≥ 0), or a bound of it."""
-    ladder, top = _ladder(kind), float(CODE_LARGEST[kind])
-    ratio = np.minimum(_ratio(values, scale, upward), top)
-    code = np.rint(ratio) if kind == "int8" else nearest(ratio, FORMATS[kind])
-    return np.searchsorted(ladder.codes, code)
+    ratio = np.minimum(_ratio(values, scale, by.ratio, upward), top)
+    code = np.rint(ratio) if by.kind in INTEGERS else nearest(ratio, FORMATS[by.kind])
+    return np.searchsorted(_ladder(by.kind).codes, code)
 
 
-def half_step(kernel: Kernel, code: Floats) -> Floats:
+def half_step(kind: str, code: Floats) -> Floats:
     """Return half the distance of codes up to this one: what a ratio is off by."""
-    kind = kernel.activations[0]
-    if kind == "int8":
+    if kind in INTEGERS:
         return np.full(code.shape, 0.5)
     form = FORMATS[kind]
     return np.asarray(np.ldexp(1.0, np.maximum(np.frexp(code)[1] - 1, form.least) - form.precision))
 
 
-def codes(kernel: Kernel, x: Box, scale: Box) -> tuple[Floats, Floats]:
+def codes(by: Steps, x: Box) -> tuple[Floats, Floats]:
     """Return the least and the greatest code that numbers in x may get; scales are positive."""
-    kind = kernel.activations[0]
-    grid = _ladder(kind).codes
+    grid, scale = _ladder(by.kind).codes, by.scale
     lo, hi = np.abs(x.lo), np.abs(x.hi)
     least = np.where(
         x.lo >= 0,
-        grid[_rank(kind, lo, scale.hi, False)],
-        -grid[_rank(kind, lo, scale.lo, True)],
+        grid[_rank(by, lo, scale.hi, by.above.lo, False)],
+        -grid[_rank(by, lo, scale.lo, by.below.hi, True)],
     )
     most = np.where(
         x.hi >= 0,
-        grid[_rank(kind, hi, scale.lo, True)],
-        -grid[_rank(kind, hi, scale.hi, False)],
+        grid[_rank(by, hi, scale.lo, by.above.hi, True)],
+        -grid[_rank(by, hi, scale.hi, by.below.lo, False)],
     )
     return least, most
 
 
-def hull(kernel: Kernel, x: Box, scale: Box) -> Box:
+def hull(by: Steps, x: Box) -> Box:
     """Return where the quantised values of x lie; scales are positive float32 numbers."""
-    kind = kernel.activations[0]
     lo, hi = np.abs(x.lo), np.abs(x.hi)
     return Box(
-        np.where(x.lo >= 0, _least(kind, lo, scale), -_most(kind, lo, scale)),
-        np.where(x.hi >= 0, _most(kind, hi, scale), -_least(kind, hi, scale)),
+        np.where(x.lo >= 0, _least(by, lo, by.above.lo), -_most(by, lo, by.below.hi)),
+        np.where(x.hi >= 0, _most(by, hi, by.above.hi), -_least(by, hi, by.below.lo)),
     )
 
 
-def _most(kind: str, v: Floats, scale: Box) -> Floats:
+def _most(by: Steps, v: Floats, top: Floats) -> Floats:
     """Return the greatest float32(c·s): c·s_h as far as s_h gives c, c/b⁻·v beyond."""
-    ladder = _ladder(kind)
-    first, last = _rank(kind, v, scale.hi, True), _rank(kind, v, scale.lo, True)
+    ladder, scale = _ladder(by.kind), by.scale
+    first, last = _rank(by, v, scale.hi, top, True), _rank(by, v, scale.lo, top, True)
     sure = _single(ladder.codes[first] * scale.hi)
     beyond = ladder.steepest[np.minimum(first + 1, last), last] * v * (1 + _OFF)
     return np.where(last > first, np.maximum(sure, beyond), sure)
 
 
-def _least(kind: str, v: Floats, scale: Box) -> Floats:
+def _least(by: Steps, v: Floats, top: Floats) -> Floats:
     """Return the least float32(c·s): c·s_l from where s_l gives c on, c/b⁺·v before."""
-    ladder = _ladder(kind)
-    first, last = _rank(kind, v, scale.hi, False), _rank(kind, v, scale.lo, False)
+    ladder, scale = _ladder(by.kind), by.scale
+    first, last = _rank(by, v, scale.hi, top, False), _rank(by, v, scale.lo, top, False)
     sure = _single(ladder.codes[last] * scale.lo)
     before = ladder.flattest[first, np.maximum(last - 1, first)] * v * (1 - _OFF)
     return np.where(last > first, np.minimum(sure, before), sure)
 
 
-def quantised(kernel: Kernel, x: Box, error: Floats) -> tuple[Box, Box]:
-    """Return the quantised values and their errors, met with what `error` (Q) says."""
+def known(by: Steps) -> tuple[Steps, NDArray[np.bool_]]:
+    """Return the quantisers with scales of 1 where they may be too small; where they are not."""
+    sure = by.scale.lo >= LEAST_SCALE
+    scale = Box(np.where(sure, by.scale.lo, 1.0), np.where(sure, by.scale.hi, 1.0))
+    return Steps(by.kind, scale, by.above, by.below, by.ratio), sure
+
+
+def quantised(kernel: Kernel, x: Box, error: Floats, key: str = "") -> tuple[Box, Box]:
+    """Return the quantised values and their errors, met with what `error` (Q) says.
+
+    Raises:
+        Rejection: as `steps`.
+    """
     wide, around = box.widen(x, error), box.around(np.broadcast_to(error, x.shape))
-    if not serves(kernel):
+    if not kernel.nearest or kernel.activations[0] == "none":
         return wide, around
-    scale = scales(kernel, x)
-    known = scale.lo >= LEAST_SCALE
-    safe = Box(np.where(known, scale.lo, 1.0), np.where(known, scale.hi, 1.0))
-    found = box.meet(hull(kernel, x, safe), wide)
-    value = Box(np.where(known, found.lo, wide.lo), np.where(known, found.hi, wide.hi))
+    by, sure = known(steps(kernel, x, key))
+    found = box.meet(hull(by, x), wide)
+    value = Box(np.where(sure, found.lo, wide.lo), np.where(sure, found.hi, wide.hi))
     return value, box.meet(box.sub(value, x), around)

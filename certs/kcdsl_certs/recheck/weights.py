@@ -148,6 +148,8 @@ def _amax(weight: Singles, scale: str) -> Singles:
             return np.broadcast_to(size.max(axis=1, keepdims=True), weight.shape)
         case "block_128":
             return _spread(size, TILE, TILE)
+        case "group_128":
+            return _spread(size, 1, TILE)
     return _spread(size, 1, MX_BLOCK)
 
 

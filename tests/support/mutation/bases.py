@@ -16,6 +16,7 @@ from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import proofs
 from tests.support.mutation.changes import record_of
+from tests.support.plane_blocks import feed_forward
 
 Document = dict[str, Any]
 Build = Callable[[np.random.Generator], Any]
@@ -89,13 +90,19 @@ def everything_else(rng: np.random.Generator) -> Any:
     return g
 
 
+def feed(rng: np.random.Generator) -> Any:
+    """Return linears with ReLU between them, twice."""
+    return feed_forward(rng, rows=2, width=3, inner=5, layers=2)
+
+
 IDS = (4, 0, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
     """What one proof is about. `spread` is the size of the inputs, `passes` names some passes,
-    `weights` is ρ of a region around the weights."""
+    `weights` is ρ of a region around the weights, `planes` has hints of planes, `chance` says what
+    is left to it."""
 
     build: Build
     domain: str
@@ -109,6 +116,8 @@ class Base:
     cases: int = field(default=1)
     passes: bool = False
     weights: str = ""
+    planes: bool = False
+    chance: Document = field(default_factory=dict)
 
 
 def with_more(record: Document, **fields: Any) -> Document:
@@ -180,6 +189,30 @@ BASES: dict[str, Base] = {
         encoder, "affine", "2", "points", N("float32", "nearest"), N("bfloat16", "any"),
         weights="0.0009765625",
     ),
+    "piecewise and tanh, interval, static scales": Base(
+        everything_else, "interval", "inf", "ball",
+        N("float32", "nearest", activations=proofs.static("uint8", 0.25, 128)),
+        N("float16", "any", activations=proofs.static("uint8", 0.25, 128)),
+    ),
+    "decoder, planes": Base(
+        decoder, "planes", "inf", "ball", N("float32", "nearest"),
+        N("bfloat16", "any", style="fused", weights=FP8),
+    ),
+    "feed-forward, planes": Base(
+        feed, "planes", "2", "hull", N("float32", "nearest"), N("bfloat16", "any"),
+        radius=2.0**-3, planes=True,
+    ),
+    "gated MLP, affine and planes": Base(
+        gated, "affine+planes", "inf", "points", N("float32", "any", style="fused"),
+        N("bfloat16", "any", weights=INT8),
+    ),
+    "head, planes, no flip": Base(
+        head, "planes", "no_flip", "ids", N("float32", "any"), N("bfloat16", "any"),
+    ),
+    "encoder, affine, by chance": Base(
+        encoder, "affine", "inf", "ball", N("float32", "any"), N("bfloat16", "any"),
+        chance={"alpha": "0.000001", "functionals": 4096},
+    ),
 }  # fmt: skip
 
 
@@ -206,6 +239,8 @@ def made(name: str, folder: Path) -> tuple[Document, Path, Any]:
     if base.passes:
         some = list(passes(graph))
         case["passes"] = {"train": some, "infer": copy.deepcopy(some)}
+    if base.planes:
+        case["planes"] = plane_hints(graph, rng)
     if base.region == "hull":
         case["region"]["kind"] = "hull"
         shape = graph.input_shape
@@ -213,6 +248,8 @@ def made(name: str, folder: Path) -> tuple[Document, Path, Any]:
         case["region"]["radius"] = record_of(wide)
     if base.region == "rows":
         case["region"] |= {"kind": "rows", "longest": LONGEST, "tables": tables(graph)}
+    if base.chance:
+        case["chance"] = dict(base.chance)
     if base.weights:
         case["region"]["weights"] = base.weights
     for index in range(1, base.cases):
@@ -251,6 +288,38 @@ def passes(graph: Any) -> Iterator[Document]:
             of, (kind, stop) = node["inputs"][0], PASSES[node["op"]]
             rows = math.prod(shapes[of][:-1])
             yield {"at": node["name"], "of": of, "kind": kind, "stop": stop, "rows": [0, rows]}
+
+
+def plane_hints(graph: Any, rng: np.random.Generator) -> Document:
+    """Return hints of planes: rows of what ReLUs read, slopes there, and for two elements."""
+    relus = [node for node in graph.nodes if node["op"] == "relu"]
+    chosen = [rng.random(node["shape"]) < 0.75 for node in relus]
+
+    def slopes(count: int) -> Document:
+        ends = np.array(
+            [[0.2, 0.4], [0.4, 0.8], [-0.01, 0.01], [0.4, 0.6], [-0.01, 0.01], [0.4, 0.6]]
+        )
+        values = ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * rng.random((6, count))
+        return record_of(values.astype(np.float32))
+
+    met = [
+        {"of": node["inputs"][0], "unknown": unknown, "rows": [0, node["shape"][0]]}
+        for node in relus
+        for unknown in ("deviation", "drift")
+    ]
+    met.append({"of": graph.output, "unknown": "drift", "rows": [0, 1]})
+    total = sum(int(at.sum()) for at in chosen)
+    return {
+        "met": met,
+        "slopes": [
+            {"of": node["name"], "at": record_of(at), "values": slopes(int(at.sum()))}
+            for node, at in zip(relus, chosen, strict=True)
+        ],
+        "searched": [
+            {"element": 0, "side": "above", "values": slopes(total)},
+            {"element": 5, "side": "below", "values": slopes(total)},
+        ],
+    }
 
 
 def claimed(document: Document, path: Path) -> Document:

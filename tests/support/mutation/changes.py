@@ -22,7 +22,10 @@ Path = tuple[str | int, ...]
 HEX_REAL = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+\Z")
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 # Objects whose keys are names, not fields.
-NAMED = ("graphs", "constants", "parameters", "results", "tables")
+NAMED = (
+    *("graphs", "constants", "parameters", "results", "tables"),
+    *("input_scale", "input_zero_point"),
+)
 
 LOWERINGS = {"one step": None, "0.1 %": 0.999, "1 %": 0.99, "50 %": 0.5}
 RAISINGS = {"0.1 % more": 1.001, "doubled": 2.0}

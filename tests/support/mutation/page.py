@@ -11,8 +11,18 @@ ROW = re.compile(r"\| `([^`]+)` \| ([a-z ,]+) \| (.+) \|\Z")
 
 def stated(heading: str) -> dict[str, frozenset[str]]:
     """Return the accepted kinds of change by field, as a section of the page has them."""
+    return {row[1]: frozenset(row[2].split(", ")) for row in _rows(heading)}
+
+
+def derived_anew(heading: str) -> frozenset[str]:
+    """Return the fields whose changes are accepted where the claims happen to follow all the same:
+    which of the kinds there are depends on the numbers of the bases."""
+    return frozenset(row[1] for row in _rows(heading) if "derived anew" in row[3])
+
+
+def _rows(heading: str) -> list[re.Match[str]]:
     text = PAGE.read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
     rows = [found for line in text.splitlines() if (found := ROW.match(line))]
     fields = [row[1] for row in rows]
     assert len(set(fields)) == len(fields) > 0
-    return {row[1]: frozenset(row[2].split(", ")) for row in rows}
+    return rows

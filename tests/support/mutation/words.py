@@ -19,7 +19,9 @@ WORDS: dict[str, tuple[str, ...]] = {
     "claim": ("held", (1.0).hex()),
     "functional.kind": ("inf", "2", "span", "no_flip", "1"),
     "cases[].claim": ("held", (1.0).hex()),
-    "cases[].domain": ("interval", "affine", "zonotope"),
+    "cases[].domain": ("interval", "affine", "planes", "affine+planes", "zonotope"),
+    "cases[].planes.met[].unknown": ("deviation", "drift", "value"),
+    "cases[].planes.searched[].side": ("below", "above", "both"),
     "cases[].name": ("case-0", "case-1"),
     "cases[].region.kind": ("points", "ball", "hull", "rows"),
     "cases[].region.weights": (
@@ -75,6 +77,8 @@ def with_names(graph: dict[str, object]) -> dict[str, tuple[str, ...]]:
             for side in ("train", "infer")
             for field in ("at", "of")
         },
+        "cases[].planes.met[].of": names,
+        "cases[].planes.slopes[].of": names,
         f"{NODE}.inputs[]": names,
         f"{NODE}.attrs.key": keys,
         "graphs{}.graph.output": names,

@@ -139,7 +139,17 @@ def test_samples_of_a_region_count_and_stay_inside_it() -> None:
     kernels = simulator({}), simulator({"compute": "bfloat16", "casts": "nearest"})
     radius = torch.full((1, 1), 2.0**-6, dtype=torch.float64)
     runs = [
-        attack(*kernels, "inf", X, radius, candidates=1, rounds=0, restarts=0, samples=samples)
+        attack(
+            *kernels,
+            "inf",
+            X,
+            radius,
+            candidates=1,
+            rounds=0,
+            restarts=0,
+            samples=samples,
+            herds=0,
+        )
         for samples in (0, 40, 40)
     ]
     assert runs[0].value < runs[1].value == runs[2].value

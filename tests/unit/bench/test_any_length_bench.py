@@ -6,8 +6,9 @@ import math
 import re
 import xml.etree.ElementTree as ET
 
-from bench.any_length import BEGIN, END, LENGTHS, PAGE, RADII, figures, table
+from bench.any_length import LENGTHS, RADII, figures, table
 from bench.any_length_picture import Curve, draw
+from bench.common import shown_in
 
 CURVES = [
     Curve(model, region, 0.4, dict.fromkeys(LENGTHS, 0.5), dict.fromkeys(LENGTHS, 0.1))
@@ -39,7 +40,7 @@ def test_the_table_has_a_row_for_every_region() -> None:
 
 
 def test_the_page_holds_the_recorded_results() -> None:
-    shown = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    shown = shown_in("any-length.md", "any_length")
     rows = re.findall(r"^\| (MiniLM|tiny LM), ([^|]+) \|(.+)\|$", shown, re.MULTILINE)
     assert len(rows) == 2 * (len(RADII) + 1)
     for _, _, numbers in rows:

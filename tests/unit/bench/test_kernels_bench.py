@@ -5,8 +5,14 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
-from bench.kernels import BEGIN, CASES, END, MODELS, PAGE, Comparison, figures, table
+import pytest
+
+from bench import kernels, kernels_inputs
+from bench.common import shown_in
+from bench.kernels import CASES, Comparison, figures, table
+from bench.kernels_inputs import MODELS
 from bench.kernels_picture import draw
 
 FIRST = CASES[0].name
@@ -50,10 +56,30 @@ def test_the_picture_is_well_formed_and_places_runs_by_their_quotient() -> None:
 
 
 def test_the_page_holds_the_recorded_results() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    shown = text.partition(BEGIN)[2].partition(END)[0]
+    shown = shown_in("real-kernels.md", "kernels")
     for case in CASES:
         for model in MODELS:
             assert f"| {case.name} | {model} |" in shown
     (worst,) = re.findall(r"the largest quotient is (\d\.\d{4})", shown)
     assert 0 < float(worst) <= 1
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_code_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "PARTS", tmp_path / "parts")
+    monkeypatch.setattr(kernels, "compare", lambda case, share: iter([run(0.5), run(math.inf)]))
+    assert kernels._kept(CASES[0], "key") is None
+    assert kernels._measure(0, 1.0, "key") == [run(0.5), run(math.inf)]
+    assert kernels._kept(CASES[0], "key") == [run(0.5), run(math.inf)]
+    assert kernels._kept(CASES[0], "another") is None
+    assert kernels._kept(CASES[1], "key") is None
+    assert kernels._key(1.0) != kernels._key(0.5)
+
+
+def test_inputs_are_hundreds_and_of_many_lengths() -> None:
+    found = kernels_inputs.inputs("tiny LM")
+    assert len(found) > 400
+    assert {block for block, _ in found} == set(kernels_inputs.BLOCKS["tiny LM"])
+    assert len({len(x) for _, x in found}) > 40
+    assert min(len(x) for _, x in found) == 1

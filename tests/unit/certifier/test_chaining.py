@@ -25,7 +25,7 @@ from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.bounding import Bounded
 from kcdsl_backends.certifier.cache import Cache, decode, encode
 from kcdsl_backends.certifier.chaining import ChainTask
-from kcdsl_backends.certifier.cutting import links_of, until
+from kcdsl_backends.certifier.cutting import links_of, named, partitions, until
 from kcdsl_backends.certifier.linking import Interface, Linked, Output, rounded
 from kcdsl_backends.certifier.slack import SlackTask
 from kcdsl_backends.certifier.verdicts import verdict_of
@@ -88,8 +88,13 @@ def test_links_of_blocks(kind: str, block: str, names: list[str], tmp_path: Path
     graph = block_graph(model, block, 3, (1, 5, 2) if block == "model" else None)
     links = links_of(model, graph)
     assert [link.block for link in links] == names
+    counts = []
+    for some in partitions(graph, links):
+        refuse_other(parsed(graph), [parsed(link) for link in some])
+        assert named(graph, links, [link.block for link in some[:2]]) == some
+        counts.append(len(some))
+    assert counts == {1: [1], 2: [2], 3: [3, 2], 4: [4, 2]}[len(links)]
     parts = [parsed(link) for link in links]
-    refuse_other(parsed(graph), parts)
     if len(parts) > 1:
         for wrong in (parts[::-1], parts[:-1], parts[1:], [*parts, parts[-1]]):
             with pytest.raises(Rejection, match="chain/join"):
@@ -159,9 +164,31 @@ def test_proofs_without_chains_are_what_they_were(decide: Decide) -> None:
 
 
 def test_a_limit_that_a_chain_does_not_reach(decide: Decide) -> None:
-    (found,) = decide("forall x in points(all): norm_inf(drift(model, x)) <= 0.001")
+    (found,) = decide(MODEL.replace("0.1", "0.0001"), attacks=False)
     assert isinstance(found.verdict, Inconclusive)
-    assert 0.001 < found.bound < 0.1
+    assert 0.0001 < found.bound < 0.001
+
+
+def test_more_is_done_where_that_settles_the_goal(decide: Decide) -> None:
+    """Ellipsoids lose less than boxes, fewer links less than many; what runs attain stands beside
+    the links that there are."""
+    names, bounds, handed = [], [], []
+    for limit in ("0.1", "0.0009", "0.0004"):
+        (found,) = decide(MODEL.replace("0.1", limit), attacks=True)
+        document = json.loads(found.proof or b"")
+        handed.append(
+            sum("ellipsoids" in link["region"] for link in document["cases"][0]["links"][1:])
+        )
+        assert (found.verdict, found.confirmed) == (Held(), True)
+        names.append([link.name for link in found.cases[0].links])
+        bounds.append(found.bound)
+        worst = max(found.cases, key=lambda case: case.bound)
+        attained = [link.attack for link in worst.links[:-1]]
+        assert all(value is not None for value in attained)
+    short = ["model[0]", "layer_0", "layer_1", "model[3]"]
+    assert names == [short, short, ["model[0]..layer_0", "layer_1..model[3]"]]
+    assert bounds[2] <= 0.0004 < bounds[1] <= 0.0009 < bounds[0]
+    assert handed == [0, 2, 1]
 
 
 def test_a_run_above_a_link_is_no_evidence(decide: Decide) -> None:

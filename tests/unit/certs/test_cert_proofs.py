@@ -10,13 +10,14 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from kcdsl_certs.clauses import CertifiedClause, ProofReference
+from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference
 from kcdsl_certs.proofs import Outcome, Rechecker
 from kcdsl_certs.statement import Predicate
 
@@ -186,3 +187,17 @@ def test_a_longest_sequence_that_is_no_number(longest: object, recheck: Recheck)
         document["cases"][0]["region"].update(kind="rows", longest=longest)
 
     assert recheck(edit, region="rows(all, 64)", n=1)[0] is Outcome.FAILED
+
+
+def test_what_a_proof_leaves_to_chance_is_in_its_clause(recheck: Recheck) -> None:
+    def edit(proof: dict[str, Any]) -> None:
+        proof["cases"][0]["chance"] = {"alpha": "0.000001", "functionals": 4096}
+
+    overstated = (Outcome.FAILED, "clause/evidence-overstated")
+    assert recheck(edit) == overstated
+    assert recheck(edit, alpha=Fraction(1, 100)) == overstated
+    likely = {"evidence": Evidence.PROBABILISTIC, "assumptions": ("independent roundings",)}
+    assert recheck(edit, **likely) == overstated
+    assert recheck(edit, **likely, alpha=Fraction(1, 10**7)) == overstated
+    assert recheck(edit, **likely, alpha=Fraction(1, 10**6)) == (Outcome.OK, "")
+    assert recheck(**likely, alpha=Fraction(1, 10**6)) == (Outcome.OK, "")

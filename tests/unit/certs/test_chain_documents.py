@@ -43,6 +43,13 @@ def halves(folder: Path) -> Base:
     return json.loads(found.document), found.checkpoint
 
 
+@pytest.fixture(scope="module")
+def handing(folder: Path) -> Base:
+    """A chain whose links hand on ellipsoids."""
+    found = chained(folder, "bert", "bfloat16 any", clause=0, ellipsoids=True)
+    return json.loads(found.document), found.checkpoint
+
+
 def judged(base: Base, change: Callable[[Document], object]) -> str:
     """Return the reason why a changed chain is rejected; "ok" where it is not."""
     document, checkpoint = copy.deepcopy(base[0]), base[1]
@@ -117,7 +124,10 @@ def test_both_schemas_define_the_same(schemas: Any) -> None:
     assert {name: one["definitions"][name] for name in both} == {
         name: two["definitions"][name] for name in both
     }
-    for name in ("domain", "passes", "witness", "claim"):
+    domains = one["definitions"]["case"]["properties"]["domain"]["enum"]
+    links = two["definitions"]["link"]["properties"]["domain"]["enum"]
+    assert links == [name for name in domains if "planes" not in name]
+    for name in ("passes", "witness", "claim"):
         stated = one["definitions"]["case"]["properties"][name]
         assert two["definitions"]["link"]["properties"][name] == stated
 
@@ -373,6 +383,42 @@ def test_where_a_drift_may_stand(tokens: Base, halves: Base) -> None:
         assert judged(halves, having(inner, more)) == "document/field"
 
 
+def test_ellipsoids_are_those_of_the_link_before(handing: Base, follows: Any) -> None:
+    """They stand nowhere; where the link before has none, none may be read."""
+    follows(handing[0])
+    regions = [link.get("region", {}) for link in links(handing[0])]
+    assert [region.get("ellipsoids") for region in regions] == [None, True, True]
+    assert judged(handing, lambda document: None) == "ok"
+
+    def without(document: Document, number: int) -> None:
+        del links(document)[number]["region"]["ellipsoids"]
+
+    def in_intervals(document: Document) -> None:
+        link = links(document)[0]
+        link["domain"] = "interval"
+        del link["passes"]
+
+    lost = ("claim/too-small", "witness/too-small", "chain/output")
+    assert judged(handing, having(without, 2)) in lost
+    assert judged(handing, in_intervals) in (*lost, "chain/ellipsoids")
+    others: tuple[object, ...] = (False, 1, "true", None, {}, [True])
+    for value in others:
+        put = having(lambda d, v: links(d)[1]["region"].update(ellipsoids=v), value)
+        assert judged(handing, put) == "document/field"
+
+    def of_the_whole(document: Document) -> None:
+        document["cases"][0]["region"]["ellipsoids"] = True
+
+    assert judged(handing, of_the_whole) == "document/region"
+
+
+def test_ellipsoids_after_intervals(tokens: Base) -> None:
+    """The interval domain has none to hand on, whatever a document says."""
+    number = next(i for i, one in enumerate(links(tokens[0])) if one.get("domain") != "affine")
+    put = having(lambda d: links(d)[number + 1]["region"].update(ellipsoids=True))
+    assert judged(tokens, put) == "chain/ellipsoids"
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_ends_that_are_no_numbers(tokens: Base, value: float) -> None:
     def put(box: Document, end: str) -> None:
@@ -481,6 +527,7 @@ WEIGHTLESS = {
     "cases[].links[].region.centre.data": {"lower", "raise"},
     "cases[].links[].region.drift.high.data": {"lower", "raise"},
     "cases[].links[].region.drift.low.data": {"lower", "raise"},
+    "cases[].links[].region.ellipsoids": {"removed"},
     "cases[].links[].region.radius.data": {"lower", "raise"},
     "cases[].links[].witness": {"removed", "reordered"},
     "cases[].links[].witness[].drift": {"lower", "raise"},
@@ -499,7 +546,7 @@ those by less than the margin of claims, or of the first region, which is anothe
 @pytest.mark.parametrize("third", [0, 1, 2])
 def test_what_is_not_listed_is_rejected(folder: Path, third: int) -> None:
     """One change of every kind of every field of cases; graphs are as those of other proofs."""
-    found = chained(folder, "llama", "float32 fused", clause=1, tokens=(1,))
+    found = chained(folder, "llama", "float32 fused", clause=1, tokens=(1,), ellipsoids=True)
     document: Document = json.loads(found.document)
     graph = next(iter(document["graphs"].values()))["graph"]
     groups: dict[tuple[str, str], list[Change]] = {}
@@ -513,3 +560,13 @@ def test_what_is_not_listed_is_rejected(folder: Path, third: int) -> None:
         assert outcome.reason != "internal", (field, kind, outcome.detail)
         if kind not in WEIGHTLESS.get(field, ()):
             assert not outcome.ok, (field, kind)
+
+
+@pytest.mark.parametrize("base", ["tokens", "halves"])
+@pytest.mark.parametrize("number", [0, -1])
+def test_no_link_leaves_anything_to_chance(
+    base: str, number: int, request: pytest.FixtureRequest
+) -> None:
+    more = {"domain": "affine", "chance": {"alpha": "0.001", "functionals": 2**20}}
+    change = having(lambda document: links(document)[number].update(more))
+    assert judged(request.getfixturevalue(base), change) == "document/field"

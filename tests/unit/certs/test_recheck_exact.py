@@ -58,6 +58,8 @@ PAIRS = [
             (("int8", "block_128"), ("uint8", "per_token")),
             (("int8_full", "per_channel"), ("int8_full", "per_token")),
             (("fp8_e5m2", "none"), ("fp8_e5m2", "none")),
+            (("fp8_e4m3", "per_channel"), proofs.static("fp8_e4m3", 0.1)),
+            (("int8", "per_channel"), proofs.static("uint8", 0.3, 127)),
         )
     ),
     *(
@@ -70,6 +72,14 @@ PAIRS = [
             ("fp8_e4m3", "mx"),
             ("fp8_e5m2", "none"),
             ("int8", "per_tensor"),
+            ("int8_full", "per_token"),
+            ("int8_full", "per_tensor"),
+            ("uint8", "per_token"),
+            ("uint8", "per_tensor"),
+            proofs.static("fp8_e4m3", 0.1),
+            proofs.static("int8", 0.3),
+            proofs.static("int8_full", 0.3),
+            proofs.static("uint8", 0.3, 127),
         )
     ),
     (

@@ -188,7 +188,7 @@ def test_norms(centred: bool, offset: float, radius: float, move: float) -> None
         x = around(rng.standard_normal((1, n)) + offset, radius)
         d = around(rng.standard_normal((1, n)) * move, move)
         state = reduce(x, box.add(x, d), d)
-        t, i = (norms._side(side, 1e-5, centred) for side in (state.t, state.i))
+        t, i = (norms.side(side, 1e-5, centred) for side in (state.t, state.i))
         drift = norms._drift(t, i, norms._centred(d) if centred else d, n)
         assert t.y.hi.max() <= np.sqrt(n) * (1 + 1e-12)
         for _ in range(80):
@@ -202,7 +202,7 @@ def test_norms(centred: bool, offset: float, radius: float, move: float) -> None
 
 def test_a_variance_without_lower_bound_is_refused() -> None:
     with pytest.raises(Rejection, match="variance"):
-        norms._side(box.exact(np.zeros((1, 3))), 0.0, False)
+        norms.side(box.exact(np.zeros((1, 3))), 0.0, False)
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -210,11 +210,11 @@ def test_an_eps_beyond_float32_is_refused(centred: bool) -> None:
     # 1/sqrt(1e39) times 1e19 is 0.3; a float32 kernel divides by the root of infinity
     x = box.exact(np.array([[1e19, -1e19]]))
     with pytest.raises(Rejection, match="variance"):
-        norms._side(x, 1e39, centred)
+        norms.side(x, 1e39, centred)
     x = box.exact(np.array([[1.0, -1.0]]))
     with pytest.raises(Rejection, match="variance"):
-        norms._side(x, 1e39, centred)
-    assert norms._side(x, 1e30, centred).y.hi.max() < 1e-14
+        norms.side(x, 1e39, centred)
+    assert norms.side(x, 1e30, centred).y.hi.max() < 1e-14
 
 
 def test_a_block_maximum_in_a_box_may_be_small() -> None:
@@ -402,7 +402,7 @@ def test_norm_rounding_covers_long_sums(centred: bool) -> None:
     # a large mean against the variance: the sum of squares is off by n·u of mean(x²)
     n, u = 64, mpf(2) ** -24
     x = np.where(np.arange(n) % 2 == 0, 1.0, -1.0)[None] + (5.0 if centred else 0.0)
-    side = norms._side(box.exact(x), 0.0, centred)
+    side = norms.side(box.exact(x), 0.0, centred)
     one, zero = box.exact(np.ones(n)), box.zeros((n,))
     args = kernel(), box.exact(x), side, one, zero, centred
     found = norms._error(*args)
@@ -494,7 +494,7 @@ def test_the_context_carries_the_rounding_of_probabilities() -> None:
 
 def test_norm_rounding_covers_the_affine_map() -> None:
     x = box.exact(np.array([[1.0, -1.0]]))
-    side = norms._side(x, 0.0, False)
+    side = norms.side(x, 0.0, False)
     zero, one, big = (box.exact(np.full(2, value)) for value in (0.0, 1.0, 1000.0))
     plain = norms._error(kernel(), x, side, one, zero, False)
     shifted = norms._error(kernel(), x, side, one, big, False)

@@ -25,7 +25,7 @@ CODES: dict[str, Any] = {
 SCALED = [
     (kind, scale)
     for kind in CODES
-    for scale in ("per_tensor", "per_channel", "block_128", "mx")
+    for scale in ("per_tensor", "per_channel", "block_128", "group_128", "mx")
     if not (kind.startswith("int8") and scale == "mx")
 ]
 
@@ -68,6 +68,7 @@ def reference(w: np.ndarray, kind: str, scale: str) -> np.ndarray:
         "per_tensor": (rows, columns),
         "per_channel": (1, columns),
         "block_128": (128, 128),
+        "group_128": (1, 128),
         "mx": (1, 32),
     }[scale]
     dtype, largest = CODES[kind]

@@ -54,7 +54,7 @@ kernels:
       accumulate: float32
       casts: any
       weights: {format: fp8_e4m3, scale: per_tensor}
-      activations: {format: fp8_e4m3, scale: per_tensor}
+      activations: {format: uint8, scale: static, input_scale: 0.1, input_zero_point: 12}
       attention: {style: fused, tile: 16, probabilities: float32, scores: float32, exp_ulps: 2}
 slices:
   all: {}

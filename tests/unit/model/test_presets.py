@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from fractions import Fraction
@@ -53,7 +54,7 @@ def test_the_promised_presets_exist() -> None:
         "flash-attention-2", "flash-attention-3", "fp8-weights", "fp8-w8a8-per-tensor",
         "fp8-w8a8-per-channel", "int8-weights", "mxfp8", "onnxruntime-float32",
         "onnxruntime-int8", "torch-compile", "torch-scaled-mm", "torchao-float8-weights",
-        "torchao-int8-weights", "torchao-int8-dynamic", "torch-sdpa-cudnn",
+        "torchao-int8-weights", "torchao-int8-dynamic", "torch-sdpa-cudnn", "fp8-w8a8-blocks",
     }  # fmt: skip
     assert set(ADAPTER_PRESETS.values()) <= set(PRESETS)
 
@@ -103,6 +104,102 @@ def test_a_part_of_a_section_keeps_the_rest_of_the_preset() -> None:
     assert plain.weights == Weights("bfloat16")
     none = resolve({"preset": "mxfp8", "activations": {"format": "none"}})
     assert none.activations == Activations()
+
+
+def test_static_scales_are_float32_numbers_of_named_linears() -> None:
+    """Written as numbers, texts or float.hex(), one or one for each channel, they are the same."""
+    found = resolve(
+        kernel(
+            "torch.scaled_mm",
+            activations={
+                "format": "uint8",
+                "scale": "static",
+                "input_scale": {"*": 0.1, "a.b": "0.1 0x1p-2", "c": Fraction(1, 10)},
+                "input_zero_point": 128,
+            },
+        )
+    )
+    tenth = float.fromhex("0x1.99999a0000000p-4")
+    given = (("*", (tenth,)), ("a.b", (tenth, 0.25)), ("c", (tenth,)))
+    assert found.activations == Activations("uint8", "static", given, (("*", 128),))
+    assert resolve(found.to_json()) == found
+    assert json.loads(json.dumps(found.to_json())) == found.to_json()
+    one = found.activations.calibrated("a.b.weight")
+    assert one is not None
+    assert (one.scales, one.zero_point) == ((tenth, 0.25), 128)
+    assert found.activations.calibrated("") is None
+    other = found.activations.calibrated("other.weight")
+    assert other is not None
+    assert other.scales == (tenth,)
+    named = resolve(
+        {
+            "preset": "torch-eager",
+            "activations": {"format": "int8", "scale": "static", "input_scale": {"a": 1}},
+        }
+    )
+    assert named.activations.calibrated("b.weight") is None
+
+
+STATIC = {"format": "int8", "scale": "static"}
+BYTES = {"format": "uint8", "scale": "static", "input_scale": 1}
+
+
+@pytest.mark.parametrize(
+    ("activations", "words"),
+    [
+        (STATIC, ("need `input_scale`",)),
+        ({**STATIC, "input_scale": {}}, ("names no linear",)),
+        ({**STATIC, "input_scale": {"": 1}}, ("names no linear",)),
+        ({**STATIC, "input_scale": []}, ("empty list",)),
+        ({**STATIC, "input_scale": ""}, ("empty list",)),
+        *(
+            ({**STATIC, "input_scale": wrong}, ("input_scale is", "2^-100"))
+            for wrong in (
+                0,
+                -1.0,
+                "1e9",
+                "nan",
+                "inf",
+                float("nan"),
+                True,
+                None,
+                "x",
+                "1/0",
+                "1e999",
+            )
+        ),
+        ({**STATIC, "input_scale": {"a.b": [1, 0]}}, ("input_scale.a.b is 0",)),
+        ({**STATIC, "input_scale": {"a": {"b": 1}}}, ("input_scale.a is",)),
+        ({**STATIC, "input_scale": 1, "input_zero_point": 3}, ("no zero point",)),
+        ({"format": "int8", "scale": "per_token", "input_scale": 1}, ("no `scale: static`",)),
+        ({"format": "int8", "scale": "per_token", "input_zero_point": 1}, ("input_zero_point",)),
+        ({"format": "none", "input_scale": 1}, ("no `scale: static`",)),
+        ({"format": "none", "scale": "static", "input_scale": 1}, ("no format",)),
+        (BYTES, ("need `input_zero_point`",)),
+        *(
+            ({**BYTES, "input_zero_point": wrong}, ("input_zero_point is", "0 to 255"))
+            for wrong in (-1, 256, 0.5, "x", True)
+        ),
+        (
+            {**BYTES, "input_scale": {"a": 1}, "input_zero_point": {"b": 1}},
+            ("no scale of 'b'",),
+        ),
+        (
+            {**BYTES, "input_scale": {"a": 1, "b": 1}, "input_zero_point": {"b": 1}},
+            ("no zero point of 'a'",),
+        ),
+    ],
+)
+def test_static_scales_without_a_meaning_are_refused(
+    activations: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with refused(*words):
+        resolve({"preset": "torch-eager", "activations": activations})
+
+
+def test_weights_have_no_static_scale_of_their_own() -> None:
+    with refused("weights.scale", "per_tensor"):
+        resolve({"preset": "torch-eager", "weights": {"format": "int8", "scale": "static"}})
 
 
 def test_activations_in_the_compute_format_are_not_quantised() -> None:

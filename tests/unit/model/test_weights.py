@@ -109,6 +109,7 @@ def stored(w: Array, format: str, scale: str) -> Array:
         "per_tensor": (rows, columns),
         "per_channel": (1, columns),
         "block_128": (128, 128),
+        "group_128": (1, 128),
         "mx": (1, 32),
     }[scale]
     out = np.empty_like(w)

@@ -116,3 +116,67 @@ def test_the_ratio_of_an_element_and_its_scale_stays_within_the_format() -> None
     )
     ratio = z3.fpDiv(NEAREST, z3.fpAbs(v), scale)
     assert proved(inside, claim=z3.fpLEQ(ratio, value(464.0, narrow)))
+
+
+def nearest_code(x: z3.ArithRef, name: str, slack: float) -> tuple[z3.ArithRef, z3.BoolRef]:
+    """Return an integer, and that it is the nearest one to x up to `slack`."""
+    code = z3.ToReal(z3.Int(name))
+    return code, z3.And(code - x <= 0.5 + slack, x - code <= 0.5 + slack)
+
+
+def cut(code: z3.ArithRef, low: z3.ArithRef, high: z3.ArithRef) -> z3.ArithRef:
+    return z3.If(code < low, low, z3.If(code > high, high, code))
+
+
+ROUNDINGS = 2.0**-14
+"""What the roundings of a scale and of a zero point come to, in steps (section 2)."""
+
+
+@pytest.mark.parametrize(("centred", "holds"), [(True, True), (False, False)])
+def test_a_zero_point_costs_no_more_than_half_a_step(centred: bool, holds: bool) -> None:
+    """In steps: from -m to M with M + m = 255, the code of x is cut at -z and 255 - z.
+
+    z is the nearest integer of m; one rounded down would not do. Float32 makes M + m = 255 up to
+    255·2^-23, and each ratio is off by 255·2^-24.
+    """
+    x, low, high = z3.Real("x"), z3.Real("m"), z3.Real("M")
+    code, near = nearest_code(x, "k", 255 * 2.0**-24)
+    zero, middle = nearest_code(low, "z", 255 * 2.0**-24)
+    down = z3.And(zero <= low, low - zero < 1)
+    wide = z3.And(low + high <= 255 + 255 * 2.0**-23, low >= 0, high >= 0)
+    inside = z3.And(x >= -low, x <= high)
+    off = x - cut(code, -zero, 255 - zero)
+    claim = z3.And(off <= 0.5 + ROUNDINGS, -off <= 0.5 + ROUNDINGS)
+    assert proved(wide, inside, near, middle if centred else down, claim=claim) is holds
+
+
+@pytest.mark.parametrize(("largest", "holds"), [(127.5, True), (128.0, False)])
+def test_the_full_range_of_int8_costs_no_more_than_half_a_step(largest: float, holds: bool) -> None:
+    """|x| <= 127.5 steps, cut at -128 and 127: the nearest code or one half of a step away."""
+    x = z3.Real("x")
+    code, near = nearest_code(x, "k", 128 * 2.0**-23)
+    off = x - cut(code, z3.RealVal(-128), z3.RealVal(127))
+    inside = z3.And(x <= largest * (1 + 2.0**-23), -x <= largest * (1 + 2.0**-23))
+    claim = z3.And(off <= 0.5 + ROUNDINGS, -off <= 0.5 + ROUNDINGS)
+    assert proved(inside, near, claim=claim) is holds
+
+
+def test_a_ratio_is_the_same_up_to_four_roundoffs_however_it_is_formed() -> None:
+    """fl(x/s) and fl(x·fl(1/s)) are x/s up to 4u: |ratio·s - x| <= 4u|x|, exact in a wide sort."""
+    narrow, wide = z3.FPSort(5, 4), z3.FPSort(8, 12)
+    x, s = z3.FP("x", narrow), z3.FP("s", narrow)
+    inside = z3.And(
+        z3.fpGEQ(x, value(2.0**-3, narrow)),
+        z3.fpLEQ(x, value(2.0**3, narrow)),
+        z3.fpGEQ(s, value(2.0**-3, narrow)),
+        z3.fpLEQ(s, value(2.0**3, narrow)),
+    )
+    one = value(1.0, narrow)
+    quotient = z3.fpDiv(NEAREST, x, s)
+    product = z3.fpMul(NEAREST, x, z3.fpDiv(NEAREST, one, s))
+    size = z3.fpToFP(NEAREST, x, wide)
+    for ratio, factor, holds in ((quotient, 1, True), (product, 4, True), (product, 1, False)):
+        back = z3.fpMul(NEAREST, z3.fpToFP(NEAREST, ratio, wide), z3.fpToFP(NEAREST, s, wide))
+        off = z3.fpAbs(z3.fpSub(NEAREST, back, size))
+        most = z3.fpMul(NEAREST, value(factor * 2.0**-4 * (1 + 2.0**-4), wide), size)
+        assert proved(inside, claim=z3.fpLEQ(off, most)) is holds

@@ -127,8 +127,15 @@ def context(run: KernelRun, node: Node) -> None:
     matters = second.sum() > run.negligible * result.reference.abs().sum()
     rows = torch.ones_like(v.reach[..., :1], dtype=torch.bool) & matters
     if values is None or v.index is None or not run.passing(node, v.index, "product", rows):
-        internal = (result.internal + second) * SAFE
-        plain = Result(result.reference, result.pull, result.linear, internal, cases=cases)
+        internal, parts = (result.internal + second) * SAFE, result.roundings
+        plain = Result(
+            result.reference,
+            result.pull,
+            result.linear,
+            internal,
+            cases=cases,
+            roundings=None if parts is None else parts.beside(second),
+        )
         store(run, node, plain, accumulates=True, tight=tight)
         return
     curved = _second_order(p.reach, values)
@@ -143,6 +150,7 @@ def context(run: KernelRun, node: Node) -> None:
             curved=curved,
             extra=second,
             cases=cases,
+            roundings=result.roundings,
         ),
         accumulates=True,
         tight=tight,
@@ -179,6 +187,7 @@ def _second_order(moved: Tensor, values: Heads) -> Curved:
     """Bound Σ_j moved[h, t, j]·|a·e_v[h, j]| with e_v[h, j] = W_h e_x[j] + o[h, j]."""
     width = values.weight.shape[1]
     inexact = gamma(width + PASS) * values.carried
+    exact = not bool(values.reach.any())  # then all that the values are off by is their own
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
         window = (*a.window[:-1], (0, width))
@@ -187,8 +196,9 @@ def _second_order(moved: Tensor, values: Heads) -> Curved:
         total = functional.new_zeros(functional.shape[0])
         for h in range(first, last):
             part = functional[:, h - first]  # [B, rows, d]
-            through = (part @ values.weight[h]).abs() @ values.reach.T
-            size = through + part.abs() @ (values.own[h] + inexact[h]).T  # [B, rows, keys]
+            size = part.abs() @ (values.own[h] + inexact[h]).T  # [B, rows, keys]
+            if not exact:
+                size = size + (part @ values.weight[h]).abs() @ values.reach.T
             total = total + (size * moved[h, start:stop]).flatten(1).sum(-1)
         total = total * SAFE
         return -total, total

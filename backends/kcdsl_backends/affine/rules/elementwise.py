@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint
+from kcdsl_backends.affine.independent import Roundings
 from kcdsl_backends.affine.kernel import KernelRun, Operand
 from kcdsl_backends.affine.reaches import norms, tighten
 from kcdsl_backends.affine.remainder import Remainder
@@ -47,7 +48,8 @@ def total(sign: float) -> Callable[[KernelRun, Node], None]:
             return found if b.index is None else [*found, (b.index, adjoint.times(sign))]
 
         _same_shape(node, a, b)
-        store(run, node, Result(reference, pull, reach, (error + own) * SAFE))
+        parts = Roundings.one(own, error * SAFE)
+        store(run, node, Result(reference, pull, reach, (error + own) * SAFE, roundings=parts))
 
     return rule
 
@@ -66,7 +68,7 @@ def mul(run: KernelRun, node: Node) -> None:
     reference = a.reference * b.reference
     linear = (a.reach * b.reference.abs() + a.reference.abs() * b.reach) * SAFE
     size = (a.size * b.size).expand(reference.shape) * SAFE
-    error = run.rounding.u_function * size + run.rounding.eta_function
+    rounded, faint = run.rounding.u_function * size, run.rounding.eta_function
     second = (a.reach * b.reach).expand(reference.shape) * SAFE
     own = _OWN * reference.abs() + gamma(PASS) * linear
 
@@ -74,7 +76,9 @@ def mul(run: KernelRun, node: Node) -> None:
         found = [] if a.index is None else [(a.index, adjoint.times(b.reference))]
         return found if b.index is None else [*found, (b.index, adjoint.times(a.reference))]
 
-    store(run, node, Result(reference, pull, linear, (error + second + own) * SAFE))
+    rest = (second + own + faint) * SAFE
+    parts = Roundings.one(rest, rounded * SAFE)
+    store(run, node, Result(reference, pull, linear, (rounded + rest) * SAFE, roundings=parts))
 
 
 def scale(run: KernelRun, node: Node) -> None:
@@ -241,12 +245,14 @@ def rope(run: KernelRun, node: Node) -> None:
     reference = x.reference * cos + turned(x.reference) * sin
     linear = (x.reach * cos.abs() + swapped(x.reach) * sin.abs()) * SAFE
     terms = (x.size * cos.abs() + swapped(x.size) * sin.abs()) * SAFE
+    own = gamma(4) * terms + gamma(PASS + 2) * linear
     error = gamma(4, kernel.u_function) * terms + 2 * kernel.eta_function
+    parts = Roundings.none((error + own) * SAFE)
     if kernel.coarse:
         refuse_overflow(node.name, terms, kernel.compute)
         early = kernel.compute
-        error = error + early.unit_roundoff * (1.0 + 2.0**-10) * terms + 2 * early.underflow
-    own = gamma(4) * terms + gamma(PASS + 2) * linear
+        cast = early.unit_roundoff * (1.0 + 2.0**-10) * terms
+        error, parts = error + cast + 2 * early.underflow, parts.cast(cast, 2 * early.underflow)
 
     def pull(adjoint: Adjoint) -> Pulled:
         window = (*adjoint.window[:-1], (0, 2 * half))
@@ -256,4 +262,4 @@ def rope(run: KernelRun, node: Node) -> None:
         back = values * cos[part[1:]] + torch.cat([by_sin[..., half:], -by_sin[..., :half]], -1)
         return [(index, Adjoint(back, window, adjoint.shape))]
 
-    store(run, node, Result(reference, pull, linear, (error + own) * SAFE))
+    store(run, node, Result(reference, pull, linear, (error + own) * SAFE, roundings=parts))

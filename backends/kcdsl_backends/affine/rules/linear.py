@@ -12,6 +12,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.ellipsoids import Ellipsoids, longest
+from kcdsl_backends.affine.independent import Roundings, of_sums
 from kcdsl_backends.affine.kernel import KernelRun, Operand
 from kcdsl_backends.affine.quantising import quantise
 from kcdsl_backends.affine.reaches import Row, norms, rows, tighten
@@ -50,38 +51,64 @@ def linear(run: KernelRun, node: Node) -> None:
         total = (total + shift) * SAFE
     value, dynamic = (reference.abs() + reach) * SAFE, kernel.numerics.activations.format != "none"
     value = value if pushed is None else (value + pushed) * SAFE
-    error = summation_error(x.size, absolute, total, value, kernel, quantised=dynamic)
+    key = str(run.source(node, 1).attrs["key"])
+    error = summation_error(x.size, absolute, total, value, kernel, quantised=dynamic, weight=key)
+    parts = of_sums(x.size, absolute, total, value, error, kernel, quantised=dynamic)
     if bias is not None and kernel.free and kernel.coarse:
         early = kernel.compute
         stored = product.abs() + reach + error
         stored = stored if moved is None else stored + moved
-        error = error + early.unit_roundoff * stored * SAFE + early.underflow
+        cast = early.unit_roundoff * stored * SAFE
+        error, parts = error + cast + early.underflow, parts.cast(cast, early.underflow)
     own = gamma(terms + 4) * total + gamma(max(weight.shape) + PASS) * reach
     own = own if pushed is None else (own + pushed) * SAFE
 
+    still = not bool(x.reach.any())  # an input that is exactly known has nothing to pull back to
+
     def pull(a: Adjoint) -> Pulled:
+        if still:
+            return []
         start, stop = a.window[-1]
         values = a.values @ weight[start:stop]
         return [(index, Adjoint(values, (*a.window[:-1], (0, terms)), (*a.shape[:-1], terms)))]
 
-    store(run, node, Result(reference, pull, reach, (error + own) * SAFE), accumulates=True)
+    result = Result(reference, pull, reach, (error + own) * SAFE, roundings=parts.beside(own))
+    store(run, node, result, accumulates=True)
 
 
 def _quantised(run: KernelRun, node: Node) -> tuple[int, Entry]:
     """Return the input of a linear, as an entry of its own where it is quantised."""
     index, x = run.entry(node, 0)
     box = Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE)
-    error = activation_error(box, run.rounding, node.name)
+    weight = str(run.source(node, 1).attrs["key"])
+    error = activation_error(box, run.rounding, node.name, weight)
     if error is None:
         return index, x
-    stairs = quantise(run, node.name, index, x, error)
+    stairs = quantise(run, node.name, weight, index, x, error)
     if stairs is not None:
         return run.tape.add(stairs), stairs
     reach = (x.reach + error) * SAFE
     quantised = Entry(
-        f"{node.name}/input", x.reference, reach, lambda a: [(index, a)], None, error * SAFE
+        f"{node.name}/input",
+        x.reference,
+        reach,
+        lambda a: [(index, a)],
+        None,
+        error * SAFE,
+        roundings=_of_codes(run, error),
     )
     return run.tape.add(quantised), quantised
+
+
+def _of_codes(run: KernelRun, error: Tensor) -> Roundings | None:
+    """Return the parts of what free roundings to codes add: all of it, unless codes may cut off
+    what lies at the end of their range."""
+    spec = run.rounding.numerics.activations
+    if run.tape.chance is None or not run.rounding.free:
+        return None
+    if spec.scale == "mx" or spec.format in ("uint8", "int8_full"):
+        return Roundings.none(error * SAFE)
+    return Roundings.one(torch.zeros_like(error), error * SAFE)
 
 
 def matmul(run: KernelRun, node: Node) -> None:
@@ -98,11 +125,12 @@ def matmul(run: KernelRun, node: Node) -> None:
     if query is not None and key is not None:
         second = torch.minimum(second, _sharpened(run, node, query, key))
     result = product(run, a, b, a.reference.shape[-1], before)
-    internal = (result.internal + second) * SAFE
+    internal, parts = (result.internal + second) * SAFE, result.roundings
+    parts = None if parts is None else parts.beside(second)
     store(
         run,
         node,
-        Result(result.reference, result.pull, result.linear, internal),
+        Result(result.reference, result.pull, result.linear, internal, roundings=parts),
         accumulates=True,
     )
 
@@ -135,6 +163,9 @@ def product(run: KernelRun, a: Operand, b: Operand, steps: int, before: int) -> 
     error = summation_error(
         a.size, b.size, total, value, run.rounding, extra=steps - terms, before=before
     )
+    parts = of_sums(
+        a.size, b.size, total, value, error, run.rounding, extra=steps - terms, before=before
+    )
     own = gamma(terms + 4) * total + gamma(max(terms, *p.shape[-2:], q.shape[-1]) + PASS) * linear
 
     def pull(adjoint: Adjoint) -> Pulled:
@@ -145,11 +176,14 @@ def product(run: KernelRun, a: Operand, b: Operand, steps: int, before: int) -> 
             back = adjoint.values @ q[at((*lead, inner, columns))].mT
             found.append((a.index, Adjoint(back, (*lead, rows, inner), tuple(p.shape))))
         if b.index is not None:
-            back = p[at((*lead, rows, inner))].mT @ adjoint.values
+            part = p[at((*lead, rows, inner))].mT
+            single = rows[1] - rows[0] == 1  # then every product has one term
+            back = part * adjoint.values if single else part @ adjoint.values
             found.append((b.index, Adjoint(back, (*lead, inner, columns), tuple(q.shape))))
         return found
 
-    return Result(reference, pull, linear, (error + own) * SAFE)
+    internal = (error + own) * SAFE
+    return Result(reference, pull, linear, internal, roundings=parts.beside(own))
 
 
 @dataclass(frozen=True, slots=True)

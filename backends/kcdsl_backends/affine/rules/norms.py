@@ -11,6 +11,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.ellipsoids import image, quadratic
+from kcdsl_backends.affine.independent import Roundings
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.reaches import (
     deviations,
@@ -77,7 +78,7 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
     steep = g * y
     linear = g.abs() * (r * moved.reach + y.abs() * moved.mean) * SAFE
     loose = moved.factor * linear * SAFE
-    inside, flat, along = _inside(run, node, x, y, r, moved, g, b, centred=centred)
+    inside, cast, flat, along = _inside(run, node, x, y, r, moved, g, b, centred=centred)
     along = (along + moved.shrink / 2) * SAFE
     h = x.reference.abs()
     h = h + h.mean(-1, keepdim=True) if centred else h
@@ -111,11 +112,12 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
             y * g + b,
             pull,
             linear,
-            (inside + own) * SAFE,
+            (inside + cast + own) * SAFE,
             centre=centre,
             curved=Curved(between),
             amplified=Amplified(moved.factor, loose),
             extra=extra * SAFE,
+            roundings=Roundings.one((inside + own) * SAFE, cast),
         ),
     )
     if not centred:
@@ -144,7 +146,7 @@ def _moved(
         return less, torch.minimum(mean, along)
 
     early = ~(mean <= math.sqrt(run.negligible) * EARLY)
-    if c.numel() * n > LARGEST:
+    if c.numel() * n > LARGEST or tape.chance is not None:
         early = torch.zeros_like(early)
     if run.passing(node, index, "ellipsoid", early, tape.cut) and index != run.plain:
         surround(tape, index, early, tape.cut)
@@ -214,8 +216,9 @@ def _inside(
     b: Tensor,
     *,
     centred: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the roundings inside: of each element [..., n], of mean and of root [..., 1]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the roundings inside: of each element [..., n] and of a cast before the gain, of mean
+    and of root [..., 1]."""
     kernel, n, size = run.rounding, x.shape[-1], x.size
     u, lost = kernel.u_function, kernel.eta_function
     average = size.mean(-1, keepdim=True) * SAFE
@@ -239,13 +242,14 @@ def _inside(
     each = 6 * u * (magnitude + shifted)
     if centred:
         each = each + (4 * u * (size + average) + (n + 6) * lost) * root
+    cast = torch.zeros_like(each)
     if kernel.coarse:
         form = kernel.compute
-        stored = magnitude + shifted + each
-        each = each + form.unit_roundoff * stored * SAFE + form.underflow
-    steep = g.abs()
-    scaled = 3 * u * ((magnitude + each + shifted) * steep + b.abs())
-    for position, factor in ((1, magnitude + each + shifted), (2, torch.ones_like(magnitude))):
+        cast = form.unit_roundoff * (magnitude + shifted + each) * SAFE
+        each = each + form.underflow
+    steep, formed = g.abs(), (magnitude + shifted + each + cast) * SAFE
+    scaled = 3 * u * (formed * steep + b.abs())
+    for position, factor in ((1, formed), (2, torch.ones_like(magnitude))):
         around = run.around(node, position)  # other gains and biases, and their roundings
         if around is not None:
             scaled = scaled + around * (factor * (1 + 4 * u) + lost) * SAFE
@@ -253,4 +257,4 @@ def _inside(
     second = theta * grown * r * moved.reach
     inside = (each * steep + scaled + underflow + second * steep) * SAFE
     along = theta * (1 + grown * moved.mean + moved.shrink)
-    return inside, shifted, along
+    return inside, cast * steep * SAFE, shifted, along

@@ -1,6 +1,8 @@
-"""Linears on float8 codes: `torch._scaled_mm`, with dynamic scales of the activations."""
+"""Linears on float8 codes: `torch._scaled_mm`, with dynamic or static scales of activations."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +15,19 @@ _FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn}
 
 
 class ScaledLinear(nn.Module):
-    """A linear whose weight is stored as codes, and whose input is quantised as it comes in."""
+    """A linear whose weight is stored as codes, and whose input is quantised as it comes in.
 
-    def __init__(self, linear: nn.Linear, original: Tensor, numerics: Numerics) -> None:
+    `names` are those of its weight: by one of them it may have a static scale, by all the same.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, original: Tensor, numerics: Numerics, names: Sequence[str] = ()
+    ) -> None:
         super().__init__()
         rows = numerics.weights.scale == "per_channel"
-        self.by_token = numerics.activations.scale == "per_token"
+        static = numerics.activations.scale == "static"
+        self.given = _given(numerics, names) if static else None
+        self.by_token = rows if static else numerics.activations.scale == "per_token"
         if rows != self.by_token:
             raise refuse(
                 codes.KERNEL_NUMERICS,
@@ -40,7 +49,9 @@ class ScaledLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [..., out]."""
-        flat, found = quantise(x.reshape(-1, x.shape[-1]).to(torch.float32), by_row=self.by_token)
+        flat, found = quantise(
+            x.reshape(-1, x.shape[-1]).to(torch.float32), by_row=self.by_token, given=self.given
+        )
         own = self.scale.t() if self.by_token else self.scale
         inside = self.bias if x.dtype != torch.float32 else None  # not taken with float32 results
         y = torch._scaled_mm(
@@ -51,10 +62,29 @@ class ScaledLinear(nn.Module):
         return y.reshape(*x.shape[:-1], -1)
 
 
-def quantise(x: Tensor, *, by_row: bool) -> tuple[Tensor, Tensor]:
-    """Return the float8 codes of a float32 matrix and its scales, [rows, 1] or a single number."""
+def quantise(x: Tensor, *, by_row: bool, given: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return the float8 codes of a float32 matrix and its scales, [rows, 1] or a single number.
+
+    `given`: the static scale of all of it.
+    """
     largest = QMAX["fp8_e4m3"]
     sizes = x.abs()
     scale = (sizes.amax(dim=1, keepdim=True) if by_row else sizes.amax()) / largest
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    if given is not None:
+        scale = torch.full_like(scale, given)
     return (x / scale).clamp(-largest, largest).to(_FLOAT8["fp8_e4m3"]), scale
+
+
+def _given(numerics: Numerics, names: Sequence[str]) -> float:
+    """Return the static scale of the input of a linear."""
+    found = {numerics.activations.calibrated(name) for name in names}
+    scales = {one.scales for one in found if one is not None}
+    if None in found or len(scales) != 1 or len(next(iter(scales))) != 1:
+        what = " and ".join(name.removesuffix(".weight") for name in names) or "a linear"
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"torch._scaled_mm takes one static scale of the input of {what}",
+            help="write one number in activations.input_scale, by all names that a weight has",
+        )
+    return scales.pop()[0]

@@ -10,8 +10,14 @@ from kcdsl.model.weights import LEAST_FULL_SCALE
 from kcdsl_backends.interval.box import Box, gamma, magnitude_product, matmul, up
 from kcdsl_backends.interval.context import Step
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.quantisers import MX_EXPONENT, group_maximum, staircase
+from kcdsl_backends.interval.quantisers import staircase
 from kcdsl_backends.interval.rounding import Rounding, Stored
+from kcdsl_backends.interval.scales import (
+    MX_EXPONENT,
+    STEPS_UINT8,
+    group_maximum,
+    static_quantiser,
+)
 from kcdsl_backends.interval.state import State
 from kcdsl_backends.interval.units import chains, largest_term, truncation_error, unit_of
 
@@ -19,6 +25,8 @@ _DIVISION = 1.0 + 2.0**-20
 _FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
 """What a code loses where its scale is subnormal, and a product of codes where the product of both
 scales is: a code has at most 17 bits before the point, and an error of 2^-150 counts that often."""
+_OFF_ZERO = 2.0**-14
+"""More than what roundings of the scale move the ends of 255 steps by, in steps."""
 
 
 def linear(step: Step) -> State:
@@ -26,9 +34,9 @@ def linear(step: Step) -> State:
     x = step.operand(0)
     weight = step.kernels.linear(step.operand_node(1))
     bias = step.kernels.plain(step.operand_node(2)) if len(step.node.inputs) > 2 else None
-    name = step.node.name
-    quantised_train = _quantised(x.train, step.kernels.train, name)
-    quantised_infer = _quantised(x.infer, step.kernels.infer, name)
+    name, key = step.node.name, str(step.operand_node(1).attrs["key"])
+    quantised_train = _quantised(x.train, step.kernels.train, name, key)
+    quantised_infer = _quantised(x.infer, step.kernels.infer, name, key)
     x_train, x_infer, drift_in = x.train, x.infer, x.drift
     if quantised_train is not None:
         x_train, drift_in = quantised_train.value, drift_in - quantised_train.error
@@ -53,18 +61,23 @@ def linear(step: Step) -> State:
         train,
         infer,
         drift,
-        _linear_error(x_train, product_train, train, weight_train, added[0], step.kernels.train),
-        _linear_error(x_infer, product_infer, infer, weight_infer, added[1], step.kernels.infer),
+        _linear_error(
+            x_train, product_train, train, weight_train, added[0], step.kernels.train, key
+        ),
+        _linear_error(
+            x_infer, product_infer, infer, weight_infer, added[1], step.kernels.infer, key
+        ),
         accumulates=True,
     )
 
 
-def _quantised(x: Box, kernel: Rounding, node: str) -> Stored | None:
-    """Return a linear's input after dynamic quantisation, and its error; None without it."""
-    error = activation_error(x, kernel, node)
+def _quantised(x: Box, kernel: Rounding, node: str, weight: str) -> Stored | None:
+    """Return a linear's input after its quantisation, and its error; None without it."""
+    error = activation_error(x, kernel, node, weight)
     if error is None:
         return None
-    return staircase(x, error, kernel) or Stored(x.widen(error), Box.around(error))
+    known = staircase(x, error, kernel, weight, node)
+    return known or Stored(x.widen(error), Box.around(error))
 
 
 def _transposed(box: Box) -> Box:
@@ -72,18 +85,26 @@ def _transposed(box: Box) -> Box:
 
 
 def _linear_error(
-    x: Box, product: Box, result: Box, weight: Box, bias: Tensor | None, kernel: Rounding
+    x: Box,
+    product: Box,
+    result: Box,
+    weight: Box,
+    bias: Tensor | None,
+    kernel: Rounding,
+    key: str,
 ) -> Tensor:
     """Return E of a linear: any order of summation, and a free cast before the bias.
 
-    `weight` is [in, out], `bias` its magnitude.
+    `weight` is [in, out] and has the name `key`, `bias` is a magnitude.
     """
     size = weight.mag()
     total = magnitude_product(x.mag(), size)
     if bias is not None:
         total = up(total + bias)
     quantised = kernel.numerics.activations.format != "none"
-    error = summation_error(x.mag(), size, total, result.mag(), kernel, quantised=quantised)
+    error = summation_error(
+        x.mag(), size, total, result.mag(), kernel, quantised=quantised, weight=key
+    )
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
         error = error + up(stored.unit_roundoff * (product.mag() + error) + stored.underflow, 4)
@@ -100,6 +121,7 @@ def summation_error(
     extra: int = 0,
     before: int = 2,
     quantised: bool = False,
+    weight: str = "",
     columns: int | None = None,
 ) -> Tensor:
     """Return how far the sums of left @ right may be off; infinite where one may overflow.
@@ -111,6 +133,7 @@ def summation_error(
         extra: roundings of partial sums beside one for each term.
         before: roundings of a term before it is added.
         quantised: whether it is a linear that reads quantised activations.
+        weight: the name of its weight, by which it may have a static scale.
         columns: where given, `left` [..., rows, 1] is the sum of up to so many factors, and
             `right` [..., 1, n] bounds what each of them meets.
     """
@@ -126,7 +149,7 @@ def summation_error(
             count,
             up(total + rounded),
             up((total + result) / 2 + rounded, 2),
-            largest_term(left, right, kernel, quantised),
+            largest_term(left, right, kernel, quantised, weight),
         )
         error = up(rounded + cut * (1 + 4 * steps * kernel.u_accumulate), 4)
         largest = FORMATS[kernel.numerics.accumulate].largest
@@ -170,23 +193,31 @@ def flushing_error(
     return up(2.0**-126 * (sizes * _DIVISION) + faint * terms, 2)
 
 
-def activation_error(x: Box, kernel: Rounding, node: str) -> Tensor | None:
-    """Return Q, the error of dynamic quantisation of a linear's input; None without it.
+def activation_error(x: Box, kernel: Rounding, node: str, weight: str = "") -> Tensor | None:
+    """Return Q, the error of quantising a linear's input; None without it.
+
+    Args:
+        weight: the name of the linear's weight, by which it may have a static scale.
 
     Raises:
-        NoBound: a format without scale may overflow.
+        NoBound: a format without scale or with a static one may overflow, or that is not known.
     """
     if kernel.numerics.activations.format == "none":
         return None
-    return up(_activation_error(x, kernel, node) + _FAINT_SCALE)
+    return up(_activation_error(x, kernel, node, weight) + _FAINT_SCALE)
 
 
-def _activation_error(x: Box, kernel: Rounding, node: str) -> Tensor:
+def _activation_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
     spec = kernel.numerics.activations
     magnitude = x.mag()
+    if spec.scale == "static":
+        return _static_error(x, kernel, node, weight)
     largest = group_maximum(magnitude, spec.scale)
     if spec.format == "uint8":
-        return up(2.0 * largest / 255.0 * _DIVISION + magnitude * 2.0**-20, 4)
+        low = group_maximum((-x.lo).clamp_min(0), spec.scale)
+        high = group_maximum(x.hi.clamp_min(0), spec.scale)
+        step = (low + high) / STEPS_UINT8
+        return up((step * (0.5 + _OFF_ZERO) + magnitude * 2.0**-20) * _DIVISION, 4)
     if spec.format == "int8":
         return up((largest / 127.0 / 2 + magnitude * 2.0**-20) * _DIVISION, 4)
     if spec.format == "int8_full":
@@ -196,8 +227,12 @@ def _activation_error(x: Box, kernel: Rounding, node: str) -> Tensor:
     match spec.scale:
         case "none":
             if not bool((magnitude <= target.largest).all()):
+                flat = int(torch.nan_to_num(magnitude, nan=torch.inf).argmax())
+                index = [int(i) for i in torch.unravel_index(torch.tensor(flat), magnitude.shape)]
                 limit = f"{target.largest:g} ({target.name})"
-                raise NoBound(node, f"overflow reachable: input above {limit}")
+                raise NoBound(
+                    node, f"overflow reachable: element {index} of the input may exceed {limit}"
+                )
             scale = torch.ones_like(largest)
         case "mx":
             scale = largest * 2.0 ** -MX_EXPONENT[spec.format]
@@ -207,6 +242,17 @@ def _activation_error(x: Box, kernel: Rounding, node: str) -> Tensor:
     if spec.scale != "mx":
         return up(rounded, 4)
     return up(torch.maximum(rounded, _saturation(x, spec.format)), 4)
+
+
+def _static_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
+    """Return Q of a static scale that holds all of x: half a step, or that of the fp8 number."""
+    spec, magnitude = kernel.numerics.activations, x.mag()
+    scale = static_quantiser(x, spec, weight, node).scale.hi
+    if spec.format not in FORMATS:
+        least = torch.minimum(magnitude, scale / 2)
+        return up((least + magnitude * 2.0**-20) * _DIVISION, 4)
+    target = FORMATS[spec.format]
+    return up((target.unit_roundoff * magnitude + scale * target.underflow) * _DIVISION, 4)
 
 
 def _saturation(x: Box, format: str) -> Tensor:

@@ -38,10 +38,12 @@ def softmax(run: Run, node: Node) -> None:
     q, _ = _softmax(scores.reference + step / 2, mask)
     e = _within(deviations(run.tape, scores.index, p, "deviation"), mask)
     d = _within(deviations(run.tape, scores.index, q, "drift"), mask)
-    # how far the scores go from those of q: all of e, and at most half of Δ's middle + its radius
+    # the scores go from those of q by e - step/2 to e + Δ - step/2, centred by q as all is
     e_for_q = _within(deviations(run.tape, scores.index, q, "deviation"), mask)
-    d_middle, d_radius = d.midpoint()
-    around = (e_for_q.mag() + d_middle.abs() / 2 + d_radius) * SAFE
+    half = torch.where(mask, step / 2, 0.0)
+    half = torch.where(mask, half - (q * half).sum(-1, keepdim=True), 0.0)
+    lost = 2.0**-48 * (half.abs() + step.abs().amax(-1, keepdim=True)) * shape[-1]
+    around = (e_for_q.mag() + _on_the_way(d, half) + lost) * SAFE
     for reach in (e.mag(), around):
         if not bool((reach < FARTHEST).all()):
             raise NoBound(node.name, f"a score may change by more than {FARTHEST:g}")
@@ -90,6 +92,12 @@ def softmax(run: Run, node: Node) -> None:
         Part(zero, (own(numerator.deviation, p) + rounding_train) * SAFE),
         Part(zero, (own(numerator.drift, q) + rounding) * SAFE),
     )
+
+
+def _on_the_way(d: Box, half: Tensor) -> Tensor:
+    """Bound |τ·δ - half| for δ in a box and τ from 0 to 1: it is largest at one of the ends."""
+    farthest = torch.maximum((d.hi - half).abs(), (d.lo - half).abs())
+    return torch.maximum(half.abs(), farthest)
 
 
 def _largest_of(box: Box) -> Tensor:

@@ -12,9 +12,9 @@ from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.interval.box import EPS, Box, gamma
 from kcdsl_backends.interval.rules.norms import normalise
 from kcdsl_backends.planes.functional import Functional
-from kcdsl_backends.planes.refine import Unknown, deviations, directions
+from kcdsl_backends.planes.refine import deviations, directions
 from kcdsl_backends.planes.rules.linear import PASS
-from kcdsl_backends.planes.run import Operand, Part, Rule, Run
+from kcdsl_backends.planes.run import Operand, Part, Rule, Run, Unknown
 from kcdsl_backends.planes.tape import SAFE, Pull, Source
 
 
@@ -105,11 +105,16 @@ def _slope(
     r, y = _at(middle, eps, centred=centred)
     n = y.shape[-1]
     places = normalise(way, eps, centred, node.name)
-    uniform = torch.full_like(y, 1 / n if centred else 0.0)
-    delta = deviations(run.tape, x.index, uniform, unknown).mag()
+    uniform = torch.full_like(y, 1 / n)
+    size = (x.deviation if unknown == "deviation" else x.drift).mag()
+    delta = deviations(run.tape, x.index, uniform, unknown).mag() if centred else size
     along = directions(run.tape, x.index, y / n, unknown)
     lost = gamma(n + 32)
-    along = (along + lost * (y.abs() * delta).mean(-1, keepdim=True)) * SAFE
+    along = along + lost * (y.abs() * size).mean(-1, keepdim=True)
+    if centred:  # y is centred but for float64, the functional is not
+        off = y.mean(-1, keepdim=True).abs() + lost * y.abs().mean(-1, keepdim=True)
+        along = along + off * size.mean(-1, keepdim=True)
+    along = along * SAFE
     y_away = torch.maximum((places.y.hi - y).abs(), (places.y.lo - y).abs()) + lost * y.abs()
     r_away = torch.maximum(places.r.hi - r, r - places.r.lo).clamp_min(0) + lost * r
     away = _away(y, r_away, y_away, places.r.hi, places.y.mag(), delta, along)

@@ -140,5 +140,5 @@ def embedding(run: Run, node: Node) -> None:
     table = run.kernels.plain(run.source(node, 0))
     ids = torch.tensor(node.attrs["ids"], device=table.train.device)
     reference: Tensor = table.train[ids].reshape(node.shape)
-    nothing = zero_part(reference)
-    run.append(node, reference, lambda a: [], nothing, nothing)
+    middle, radius = run.state(node).drift.midpoint()
+    run.append(node, reference, lambda a: [], zero_part(reference), Part(middle, radius))

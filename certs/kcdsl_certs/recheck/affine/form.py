@@ -16,7 +16,7 @@ from kcdsl_certs.recheck.box import Bools, Box, Floats
 from kcdsl_certs.recheck.document import Pass
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import Mask, Scene, gamma
-from kcdsl_certs.recheck.spec import Kernel
+from kcdsl_certs.recheck.spec import Format, Kernel
 
 UNIT = 2.0**-53
 
@@ -51,6 +51,15 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
+class Uncast:
+    """A result before a free cast: its reference and entry, and the format it is cast to."""
+
+    reference: Floats
+    entry: Entry
+    format: Format
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
     """A node's reference h̃, the reach ρ ≥ |stored value - h̃| and its place on the tape.
 
@@ -63,6 +72,7 @@ class Form:
     origin: Origin | None = None
     allowed: Bools | None = None  # a softmax: which columns take part
     steps: Steps | None = None
+    uncast: Uncast | None = None
     cases: Cases | None = None
 
     @property

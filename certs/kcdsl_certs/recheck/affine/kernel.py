@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kcdsl_certs.recheck.affine.form import Operand, Walk
+from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.passes import Passes
 from kcdsl_certs.recheck.affine.rules import (
     activations,
@@ -58,11 +59,18 @@ _RULES: dict[str, tuple[Rule, int, int]] = {
 }
 
 
-def walk(scene: Scene, kernel: Kernel, hints: Hints | None = None, moved: bool = False) -> Walk:
+def walk(
+    scene: Scene,
+    kernel: Kernel,
+    hints: Hints | None = None,
+    moved: bool = False,
+    budget: Budget | None = None,
+) -> Walk:
     """Return the forms of every node in one kernel, and their tape.
 
     Reverse passes are those that the hints name, all that there are without hints. `moved` says
-    that the kernel reads the block input with the drift of the region, where that has one.
+    that the kernel reads the block input with the drift of the region, where that has one. With a
+    budget roundings are independent.
 
     Raises:
         Rejection: naming the node.
@@ -71,7 +79,7 @@ def walk(scene: Scene, kernel: Kernel, hints: Hints | None = None, moved: bool =
     if scene.centre is not None and scene.radius is not None:
         region = np.broadcast_to(scene.radius, scene.centre.shape).astype(np.float64)
     softmaxes = frozenset(node.name for node in scene.block.nodes if node.op == "softmax")
-    found = Walk(scene, kernel, Tape(region), {}, softmaxes, Passes(hints), moved)
+    found = Walk(scene, kernel, Tape(region, budget=budget), {}, softmaxes, Passes(hints), moved)
     found.tape.add(Entry(np.zeros((1,)) if region is None else region))
     for node in scene.block.nodes:
         try:

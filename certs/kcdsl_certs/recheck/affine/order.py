@@ -96,7 +96,7 @@ class _Side:
 
 def _ends(found: Bound, region: Floats | None) -> Box:
     """Return the box of functionals for every input of the region."""
-    wide = found.radius
+    wide = found.wide()
     if found.input is not None and region is not None:
         wide = wide + found.input.sizes(region) * (1 + (region.size + 8) * 2.0**-51)
     return box.widen(box.exact(found.centre), box.up(wide, 16))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
 from kcdsl_certs.recheck.affine.form import Form, Walk, numeric, raised
+from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.affine.reaches import room
 from kcdsl_certs.recheck.affine.tape import Bound
 from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.document import Hints
 from kcdsl_certs.recheck.rules.state import Mask, Scene
+from kcdsl_certs.recheck.spec import Format
 
 Row = tuple[int, ...]
 
@@ -59,8 +62,10 @@ class Pair:
         around = box.widen(self.apart, raised(self.t.reach + self.i.reach))
         lo, hi = around.lo.copy(), around.hi.copy()
         apart, region = self.apart, self.train.tape.region
-        steps = self.t.steps is not None or self.i.steps is not None
-        rows = () if steps and (region is None or not region.any()) else self.shape[:-1]
+        point = region is None or not region.any()
+        steps = any(form.steps is not None for form in (self.t, self.i))
+        free = point and any(form.uncast is not None for form in (self.t, self.i))
+        rows = () if point and (steps or free) else self.shape[:-1]
         for row in np.ndindex(*rows) if rows else ():
             for first in range(0, self.shape[-1], self.step):
                 count = min(self.step, self.shape[-1] - first)
@@ -68,7 +73,7 @@ class Pair:
                 found = self._errors(units(self.shape, row, first, count))
                 lo[where] = np.maximum(lo[where], box.add_down(apart.lo[where], found.lo))
                 hi[where] = np.minimum(hi[where], box.add_up(apart.hi[where], found.hi))
-        if steps:
+        if steps or free:
             stored = box.sub(_stored(self.infer, self.i), _stored(self.train, self.t))
             lo, hi = np.maximum(lo, stored.lo), np.minimum(hi, stored.hi)
         return box.checked(Box(lo, hi), "the drift of the output")
@@ -82,30 +87,50 @@ class Pair:
         t = bound(self.train, self.t, functionals)
         i = t if self.infer is self.train else bound(self.infer, self.i, functionals)
         middle = box.sub(box.exact(i.centre), box.exact(t.centre))
-        wide = raised(t.radius + i.radius)
+        wide = raised(t.wide(i) + i.radius)
         region = self.train.tape.region
         if region is not None and i is not t and region.any():
             wide = raised(wide + _apart(t, i, region, functionals.batch))
         return box.widen(middle, wide)
+
+    def settle(self) -> None:
+        """Refuse bounds of more functionals than their probability is divided among.
+
+        Raises:
+            Rejection: "bound/chance".
+        """
+        budgets = [b for b in (self.train.tape.budget, self.infer.tape.budget) if b is not None]
+        if budgets:  # one form that serves both kernels is of two runs
+            replace(budgets[0]).take(sum(budget.used for budget in budgets[1:]))
 
     def sizes(self) -> dict[str, tuple[float, float]]:
         """Return the largest |h̃_t| + ρ_t and the largest |h̃_i - h̃_t| + ρ_i + ρ_t by node."""
         return {name: _sizes(self.train, self.infer, name) for name in self.train.forms}
 
 
-def pair(scene: Scene, hints: tuple[Hints, Hints] | None = None) -> Pair:
+def pair(
+    scene: Scene,
+    hints: tuple[Hints, Hints] | None = None,
+    chance: tuple[Fraction, int] | None = None,
+) -> Pair:
     """Walk both kernels, with the reverse passes that are named; without hints with all.
+
+    With `chance` (α, N) roundings are independent, and bounds hold but for a share of all runs.
 
     Raises:
         Rejection: naming the node.
     """
     first, second = (None, None) if hints is None else hints
-    train = walk(scene, scene.train, first)
+    train = walk(scene, scene.train, first, budget=_budget(chance))
     infer = train
     if scene.infer != scene.train or scene.drift is not None:
-        infer = walk(scene, scene.infer, second, moved=True)
+        infer = walk(scene, scene.infer, second, moved=True, budget=_budget(chance))
     t, i = numeric(train.forms[scene.block.output]), numeric(infer.forms[scene.block.output])
     return Pair(train, infer, t, i)
+
+
+def _budget(chance: tuple[Fraction, int] | None) -> Budget | None:
+    return None if chance is None else Budget(*chance)
 
 
 def drift(scene: Scene, hints: tuple[Hints, Hints] | None = None) -> Drift:
@@ -126,11 +151,13 @@ def bound(at: Walk, form: Form, functionals: Adjoint) -> Bound:
 
 
 def _stored(at: Walk, form: Form) -> Box:
-    """Return the box of an output: all that it was formed from, rounded to its format."""
+    """Return the box of an output: all that it was formed from, cast to its format."""
     if form.place is None:
         return box.exact(form.reference)
-    steps = form.steps
-    entry, reference = (None, form.reference) if steps is None else (steps.entry, steps.reference)
+    steps, entry, reference = form.steps, None, form.reference
+    before = form.uncast if steps is None else steps
+    if before is not None:
+        entry, reference = before.entry, before.reference
     around = box.widen(box.exact(reference), form.reach if entry is None else entry.reach)
     lo, hi = around.lo.copy(), around.hi.copy()
     step = min(_WIDEST, room(at))
@@ -143,10 +170,18 @@ def _stored(at: Walk, form: Form) -> Box:
             wide = found.around(at.tape.region)
             ends = box.widen(box.add(box.exact(reference[where]), box.exact(found.centre)), wide)
             lo[where], hi[where] = np.maximum(lo[where], ends.lo), np.minimum(hi[where], ends.hi)
+    if form.uncast is not None:
+        return _freely(Box(lo, hi), form.uncast.format)
     if steps is None:
         return Box(lo, hi)
     stored = steps.ends.within(Box(lo, hi))
     return Box(stored.lo, stored.hi)
+
+
+def _freely(around: Box, form: Format) -> Box:
+    """Return what a free cast may make of the numbers of a box: v·(1 + δ) + η grows with v."""
+    low, high = (raised(form.u * np.abs(end)) + form.eta for end in (around.lo, around.hi))
+    return Box(box.add_down(around.lo, -low), box.add_up(around.hi, high))
 
 
 def in_row(row: Row, functionals: Floats, step: int) -> list[Adjoint]:

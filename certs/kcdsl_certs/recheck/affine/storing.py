@@ -10,7 +10,8 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine import cases
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.cases import Cases, Ends, Together
-from kcdsl_certs.recheck.affine.form import Form, Steps, Walk, raised
+from kcdsl_certs.recheck.affine.form import Form, Steps, Uncast, Walk, raised
+from kcdsl_certs.recheck.affine.independent import Split, only_sure
 from kcdsl_certs.recheck.affine.reaches import room
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry, Pull, Share
 from kcdsl_certs.recheck.box import Bools, Floats
@@ -28,7 +29,8 @@ class Formed:
     `reference` is f̃, `carried` the reach of the linear part, `radius` all that is known element by
     element (remainders, float64 errors and the error inside the operation), `bent` an elementwise
     bound of the parts that `curved` and `share` bound for functionals. `within`, where given,
-    bounds |v - f̃| as well; `sure` says where v is f̃ whatever came in.
+    bounds |v - f̃| as well; `sure` says where v is f̃ whatever came in; `split` takes the radius
+    apart.
     """
 
     reference: Floats
@@ -42,6 +44,7 @@ class Formed:
     within: Floats | None = None
     sure: Bools | None = None
     cases: Cases | None = None  # of the result before it is stored
+    split: Split | None = None
 
     @property
     def deviation(self) -> Floats:
@@ -71,11 +74,14 @@ def settle(
     """
     reference, deviation = formed.reference, formed.deviation
     _finite(reference, deviation)
-    radius = raised(formed.radius) + FAINT
-    kept, reach, steps, together = None, deviation, None, None
+    radius, split = raised(formed.radius) + FAINT, _split(walk, formed)
+    kept, reach, steps, together, uncast = None, deviation, None, None, None
     if rounds and not walk.kernel.nearest:
-        cast = raised(form.u * (np.abs(reference) + deviation)) + form.eta
+        unit = raised(form.u * (np.abs(reference) + deviation))
+        cast, split = unit + form.eta, split and split.with_one(unit, form.eta)
         radius, reach = raised(radius + cast), raised(deviation + cast)
+        if formed.sure is None and walk.tape.budget is None:
+            uncast = Uncast(reference, _unstored(walk, formed), form)
     elif rounds and form.precision < max(FLOAT32.precision, inner.precision):
         if tight:
             formed = replace(formed, within=_tight(walk, formed))
@@ -97,6 +103,7 @@ def settle(
         half = np.maximum(box.add_up(hi, -middle), box.add_up(middle, -lo))
         step = np.minimum(cast, half_step(box.up(spread), form))
         wide = raised(radius + step)
+        split = None if split is None else _known_where(split.with_sure(step), kept, half)
         radius = np.where(kept, wide, half)
         reach = np.where(kept, raised(deviation + step), half)
         reference = np.where(kept, reference, middle)
@@ -105,6 +112,7 @@ def settle(
             together = Together(cases.apart(found, reference, ~kept), rest)
     if formed.sure is not None:
         radius, reach = np.where(formed.sure, 0.0, radius), np.where(formed.sure, 0.0, reach)
+        split = None if split is None else _known_where(split, ~formed.sure, np.zeros(radius.shape))
     size = raised(np.abs(reference) + reach)
     if not bool((size <= form.largest).all()):
         raise _overflow(~(size <= form.largest), form)
@@ -117,9 +125,26 @@ def settle(
         kept = None
     if kept is not None and centre is not None:
         centre = np.where(kept, centre, 0.0)
-    entry = Entry(reach, operands, radius, centre, kept, curved, share, together=together)
+    entry = Entry(
+        reach, operands, radius, centre, kept, curved, share, together=together, split=split
+    )
     found = None if steps is None else steps.cases
-    return Form(reference, reach, walk.tape.add(entry), steps=steps, cases=found)
+    place = walk.tape.add(entry)
+    return Form(reference, reach, place, steps=steps, uncast=uncast, cases=found)
+
+
+def _split(walk: Walk, formed: Formed) -> Split | None:
+    """Return the parts of the radius; None where bounds are of the worst case."""
+    if walk.tape.budget is None:
+        return None
+    split = only_sure(raised(formed.radius)) if formed.split is None else formed.split
+    return split.with_sure(FAINT)
+
+
+def _known_where(split: Split, kept: Bools, half: Floats) -> Split:
+    """Return the parts where something was kept; elsewhere what a known value may be off by."""
+    most, root = (np.where(kept, part, 0.0) for part in (split.most, split.root))
+    return Split(np.where(kept, split.sure, half), most, root)
 
 
 def _tight(walk: Walk, formed: Formed) -> Floats:
@@ -146,6 +171,7 @@ def _unstored(walk: Walk, formed: Formed) -> Entry:
         None,
         formed.curved,
         formed.share,
+        split=_split(walk, formed),
     )
     return walk.tape.counted(entry)
 

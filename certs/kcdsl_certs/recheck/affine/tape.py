@@ -11,6 +11,7 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged
 from kcdsl_certs.recheck.affine.cases import Together
 from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, reached
+from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split, read
 from kcdsl_certs.recheck.box import Bools, Floats
 from kcdsl_certs.recheck.errors import Rejection
 
@@ -69,6 +70,7 @@ class Entry:
     near: Floats | None = None  # a smaller bound of |e|, found by reverse passes
     together: Together | None = None  # for functionals, instead of the radius
     ellipsoids: Ellipsoids = field(default_factory=dict)
+    split: Split | None = None  # the radius, taken apart; None: all of it is sure
 
     @property
     def nearest(self) -> Floats:
@@ -78,22 +80,36 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """a·e ∈ centre ± radius + α·(x - centre of the region), each [B]; `input` is α."""
+    """a·e ∈ centre ± radius + α·(x - centre of the region), each [B]; `input` is α.
+
+    With a budget the roundings of `likely` come on top of the radius.
+    """
 
     centre: Floats
     radius: Floats
     input: Adjoint | None
+    likely: Likely | None = None
+    budget: Budget | None = None
+
+    def wide(self, other: Bound | None = None) -> Floats:
+        """Return the radius with its roundings; those of `other` are counted with them."""
+        both = self.likely
+        if other is not None and other.likely is not None:
+            both = other.likely if both is None else both.plus(other.likely)
+        if both is None or self.budget is None:
+            return self.radius
+        return self.radius + both.bound(self.budget)
 
     def magnitude(self, region: Floats | None) -> Floats:
         """Return the largest |a·e|, the region included."""
-        wide = self.radius
+        wide = self.wide()
         if self.input is not None and region is not None:
             wide = wide + self.input.sizes(region)
         return box.up(np.abs(self.centre) + wide, 16)
 
     def around(self, region: Floats | None) -> Floats:
         """Return how far a·e may be from `centre`, the region included."""
-        wide = self.radius
+        wide = self.wide()
         if self.input is not None and region is not None:
             wide = wide + self.input.sizes(region)
         return box.up(wide, 16)
@@ -106,6 +122,7 @@ class _Frame:
     centre: Floats
     radius: Floats
     ratio: float
+    likely: Likely | None
 
 
 @dataclass(slots=True)
@@ -119,6 +136,7 @@ class Tape:
     region: Floats | None
     entries: list[Entry] = field(default_factory=list)
     cut: int = 0
+    budget: Budget | None = None  # bounds hold but for a share of all runs; None: in the worst case
     _still: list[bool] = field(default_factory=list)
     _terms: int = 64
     _total: float = 1.0
@@ -149,7 +167,8 @@ class Tape:
             together = entry.together
             if together is not None:
                 together = replace(together, rest=together.rest + slack)
-            entry = replace(entry, radius=radius, together=together)
+            split = None if entry.split is None else entry.split.with_sure(slack)
+            entry = replace(entry, radius=radius, together=together, split=split)
         self._terms += 1 + 2 * entry.reach.size
         self._total += float(entry.reach.sum())
         return entry
@@ -179,8 +198,7 @@ class Tape:
         Raises:
             Rejection: "bound/not-finite".
         """
-        count = functionals.batch
-        frames = [_Frame(np.zeros(count), np.zeros(count), 0.0)]
+        frames = [self._frame(functionals.batch, 0.0)]
         pending = {place: functionals}
         alpha: Adjoint | None = None
         while pending:
@@ -206,6 +224,14 @@ class Tape:
                     self._meet(pending, operand, pulled, frames[-1])
         return self._closed(frames, alpha)
 
+    def _frame(self, batch: int, ratio: float) -> _Frame:
+        """Return the sums of functionals of which nothing has been found, and count them."""
+        zero, likely = np.zeros(batch), None
+        if self.budget is not None:
+            self.budget.take(batch)
+            likely = Likely.nothing(batch)
+        return _Frame(zero, zero, ratio, likely)
+
     def _own(self, entry: Entry, adjoint: Adjoint, frames: list[_Frame], alone: bool) -> None:
         """Count what an entry adds by itself."""
         frame = frames[-1]
@@ -215,6 +241,9 @@ class Tape:
             rounding = 2.0**-40 * (np.abs(low) + np.abs(high))
             frame.radius = frame.radius + (high / 2 - low / 2) + rounding
             frame.radius = frame.radius + adjoint.sizes(entry.together.rest)
+        elif frame.likely is not None and entry.split is not None:
+            frame.likely = frame.likely.plus(read(adjoint, entry.split))
+            frame.radius = frame.radius + adjoint.sizes(entry.split.sure)
         elif entry.radius is not None:
             frame.radius = frame.radius + adjoint.sizes(entry.radius)
         if not (entry.centre is not None or entry.curved or entry.share is not None):
@@ -231,7 +260,7 @@ class Tape:
             return
         if alone and all(size == 1 for size in kept.extent[:-1]):
             ratio = float(entry.share.ratio[kept.window[:-1]].max())
-            frames.append(_Frame(np.zeros(kept.batch), np.zeros(kept.batch), ratio))
+            frames.append(self._frame(kept.batch, ratio))
         else:
             frame.radius = frame.radius + kept.sizes(entry.share.otherwise)
 
@@ -253,13 +282,16 @@ class Tape:
             reached = alpha.sizes(self.region) * slack
         last = frames.pop()
         centre, radius = last.centre, last.radius * slack
-        ratio = last.ratio
+        ratio, likely = last.ratio, last.likely
         while frames:
             frame = frames.pop()
             more = ratio * (np.abs(centre) + radius + reached)
+            if likely is not None and frame.likely is not None and self.budget is not None:
+                more = more + ratio * likely.bound(self.budget) * slack
+                likely = frame.likely.plus(likely)
             centre, radius = frame.centre + centre, frame.radius * slack + radius + more
             ratio = frame.ratio
         radius = box.up(radius + 2.0**-800 * self._total, 64)
         if not (np.isfinite(centre).all() and np.isfinite(radius + reached).all()):
             raise Rejection("bound/not-finite", "a functional has no finite bound")
-        return Bound(centre, radius, alpha)
+        return Bound(centre, radius, alpha, likely, self.budget)

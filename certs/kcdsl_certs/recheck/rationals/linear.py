@@ -20,9 +20,15 @@ from kcdsl_certs.recheck.rationals.cells import (
     product,
     sub,
 )
-from kcdsl_certs.recheck.rationals.quantisers import quantised
+from kcdsl_certs.recheck.rationals.quantisers import (
+    INTEGERS,
+    extents,
+    largest,
+    quantised,
+    quantisers,
+)
 from kcdsl_certs.recheck.rationals.state import Known, Scene, eta, gamma, held, settle
-from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONENT, Format, Kernel
+from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_EXPONENT, Format, Kernel
 
 _SMALL = Fraction(1, 2**20)
 
@@ -38,7 +44,8 @@ def linear_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     w_t, w_i, w_d = (_turned(part) for part in (weight.t, weight.i, weight.d))
     outputs = w_t.shape[1]
     b_t, b_i, b_d = _bias(scene, node, inputs, outputs)
-    (x_t, away_t), (x_i, away_i) = _quantised(scene.train, x.t), _quantised(scene.infer, x.i)
+    x_t, away_t = quantised(scene.train, x.t, _quantisation(scene.train, x.t, key), key)
+    x_i, away_i = quantised(scene.infer, x.i, _quantisation(scene.infer, x.i, key), key)
     drift = both(x.d, both(away_i, away_t, sub), add)
     if (scene.train.activations[0], scene.infer.activations[0]) != ("none", "none"):
         drift = both(drift, both(x_i, x_t, sub), meet)
@@ -122,20 +129,20 @@ def _accumulated(
     return errors
 
 
-def _quantised(kernel: Kernel, x: Cells) -> tuple[Cells, Cells]:
-    """Return a linear's input after dynamic quantisation, and its error."""
-    errors, scale = _quantisation(kernel, x), kernel.activations[1]
-    sizes, sure = x.mags, [max(lo, -hi, ZERO) for lo, hi in x.pairs]
-    if scale == "none":
-        return quantised(kernel, x, errors, sizes, sizes)
-    least, most = (_largest(values, x.shape, scale) for values in (sure, sizes))
-    return quantised(kernel, x, errors, least, most)
-
-
-def _quantisation(kernel: Kernel, x: Cells) -> list[Fraction]:
+def _quantisation(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
+    """Return Q of what enters the linear with the weight `key`."""
     if kernel.activations[0] == "none":
         return [ZERO] * len(x.mags)
-    return [error + Fraction(1, 2**133) for error in _coded(kernel, x)]
+    static = kernel.activations[1] == "static"
+    found = _calibrated(kernel, x, key) if static else _coded(kernel, x)
+    return [error + Fraction(1, 2**133) for error in found]
+
+
+def _calibrated(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
+    pairs = list(zip(x.mags, quantisers(kernel, x, key), strict=True))
+    if kernel.activations[0] in INTEGERS:
+        return [(min(m, q.scale[1] / 2) + m * _SMALL) * (1 + _SMALL) for m, q in pairs]
+    return [_cast(FORMATS[q.kind], m, q.scale[1]) for m, q in pairs]
 
 
 def _coded(kernel: Kernel, x: Cells) -> list[Fraction]:
@@ -143,9 +150,10 @@ def _coded(kernel: Kernel, x: Cells) -> list[Fraction]:
     sizes = x.mags
     if scale == "none":
         if max(sizes) > CODE_LARGEST[kind]:
-            raise Rejection("bound/overflow", f"an activation may overflow {kind}")
+            element = sizes.index(max(sizes))
+            raise Rejection("bound/overflow", f"element {element} of an input may overflow {kind}")
         return [_cast(FORMATS[kind], size, Fraction(1)) for size in sizes]
-    most = _largest(sizes, x.shape, scale)
+    most = largest(sizes, x.shape, scale)
     pairs = list(zip(sizes, most, strict=True))
     if kind == "int8":
         return [(m / 254 + s * _SMALL) * (1 + _SMALL) for s, m in pairs]
@@ -154,13 +162,15 @@ def _coded(kernel: Kernel, x: Cells) -> list[Fraction]:
         halves = [min(s, step / 2) for s, step in zip(sizes, steps, strict=True)]
         return [(half + s * _SMALL) * (1 + _SMALL) for half, s in zip(halves, sizes, strict=True)]
     if kind == "uint8":
-        return [2 * m / 255 * (1 + _SMALL) + s * _SMALL for s, m in pairs]
+        ends, half = zip(*extents(x, scale), strict=True), Fraction(1, 2) + Fraction(1, 2**14)
+        wide = [(above[1] + below[1]) / 255 for above, below in ends]
+        return [(w * half + s * _SMALL) * (1 + _SMALL) for s, w in zip(sizes, wide, strict=True)]
     form, qmax = FORMATS[kind], CODE_LARGEST[kind]
     if scale != "mx":
         return [_cast(form, s, m / qmax) for s, m in pairs]
     step = Fraction(1, 2 ** MX_EXPONENT[kind])
     kept = qmax * step / 2
-    least = _largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, scale)
+    least = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, scale)
     return [
         max(
             _cast(form, s, m * step),
@@ -172,18 +182,6 @@ def _coded(kernel: Kernel, x: Cells) -> list[Fraction]:
 
 def _cast(form: Format, size: Fraction, scale: Fraction) -> Fraction:
     return (Fraction(form.u) * size + scale * eta(form)) * (1 + _SMALL)
-
-
-def _largest(sizes: list[Fraction], shape: Shape, scale: str) -> list[Fraction]:
-    n = shape[-1]
-    width = {"per_tensor": len(sizes), "per_token": n, "mx": MX_BLOCK}[scale]
-    found: list[Fraction] = []
-    for start in range(0, len(sizes), len(sizes) if scale == "per_tensor" else n):
-        row = sizes[start : start + (len(sizes) if scale == "per_tensor" else n)]
-        for at in range(0, len(row), width):
-            part = row[at : at + width]
-            found += [max(part)] * len(part)
-    return found
 
 
 def middle(a: Known) -> Cells:

@@ -19,7 +19,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     rounded,
     sub,
 )
-from kcdsl_certs.recheck.rationals.quantisers import LEAST_SCALE, hull
+from kcdsl_certs.recheck.rationals.quantisers import LEAST_SCALE, hull, plain
 from kcdsl_certs.recheck.spec import (
     CODE_LARGEST,
     FLOAT32,
@@ -94,12 +94,12 @@ def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
 
 
 def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) -> list[_Held]:
-    plain = [_Held(v, (ZERO, ZERO)) for v in around]
+    as_it_is = [_Held(v, (ZERO, ZERO)) for v in around]
     if not linear:
-        return [_cast(v, h, kernel.compute) for v, h in zip(around, plain, strict=True)]
+        return [_cast(v, h, kernel.compute) for v, h in zip(around, as_it_is, strict=True)]
     kind, scale = kernel.weights
     if scale == "none":
-        found = [_cast(v, h, FORMATS[kind]) for v, h in zip(around, plain, strict=True)]
+        found = [_cast(v, h, FORMATS[kind]) for v, h in zip(around, as_it_is, strict=True)]
         if _within(FORMATS[kind], kernel.compute):
             return found
     else:
@@ -126,7 +126,7 @@ def _cast(v: Pair, held: _Held, form: Format) -> _Held:
 def _coded(shape: Shape, around: Sequence[Pair], kind: str, scale: str) -> list[_Held]:
     rows, columns = shape
     height = {"per_tensor": rows, "block_128": TILE}.get(scale, 1)
-    width = {"block_128": TILE, "mx": MX_BLOCK}.get(scale, columns)
+    width = {"block_128": TILE, "group_128": TILE, "mx": MX_BLOCK}.get(scale, columns)
     places = [(at // columns // height, at % columns // width) for at in range(len(around))]
     near: dict[tuple[int, int], Fraction] = {}
     far: dict[tuple[int, int], Fraction] = {}
@@ -140,7 +140,7 @@ def _coded(shape: Shape, around: Sequence[Pair], kind: str, scale: str) -> list[
     for place, v in zip(places, around, strict=True):
         s, size = scales[place], max(abs(v[0]), abs(v[1]))
         most = _farthest(size, s[1], kind, scale)
-        value = _full_range(v, s) if kind == "int8_full" else hull(kind, v, s)
+        value = _full_range(v, s) if kind == "int8_full" else hull(plain(kind, s), v)
         value = meet(value, (v[0] - most, v[1] + most))
         found.append(_Held(value, meet(sub(value, v), (-most, most))))
     return found

@@ -4,66 +4,132 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
+from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rationals.cells import (
     ZERO,
     Cells,
     Pair,
+    Shape,
     both,
     exponent,
     meet,
     rounded,
     sub,
 )
-from kcdsl_certs.recheck.spec import CODE_LARGEST, FLOAT32, FORMATS, MX_EXPONENT, Kernel
+from kcdsl_certs.recheck.spec import (
+    CODE_LARGEST,
+    FLOAT32,
+    FORMATS,
+    MX_BLOCK,
+    MX_EXPONENT,
+    TILE,
+    Kernel,
+)
 
 _OFF = Fraction(1, 2**22)
 LEAST_SCALE = Fraction(1, 2**100)  # below it products with codes may be subnormal
-_STEPPED = ("fp8_e4m3", "fp8_e5m2", "int8")
+_LEAST_FULL = Fraction(1, 2**23)
+INTEGERS = ("int8", "int8_full", "uint8")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiser:
+    """That of one element: between which numbers its scale lies, and its last code over zero and
+    below. `ratio`: the scale divides ("over"), its reciprocal multiplies ("times"), or either."""
+
+    kind: str
+    scale: Pair
+    above: Pair
+    below: Pair
+    ratio: str
 
 
 @cache
 def _codes(kind: str) -> tuple[Fraction, ...]:
     """Return the non-negative codes in order."""
-    top = CODE_LARGEST[kind]
-    if kind == "int8":
-        return tuple(Fraction(n) for n in range(top + 1))
-    form, found = FORMATS[kind], [ZERO]
+    if kind in INTEGERS:
+        return tuple(Fraction(n) for n in range(256))
+    form, found, top = FORMATS[kind], [ZERO], CODE_LARGEST[kind]
     while found[-1] < top:
         place = max(exponent(found[-1]) if found[-1] else form.least, form.least)
         found.append(found[-1] + Fraction(2) ** (place - form.precision + 1))
     return tuple(found)
 
 
-def quantised(
-    kernel: Kernel,
-    x: Cells,
-    errors: Sequence[Fraction],
-    least: Sequence[Fraction],
-    most: Sequence[Fraction],
-) -> tuple[Cells, Cells]:
-    """Return the quantised values and their errors, met with ±errors.
+def largest(sizes: Sequence[Fraction], shape: Shape, scale: str) -> list[Fraction]:
+    """Return the maximum of the group of every element."""
+    n = shape[-1]
+    length = len(sizes) if scale == "per_tensor" else n
+    whole = {"per_tensor": len(sizes), "per_token": n}
+    width = {**whole, "group_128": TILE, "mx": MX_BLOCK}[scale]
+    found: list[Fraction] = []
+    for start in range(0, len(sizes), length):
+        row = sizes[start : start + length]
+        for at in range(0, len(row), width):
+            part = row[at : at + width]
+            found += [max(part)] * len(part)
+    return found
 
-    `least` and `most` bound the largest magnitude of every element's group.
-    """
+
+def extents(x: Cells, scale: str) -> tuple[list[Pair], list[Pair]]:
+    """Return how far the group of every element reaches above zero and below."""
+    above = [[max(pair[side], ZERO) for pair in x.pairs] for side in (0, 1)]
+    below = [[max(-pair[side], ZERO) for pair in x.pairs] for side in (1, 0)]
+    first, second = (
+        list(zip(*(largest(side, x.shape, scale) for side in ends), strict=True))
+        for ends in (above, below)
+    )
+    return first, second
+
+
+def quantised(
+    kernel: Kernel, x: Cells, errors: Sequence[Fraction], key: str
+) -> tuple[Cells, Cells]:
+    """Return the quantised values and their errors, met with ±errors."""
     free = Cells(x.shape, tuple((-e, e) for e in errors))
     wide = both(x, free, lambda a, e: (a[0] + e[0], a[1] + e[1]))
-    kind, scale = kernel.activations
-    if not kernel.nearest or kind not in _STEPPED:
+    if not kernel.nearest or kernel.activations[0] == "none":
         return wide, free
     pairs = []
-    for pair, around, low, high in zip(x.pairs, wide.pairs, least, most, strict=True):
-        s = _scale(kind, scale, low), _scale(kind, scale, high)
-        pairs.append(around if s[0] < LEAST_SCALE else meet(hull(kind, pair, s), around))
+    for pair, around, by in zip(x.pairs, wide.pairs, quantisers(kernel, x, key), strict=True):
+        pairs.append(around if by.scale[0] < LEAST_SCALE else meet(hull(by, pair), around))
     value = Cells(x.shape, tuple(pairs))
     return value, both(both(value, x, sub), free, meet)
 
 
-def _scale(kind: str, scale: str, amax: Fraction) -> Fraction:
+def quantisers(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
+    """Return the quantiser of every element of what enters the linear with the weight `key`.
+
+    Raises:
+        Rejection: "rule/static-scale", or "bound/overflow" of a static scale.
+    """
+    kind, scale = kernel.activations
+    if scale == "static":
+        return _calibrated(kernel, x, key)
+    if kind == "uint8":
+        return [_asymmetric(a, b) for a, b in zip(*extents(x, scale), strict=True)]
     if scale == "none":
-        return Fraction(1)
+        return [plain(kind, (Fraction(1), Fraction(1)))] * len(x.pairs)
+    sure = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, scale)
+    most = largest(x.mags, x.shape, scale)
+    ends = zip(sure, most, strict=True)
+    return [plain(kind, (_scale(kind, scale, a), _scale(kind, scale, b))) for a, b in ends]
+
+
+def plain(kind: str, scale: Pair) -> Quantiser:
+    """Return the quantiser of a format without zero point, with a scale between two numbers."""
+    above, below = (127, 128) if kind == "int8_full" else (CODE_LARGEST[kind],) * 2
+    tops = (Fraction(above),) * 2, (Fraction(below),) * 2
+    return Quantiser(kind, scale, *tops, "times" if kind == "int8_full" else "over")
+
+
+def _scale(kind: str, scale: str, amax: Fraction) -> Fraction:
+    if kind == "int8_full":
+        return max(rounded(amax * 2 / 255, FLOAT32), _LEAST_FULL)
     if amax == 0:
         return ZERO
     if scale == "mx":
@@ -71,22 +137,71 @@ def _scale(kind: str, scale: str, amax: Fraction) -> Fraction:
     return rounded(amax / CODE_LARGEST[kind], FLOAT32)
 
 
-def hull(kind: str, x: Pair, s: Pair) -> Pair:
+def _asymmetric(above: Pair, below: Pair) -> Quantiser:
+    least, most = (
+        rounded(rounded(a + b, FLOAT32) / 255, FLOAT32) for a, b in zip(above, below, strict=True)
+    )
+    low = high = None
+    if above[1] + below[0]:
+        low = 255 * below[0] / (above[1] + below[0]) * (1 - _OFF)
+    if above[0] + below[1]:
+        high = 255 * below[1] / (above[0] + below[1]) * (1 + _OFF)
+    zeros = [ZERO if low is None else Fraction(round(low)), Fraction(255)]
+    if high is not None:
+        zeros[1] = min(zeros[1], Fraction(round(high)))
+    if most:
+        zeros[0] = max(zeros[0], Fraction(round(rounded(below[0] / most, FLOAT32))))
+    if least:
+        zeros[1] = min(zeros[1], Fraction(round(rounded(below[1] / least, FLOAT32))))
+    first, last = (min(zero, Fraction(255)) for zero in zeros)
+    return Quantiser("uint8", (least, most), (255 - last, 255 - first), (first, last), "over")
+
+
+def _calibrated(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
+    kind = kernel.activations[0]
+    if kernel.static is None:
+        raise Rejection("rule/static-scale", "there are no static scales")
+    scales, zero = kernel.static.of(key, kind)
+    n, found = x.shape[-1], []
+    if len(scales) not in (1, n):
+        raise Rejection("rule/static-scale", f"{len(scales)} scales for {n} channels")
+    more = Fraction(1, 2) if kind in INTEGERS else ZERO
+    for place, (lo, hi) in enumerate(x.pairs):
+        s = Fraction(scales[place % n if len(scales) > 1 else 0])
+        above, below = Fraction(255 - zero), Fraction(zero)
+        if kind != "uint8":
+            by = plain(kind, (s, s))
+            above, below = by.above[0], by.below[0]
+        if hi > (above + more) * s * (1 + _OFF) or -lo > (below + more) * s * (1 + _OFF):
+            raise Rejection("bound/overflow", f"element {place} may exceed its static scale")
+        found.append(Quantiser(kind, (s, s), (above, above), (below, below), "free"))
+    return found
+
+
+def hull(by: Quantiser, x: Pair) -> Pair:
     """Return where s·q(v/s) lies for v and s (> 0) in their boxes."""
-    lo = _least(kind, x[0], s) if x[0] >= 0 else -_most(kind, -x[0], s)
-    hi = _most(kind, x[1], s) if x[1] >= 0 else -_least(kind, -x[1], s)
+    lo = _least(by, x[0], by.above[0]) if x[0] >= 0 else -_most(by, -x[0], by.below[1])
+    hi = _most(by, x[1], by.above[1]) if x[1] >= 0 else -_least(by, -x[1], by.below[0])
     return lo, hi
 
 
-def _rank(kind: str, v: Fraction, s: Fraction) -> int:
+def _rank(by: Quantiser, v: Fraction, s: Fraction, top: Fraction, up: bool) -> int:
     """Return the place of the code of v/s."""
-    ratio = min(rounded(v / s, FLOAT32), Fraction(CODE_LARGEST[kind]))
-    code = Fraction(round(ratio)) if kind == "int8" else rounded(ratio, FORMATS[kind])
-    return bisect_left(_codes(kind), code)
+    match by.ratio:
+        case "over":
+            ratio = rounded(v / s, FLOAT32)
+        case "times":
+            ratio = rounded(v * rounded(1 / s, FLOAT32), FLOAT32)
+        case _:
+            ratio = v / s * (1 + _OFF if up else 1 - _OFF)
+    ratio = min(ratio, top)
+    code = Fraction(round(ratio)) if by.kind in INTEGERS else rounded(ratio, FORMATS[by.kind])
+    return bisect_left(_codes(by.kind), code)
 
 
-def _most(kind: str, v: Fraction, s: Pair) -> Fraction:
-    codes, first, last = _codes(kind), _rank(kind, v, s[1]), _rank(kind, v, s[0])
+def _most(by: Quantiser, v: Fraction, top: Fraction) -> Fraction:
+    codes, s = _codes(by.kind), by.scale
+    first, last = _rank(by, v, s[1], top, True), _rank(by, v, s[0], top, True)
     beyond = [
         codes[k] / ((codes[k] + codes[k - 1]) / 2) * v * (1 + _OFF)
         for k in range(first + 1, last + 1)
@@ -94,8 +209,9 @@ def _most(kind: str, v: Fraction, s: Pair) -> Fraction:
     return max([rounded(codes[first] * s[1], FLOAT32), *beyond])
 
 
-def _least(kind: str, v: Fraction, s: Pair) -> Fraction:
-    codes, first, last = _codes(kind), _rank(kind, v, s[1]), _rank(kind, v, s[0])
+def _least(by: Quantiser, v: Fraction, top: Fraction) -> Fraction:
+    codes, s = _codes(by.kind), by.scale
+    first, last = _rank(by, v, s[1], top, False), _rank(by, v, s[0], top, False)
     before = [
         codes[k] / ((codes[k] + codes[k + 1]) / 2) * v * (1 - _OFF) for k in range(first, last)
     ]

@@ -105,7 +105,7 @@ def _quantised(
 ) -> list[Fraction]:
     rows, columns = shape
     height = {"per_tensor": rows, "block_128": TILE}.get(scale, 1)
-    width = {"block_128": TILE, "mx": MX_BLOCK}.get(scale, columns)
+    width = {"block_128": TILE, "group_128": TILE, "mx": MX_BLOCK}.get(scale, columns)
     amax: dict[tuple[int, int], Fraction] = {}
     for at, value in enumerate(values):
         tile = at // columns // height, at % columns // width

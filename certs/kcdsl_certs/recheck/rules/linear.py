@@ -36,8 +36,8 @@ def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
     if len(x.shape) < 2 or x.shape[-1] != weight.shape[1]:
         raise Rejection("graph/shape", "the input does not fit the weight")
     bias = _bias(scene, node, inputs, weight.shape[0])
-    x_t, away_t = staircase.quantised(scene.train, x.t, quantisation(scene.train, x.t))
-    x_i, away_i = staircase.quantised(scene.infer, x.i, quantisation(scene.infer, x.i))
+    x_t, away_t = _entering(scene.train, x.t, key)
+    x_i, away_i = _entering(scene.infer, x.i, key)
     drift = box.add(x.d, box.sub(away_i, away_t))
     if (scene.train.activations[0], scene.infer.activations[0]) != ("none", "none"):
         drift = box.meet(drift, box.sub(x_i, x_t))
@@ -51,10 +51,15 @@ def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
         _size(x_i, w_i, bias[1], y_i),
     )
     biased = len(inputs) == 3
-    error_t = _error(scene.train, x_t, w_t, sizes[0], products[0] if biased else None)
-    error_i = _error(scene.infer, x_i, w_i, sizes[1], products[1] if biased else None)
+    error_t = _error(scene.train, x_t, w_t, sizes[0], products[0] if biased else None, key)
+    error_i = _error(scene.infer, x_i, w_i, sizes[1], products[1] if biased else None, key)
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, (y_t, y_i, d), (error_t, error_i), inner)
+
+
+def _entering(kernel: Kernel, x: Box, key: str) -> tuple[Box, Box]:
+    """Return a linear's input after its quantisation, and its error."""
+    return staircase.quantised(kernel, x, quantisation(kernel, x, key), key)
 
 
 def _bias(scene: Scene, node: Node, inputs: list[Value], outputs: int) -> tuple[Box, Box, Box]:
@@ -78,11 +83,16 @@ def _size(x: Box, weight: Box, bias: Box, y: Box) -> tuple[Floats, Floats]:
 
 
 def _error(
-    kernel: Kernel, x: Box, weight: Box, size: tuple[Floats, Floats], early: Box | None
+    kernel: Kernel,
+    x: Box,
+    weight: Box,
+    size: tuple[Floats, Floats],
+    early: Box | None,
+    key: str,
 ) -> Floats:
     """Return E of a linear; `early` is the product that may be stored before a bias is added."""
     factors = box.mag(x), box.mag(weight)
-    error = summed(kernel, factors, size, dynamic=kernel.activations[0] != "none")
+    error = summed(kernel, factors, size, dynamic=kernel.activations[0] != "none", key=key)
     if early is not None and not kernel.nearest and kernel.coarse:
         cast = kernel.compute.u * box.up(box.mag(early) + error) + kernel.compute.eta
         error = box.up(error + cast)
@@ -114,12 +124,14 @@ def summed(
     extra: int = 0,
     before: int = 2,
     dynamic: bool = False,
+    key: str = "",
     columns: int | None = None,
 ) -> Floats:
     """Return what sums of products lose, flushing included.
 
     `factors` are magnitudes, `size` is S and mag(Y); `extra` and `before` count the roundings of
-    partial sums beside one for each term, and those of terms. `dynamic`: the input is quantised.
+    partial sums beside one for each term, and those of terms. `dynamic`: the input is quantised,
+    as that of the linear with the weight `key`.
     With `columns` the left factor [..., 1] is the sum of so many, and the right one [1, ...] what
     each of them meets at most.
 
@@ -134,7 +146,7 @@ def summed(
     steps = count[0] + extra + 1
     error = accumulated(kernel, *size, steps, before)
     total, partial = box.up(size[0] + error), box.up(box.up(size[0] + size[1]) / 2 + error)
-    cut = matrix_units.cut_off(kernel, unit, count, factors, total, partial, dynamic)
+    cut = matrix_units.cut_off(kernel, unit, count, factors, total, partial, dynamic, key)
     error = box.up(error + box.up(cut * (1 + 4 * steps * kernel.accumulate.u)))
     if not bool((size[0] + error <= kernel.accumulate.largest).all()):
         raise Rejection("bound/overflow", "a sum of a matrix unit may overflow")
@@ -159,27 +171,39 @@ def accumulated(kernel: Kernel, size: Floats, result: Floats, k: int, j: int) ->
     return error
 
 
-def quantisation(kernel: Kernel, x: Box) -> Floats:
-    """Return Q ≥ |x̂ - x| of dynamic activation quantisation.
+def quantisation(kernel: Kernel, x: Box, key: str = "") -> Floats:
+    """Return Q ≥ |x̂ - x| of the quantisation of what enters the linear with the weight `key`.
 
     The mx scale is a power of two made from the block's actual maximum, which the box bounds from
     both sides only: a number may saturate although others of its box are larger, but never by more
     than 1 - qmax/2^(emax + 1) of itself.
 
     Raises:
-        Rejection: "bound/overflow" where an unscaled format may overflow.
+        Rejection: "bound/overflow" where an unscaled format or a static scale may overflow;
+            "rule/static-scale".
     """
     if kernel.activations[0] == "none":
         return np.zeros(x.shape)
-    return box.up(_coded(kernel, x) + _FAINT_SCALE)  # the scale itself may be subnormal
+    found = _calibrated(kernel, x, key) if kernel.activations[1] == "static" else _coded(kernel, x)
+    return box.up(found + _FAINT_SCALE)  # the scale itself may be subnormal
+
+
+def _calibrated(kernel: Kernel, x: Box, key: str) -> Floats:
+    size, scale = box.mag(x), staircase.steps(kernel, x, key).scale.hi
+    kind = kernel.activations[0]
+    if kind in staircase.INTEGERS:
+        return box.up((np.minimum(size, scale / 2) + size * _SMALL) * (1 + _SMALL))
+    return _cast(FORMATS[kind], size, scale)
 
 
 def _coded(kernel: Kernel, x: Box) -> Floats:
     kind, scale = kernel.activations
     size = box.mag(x)
     if scale == "none":
-        if not bool((size <= CODE_LARGEST[kind]).all()):
-            raise Rejection("bound/overflow", f"an activation may overflow {kind}")
+        over = np.argwhere(~(size <= CODE_LARGEST[kind]))
+        if len(over):
+            element = [int(i) for i in over[0]]
+            raise Rejection("bound/overflow", f"element {element} of an input may overflow {kind}")
         return _cast(FORMATS[kind], size, np.ones(()))
     most = staircase.largest(size, scale)
     match kind:
@@ -189,7 +213,9 @@ def _coded(kernel: Kernel, x: Box) -> Floats:
             step = np.maximum(box.up(most / 127.5), 2.0**-23)
             return box.up((np.minimum(size, step / 2) + size * _SMALL) * (1 + _SMALL))
         case "uint8":
-            return box.up(2 * most / 255 * (1 + _SMALL) + size * _SMALL)
+            above, below = staircase.extent(x, scale)
+            step = box.lifted(above.hi + below.hi) / 255
+            return box.up((step * (0.5 + 2.0**-14) + size * _SMALL) * (1 + _SMALL))
     if scale != "mx":
         return _cast(FORMATS[kind], size, most / CODE_LARGEST[kind])
     kept = CODE_LARGEST[kind] * 2.0 ** -(MX_EXPONENT[kind] + 1)  # of the block's maximum

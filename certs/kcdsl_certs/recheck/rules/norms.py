@@ -22,7 +22,7 @@ MOST_SQUARES = 2.0**126
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class Side:
     """One kernel's normalisation: c, the square sums, v, r (as boxes) and y = c·r."""
 
     c: Box
@@ -49,7 +49,7 @@ def _norm(scene: Scene, node: Node, inputs: list[Value], centred: bool) -> State
         raise Rejection("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
     weight = _affine(scene, node, inputs, 1, n)
     bias = _affine(scene, node, inputs, 2, n)
-    t, i = _side(x.t, eps, centred), _side(x.i, eps, centred)
+    t, i = side(x.t, eps, centred), side(x.i, eps, centred)
     d_c = _centred(x.d) if centred else x.d
     d_y = _drift(t, i, d_c, n)
     exact = (
@@ -103,7 +103,12 @@ def _centred(x: Box) -> Box:
     return box.widen(centre, spread)
 
 
-def _side(x: Box, eps: float, centred: bool) -> _Side:
+def side(x: Box, eps: float, centred: bool) -> Side:
+    """Return what is known of one kernel's normalisation on a box.
+
+    Raises:
+        Rejection: "bound/not-finite".
+    """
     n = x.shape[-1]
     c = _centred(x) if centred else x
     least, most = _squares(c)
@@ -118,7 +123,7 @@ def _side(x: Box, eps: float, centred: bool) -> _Side:
     cap = np.sqrt(n - 1 if centred else n) * (1 + 4 * ULP)
     top = np.minimum(_greatest(c.hi, least, most, n, eps), cap)
     bottom = np.maximum(-_greatest(-c.lo, least, most, n, eps), -cap)
-    return _Side(c, v, r, box.meet(Box(bottom, top), box.mul(c, r)))
+    return Side(c, v, r, box.meet(Box(bottom, top), box.mul(c, r)))
 
 
 def _squares(c: Box) -> tuple[Floats, Floats]:
@@ -138,7 +143,7 @@ def _greatest(high: Floats, least: Floats, most: Floats, n: int, eps: float) -> 
     return np.where(high == 0, 0.0, box.above(found + np.abs(found) * slack))
 
 
-def _drift(t: _Side, i: _Side, d_c: Box, n: int) -> Box:
+def _drift(t: Side, i: Side, d_c: Box, n: int) -> Box:
     """Return a box of the drift of y = c·r."""
     slack = (n + 16) * ULP
     twice = box.meet(box.add(box.add(t.c, t.c), d_c), box.add(t.c, i.c))
@@ -163,7 +168,7 @@ def _omega(a: Floats, b: Floats) -> Floats:
     return (a * b) ** 2 / (a + b)
 
 
-def _error(kernel: Kernel, x: Box, side: _Side, weight: Box, bias: Box, centred: bool) -> Floats:
+def _error(kernel: Kernel, x: Box, side: Side, weight: Box, bias: Box, centred: bool) -> Floats:
     """Return the error inside the norm, the affine map included."""
     n, u = x.shape[-1], kernel.inner.u
     size = box.mag(x)

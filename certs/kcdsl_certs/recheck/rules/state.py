@@ -80,6 +80,11 @@ class Rows:
     tables: Mapping[str, State]
 
 
+Held = tuple[Floats, Floats]
+"""Where the rows of a tensor lie: row t in middle[t] + {e: |a·e| ≤ √(aᵀ P[t] a)}; [T, n] and
+[T, n, n]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scene:
     """Everything that the rules may read beside their inputs.
@@ -98,6 +103,8 @@ class Scene:
     rows: Rows | None = None
     drift: Box | None = None  # how far apart what both kernels read may be (links of a chain)
     rho: Fraction = Fraction(0)  # the region around the weights: every |θ' - θ| ≤ ρ|θ|
+    held: Held | None = None  # ellipsoids around the rows of the drift, beside its box
+    errors: dict[str, tuple[Box, Box]] | None = None  # kept where wanted: of what is stored
 
 
 def numeric(value: Value) -> State:
@@ -146,6 +153,8 @@ def settle(
     inner_t, inner_i = inner or (scene.train.inner, scene.infer.inner)
     t, wrong_t = stored(scene.train, target(scene.train, node), y_t, errors[0], inner_t)
     i, wrong_i = stored(scene.infer, target(scene.infer, node), y_i, errors[1], inner_i)
+    if scene.errors is not None:
+        scene.errors[node.name] = (wrong_t, wrong_i)
     return reduce(t, i, box.add(d, box.sub(wrong_i, wrong_t)))
 
 

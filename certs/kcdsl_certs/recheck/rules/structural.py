@@ -38,6 +38,8 @@ def source(scene: Scene, node: Node, inputs: list[Value]) -> State:
     if scene.drift is not None:
         return _apart(scene, x, scene.drift)
     (t, wrong_t), (i, wrong_i) = _taken(scene.train, x), _taken(scene.infer, x)
+    if scene.errors is not None:
+        scene.errors[node.name] = (wrong_t, wrong_i)
     return reduce(t, i, box.sub(wrong_i, wrong_t))
 
 

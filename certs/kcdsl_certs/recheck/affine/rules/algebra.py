@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kcdsl_certs.recheck import box, staircase
+from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine import cases
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
 from kcdsl_certs.recheck.affine.cases import Cases
@@ -21,6 +21,7 @@ from kcdsl_certs.recheck.affine.form import (
     product_up,
     raised,
 )
+from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
 from kcdsl_certs.recheck.affine.reaches import until
 from kcdsl_certs.recheck.affine.rules import straight
 from kcdsl_certs.recheck.affine.rules.moves import around
@@ -52,7 +53,7 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if len(before.shape) < 2 or before.shape[-1] != weight.shape[1]:
         raise Rejection("graph/shape", "the input does not fit the weight")
     bias, around_bias = _bias(walk, node, inputs, weight.shape[0])
-    x = _quantised(walk, before)
+    x = _quantised(walk, before, key)
     n = weight.shape[1]
     size_w, turned = np.abs(weight), weight.T
     product = x.reference @ turned
@@ -68,16 +69,21 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         own = raised(own + pushed + around_bias)
     result = raised(np.abs(reference) + carried + own)
     factors, sizes = (x.size, box.lifted(size_all).T), (box.lifted(total), box.lifted(result))
-    error = rounding_of_sums(kernel, factors, sizes, dynamic=kernel.activations[0] != "none")
+    dynamic = kernel.activations[0] != "none"
+    error = rounding_of_sums(kernel, factors, sizes, dynamic=dynamic, key=key)
+    split = of_sum(kernel, factors, sizes, error, dynamic=dynamic)
     if bias is not None and not kernel.nearest and kernel.coarse:
         early = np.abs(product) + carried + own + error
-        error = raised(error + kernel.compute.u * early) + kernel.compute.eta
+        cast = raised(kernel.compute.u * early)
+        error = raised(error + cast) + kernel.compute.eta
+        split = split.with_one(cast, kernel.compute.eta)
     terms_back = gamma(weight.shape[0] + 8, UNIT)  # the reverse pass sums over the outputs
     formed = Formed(
         reference,
         carried,
         () if x.place is None else ((x.place, _through(weight)),),
         raised(own + terms_back * carried + error),
+        split=split.with_sure(own + terms_back * carried),
     )
     form = settle(walk, formed, target(kernel, node), kernel.accumulate)
     entry = None if form.place is None else walk.tape.entries[form.place]
@@ -112,16 +118,21 @@ def _bias(
     return bias.reference, bias.reach if moves else 0.0
 
 
-def _quantised(walk: Walk, x: Form) -> Form:
-    """Return the dynamically quantised input, an entry of its own; x itself where there is none."""
+def _quantised(walk: Walk, x: Form, key: str) -> Form:
+    """Return the quantised input, an entry of its own; x itself where there is none."""
     if walk.kernel.activations[0] == "none":
         return x
-    radius = raised(quantisation(walk.kernel, x.box)) + FAINT
-    if staircase.serves(walk.kernel):
-        return quantised(walk, x, radius)
+    radius = raised(quantisation(walk.kernel, x.box, key)) + FAINT
+    if walk.kernel.nearest:
+        return quantised(walk, x, radius, key)
     reach = raised(x.reach + radius)
     operands = () if x.place is None else ((x.place, _same),)
-    return Form(x.reference, reach, walk.tape.add(Entry(reach, operands, radius)))
+    split = only_sure(radius)
+    form, scale = walk.kernel.activations[:2]
+    if not walk.kernel.nearest and scale != "mx" and form not in ("uint8", "int8_full"):
+        split = only_sure(np.zeros(radius.shape)).with_one(radius)
+    entry = Entry(reach, operands, radius, split=split)
+    return Form(x.reference, reach, walk.tape.add(entry))
 
 
 def _same(adjoint: Adjoint) -> Adjoint:
@@ -165,11 +176,14 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         tiles = -(-n // kernel.tile) if kernel.fused else 1
         k, j = n + 2 * tiles + 4, 2
     sizes = box.lifted(size), box.lifted(result)
-    error = rounding_of_sums(kernel, (a.size, b.size), sizes, extra=k - n, before=j)
+    factors = (a.size, b.size)
+    error = rounding_of_sums(kernel, factors, sizes, extra=k - n, before=j)
+    split = of_sum(kernel, factors, sizes, error, extra=k - n, before=j)
     lead = math.prod(reference.shape[:-2])
     copies = lead // min(math.prod(a.shape[:-2]), math.prod(b.shape[:-2]))
     count = max(reference.shape[-2:]) * copies
-    radius = own + gamma(count + 8, UNIT) * carried + error
+    mapped = own + gamma(count + 8, UNIT) * carried
+    radius = mapped + error
     operands: list[tuple[int, Pull]] = []
     if a.place is not None:
         operands.append((a.place, _left(b.reference, a.shape)))
@@ -183,6 +197,7 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         bent=rest if curved else None,
         curved=curved,
         cases=_in_cases(a, b, raised(own + error)) if context else None,
+        split=split.with_sure(mapped if curved else mapped + rest),
     )
     region = walk.tape.region
     tight = context and region is not None and bool(region.any())

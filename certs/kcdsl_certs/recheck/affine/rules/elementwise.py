@@ -9,6 +9,7 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded, merged, summed
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
+from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.reaches import until
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Pull
@@ -35,9 +36,10 @@ def _sum(walk: Walk, node: Node, inputs: list[Operand], sign: float) -> Form:
     reference = a.reference + sign * b.reference
     carried = raised(a.reach + b.reach)
     error = walk.kernel.inner.u * raised(np.abs(reference) * (1 + 2 * UNIT) + carried)
-    radius = error + 2 * UNIT * np.abs(reference) + _copies(reference, a, b) * carried
+    own = 2 * UNIT * np.abs(reference) + _copies(reference, a, b) * carried
     operands = _operands((a, _spread(a.shape)), (b, _scaled(b.shape, sign)))
-    return _settled(walk, node, Formed(reference, carried, operands, raised(radius)))
+    split = only_sure(own).with_one(error)
+    return _settled(walk, node, Formed(reference, carried, operands, error + own, split=split))
 
 
 def mul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -53,11 +55,12 @@ def mul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     rest = a.reach * b.reach
     own = 2 * UNIT * np.abs(reference) + FAINT
     size = raised(np.abs(reference) + own + carried + rest)
-    error = walk.kernel.inner.u * size + underflow(walk.kernel)
-    radius = raised(rest + own + error + _copies(reference, a, b) * carried)
+    error, faint = raised(walk.kernel.inner.u * size), underflow(walk.kernel)
+    others = rest + own + faint + _copies(reference, a, b) * carried
+    radius, split = raised(others + error), only_sure(others).with_one(error)
     left, right = _broadcast(b, reference), _broadcast(a, reference)
     operands = _operands((a, _times(left, a.shape)), (b, _times(right, b.shape)))
-    return _settled(walk, node, Formed(reference, carried, operands, radius))
+    return _settled(walk, node, Formed(reference, carried, operands, radius, split=split))
 
 
 def scale(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -116,9 +119,17 @@ def rope(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     own = 4 * UNIT * (np.abs(x.reference * c) + np.abs(turned * s)) + FAINT
     around = box.widen(box.exact(turned), far)
     error = rope_error(walk.kernel, x.box, around, c, s)
-    radius = raised(own + error + gamma(8, UNIT) * carried)
+    own = own + gamma(8, UNIT) * carried
+    split, kernel = only_sure(own + error), walk.kernel
+    if kernel.coarse:  # both products are stored: their roundings are no part of what is sure
+        terms = raised(x.size * np.abs(c) + raised(np.abs(turned) + far) * np.abs(s))
+        inside = raised(gamma(4, kernel.inner.u) * terms) + 2 * underflow(kernel)
+        cast = raised(kernel.compute.u * (1 + 2.0**-10) * terms)
+        split = only_sure(own + inside).with_one(cast, 2 * kernel.compute.eta)
     operands = _operands((x, _turned(c, s)))
-    return _settled(walk, node, Formed(reference, carried, operands, radius))
+    return _settled(
+        walk, node, Formed(reference, carried, operands, raised(own + error), split=split)
+    )
 
 
 def _turned(cos: Floats, sin: Floats) -> Pull:

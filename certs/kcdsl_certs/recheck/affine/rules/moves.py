@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import part, permuted, reshaped, spread, summed
+from kcdsl_certs.recheck.affine.drifting import symbol
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, known, numeric, raised
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
@@ -45,7 +46,8 @@ def source(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 def _apart(walk: Walk, centre: Floats, region: Floats, drift: Box) -> Form:
     """Return an input that another block stored: x, or x + e in the kernel that reads with drift.
 
-    e is known within its box alone, so its radius is an error of this entry.
+    e is known within its box alone, so its radius is an error of this entry; or in ellipsoids, and
+    then an entry of its own, where reverse passes may stop.
     """
     if drift.shape != centre.shape:
         raise Rejection("graph/shape", "the drift does not have the input's shape")
@@ -59,6 +61,10 @@ def _apart(walk: Walk, centre: Floats, region: Floats, drift: Box) -> Form:
         radius = radius if more is None else radius + more
     radius = raised(radius)
     reach = raised(region + radius)
+    if walk.scene.held is not None:
+        apart = walk.tape.cut = symbol(walk, walk.scene.held, middle, radius, reference)
+        place = walk.tape.add(Entry(reach, ((0, lambda a: a), (apart, lambda a: a))))
+        return Form(reference, reach, place)
     place = walk.tape.add(Entry(reach, ((0, lambda a: a),), radius))
     return Form(reference, reach, place)
 

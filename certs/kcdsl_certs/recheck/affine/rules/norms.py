@@ -10,6 +10,7 @@ from kcdsl_certs.recheck.affine import reaches
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.affine.ellipsoids import extent_along, longest
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
+from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Pull, Share
 from kcdsl_certs.recheck.block import Node
@@ -94,7 +95,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     own = raised(own * sides)
     element = raised(size_g * (tilt * at.r * moved.delta + at.wrong_y * (by_y + sides)))
     scalars = raised(inner.theta * y_mag + inner.mean)
-    whole = raised(scalars + inner.element)
+    whole = raised(scalars + inner.element + inner.cast)
     last = 3 * walk.kernel.inner.u * raised(y_mag * size_g + whole * size_g + np.abs(bias))
     tiny = underflow(walk.kernel)
     largest = x.size.max(axis=-1, keepdims=True)
@@ -102,7 +103,8 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     if walk.scene.rho:  # what other gains and biases make of the normalised number, rounded
         others = raised(y_mag + whole) * around_gain + around_bias
         last = raised(last + others * (1 + 4 * walk.kernel.inner.u) + tiny * around_gain)
-    radius = raised(own + element + size_g * inner.element + last + FAINT)
+    others = raised(own + element + size_g * inner.element + last + FAINT)
+    cast = raised(size_g * inner.cast)
     share = Share(raised(moved.chi), raised(size_g * tangent * moved.chi))
     bent = raised(size_g * (size_y * by_y + inner.mean) + share.otherwise)
     centre = at.y * gain * (-moved.shrink / 2)
@@ -113,11 +115,12 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         reference,
         raised(tangent * size_g),
         () if x.place is None else ((x.place, _bracket(at, gain, centred)),),
-        radius,
+        raised(others + cast),
         centre,
         bent,
         (_scalars(scales),),
         None if x.place is None else share,
+        split=only_sure(others).with_one(cast),
     )
     form = settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
     place = form.place if centred else x.place
@@ -269,11 +272,13 @@ def _square(walk: Walk, x: Form, delta: Floats, needed: Bools, centred: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """Roundings inside: of the root (relative), of the mean (times the root), of each element."""
+    """Roundings inside: of the root (relative), of the mean (times the root), of each element, and
+    of each element once more where it is stored before the gain."""
 
     theta: Floats
     mean: Floats
     element: Floats
+    cast: Floats
 
 
 def _rounding(
@@ -305,10 +310,11 @@ def _rounding(
         element = raised((4 * u * (size + usual) + (n + 6) * underflow(kernel)) * root)
     products = 6 * u * raised(y_mag + mean + element) * (1 + theta)
     element = raised(element + products)
+    cast = np.zeros(x.shape)
     if kernel.coarse:
-        whole = raised(y_mag + theta * y_mag + mean + element)
-        element = raised(element + kernel.compute.u * whole) + kernel.compute.eta
-    return _Inner(theta, mean, element)
+        cast = raised(kernel.compute.u * raised(y_mag + theta * y_mag + mean + element))
+        element = raised(element) + kernel.compute.eta
+    return _Inner(theta, mean, element, cast)
 
 
 def _float_errors(x: Form, at: _Reference, moved: _Drift, centred: bool) -> Floats:

@@ -13,7 +13,8 @@ from kcdsl_certs.recheck.affine.form import UNIT, Form, Walk, raised
 from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
 from kcdsl_certs.recheck.box import Bools, Box, Floats
 from kcdsl_certs.recheck.rules.state import gamma
-from kcdsl_certs.recheck.spec import CODE_LARGEST
+from kcdsl_certs.recheck.spec import TILE
+from kcdsl_certs.recheck.staircase import Ranks, Steps
 
 _SHARE = 2.0**-2  # of Q, that a shared scale may move its elements by
 
@@ -27,17 +28,16 @@ class _Shared:
     place: int | None
 
 
-def quantised(walk: Walk, x: Form, error: Floats) -> Form:
+def quantised(walk: Walk, x: Form, error: Floats, key: str) -> Form:
     """Return x̂ = c·s: where few codes can be met c is nearly known, elsewhere x̂ = x ± error."""
     around = x.box
-    scale = staircase.scales(walk.kernel, around)
-    known = scale.lo >= staircase.LEAST_SCALE
-    scale = Box(np.where(known, scale.lo, 1.0), np.where(known, scale.hi, 1.0))
-    least, most = staircase.codes(walk.kernel, around, scale)
-    each = None if x.cases is None else _codes(walk, x.cases, least, most, scale)
+    by, known = staircase.known(staircase.steps(walk.kernel, around, key))
+    scale = by.scale
+    least, most = staircase.codes(by, around)
+    each = None if x.cases is None else _codes(by, x.cases, least, most)
     if each is not None:
         least, most = each[0].min(axis=0), each[1].max(axis=0)
-    shared = _shared(walk, x, around, scale)
+    shared = _shared(walk, x, around, by)
     middle = least / 2 + most / 2
     size = np.maximum(np.abs(least), np.abs(most))
     slip = raised(staircase.UNIT * size * scale.hi)
@@ -51,10 +51,10 @@ def quantised(walk: Walk, x: Form, error: Floats) -> Form:
     few = known & (widest <= error)
     if shared.place is not None:
         few = few & (along <= _SHARE * error)
-    error = np.where(known, np.minimum(error, _widest(walk, (least, most), scale, x)), error)
+    error = np.where(known, np.minimum(error, _widest(walk, (least, most), by, x)), error)
     weights = np.where(few, middle, 0.0)
     reference = np.where(few, middle * shared.reference, x.reference)
-    apart = staircase.hull(walk.kernel, around, scale)
+    apart = staircase.hull(by, around)
     farthest = np.maximum(box.add_up(apart.hi, -reference), box.add_up(reference, -apart.lo))
     reach = np.where(few, raised(own + along), raised(x.reach + error))
     reach = np.where(known, np.minimum(reach, farthest), reach) + FAINT
@@ -75,23 +75,23 @@ def quantised(walk: Walk, x: Form, error: Floats) -> Form:
     return Form(reference, reach, walk.tape.add(entry))
 
 
-def _codes(walk: Walk, of: Cases, least: Floats, most: Floats, scale: Box) -> tuple[Floats, Floats]:
+def _codes(by: Steps, of: Cases, least: Floats, most: Floats) -> tuple[Floats, Floats]:
     """Return the least and the greatest codes in every case, within those of all cases."""
-    low, high = staircase.codes(walk.kernel, Box(of.lo, of.hi), scale)
+    low, high = staircase.codes(by, Box(of.lo, of.hi))
     return np.clip(low, least, most), np.clip(high, least, most)
 
 
-def _widest(walk: Walk, codes: tuple[Floats, Floats], scale: Box, x: Form) -> Floats:
+def _widest(walk: Walk, codes: tuple[Floats, Floats], by: Steps, x: Form) -> Floats:
     """Return a bound of |x̂ - x|: half a step of the farthest code met, and float32 roundings.
 
-    With mx the largest code may stand for numbers that were cut off: no bound.
+    With mx, or a zero point, the last code may stand for numbers that were cut off: no bound.
     """
-    kind, name = walk.kernel.activations
     farthest = np.maximum(np.abs(codes[0]), np.abs(codes[1]))
-    step = staircase.half_step(walk.kernel, farthest) * scale.hi
-    step = raised(step + 4 * staircase.UNIT * (farthest * scale.hi + x.size))
-    cut = (name == "mx") & (farthest >= CODE_LARGEST[kind])
-    return np.where(cut, np.inf, step)
+    step = staircase.half_step(by.kind, farthest) * by.scale.hi
+    step = raised(step + 4 * staircase.UNIT * (farthest * by.scale.hi + x.size))
+    if walk.kernel.activations[1] != "mx" and by.kind != "uint8":
+        return step
+    return np.where((codes[1] < by.above.lo) & (-codes[0] < by.below.lo), step, np.inf)
 
 
 def _steps(codes: tuple[Floats, Floats], scale: Box, slip: Floats, few: Bools, width: int) -> Cases:
@@ -106,51 +106,125 @@ def _gathered(weights: Floats, scale: str) -> Pull:
 
     def pull(adjoint: Adjoint) -> Adjoint:
         values = adjoint.values * weights[adjoint.window]
-        if scale == "per_token":
-            return Adjoint(values.sum(axis=-1, keepdims=True), (*adjoint.start[:-1], 0))
-        axes = tuple(range(1, values.ndim))
-        return Adjoint(values.sum(axis=axes, keepdims=True), (0,) * len(axes))
+        if scale == "per_tensor":
+            axes = tuple(range(1, values.ndim))
+            return Adjoint(values.sum(axis=axes, keepdims=True), (0,) * len(axes))
+        width, begin = _wide(weights.shape, scale), adjoint.start[-1]
+        group = begin // width
+        # where groups begin, counted from the begin of the window
+        steps = np.arange(group * width, begin + values.shape[-1], width) - begin
+        sums = np.add.reduceat(values, np.maximum(steps, 0), axis=-1)
+        return Adjoint(sums, (*adjoint.start[:-1], group))
 
     return pull
 
 
-def _shared(walk: Walk, x: Form, around: Box, scale: Box) -> _Shared:
-    """Write the entry of the scales: |v|/qmax of the largest element, where it is certain which."""
-    kind, name = walk.kernel.activations
+def _wide(shape: tuple[int, ...], scale: str) -> int:
+    """Return how many elements of a row share a scale."""
+    return TILE if scale == "group_128" else shape[-1]
+
+
+def _given_back(adjoint: Adjoint, picked: Floats, scale: str) -> Adjoint:
+    """Return functionals of scales as those of the elements that lead."""
+    if scale == "per_tensor":
+        return Adjoint(adjoint.values * picked, (0,) * picked.ndim)
+    width, n = _wide(picked.shape, scale), picked.shape[-1]
+    begin = adjoint.start[-1] * width
+    spread = np.repeat(adjoint.values, width, axis=-1)[..., : n - begin]
+    window = (*adjoint.window[:-1], slice(begin, begin + spread.shape[-1]))
+    return Adjoint(spread * picked[window], (*adjoint.start[:-1], begin))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lead:
+    """The elements that decide the scales of all rows: where, what they add to amax (of uint8 to
+    max - min), their reaches, and where it is certain that they decide."""
+
+    at: Ranks
+    value: Floats
+    reach: Floats
+    certain: Bools
+
+
+def _lead(size: Box, x: Form, scale: str, none: bool) -> _Lead:
+    """Return the leaders of the groups; `size` is how far each element may reach.
+
+    `none`: groups that reach nowhere are led by 0.
+    """
+    lo, hi = (_groups(part, scale, -np.inf) for part in (size.lo, size.hi))
+    at, every = lo.argmax(axis=-1), np.arange(len(lo))
+    others = hi.copy()
+    others[every, at] = -np.inf
+    lead = lo[every, at]
+    certain = (lead >= others.max(axis=-1)) & (lead > 0)
+    value, reach = (_groups(part, scale, 0.0)[every, at] for part in (x.reference, x.reach))
+    nowhere = (hi.max(axis=-1) <= 0) & none
+    value, reach = np.where(nowhere, 0.0, np.abs(value)), np.where(nowhere, 0.0, reach)
+    return _Lead(np.where(nowhere, -1, at), value, reach, certain | nowhere)
+
+
+def _groups(part: Floats, scale: str, rest: float) -> Floats:
+    """Return the elements that share a scale as rows; a last group is filled up with `rest`."""
+    if scale == "per_tensor":
+        return part.reshape(1, -1)
+    n, width = part.shape[-1], _wide(part.shape, scale)
+    ends = [(0, 0)] * (part.ndim - 1) + [(0, -n % width)]
+    return np.pad(part, ends, constant_values=rest).reshape(-1, width)
+
+
+def _leads(kind: str, around: Box, x: Form, scale: str) -> list[tuple[_Lead, Floats]]:
+    """Return what decides the scales, each with the slope of the scale in every element."""
+    lo, hi = around.lo, around.hi
+    ones = _groups(np.ones(x.shape), scale, 0.0)
+    if kind != "uint8":
+        size = Box(np.maximum(lo, -hi), np.maximum(np.abs(lo), np.abs(hi)))
+        return [(_lead(size, x, scale, False), _groups(np.sign(x.reference), scale, 0.0))]
+    return [
+        (_lead(Box(lo, hi), x, scale, True), ones),
+        (_lead(Box(-hi, -lo), x, scale, True), -ones),
+    ]
+
+
+def _shared(walk: Walk, x: Form, around: Box, by: Steps) -> _Shared:
+    """Write the entry of the scales: that of the leading elements, where it is certain which."""
+    name, scale = walk.kernel.activations[1], by.scale
     middle = scale.lo / 2 + scale.hi / 2
     half = np.maximum(box.add_up(scale.hi, -middle), box.add_up(middle, -scale.lo))
-    if name not in ("per_token", "per_tensor"):
+    if name not in ("per_token", "group_128", "per_tensor"):
         return _Shared(middle, half, None)
-    rows = (-1, x.shape[-1]) if name == "per_token" else (1, -1)
-    least = np.maximum(around.lo, -around.hi).reshape(rows)
-    most = box.magnitude(around).reshape(rows)
-    leader = least.argmax(axis=-1)
-    every = np.arange(len(leader))
-    others = most.copy()
-    others[every, leader] = -np.inf
-    lead = least[every, leader]
-    certain = (lead >= others.max(axis=-1)) & (lead > 0)
-    value, reach = (part.reshape(rows)[every, leader] for part in (x.reference, x.reach))
-    first = (np.arange(least.size).reshape(rows)[:, 0],)
-    mid, wide, top = (part.reshape(-1)[first] for part in (middle, half, scale.hi))
-    qmax = float(CODE_LARGEST[kind])
-    rounding = 2 * staircase.UNIT * top
-    reference = np.where(certain, np.abs(value) / qmax, mid)
+    parts = middle, half, scale.lo, scale.hi
+    mid, wide, low, top = (_groups(part, name, 0.0)[:, 0] for part in parts)
+    leads = _leads(by.kind, around, x, name)
+    certain = np.logical_and.reduce([lead.certain for lead, _ in leads])
+    if by.kind == "int8_full":
+        certain = certain & (low > staircase.LEAST_FULL)
+    qmax = float(staircase.QMAX[by.kind])
+    rounding = (4 if by.kind == "uint8" else 2) * staircase.UNIT * top
+    value = sum((lead.value for lead, _ in leads), np.zeros(mid.shape))
+    reach = sum((lead.reach for lead, _ in leads), np.zeros(mid.shape))
+    reference = np.where(certain, value / qmax, mid)
     own = np.where(certain, rounding, wide) + FAINT
     moved = np.where(certain, raised(reach / qmax + rounding), wide) + FAINT
-    picked = np.zeros(least.shape)
-    picked[every, leader] = np.where(certain, np.sign(value) / qmax, 0.0)
-    picked = picked.reshape(x.shape)
-    shape = (*x.shape[:-1], 1) if name == "per_token" else (1,) * len(x.shape)
+    slopes = np.zeros(leads[0][1].shape)
+    for lead, slope in leads:
+        chosen = np.flatnonzero(certain & (lead.at >= 0))
+        slopes[chosen, lead.at[chosen]] += slope[chosen, lead.at[chosen]] / qmax
+    picked = _ungrouped(slopes, x.shape, name)
+    shape = (1,) * len(x.shape) if name == "per_tensor" else (*x.shape[:-1], -1)
 
     def pull(adjoint: Adjoint) -> Adjoint:
-        if name == "per_tensor":
-            return Adjoint(adjoint.values * picked, (0,) * len(x.shape))
-        window = (*adjoint.window[:-1], slice(None))
-        return Adjoint(adjoint.values * picked[window], (*adjoint.start[:-1], 0))
+        return _given_back(adjoint, picked, name)
 
     operands = () if x.place is None else ((x.place, pull),)
     entry = Entry(moved.reshape(shape), operands, own.reshape(shape))
     place = walk.tape.add(entry)
-    spread = tuple(np.broadcast_to(part.reshape(shape), x.shape) for part in (reference, moved))
-    return _Shared(spread[0], spread[1], place)
+    spread = [np.broadcast_to(part[:, None], slopes.shape) for part in (reference, moved)]
+    one, two = (_ungrouped(part, x.shape, name) for part in spread)
+    return _Shared(one, two, place)
+
+
+def _ungrouped(rows: Floats, shape: tuple[int, ...], scale: str) -> Floats:
+    """Return rows of groups in the shape of the elements."""
+    if scale == "per_tensor":
+        return rows.reshape(shape)
+    return rows.reshape(*shape[:-1], -1)[..., : shape[-1]]

@@ -1,0 +1,182 @@
+"""Where the walk over a block stands, and how an operation is written on the tape (section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Bools, Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.planes.functional import Functional
+from kcdsl_certs.recheck.planes.tape import Entry, Pull, Tape
+from kcdsl_certs.recheck.rules.state import Mask, Scene, State, Value, numeric
+
+_KEPT = 1 + 2.0**-20  # a linear part is given up only where a box is narrower than this
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What an operation adds to its linear part in one unknown: centre ± (radius + loose).
+
+    `loose` bounds element by element what a curved bound stands for.
+    """
+
+    centre: Floats
+    radius: Floats
+    loose: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What a rule reads of an operand."""
+
+    place: int
+    reference: Floats
+    e: Box
+    d: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return its shape."""
+        return self.reference.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The linear of which elements were moved: `index` holds row·outputs + output of each.
+
+    `source` is the place of its input, `entry` its own; weights are [outputs, inputs].
+    """
+
+    source: int
+    entry: int
+    train: Floats
+    infer: Floats
+    index: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Course:
+    """The walk under way: values of the interval domain, the tape, and what is known beside."""
+
+    scene: Scene
+    errors: Mapping[str, tuple[Box, Box]]
+    tape: Tape = field(default_factory=Tape)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+
+    def state(self, name: str) -> State:
+        """Return the boxes of a node.
+
+        Raises:
+            Rejection: "rule/mask" for a mask.
+        """
+        return numeric(self.values[name])
+
+    def operand(self, node: Node, position: int) -> Operand:
+        """Return an operand; what is known of either kernel gets an entry when it is first read."""
+        name = node.inputs[position]
+        if name not in self.places:
+            state = self.state(name)
+            if not (state.t.point and state.i.point):
+                raise Rejection("rule/weight", f"{name[:80]!r} must be known")
+            self.places[name] = self.tape.add(_known(state))
+        place = self.places[name]
+        entry = self.tape.entries[place]
+        return Operand(place, entry.reference, entry.e, entry.d)
+
+    def write(
+        self,
+        node: Node,
+        reference: Floats,
+        pull: Pull,
+        e: Added,
+        d: Added,
+        curved: Callable[[Functional], Floats] | None = None,
+    ) -> bool:
+        """Write an operation with the rounding of its result; say whether all of it is linear.
+
+        An element whose box is narrower than what is added to its linear part is that box alone.
+        """
+        state = self.state(node.name)
+        boxes = box.sub(state.t, box.exact(reference)), state.d
+        wrong = self.errors.get(node.name)
+        if wrong is not None:
+            e, d = _more(e, wrong[0]), _more(d, box.sub(wrong[1], wrong[0]))
+        (e, kept_e), (d, kept_d) = _either(e, boxes[0]), _either(d, boxes[1])
+        entry = Entry(
+            np.ascontiguousarray(reference),
+            *boxes,
+            pull,
+            (e.centre, d.centre),
+            (e.radius, d.radius),
+            (kept_e, kept_d),
+            curved,
+        )
+        self.places[node.name] = self.tape.add(entry)
+        return kept_e is None and kept_d is None
+
+    def inexact(self, operand: Operand, e: Floats, d: Floats) -> Operand:
+        """Write an operand with errors of its own: the quantised input of a linear."""
+        none = np.zeros(operand.shape)
+        boxes = box.widen(operand.e, e), box.widen(operand.d, d)
+        entry = Entry(
+            operand.reference,
+            *boxes,
+            lambda f: ((operand.place, f),),
+            (none, none),
+            (e, d),
+        )
+        return Operand(self.tape.add(entry), operand.reference, *boxes)
+
+
+def raised(values: Floats) -> Floats:
+    """Return an upper bound of a short sum of products of non-negative numbers."""
+    return np.asarray(values * (1 + 2.0**-40))
+
+
+def nothing(shape: tuple[int, ...]) -> Added:
+    """Return what adds nothing."""
+    return Added(np.zeros(shape), np.zeros(shape))
+
+
+def halves(a: Box) -> tuple[Floats, Floats]:
+    """Return the middle of a box and how far it reaches from there."""
+    middle, radius = box.midpoint(a)
+    return middle, np.zeros(a.shape) if radius is None else radius
+
+
+def _known(state: State) -> Entry:
+    """Return the entry of numbers that are known in either kernel."""
+    reference, none = state.t.lo, np.zeros(state.shape)
+    middle, radius = halves(state.d)
+    return Entry(reference, box.exact(none), state.d, lambda f: (), (none, middle), (none, radius))
+
+
+def _more(part: Added, error: Box) -> Added:
+    middle, radius = halves(error)
+    centre = part.centre + middle
+    wide = raised(part.radius + radius) + 2.0**-51 * np.abs(centre)
+    return replace(part, centre=centre, radius=wide)
+
+
+def _either(part: Added, inside: Box) -> tuple[Added, Bools | None]:
+    """Return what is added, and where the linear part is kept (None: everywhere)."""
+    middle, radius = halves(inside)
+    wide = part.radius if part.loose is None else raised(part.radius + part.loose)
+    kept = np.broadcast_to(wide <= radius * _KEPT, radius.shape)
+    if bool(kept.all()):
+        return part, None
+    return Added(np.where(kept, part.centre, middle), np.where(kept, part.radius, radius)), kept
+
+
+def is_number(value: Value) -> bool:
+    """Say whether a value is one of numbers, not a mask."""
+    return not isinstance(value, Mask)

@@ -1,0 +1,1 @@
+"""What each operation makes of deviation and drift (sections 3 and 4)."""

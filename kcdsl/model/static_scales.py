@@ -1,0 +1,119 @@
+"""Static scales of quantised activations: calibrated before, and written down in the numerics.
+
+Imports neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+
+LEAST_STATIC, LARGEST_STATIC = 2.0**-100, 2.0**24
+"""Between these no product of a scale with a code, nor with another usual scale, loses bits."""
+
+Scales = tuple[tuple[str, tuple[float, ...]], ...]
+ZeroPoints = tuple[tuple[str, int], ...]
+
+
+def static_scales(section: Mapping[str, Any], format: str, scale: str) -> tuple[Scales, ZeroPoints]:
+    """Return `input_scale` and `input_zero_point` of a section `activations`, sorted by name.
+
+    A value is one for all linears, or a mapping of their names ("*": the others). A scale is a
+    number, or a list with one for each input channel; it is rounded to float32. Numbers may be
+    texts, in decimal or as float.hex() writes them; a text with spaces is a list. Refuse what is
+    missing or has no meaning.
+    """
+    if scale != "static":
+        for key in ("input_scale", "input_zero_point"):
+            if key in section:
+                raise _refusal(f"activations have `{key}` and no `scale: static`")
+        return (), ()
+    if "input_scale" not in section:
+        raise _refusal(
+            "static activations need `input_scale`",
+            "write the scales that were calibrated: input_scale: 0.02, or a mapping of linears",
+        )
+    scales = _by_name("input_scale", section["input_scale"])
+    found = tuple((name, _scales(_place("input_scale", name), v)) for name, v in scales)
+    if format != "uint8":
+        if "input_zero_point" in section:
+            raise _refusal(f"{format} activations have no zero point", "uint8 activations have")
+        return found, ()
+    if "input_zero_point" not in section:
+        raise _refusal("static uint8 activations need `input_zero_point`")
+    given = _by_name("input_zero_point", section["input_zero_point"])
+    zeros = tuple((name, _zero_point(_place("input_zero_point", name), v)) for name, v in given)
+    named, having = {name for name, _ in zeros}, {name for name, _ in found}
+    for name in sorted(named - having - {"*"}):
+        raise _refusal(f"activations.input_scale has no scale of {name!r}, which has a zero point")
+    for name, _ in found:
+        if name not in named and "*" not in named:
+            raise _refusal(f"activations.input_zero_point has no zero point of {name!r}")
+    return found, zeros
+
+
+def _by_name(key: str, value: object) -> list[tuple[str, object]]:
+    if not isinstance(value, Mapping):
+        return [("*", value)]
+    if not value or not all(isinstance(name, str) and name for name in value):
+        raise _refusal(f"activations.{key} names no linear", "name one, or write `*` for all")
+    return sorted(value.items())
+
+
+def _place(key: str, name: str) -> str:
+    return f"activations.{key}" if name == "*" else f"activations.{key}.{name}"
+
+
+def _scales(place: str, value: object) -> tuple[float, ...]:
+    value = value.split() if isinstance(value, str) else value
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if not values:
+        raise _refusal(f"{place} is an empty list; it must be a scale or one for each channel")
+    return tuple(_scale(place, item) for item in values)
+
+
+def _scale(place: str, value: object) -> float:
+    number = _number(value)
+    if not LEAST_STATIC <= number <= LARGEST_STATIC:
+        shown = value if isinstance(value, str) else repr(value)
+        raise _refusal(f"{place} is {shown}; it must be a number from 2^-100 to 2^24")
+    single: float = struct.unpack("<f", struct.pack("<f", number))[0]
+    return single
+
+
+def _zero_point(place: str, value: object) -> int:
+    number = _number(value)
+    if not 0 <= number <= 255 or number != int(number):
+        shown = value if isinstance(value, str) else repr(value)
+        raise _refusal(f"{place} is {shown}; it must be an integer from 0 to 255")
+    return int(number)
+
+
+def _number(value: object) -> float:
+    """Return a number, also one that is written as a text; NaN for anything else."""
+    if isinstance(value, bool):
+        return math.nan
+    if isinstance(value, int | float | Fraction):
+        return _finite(lambda: float(value))
+    if not isinstance(value, str) or len(value) > 64:
+        return math.nan
+    if "0x" in value.lower():
+        return _finite(lambda: float.fromhex(value))
+    return _finite(lambda: float(Fraction(value)))
+
+
+def _finite(read: Any) -> float:
+    try:
+        found: float = read()
+    except (ValueError, OverflowError, ZeroDivisionError):
+        return math.nan
+    return found
+
+
+def _refusal(message: str, help: str | None = None) -> Refusal:
+    return refuse(codes.NUMERICS, message, help=help)

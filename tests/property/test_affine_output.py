@@ -1,0 +1,67 @@
+"""The stored output: a free cast at a point is counted from what it is applied to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kcdsl.model.formats import FORMATS
+from kcdsl_backends.affine.pair import drift
+from kcdsl_backends.affine.storing import cast_freely
+from kcdsl_backends.interval.box import Box
+from kcdsl_certs.recheck.affine import drift as derive
+from kcdsl_certs.recheck.document import parse
+from kcdsl_certs.recheck.inexact import Doubles
+from kcdsl_certs.recheck.safetensors import read
+from tests.support import proofs
+from tests.support.prover import block, parameters
+
+EXACT = proofs.numerics("float64", "any", accumulate="float64")
+ROUNDED = proofs.numerics(
+    "float64", "any", accumulate="float64", results={"input": "bfloat16", "linear": "bfloat16"}
+)
+UNIT = 2.0**-8
+
+
+@pytest.mark.parametrize("weight", [1.5, -1.5])
+@pytest.mark.parametrize("radius", [0.0, 2.0**-10])
+def test_what_shrinks_is_rounded_less(tmp_path: Path, weight: float, radius: float) -> None:
+    """x(1 + a)w(1 + b) is off by 2u + u² where it grows and by 2u - u² where it shrinks."""
+    g = proofs.Graph((1, 1))
+    g.add("linear", [g.add("input", [], (1, 1)), g.param("w", np.array([[weight]]))], (1, 1))
+    centre, wide = np.array([[0.75]]), torch.full((1, 1), radius).double()
+    one, two = parameters(g, EXACT), parameters(g, ROUNDED)
+    found = drift(block(g), one, two, torch.from_numpy(centre), wide).box
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, g.tensors)
+    proof = parse(proofs.dump(proofs.document(g, EXACT, ROUNDED, sha256, centre, radius)))
+    with np.errstate(all="ignore"):
+        derived = derive(Doubles(proof, read(path).tensors).scene(proof.cases[0])).output
+    size = 0.75 * abs(weight)
+    grows, shrinks = size * (2 * UNIT + UNIT**2), size * (2 * UNIT - UNIT**2)
+    for lo, hi in ((float(found.lo), float(found.hi)), (derived.lo.item(), derived.hi.item())):
+        up, down = (hi, -lo) if weight > 0 else (-lo, hi)
+        assert up >= grows
+        assert down >= shrinks
+        if radius == 0.0:
+            assert up == pytest.approx(grows, rel=2.0**-30)
+            assert down == pytest.approx(shrinks, rel=2.0**-30)
+
+
+@given(
+    st.floats(-1e30, 1e30), st.floats(0, 1e30), st.sampled_from(["float32", "bfloat16", "float16"])
+)
+def test_a_free_cast_of_a_box(low: float, width: float, name: str) -> None:
+    form, high = FORMATS[name], low + width
+    ends = (torch.tensor([v], dtype=torch.float64) for v in (low, high))
+    box = cast_freely(Box(*ends), form)
+    for value in (low, high, (low + high) / 2):
+        for sign in (-1, 1):
+            for faint in (-1, 0, 1):
+                cast = value * (1 + sign * form.unit_roundoff) + faint * form.underflow
+                assert float(box.lo) <= cast <= float(box.hi)

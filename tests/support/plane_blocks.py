@@ -1,0 +1,74 @@
+"""Small block graphs for the planes: one for each rule, and feed-forward blocks with ReLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.support import proofs
+from tests.support.affine_rules import RULES as AFFINE
+from tests.support.affine_rules import Build
+
+
+def feed_forward(
+    rng: np.random.Generator, rows: int = 3, width: int = 6, inner: int = 10, layers: int = 1
+) -> Any:
+    """Return layers of linear, ReLU, linear."""
+    g = proofs.Graph((rows, width))
+    y = g.add("input", [], (rows, width))
+    for k in range(layers):
+        up = g.param(f"up.{k}", rng.standard_normal((inner, width)) / width**0.5)
+        bias = g.param(f"bias.{k}", 0.1 * rng.standard_normal(inner))
+        y = g.add("linear", [y, up, bias], (rows, inner))
+        y = g.add("relu", [y], (rows, inner))
+        down = g.param(f"down.{k}", rng.standard_normal((width, inner)) / inner**0.5)
+        y = g.add("linear", [y, down], (rows, width))
+    return g
+
+
+def embedded(rng: np.random.Generator) -> Any:
+    """Return rows of a table through a linear: a block on token ids."""
+    g = proofs.Graph(None)
+    table = g.param("table", rng.standard_normal((7, 6)))
+    x = g.add("embedding", [table], (3, 6), ids=[4, 0, 4])
+    w = g.param("w", rng.standard_normal((5, 6)))
+    g.add("linear", [x, w], (3, 5))
+    return g
+
+
+def shared(rng: np.random.Generator) -> Any:
+    """Return a node that is read by an activation and, beside it, by a product and a sum."""
+    g = proofs.Graph((3, 6))
+    x = g.add("input", [], (3, 6))
+    y = g.add("linear", [x, g.param("w", rng.standard_normal((6, 6)) / 2)], (3, 6))
+    z = g.add("mul", [g.add("silu", [y], (3, 6)), y], (3, 6))
+    z = g.add("concat", [z, y, x], (3, 18), dim=1)
+    g.add("slice", [z], (3, 9), dim=1, start=0, stop=18, step=2)
+    return g
+
+
+def activated(rng: np.random.Generator) -> Any:
+    """Return every smooth activation of a linear, whose drift has a middle that is not zero."""
+    g = proofs.Graph((3, 6))
+    x = g.add("input", [], (3, 6))
+    y = g.add("linear", [x, g.param("w", rng.standard_normal((6, 6)))], (3, 6))
+    parts = [g.add(op, [y], (3, 6)) for op in ("silu", "gelu", "tanh")]
+    g.add("concat", parts, (3, 18), dim=1)
+    return g
+
+
+def decoder(rng: np.random.Generator) -> Any:
+    return proofs.attention(rng, rows=3, heads=2, kv_heads=1, size=4)
+
+
+RULES: dict[str, Build] = {
+    **AFFINE,
+    "relu of a linear": feed_forward,
+    "relu twice": lambda rng: feed_forward(rng, layers=2),
+    "silu, gelu, tanh of a linear": activated,
+    "embedding": embedded,
+    "shared": shared,
+    "attention": decoder,
+    "piecewise": proofs.piecewise,
+}

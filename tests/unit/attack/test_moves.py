@@ -1,0 +1,81 @@
+"""Many runs beside each other are what each is alone; operations that move numbers know how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kcdsl.model.graph import BlockGraph, Node
+from kcdsl_backends.attack.moves import moved, side_by_side
+
+SHAPE = (2, 3, 4)
+CASES: dict[str, tuple[Node, tuple[int, ...]]] = {
+    "reshape": (Node("y", "reshape", ("x",), (6, 4), {"shape": [6, 4]}), SHAPE),
+    "permute": (Node("y", "permute", ("x",), (4, 2, 3), {"dims": [-1, 0, 1]}), SHAPE),
+    "expand": (Node("y", "expand", ("x",), (2, 5, 4), {"shape": [2, 5, 4]}), (1, 4)),
+    "slice": (
+        Node("y", "slice", ("x",), (2, 3, 2), {"dim": -1, "start": 1, "stop": 4, "step": 2}),
+        SHAPE,
+    ),
+}
+"""An operation, and the shape that it reads."""
+
+
+def expected(node: Node, x: torch.Tensor) -> torch.Tensor:
+    match node.op:
+        case "reshape":
+            return x.reshape(node.shape)
+        case "permute":
+            return x.permute(*node.attrs["dims"])
+        case "expand":
+            return x.expand(node.shape)
+        case _:
+            return x[..., 1:4:2]
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_many_runs_move_as_one_does(op: str) -> None:
+    node, shape = CASES[op]
+    source = Node("x", "input", (), shape)
+    many = torch.arange(5.0 * torch.Size(shape).numel()).reshape(5, *shape)
+    together = moved(node, [many], [source])
+    assert together.shape == (5, *node.shape)
+    for run, found in zip(many, together, strict=True):
+        assert torch.equal(found, expected(node, run))
+        assert torch.equal(moved(node, [run], [source]), found)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_parts_of_many_runs_are_joined_with_what_all_have_in_common(dim: int) -> None:
+    node = Node("y", "concat", ("a", "b"), (0,), {"dim": dim})
+    sources = [Node(name, "input", (), (2, 2)) for name in "ab"]
+    one, many = torch.arange(4.0).reshape(2, 2), torch.arange(12.0).reshape(3, 2, 2)
+    for operands in ([one, many], [many, one]):
+        together = moved(node, operands, sources)
+        for index in range(3):
+            parts = [x[index] if x.dim() == 3 else x for x in operands]
+            assert torch.equal(together[index], torch.cat(parts, dim))
+    assert torch.equal(moved(node, [one, one], sources), torch.cat([one, one], dim))
+
+
+def graph(*nodes: Node) -> BlockGraph:
+    return BlockGraph("b", nodes, nodes[-1].name, {}, (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("node", "other", "stands"),
+    [
+        (("add", (2, 3)), ("input", (2, 3)), True),
+        (("add", (2, 3)), ("param", (3,)), True),
+        (("matmul", (4, 2, 2)), ("input", (3, 2)), False),
+        (("mul", (4, 2, 3)), ("constant", (4, 2, 3)), False),
+    ],
+)
+def test_a_dimension_in_front_needs_operands_of_as_many_dimensions(
+    node: tuple[str, Any], other: tuple[str, Any], stands: bool
+) -> None:
+    first = Node("x", "input", (), (4, 2, 3) if node[0] == "matmul" else (2, 3))
+    second = Node("b", other[0], (), other[1], {"key": "b"})
+    assert side_by_side(graph(first, second, Node("y", node[0], ("x", "b"), node[1]))) is stands

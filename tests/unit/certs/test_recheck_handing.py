@@ -1,0 +1,144 @@
+"""Ellipsoids that links hand on, against exact arithmetic: they hold all that they must."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.affine import handing as prover
+from kcdsl_backends.affine import outgoing
+from kcdsl_backends.affine.adjoint import Adjoint as Functionals
+from kcdsl_backends.affine.tape import Tape as Pages
+from kcdsl_certs.recheck.affine import drifting, handing
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.tape import Tape
+
+
+class Walk:
+    """As much of a kernel on its way as a symbol needs."""
+
+    def __init__(self, tape: Any) -> None:
+        self.tape = tape
+
+
+def rows(seed: int, n: int = 7) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.asarray(np.abs(rng.standard_normal(n)) * 10.0 ** rng.integers(-3, 3))
+
+
+def square(shape: Any, functional: Any) -> Fraction:
+    """Return aᵀ P a."""
+    n = len(functional)
+    entries = [[Fraction(float(x)) for x in row] for row in shape]
+    return sum(
+        (entries[i][j] * functional[i] * functional[j] for i in range(n) for j in range(n)),
+        Fraction(0),
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_around_a_box_holds_its_corners(seed: int) -> None:
+    """|a·e| ≤ Σ |a_k| r_k for every |e| ≤ r; for a = 1 and single elements it is needed in full."""
+    reach = rows(seed, 4)
+    shapes = [drifting_box(reach), outgoing._box(torch.tensor(reach)).numpy()]
+    for shape in shapes:
+        for signs in product((-1, 0, 1), repeat=4):
+            functional = [Fraction(s) for s in signs]
+            most = sum(
+                (abs(a) * Fraction(r) for a, r in zip(functional, reach, strict=True)), Fraction(0)
+            )
+            assert square(shape, functional) >= most**2
+    ones = [Fraction(1)] * 4
+    whole = sum((Fraction(r) for r in reach), Fraction(0))
+    assert all(square(shape, ones) <= whole**2 * (1 + Fraction(1, 2**20)) for shape in shapes)
+
+
+def drifting_box(reach: np.ndarray) -> np.ndarray:
+    return np.asarray(handing._around_box(reach))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_ball_is_as_long_as_the_diagonal(seed: int) -> None:
+    radius = rows(seed)
+    shape = drifting.ball(radius)
+    length = sum((Fraction(r) ** 2 for r in radius), Fraction(0))
+    for k in range(len(radius)):
+        unit = [Fraction(int(i == k)) for i in range(len(radius))]
+        assert length <= square(shape, unit) <= length * (1 + Fraction(1, 2**20))
+
+
+def entered(middle: Any, shapes: Any, box: Any, half: Any, reference: Any) -> list[Any]:
+    """Return the symbols that both programs make of a drift of one row."""
+    first, second = Tape(np.zeros((1, len(half)))), Pages(torch.zeros(1, len(half)))
+    walk: Any = Walk(first)
+    place = drifting.symbol(walk, (middle, shapes), box, half, reference)
+    run: Any = Walk(second)
+    tensors = (torch.tensor(x) for x in (middle, shapes, box, half, reference))
+    centre, around, mid, own, ref = tensors
+    index = prover.symbol(run, prover.Around(centre, around), mid, own, ref)
+    return [first.entries[place], second.entries[index]]
+
+
+def test_a_symbol_holds_what_its_reference_was_rounded_by() -> None:
+    """Where nothing drifts, the state that the reference stands for is off by a rounding of it."""
+    centre, middle = np.array([[3.0, 1e8 + 0.3, -7e6]]), np.array([[2.0**-60, 1e-9, 3e-11]])
+    reference = centre + middle
+    off = [
+        Fraction(c) + Fraction(m) - Fraction(r)
+        for c, m, r in zip(centre[0], middle[0], reference[0], strict=True)
+    ]
+    assert sum(o != 0 for o in off) == 3
+    half = np.abs(reference) * 2.0**-51
+    for entry in entered(middle, np.zeros((1, 3, 3)), middle, half, reference):
+        shape = np.asarray(entry.ellipsoids[(0,)])
+        length = sum((o**2 for o in off), Fraction(0))
+        assert length > 0
+        # every functional of the rounding, the one along it first
+        assert square(shape, off) >= length**2
+        assert square(shape, [Fraction(1)] * 3) >= sum(off, Fraction(0)) ** 2
+
+
+def test_a_symbol_holds_how_far_its_centre_is_from_the_middle_of_the_box() -> None:
+    rng = np.random.default_rng(5)
+    middle, box = rng.standard_normal((1, 5)), rng.standard_normal((1, 5))
+    root = rng.standard_normal((5, 5)) * 0.01
+    half, reference = np.full((1, 5), 9.0), rng.standard_normal((1, 5))
+    shift = (middle - box)[0]
+    for entry in entered(middle, (root @ root.T)[None], box, half, reference):
+        shape = np.asarray(entry.ellipsoids[(0,)])
+        for a in rng.standard_normal((64, 5)):
+            most = abs(a @ shift) + np.linalg.norm(root.T @ a)
+            assert np.sqrt(a @ shape @ a) >= most * (1 - 1e-12)
+        assert np.sqrt(shift @ shape @ shift) <= (shift @ shift) * 1.2
+
+
+def test_a_symbol_is_bounded_by_the_box_and_by_the_ellipsoid() -> None:
+    """Whichever is less, for single functionals and for the norm of all."""
+    n, small = 6, 1e-3
+    middle, reference = np.zeros((1, n)), np.ones((1, n))
+    thin = np.eye(n)[None] * small**2
+    values = np.random.default_rng(3).standard_normal((4, 1, n))
+    sizes = np.abs(values).sum(axis=(1, 2))
+    norms = np.linalg.norm(values, axis=(1, 2))
+    for half, found in ((1.0, small * norms), (small / 10, small / 10 * sizes)):
+        one, two = entered(middle, thin, middle, np.full((1, n), half), reference)
+        (curve,) = one.curved
+        low, high = curve.between(Adjoint(values, (0, 0)))
+        functionals = Functionals(torch.tensor(values), ((0, 1), (0, n)), (1, n))
+        below, above = two.curved.between(functionals)
+        for least, most in ((low, high), (below.numpy(), above.numpy())):
+            assert (most == -least).all()
+            assert (most >= found).all()
+            assert (most <= found * 1.01).all()
+        together = float(np.linalg.norm(found))
+        for norm in (curve.together(Adjoint(values, (0, 0))), two.curved.together(functionals)):
+            assert norm <= together * 1.01
+        longest = small * float(np.linalg.svd(values[:, 0])[1][0])
+        if half == 1.0:
+            assert curve.together(Adjoint(values, (0, 0))) >= longest
+            assert two.curved.together(functionals) >= longest

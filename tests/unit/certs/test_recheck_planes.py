@@ -1,0 +1,167 @@
+"""Proofs of planes: what the checker reads of them, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kcdsl_certs.recheck import planes, recheck
+from kcdsl_certs.recheck.box import Box
+from kcdsl_certs.recheck.document import parse
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.inexact import Doubles
+from kcdsl_certs.recheck.safetensors import read
+from tests.support import proofs
+from tests.support.mutation.bases import made
+from tests.support.mutation.changes import array_of, record_of
+
+Document = dict[str, Any]
+Edit = Callable[[Document], None]
+FEED = "feed-forward, planes"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
+    """A proof by planes of a feed-forward block, with hints, and its checkpoint."""
+    document, path, _ = made(FEED, tmp_path_factory.mktemp("planes"))
+    return document, path
+
+
+def outcome(base: tuple[Document, Path], edit: Edit, exact: bool = False) -> tuple[str, str]:
+    """Return reason and detail of what the checker says of a changed proof."""
+    document = copy.deepcopy(base[0])
+    edit(document["cases"][0])
+    found = recheck(proofs.dump(document), base[1], exact)
+    return found.reason, found.detail
+
+
+def hints(case: Document) -> Document:
+    found: Document = case["planes"]
+    return found
+
+
+def test_the_proof_follows_as_it_is(base: tuple[Document, Path], follows: Any) -> None:
+    follows(base[0])
+    assert outcome(base, lambda case: None)[0] == "ok"
+
+
+def test_the_same_claim_does_not_follow_without_planes(base: tuple[Document, Path]) -> None:
+    def edit(case: Document) -> None:
+        del case["planes"], case["domain"]
+
+    assert outcome(base, edit)[0] == "claim/too-small"
+
+
+BAD: dict[str, Edit] = {
+    "a field less": lambda case: hints(case).pop("met"),
+    "a field more": lambda case: hints(case).update(extra=1),
+    "rows beyond the node": lambda case: hints(case)["met"][0].update(rows=[0, 99]),
+    "rows that fall": lambda case: hints(case)["met"][0].update(rows=[1, 1]),
+    "a row without end": lambda case: hints(case)["met"][0].update(rows=[0]),
+    "a node that is not there": lambda case: hints(case)["met"][0].update(of="nowhere"),
+    "a node met twice": lambda case: hints(case)["met"].append(hints(case)["met"][0]),
+    "slopes of no ReLU": lambda case: hints(case)["slopes"][0].update(of="n0_input"),
+    "slopes twice": lambda case: hints(case)["slopes"].append(hints(case)["slopes"][0]),
+    "slopes of another shape": lambda case: hints(case)["slopes"][0].update(
+        values=record_of(np.zeros((6, 1), dtype=np.float32))
+    ),
+    "slopes in doubles": lambda case: hints(case)["slopes"][0].update(
+        values=record_of(array_of(hints(case)["slopes"][0]["values"]).astype(np.float64))
+    ),
+    "slopes that are no numbers": lambda case: hints(case)["slopes"][0].update(
+        values=record_of(array_of(hints(case)["slopes"][0]["values"]) * np.float32(np.nan))
+    ),
+    "infinite slopes": lambda case: hints(case)["searched"][0].update(
+        values=record_of(array_of(hints(case)["searched"][0]["values"]) * np.float32(np.inf))
+    ),
+    "elements of another node": lambda case: hints(case)["slopes"][0].update(
+        at=record_of(np.ones((2, 4), dtype=np.bool_))
+    ),
+    "elements as numbers": lambda case: hints(case)["slopes"][0].update(
+        at=record_of(np.ones((2, 5), dtype=np.float32))
+    ),
+    "an element beyond the output": lambda case: hints(case)["searched"][0].update(element=6),
+    "an element twice": lambda case: hints(case)["searched"].append(hints(case)["searched"][0]),
+    "a side that is none": lambda case: hints(case)["searched"][0].update(side="both"),
+    "as many as there may be, and one": lambda case: hints(case).update(
+        searched=[hints(case)["searched"][0]] * 4097
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_hints_that_are_none(base: tuple[Document, Path], name: str) -> None:
+    assert outcome(base, BAD[name])[0] == "document/planes"
+
+
+def test_slopes_so_large_that_nothing_follows(base: tuple[Document, Path]) -> None:
+    def edit(case: Document) -> None:
+        record = hints(case)["slopes"][0]
+        record["values"] = record_of(np.full_like(array_of(record["values"]), 3e38))
+
+    reason, _ = outcome(base, edit)
+    assert reason in ("claim/too-small", "witness/too-small", "bound/not-finite")
+
+
+@pytest.mark.parametrize("domain", ["interval", "affine"])
+def test_hints_of_planes_need_planes(base: tuple[Document, Path], domain: str) -> None:
+    assert outcome(base, lambda case: case.update(domain=domain))[0] == "document/field"
+
+
+def test_passes_need_affine_forms(base: tuple[Document, Path]) -> None:
+    def edit(case: Document) -> None:
+        case["passes"] = {"train": [], "infer": []}
+
+    assert outcome(base, edit)[0] == "document/field"
+
+
+def test_planes_refuse_a_region_around_the_weights(base: tuple[Document, Path]) -> None:
+    def edit(case: Document) -> None:
+        case["region"]["weights"] = "0.001"
+
+    assert outcome(base, edit)[0] == "document/domain"
+
+
+def test_planes_refuse_any_length(base: tuple[Document, Path]) -> None:
+    def edit(case: Document) -> None:
+        centre = array_of(case["region"]["centre"])[:1]
+        case["region"] = {
+            "kind": "rows",
+            "centre": record_of(centre),
+            "radius": record_of(np.zeros((1, 1))),
+            "longest": 4,
+        }
+
+    assert outcome(base, edit)[0] == "document/domain"
+
+
+def test_planes_have_no_exact_arithmetic(base: tuple[Document, Path]) -> None:
+    assert outcome(base, lambda case: None, exact=True)[0] == "document/domain"
+
+
+@pytest.mark.parametrize("what", ["drift", "rho"])
+def test_the_walk_itself_refuses_what_planes_do_not_know(
+    base: tuple[Document, Path], what: str
+) -> None:
+    """Whoever asks it beside the parser gets no bound either."""
+    proof = parse(proofs.dump(base[0]))
+    scene = Doubles(proof, read(base[1]).tensors).scene(proof.cases[0])
+    assert scene.centre is not None
+    zero = np.zeros(scene.centre.shape)
+    more: dict[str, Any] = {"drift": Box(zero, zero), "rho": Fraction(1, 1000)}
+    with pytest.raises(Rejection, match="document/domain"):
+        planes.derive(replace(scene, **{what: more[what]}))
+
+
+def test_links_of_chains_refuse_planes(base: tuple[Document, Path]) -> None:
+    proof = parse(proofs.dump(base[0]))
+    doubles = Doubles(proof, read(base[1]).tensors)
+    with pytest.raises(Rejection, match="document/domain"):
+        doubles.link(proof.cases[0])

@@ -1,0 +1,103 @@
+"""Static scales through the commands: proved, violated and replayed, and overflow named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kcdsl.model.llama import build
+from tests.support.commands import run_here
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
+CONTRACT = """\
+kcdsl: 1
+contract: small
+version: 1.0.0
+model: {{checkpoint: model.safetensors, architecture: llama, config: config.json, tokenizer: bytes}}
+kernels:
+  train: {{run: torch.eager, numerics: {{preset: torch-eager}}}}
+  infer:
+    run: torch.eager
+    numerics:
+      preset: torch-eager
+      casts: {casts}
+      activations: {{format: {format}, scale: static, {scales}}}
+data: prompts.jsonl
+slices: {{all: {{}}}}
+clauses:
+  LOOSE: {{require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= 10", level: L2}}
+  TIGHT: {{require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= 1e-9", level: L2}}
+"""
+WITHIN = "input_scale: {'*': 0.05, model.layers.0.mlp.down_proj: 0.02}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(5)
+    state = {
+        name: torch.randn_like(p) * 0.2 + ("norm" in name)
+        for name, p in build(CONFIG).named_parameters()
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "p0", "text": "hey"}) + "\n")
+    return tmp_path
+
+
+def verified(folder: Path, code: int = 1, **parts: str) -> dict[str, Any]:
+    """Return what `verify` finds of each clause."""
+    (folder / "contract.yaml").write_text(CONTRACT.format(**parts))
+    ran = run_here("verify", "--json", "--cache", "off", cwd=folder)
+    assert ran.code == code, ran.stderr
+    return {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
+
+
+@pytest.mark.parametrize(
+    ("format", "casts", "more"),
+    [
+        ("int8", "nearest", ""),
+        ("int8_full", "any", ""),
+        ("fp8_e4m3", "nearest", ""),
+        ("uint8", "any", ", input_zero_point: 128"),
+        ("uint8", "nearest", ", input_zero_point: {'*': 128}"),
+    ],
+)
+def test_what_is_within_the_scales_is_decided(
+    folder: Path, follows: Any, format: str, casts: str, more: str
+) -> None:
+    goals = verified(folder, format=format, casts=casts, scales=WITHIN + more)
+    assert goals["LOOSE"]["verdict"] == "held"
+    assert goals["TIGHT"]["verdict"] == "violated"
+    record = goals["LOOSE"]["numerics"]["infer"]["activations"]
+    assert set(record["input_scale"]) == {"*", "model.layers.0.mlp.down_proj"}
+    file = goals["TIGHT"]["counterexample"]["file"]
+    follows(json.loads((folder / file).read_text()))
+    ran = run_here("replay", file, "--json", cwd=folder)
+    assert ran.code == 1, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["exact"]
+    assert found["violated"]
+
+
+def test_what_may_exceed_a_scale_is_named(folder: Path) -> None:
+    goals = verified(folder, 3, format="int8", casts="nearest", scales="input_scale: 0.0001")
+    for goal in goals.values():
+        assert goal["verdict"] == "inconclusive"
+        assert "overflow reachable: element [" in json.dumps(goal)
+        assert "int8 with its static scale" in json.dumps(goal)
+
+
+def test_a_linear_without_a_scale_is_named(folder: Path) -> None:
+    scales = "input_scale: {model.layers.0.mlp.up_proj: 0.05}"
+    for goal in verified(folder, 3, format="int8", casts="any", scales=scales).values():
+        assert goal["verdict"] == "inconclusive"
+        assert "no static scale is given for the input of model.layers.0.mlp" in json.dumps(goal)
