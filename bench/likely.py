@@ -98,11 +98,15 @@ def _table(lines: list[Line]) -> str:
     """Return the table of the page."""
     columns = ("case", "tokens", "worst case", "likely", "worst / likely", "random runs")
     rows = [
-        (x.name, x.tokens, f"{x.worst:.3g}", f"{x.likely:.3g}", f"{x.gain:.3g}", f"{x.drawn:.3g}")
+        (x.name, x.tokens, *(_number(v) for v in (x.worst, x.likely, x.gain, x.drawn)))
         for x in lines
     ]
     ruled = [columns, ("---",) * len(columns), *rows]
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in ruled)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "none"
 
 
 def main() -> int:

@@ -196,29 +196,39 @@ def _drifts(stated: Stated, bounds: Bounds | None) -> Iterator[_Found]:
         known, witness = bounds.output.drift, bounds.witness
         found = drift_bound(known, goal.functional) * margin
         yield _Found(found, lambda: stated.by_intervals(found, witness), _places(known))
-    forms = stated.forms()
-    if forms is not None:
-        yield from _by_forms(stated, forms, known, lambda b: stated.by_forms(b, forms))
+    forms, box = _boxed(stated.forms())
+    if forms is not None and box is not None:
+        yield from _by_forms(stated, forms, _met(box, known), lambda b: stated.by_forms(b, forms))
     planes = stated.planes()
     if planes is not None:
         alone, every = drift_bound(planes.box, goal.functional) * margin, planes
         yield _Found(alone, lambda: stated.by_planes(alone, every), _places(planes.box))
-        if forms is not None:
-            yield from _by_forms(
-                stated, forms, planes.box, lambda b: stated.by_planes(b, every, forms)
-            )
-    likely = None if goal.alpha is None else stated.forms(goal.alpha)
-    if likely is not None:
-        yield from _by_forms(stated, likely, known, lambda b: stated.by_forms(b, likely))
+        if forms is not None and box is not None:
+            met = box.meet(planes.box)
+            yield from _by_forms(stated, forms, met, lambda b: stated.by_planes(b, every, forms))
+    likely, box = _boxed(None if goal.alpha is None else stated.forms(goal.alpha))
+    if likely is not None and box is not None:
+        yield from _by_forms(stated, likely, _met(box, known), lambda b: stated.by_forms(b, likely))
+
+
+def _boxed(forms: Both | None) -> tuple[Both | None, Box | None]:
+    """Return forms with the box of the drift that they give; None where there is none."""
+    try:
+        return forms, None if forms is None else forms.box()
+    except NoBound:
+        return None, None
+
+
+def _met(box: Box, known: Box | None) -> Box:
+    return box if known is None else box.meet(known)
 
 
 def _by_forms(
-    stated: Stated, forms: Both, known: Box | None, add: Callable[[float], None]
+    stated: Stated, forms: Both, drift: Box, add: Callable[[float], None]
 ) -> Iterator[_Found]:
-    """Yield the bound by affine forms, on a box of the drift that is known; nothing without one."""
+    """Yield the bound by affine forms, on a box of the drift; nothing where there is none."""
     goal, margin = stated.goal, stated.margin
     try:
-        drift = forms.box() if known is None else forms.box().meet(known)
         bound = margin * functional_bound(
             forms, drift, goal.functional, lambda value: goal.admits(value * margin)
         )

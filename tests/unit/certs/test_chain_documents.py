@@ -487,6 +487,21 @@ def test_parts_of_a_chain(tokens: Base) -> None:
     assert recheck(data, path, part=(2, 3)).reason == "document/cases"
 
 
+def test_cases_have_names_of_their_own(tokens: Base) -> None:
+    def twice(document: Document) -> None:
+        document["cases"].append(copy.deepcopy(document["cases"][0]))
+
+    assert judged(tokens, twice) == "document/cases"
+    assert judged(tokens, lambda d: d.update(cases=[])) == "document/cases"
+
+
+def test_a_link_has_no_planes(tokens: Base) -> None:
+    """Planes know no drift of the input."""
+    for number in range(len(links(tokens[0]))):
+        put = having(lambda d, n: links(d)[n].update(domain="affine+planes"), number)
+        assert judged(tokens, put) == "document/domain"
+
+
 def test_another_checkpoint(tokens: Base, tmp_path: Path) -> None:
     other = chained(tmp_path, "llama", "float32 fused", seed=18)
     assert recheck(json.dumps(tokens[0]).encode(), other.checkpoint).reason == "checkpoint/digest"
