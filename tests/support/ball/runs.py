@@ -66,7 +66,7 @@ class BallRun(kernels.Run):
         assert total is not None
         return total
 
-    def quantised(self, x: Any) -> Balls:
+    def quantised(self, x: Any, key: str = "") -> Balls:
         assert self.exact or self.numerics["activations"]["format"] == "none"
         return balls(x)
 
