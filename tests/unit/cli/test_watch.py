@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -33,6 +34,11 @@ FOUND = "1 contract: 1 error; 1 fixable with --fix --unsafe-fixes"
 NOTHING = "1 contract: nothing found"
 
 
+def heeding_ctrl_c() -> None:
+    """Undo what a shell does to jobs in the background, which the tests may be one of."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Watcher:
     """A running `kcdsl lint --watch`, asked for what it says after each change; both streams are
     one, so that lines come in their order."""
@@ -44,6 +50,7 @@ class Watcher:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=heeding_ctrl_c,
         )
         self.lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
