@@ -22,6 +22,8 @@ from kcdsl_certs.triple import Triple
 
 _WIDER = {"points": {"ball"}}
 """Kinds of region that hold those of another kind: balls around points hold the points."""
+INDEPENDENT = "independent roundings"
+"""How the assumption begins that proofs with `chance` rest on."""
 LARGEST_PROOF = 512 * 1024 * 1024
 
 
@@ -216,6 +218,9 @@ def _bind_chances(cases: list[Fields], clause: CertifiedClause) -> None:
         if not known or clause.alpha is None or clause.alpha < alpha:
             detail = f"{clause.label}: the proof holds but for a share {real_text(alpha)} of runs"
             raise Reject("clause/evidence-overstated", detail)
+        if not any(text.startswith(INDEPENDENT) for text in clause.assumptions):
+            detail = f"{clause.label}: the proof takes roundings as independent"
+            raise Reject("clause/assumption-unnamed", detail)
 
 
 def _bind_weights(cases: list[Fields], clause: CertifiedClause, rho: Fraction) -> None:

@@ -34,6 +34,8 @@ SINGLE = 16
 """Of every entry so many of the largest parts of a functional are kept apart, and 4 times so many
 in all."""
 _UP = 1.0 + 2.0**-40
+_FAINT = 2.0**-480
+"""More than 2^40 parts make together whose squares float64 takes for zero."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ class Parts:
         sure = torch.cat([zero, most.cumsum(-1)], -1)
         left = torch.cat([own.flip(-1).cumsum(-1).flip(-1), zero], -1)
         spread = torch.sqrt((left + self.squares[:, None]) * chance.square)
-        return (sure + spread).amin(-1) * _UP
+        return (sure + spread).amin(-1) * _UP + _FAINT
 
 
 def room(graph: BlockGraph) -> int:

@@ -252,15 +252,8 @@ def _order(stated: Stated, bounds: Bounds | None, reason: str | None) -> Bounded
     if best is None:
         return Bounded(stated.outcome(math.inf, reason, stable=False))
     best.add()
-    stable = best.margin > 0
-    return Bounded(
-        stated.outcome(
-            *(best.bound, None if stable else reason),
-            stable=stable,
-            margin=best.margin,
-            alpha=best.alpha,
-        )
-    )
+    margin, stable = best.margin, best.margin > 0
+    return Bounded(stated.outcome(best.bound, stable=stable, margin=margin, alpha=best.alpha))
 
 
 def _orders(stated: Stated, bounds: Bounds | None) -> Iterator[_Found]:

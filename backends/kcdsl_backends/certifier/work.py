@@ -301,6 +301,8 @@ def _refuse_apart(goal: Goal, bounded: Any, claim: Any, stated: Any) -> None:
     said = "held" if goal.functional == "no_flip" else outcome.bound.hex()
     if type(claim) is not float or claim != outcome.bound or stated["claim"] != said:
         raise ValueError("the proof claims something else")
+    if outcome.alpha != (stated["chance"]["alpha"] if "chance" in stated else None):
+        raise ValueError("the proof leaves something else to chance")
 
 
 def _stated(contents: Contents | None) -> tuple[float, dict[str, Any] | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,28 @@ def test_a_claim_apart_from_its_bound_is_damage(decide: Decide, folder: Path) ->
     (found,) = decide(limit, attacks=False)
     assert found.cached == 0
     assert found.verdict == honest.verdict
+
+
+def test_what_is_likely_is_not_remembered_as_sure(folder: Path) -> None:
+    program = write_contract(folder, HELD % "layer_0", compute="bfloat16", evidence="probabilistic")
+    goal = replace(goals(program)[0], threshold=Fraction(0))
+    execution = Execution(jobs=1, cache=folder / "cache")
+
+    def decided() -> GoalOutcome:
+        (found,) = BACKEND.decide(program, folder, [goal], execution=execution, attacks=False)
+        return found
+
+    honest = decided()
+    likely = [case for case in honest.cases if case.alpha == "0.000000001"]
+    assert likely
+    for path in entries(folder):
+        rewrite(
+            path, lambda v: (replace(v[0], outcome=replace(v[0].outcome, alpha=None)), v[1], v[2])
+        )
+    found = decided()
+    assert found.cached == len(honest.cases) - len(likely)
+    assert found.evidence == honest.evidence
+    assert decided().cached == len(honest.cases)
 
 
 def test_runs_that_refute_are_simulated_again(

@@ -127,6 +127,18 @@ def test_what_is_no_reason(changes: dict[str, Any]) -> None:
     assert reason == "clause/implied-by-unproved"
 
 
+def test_what_is_left_to_chance_implies_nothing() -> None:
+    """Not even what is left to chance itself."""
+    likely: dict[str, Any] = {
+        "evidence": Evidence.PROBABILISTIC, "assumptions": ("independent roundings",),
+    }  # fmt: skip
+    required = _required()
+    implied = _implied(required, 0.05, **likely)
+    assert _check(required, implied, _source()) == "ok"
+    source = _source(**likely, alpha=Fraction(1, 10**9))
+    assert _check(required, implied, source) == "clause/implied-by-unproved"
+
+
 def test_a_result_does_not_imply_itself() -> None:
     required = _required()
     own = _implied(required, 0.1, implied_by="S-TV", proof=ProofReference("0" * 64, "p.json"))

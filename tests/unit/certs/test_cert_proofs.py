@@ -201,3 +201,6 @@ def test_what_a_proof_leaves_to_chance_is_in_its_clause(recheck: Recheck) -> Non
     assert recheck(edit, **likely, alpha=Fraction(1, 10**7)) == overstated
     assert recheck(edit, **likely, alpha=Fraction(1, 10**6)) == (Outcome.OK, "")
     assert recheck(**likely, alpha=Fraction(1, 10**6)) == (Outcome.OK, "")
+    other = {**likely, "assumptions": ("exp is within 2 ulp",)}
+    unnamed = (Outcome.FAILED, "clause/assumption-unnamed")
+    assert recheck(edit, **other, alpha=Fraction(1, 10**6)) == unnamed

@@ -18,6 +18,7 @@ from kcdsl_certs.recheck.spec import Kernel
 _REMEMBERED = 16  # elements of an entry that may be counted in the worst case
 _TOGETHER = 64  # of all entries
 _MORE = 1 + 2.0**-38
+_FAINT = 2.0**-480  # more than 2^40 roots with squares below the range of float64
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class Likely:
             left = squares[:, taken:].sum(axis=1) + self.rest
             each = most[:, :taken].sum(axis=1) + np.sqrt(budget.factor * left)
             found = np.minimum(found, each)
-        return np.asarray(found * _MORE)
+        return np.asarray(found * _MORE + _FAINT)
 
 
 def read(adjoint: Adjoint, split: Split) -> Likely:
