@@ -42,9 +42,9 @@ kernels:
   train: {run: torch.eager, numerics: {preset: torch-eager, compute: float32}}
   infer: {run: torch.sdpa.flash, numerics: {preset: torch-sdpa-flash, compute: float32}}
 data: prompts.jsonl
-slices: {some: {where: "length > 30 and length <= 100"}}
+slices: {some: {where: "length > 30 and length <= 36"}}
 clauses:
-  N: {require: "forall x in ball(some, 0.0001): norm_inf(drift(layer_0, x)) <= 0.1", level: L2}
+  N: {require: "forall x in points(some): norm_inf(drift(layer_0, x)) <= 0.003", level: L2}
 """
 
 

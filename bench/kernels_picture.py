@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from html import escape
 
@@ -10,6 +11,8 @@ LEFT, RIGHT, ROW, TOP = 350, 60, 22, 64
 WIDTH = 1000
 LEAST = 1e-6
 """Smaller quotients stand at the left edge, and runs without a drift or without a bound."""
+BIN = 3
+"""Runs closer than so many units are one dot, the darker the more they are."""
 COLOURS = {"MiniLM": "#1f6feb", "tiny LM": "#d9730d"}
 
 
@@ -44,13 +47,20 @@ def draw(runs: Iterable[tuple[str, str, float]]) -> str:
     for i, (kernel, found) in enumerate(rows.items()):
         y = TOP + ROW * i + ROW / 2
         parts.append(f'<text x="{LEFT - 14}" y="{y + 4}" text-anchor="end">{escape(kernel)}</text>')
-        for model, ratio in found:
+        runs_at = Counter((model, _dot(ratio)) for model, ratio in found)
+        for (model, x), count in sorted(runs_at.items()):
             lower = 3.5 if model == "tiny LM" else -3.5
             parts.append(
-                f'<circle cx="{_place(ratio):.1f}" cy="{y + lower}" r="3"'
-                f' fill="{COLOURS[model]}" fill-opacity="0.35"/>'
+                f'<circle cx="{x:.1f}" cy="{y + lower}" r="3" fill="{COLOURS[model]}"'
+                f' fill-opacity="{1 - 0.75 ** min(count, 12):.2f}"/>'
             )
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _dot(ratio: float) -> float:
+    """Return the place of the dot of a quotient, whole bins away from the bound."""
+    bound = _place(1.0)
+    return bound - BIN * round((bound - _place(ratio)) / BIN)
 
 
 def _place(ratio: float) -> float:

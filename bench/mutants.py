@@ -3,7 +3,8 @@
 A mutant is the checker with one expression of one rule changed: a term dropped, a sign turned, a
 radius halved, γ_n without its n, an inflation left out, the larger for the smaller, a refusal left
 out. Which mutants a campaign tries is chosen by its seed, from all that the source gives. Each runs
-in a process of its own, from changed text; the files stay as they are.
+in a process of its own, from changed text; the files stay as they are. The tests that a mutant
+meets are those that call the function it is in, quick ones first, then the others of their files.
 
     make mutants                                   100 of campaign 1, recorded
     .venv/bin/python -m bench.mutants --count 20 --seed 7
@@ -14,218 +15,37 @@ in a process of its own, from changed text; the files stay as they are.
 from __future__ import annotations
 
 import argparse
-import ast
-import copy
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import multiprocessing
 import os
+import pickle
 import random
+import resource
 import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import IO, Any, NoReturn
 
+from bench import mutants_tests
 from bench.common import RESULTS, Better, Figure, report
+from bench.mutants_changes import Mutant, mutants_of
+from bench.mutants_tests import CHECKER, ROOT, Known, modules, name_of
 
-ROOT = Path(__file__).resolve().parents[1]
-CHECKER = ROOT / "certs" / "kcdsl_certs" / "recheck"
-COUNT, SEED, SECONDS = 100, 1, 300
-
-# Modules of the rules, with the tests that know them best first.
-# A module is of the first group that names it.
-LENGTHS = ("sequences.py", "rules/sequence.py")
-NEARBY = ("nearby.py", "rationals/nearby.py", "rules/parameters.py")
-ROWS = ("affine/passes.py", "affine/ellipsoids.py", "affine/cases.py", "affine/spectrum.py")
-CHAINS = (
-    "chain.py", "chain_document.py", "joining.py", "affine/handing.py", "affine/drifting.py",
+COUNT, SEED = 100, 1
+PREPARED = (
+    "numpy", "torch", "pytest", "hypothesis", "flint", "ml_dtypes", "jsonschema",
+    "safetensors.torch", "kcdsl_backends.certifier.workshop", "kcdsl_backends.certifier.proof",
+    "kcdsl_backends.planes.propagate", "kcdsl_backends.attack.simulate",
 )  # fmt: skip
-EXACT = ("exact.py", "rationals/*.py")
-MOVED = ("norms.py",)
-INTERVAL = (
-    "rules/*.py", "box.py", "functionals.py", "formats.py", "weights.py", "propagate.py",
-    "staircase.py", "matrix_units.py", "spec.py",
-)  # fmt: skip
-AFFINE = ("affine/*.py", "affine/rules/*.py")
-DOCUMENT = (
-    "check.py", "document.py", "block.py", "strict.py", "safetensors.py", "inexact.py", "room.py",
-)  # fmt: skip
-TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
-    LENGTHS: (
-        "tests/unit/certs/test_recheck_any_length.py",
-        "tests/unit/interval/test_sequences.py",
-        "tests/property/test_any_length.py",
-        "tests/property/test_any_length_blocks.py",
-        "tests/unit/certs/test_proof_fields.py",
-    ),
-    NEARBY: (
-        "tests/property/test_weights_region.py",
-        "tests/unit/interval/test_neighbourhood.py",
-        "tests/unit/certs/test_proof_fields.py",
-    ),
-    ROWS: (
-        "tests/property/test_affine_ellipsoids.py",
-        "tests/property/test_affine_cases.py",
-        "tests/unit/certs/test_recheck_affine.py",
-        "tests/property/test_affine_checker.py",
-        "tests/property/test_affine_two_implementations.py",
-        "tests/property/test_ball_runs.py",
-        "tests/unit/certs/test_proof_fields.py",
-    ),
-    CHAINS: (
-        "tests/unit/certs/test_recheck_handing.py",
-        "tests/unit/certs/test_chain_documents.py",
-        "tests/property/test_chained_links.py",
-        "tests/unit/certifier/test_chaining.py",
-    ),
-    EXACT: (
-        "tests/unit/certs/test_recheck_exact.py",
-        "tests/unit/certs/test_recheck_weights.py",
-        "tests/unit/certs/test_recheck_formats.py",
-        "tests/unit/certs/test_recheck_box.py",
-        "tests/unit/interval/test_quantisers.py",
-        "tests/property/test_weights_region.py",
-        "tests/property/test_chained_links.py",
-    ),
-    MOVED: ("tests/unit/cli/test_transfer.py",),
-    INTERVAL: (
-        "tests/property/test_ball_formulas.py",
-        "tests/unit/certs/test_recheck_rules.py",
-        "tests/unit/certs/test_recheck_document.py",
-        "tests/unit/certs/test_recheck_formats.py",
-        "tests/unit/certs/test_recheck_weights.py",
-        "tests/unit/certs/test_recheck_exact.py",
-        "tests/unit/certs/test_recheck_box.py",
-        "tests/unit/interval/test_matrix_units.py",
-        "tests/unit/interval/test_quantisers.py",
-        "tests/property/test_accumulation.py",
-        "tests/property/test_ball_references.py",
-        "tests/property/test_recheck_soundness.py",
-        "tests/property/test_ball_runs.py",
-    ),
-    AFFINE: (
-        "tests/property/test_ball_references.py",
-        "tests/unit/certs/test_recheck_affine.py",
-        "tests/property/test_affine_checker.py",
-        "tests/property/test_affine_remainders.py",
-        "tests/property/test_affine_two_implementations.py",
-        "tests/unit/certs/test_recheck_order.py",
-        "tests/property/test_affine_orders.py",
-        "tests/property/test_affine_ellipsoids.py",
-        "tests/property/test_affine_cases.py",
-        "tests/property/test_ball_runs.py",
-    ),
-    DOCUMENT: (
-        "tests/unit/certs/test_recheck_document.py",
-        "tests/unit/certs/test_hostile_proofs.py",
-        "tests/unit/certs/test_recheck_safetensors.py",
-        "tests/unit/certs/test_recheck_affine.py",
-        "tests/unit/certs/test_proof_fields.py",
-    ),
-}
-INFLATIONS = {"raised", "up", "above", "down", "lifted", "product_up"}
-RADII = {
-    "radius", "error", "reach", "cast", "own", "rest", "spread", "wide", "half", "carried", "wrong",
-    "theta", "kappa", "slack", "lost", "element", "mean", "shrink", "chi", "along", "moved",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """A changed module: where, what was done, and its text."""
-
-    module: str
-    line: int
-    kind: str
-    change: str
-    source: str
-
-    @property
-    def name(self) -> str:
-        """Return file, line and kind."""
-        return f"{self.module}:{self.line}:{self.kind}"
-
-
-def mutants_of(path: Path) -> Iterator[Mutant]:
-    """Yield every mutant of a module."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    module = _name(path)
-    for at, node in enumerate(ast.walk(tree)):
-        for kind, place, new in _changes(node):
-            changed = copy.deepcopy(tree)
-            target = next(n for k, n in enumerate(ast.walk(changed)) if k == at)
-            before = ast.unparse(target)
-            _put(target, place, new)
-            source = ast.unparse(ast.fix_missing_locations(changed))
-            line = getattr(node, "lineno", 0)
-            after = ast.unparse(target)
-            if source != ast.unparse(tree):
-                yield Mutant(module, line, kind, f"{before[:90]} → {after[:90]}", source)
-
-
-def _put(target: ast.AST, place: str, new: ast.AST) -> None:
-    name, _, index = place.partition(".")
-    if index:
-        getattr(target, name)[int(index)] = new
-    else:
-        setattr(target, name, new)
-
-
-def _changes(parent: ast.AST) -> Iterator[tuple[str, str, ast.AST]]:
-    """Yield changes of what stands directly below a node: kind, field and its replacement."""
-    for name, value in ast.iter_fields(parent):
-        items = value if isinstance(value, list) else [value]
-        for index, node in enumerate(items):
-            place = f"{name}.{index}" if isinstance(value, list) else name
-            if isinstance(node, ast.AST):
-                yield from ((kind, place, new) for kind, new in _replacements(node))
-
-
-def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    match node:
-        case ast.BinOp(left=left, op=ast.Add(), right=right) if _numbers(left, right):
-            yield "drop", left
-            yield "drop-left", right
-        case ast.BinOp(left=left, op=ast.Sub(), right=right) if _numbers(left, right):
-            yield "sign", ast.BinOp(left, ast.Add(), right)
-        case ast.Call(func=ast.Name(id="gamma"), args=[_, u]):
-            yield "gamma", ast.Call(ast.Name("gamma", ast.Load()), [ast.Constant(1), u], [])
-        case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name in INFLATIONS:
-            yield "inflation", first
-        case ast.Call(func=ast.Attribute(attr=name), args=[first, *_]) if name in INFLATIONS - {
-            "product_up"
-        }:
-            yield "inflation", first
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="np"), attr=name), args=args) if (
-            name in ("maximum", "minimum") and len(args) == 2
-        ):
-            other = "minimum" if name == "maximum" else "maximum"
-            func = ast.Attribute(ast.Name("np", ast.Load()), other, ast.Load())
-            yield "extreme", ast.Call(func, args, [])
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in RADII:
-            half = ast.BinOp(value, ast.Mult(), ast.Constant(0.5))
-            yield "half", ast.Assign(node.targets, half)
-        case ast.If(test=test, body=[ast.Raise()], orelse=[]):
-            yield "refusal", ast.If(ast.Constant(False), [ast.Expr(test)], [])
-
-
-def _numbers(*nodes: ast.AST) -> bool:
-    """Say whether an operation may be one of numbers, and not of texts, tuples or small counts."""
-    return not any(
-        isinstance(n, ast.Constant | ast.JoinedStr | ast.Tuple | ast.List) for n in nodes
-    )
-
-
-def files(patterns: Sequence[str]) -> list[Path]:
-    """Return the modules of a group."""
-    found = [path for pattern in patterns for path in sorted(CHECKER.glob(pattern))]
-    return [path for path in found if path.name != "__init__.py"]
+"""What tests import and what imports no module of the checker: once for all mutants."""
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -248,51 +68,63 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
 
-def outcome(mutant: Mutant | None, tests: Sequence[str]) -> str:
-    """Return the first test that fails on a mutant, "time" for one that does not end, "" if none.
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A mutant and what is known of the tests of its module."""
 
-    None is the checker as it is.
+    mutant: Mutant
+    known: Known
 
-    The process is a copy of this one, which has imported what takes long, but not the checker.
+
+def known(tests: Sequence[str]) -> Known:
+    """Return what a run of tests shows of the checker as it is."""
+    found = _forked(lambda: mutants_tests.run(tests, calls=True))
+    return found if isinstance(found, Known) else Known(str(found), 0.0, {})
+
+
+def outcome(trial: Trial) -> str:
+    """Return the first test that fails on a mutant, "time" if it does not end, "" if none."""
+    tests = trial.known.of(trial.mutant.function)
+    if not tests:
+        return ""
+
+    def changed() -> Known:
+        limit = trial.known.limit
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 60))
+        sys.meta_path.insert(0, _Finder(trial.mutant))
+        return mutants_tests.run(tests, calls=False)
+
+    found = _forked(changed)
+    return found.failed if isinstance(found, Known) else str(found)
+
+
+def _forked(task: Callable[[], Known]) -> Any:
+    """Return what a task returns in a copy of this process, or how that ended.
+
+    This process has imported what takes long, but not the checker.
     """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _run(mutant, tests, writing)
-    os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as pipe:
-        found = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return "time" if os.WTERMSIG(status) == signal.SIGALRM else "crash"
-    return found
+    with tempfile.TemporaryFile() as answer:
+        child = os.fork()
+        if child == 0:
+            _answer(task, answer)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status) or os.WEXITSTATUS(status):
+            return "time" if os.WTERMSIG(status) == signal.SIGXCPU else "crash"
+        answer.seek(0)
+        return pickle.load(answer)
 
 
-def _run(mutant: Mutant | None, tests: Sequence[str], writing: int) -> None:
-    import pytest
-
-    class Watch:
-        failed = ""
-
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            self.failed = self.failed or (report.nodeid if report.failed else "")
-
-        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-            self.failed = self.failed or (report.nodeid if report.failed else "")
-
-    if mutant is not None:
-        signal.alarm(SECONDS)
-        sys.meta_path.insert(0, _Finder(mutant))
-    watch = Watch()
-    with tempfile.TemporaryFile("w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-        code = pytest.main([*options, *tests], plugins=[watch])
-    name = watch.failed or ("" if code == pytest.ExitCode.OK else f"exit {code}")
-    os.write(writing, name.encode())
-    os._exit(0)
+def _answer(task: Callable[[], Known], answer: IO[bytes]) -> NoReturn:
+    """Write what a task returns, silently, and end the process."""
+    try:
+        with tempfile.TemporaryFile("w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+            pickle.dump(task(), answer)
+            answer.flush()
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def chosen(
@@ -304,33 +136,21 @@ def chosen(
     """
     found = [
         (mutant, tests)
-        for path, tests in _modules()
-        if any(_name(path).startswith(start) for start in within)
+        for path, tests in modules()
+        if any(name_of(path).startswith(start) for start in within)
         for mutant in mutants_of(path)
     ]
     random.Random(seed).shuffle(found)
     return found[:count]
 
 
-def _modules() -> list[tuple[Path, tuple[str, ...]]]:
-    """Return every module with the tests of its group, once."""
-    found: dict[Path, tuple[str, ...]] = {}
-    for group, tests in TESTS.items():
-        for path in files(group):
-            found.setdefault(path, tests)
-    return list(found.items())
-
-
-def _name(path: Path) -> str:
-    return str(path.relative_to(CHECKER))
-
-
 def main() -> int:
     """Try a campaign and print the mutants that no test finds."""
     options = _parser().parse_args()
     os.chdir(ROOT)
-    for name in ("numpy", "torch", "pytest", "hypothesis", "flint", "ml_dtypes", "jsonschema"):
+    for name in PREPARED:
         importlib.import_module(name)
+    assert not any(name.startswith("kcdsl_certs.recheck") for name in sys.modules)
     pairs = chosen(options.count, options.seed, options.within.split(","))
     if options.only:
         everything = chosen(10**9, options.seed)
@@ -338,23 +158,23 @@ def main() -> int:
     counts: Counter[str] = Counter()
     survived: list[Mutant] = []
     with multiprocessing.get_context("fork").Pool(options.jobs) as crew:
-        plain = list(dict.fromkeys(tests for _, tests in pairs))
-        for found in crew.imap(_outcome, [(None, tests) for tests in plain]):
-            if found:
-                print(f"error: {found} fails without any defect", file=sys.stderr)
+        groups = list(dict.fromkeys(tests for _, tests in pairs))
+        plain = dict(zip(groups, crew.imap(known, groups), strict=True))
+        for found in plain.values():
+            if found.failed:
+                print(f"error: {found.failed} fails without any defect", file=sys.stderr)
                 return 2
-        found_by = crew.imap(_outcome, pairs)
-        for number, ((mutant, _), found) in enumerate(zip(pairs, found_by, strict=True), 1):
+        trials = [Trial(mutant, plain[tests]) for mutant, tests in pairs]
+        for number, (trial, by) in enumerate(
+            zip(trials, crew.imap(outcome, trials), strict=True), 1
+        ):
+            mutant = trial.mutant
             counts[mutant.kind] += 1
-            if not found:
+            if not by:
                 survived.append(mutant)
-            said = found or "SURVIVED: " + mutant.change
+            said = by or "SURVIVED: " + mutant.change
             print(f"{number:4} {mutant.name:44} {said}", flush=True)
     return report("mutants", _figures(counts, survived), _folder(options))
-
-
-def _outcome(pair: tuple[Mutant | None, tuple[str, ...]]) -> str:
-    return outcome(*pair)
 
 
 def _folder(options: argparse.Namespace) -> Path:

@@ -28,5 +28,7 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         needs=("torch", "numpy", "scipy"),
         summary="runs both kernels on the slices and measures",
         rank=20,
+        planner="kcdsl_backends.empirical.planner:plan",
+        planner_needs=("numpy", "scipy"),
     ),
 )

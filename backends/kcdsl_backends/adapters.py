@@ -237,8 +237,14 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
         else "",
         "a CPU has no tensor core" if numerics.tensor_core is not None and device == "cpu" else "",
         *(_coarser(f"results.{n}", f, numerics.compute, numerics) for n, f in numerics.results),
-        "where it rounds is left to it, so its casts are `any`, not `nearest`"
-        if adapter.free and numerics.casts != "any"
+        f"where it rounds is left to it, so its casts are `any`, not `{numerics.casts}`"
+        if adapter.free and not numerics.cast.free
+        else "",
+        f"it rounds to nearest, so its casts are not `{numerics.casts}`"
+        if numerics.cast.toward_zero
+        else "",
+        f"it rounds weights to nearest, not {numerics.weights.rounding}"
+        if numerics.weights.rounding != "nearest"
         else "",
         _coarser("accumulate", numerics.accumulate, wide, numerics),
         _coarser("attention.scores", attention.scores, real[adapter.scores], numerics),
@@ -285,7 +291,7 @@ def _other_weights(adapter: Adapter, numerics: Numerics) -> str:
 def _coarser(name: str, claimed: str, real: str, numerics: Numerics) -> str:
     """Say what is wrong with a claimed format: finer than the real one, or unequal and exact."""
     finer = FORMATS[claimed].precision > FORMATS[real].precision
-    inexact = numerics.casts == "nearest" and claimed != real and name != "accumulate"
+    inexact = not numerics.cast.free and claimed != real and name != "accumulate"
     return f"{name} is {real}, not {claimed}" if finer or inexact else ""
 
 

@@ -116,6 +116,12 @@ KERNELS: dict[str, Any] = {
         scores="bfloat16",
         probabilities="bfloat16",
     ),
+    "bfloat16 toward zero": N(
+        "bfloat16", "toward_zero", scores="bfloat16", probabilities="bfloat16"
+    ),
+    "float16 toward zero, fp8 probabilities": N(
+        "float16", "toward_zero", scores="float16", probabilities="fp8_e4m3"
+    ),
 }
 ROWS, HEADS, SIZE = 5, 2, 8
 WIDTH = HEADS * SIZE

@@ -71,6 +71,12 @@ KERNELS = {
         activations=proofs.static("fp8_e4m3", 0.1),
     ),
     "uint8 static, any": N("float32", "any", activations=proofs.static("uint8", 0.3, 127)),
+    "bfloat16 toward zero": N("bfloat16", "toward_zero", scores="bfloat16"),
+    "float16 toward zero, fused": N(
+        "float16", "toward_zero", style="fused", weights=("float16", "none", "toward_zero")
+    ),
+    "bfloat16 any toward zero": N("bfloat16", "any_toward_zero"),
+    "float16 any direction, fused": N("float16", "any_direction", style="fused"),
 }
 BLOCKS = ("attention", "encoder", "gelu", "silu", "tanh", "piecewise")
 MODES = ("random", "signs", "up", "down")

@@ -21,7 +21,7 @@ from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import kernels, proofs
-from tests.support.mutation.bases import decoder, encoder
+from tests.support.mutation.blocks import decoder, encoder
 from tests.support.prover import block, parameters
 
 Floats = np.ndarray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,13 @@ from kcdsl.model.formats import FORMATS
 from kcdsl_backends.affine.pair import drift
 from kcdsl_backends.affine.storing import cast_freely
 from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_certs.recheck.affine import drift as derive
 from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import proofs
-from tests.support.prover import block, parameters
+from tests.support.prover import block, numerics, parameters
 
 EXACT = proofs.numerics("float64", "any", accumulate="float64")
 ROUNDED = proofs.numerics(
@@ -54,14 +56,39 @@ def test_what_shrinks_is_rounded_less(tmp_path: Path, weight: float, radius: flo
 
 
 @given(
-    st.floats(-1e30, 1e30), st.floats(0, 1e30), st.sampled_from(["float32", "bfloat16", "float16"])
+    st.floats(-1e30, 1e30),
+    st.floats(0, 1e30),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.sampled_from(["any", "any_direction"]),
 )
-def test_a_free_cast_of_a_box(low: float, width: float, name: str) -> None:
+def test_a_free_cast_of_a_box(low: float, width: float, name: str, casts: str) -> None:
     form, high = FORMATS[name], low + width
     ends = (torch.tensor([v], dtype=torch.float64) for v in (low, high))
-    box = cast_freely(Box(*ends), form)
+    kernel = Rounding(numerics(proofs.numerics(name, casts)))
+    box = cast_freely(Box(*ends), form, kernel)
+    units = 1 if casts == "any" else 2
     for value in (low, high, (low + high) / 2):
         for sign in (-1, 1):
             for faint in (-1, 0, 1):
-                cast = value * (1 + sign * form.unit_roundoff) + faint * form.underflow
+                lost = sign * units * form.unit_roundoff
+                cast = value * (1 + lost) + faint * units * form.underflow
                 assert float(box.lo) <= cast <= float(box.hi)
+
+
+@given(
+    st.floats(-1e30, 1e30), st.floats(0, 1e30), st.sampled_from(["float32", "bfloat16", "float16"])
+)
+def test_a_free_cast_toward_zero_of_a_box(low: float, width: float, name: str) -> None:
+    """Nothing grows, nothing changes its sign, and nothing loses more than it may."""
+    form, high = FORMATS[name], low + width
+    ends = (torch.tensor([v], dtype=torch.float64) for v in (low, high))
+    kernel = Rounding(numerics(proofs.numerics(name, "any_toward_zero")))
+    box = cast_freely(Box(*ends), form, kernel)
+    for value in (low, high, (low + high) / 2):
+        for share in (0.0, 0.5, 1.0):
+            lost = share * 2 * (form.unit_roundoff * abs(value) + form.underflow)
+            cast = math.copysign(max(abs(value) - lost, 0.0), value)
+            assert float(box.lo) <= cast <= float(box.hi)
+    assert low >= 0 or float(box.lo) == low
+    assert high <= 0 or float(box.hi) == high
+    assert low < 0 or float(box.lo) >= 0

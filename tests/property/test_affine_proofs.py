@@ -89,6 +89,19 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             },
         },
     ),
+    "bfloat16 toward zero": (
+        {**EAGER, "compute": "bfloat16", "casts": "any_direction"},
+        {
+            **EAGER,
+            "compute": "bfloat16",
+            "casts": "toward_zero",
+            "weights": {"format": "bfloat16", "rounding": "toward_zero"},
+        },
+    ),
+    "float16 any toward zero": (
+        EAGER,
+        {"preset": "torch-sdpa-flash", "compute": "float16", "casts": "any_toward_zero"},
+    ),
 }
 
 

@@ -57,6 +57,14 @@ PAIRS = {
         N("float64", "any", accumulate="float64"),
         N("float32", "any", accumulate="float16"),
     ),
+    "bfloat16 toward zero": (
+        N("float16", "any_direction", style="fused", scores="float32", tile=64),
+        N("bfloat16", "toward_zero", weights=("bfloat16", "none", "toward_zero")),
+    ),
+    "float16 any toward zero, fp8 probabilities": (
+        N("float32", "nearest"),
+        N("float16", "any_toward_zero", style="fused", probabilities="fp8_e5m2", tile=64),
+    ),
 }
 RADII = {"point": 0.0, "narrow": 2.0**-8, "wide": 0.5}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kcdsl_backends.certifier.proof import ProofBuilder, rows_region
 from kcdsl_backends.certifier.workshop import Workshop, claim_margin
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
+from tests.support.directed import DIRECTED
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -33,12 +35,13 @@ BERT = {
 TOKENS = (1, 5, 9, 2, 30, 7)
 LENGTHS = (1, 2, 20)
 LONGEST = 24
-NUMERICS: dict[str, dict[str, str]] = {
+NUMERICS: dict[str, dict[str, Any]] = {
     "float32 fused": {"preset": "torch-sdpa-flash"},
     "bfloat16 nearest": {"preset": "torch-eager", "compute": "bfloat16", "casts": "nearest"},
     "fp8 weights": {"preset": "fp8-weights", "casts": "nearest"},
     "matrix unit": {"preset": "fp8-w8a8-per-channel", "tensor_core": "hopper_fp8"},
     "int8 dynamic": {"preset": "onnxruntime-int8"},
+    **DIRECTED,
 }
 
 

@@ -19,7 +19,7 @@ from tests.support.affine_rules import RULES
 from tests.support.ball import numbers
 from tests.support.ball.bounds import Ends, Setting, everything
 from tests.support.ball.relational import Box, Kernel, Page
-from tests.support.mutation.bases import decoder, encoder, gated
+from tests.support.mutation.blocks import decoder, encoder, gated
 
 N = proofs.numerics
 KERNELS: dict[str, Any] = {
@@ -33,6 +33,14 @@ KERNELS: dict[str, Any] = {
         "float16", "nearest", style="fused", scores="float32", probabilities="fp8_e4m3"
     ),
     "float16 any, float16 sums": N("float16", "any", accumulate="float16"),
+    "bfloat16 toward zero": N(
+        "bfloat16",
+        "toward_zero",
+        scores="bfloat16",
+        weights=("bfloat16", "none", "toward_zero"),
+    ),
+    "float16 any toward zero": N("float16", "any_toward_zero"),
+    "float16 any direction, fused": N("float16", "any_direction", style="fused"),
 }
 PAIRS = [
     ("float32 any", "bfloat16 any, fused"),
@@ -40,6 +48,8 @@ PAIRS = [
     ("bfloat16 nearest, fp8 weights", "float16 nearest, fp8 probabilities"),
     ("float32 any", "float32 nearest, fused"),
     ("float16 any, float16 sums", "float32 any"),
+    ("float16 any toward zero", "bfloat16 toward zero"),
+    ("float32 any", "float16 any direction, fused"),
 ]
 BLOCKS: dict[str, Any] = {**RULES, "decoder": decoder, "encoder": encoder, "gated": gated}
 # Of a width. What rounds to float32 has bounds so narrow that float64 counts for more in them.

@@ -23,7 +23,7 @@ from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting, everything
-from tests.support.mutation.bases import decoder, encoder, gated
+from tests.support.mutation.blocks import decoder, encoder, gated
 
 BLOCKS: dict[str, Any] = {**RULES, "decoder": decoder, "encoder": encoder, "gated": gated}
 RECORD = proofs.numerics("float64", "nearest", accumulate="float64", exp_ulps=0)

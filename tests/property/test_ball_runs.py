@@ -17,7 +17,7 @@ from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Enclosures, Setting, everything
-from tests.support.mutation.bases import decoder, encoder, gated
+from tests.support.mutation.blocks import decoder, encoder, gated
 
 N = proofs.numerics
 Floats = np.ndarray
@@ -32,12 +32,17 @@ KERNELS: dict[str, Any] = {
         "float16", "nearest", style="fused", scores="float32", probabilities="fp8_e4m3"
     ),
     "float64 any": N("float64", "any", accumulate="float64"),
+    "bfloat16 toward zero": N("bfloat16", "toward_zero", scores="bfloat16"),
+    "float16 any toward zero": N("float16", "any_toward_zero"),
+    "bfloat16 any direction, fused": N("bfloat16", "any_direction", style="fused"),
 }
 PAIRS = [
     ("float32 any", "bfloat16 any, fused"),
     ("float32 nearest, fused", "bfloat16 nearest"),
     ("float16 any, float16 sums", "float16 nearest, fp8 probabilities"),
     ("float64 any", "float32 any"),
+    ("float16 any toward zero", "bfloat16 toward zero"),
+    ("float32 any", "bfloat16 any direction, fused"),
 ]
 MODES = ("up", "down", "signs")
 

@@ -22,6 +22,7 @@ from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl_backends.empirical import measured
 from kcdsl_backends.empirical.clauses import conjuncts, norm_name
 from kcdsl_backends.empirical.results import decide_clause
+from kcdsl_backends.empirical.windows import WINDOW
 
 
 def _support(name: str) -> Any:
@@ -74,7 +75,7 @@ def decided(clause: ir.Clause, world: World) -> Truth:
 def meant(clause: ir.Clause, world: World) -> Truth:
     """Return the truth of a clause on the slice `all`."""
     program = made.program(clause, slices=(ir.Slice("all"),))
-    ((_, answer),) = answers(program, replace(world, window=measured.WINDOW)).items()
+    ((_, answer),) = answers(program, replace(world, window=WINDOW)).items()
     return answer.truth
 
 

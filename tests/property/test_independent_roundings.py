@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kcdsl.model.numerics import CASTS
 from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.affine.pair import both
@@ -30,7 +31,8 @@ from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split
 from kcdsl_certs.recheck.affine.tape import Entry, Share, Tape
 from tests.support import proofs
 from tests.support.affine_rules import RULES
-from tests.support.mutation.bases import decoder, encoder, gated, made
+from tests.support.mutation.bases import made
+from tests.support.mutation.blocks import decoder, encoder, gated
 from tests.support.prover import block, parameters
 
 N = proofs.numerics
@@ -46,6 +48,9 @@ KERNELS = {
         "bfloat16", "any", weights=("fp8_e4m3", "per_channel"), activations=("int8", "per_token")
     ),
     "half sums": N("float16", "any", accumulate="float16"),
+    "toward zero": N("bfloat16", "toward_zero"),
+    "any toward zero": N("bfloat16", "any_toward_zero"),
+    "any direction": N("bfloat16", "any_direction", style="fused"),
 }
 
 
@@ -129,7 +134,7 @@ def _likely(most: np.ndarray, deviation: np.ndarray, alpha: Fraction) -> float:
 
 def test_two_roundings_of_an_element_count_apart() -> None:
     one = torch.ones(1).double()
-    parts = Roundings.one(0 * one, 3 * one).cast(4 * one, 0.0)
+    parts = Roundings.one(0 * one, 3 * one).cast(4 * one, 0.0, CASTS["any"])
     assert float(parts.most) == pytest.approx(7)
     assert float(parts.deviation) == pytest.approx(5)
     assert float(parts.most) >= 7

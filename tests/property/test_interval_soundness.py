@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.interval.state import State
 from kcdsl_backends.parameters import StoredParameters
+from tests.support.directed import DIRECTED
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -40,7 +42,7 @@ _MODELS: dict[int, Model] = {}
 TOKENS = (1, 5, 9, 2, 30, 7, 7)
 RADII = (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
 EAGER = {"preset": "torch-eager"}
-NUMERICS: dict[str, dict[str, str]] = {
+NUMERICS: dict[str, dict[str, Any]] = {
     "float32": {},
     "float32 fused": {"preset": "torch-sdpa-flash"},
     "bfloat16 any": {"compute": "bfloat16"},
@@ -51,6 +53,7 @@ NUMERICS: dict[str, dict[str, str]] = {
     "int8 weights": {"preset": "int8-weights"},
     "int8 dynamic": {"preset": "onnxruntime-int8"},
     "mxfp8": {"preset": "mxfp8"},
+    **DIRECTED,
 }
 
 

@@ -21,6 +21,7 @@ from kcdsl_backends.attack.runs import attack_of
 from kcdsl_backends.attack.search import attack
 from kcdsl_backends.attack.simulate import Simulator
 from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
+from tests.support.directed import DIRECTED
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -42,6 +43,7 @@ KERNELS: Mapping[str, dict[str, Any]] = {
     "mxfp8": {"preset": "mxfp8", "casts": "nearest"},
     "fp8 per tensor": {"preset": "fp8-w8a8-per-tensor", "casts": "nearest"},
     "uint8": {"preset": "onnxruntime-int8", "casts": "nearest"},
+    **DIRECTED,
 }
 
 

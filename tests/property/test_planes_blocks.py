@@ -21,6 +21,7 @@ from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.planes.propagate import drift
+from tests.support.directed import DIRECTED
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -39,6 +40,7 @@ NUMERICS: dict[str, dict[str, Any]] = {
     "bfloat16 nearest": {"compute": "bfloat16", "casts": "nearest"},
     "float8 weights": {"weights": {"format": "fp8_e4m3", "scale": "per_channel"}},
     "float8 weights and activations": {"preset": "fp8-w8a8-per-channel", "casts": "nearest"},
+    **DIRECTED,
 }
 
 

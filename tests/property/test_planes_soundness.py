@@ -31,6 +31,8 @@ PAIRS: dict[str, tuple[Any, Any]] = {
         N("bfloat16"),
         N("float32", weights=("int8", "per_channel"), activations=("uint8", "per_tensor")),
     ),
+    "bfloat16 toward zero": (N("bfloat16", "any_direction"), N("bfloat16", "toward_zero")),
+    "bfloat16 any toward zero": (N("float32"), N("bfloat16", "any_toward_zero")),
 }
 RADII = (0.0, 2.0**-5)
 RUNS = 6

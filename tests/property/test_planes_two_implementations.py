@@ -52,6 +52,9 @@ KERNELS: dict[str, Any] = {
         "float32", "any", weights=("int8", "per_channel"), activations=("uint8", "per_tensor")
     ),
     "float64": N("float64", "any", accumulate="float64"),
+    "bfloat16 toward zero": N("bfloat16", "toward_zero", scores="float32"),
+    "float16 any toward zero": N("float16", "any_toward_zero"),
+    "float16 any direction": N("float16", "any_direction", style="fused", scores="float32"),
 }
 PAIRS = [
     ("float32 any", "float32 fused"),
@@ -60,6 +63,8 @@ PAIRS = [
     ("float32 fused", "int8, uint8"),
     ("float16 nearest, fused", "fp8, per token"),
     ("float64", "float64"),
+    ("float16 any toward zero", "bfloat16 toward zero"),
+    ("float16 any direction", "float32 any"),
 ]
 BENT = {"relu", "relu of a linear", "relu twice", "piecewise"}
 Floats = np.ndarray

@@ -115,6 +115,18 @@ PAIRS = {
         proofs.numerics("float64", "nearest", accumulate="float64", scores="float32"),
         proofs.numerics("float32", "nearest", accumulate="float64"),
     ),
+    "bfloat16 toward zero": (
+        proofs.numerics("float32", "nearest"),
+        proofs.numerics("bfloat16", "toward_zero", scores="float32"),
+    ),
+    "bfloat16 any toward zero, weights cut off": (
+        proofs.numerics("bfloat16", "any_direction", style="fused", scores="float32"),
+        proofs.numerics("bfloat16", "any_toward_zero", weights=("float16", "none", "toward_zero")),
+    ),
+    "float16 toward zero, fp8 probabilities, fused": (
+        proofs.numerics("float16", "toward_zero"),
+        proofs.numerics("float16", "toward_zero", style="fused", probabilities="fp8_e4m3"),
+    ),
 }
 BLOCKS = ("attention", "gelu", "silu", "tanh", "piecewise")
 

@@ -25,6 +25,7 @@ from kcdsl_backends.attack.simulate import Overflowed, Simulator
 from kcdsl_backends.attack.sums import ORDERS
 from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
 from kcdsl_backends.interval.errors import NoBound
+from tests.support.directed import DIRECTED
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -44,6 +45,7 @@ KERNELS: Mapping[str, dict[str, Any]] = {
     "bfloat16 nearest": {"preset": "torch-eager", "compute": "bfloat16", "casts": "nearest"},
     "fp8 w8a8": {"preset": "fp8-w8a8-per-channel", "casts": "nearest"},
     "int8 dynamic": {"preset": "onnxruntime-int8"},
+    **DIRECTED,
 }
 
 

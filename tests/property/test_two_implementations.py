@@ -43,6 +43,27 @@ NUMERICS: dict[str, dict[str, object]] = {
     "bfloat16": {"preset": "torch-sdpa-flash", "compute": "bfloat16"},
     "bfloat16 nearest": {"preset": "torch-eager", "compute": "bfloat16", "casts": "nearest"},
     "float16 nearest": {"preset": "torch-sdpa-flash", "compute": "float16", "casts": "nearest"},
+    "bfloat16 toward zero": {
+        "preset": "torch-eager",
+        "compute": "bfloat16",
+        "casts": "toward_zero",
+        "weights": {"format": "bfloat16", "rounding": "toward_zero"},
+    },
+    "bfloat16 any toward zero": {
+        "preset": "torch-sdpa-flash",
+        "compute": "bfloat16",
+        "casts": "any_toward_zero",
+    },
+    "float16 any direction": {
+        "preset": "torch-sdpa-flash",
+        "compute": "float16",
+        "casts": "any_direction",
+    },
+    "fp8 results toward zero": {
+        "preset": "torch-eager",
+        "casts": "toward_zero",
+        "results": {"context": "fp8_e4m3", "input": "bfloat16"},
+    },
     "coarse accumulator": {"preset": "torch-eager", "compute": "bfloat16", "accumulate": "float16"},
     "fp8 weights": {"preset": "fp8-weights"},
     "fp8 everywhere": {"preset": "fp8-w8a8-per-tensor", "casts": "nearest"},

@@ -50,6 +50,8 @@ STORED = (
     proofs.numerics("bfloat16", weights=("fp8_e4m3", "mx")),
     proofs.numerics("float32", weights=("fp8_e5m2", "mx")),
     proofs.numerics("bfloat16", weights=("int8", "per_channel"), activations=("int8", "per_token")),
+    proofs.numerics("bfloat16", weights=("bfloat16", "none", "toward_zero")),
+    proofs.numerics("float16", weights=("fp8_e4m3", "none", "toward_zero")),
 )
 """What is stored of a parameter differs among all of these."""
 
@@ -79,6 +81,10 @@ PAIRS = {
     "mx against int8": (
         proofs.numerics("float32", "nearest", weights=("fp8_e4m3", "mx")),
         proofs.numerics("float16", "any", weights=("int8", "per_channel")),
+    ),
+    "cut off against rounded": (
+        proofs.numerics("bfloat16", "any_direction"),
+        proofs.numerics("bfloat16", "toward_zero", weights=("bfloat16", "none", "toward_zero")),
     ),
 }
 

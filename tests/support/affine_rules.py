@@ -59,6 +59,14 @@ def linear(outputs: int, bias: bool) -> Build:
     return build
 
 
+def linears(rng: np.random.Generator) -> Any:
+    g, x = source()
+    w, b = g.param("w", rng.standard_normal((24, WIDTH))), g.param("b", rng.standard_normal(24))
+    y = g.add("linear", [x, w, b], (ROWS, 24))
+    g.add("linear", [y, g.param("v", rng.standard_normal((4, 24)))], (ROWS, 4))
+    return g
+
+
 def norm(op: str, gain: bool, eps: float = 1e-5) -> Build:
     def build(rng: np.random.Generator) -> Any:
         g, x = source()
@@ -205,6 +213,7 @@ RULES: dict[str, Build] = {
     **{
         kind: straight_oddly(kind) for kind in ODDLY[1:]
     },  # the prover has no products that broadcast
+    "linears in a row": linears,
 }
 BEYOND: dict[str, Build] = {
     "rms_norm": norm("rms_norm", True, 1e39),

@@ -41,6 +41,24 @@ def cast(v: Floats, form: str) -> Floats:
     return v.astype(np.float32).astype(DTYPES[form]).astype(np.float64)
 
 
+def cut(v: Floats, form: str) -> Floats:
+    """Return the numbers of a format next to v on the side of zero: those to nearest, less one step
+    where they are greater in magnitude."""
+    if form == "float64":
+        return v
+    if form == "tfloat32":
+        single = _next_inward(v.astype(np.float32), v).astype(np.float32)
+        bits = single.view(np.uint32) & np.uint32(0xFFFFE000)
+        return bits.view(np.float32).astype(np.float64)
+    return _next_inward(v.astype(DTYPES[form]), v)
+
+
+def _next_inward(rounded: Any, v: Floats) -> Floats:
+    kind = np.dtype(f"u{rounded.dtype.itemsize}")
+    beyond = np.abs(rounded.astype(np.float64)) > np.abs(v)
+    return (rounded.view(kind) - beyond.astype(kind)).view(rounded.dtype).astype(np.float64)
+
+
 @dataclass
 class Run:
     """One run of one kernel. `mode` is "random", "signs", "up" or "down"."""
@@ -81,10 +99,17 @@ class Run:
 
     def store(self, v: Floats, form: str, inner: str = "float32") -> Floats:
         """Return v as stored; arithmetic in a format as coarse as float32 has rounded already."""
-        if self.numerics["casts"] == "any":
-            return self.wobble(v, form)
-        done = ROUNDOFF[form] <= min(ROUNDOFF["float32"], ROUNDOFF[inner])
-        return v if done else cast(v, form)
+        match self.numerics["casts"]:
+            case "any":
+                return self.wobble(v, form)
+            case "any_direction":
+                return self.wobble(v, form, 2.0)
+            case "any_toward_zero":
+                share = 1 + (1 - 2.0**-20) * self.lean(v.shape)
+                return np.asarray(v * (1 - ROUNDOFF[form] * share))
+        if ROUNDOFF[form] <= min(ROUNDOFF["float32"], ROUNDOFF[inner]):
+            return v
+        return cut(v, form) if self.numerics["casts"] == "toward_zero" else cast(v, form)
 
     def dot(self, a: Floats, b: Floats) -> Floats:
         """Return a @ b, accumulated in some order with a rounding at every step.
@@ -113,8 +138,8 @@ class Run:
     def linear(self, x: Floats, weight: Floats, bias: Floats | None, key: str = "") -> Floats:
         y = self.dot(self.quantised(x, key), weight.T)
         if bias is not None:
-            if self.coarse and self.numerics["casts"] == "any" and self.rng.random() < 0.5:
-                y = self.wobble(y, self.numerics["compute"])
+            if self.coarse and self.numerics["casts"].startswith("any") and self.rng.random() < 0.5:
+                y = self.store(y, self.numerics["compute"])
             y = self.wobble(y + bias, self.numerics["accumulate"])
         return y
 
@@ -303,7 +328,9 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
                     y = linear(attrs["key"])
             case "constant":
                 value = graph.constants[attrs["key"]]
-                y = value if value.dtype == bool else cast(value.astype(np.float64), compute)
+                inward = run.numerics["weights"].get("rounding") == "toward_zero"
+                held = cut if inward else cast
+                y = value if value.dtype == bool else held(value.astype(np.float64), compute)
                 settled = False
             case "embedding":
                 y, settled = args[0][attrs["ids"]], False

@@ -58,6 +58,17 @@ def activated(rng: np.random.Generator) -> Any:
     return g
 
 
+def twice_activated(rng: np.random.Generator) -> Any:
+    """Return every smooth activation of one, whose deviation has a middle that is not zero."""
+    g = proofs.Graph((3, 6))
+    x = g.add("input", [], (3, 6))
+    y = g.add("linear", [x, g.param("w", rng.standard_normal((6, 6)))], (3, 6))
+    y = g.add("gelu", [y], (3, 6))
+    parts = [g.add(op, [y], (3, 6)) for op in ("silu", "gelu", "tanh")]
+    g.add("concat", parts, (3, 18), dim=1)
+    return g
+
+
 def decoder(rng: np.random.Generator) -> Any:
     return proofs.attention(rng, rows=3, heads=2, kv_heads=1, size=4)
 
@@ -71,4 +82,5 @@ RULES: dict[str, Build] = {
     "shared": shared,
     "attention": decoder,
     "piecewise": proofs.piecewise,
+    "silu, gelu, tanh of gelu": twice_activated,
 }

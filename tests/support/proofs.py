@@ -48,7 +48,7 @@ def numerics(
     casts: str = "any",
     *,
     accumulate: str = "float32",
-    weights: tuple[str, str] | None = None,
+    weights: tuple[str, str] | tuple[str, str, str] | None = None,
     activations: tuple[str, str] | Document = ("none", "none"),
     style: str = "composed",
     scores: str | None = None,
@@ -58,14 +58,15 @@ def numerics(
     **other: Document,
 ) -> Document:
     """Return a numerics record; `other` holds its optional parts."""
-    kind, scale = weights or (compute, "none")
+    kind, scale, *rounding = weights or (compute, "none")
+    stored = {"format": kind, "scale": scale, **({"rounding": rounding[0]} if rounding else {})}
     return {
         **other,
         "preset": "test",
         "compute": compute,
         "accumulate": accumulate,
         "casts": casts,
-        "weights": {"format": kind, "scale": scale},
+        "weights": stored,
         "activations": quantised(activations),
         "attention": {
             "style": style,

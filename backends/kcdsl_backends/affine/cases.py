@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.formats import Format
+from kcdsl.model.numerics import CASTS, Casts
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.interval.box import Box, down, gamma, up
-from kcdsl_backends.interval.rounding import nearest
+from kcdsl_backends.interval.rounding import nearest, stepped
 
 CHOICES = 8
 """Most elements of a row that are chosen one by one: 2^8 cases."""
@@ -42,27 +43,30 @@ def beyond(formed: Box) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The grid points between which stored values lie; `two`: there is none but these."""
+    """The grid points between which stored values lie; `two`: there is none but these. `casts` is
+    how values get to the grid."""
 
     low: Tensor
     high: Tensor
     two: Tensor
     form: Format
+    casts: Casts = CASTS["nearest"]
 
     @staticmethod
-    def of(low: Tensor, high: Tensor, form: Format) -> Ends:
+    def of(low: Tensor, high: Tensor, form: Format, casts: Casts = CASTS["nearest"]) -> Ends:
         """Return the ends; between two neighbours the middle rounds to one of them."""
         middle = nearest(low / 2 + high / 2, form)
-        return Ends(low, high, (low < high) & ((middle == low) | (middle == high)), form)
+        return Ends(low, high, (low < high) & ((middle == low) | (middle == high)), form, casts)
 
     def within(self, formed: Box) -> Ends:
         """Return the ends of what is stored if the results lie in a box as well."""
         formed = beyond(formed)
-        low, high = nearest(formed.lo, self.form), nearest(formed.hi, self.form)
+        low, high = (stepped(end, self.form, self.casts) for end in (formed.lo, formed.hi))
         return Ends.of(
             torch.minimum(torch.maximum(low, self.low), self.high),
             torch.maximum(torch.minimum(high, self.high), self.low),
             self.form,
+            self.casts,
         )
 
 
@@ -161,7 +165,7 @@ def split(ends: Ends, worth: Tensor, count: int) -> Ends:
         high = torch.where(~bits & (weights > 0), below, above)
         lows.append(ends.low.scatter(-1, places, low))
         highs.append(ends.high.scatter(-1, places, high))
-    return Ends.of(torch.cat(lows), torch.cat(highs), ends.form)
+    return Ends.of(torch.cat(lows), torch.cat(highs), ends.form, ends.casts)
 
 
 def choices(shape: Sequence[int]) -> int:
@@ -187,7 +191,7 @@ def of_product(ends: Ends, v: Box, error: Tensor) -> Cases:
     return Cases(down(product - wide), up(product + wide), error.shape[-1])
 
 
-def to_nearest(formed: Cases, ends: Ends) -> Cases:
-    """Return the cases of results that are stored to nearest, all within their ends."""
+def on_grid(formed: Cases, ends: Ends) -> Cases:
+    """Return the cases of results that are stored on a grid, all within their ends."""
     stored = ends.within(Box(formed.low, formed.high))
     return Cases(stored.low, stored.high, formed.width)

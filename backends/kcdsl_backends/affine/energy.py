@@ -50,7 +50,15 @@ class _Gram:
         self.products += (columns / sizes.clamp_min(2.0**-900)) @ columns.T
         self.trace += float(sizes.sum())
 
-    def apart(self, functional: Adjoint, entry: Entry) -> None:
+    def symbols(self, functional: Adjoint, entry: Entry) -> None:
+        """Take in what is known of an entry element by element."""
+        if entry.apart is not None:
+            self.add(functional, entry.apart.radius)
+            self.further += entry.apart.rest.together(functional)
+        elif entry.radius is not None:
+            self.add(functional, entry.radius)
+
+    def beside(self, functional: Adjoint, entry: Entry) -> None:
         """Take in what an entry adds, without its radius."""
         if entry.centre is not None:
             self.middle = self.middle + functional.against(entry.centre)
@@ -121,9 +129,8 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], values: Tensor, floor: 
         if index <= floor:
             gram.floor(functional, entry)
             continue
-        gram.apart(functional, entry)
-        if entry.radius is not None:
-            gram.add(functional, entry.radius)
+        gram.beside(functional, entry)
+        gram.symbols(functional, entry)
         pulled = entry.pull(functional)
         if entry.amplified is not None:
             if not pending and len(pulled) == 1 and functional.single_row:
@@ -146,7 +153,7 @@ def _pass(tape: Tape, pending: dict[int, Adjoint], values: Tensor) -> _Gram:
             break
         entry = tape.entries[index]
         pulled = entry.pull(functional)
-        gram.apart(functional, entry)
+        gram.beside(functional, entry)
         alone = not pending and len(pulled) == 1
         if alone and pulled[0][1].values[0].numel() < values.shape[0]:
             if entry.radius is not None:
@@ -157,8 +164,7 @@ def _pass(tape: Tape, pending: dict[int, Adjoint], values: Tensor) -> _Gram:
             if entry.amplified is not None:
                 gram.loose += functional.magnitude(entry.amplified.loose) * SAFE
             break
-        if entry.radius is not None:
-            gram.add(functional, entry.radius)
+        gram.symbols(functional, entry)
         if entry.amplified is not None:
             if alone and functional.single_row:
                 factor = entry.amplified.factor.expand(entry.shape)[functional.first]

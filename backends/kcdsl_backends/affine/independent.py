@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph
+from kcdsl.model.numerics import CASTS, Casts
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.interval.rounding import Rounding
@@ -134,16 +135,23 @@ class Roundings:
         return Roundings(sure, zero, zero)
 
     @staticmethod
-    def one(sure: Tensor, rounding: Tensor) -> Roundings:
-        """Return one rounding in every element, beside something sure."""
+    def one(sure: Tensor, rounding: Tensor, casts: Casts = CASTS["any"]) -> Roundings:
+        """Return one rounding in every element, beside something sure; sure too, if directed."""
+        if casts.units != 1:
+            return Roundings.none((sure + rounding) * _UP)
         return Roundings(sure, rounding, rounding)
 
     def beside(self, more: Tensor) -> Roundings:
         """Return the same with something more that is no independent rounding."""
         return Roundings((self.sure + more) * _UP, self.most, self.deviation)
 
-    def cast(self, most: Tensor, least: float) -> Roundings:
-        """Return the same with one rounding more, of at most `most`, and `least` of underflow."""
+    def cast(self, most: Tensor, least: float, casts: Casts) -> Roundings:
+        """Return the same with one rounding more, of at most `most`, and `least` of underflow.
+
+        Roundings that are not to nearest have no mean of zero: all of them is sure.
+        """
+        if casts.units != 1:
+            return self.beside((most + least) * _UP)
         together = torch.hypot(self.deviation, most) * _UP
         return Roundings((self.sure + least) * _UP, (self.most + most) * _UP, together)
 

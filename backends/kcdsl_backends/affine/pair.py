@@ -182,7 +182,9 @@ def _stored(run: KernelRun, output: str) -> Box:
     if entry.ends is not None:
         ends = entry.ends.within(around)
         return Box(ends.low, ends.high)
-    return around if formed is None else cast_freely(around, stored_format(run, run.nodes[output]))
+    if formed is None:
+        return around
+    return cast_freely(around, stored_format(run, run.nodes[output]), run.rounding)
 
 
 def output_entry(run: KernelRun, output: str) -> Entry:

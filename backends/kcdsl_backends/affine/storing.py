@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,14 +12,18 @@ from torch import Tensor
 from kcdsl.model.formats import Format
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint
-from kcdsl_backends.affine.cases import Cases, Ends, Together, beyond, to_nearest
+from kcdsl_backends.affine.cases import Cases, Ends, Together, beyond, on_grid
 from kcdsl_backends.affine.independent import Roundings
 from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.affine.reaches import elements
-from kcdsl_backends.affine.tape import SAFE, Amplified, Curved, Entry, Pull
+from kcdsl_backends.affine.reaches import elements, norms
+from kcdsl_backends.affine.remainder import Remainder
+from kcdsl_backends.affine.tape import SAFE, Amplified, Apart, Curved, Entry, Pull
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import nearest, power_of_two
+from kcdsl_backends.interval.rounding import Rounding, power_of_two, stepped, toward_zero
+
+SUMMED = ("linear", "add", "sub", "layer_norm", "rms_norm")
+"""Operations of whose results a free cast is taken apart: their errors are sums of many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,8 @@ class Result:
 
     `linear` is the reach of L e; `internal` bounds what stands in o (remainders, roundings inside,
     float64 errors); `extra` is the reach of what stands in `centre`, `curved` and `amplified`.
-    `cases` hold v; `roundings` take `internal` apart.
+    `cases` hold v; `roundings` take `internal` apart. `early` was a free cast before the last
+    operation, its error not counted in `internal`.
     """
 
     reference: Tensor
@@ -40,6 +46,22 @@ class Result:
     extra: Tensor | None = None
     cases: Cases | None = None
     roundings: Roundings | None = None
+    early: Early | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A free cast of w = known + e: `of_known` bounds what it adds to the known part, with
+    subnormals, `of_error` what it adds to e; `unit` is the unit roundoff."""
+
+    unit: float
+    of_known: Tensor
+    of_error: Tensor
+
+    @staticmethod
+    def none(like: Tensor) -> Early:
+        """Return that of an operation without such a cast."""
+        return Early(0.0, torch.zeros_like(like), torch.zeros_like(like))
 
 
 def store(
@@ -52,52 +74,102 @@ def store(
 ) -> int:
     """Append the entry of a stored result and return its index.
 
-    `tight` bounds what a cast to nearest rounds by reverse passes.
+    `tight` bounds what a cast by steps rounds by reverse passes.
 
     Raises:
         NoBound: the result is not finite, or may exceed the largest number of its format.
     """
     kernel, form = run.rounding, stored_format(run, node)
-    reach = result.linear + result.internal
-    if result.extra is not None:
-        reach = reach + result.extra
-    reach = reach * SAFE
-    entry = Entry(
-        node.name,
-        result.reference,
-        reach,
-        result.pull,
-        result.centre,
-        result.internal * SAFE,
-        result.curved,
-        result.amplified,
-        roundings=_roundings(run, result),
-    )
-    unit = form.unit_roundoff * ((result.reference.abs() + reach) * SAFE)
+    internal, early = result.internal, result.early
+    if early is not None:
+        internal = internal + early.of_known + early.of_error
+    entry = _formed(run, node, result, internal)
+    reach = entry.reach
+    unit, faint = kernel.unit(form), kernel.faint(form)
+    off, before = unit * ((result.reference.abs() + reach) * SAFE), entry.size
     if kernel.free:
-        cast, parts = unit + form.underflow, entry.roundings
-        parts = None if parts is None else parts.cast(unit, form.underflow)
-        radius = (result.internal + cast) * SAFE
-        last = entry if node.name == run.graph.output and run.tape.chance is None else None
+        reference, own, parts = result.reference, off + faint, entry.roundings
+        final, worst = node.name == run.graph.output, run.tape.chance is None
+        split = worst and not final and not kernel.casts.toward_zero
+        apart = _apart(run, node, result, form) if split else None
+        if kernel.casts.toward_zero:
+            reference, own = halved(entry, own * SAFE)
+            parts = None if parts is None else parts.beside(own)
+        elif parts is not None:
+            parts = parts.cast(off, faint, kernel.casts)
         entry = replace(
-            entry, reach=(reach + cast) * SAFE, radius=radius, roundings=parts, before=last
+            entry,
+            reference=reference,
+            reach=(reach + own) * SAFE,
+            radius=(internal + own) * SAFE,
+            roundings=parts,
+            before=entry if final and worst else None,
+            apart=apart,
         )
     elif form.precision < max(24, kernel.inner(accumulates).precision):
         if tight:
             entry = _tightened(run, entry)
-            unit = form.unit_roundoff * ((result.reference.abs() + entry.reach) * SAFE)
-        half = unit.clamp_min(form.underflow) * SAFE
-        entry = _to_nearest(entry, form, half, result.cases)
-    refuse_overflow(node.name, entry.size, form)
+            before = entry.size
+        entry = _stepped(entry, form, kernel, result.cases)
+    size, inner = entry.size, kernel.inner(accumulates)
+    if kernel.casts.toward_zero and (kernel.free or form.precision < max(24, inner.precision)):
+        # What is cut off was larger before, where it must have been a finite number already.
+        finite = before <= inner.largest
+        size = torch.where(finite, torch.minimum(size, toward_zero(before, form)), before)
+        form = form if bool(finite.all()) else inner
+    refuse_overflow(node.name, size, form)
     run.computed[node.name] = run.tape.add(entry)
     return run.computed[node.name]
 
 
-def _roundings(run: KernelRun, result: Result) -> Roundings | None:
-    """Return the parts of what stands in o; None where bounds are of the worst case."""
-    if run.tape.chance is None:
+def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Entry:
+    """Return the entry of a result before it is stored, with what stands in o."""
+    reach = result.linear + internal
+    if result.extra is not None:
+        reach = reach + result.extra
+    parts = None
+    if run.tape.chance is not None:
+        parts = result.roundings or Roundings.none(internal * SAFE)
+    return Entry(
+        node.name,
+        result.reference,
+        reach * SAFE,
+        result.pull,
+        result.centre,
+        internal * SAFE,
+        result.curved,
+        result.amplified,
+        roundings=parts,
+    )
+
+
+def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> Apart | None:
+    """Take what free casts make of errors apart, where these are no small part of the result.
+
+    A cast of w = w̃ + e adds at most u|w̃| + u|e|. The first part is known element by element; the
+    sum of |e| over a row of n is at most √n times its norm, for which a pass is made.
+    """
+    early = result.early or Early.none(result.internal)
+    entry = _formed(run, node, result, result.internal)
+    whole = entry.reach.sum(-1, keepdim=True) * SAFE
+    size = result.reference.abs().sum(-1, keepdim=True)
+    needed = (whole > 0) & (run.grain * whole >= run.negligible * size)
+    place = run.tape.add(entry)
+    total = whole
+    if node.op in SUMMED and run.passing(node, place, "norm", needed):
+        columns = entry.shape[-1]
+        unit = torch.eye(columns, dtype=torch.float64, device=whole.device)
+        lengths = norms(run.tape, place, unit, needed)
+        total = torch.minimum(whole, lengths * math.sqrt(columns) * SAFE)
+    run.tape.entries.pop()
+    if not bool((total < whole).any()):
         return None
-    return result.roundings or Roundings.none(result.internal * SAFE)
+    cast = run.rounding.unit(form)
+    share = early.unit + cast * (1 + early.unit)
+    cap = share * entry.reach * SAFE
+    radius = result.internal + early.of_known * (1 + cast) + cast * result.reference.abs()
+    rest = Remainder(-cap, cap, share * total * SAFE)
+    return Apart((radius + run.rounding.faint(form)) * SAFE, rest.curved())
 
 
 def _tightened(run: KernelRun, entry: Entry) -> Entry:
@@ -125,12 +197,23 @@ def refuse_overflow(name: str, size: Tensor, form: Format) -> None:
     )
 
 
-def _to_nearest(entry: Entry, form: Format, half: Tensor, formed: Cases | None) -> Entry:
-    """Round to nearest: where few grid points can be met, forget the error that came in."""
+def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None) -> Entry:
+    """Cast by steps: where few grid points can be met, forget the error that came in."""
+    size, casts = entry.reference.abs() + entry.reach, kernel.casts
+    worst = (kernel.unit(form) * (size * SAFE)).clamp_min(kernel.faint(form)) * SAFE
+    cast = torch.minimum(worst, casts.units * half_step(size, form)) * SAFE
+    reference, half = entry.reference, worst
+    if casts.toward_zero:
+        reference, cast = halved(entry, cast)
+        half = torch.where(_signs(entry) == 0, worst, worst / 2)
     around = beyond(Box(down(entry.reference - entry.reach), up(entry.reference + entry.reach)))
-    low, high = nearest(around.lo, form), nearest(around.hi, form)
-    ends = Ends.of(low, high, form)
-    cases = None if formed is None else to_nearest(formed, ends)
+    if casts.toward_zero:  # a number that is known, and on the grid, stays where it is
+        known = entry.reach == 0
+        low, high = (torch.where(known, entry.reference, end) for end in (around.lo, around.hi))
+        around = Box(low, high)
+    low, high = stepped(around.lo, form, casts), stepped(around.hi, form, casts)
+    ends = Ends.of(low, high, form, casts)
+    cases = None if formed is None else on_grid(formed, ends)
     stairs = (high - low) / 2 <= half
     if cases is not None:
         stairs, hull = stairs | (cases.widest <= half), cases.hull
@@ -139,9 +222,7 @@ def _to_nearest(entry: Entry, form: Format, half: Tensor, formed: Cases | None) 
     keep = (~stairs).to(half.dtype)
     assert entry.radius is not None
     pull, curved, amplified = entry.pull, entry.curved, entry.amplified
-    reference = torch.where(stairs, low / 2 + high / 2, entry.reference)
-    size = entry.reference.abs() + entry.reach
-    cast = torch.minimum(half, half_step(size, form)) * SAFE
+    reference = torch.where(stairs, low / 2 + high / 2, reference)
     radius, parts = (entry.radius + cast) * SAFE, entry.roundings
     parts = None if parts is None else replace(parts, sure=(parts.sure + cast) * SAFE)
 
@@ -166,6 +247,24 @@ def _to_nearest(entry: Entry, form: Format, half: Tensor, formed: Cases | None) 
     )
 
 
+def _signs(entry: Entry) -> Tensor:
+    """Return the signs of a result before its cast where they are known, else 0."""
+    positive, negative = entry.reference - entry.reach >= 0, entry.reference + entry.reach <= 0
+    return positive.to(entry.reach.dtype) - negative.to(entry.reach.dtype)
+
+
+def halved(entry: Entry, most: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a reference for what is cut off toward zero by at most `most`, and the error around.
+
+    Where the sign of a result is known it loses between nothing and `most`: half of it, give or
+    take half of it. No cut makes a number cross zero.
+    """
+    signs, most = _signs(entry), torch.minimum(most, entry.size)
+    shifted = entry.reference - signs * (most / 2)
+    own = (most / 2 + 2.0**-52 * entry.reference.abs()) * SAFE
+    return shifted, torch.where(signs == 0, most, own)
+
+
 def half_step(size: Tensor, form: Format) -> Tensor:
     """Return half the distance of grid points up to a magnitude: the error of nearest there."""
     _, exponent = torch.frexp(up(size, 2))
@@ -173,12 +272,14 @@ def half_step(size: Tensor, form: Format) -> Tensor:
     return power_of_two(leading - form.precision)
 
 
-def cast_freely(box: Box, form: Format) -> Box:
+def cast_freely(box: Box, form: Format, kernel: Rounding) -> Box:
     """Return all that free casts to a format may make of the numbers of a box.
 
     v·(1 + δ) + η grows with v for every δ and η, so the ends of the box are the worst.
     """
-    unit, faint = form.unit_roundoff, form.underflow
+    if kernel.casts.toward_zero:
+        return kernel.cut_freely(box, form)
+    unit, faint = kernel.unit(form), kernel.faint(form)
     low = box.lo - up(unit * box.lo.abs() + faint, 2)
     return Box(down(low, 2), up(box.hi + up(unit * box.hi.abs() + faint, 2), 2))
 

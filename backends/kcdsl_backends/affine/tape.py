@@ -73,6 +73,15 @@ class Amplified:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """What o is beside its centre and its curved part: a smaller `radius` than that of the entry,
+    and a `rest` whose sum over each row is known. The radius of the entry bounds both together."""
+
+    radius: Tensor
+    rest: Curved
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One line of the recurrence.
 
@@ -83,7 +92,7 @@ class Entry:
     `ends`, `cases` and, of a softmax, `choices` say more of the stored value than the reach does,
     `together` more of o than the radius, which holds as well; `before` is a result as it was
     formed, before a cast to nearest or, of the output, a free one. `roundings` take the radius
-    apart, for bounds by chance.
+    apart for bounds by chance, `apart` for others.
     """
 
     name: str
@@ -103,6 +112,7 @@ class Entry:
     together: Together | None = None
     before: Entry | None = None
     roundings: Roundings | None = None
+    apart: Apart | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -228,6 +238,10 @@ class Tape:
             elif self.chance is not None and entry.roundings is not None:
                 parts = Parts.of(functional, entry.roundings).beside(parts)
                 spread = spread + functional.magnitude(entry.roundings.sure)
+            elif entry.apart is not None:
+                spread = spread + functional.magnitude(entry.apart.radius)
+                low, high = entry.apart.rest.between(functional)
+                middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
             elif entry.radius is not None:
                 spread = spread + functional.magnitude(entry.radius)
             if entry.curved is not None:

@@ -106,10 +106,11 @@ def probability_error(scores: Tensor, numerics: Numerics) -> Tensor:
     total = 2 * tiles(columns, numerics) * each + (columns + 8) * one
     stored = FORMATS[attention.probabilities]
     if fused and stored.precision < 24:
-        lost = (1 + stored.unit_roundoff) * columns * stored.underflow
+        roundoff = numerics.cast.units * stored.unit_roundoff
+        lost = (1 + roundoff) * columns * numerics.cast.units * stored.underflow
         if lost >= 1:
             return torch.zeros_like(total)
-        total = total + stored.unit_roundoff / (1 - stored.unit_roundoff) + lost / (1 - lost)
+        total = total + roundoff / (1 - roundoff) + lost / (1 - lost)
     return torch.expm1(total)
 
 

@@ -9,8 +9,9 @@ A run is admitted by a specification if every stored result obeys its error mode
   norm normalised before its gain, and the products of a rope before their sum;
 - inside: elements of elementwise operations and norms, the mean and the inverse root of norms, and
   probabilities before they are stored (inside.py);
-- cast: with `casts: any` the stored result is v·(1 + u·s); with `casts: nearest` it is v rounded to
-  nearest, and there is no symbol.
+- cast: with `casts: any` the stored result is v·(1 + u·s), with `any_direction` v·(1 + 2u·s), with
+  `any_toward_zero` v·(1 - u·(1 + s)); with `nearest` it is v rounded to nearest, with `toward_zero`
+  v cut off, and there is no symbol.
 
 A symbol of 1 takes all of an allowance but 2^-20. What is left over exceeds the float64 roundings
 of the simulation, so the simulated numbers are themselves those of an admitted run. What a kernel
@@ -42,7 +43,7 @@ from kcdsl_backends.attack.inside import (
 )
 from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
 from kcdsl_backends.attack.quantiser import Exceeded, moved_by, to_nearest
-from kcdsl_backends.attack.sums import nearest_to, ordered_product, sum_error
+from kcdsl_backends.attack.sums import cut_to, nearest_to, ordered_product, sum_error
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import summation_error
 from kcdsl_backends.parameters import StoredParameters
@@ -85,7 +86,7 @@ class Simulator:
     @property
     def free(self) -> bool:
         """Say whether roundings are symbols."""
-        return self.numerics.casts == "any"
+        return self.numerics.cast.free
 
     def symbol_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every rounding symbol, by its kind and node: `cast NODE`, ..."""
@@ -134,12 +135,12 @@ class Simulator:
 
     @property
     def steps(self) -> bool:
-        """Say whether some value is rounded to nearest, by a quantiser or when it is stored."""
-        stores = any(self._stores(node) and self._nearest(node) for node in self.graph.nodes)
+        """Say whether some value is rounded by steps, by a quantiser or when it is stored."""
+        stores = any(self._stores(node) and self._stepped(node) for node in self.graph.nodes)
         return stores or (not self.free and self.numerics.activations.format != "none")
 
-    def _nearest(self, node: Node) -> bool:
-        """Say whether a result that is stored has a rounding to nearest."""
+    def _stepped(self, node: Node) -> bool:
+        """Say whether a result that is stored has a rounding that is a step function."""
         precision = self._format(node).precision
         return not self.free and precision < max(24, self._inner(node).precision)
 
@@ -285,7 +286,10 @@ class Simulator:
         if "early" in named:
             stored = turned_sizes(operands) if node.op == "rope" else value - bias
             roundoff = FORMATS[self.numerics.compute].unit_roundoff
-            value = value + roundoff * named["early"] * stored
+            if self.numerics.cast.toward_zero:  # both products of a rope lose the same share
+                value = value - roundoff * (1 + named["early"]) * (value - bias)
+            else:
+                value = value + self.numerics.cast.units * roundoff * named["early"] * stored
         return value
 
     def _masked(self, node: Node, scores: Tensor) -> Tensor:
@@ -318,13 +322,17 @@ class Simulator:
         if not self._stores(node):
             return value
         format = self._format(node)
-        if self._nearest(node):
+        cast = self.numerics.cast
+        if self._stepped(node):
+            step = cut_to if cast.toward_zero else nearest_to
             if through is None:
-                value = nearest_to(value, format)
+                value = step(value, format)
             else:
-                value = through(node.name, lambda value: nearest_to(value, format), value)
+                value = through(node.name, lambda value: step(value, format), value)
+        elif symbol is not None and cast.toward_zero:
+            value = value * (1 - format.unit_roundoff * (1 + WITHIN * symbol))
         elif symbol is not None:
-            value = value * (1 + WITHIN * format.unit_roundoff * symbol)
+            value = value * (1 + WITHIN * cast.units * format.unit_roundoff * symbol)
         if not bool((value.detach().abs() <= format.largest).all()):
             raise Overflowed(f"{node.name} leaves {format.name}")
         return value
@@ -391,6 +399,8 @@ class Simulator:
         """Return the input of a linear after its quantisation: x + s·Q, or to nearest."""
         if self.numerics.activations.format == "none":
             return x
+        if self.numerics.cast.units != 1:
+            raise Overflowed(f"{node.name}: no run of a quantiser beside directed casts is known")
         runs_share = self.numerics.activations.scale not in _BY_ROWS
         if runs_share and x.dim() > len(self.graph.node(node.inputs[0]).shape):
             symbols = [None] * len(x) if symbol is None else list(symbol.expand_as(x))

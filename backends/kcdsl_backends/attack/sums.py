@@ -28,6 +28,17 @@ def nearest_to(x: Tensor, format: Format) -> Tensor:
     return x + (torch.round(still / quantum) * quantum - still)
 
 
+def cut_to(x: Tensor, format: Format) -> Tensor:
+    """Cut off toward zero to a format; gradients pass through unchanged."""
+    if format.precision >= 53:
+        return x
+    still = x.detach()
+    _, exponent = torch.frexp(still)
+    leading = torch.clamp(exponent - 1, min=format.min_exponent).to(torch.int64)
+    quantum = torch.exp2((leading - format.precision + 1).to(torch.float64))
+    return x + (torch.trunc(still / quantum) * quantum - still)
+
+
 def sum_error(
     total: Tensor, exact: Tensor, format: Format, roundings: int, before: int = 2
 ) -> Tensor:

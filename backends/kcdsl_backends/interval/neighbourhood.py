@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import Node
-from kcdsl.model.numerics import Numerics
+from kcdsl.model.numerics import CASTS, Numerics, Weights
 from kcdsl.model.weights import LEAST_FULL_SCALE, MX_BLOCK, MX_EXPONENT, QMAX, TILE
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.quantisers import LEAST_SCALE, known_steps, quantised_hull
-from kcdsl_backends.interval.rounding import nearest, power_of_two
+from kcdsl_backends.interval.rounding import power_of_two, stepped
 
 LARGEST_RHO = Fraction(1, 2)
 """No region around the weights is wider: within it no element changes its sign."""
@@ -117,16 +117,16 @@ def _pair(w: Box, train: Numerics, infer: Numerics, name: str, *, linear: bool) 
 def _storage(numerics: Numerics, *, linear: bool) -> tuple[str, ...]:
     """Return what decides how a kernel stores a parameter: kernels with the same hold the same."""
     compute = "float32" if numerics.compute == "float64" else numerics.compute
-    if not linear:
-        return (compute,)
     stored = numerics.weights
+    if not linear:
+        return (compute, stored.rounding)
     by_codes = stored.scale != "none" and numerics.activations.format != "none"
-    return (stored.format, stored.scale, "float32" if by_codes else compute)
+    return (stored.format, stored.scale, "float32" if by_codes else compute, stored.rounding)
 
 
 def held_plain(w: Box, numerics: Numerics, name: str) -> Held:
     """Return what a kernel holds of a parameter other than a linear weight."""
-    return _rounded(w, Held(w, _zero(w)), FORMATS[numerics.compute], name)
+    return _rounded(w, Held(w, _zero(w)), FORMATS[numerics.compute], numerics.weights, name)
 
 
 def held_linear(w: Box, numerics: Numerics, name: str) -> Held:
@@ -137,14 +137,14 @@ def held_linear(w: Box, numerics: Numerics, name: str) -> Held:
     """
     stored = numerics.weights
     if stored.scale == "none":
-        first = _rounded(w, Held(w, _zero(w)), FORMATS[stored.format], name)
+        first = _rounded(w, Held(w, _zero(w)), FORMATS[stored.format], stored, name)
         if _contains(FORMATS[numerics.compute], FORMATS[stored.format]):
             return first
-        return _rounded(w, first, FORMATS[numerics.compute], name)
+        return _rounded(w, first, FORMATS[numerics.compute], stored, name)
     held = _scaled(w, stored.format, stored.scale, name)
     if numerics.activations.format != "none":
         return held
-    return _rounded(w, held, FORMATS[numerics.compute], name)
+    return _rounded(w, held, FORMATS[numerics.compute], stored, name)
 
 
 def _zero(w: Box) -> Box:
@@ -159,15 +159,19 @@ def _contains(wide: Format, narrow: Format) -> bool:
     )
 
 
-def _rounded(w: Box, held: Held, format: Format, name: str) -> Held:
-    """Return numbers rounded to nearest in a format; float32 numbers stay in one as precise."""
+def _rounded(w: Box, held: Held, format: Format, stored: Weights, name: str) -> Held:
+    """Return numbers cast to a format; float32 numbers stay in one as precise.
+
+    A cast toward zero may lose twice as much as one to nearest.
+    """
     if _contains(format, _FLOAT32):
         return held
     before = held.value
-    value = Box(nearest(before.lo, format), nearest(before.hi, format))
+    casts = CASTS[stored.rounding]
+    value = Box(stepped(before.lo, format, casts), stepped(before.hi, format, casts))
     if not bool((value.mag() <= format.largest).all()):
         raise NoBound(name, f"overflow reachable: a weight may exceed {format.largest:g}")
-    cast = torch.maximum(
+    cast = casts.units * torch.maximum(
         up(format.unit_roundoff * before.mag()), torch.full_like(before.lo, format.underflow)
     )
     return Held(value, (value - w).meet(held.error.widen(cast)))

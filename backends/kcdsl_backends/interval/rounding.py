@@ -1,4 +1,4 @@
-"""Formats on float64 tensors: rounding to nearest, and storing a result (section 2)."""
+"""Formats on float64 tensors: rounding, and storing a result (section 2)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.formats import FORMATS, Format
-from kcdsl.model.numerics import Numerics
-from kcdsl_backends.interval.box import Box, up
+from kcdsl.model.numerics import Casts, Numerics
+from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound
 
 
@@ -26,10 +26,31 @@ def nearest(x: Tensor, format: Format) -> Tensor:
     """
     if format.precision >= 53:
         return x
+    quantum = _quantum(x, format)
+    return torch.round(x / quantum) * quantum
+
+
+def toward_zero(x: Tensor, format: Format) -> Tensor:
+    """Cut float64 values off to the next number of a format toward zero; zeros keep their signs.
+
+    The exponent range is unbounded above, as in `nearest`.
+    """
+    if format.precision >= 53:
+        return x
+    quantum = _quantum(x, format)
+    return torch.trunc(x / quantum) * quantum
+
+
+def _quantum(x: Tensor, format: Format) -> Tensor:
+    """Return the distance of a format's numbers from the next greater magnitude, around x."""
     _, exponent = torch.frexp(x)
     leading = (exponent - 1).clamp_min(format.min_exponent)
-    quantum = power_of_two(leading - (format.precision - 1))
-    return torch.round(x / quantum) * quantum
+    return power_of_two(leading - (format.precision - 1))
+
+
+def stepped(x: Tensor, format: Format, casts: Casts) -> Tensor:
+    """Return what a cast that is a step function makes of float64 values."""
+    return toward_zero(x, format) if casts.toward_zero else nearest(x, format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +98,22 @@ class Rounding:
         return self.compute.precision < 24
 
     @property
+    def casts(self) -> Casts:
+        """Return what a cast into a format may do."""
+        return self.numerics.cast
+
+    @property
     def free(self) -> bool:
-        """Say whether casts are free (`any`) rather than to nearest."""
-        return self.numerics.casts == "any"
+        """Say whether casts are free rather than step functions."""
+        return self.casts.free
+
+    def unit(self, format: Format) -> float:
+        """Return the relative error of one cast into a format: u, or 2u where it is directed."""
+        return self.casts.units * format.unit_roundoff
+
+    def faint(self, format: Format) -> float:
+        """Return the absolute error of one cast near zero: half the smallest subnormal, or all."""
+        return self.casts.units * format.underflow
 
     def format_for(self, role: str, op: str) -> Format:
         """Return the format in which an operation with this attention role stores its result."""
@@ -104,30 +138,60 @@ class Rounding:
         """
         before = exact.reaching(internal)
         if self.free:
-            magnitude = before.mag()
-            cast = up(format.unit_roundoff * magnitude + format.underflow, 2)
-            value = before.widen(cast)
-            error = Box.around(up(internal + cast))
+            value, error = self._freely(before, internal, format)
         elif format.precision >= max(24, inner.precision):
             value, error = before, Box.around(internal)
         else:
-            value, error = self._to_nearest(before, internal, format)
+            value, error = self._step(before, internal, format)
+            if self.casts.toward_zero:  # an infinite number is not cut off
+                self._refuse_overflow(before, inner, node)
         self._refuse_overflow(value, format, node)
         return Stored(value, error)
 
-    def _to_nearest(self, before: Box, internal: Tensor, format: Format) -> tuple[Box, Box]:
-        value = Box(nearest(before.lo, format), nearest(before.hi, format))
+    def _freely(self, before: Box, internal: Tensor, format: Format) -> tuple[Box, Box]:
+        if self.casts.toward_zero:
+            value = self.cut_freely(before, format)
+            return value, self._cut(before, self.lost(before.mag(), format)).widen(internal)
+        cast = self.lost(before.mag(), format)
+        return before.widen(cast), Box.around(up(internal + cast))
+
+    def lost(self, size: Tensor, format: Format) -> Tensor:
+        """Return how far a free cast may move numbers of at most this size."""
+        return up(self.unit(format) * size + self.faint(format), 2)
+
+    def cut_freely(self, before: Box, format: Format) -> Box:
+        """Return what free casts toward zero make of a box: no sign changes, nothing grows.
+
+        The loss is v·δ + η, at most v; what is left grows with v, so the ends are the worst.
+        """
+        zero = torch.zeros_like(before.lo)
+        low = down(before.lo - self.lost(before.lo.abs(), format)).clamp_min(0.0)
+        high = up(before.hi + self.lost(before.hi.abs(), format)).clamp_max(0.0)
+        return Box(
+            torch.where(before.lo > 0, low, torch.minimum(before.lo, zero)),
+            torch.where(before.hi < 0, high, torch.maximum(before.hi, zero)),
+        )
+
+    def _step(self, before: Box, internal: Tensor, format: Format) -> tuple[Box, Box]:
+        value = Box(*(stepped(end, format, self.casts) for end in (before.lo, before.hi)))
         anywhere = torch.maximum(
-            up(format.unit_roundoff * before.mag()),
-            torch.full_like(before.lo, format.underflow),
+            up(self.unit(format) * before.mag()), torch.full_like(before.lo, self.faint(format))
         )
         constant = Box(value.lo - before.hi, value.lo - before.lo)
         known = value.lo == value.hi
+        wide = self._cut(before, anywhere) if self.casts.toward_zero else Box.around(anywhere)
         cast = Box(
-            torch.where(known, torch.maximum(constant.lo, -anywhere), -anywhere),
-            torch.where(known, torch.minimum(constant.hi, anywhere), anywhere),
+            torch.where(known, torch.maximum(constant.lo, wide.lo), wide.lo),
+            torch.where(known, torch.minimum(constant.hi, wide.hi), wide.hi),
         )
         return value, Box(cast.lo, cast.hi).widen(internal)
+
+    @staticmethod
+    def _cut(before: Box, most: Tensor) -> Box:
+        """Return the error of casts toward zero by at most `most`: against the sign of a number."""
+        zero = torch.zeros_like(most)
+        low, high = torch.where(before.hi > 0, -most, zero), torch.where(before.lo < 0, most, zero)
+        return Box(low, high)
 
     @staticmethod
     def _refuse_overflow(value: Box, format: Format, node: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from kcdsl_certs.recheck import box, staircase
 from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.formats import nearest
+from kcdsl_certs.recheck.formats import cut, nearest
 from kcdsl_certs.recheck.spec import (
     CODE_LARGEST,
     FLOAT32,
@@ -81,25 +81,28 @@ def both(
 def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
     """Return all that decides what a kernel stores for a parameter."""
     compute = kernel.compute.name if kernel.compute.precision < FLOAT32.precision else "float32"
+    how = "cut off" if kernel.cut_weights else "to nearest"
     if not linear:
-        return (compute,)
-    return (*kernel.weights, "float32" if kernel.activations[0] != "none" else compute)
+        return (compute, how)
+    return (*kernel.weights, "float32" if kernel.activations[0] != "none" else compute, how)
 
 
 def _stored(v: Box, kernel: Kernel, linear: bool, name: str) -> Stored:
     as_it_is = Stored(v, box.exact(np.zeros(v.shape)))
     if not linear:
-        return _cast(v, as_it_is, kernel.compute, name)
+        return _cast(v, as_it_is, kernel.compute, kernel, name)
     if len(v.shape) != 2:
         raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
     kind, scale = kernel.weights
     if scale == "none":
-        found = _cast(v, as_it_is, FORMATS[kind], name)
+        found = _cast(v, as_it_is, FORMATS[kind], kernel, name)
         if _within(FORMATS[kind], kernel.compute):
             return found
     else:
         found = _coded(v, kernel, name)
-    return found if kernel.activations[0] != "none" else _cast(v, found, kernel.compute, name)
+    if kernel.activations[0] != "none":
+        return found
+    return _cast(v, found, kernel.compute, kernel, name)
 
 
 def _within(fine: Format, form: Format) -> bool:
@@ -109,14 +112,15 @@ def _within(fine: Format, form: Format) -> bool:
     )
 
 
-def _cast(v: Box, found: Stored, form: Format, name: str) -> Stored:
-    """Return what rounding to nearest makes of it; nothing where float32 numbers stay."""
+def _cast(v: Box, found: Stored, form: Format, kernel: Kernel, name: str) -> Stored:
+    """Return what the cast of a parameter makes of it; nothing where float32 numbers stay."""
     if _within(FLOAT32, form):
         return found
-    value = Box(nearest(found.value.lo, form), nearest(found.value.hi, form))
+    step, units = (cut, 2) if kernel.cut_weights else (nearest, 1)
+    value = Box(step(found.value.lo, form), step(found.value.hi, form))
     if not (np.isfinite(value.lo).all() and np.isfinite(value.hi).all()):
         raise Rejection("parameter/overflow", f"{name!r} may overflow {form.name}")
-    most = np.maximum(form.u * box.magnitude(found.value), form.eta)
+    most = units * np.maximum(form.u * box.magnitude(found.value), form.eta)
     return Stored(value, box.meet(box.sub(value, v), box.widen(found.off, most)))
 
 

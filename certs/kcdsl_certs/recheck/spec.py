@@ -58,6 +58,15 @@ _ACTIVATIONS = {
     "int8_full": ("per_tensor", "per_token", "group_128", "static"),
     "uint8": ("per_tensor", "per_token", "group_128", "static"),
 }
+# Casts: whether each is a step of a known function, whether it only goes toward zero, and how many
+# unit roundoffs and halves of the smallest subnormal it may be.
+_CASTS = {
+    "nearest": (True, False, 1),
+    "any": (False, False, 1),
+    "toward_zero": (True, True, 2),
+    "any_toward_zero": (False, True, 2),
+    "any_direction": (False, False, 2),
+}
 _STATIC = 2.0**-100, 2.0**24  # between these a static scale must be
 
 
@@ -105,7 +114,7 @@ class Kernel:
 
     compute: Format
     accumulate: Format
-    nearest: bool
+    stepped: bool  # casts are a known step function, not free
     weights: tuple[str, str]
     activations: tuple[str, str]
     fused: bool
@@ -118,6 +127,13 @@ class Kernel:
     other_unit: Unit | None = None
     absolute_sigmoid: bool = False
     static: Static | None = None
+    inward: bool = False  # casts go toward zero
+    units: int = 1  # of u and η in one cast
+    cut_weights: bool = False  # parameters are cut off toward zero
+
+    def off(self, form: Format) -> tuple[float, float]:
+        """Return u and η of one cast into a format: what it is off by, relatively and near zero."""
+        return self.units * form.u, self.units * form.eta
 
     def result(self, op: str, role: str) -> Format:
         """Return the format in which the result of an operation is stored."""
@@ -153,18 +169,21 @@ def parse_kernel(value: object, place: str) -> Kernel:
     )
     record.text("preset")
     names = tuple(FORMATS)
-    weights = record.reader("weights").exactly("format", "scale")
+    weights = record.reader("weights").exactly("format", "scale", optional=("rounding",))
     activations = record.reader("activations").exactly(
         "format", "scale", optional=("input_scale", "input_zero_point")
     )
     units = _units(record)
+    stepped, inward, most = _CASTS[record.choice("casts", tuple(_CASTS))]
+    if most != 1 and activations.text("format") != "none":
+        raise Rejection("document/numerics", "quantised activations beside directed casts")
     attention = record.reader("attention").exactly(
         "style", "scores", "probabilities", "tile", "exp_ulps"
     )
     return Kernel(
         compute=FORMATS[record.choice("compute", names)],
         accumulate=FORMATS[record.choice("accumulate", names)],
-        nearest=record.choice("casts", ("nearest", "any")) == "nearest",
+        stepped=stepped,
         weights=_weights(weights),
         activations=_activations(activations),
         fused=attention.choice("style", ("composed", "fused")) == "fused",
@@ -178,6 +197,9 @@ def parse_kernel(value: object, place: str) -> Kernel:
         absolute_sigmoid=record.has("sigmoid")
         and record.choice("sigmoid", ("absolute",)) == "absolute",
         static=_static(activations),
+        inward=inward,
+        units=most,
+        cut_weights=_cut_weights(weights),
     )
 
 
@@ -215,6 +237,14 @@ def _weights(record: Reader) -> tuple[str, str]:
     scale = record.choice("scale", _WEIGHT_SCALES)
     known = {"none": set(FORMATS), "mx": set(MX_EXPONENT)}.get(scale, {*CODE_LARGEST, *INTEGERS})
     return _allowed(kind, scale, kind in known)
+
+
+def _cut_weights(record: Reader) -> bool:
+    if not record.has("rounding"):
+        return False
+    if record.text("scale") != "none":
+        raise Rejection("document/numerics", "codes of weights are rounded to nearest")
+    return record.choice("rounding", ("toward_zero",)) == "toward_zero"
 
 
 def _activations(record: Reader) -> tuple[str, str]:

@@ -277,7 +277,7 @@ def quantised(kernel: Kernel, x: Box, error: Floats, key: str = "") -> tuple[Box
         Rejection: as `steps`.
     """
     wide, around = box.widen(x, error), box.around(np.broadcast_to(error, x.shape))
-    if not kernel.nearest or kernel.activations[0] == "none":
+    if not kernel.stepped or kernel.activations[0] == "none":
         return wide, around
     by, sure = known(steps(kernel, x, key))
     found = box.meet(hull(by, x), wide)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.block import array_digest
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.formats import Floats, nearest, saturated
+from kcdsl_certs.recheck.formats import Floats, cut, nearest, saturated
 from kcdsl_certs.recheck.safetensors import FLOATS, Tensor
 from kcdsl_certs.recheck.spec import (
     CODE_LARGEST,
@@ -55,7 +55,7 @@ class Parameters:
             Rejection: "parameter/missing", "parameter/digest", or what `as_float32` raises.
         """
         self._values: dict[str, Singles] = {}
-        self._stored: dict[tuple[str, str, tuple[str, str]], Floats] = {}
+        self._stored: dict[tuple[str, str, tuple[str, str], bool], Floats] = {}
         for key, digest in digests.items():
             if key not in tensors:
                 raise Rejection("parameter/missing", f"the checkpoint has no tensor {key!r}")
@@ -75,36 +75,37 @@ class Parameters:
 
     def plain(self, key: str, kernel: Kernel) -> Floats:
         """Return a parameter that is no linear weight, as the kernel stores it."""
-        return self._get(key, kernel.compute, ("", ""))
+        return self._get(key, kernel.compute, ("", ""), kernel.cut_weights)
 
     def linear(self, key: str, kernel: Kernel) -> Floats:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
         by_codes = kernel.activations[0] != "none"  # scales come after the product
-        return self._get(key, FLOAT32 if by_codes else kernel.compute, kernel.weights)
+        compute = FLOAT32 if by_codes else kernel.compute
+        return self._get(key, compute, kernel.weights, kernel.cut_weights)
 
-    def _get(self, key: str, compute: Format, stored: tuple[str, str]) -> Floats:
-        known = (key, compute.name, stored)
+    def _get(self, key: str, compute: Format, stored: tuple[str, str], inward: bool) -> Floats:
+        known = (key, compute.name, stored, inward)
         if known not in self._stored:
             value = self._values[key]
             if stored != ("", ""):
-                value = quantised(value, *stored, key)
-            self._stored[known] = plain(value.astype(np.float64), compute, key)
+                value = quantised(value, *stored, key, inward)
+            self._stored[known] = plain(value.astype(np.float64), compute, key, inward)
         return self._stored[known]
 
 
-def plain(values: Floats, compute: Format, name: str) -> Floats:
-    """Return values rounded to nearest even in the compute format.
+def plain(values: Floats, compute: Format, name: str, inward: bool = False) -> Floats:
+    """Return values rounded to nearest even in the compute format, or cut off toward zero.
 
     Raises:
         Rejection: "parameter/overflow" if one is beyond the format.
     """
-    found = nearest(values, compute)
+    found = (cut if inward else nearest)(values, compute)
     if not np.isfinite(found).all():
         raise Rejection("parameter/overflow", f"{name!r} overflows {compute.name}")
     return found
 
 
-def quantised(weight: Singles, kind: str, scale: str, name: str) -> Singles:
+def quantised(weight: Singles, kind: str, scale: str, name: str, inward: bool = False) -> Singles:
     """Return a linear weight after quantisation and dequantisation, in float32.
 
     Raises:
@@ -113,7 +114,7 @@ def quantised(weight: Singles, kind: str, scale: str, name: str) -> Singles:
     if weight.ndim != 2:
         raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
     if scale == "none":
-        return plain(weight.astype(np.float64), FORMATS[kind], name).astype(np.float32)
+        return plain(weight.astype(np.float64), FORMATS[kind], name, inward).astype(np.float32)
     if kind == "int8_full":
         return _full_range(weight, scale, name)
     scales = _scales(weight, kind, scale)

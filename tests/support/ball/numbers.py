@@ -102,6 +102,19 @@ def nearest(value: arb, precision: int, least_exponent: int) -> arb:
     return arb(whole if mantissa > 0 else -whole) * power(quantum)
 
 
+def cut(value: arb, precision: int, least_exponent: int) -> arb:
+    """Return the number of a format next to a ball's midpoint on the side of zero."""
+    mantissa, exponent = (int(part) for part in value.mid().man_exp())
+    if not mantissa:
+        return ZERO
+    top = abs(mantissa).bit_length() + exponent - 1
+    quantum = max(top, least_exponent) - (precision - 1)
+    if quantum <= exponent:
+        return arb(value.mid())
+    whole = abs(mantissa) >> (quantum - exponent)
+    return arb(whole if mantissa > 0 else -whole) * power(quantum)
+
+
 def outside(values: Balls, lo: Any, hi: Any) -> str:
     """Return where a number lies outside of [lo, hi] for certain, else ""."""
     low, high = np.broadcast_arrays(np.asarray(lo), np.asarray(hi))

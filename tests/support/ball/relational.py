@@ -176,16 +176,52 @@ class Kernel:
         """Return the stored value and its error (section 2)."""
         precision, lowest = FORMATS[form]
         v = y.widen(error)
-        if self.record["casts"] == "any":
-            cast = self.u(form) * v.mag + self.eta(form)
-            return v.widen(cast), around(balls(np.zeros(v.lo.shape)), error + cast)
+        u, eta = self.cast(form)
+        if self.free:
+            cast = u * v.mag + eta
+            value = self._shrunk(v, u, eta) if self.inward else v.widen(cast)
+            return value, self._off(v, cast).widen(error)
         if precision >= max(FINE, FORMATS[inner][0]):
             return v, around(balls(np.zeros(v.lo.shape)), error)
-        q = v.map(lambda x: each(lambda z: numbers.nearest(z, precision, lowest), x))
-        free = larger(self.u(form) * v.mag, self.eta(form))
+        step = numbers.cut if self.inward else numbers.nearest
+        q = v.map(lambda x: each(lambda z: step(z, precision, lowest), x))
+        free = self._off(v, larger(u * v.mag, eta))
         same = each(lambda a, b: bool(a == b), q.lo, q.hi).astype(bool)
-        wrong = Box(np.where(same, q.lo - v.hi, -free), np.where(same, q.hi - v.lo, free))
+        wrong = Box(np.where(same, q.lo - v.hi, free.lo), np.where(same, q.hi - v.lo, free.hi))
         return q, wrong.widen(error)
+
+    @property
+    def free(self) -> bool:
+        return str(self.record["casts"]).startswith("any")
+
+    @property
+    def inward(self) -> bool:
+        return str(self.record["casts"]).endswith("toward_zero")
+
+    def cast(self, form: str) -> tuple[arb, arb]:
+        """Return u and η of one cast: twice that of a rounding to nearest where it is directed."""
+        times = 1 if self.record["casts"] in ("any", "nearest") else 2
+        return times * self.u(form), times * self.eta(form)
+
+    def held(self, value: arb) -> arb:
+        """Return a constant as the kernel stores it."""
+        inward = self.record["weights"].get("rounding") == "toward_zero"
+        return (numbers.cut if inward else numbers.nearest)(value, *FORMATS[self.compute])
+
+    def _off(self, v: Box, most_of: Balls) -> Box:
+        if not self.inward:
+            return Box(-most_of, most_of)
+        zero = balls(np.zeros(v.lo.shape))
+        positive = each(lambda x: bool(x > 0), v.hi).astype(bool)
+        negative = each(lambda x: bool(x < 0), v.lo).astype(bool)
+        return Box(np.where(positive, -most_of, zero), np.where(negative, most_of, zero))
+
+    def _shrunk(self, v: Box, u: arb, eta: arb) -> Box:
+        def less(z: arb) -> arb:
+            return (abs(z) * (1 - u) - eta).max(numbers.ZERO) * z.sgn()
+
+        low = each(lambda z: less(z) if z > 0 else z, v.lo)
+        return Box(low, each(lambda z: less(z) if z < 0 else z, v.hi))
 
     def accumulated(self, magnitudes: Balls, result: Balls, k: int, j: int) -> Balls:
         """Return A_k,j(S, Y)."""
@@ -257,10 +293,7 @@ class Page:
         value = self.graph.constants[node["attrs"]["key"]]
         if value.dtype == bool:
             return value
-        sides = [
-            known(each(lambda x, k=k: numbers.nearest(x, *FORMATS[k.compute]), balls(value)))
-            for k in self.kernels
-        ]
+        sides = [known(each(lambda x, k=k: k.held(x), balls(value))) for k in self.kernels]
         return State(sides[0], sides[1], sides[1] - sides[0])
 
     def _moved(self, node: Any, move: Callable[[Balls], Balls]) -> State:
@@ -325,8 +358,9 @@ class Page:
             terms = side.mag @ weight.mag + (bias.mag if bias is not None else 0)
             error = kernel.accumulated(terms, result.mag, n, 2)
             error = error + kernel.flushed(side.mag, weight.mag)
-            if biased and kernel.record["casts"] == "any" and kernel.coarse:
-                cast = kernel.u(kernel.compute) * (product.mag + error) + kernel.eta(kernel.compute)
+            if biased and kernel.free and kernel.coarse:
+                u, eta = kernel.cast(kernel.compute)
+                cast = u * (product.mag + error) + eta
                 error = error + cast
             errors.append(error)
         return self.settle(node, (*y, d), errors, sums=True)
@@ -440,8 +474,8 @@ class Page:
             p = side.mag * cos.mag + other.mag * sin.mag
             error = gamma(4, kernel.u_f) * p + 2 * kernel.eta_f
             if kernel.coarse:
-                u = kernel.u(kernel.compute) * (1 + numbers.power(-10))
-                error = error + u * p + 2 * kernel.eta(kernel.compute)
+                u, eta = kernel.cast(kernel.compute)
+                error = error + u * (1 + numbers.power(-10)) * p + 2 * eta
             errors.append(error)
         return self.settle(node, (*y, d), errors)
 
@@ -636,7 +670,7 @@ def _extreme(low: arb, high: arb, t: arb, sign: int) -> arb:
 
 def _softmax_rounding(kernel: Kernel, s: Box, high: Balls, n: int) -> Balls:
     form = kernel.record["attention"]["probabilities"]
-    u, u_p, eta_p = kernel.u_f, kernel.u(form), kernel.eta(form)
+    u, (u_p, eta_p) = kernel.u_f, kernel.cast(form)
     spread = max_of(s.hi) - min_of(s.lo)
     a = u * (spread + 2 * max_of(s.mag)) if kernel.fused else u * spread
     epsilon = 2 * int(kernel.record["attention"]["exp_ulps"]) * u
@@ -724,6 +758,7 @@ def _norm_error(
     y = at.y.mag
     e_n = theta * y + e_c * at.r.hi * (1 + theta)
     if kernel.coarse:
-        e_n = e_n + kernel.u(kernel.compute) * (y + e_n) + kernel.eta(kernel.compute)
+        u_c, eta_c = kernel.cast(kernel.compute)
+        e_n = e_n + u_c * (y + e_n) + eta_c
     tiny = eta * (1 + gain + 3 * most(x.mag))
     return np.asarray(e_n * gain + 3 * u * (y * gain + e_n * gain + bias) + tiny, dtype=object)

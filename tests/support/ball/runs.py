@@ -48,13 +48,25 @@ class BallRun(kernels.Run):
         found = balls(v)
         if self.exact:
             return found
-        if self.numerics["casts"] == "any":
-            moved = self.wobble(found, form) + self.faint(form) * balls(self.lean(found.shape))
-            return np.asarray(moved, dtype=object)
+        match self.numerics["casts"]:
+            case "any":
+                moved = self.wobble(found, form) + self.faint(form) * balls(self.lean(found.shape))
+                return np.asarray(moved, dtype=object)
+            case "any_direction":
+                moved = self.wobble(found, form, 2.0)
+                moved = moved + 2 * self.faint(form) * balls(self.lean(found.shape))
+                return np.asarray(moved, dtype=object)
+            case "any_toward_zero":
+                share = self.roundoff(form) * (1 + balls(self.lean(found.shape)))
+                less = each(abs, found) * (1 - share)
+                less = less - self.faint(form) * (1 + balls(self.lean(found.shape)))
+                least_of = each(lambda x, y: x.max(numbers.ZERO) * y.sgn(), less, found)
+                return np.asarray(least_of, dtype=object)
         precision, least = FORMATS[form]
         if precision >= max(24, FORMATS[inner][0]):
             return found
-        return each(lambda x: numbers.nearest(x, precision, least), found)
+        step = numbers.cut if self.numerics["casts"] == "toward_zero" else numbers.nearest
+        return each(lambda x: step(x, precision, least), found)
 
     def dot(self, a: Any, b: Any) -> Balls:
         a, b = balls(a), balls(b)

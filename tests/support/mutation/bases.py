@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,87 +16,22 @@ from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import proofs
+from tests.support.mutation.blocks import (
+    IDS,
+    Build,
+    decoder,
+    encoder,
+    everything_else,
+    feed,
+    gated,
+    head,
+    short_decoder,
+    wide,
+)
 from tests.support.mutation.changes import record_of
-from tests.support.plane_blocks import feed_forward
 
 Document = dict[str, Any]
-Build = Callable[[np.random.Generator], Any]
 N = proofs.numerics
-
-
-def decoder(rng: np.random.Generator) -> Any:
-    """Return a llama-like attention: rms norm, rope, grouped queries, causal mask, residual."""
-    return proofs.attention(rng, rows=3, heads=2, kv_heads=1, size=2)
-
-
-def short_decoder(rng: np.random.Generator) -> Any:
-    """Return the same at two rows, to be read at any length."""
-    return proofs.attention(rng, rows=2, heads=2, kv_heads=1, size=4)
-
-
-def gated(rng: np.random.Generator) -> Any:
-    """Return a llama-like MLP: silu times a gate."""
-    return proofs.mlp(rng, "silu", rows=2, width=4)
-
-
-def encoder(rng: np.random.Generator, rows: int = 3, heads: int = 2, size: int = 2) -> Any:
-    """Return a bert-like layer: biased attention, scaled scores, layer norms, gelu."""
-    width = heads * size
-    g = proofs.Graph((rows, width))
-    x = g.add("input", [], (rows, width))
-    parts = {}
-    for name in "qkv":
-        w = g.param(f"{name}.weight", rng.standard_normal((width, width)) / width**0.5)
-        b = g.param(f"{name}.bias", 0.1 * rng.standard_normal(width))
-        y = g.add("linear", [x, w, b], (rows, width))
-        y = g.add("reshape", [y], (rows, heads, size), shape=[rows, heads, size])
-        parts[name] = g.add("permute", [y], (heads, rows, size), dims=[1, 0, 2])
-    k = g.add("permute", [parts["k"]], (heads, size, rows), dims=[0, 2, 1])
-    square = (heads, rows, rows)
-    s = g.add("matmul", [parts["q"], k], square, role="scores")
-    s = g.add("scale", [s], square, role="scores", factor=size**-0.5)
-    p = g.add("softmax", [s], square, role="probabilities")
-    c = g.add("matmul", [p, parts["v"]], (heads, rows, size), role="context")
-    c = g.add("permute", [c], (rows, heads, size), dims=[1, 0, 2])
-    c = g.add("reshape", [c], (rows, width), shape=[rows, width])
-    w = g.param("o.weight", rng.standard_normal((width, width)) / width**0.5)
-    h = g.add("add", [x, g.add("linear", [c, w], (rows, width))], (rows, width))
-    one = g.param("norm.weight", 1 + 0.1 * rng.standard_normal(width))
-    zero = g.param("norm.bias", 0.1 * rng.standard_normal(width))
-    h = g.add("layer_norm", [h, one, zero], (rows, width), eps=1e-5)
-    up = g.param("up.weight", rng.standard_normal((6, width)) / width**0.5)
-    y = g.add("gelu", [g.add("linear", [h, up], (rows, 6))], (rows, 6))
-    down = g.param("down.weight", rng.standard_normal((width, 6)) / 6**0.5)
-    g.add("add", [h, g.add("linear", [y, down], (rows, width))], (rows, width))
-    return g
-
-
-def head(rng: np.random.Generator) -> Any:
-    """Return a language model without layers: embedding, norm, and a head of its own table."""
-    g = proofs.Graph(None)
-    table = g.param("table", rng.standard_normal((5, 4)))
-    x = g.add("embedding", [table], (3, 4), ids=list(IDS))
-    weight = g.param("norm.weight", 1 + 0.1 * rng.standard_normal(4))
-    h = g.add("rms_norm", [x, weight], (3, 4), eps=1e-6)
-    logits = g.param("head", 2 * rng.standard_normal((5, 4)))
-    g.add("linear", [h, logits], (3, 5))
-    return g
-
-
-def everything_else(rng: np.random.Generator) -> Any:
-    """Return what the other blocks lack: tanh, and everything that is linear piece by piece."""
-    g = proofs.piecewise(rng, rows=2, width=2)
-    shape = tuple(g.nodes[-1]["shape"])
-    g.add("tanh", [g.output], shape)
-    return g
-
-
-def feed(rng: np.random.Generator) -> Any:
-    """Return linears with ReLU between them, twice."""
-    return feed_forward(rng, rows=2, width=3, inner=5, layers=2)
-
-
-IDS = (4, 0, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +66,11 @@ CORE = {"linears": UNIT, "others": {**UNIT, "fraction_bits": 22, "result_bits": 
 INT8 = ("int8", "per_channel")
 FP8 = ("fp8_e4m3", "per_channel")
 DYNAMIC = ("fp8_e4m3", "per_token")
+GROUPS = ("fp8_e4m3", "group_128")
+CUT = {"format": "bfloat16", "scale": "none", "rounding": "toward_zero"}
+NAMED = proofs.static(
+    "int8", {"up": 2.0**-5, "gate": [2.0**-5, 2.0**-6, 2.0**-5, 2.0**-5], "*": 2.0**-4}
+)
 BASES: dict[str, Base] = {
     "decoder, interval, fused": Base(
         decoder, "interval", "inf", "ball", N("float32", "nearest"),
@@ -213,6 +154,65 @@ BASES: dict[str, Base] = {
         encoder, "affine", "inf", "ball", N("float32", "any"), N("bfloat16", "any"),
         chance={"alpha": "0.000001", "functionals": 4096},
     ),
+    "wide, interval, groups of channels": Base(
+        wide, "interval", "inf", "ball", N("float32", "nearest"),
+        N("bfloat16", "any", weights=GROUPS, activations=GROUPS),
+    ),
+    "wide, affine, groups of channels": Base(
+        wide, "affine", "2", "ball", N("float32", "any"),
+        N("float32", "nearest", weights=("int8", "group_128"), activations=("int8", "group_128")),
+        radius=2.0**-6,
+    ),
+    "wide, planes, groups of channels": Base(
+        wide, "planes", "inf", "hull", N("float32", "nearest", weights=GROUPS, activations=GROUPS),
+        N("bfloat16", "any", weights=("fp8_e4m3", "block_128"), activations=GROUPS),
+    ),
+    "wide, affine, groups, around the weights": Base(
+        wide, "affine", "inf", "points", N("float32", "nearest"),
+        N("bfloat16", "any", weights=("int8_full", "group_128")), weights="1/48",
+    ),
+    "gated MLP, affine, static scales": Base(
+        gated, "affine", "inf", "ball", N("float32", "nearest"),
+        N("float32", "nearest", weights=INT8, activations=NAMED), radius=2.0**-6,
+    ),
+    "gated MLP, planes, static scales": Base(
+        gated, "planes", "2", "points", N("float32", "nearest"),
+        N("bfloat16", "any", activations=proofs.static("fp8_e4m3", 2.0**-4)),
+    ),
+    "encoder, affine and planes, box": Base(
+        encoder, "affine+planes", "span", "hull", N("float32", "nearest"),
+        N("bfloat16", "any", style="fused"), radius=2.0**-6, passes=True,
+    ),
+    "feed-forward, affine and planes, box": Base(
+        feed, "affine+planes", "inf", "ball", N("float32", "any"),
+        N("bfloat16", "nearest", weights=FP8), radius=2.0**-3, planes=True,
+    ),
+    "decoder, affine, by chance": Base(
+        decoder, "affine", "2", "points", with_more(N("float32", "any"), tensor_core=CORE),
+        N("bfloat16", "any", style="fused", weights=FP8),
+        chance={"alpha": "1/96", "functionals": 4096},
+    ),
+    "gated MLP, affine, by chance, static scales": Base(
+        gated, "affine", "span", "points", N("float32", "any"),
+        N("float16", "any", weights=INT8, activations=NAMED),
+        chance={"alpha": "0.001", "functionals": 4096},
+    ),
+    "decoder, interval, toward zero": Base(
+        decoder, "interval", "inf", "ball", N("float32", "any_direction"),
+        with_more(N("bfloat16", "toward_zero", style="fused"), weights=CUT),
+    ),
+    "gated MLP, affine, toward zero": Base(
+        gated, "affine", "2", "points", with_more(N("float32", "any_toward_zero"), weights=CUT),
+        with_more(N("bfloat16", "any_toward_zero"), weights=CUT),
+    ),
+    "feed-forward, planes, toward zero": Base(
+        feed, "planes", "inf", "hull", N("float32", "toward_zero"),
+        with_more(N("bfloat16", "any_direction"), weights=CUT), radius=2.0**-3, planes=True,
+    ),
+    "encoder, interval, any length": Base(
+        partial(encoder, rows=2), "interval", "inf", "rows", N("float32", "any"),
+        N("bfloat16", "any", style="fused", weights=FP8),
+    ),
 }  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def made(name: str, folder: Path) -> tuple[Document, Path, Any]:
         wide = base.radius * rng.uniform(0.25, 1, shape)
         case["region"]["radius"] = record_of(wide)
     if base.region == "rows":
-        case["region"] |= {"kind": "rows", "longest": LONGEST, "tables": tables(graph)}
+        case["region"] |= {"kind": "rows", "longest": LONGEST, **tables(graph)}
     if base.chance:
         case["chance"] = dict(base.chance)
     if base.weights:
@@ -264,13 +264,14 @@ LONGEST = 5
 
 
 def tables(graph: Any) -> Document:
-    """Return the tables of positions of a decoder at two rows, for the longest sequence."""
+    """Return the field of tables of positions, for the longest sequence, where a block has any."""
     long = proofs.attention(np.random.default_rng(0), rows=LONGEST, heads=2, kv_heads=1, size=4)
-    return {
+    found = {
         node["name"]: record_of(long.constants[node["attrs"]["key"]])
         for node in graph.nodes
         if node["op"] == "constant" and node["attrs"]["key"] in ("cos", "sin")
     }
+    return {"tables": found} if found else {}
 
 
 PASSES = {

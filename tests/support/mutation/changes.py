@@ -255,7 +255,8 @@ def _of_array(path: Path, field: str, record: Document) -> Iterator[Change]:
     ):
         yield Change(path, inside, "encoding", what, _put((*path, "data"), new))
     turned = {**record, "shape": record["shape"][::-1]}
-    yield Change(path, f"{field}.shape", "other", "turned", _put(path, turned))
+    if turned != record:
+        yield Change(path, f"{field}.shape", "other", "turned", _put(path, turned))
     for kind in ("float64", "float32", "bool", "int64", "float16"):
         if kind != record["dtype"]:
             other = {**record, "dtype": kind}
@@ -264,7 +265,8 @@ def _of_array(path: Path, field: str, record: Document) -> Iterator[Change]:
                 recast = record_of(np.nan_to_num(value).astype(kind))
                 yield Change(path, field, "other", f"cast to {kind}", _put(path, recast))
     flat = record_of(value.reshape(-1))
-    yield Change(path, field, "other", "flattened", _put(path, flat))
+    if flat != record:
+        yield Change(path, field, "other", "flattened", _put(path, flat))
 
 
 def _elements(value: Any) -> Iterator[tuple[str, str, Any]]:

@@ -10,7 +10,11 @@ OPS = (
     "divide", "shift", "neg", "relu", "tanh", "silu", "gelu", "reshape", "expand", "permute",
     "slice", "concat", "softmax", "rms_norm", "layer_norm", "rope", "exp",
 )  # fmt: skip
-SCALES = ("none", "per_tensor", "per_channel", "per_token", "block_128", "mx")
+SCALES = (
+    "none", "per_tensor", "per_channel", "per_token", "block_128", "group_128", "mx", "static",
+)  # fmt: skip
+CASTS = ("any", "nearest", "toward_zero", "any_toward_zero", "any_direction", "free")
+CODES = ("int8", "int8_full", "uint8")
 NODE = "graphs{}.graph.nodes[]"
 
 WORDS: dict[str, tuple[str, ...]] = {
@@ -19,6 +23,9 @@ WORDS: dict[str, tuple[str, ...]] = {
     "claim": ("held", (1.0).hex()),
     "functional.kind": ("inf", "2", "span", "no_flip", "1"),
     "cases[].claim": ("held", (1.0).hex()),
+    "cases[].chance.alpha": (
+        *("0.001", "0.05", "1/48", "0.00000001", "0.0010", "1e-3", "0", "-0.001", "1/10", "nan"),
+    ),
     "cases[].domain": ("interval", "affine", "planes", "affine+planes", "zonotope"),
     "cases[].planes.met[].unknown": ("deviation", "drift", "value"),
     "cases[].planes.searched[].side": ("below", "above", "both"),
@@ -46,10 +53,11 @@ WORDS: dict[str, tuple[str, ...]] = {
                 f"numerics.{side}.preset": ("torch-eager", "fp8-weights"),
                 f"numerics.{side}.compute": FORMATS,
                 f"numerics.{side}.accumulate": FORMATS,
-                f"numerics.{side}.casts": ("any", "nearest", "free"),
-                f"numerics.{side}.weights.format": (*FORMATS, "int8", "none"),
+                f"numerics.{side}.casts": CASTS,
+                f"numerics.{side}.weights.format": (*FORMATS, *CODES, "none"),
                 f"numerics.{side}.weights.scale": SCALES,
-                f"numerics.{side}.activations.format": (*FORMATS, "int8", "uint8", "none"),
+                f"numerics.{side}.weights.rounding": ("toward_zero", "nearest", "up"),
+                f"numerics.{side}.activations.format": (*FORMATS, *CODES, "none"),
                 f"numerics.{side}.activations.scale": SCALES,
                 f"numerics.{side}.results{{}}": FORMATS,
                 f"numerics.{side}.sigmoid": ("absolute", "relative"),

@@ -60,7 +60,24 @@ def test_an_adapter_serves_its_own_preset_and_those_it_names(run: str) -> None:
         refuse_unserved(run, adapter, resolve({"preset": preset}), adapter.devices[-1])
 
 
+@pytest.mark.parametrize("run", ADAPTERS)
+def test_casts_of_any_direction_admit_what_rounds_to_nearest(run: str) -> None:
+    """Casts toward zero do not: no run of a library would say anything about them."""
+    adapter = ADAPTERS[run]
+    if adapter.activations[0].format != "none":
+        return
+    given, device = {"preset": ADAPTER_PRESETS[run]}, adapter.devices[-1]
+    refuse_unserved(run, adapter, resolve({**given, "casts": "any_direction"}), device)
+    for casts in ("toward_zero", "any_toward_zero"):
+        with refused(KERNEL_NUMERICS, "it rounds to nearest", f"`{casts}`"):
+            refuse_unserved(run, adapter, resolve({**given, "casts": casts}), device)
+
+
 UNSERVED: dict[str, tuple[KernelRef, tuple[str, ...]]] = {
+    "weights that are cut off": (
+        kernel("torch.eager", compute="bfloat16", weights={"rounding": "toward_zero"}),
+        ("it rounds weights to nearest, not toward_zero",),
+    ),
     "a compiler places roundings": (kernel("torch.compile", casts="nearest"), ("`any`",)),
     "a compiler may fuse": (
         kernel("torch.compile", preset="torch-eager"),

@@ -551,7 +551,6 @@ WEIGHTLESS = {
     "cases[].region.centre.data": {"lower", "raise"},
     "cases[].region.kind": {"other"},
     "cases[].region.radius.data": {"lower"},
-    "cases[].region.radius.shape": {"other"},
     "claim": {"raise"},
 }
 """Fields of which some change is accepted, and the kinds of change (docs/chains.md). Lowerings are

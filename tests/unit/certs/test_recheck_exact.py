@@ -83,6 +83,14 @@ PAIRS = [
         )
     ),
     (
+        proofs.numerics("float32", "nearest"),
+        proofs.numerics("bfloat16", "toward_zero", weights=("bfloat16", "none", "toward_zero")),
+    ),
+    (
+        proofs.numerics("bfloat16", "any_toward_zero"),
+        proofs.numerics("float16", "any_direction", weights=("fp8_e4m3", "none", "toward_zero")),
+    ),
+    (
         proofs.numerics("float64", "any", accumulate="float64"),
         proofs.numerics(
             "float64",
@@ -115,7 +123,7 @@ def test_doubles_enclose_rationals_closely(tmp_path: Path, pair: Any, radius: fl
         states = {n.name: numeric(v) for n, v in propagate(scene)}
     assert set(states) == set(exact)
     stepped = any(
-        k.nearest and (k.coarse or k.activations[0] != "none") for k in (proof.train, proof.infer)
+        k.stepped and (k.coarse or k.activations[0] != "none") for k in (proof.train, proof.infer)
     )
     for name, state in states.items():
         for part in ("t", "i", "d"):

@@ -17,8 +17,10 @@ from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
+from kcdsl_certs.recheck.planes import rows
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import proofs
+from tests.support.affine_rules import straight_oddly
 from tests.support.mutation.bases import made
 from tests.support.mutation.changes import array_of, record_of
 
@@ -72,6 +74,12 @@ BAD: dict[str, Edit] = {
     "slopes of another shape": lambda case: hints(case)["slopes"][0].update(
         values=record_of(np.zeros((6, 1), dtype=np.float32))
     ),
+    "elements in one row": lambda case: hints(case)["slopes"][0].update(
+        at=record_of(array_of(hints(case)["slopes"][0]["at"]).reshape(-1))
+    ),
+    "elements by number": lambda case: hints(case)["slopes"][0].update(
+        at=record_of(array_of(hints(case)["slopes"][0]["at"]).astype(np.int64))
+    ),
     "slopes in doubles": lambda case: hints(case)["slopes"][0].update(
         values=record_of(array_of(hints(case)["slopes"][0]["values"]).astype(np.float64))
     ),
@@ -99,6 +107,14 @@ BAD: dict[str, Edit] = {
 @pytest.mark.parametrize("name", BAD)
 def test_hints_that_are_none(base: tuple[Document, Path], name: str) -> None:
     assert outcome(base, BAD[name])[0] == "document/planes"
+
+
+def test_no_more_elements_with_slopes_of_their_own_than_may_be(base: tuple[Document, Path]) -> None:
+    def edit(case: Document) -> None:
+        hints(case)["searched"] = hints(case)["searched"][:1] * 4097
+
+    reason, detail = outcome(base, edit)
+    assert (reason, detail[:13]) == ("document/planes", "4097 elements"), detail
 
 
 def test_slopes_so_large_that_nothing_follows(base: tuple[Document, Path]) -> None:
@@ -158,6 +174,47 @@ def test_the_walk_itself_refuses_what_planes_do_not_know(
     more: dict[str, Any] = {"drift": Box(zero, zero), "rho": Fraction(1, 1000)}
     with pytest.raises(Rejection, match="document/domain"):
         planes.derive(replace(scene, **{what: more[what]}))
+
+
+@pytest.mark.parametrize("name", [FEED, "decoder, planes", "encoder, affine and planes, box"])
+def test_functionals_made_a_few_at_a_time_say_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows wider than 256 are bounded part by part."""
+    document, path, _ = made(name, tmp_path)
+    proof = parse(proofs.dump(document))
+    doubles, case = Doubles(proof, read(path).tensors), proof.cases[0]
+    found = []
+    for numbers in (rows._NUMBERS, 1):
+        monkeypatch.setattr(rows, "_NUMBERS", numbers)
+        with np.errstate(all="ignore"):
+            found.append(planes.derive(doubles.scene(case), case.planes))
+    at_once, apart = (one.output.d for one in found)
+    narrow = 2.0**-40 * (at_once.hi - at_once.lo)
+    assert (np.abs(apart.lo - at_once.lo) <= narrow).all()
+    assert (np.abs(apart.hi - at_once.hi) <= narrow).all()
+
+
+def broadcast(op: str) -> Any:
+    """Return a product of operands of other shapes: matrices of heads times one, rows times one."""
+    if op == "matmul":
+        return straight_oddly("values of one column")(np.random.default_rng(1))
+    g = proofs.Graph((2, 3))
+    x = g.add("input", [], (2, 3))
+    one = g.add("slice", [x], (1, 3), dim=0, start=0, stop=1, step=1)
+    g.add("mul", [x, one], (2, 3))
+    return g
+
+
+@pytest.mark.parametrize("op", ["mul", "matmul"])
+def test_products_that_broadcast_have_no_planes(op: str, tmp_path: Path) -> None:
+    graph, path = broadcast(op), tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    side, centre = proofs.numerics("float32"), np.zeros(graph.input_shape)
+    document = proofs.document(graph, side, side, sha256, centre)
+    assert recheck(proofs.dump(document), path).ok
+    document["cases"][0]["domain"] = "planes"
+    assert recheck(proofs.dump(document), path).reason == "bound/not-finite"
 
 
 def test_links_of_chains_refuse_planes(base: tuple[Document, Path]) -> None:

@@ -44,12 +44,27 @@ def test_directions() -> None:
         "determinism",
         "embedding_cosine",
         "margin",
+        "logit_cosine",
+        "stable_fraction",
+        "jaccard1",
+        "jaccard5",
+        "jaccard10",
+        "rbo10",
+        "greedy_divergence_step",
+        "ess_frac",
+        "ess_seq",
+        "pearson_p",
+        "pearson_logp",
+        "grad_cosine",
+        "router_agreement",
+        "router_margin",
     }
 
 
 def test_families() -> None:
     runtime = {name for name, metric in METRICS.items() if metric.family is Family.RUNTIME}
-    assert runtime == {"latency", "throughput", "peak_memory", "failure_rate", "determinism"}
+    timed = {"latency", "ttft", "tpot", "throughput"}
+    assert runtime == timed | {"peak_memory", "kv_memory", "failure_rate", "determinism"}
 
 
 def test_what_names_of_the_record_form_begin_with_begins_no_metric() -> None:

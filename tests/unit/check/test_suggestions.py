@@ -53,7 +53,7 @@ kernels:
       compute: float32
       accumulate: float32
       casts: any
-      weights: {format: fp8_e4m3, scale: per_tensor}
+      weights: {format: fp8_e4m3, scale: per_tensor, rounding: nearest}
       activations: {format: uint8, scale: static, input_scale: 0.1, input_zero_point: 12}
       attention: {style: fused, tile: 16, probabilities: float32, scores: float32, exp_ulps: 2}
 slices:

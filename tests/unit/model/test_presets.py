@@ -14,7 +14,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import NUMERICS
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
-from kcdsl.model.numerics import Activations, Attention, Weights
+from kcdsl.model.numerics import CASTS, Activations, Attention, Weights
 from kcdsl.model.presets import ADAPTER_PRESETS, PRESETS, TENSOR_CORES, resolve
 
 
@@ -227,6 +227,17 @@ def test_a_kernel_without_a_preset_takes_that_of_its_adapter() -> None:
         ({"accumulat": "float32"}, ("'accumulat'", "did you mean 'accumulate'")),
         ({"accumulate": "float16"}, ("coarser than compute",)),
         ({"casts": "round"}, ("casts", "nearest, any")),
+        ({"casts": "truncate"}, ("casts", "toward_zero")),
+        ({"casts": "any_direcion"}, ("casts", "did you mean 'any_direction'")),
+        (
+            {"casts": "toward_zero", "activations": {"format": "int8", "scale": "per_token"}},
+            ("'toward_zero'", "quantised to int8", "round to nearest"),
+        ),
+        ({"weights": {"rounding": "up"}}, ("weights.rounding", "nearest, toward_zero")),
+        (
+            {"weights": {"format": "int8", "scale": "per_channel", "rounding": "toward_zero"}},
+            ("weights with a scale", "toward_zero"),
+        ),
         ({"weights": "int8"}, ("weights", "mapping")),
         ({"weights": {"format": "int8"}}, ("need a scale", "per_channel")),
         ({"weights": {"format": "bfloat16", "scale": "per_tensor"}}, ("have no scale",)),
@@ -335,3 +346,26 @@ def test_tensor_cores_without_a_meaning_are_refused() -> None:
     ):
         with refused(words):
             resolve({**base, "tensor_core": {"linears": wrong, "others": unit}})
+
+
+def test_casts_that_are_not_to_nearest() -> None:
+    """Each word says whether a cast is free, where it goes, and how many roundoffs it may be."""
+    cut = {"format": "bfloat16", "rounding": "toward_zero"}
+    given = {"preset": "torch-eager", "compute": "bfloat16"}
+    found = resolve({**given, "casts": "toward_zero", "weights": cut})
+    assert (found.cast.free, found.cast.toward_zero, found.cast.units) == (False, True, 2)
+    assert found.weights == Weights("bfloat16", rounding="toward_zero")
+    record = found.to_json()
+    assert record["casts"] == "toward_zero"
+    assert record["weights"] == {**cut, "scale": "none"}
+    assert resolve(record) == found
+    assert resolve({**given, "casts": "any"}).cast.units == 1
+    assert resolve({**given, "casts": "any_direction"}).cast == CASTS["any_direction"]
+    assert set(CASTS) == {"nearest", "any", "toward_zero", "any_toward_zero", "any_direction"}
+
+
+def test_what_is_to_nearest_has_the_record_that_it_had() -> None:
+    """`rounding` stands in it only where it says something, so no digest changes."""
+    plain = resolve({"preset": "torch-eager", "weights": {"rounding": "nearest"}})
+    assert plain == resolve({"preset": "torch-eager"})
+    assert plain.to_json()["weights"] == {"format": "float32", "scale": "none"}

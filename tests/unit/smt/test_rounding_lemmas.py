@@ -100,6 +100,71 @@ def test_casts_are_monotone(target: z3.FPSortRef) -> None:
     assert proved(ordered, claim=claim)
 
 
+INWARD = z3.RTZ()
+TARGETS = [
+    pytest.param(E4M3, HALF, SINGLE, 2.0**-4, 2.0**-10, 240.0, id="fp8_e4m3"),
+    pytest.param(E5M2, HALF, SINGLE, 2.0**-3, 2.0**-17, 57344.0, id="fp8_e5m2"),
+    pytest.param(HALF, SINGLE, WIDE, 2.0**-11, 2.0**-25, 65504.0, id="float16"),
+    pytest.param(
+        BFLOAT, SINGLE, WIDE, 2.0**-8, 2.0**-134, float.fromhex("0x1.fep+127"), id="bfloat16"
+    ),
+]
+
+
+def cut_off(
+    source: z3.FPSortRef, target: z3.FPSortRef, exact: z3.FPSortRef
+) -> tuple[z3.FPRef, z3.FPRef, z3.FPRef]:
+    """Return x, |x| and |what is left of x cut off toward zero|, the last two exactly."""
+    x = z3.FP("x", source)
+    left = z3.fpToFP(NEAREST, z3.fpToFP(INWARD, x, target), exact)
+    return x, z3.fpAbs(z3.fpToFP(NEAREST, x, exact)), z3.fpAbs(left)
+
+
+@pytest.mark.parametrize(("target", "source", "exact", "u", "eta", "largest"), TARGETS)
+def test_casts_toward_zero_lose_less_than_two_roundoffs(
+    target: z3.FPSortRef,
+    source: z3.FPSortRef,
+    exact: z3.FPSortRef,
+    u: float,
+    eta: float,
+    largest: float,
+) -> None:
+    """0 <= |x| - |cut(x)| < max(2u|x|, 2η): u or half a subnormal would be too little."""
+    x, size, left = cut_off(source, target, exact)
+    inside = z3.And(z3.Not(z3.fpIsNaN(x)), z3.fpLEQ(size, value(largest, exact)))
+    lost = z3.fpSub(NEAREST, size, left)
+
+    def within(roundoffs: float, subnormals: float) -> z3.BoolRef:
+        scaled = z3.fpMul(NEAREST, value(roundoffs * u, exact), size)
+        faint = value(subnormals * 2 * eta, exact)
+        return z3.Or(z3.fpLEQ(lost, scaled), z3.fpLT(lost, faint))
+
+    assert proved(inside, claim=z3.And(z3.fpLEQ(left, size), within(2, 1)))
+    assert not proved(inside, claim=within(1, 1))
+    assert not proved(inside, claim=within(2, 0.5))
+
+
+@pytest.mark.parametrize(("target", "source", "exact", "u", "eta", "largest"), TARGETS)
+def test_casts_toward_zero_keep_order_sign_and_grid_and_never_overflow(
+    target: z3.FPSortRef,
+    source: z3.FPSortRef,
+    exact: z3.FPSortRef,
+    u: float,
+    eta: float,
+    largest: float,
+) -> None:
+    """What is finite stays finite: beyond the largest number the largest is what is left."""
+    x, y = z3.FP("x", source), z3.FP("y", source)
+    one, two = (z3.fpToFP(INWARD, v, target) for v in (x, y))
+    finite = z3.Not(z3.Or(z3.fpIsNaN(x), z3.fpIsInf(x)))
+    again = z3.fpToFP(INWARD, z3.fpToFP(NEAREST, one, source), target)
+    fits = z3.fpLEQ(z3.fpAbs(one), value(largest, target))
+    signs = z3.fpIsNegative(one) == z3.fpIsNegative(x)
+    assert proved(finite, claim=z3.And(z3.Not(z3.fpIsInf(one)), fits, signs, again == one))
+    if source == HALF:
+        assert proved(z3.fpLEQ(x, y), claim=z3.fpLEQ(one, two))
+
+
 def test_the_ratio_of_an_element_and_its_scale_stays_within_the_format() -> None:
     """|v| <= amax gives |v|/(amax/448) <= 464: with codes above 448 cut off, nothing is NaN.
 

@@ -251,8 +251,8 @@ def rope(run: KernelRun, node: Node) -> None:
     if kernel.coarse:
         refuse_overflow(node.name, terms, kernel.compute)
         early = kernel.compute
-        cast = early.unit_roundoff * (1.0 + 2.0**-10) * terms
-        error, parts = error + cast + 2 * early.underflow, parts.cast(cast, 2 * early.underflow)
+        cast, faint = kernel.unit(early) * (1.0 + 2.0**-10) * terms, 2 * kernel.faint(early)
+        error, parts = error + cast + faint, parts.cast(cast, faint, kernel.casts)
 
     def pull(adjoint: Adjoint) -> Pulled:
         window = (*adjoint.window[:-1], (0, 2 * half))

@@ -18,7 +18,7 @@ from kcdsl_backends.affine.quantising import quantise
 from kcdsl_backends.affine.reaches import Row, norms, rows, tighten
 from kcdsl_backends.affine.rules.structural import MOVES, moved
 from kcdsl_backends.affine.spectra import largest_eigenvalue
-from kcdsl_backends.affine.storing import Result, store
+from kcdsl_backends.affine.storing import Early, Result, store
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry, Tape
 from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.interval.errors import NoBound
@@ -54,12 +54,12 @@ def linear(run: KernelRun, node: Node) -> None:
     key = str(run.source(node, 1).attrs["key"])
     error = summation_error(x.size, absolute, total, value, kernel, quantised=dynamic, weight=key)
     parts = of_sums(x.size, absolute, total, value, error, kernel, quantised=dynamic)
+    early = None
     if bias is not None and kernel.free and kernel.coarse:
-        early = kernel.compute
-        stored = product.abs() + reach + error
-        stored = stored if moved is None else stored + moved
-        cast = early.unit_roundoff * stored * SAFE
-        error, parts = error + cast + early.underflow, parts.cast(cast, early.underflow)
+        unit, faint = kernel.unit(kernel.compute), kernel.faint(kernel.compute)
+        off = reach + error if moved is None else reach + error + moved
+        early = Early(unit, (unit * product.abs() + faint) * SAFE, unit * off * SAFE)
+        parts = parts.cast(unit * (product.abs() + off) * SAFE, faint, kernel.casts)
     own = gamma(terms + 4) * total + gamma(max(weight.shape) + PASS) * reach
     own = own if pushed is None else (own + pushed) * SAFE
 
@@ -72,7 +72,8 @@ def linear(run: KernelRun, node: Node) -> None:
         values = a.values @ weight[start:stop]
         return [(index, Adjoint(values, (*a.window[:-1], (0, terms)), (*a.shape[:-1], terms)))]
 
-    result = Result(reference, pull, reach, (error + own) * SAFE, roundings=parts.beside(own))
+    internal, parts = (error + own) * SAFE, parts.beside(own)
+    result = Result(reference, pull, reach, internal, roundings=parts, early=early)
     store(run, node, result, accumulates=True)
 
 

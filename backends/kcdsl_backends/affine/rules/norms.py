@@ -117,7 +117,7 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
             curved=Curved(between),
             amplified=Amplified(moved.factor, loose),
             extra=extra * SAFE,
-            roundings=Roundings.one((inside + own) * SAFE, cast),
+            roundings=Roundings.one((inside + own) * SAFE, cast, run.rounding.casts),
         ),
     )
     if not centred:
@@ -245,8 +245,8 @@ def _inside(
     cast = torch.zeros_like(each)
     if kernel.coarse:
         form = kernel.compute
-        cast = form.unit_roundoff * (magnitude + shifted + each) * SAFE
-        each = each + form.underflow
+        cast = kernel.unit(form) * (magnitude + shifted + each) * SAFE
+        each = each + kernel.faint(form)
     steep, formed = g.abs(), (magnitude + shifted + each + cast) * SAFE
     scaled = 3 * u * (formed * steep + b.abs())
     for position, factor in ((1, formed), (2, torch.ones_like(magnitude))):

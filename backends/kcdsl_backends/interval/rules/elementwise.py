@@ -256,7 +256,7 @@ def rotated(
         if kernel.coarse:
             if not bool((terms <= kernel.compute.largest).all()):
                 raise NoBound(step.node.name, "overflow reachable: a product of the rotation")
-            u, eta = kernel.compute.unit_roundoff, kernel.compute.underflow
+            u, eta = kernel.unit(kernel.compute), kernel.faint(kernel.compute)
             total = total + u * (1.0 + 2.0**-10) * terms + 2 * eta
         return up(total, 4)
 

@@ -107,7 +107,8 @@ def _linear_error(
     )
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
-        error = error + up(stored.unit_roundoff * (product.mag() + error) + stored.underflow, 4)
+        cast = kernel.unit(stored) * (product.mag() + error) + kernel.faint(stored)
+        error = error + up(cast, 4)
     return up(error, 4)
 
 
@@ -200,10 +201,13 @@ def activation_error(x: Box, kernel: Rounding, node: str, weight: str = "") -> T
         weight: the name of the linear's weight, by which it may have a static scale.
 
     Raises:
-        NoBound: a format without scale or with a static one may overflow, or that is not known.
+        NoBound: a format without scale or with a static one may overflow, or that is not known, or
+            casts are directed.
     """
     if kernel.numerics.activations.format == "none":
         return None
+    if kernel.casts.units != 1:  # no rule says how a quantiser rounds beside such casts
+        raise NoBound(node, f"a quantiser beside casts {kernel.numerics.casts!r}")
     return up(_activation_error(x, kernel, node, weight) + _FAINT_SCALE)
 
 

@@ -140,7 +140,7 @@ def _inside(x: Box, normal: _Normal, kernel: Rounding, centre: bool, node: str) 
     if kernel.coarse:
         stored = kernel.compute
         error = error + (
-            stored.unit_roundoff * (normal.y.mag() + error) * (1 + 8 * EPS) + stored.underflow
+            kernel.unit(stored) * (normal.y.mag() + error) * (1 + 8 * EPS) + kernel.faint(stored)
         )
     return up(error, 8)
 

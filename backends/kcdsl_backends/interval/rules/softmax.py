@@ -139,10 +139,10 @@ def log_error(columns: int, argument: Tensor, kernel: Rounding) -> Tensor:
     total = 2 * tiles * (u * argument + exp_log + one) + (columns + 8) * one
     stored = FORMATS[attention.probabilities]
     if attention.style == "fused" and stored.precision < 24:
-        lost = (1 + stored.unit_roundoff) * columns * stored.underflow
+        u_stored = kernel.unit(stored)
+        lost = (1 + u_stored) * columns * kernel.faint(stored)
         if lost >= 1:
             return torch.full_like(argument, torch.inf)
-        u_stored = stored.unit_roundoff
         total = total + u_stored / (1 - u_stored) + lost / (1 - lost)
     return up(total, 4)
 
@@ -177,7 +177,7 @@ def stored_error(theta: Tensor, size: Tensor, kernel: Rounding, columns: int = 1
     stored = FORMATS[kernel.numerics.attention.probabilities]
     faint = columns * 2.0**-120
     formed = size * (1 + theta) + faint
-    error = theta * size + faint + stored.unit_roundoff * formed + columns * stored.underflow
+    error = theta * size + faint + kernel.unit(stored) * formed + columns * kernel.faint(stored)
     return up(error, 8)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.box import Bools, Box, Floats
-from kcdsl_certs.recheck.formats import nearest
+from kcdsl_certs.recheck.formats import cut, nearest
 from kcdsl_certs.recheck.rules.state import gamma
 from kcdsl_certs.recheck.spec import Format
 
@@ -24,16 +24,21 @@ _FAINT = 2.0**-900
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What stored numbers lie between, grid points of their format; with or without cases first."""
+    """What stored numbers lie between, grid points of their format; with or without cases first.
+
+    `inward`: numbers get to the grid toward zero, else to nearest.
+    """
 
     lo: Floats
     hi: Floats
     form: Format
+    inward: bool = False
 
     def within(self, formed: Box) -> Ends:
         """Return the ends if what is stored was formed in this box; a case may be impossible."""
-        lo, hi = nearest(formed.lo, self.form), nearest(formed.hi, self.form)
-        return Ends(np.clip(lo, self.lo, self.hi), np.clip(hi, self.lo, self.hi), self.form)
+        step = cut if self.inward else nearest
+        lo, hi = (np.clip(step(end, self.form), self.lo, self.hi) for end in (formed.lo, formed.hi))
+        return Ends(lo, hi, self.form, self.inward)
 
     @property
     def two(self) -> Bools:
@@ -43,7 +48,7 @@ class Ends:
 
     def in_one_case(self) -> Ends:
         """Return the same with a dimension of cases, of one."""
-        return Ends(self.lo[None], self.hi[None], self.form)
+        return Ends(self.lo[None], self.hi[None], self.form, self.inward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ def chosen(ends: Ends, worth: Floats, most: int) -> Ends:
         np.put_along_axis(hi, order, np.where(some & ~upper, one, two), axis=-1)
         lows.append(lo)
         highs.append(hi)
-    return Ends(np.concatenate(lows), np.concatenate(highs), ends.form)
+    return Ends(np.concatenate(lows), np.concatenate(highs), ends.form, ends.inward)
 
 
 def room(shape: tuple[int, ...]) -> int:
@@ -148,7 +153,7 @@ def product(ends: Ends, v: Box, error: Floats) -> Cases:
 
 
 def stored(formed: Cases, ends: Ends) -> Cases:
-    """Return the cases of what is stored to nearest between these ends."""
+    """Return the cases of what is stored between these ends."""
     found = ends.within(Box(formed.lo, formed.hi))
     return Cases(found.lo, found.hi, formed.width)
 

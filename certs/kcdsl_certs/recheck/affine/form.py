@@ -37,7 +37,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What is known of a result that a cast rounds to nearest.
+    """What is known of a result that a cast rounds by steps.
 
     `reference` and `entry` are of the result before the cast, `ends` and `cases` of what is stored;
     of a softmax, `choices` are its ends in every case of the scores.
@@ -52,11 +52,14 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Uncast:
-    """A result before a free cast: its reference and entry, and the format it is cast to."""
+    """A result before a free cast: its reference and entry, and what it is cast by, to what; `sure`
+    says where it is the reference whatever came in, and zero."""
 
     reference: Floats
     entry: Entry
+    kernel: Kernel
     format: Format
+    sure: Bools | None = None
 
 
 @dataclass(frozen=True, slots=True)

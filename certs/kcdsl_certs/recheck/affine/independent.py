@@ -61,6 +61,13 @@ class Split:
             np.sqrt(self.root**2 + rounding**2) * _MORE,
         )
 
+    def with_cast(self, kernel: Kernel, rounding: Floats, sure: Floats | float) -> Split:
+        """Return the same with one cast more; the mean of a directed one is not zero, so that all
+        of it is sure."""
+        if kernel.units != 1:
+            return self.with_sure(rounding + sure)
+        return self.with_one(rounding, sure)
+
     def with_sure(self, more: Floats | float) -> Split:
         """Return the same with something more that is sure."""
         return Split((self.sure + more) * _MORE, self.most, self.root)

@@ -20,10 +20,13 @@ _LOST = 2.0**-450  # columns below it lose their squares to underflow
 _MORE = 1 + 2.0**-30
 
 
-def length(tape: Tape, place: int, functionals: Adjoint) -> float:
-    """Return a bound of the norm of functionals of the error of an entry, the region included."""
+def length(tape: Tape, place: int, functionals: Adjoint, formed: Entry | None = None) -> float:
+    """Return a bound of the norm of functionals of the error of an entry, the region included.
+
+    `formed` is read in the place of the entry: the same before its cast.
+    """
     found = _Length(functionals.batch)
-    _descend(tape, {place: functionals}, found)
+    _descend(tape, {place: functionals}, found, formed)
     return found.total
 
 
@@ -50,9 +53,8 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
             _stopped(entry, adjoint, found, parts)
             continue
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
-        _apart(entry, adjoint, kept, found)
-        if entry.radius is not None:
-            found.symbols(adjoint, entry.radius)
+        _beside(entry, adjoint, kept, found)
+        _each(entry, adjoint, found)
         pulled = list(_pulled(entry, kept))
         if entry.share is not None:
             row = all(size == 1 for size in kept.extent[:-1])
@@ -137,7 +139,9 @@ class _Length:
             self.gram = below.gram if self.gram is None else self.gram + below.gram
 
 
-def _descend(tape: Tape, pending: dict[int, Adjoint], found: _Length) -> None:
+def _descend(
+    tape: Tape, pending: dict[int, Adjoint], found: _Length, formed: Entry | None = None
+) -> None:
     while pending:
         place = max(pending)
         adjoint = pending.pop(place)
@@ -145,9 +149,9 @@ def _descend(tape: Tape, pending: dict[int, Adjoint], found: _Length) -> None:
             if tape.region is not None:
                 found.symbols(adjoint, tape.region)
             return
-        entry = tape.entries[place]
+        entry, formed = formed or tape.entries[place], None
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
-        _apart(entry, adjoint, kept, found)
+        _beside(entry, adjoint, kept, found)
         pulled = list(_pulled(entry, kept))
         alone = not pending and len(pulled) == 1
         if alone and pulled[0][1].values[0].size < found.count:
@@ -157,8 +161,7 @@ def _descend(tape: Tape, pending: dict[int, Adjoint], found: _Length) -> None:
                 found.each = found.each + kept.sizes(entry.share.otherwise)
             found.more += _factored(tape, *pulled[0])
             return
-        if entry.radius is not None:
-            found.symbols(adjoint, entry.radius)
+        _each(entry, adjoint, found)
         if entry.share is not None:
             if alone and all(size == 1 for size in kept.extent[:-1]):
                 below = _Length(found.count)
@@ -177,7 +180,16 @@ def _pulled(entry: Entry, adjoint: Adjoint) -> Iterator[tuple[int, Adjoint]]:
             yield operand, part
 
 
-def _apart(entry: Entry, adjoint: Adjoint, kept: Adjoint, found: _Length) -> None:
+def _each(entry: Entry, adjoint: Adjoint, found: _Length) -> None:
+    """Add the symbols of an entry, and what is known of it by the sums of its rows."""
+    if entry.apart is not None:
+        found.symbols(adjoint, entry.apart.radius)
+        found.more += entry.apart.rest.together(adjoint)
+    elif entry.radius is not None:
+        found.symbols(adjoint, entry.radius)
+
+
+def _beside(entry: Entry, adjoint: Adjoint, kept: Adjoint, found: _Length) -> None:
     """Add what an entry contributes that is not one symbol for each element."""
     found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
     if entry.centre is not None:

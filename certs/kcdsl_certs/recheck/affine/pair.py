@@ -10,15 +10,14 @@ import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
-from kcdsl_certs.recheck.affine.form import Form, Walk, numeric, raised
+from kcdsl_certs.recheck.affine.form import Form, Uncast, Walk, numeric, raised
 from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.affine.reaches import room
 from kcdsl_certs.recheck.affine.tape import Bound
 from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.document import Hints
-from kcdsl_certs.recheck.rules.state import Mask, Scene
-from kcdsl_certs.recheck.spec import Format
+from kcdsl_certs.recheck.rules.state import Mask, Scene, shrunk
 
 Row = tuple[int, ...]
 
@@ -171,16 +170,22 @@ def _stored(at: Walk, form: Form) -> Box:
             ends = box.widen(box.add(box.exact(reference[where]), box.exact(found.centre)), wide)
             lo[where], hi[where] = np.maximum(lo[where], ends.lo), np.minimum(hi[where], ends.hi)
     if form.uncast is not None:
-        return _freely(Box(lo, hi), form.uncast.format)
+        cast, zero = _freely(Box(lo, hi), form.uncast), form.uncast.sure
+        if zero is None:
+            return cast
+        return Box(np.where(zero, 0.0, cast.lo), np.where(zero, 0.0, cast.hi))
     if steps is None:
         return Box(lo, hi)
     stored = steps.ends.within(Box(lo, hi))
     return Box(stored.lo, stored.hi)
 
 
-def _freely(around: Box, form: Format) -> Box:
+def _freely(around: Box, to: Uncast) -> Box:
     """Return what a free cast may make of the numbers of a box: v·(1 + δ) + η grows with v."""
-    low, high = (raised(form.u * np.abs(end)) + form.eta for end in (around.lo, around.hi))
+    if to.kernel.inward:
+        return shrunk(to.kernel, to.format, around)
+    u, eta = to.kernel.off(to.format)
+    low, high = (raised(u * np.abs(end)) + eta for end in (around.lo, around.hi))
     return Box(box.add_down(around.lo, -low), box.add_up(around.hi, high))
 
 

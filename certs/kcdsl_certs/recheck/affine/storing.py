@@ -12,14 +12,29 @@ from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.cases import Cases, Ends, Together
 from kcdsl_certs.recheck.affine.form import Form, Steps, Uncast, Walk, raised
 from kcdsl_certs.recheck.affine.independent import Split, only_sure
-from kcdsl_certs.recheck.affine.reaches import room
-from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry, Pull, Share
+from kcdsl_certs.recheck.affine.lengths import length
+from kcdsl_certs.recheck.affine.reaches import room, rows
+from kcdsl_certs.recheck.affine.remainder import Remainder
+from kcdsl_certs.recheck.affine.tape import FAINT, Apart, Curve, Entry, Pull, Share
 from kcdsl_certs.recheck.box import Bools, Floats
+from kcdsl_certs.recheck.document import Pass
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.formats import nearest
+from kcdsl_certs.recheck.formats import cut, stepped
 from kcdsl_certs.recheck.spec import FLOAT32, Format
 
 _LARGEST = 2.0**150  # beyond it float64 underflow would no longer be covered
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A free cast of known numbers with their error, u(|known| + |error|) + η.
+
+    `known` bounds u·|known| + η; `bare` is the radius of the result without this cast.
+    """
+
+    u: float
+    known: Floats
+    bare: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +45,7 @@ class Formed:
     element (remainders, float64 errors and the error inside the operation), `bent` an elementwise
     bound of the parts that `curved` and `share` bound for functionals. `within`, where given,
     bounds |v - f̃| as well; `sure` says where v is f̃ whatever came in; `split` takes the radius
-    apart.
+    apart. `early` is a free cast before the last operation, which the radius counts.
     """
 
     reference: Floats
@@ -45,6 +60,15 @@ class Formed:
     sure: Bools | None = None
     cases: Cases | None = None  # of the result before it is stored
     split: Split | None = None
+    early: Early | None = None
+
+    @property
+    def still(self) -> Bools:
+        """Say which results are f̃ exactly."""
+        found = (self.carried == 0) & (self.radius == 0)
+        for more in (self.bent, self.centre):
+            found = found if more is None else found & (more == 0)
+        return np.asarray(found)
 
     @property
     def deviation(self) -> Floats:
@@ -63,11 +87,13 @@ def settle(
     inner: Format,
     rounds: bool = True,
     tight: bool = False,
+    sums: str | None = None,
 ) -> Form:
     """Store a result in a format, write its entry and return its form.
 
     `inner` is the format of the arithmetic that formed it; `rounds` False: the cast is part of the
-    radius already; `tight`: what a cast to nearest rounds is bounded by reverse passes.
+    radius already; `tight`: what a cast by steps rounds is bounded by reverse passes; `sums` is
+    the node, where what a free cast makes of errors may be bounded by their sums over rows.
 
     Raises:
         Rejection: "bound/overflow" or "bound/not-finite".
@@ -75,24 +101,43 @@ def settle(
     reference, deviation = formed.reference, formed.deviation
     _finite(reference, deviation)
     radius, split = raised(formed.radius) + FAINT, _split(walk, formed)
-    kept, reach, steps, together, uncast = None, deviation, None, None, None
-    if rounds and not walk.kernel.nearest:
-        unit = raised(form.u * (np.abs(reference) + deviation))
-        cast, split = unit + form.eta, split and split.with_one(unit, form.eta)
+    kept, reach, steps, together, uncast, apart = None, deviation, None, None, None, None
+    kernel, largest = walk.kernel, np.full(reference.shape, np.inf)
+    u, eta = kernel.off(form)
+    if rounds and not kernel.stepped:
+        if walk.tape.budget is None:
+            uncast = Uncast(reference, _unstored(walk, formed), kernel, form, formed.sure)
+        unit = raised(u * (np.abs(reference) + deviation))
+        cast = unit + eta
+        if kernel.inward:
+            largest = _largest_cut(reference, deviation, form, inner)
+            reference, cast = _inward(reference, deviation, cast)
+            split = split and split.with_sure(cast)
+        else:
+            split = split and split.with_cast(kernel, unit, eta)
+            if sums is not None and walk.tape.budget is None:
+                apart = _apart(walk, formed, form, sums)
         radius, reach = raised(radius + cast), raised(deviation + cast)
-        if formed.sure is None and walk.tape.budget is None:
-            uncast = Uncast(reference, _unstored(walk, formed), form)
     elif rounds and form.precision < max(FLOAT32.precision, inner.precision):
         if tight:
             formed = replace(formed, within=_tight(walk, formed))
             deviation = formed.deviation
         spread = raised(np.abs(reference) + deviation)
-        lo = nearest(box.add_down(reference, -deviation), form)
-        hi = nearest(box.add_up(reference, deviation), form)
+        around = box.add_down(reference, -deviation), box.add_up(reference, deviation)
+        if kernel.inward:  # a known number of the grid stays where it is, at the edge of a step
+            still = formed.still
+            around = np.where(still, reference, around[0]), np.where(still, reference, around[1])
+        lo, hi = (stepped(end, form, kernel) for end in around)
         if not (np.isfinite(lo).all() and np.isfinite(hi).all()):
             raise _overflow(~(np.isfinite(lo) & np.isfinite(hi)), form)
-        cast = np.maximum(raised(form.u * spread), form.eta)
-        ends = Ends(lo, hi, form)
+        cast = np.maximum(raised(u * spread), eta)
+        step = np.minimum(cast, kernel.units * half_step(box.up(spread), form))
+        moved = reference
+        if kernel.inward:
+            largest = _largest_cut(reference, deviation, form, inner)
+            moved, step = _inward(reference, deviation, step)
+            cast = np.where(_one_sign(reference, deviation), cast / 2, cast)
+        ends = Ends(lo, hi, form, kernel.inward)
         found = None if formed.cases is None else cases.stored(formed.cases, ends)
         steps = Steps(reference, _unstored(walk, formed), ends, found)
         kept = box.add_up(hi, -lo) / 2 > cast
@@ -101,19 +146,18 @@ def settle(
             lo, hi = found.lo.min(axis=0), found.hi.max(axis=0)
         middle = lo / 2 + hi / 2
         half = np.maximum(box.add_up(hi, -middle), box.add_up(middle, -lo))
-        step = np.minimum(cast, half_step(box.up(spread), form))
         wide = raised(radius + step)
         split = None if split is None else _known_where(split.with_sure(step), kept, half)
         radius = np.where(kept, wide, half)
         reach = np.where(kept, raised(deviation + step), half)
-        reference = np.where(kept, reference, middle)
+        reference = np.where(kept, moved, middle)
         if found is not None:
             rest = np.where(kept, wide, 0.0)
             together = Together(cases.apart(found, reference, ~kept), rest)
     if formed.sure is not None:
         radius, reach = np.where(formed.sure, 0.0, radius), np.where(formed.sure, 0.0, reach)
         split = None if split is None else _known_where(split, ~formed.sure, np.zeros(radius.shape))
-    size = raised(np.abs(reference) + reach)
+    size = np.minimum(raised(np.abs(reference) + reach), largest)
     if not bool((size <= form.largest).all()):
         raise _overflow(~(size <= form.largest), form)
     _finite(reference, size, most=_LARGEST)
@@ -126,11 +170,48 @@ def settle(
     if kept is not None and centre is not None:
         centre = np.where(kept, centre, 0.0)
     entry = Entry(
-        reach, operands, radius, centre, kept, curved, share, together=together, split=split
+        reach,
+        operands,
+        radius,
+        centre,
+        kept,
+        curved,
+        share,
+        together=together,
+        split=split,
+        apart=apart,
     )
     found = None if steps is None else steps.cases
     place = walk.tape.add(entry)
     return Form(reference, reach, place, steps=steps, uncast=uncast, cases=found)
+
+
+def _apart(walk: Walk, formed: Formed, form: Format, name: str) -> Apart | None:
+    """Return what a free cast makes of the reference, and of the error by its sums over rows.
+
+    The magnitudes of n numbers sum to at most √n times their norm.
+    """
+    shape = formed.reference.shape
+    asked = walk.passes.of(Pass(name, name, "norm", "input"), shape)
+    if name == walk.scene.block.output or not asked.any():
+        return None
+    bare, early, known = formed.radius, 0.0, np.zeros(())
+    if formed.early is not None:
+        bare, early, known = formed.early.bare, formed.early.u, formed.early.known
+    entry = _unstored(walk, replace(formed, radius=bare))
+    whole = raised(entry.reach.sum(axis=-1, keepdims=True) * (1 + shape[-1] * 2.0**-52))
+    total = whole.copy()
+    for row in rows(asked):
+        norm = length(walk.tape, len(walk.tape.entries), units(shape, row, 0, shape[-1]), entry)
+        total[row] = np.minimum(total[row], raised(np.sqrt(float(shape[-1])) * np.asarray(norm)))
+    if not (total < whole).any():
+        return None
+    u, eta = walk.kernel.off(form)
+    more = early + u * (1 + early)
+    cap = raised(more * entry.reach)
+    cast = u * (np.abs(formed.reference) + known) + eta
+    radius = raised(bare + known + cast) + FAINT
+    return Apart(radius, Remainder(-cap, cap, raised(more * total)).curve)
 
 
 def _split(walk: Walk, formed: Formed) -> Split | None:
@@ -174,6 +255,33 @@ def _unstored(walk: Walk, formed: Formed) -> Entry:
         split=_split(walk, formed),
     )
     return walk.tape.counted(entry)
+
+
+def _one_sign(reference: Floats, deviation: Floats) -> Bools:
+    """Say which results have a known sign before they are stored."""
+    return np.asarray(np.abs(reference) >= deviation)
+
+
+def _inward(reference: Floats, deviation: Floats, most: Floats) -> tuple[Floats, Floats]:
+    """Return the middle of what casts toward zero by at most `most` leave of the reference, and how
+    far it is to both ends; where the sign is open, the reference and all of it."""
+    most = np.minimum(most, raised(np.abs(reference) + deviation))
+    moved = reference - np.sign(reference) * (most / 2)
+    away = raised(most / 2 + 2.0**-52 * np.abs(reference))
+    one = _one_sign(reference, deviation)
+    return np.where(one, moved, reference), np.where(one, away, most)
+
+
+def _largest_cut(reference: Floats, deviation: Floats, form: Format, inner: Format) -> Floats:
+    """Return how large a result may be after a cast toward zero.
+
+    Raises:
+        Rejection: "bound/overflow" where it may be infinite before.
+    """
+    before = raised(np.abs(reference) + deviation)
+    if not bool((before <= inner.largest).all()):
+        raise _overflow(~(before <= inner.largest), inner)
+    return cut(before, form)
 
 
 def half_step(size: Floats, form: Format) -> Floats:

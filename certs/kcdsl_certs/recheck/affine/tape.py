@@ -52,6 +52,14 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """The radius of an entry in two parts: a smaller radius, and a rest with known sums of rows."""
+
+    radius: Floats
+    rest: Curve
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One line e = Σ L e_m + o of the form.
 
@@ -71,6 +79,7 @@ class Entry:
     together: Together | None = None  # for functionals, instead of the radius
     ellipsoids: Ellipsoids = field(default_factory=dict)
     split: Split | None = None  # the radius, taken apart; None: all of it is sure
+    apart: Apart | None = None  # for functionals, instead of the radius
 
     @property
     def nearest(self) -> Floats:
@@ -168,7 +177,10 @@ class Tape:
             if together is not None:
                 together = replace(together, rest=together.rest + slack)
             split = None if entry.split is None else entry.split.with_sure(slack)
-            entry = replace(entry, radius=radius, together=together, split=split)
+            apart = entry.apart
+            if apart is not None:
+                apart = replace(apart, radius=apart.radius + slack)
+            entry = replace(entry, radius=radius, together=together, split=split, apart=apart)
         self._terms += 1 + 2 * entry.reach.size
         self._total += float(entry.reach.sum())
         return entry
@@ -244,6 +256,10 @@ class Tape:
         elif frame.likely is not None and entry.split is not None:
             frame.likely = frame.likely.plus(read(adjoint, entry.split))
             frame.radius = frame.radius + adjoint.sizes(entry.split.sure)
+        elif entry.apart is not None:
+            low, high = entry.apart.rest.between(adjoint)
+            frame.radius = frame.radius + np.maximum(-low, high)
+            frame.radius = frame.radius + adjoint.sizes(entry.apart.radius)
         elif entry.radius is not None:
             frame.radius = frame.radius + adjoint.sizes(entry.radius)
         if not (entry.centre is not None or entry.curved or entry.share is not None):

@@ -174,6 +174,21 @@ def rounded(value: Fraction, form: Format) -> Fraction:
     return round(value / spacing) * spacing  # Fraction rounds halves to even
 
 
+def cut(value: Fraction, form: Format) -> Fraction:
+    """Return the number of a format next to a value on the side of zero.
+
+    Raises:
+        Rejection: "bound/overflow" where the format has no next number beyond its largest.
+    """
+    if value == 0:
+        return ZERO
+    spacing = Fraction(2) ** (max(exponent(abs(value)), form.least) - form.precision + 1)
+    found = math.trunc(value / spacing) * spacing
+    if abs(found) > Fraction(form.largest):
+        raise Rejection("bound/overflow", f"a number overflows {form.name}")
+    return found
+
+
 def exponent(value: Fraction) -> int:
     """Return floor(log2 value) of a positive number."""
     found = value.numerator.bit_length() - value.denominator.bit_length()

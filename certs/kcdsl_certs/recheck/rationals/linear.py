@@ -94,9 +94,9 @@ def _linear_error(
     errors = _accumulated(kernel, sizes, results, n, 2)
     lost = _flushed(kernel, x.shape, x.mags, w.shape, w.mags)
     errors = [e + f for e, f in zip(errors, lost, strict=True)]
-    if early is None or kernel.nearest or not kernel.coarse:
+    if early is None or kernel.stepped or not kernel.coarse:
         return errors
-    u, least = Fraction(kernel.compute.u), eta(kernel.compute)
+    u, least = kernel.units * Fraction(kernel.compute.u), kernel.units * eta(kernel.compute)
     return [e + u * (m + e) + least for e, m in zip(errors, early.mags, strict=True)]
 
 

@@ -17,13 +17,13 @@ from kcdsl_certs.recheck.rationals.cells import (
     Shape,
     add,
     both,
-    nearest,
     points,
     spread,
     sub,
     widened,
 )
 from kcdsl_certs.recheck.rationals.state import Known, Scene, held, reduce, stored
+from kcdsl_certs.recheck.rationals.weights import as_stored
 from kcdsl_certs.recheck.spec import FLOAT32
 
 
@@ -77,7 +77,7 @@ def constant_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
         raise Rejection("graph/field", f"there is no float32 constant {key[:80]!r}")
     values = _numbers(array, "f", 4)
     t, i = (
-        points(array.shape, [nearest(v, k.compute) for v in values])
+        points(array.shape, [as_stored(v, k.compute, k) for v in values])
         for k in (scene.train, scene.infer)
     )
     return _known(t, i)

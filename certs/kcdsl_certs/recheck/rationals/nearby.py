@@ -13,6 +13,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     Cells,
     Pair,
     Shape,
+    cut,
     exponent,
     meet,
     nearest,
@@ -88,25 +89,27 @@ def _single_below(value: Fraction) -> Fraction:
 
 def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
     compute = kernel.compute.name if kernel.compute.precision < FLOAT32.precision else "float32"
+    how = "cut off" if kernel.cut_weights else "to nearest"
     if not linear:
-        return (compute,)
-    return (*kernel.weights, "float32" if kernel.activations[0] != "none" else compute)
+        return (compute, how)
+    return (*kernel.weights, "float32" if kernel.activations[0] != "none" else compute, how)
 
 
 def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) -> list[_Held]:
     as_it_is = [_Held(v, (ZERO, ZERO)) for v in around]
     if not linear:
-        return [_cast(v, h, kernel.compute) for v, h in zip(around, as_it_is, strict=True)]
+        return [_cast(v, h, kernel.compute, kernel) for v, h in zip(around, as_it_is, strict=True)]
     kind, scale = kernel.weights
     if scale == "none":
-        found = [_cast(v, h, FORMATS[kind]) for v, h in zip(around, as_it_is, strict=True)]
+        form = FORMATS[kind]
+        found = [_cast(v, h, form, kernel) for v, h in zip(around, as_it_is, strict=True)]
         if _within(FORMATS[kind], kernel.compute):
             return found
     else:
         found = _coded(shape, around, kind, scale)
     if kernel.activations[0] != "none":
         return found
-    return [_cast(v, h, kernel.compute) for v, h in zip(around, found, strict=True)]
+    return [_cast(v, h, kernel.compute, kernel) for v, h in zip(around, found, strict=True)]
 
 
 def _within(fine: Format, form: Format) -> bool:
@@ -114,12 +117,13 @@ def _within(fine: Format, form: Format) -> bool:
     return fine.precision <= form.precision and least
 
 
-def _cast(v: Pair, held: _Held, form: Format) -> _Held:
+def _cast(v: Pair, held: _Held, form: Format, kernel: Kernel) -> _Held:
     if _within(FLOAT32, form):
         return held
-    value = nearest(held.value[0], form), nearest(held.value[1], form)
+    step, units = (cut, 2) if kernel.cut_weights else (nearest, 1)
+    value = step(held.value[0], form), step(held.value[1], form)
     most = Fraction(form.u) * max(abs(end) for end in held.value)
-    most = max(most, Fraction(2) ** (form.least - form.precision))
+    most = units * max(most, Fraction(2) ** (form.least - form.precision))
     return _Held(value, meet(sub(value, v), (held.off[0] - most, held.off[1] + most)))
 
 

@@ -92,7 +92,7 @@ def quantised(
     """Return the quantised values and their errors, met with ±errors."""
     free = Cells(x.shape, tuple((-e, e) for e in errors))
     wide = both(x, free, lambda a, e: (a[0] + e[0], a[1] + e[1]))
-    if not kernel.nearest or kernel.activations[0] == "none":
+    if not kernel.stepped or kernel.activations[0] == "none":
         return wide, free
     pairs = []
     for pair, around, by in zip(x.pairs, wide.pairs, quantisers(kernel, x, key), strict=True):

@@ -9,7 +9,17 @@ from fractions import Fraction
 from kcdsl_certs.recheck.block import Array, Block, Node
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rationals import nearby
-from kcdsl_certs.recheck.rationals.cells import Cells, Pair, add, both, meet, nearest, sub, widened
+from kcdsl_certs.recheck.rationals.cells import (
+    Cells,
+    Pair,
+    add,
+    both,
+    cut,
+    meet,
+    nearest,
+    sub,
+    widened,
+)
 from kcdsl_certs.recheck.rationals.weights import RationalParameters
 from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
 
@@ -76,28 +86,49 @@ def stored(
 ) -> tuple[Cells, Cells]:
     """Return the stored value and its error against real arithmetic."""
     v = widened(y, error)
-    if not kernel.nearest:
-        u, tiny = Fraction(form.u), eta(form)
+    u, tiny = kernel.units * Fraction(form.u), kernel.units * eta(form)
+    if not kernel.stepped:
         cast = [u * size + tiny for size in v.mags]
-        wrong = [e + c for e, c in zip(error, cast, strict=True)]
-        value, away = widened(v, cast), Cells(y.shape, tuple((-w, w) for w in wrong))
+        lost = [_off(kernel, pair, c) for pair, c in zip(v.pairs, cast, strict=True)]
+        pairs = tuple((lo - e, hi + e) for (lo, hi), e in zip(lost, error, strict=True))
+        value, away = widened(v, cast), Cells(y.shape, pairs)
+        if kernel.inward:
+            value = Cells(y.shape, tuple(_shrunk(pair, u, tiny) for pair in v.pairs))
     elif form.precision >= max(FLOAT32.precision, inner.precision):
         value, away = v, Cells(y.shape, tuple((-e, e) for e in error))
     else:
-        steps = [_step(form, pair, e) for pair, e in zip(v.pairs, error, strict=True)]
+        steps = [_step(kernel, form, pair, e) for pair, e in zip(v.pairs, error, strict=True)]
         value = Cells(y.shape, tuple(s[0] for s in steps))
         away = Cells(y.shape, tuple(s[1] for s in steps))
+        if kernel.inward and max(v.mags) > Fraction(inner.largest):
+            raise Rejection("bound/overflow", f"a number may overflow {inner.name}")
     if max(value.mags) > Fraction(form.largest):
         raise Rejection("bound/overflow", f"a number may overflow {form.name}")
     return value, away
 
 
-def _step(form: Format, v: Pair, error: Fraction) -> tuple[Pair, Pair]:
-    low, high = nearest(v[0], form), nearest(v[1], form)
+def _step(kernel: Kernel, form: Format, v: Pair, error: Fraction) -> tuple[Pair, Pair]:
+    step = cut if kernel.inward else nearest
+    low, high = step(v[0], form), step(v[1], form)
     if low == high:
         return (low, high), (low - v[1] - error, low - v[0] + error)
-    free = max(Fraction(form.u) * max(abs(v[0]), abs(v[1])), eta(form)) + error
-    return (low, high), (-free, free)
+    free = kernel.units * max(Fraction(form.u) * max(abs(v[0]), abs(v[1])), eta(form))
+    off = _off(kernel, v, free)
+    return (low, high), (off[0] - error, off[1] + error)
+
+
+def _off(kernel: Kernel, v: Pair, most: Fraction) -> Pair:
+    """Return the error of a cast by at most `most`: where it goes toward zero, of one sign."""
+    if not kernel.inward:
+        return -most, most
+    return -most if v[1] > 0 else Fraction(0), most if v[0] < 0 else Fraction(0)
+
+
+def _shrunk(v: Pair, u: Fraction, tiny: Fraction) -> Pair:
+    """Return what free casts toward zero leave of numbers."""
+    low = max(v[0] - u * v[0] - tiny, Fraction(0)) if v[0] > 0 else v[0]
+    high = min(v[1] - u * v[1] + tiny, Fraction(0)) if v[1] < 0 else v[1]
+    return low, high
 
 
 def eta(form: Format) -> Fraction:

@@ -13,6 +13,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     ZERO,
     Cells,
     Shape,
+    cut,
     exponent,
     nearest,
     points,
@@ -26,6 +27,7 @@ from kcdsl_certs.recheck.spec import (
     MX_BLOCK,
     MX_EXPONENT,
     TILE,
+    Format,
     Kernel,
 )
 
@@ -59,7 +61,7 @@ class RationalParameters:
     def plain(self, key: str, kernel: Kernel) -> Cells:
         """Return a parameter that is no linear weight, as the kernel stores it."""
         shape, values = self._values[key]
-        return points(shape, [nearest(v, kernel.compute) for v in values])
+        return points(shape, [as_stored(v, kernel.compute, kernel) for v in values])
 
     def linear(self, key: str, kernel: Kernel) -> Cells:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
@@ -68,13 +70,18 @@ class RationalParameters:
             raise Rejection("parameter/shape", f"linear weight {key!r} is not a matrix")
         kind, scale = kernel.weights
         if scale == "none":
-            found = [nearest(v, FORMATS[kind]) for v in values]
-            found = [nearest(v, FLOAT32) for v in found]
+            found = [as_stored(v, FORMATS[kind], kernel) for v in values]
+            found = [as_stored(v, FLOAT32, kernel) for v in found]
         else:
             found = _quantised(values, shape, kind, scale, key)
         if kernel.activations[0] == "none":  # otherwise scales come after the product
-            found = [nearest(v, kernel.compute) for v in found]
+            found = [as_stored(v, kernel.compute, kernel) for v in found]
         return points(shape, found)
+
+
+def as_stored(value: Fraction, form: Format, kernel: Kernel) -> Fraction:
+    """Return a parameter as a kernel casts it to a format."""
+    return (cut if kernel.cut_weights else nearest)(value, form)
 
 
 def _singles(tensor: Tensor, key: str) -> list[float]:

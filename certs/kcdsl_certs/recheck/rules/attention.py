@@ -161,10 +161,10 @@ def softmax_rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) 
     Raises:
         Rejection: "bound/not-finite".
     """
-    form = kernel.probabilities
+    u, eta = kernel.off(kernel.probabilities)
     theta = relative_rounding(kernel, scores, allowed)
     size = box.lifted(high)
-    wide = theta * size + ZETA + form.u * (size * (1 + theta) + ZETA) + form.eta
+    wide = theta * size + ZETA + u * (size * (1 + theta) + ZETA) + eta
     found = np.where(allowed, box.up(wide), 0.0)
     if not bool(np.isfinite(found).all()):
         raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
@@ -185,6 +185,7 @@ def relative_rounding(
         Rejection: "bound/not-finite".
     """
     n, u, form = columns or scores.shape[-1], kernel.inner.u, kernel.probabilities
+    relative, faint = kernel.off(form)
     top = np.where(allowed, scores.hi, -np.inf).max(axis=-1, keepdims=True)
     bottom = np.where(allowed, scores.lo, np.inf).min(axis=-1, keepdims=True)
     argument = u * box.add_up(top, -bottom)
@@ -193,14 +194,14 @@ def relative_rounding(
         size_of = np.where(allowed, box.magnitude(scores), 0.0).max(axis=-1, keepdims=True)
         argument = box.up(argument + 2 * u * size_of, 2)
     epsilon = 2 * kernel.exp_ulps * u
-    lost = (1 + form.u) * n * form.eta
+    lost = (1 + relative) * n * faint
     if not (epsilon < 1 and lost < 1):
         raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
     tiles = -(-n // kernel.tile) if kernel.fused else 1
     once = u / (1 - u)
     exponent = 2 * tiles * (argument + epsilon / (1 - epsilon) + once) + (n + 8) * once
     if kernel.fused and form.precision < FLOAT32.precision:
-        exponent = exponent + form.u / (1 - form.u) + lost / (1 - lost)
+        exponent = exponent + relative / (1 - relative) + lost / (1 - lost)
     theta = box.up(np.expm1(box.up(exponent)), 16)
     if not bool(np.isfinite(theta).all()):
         raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")

@@ -330,6 +330,7 @@ def rope_error(kernel: Kernel, x: Box, turned: Box, cos: Floats, sin: Floats) ->
     if kernel.coarse:
         if not bool((np.maximum(*parts) * (1 + 2.0**-10) <= kernel.compute.largest).all()):
             raise Rejection("bound/overflow", f"a product may overflow {kernel.compute.name}")
-        cast = kernel.compute.u * (1 + 2.0**-10) * size + 2 * kernel.compute.eta
+        u, eta = kernel.off(kernel.compute)
+        cast = u * (1 + 2.0**-10) * size + 2 * eta
         error = box.up(error + cast)
     return error

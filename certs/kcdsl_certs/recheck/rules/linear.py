@@ -93,8 +93,9 @@ def _error(
     """Return E of a linear; `early` is the product that may be stored before a bias is added."""
     factors = box.mag(x), box.mag(weight)
     error = summed(kernel, factors, size, dynamic=kernel.activations[0] != "none", key=key)
-    if early is not None and not kernel.nearest and kernel.coarse:
-        cast = kernel.compute.u * box.up(box.mag(early) + error) + kernel.compute.eta
+    if early is not None and not kernel.stepped and kernel.coarse:
+        u, eta = kernel.off(kernel.compute)
+        cast = u * box.up(box.mag(early) + error) + eta
         error = box.up(error + cast)
     return error
 

@@ -183,7 +183,8 @@ def _error(kernel: Kernel, x: Box, side: Side, weight: Box, bias: Box, centred: 
     y = box.mag(side.y)
     error = box.up(theta * y + box.up(from_c) * side.r.hi * (1 + theta))
     if kernel.coarse:
-        error = box.up(error + kernel.compute.u * (y + error) + kernel.compute.eta)
+        relative, faint = kernel.off(kernel.compute)
+        error = box.up(error + relative * (y + error) + faint)
     scale = box.mag(weight)
     tiny = underflow(kernel)
     lost = np.where(y == 0, 0.0, tiny * scale)  # the product c·r may underflow before the weight

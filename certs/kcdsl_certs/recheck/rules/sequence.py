@@ -68,9 +68,9 @@ def probabilities(scene: Scene, node: Node, inputs: list[Value], longest: int) -
 
 def _misplaced(kernel: Kernel, theta: Floats, columns: int) -> Floats:
     """Return Σ|stored - p| over so many columns, whose p sum to at most 1."""
-    form = kernel.probabilities
+    u, eta = kernel.off(kernel.probabilities)
     lost = columns * attention.ZETA
-    found = box.up(theta + lost + form.u * (1 + theta + lost) + columns * form.eta)
+    found = box.up(theta + lost + u * (1 + theta + lost) + columns * eta)
     if not bool(np.isfinite(found).all()):
         raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
     return found

@@ -12,7 +12,7 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Block, Node
 from kcdsl_certs.recheck.box import Bools, Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.formats import nearest
+from kcdsl_certs.recheck.formats import stepped
 from kcdsl_certs.recheck.sequences import Marks
 from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
 from kcdsl_certs.recheck.weights import Parameters
@@ -161,8 +161,8 @@ def settle(
 def stored(kernel: Kernel, form: Format, y: Box, error: Floats, inner: Format) -> tuple[Box, Box]:
     """Return the stored value and its error against real arithmetic (section 2, Storing).
 
-    With casts `nearest` the rounding to the format is part of `error` where the format is at least
-    as precise as float32 and as the arithmetic inside; anywhere else it is a step of its own.
+    With casts that are steps the rounding to the format is part of `error` where the format is at
+    least as precise as float32 and as the arithmetic inside; anywhere else it is a step of its own.
 
     Raises:
         Rejection: "bound/overflow" if a stored number may leave the format.
@@ -171,27 +171,58 @@ def stored(kernel: Kernel, form: Format, y: Box, error: Floats, inner: Format) -
     if not (np.isfinite(v.lo).all() and np.isfinite(v.hi).all()):
         raise Rejection("bound/not-finite", "the value has no finite bound")
     within = box.around(error)
-    if not kernel.nearest:
-        cast = box.up(form.u * box.mag(v) + form.eta)
-        value, wrong = box.widen(v, cast), box.around(box.up(error + cast))
+    if not kernel.stepped:
+        value, wrong = _freely(kernel, form, v, within)
     elif form.precision >= max(FLOAT32.precision, inner.precision):
         value, wrong = v, within
     else:
-        value, wrong = _step(form, v, within)
+        value, wrong = _step(kernel, form, v, within)
+        if kernel.inward:  # what is infinite before the cast stays so
+            _fits(v, inner)
+    _fits(value, form)
+    return value, wrong
+
+
+def _fits(value: Box, form: Format) -> None:
     if not bool((box.magnitude(value) <= form.largest).all()):
         flat = int(np.argmax(np.nan_to_num(box.magnitude(value), nan=np.inf)))
         place = [int(n) for n in np.unravel_index(flat, value.shape)]
         raise Rejection("bound/overflow", f"element {place} may overflow {form.name}")
-    return value, wrong
 
 
-def _step(form: Format, v: Box, within: Box) -> tuple[Box, Box]:
-    """Return value and error of rounding to nearest as a step function."""
-    low, high = nearest(v.lo, form), nearest(v.hi, form)
-    free = np.maximum(form.u * box.mag(v), form.eta)
+def _freely(kernel: Kernel, form: Format, v: Box, within: Box) -> tuple[Box, Box]:
+    """Return value and error of a free cast."""
+    u, eta = kernel.off(form)
+    cast = box.up(u * box.mag(v) + eta)
+    if kernel.inward:
+        return shrunk(kernel, form, v), box.add(_inward(v, cast), within)
+    return box.widen(v, cast), box.around(box.up(within.hi + cast))
+
+
+def shrunk(kernel: Kernel, form: Format, v: Box) -> Box:
+    """Return what free casts toward zero leave of numbers: the less, the less the number is; never
+    more than it, nor of the other sign."""
+    u, eta = kernel.off(form)
+    lo, hi = (box.up(u * np.abs(end) + eta) for end in (v.lo, v.hi))
+    below = np.where(v.lo > 0, np.maximum(box.add_down(v.lo, -lo), 0.0), v.lo)
+    above = np.where(v.hi < 0, np.minimum(box.add_up(v.hi, hi), 0.0), v.hi)
+    return Box(below, above)
+
+
+def _inward(v: Box, cast: Floats) -> Box:
+    """Return the error of a cast toward zero of at most `cast`."""
+    return Box(np.where(v.hi > 0, -cast, 0.0), np.where(v.lo < 0, cast, 0.0))
+
+
+def _step(kernel: Kernel, form: Format, v: Box, within: Box) -> tuple[Box, Box]:
+    """Return value and error of a cast that is a step function."""
+    low, high = (stepped(end, form, kernel) for end in (v.lo, v.hi))
+    u, eta = kernel.off(form)
+    free = box.up(np.maximum(u * box.mag(v), eta))
+    wide = _inward(v, free) if kernel.inward else box.around(free)
     flat = low == high
-    lo = np.where(flat, box.add_down(low, -v.hi), -box.up(free))
-    hi = np.where(flat, box.add_up(high, -v.lo), box.up(free))
+    lo = np.where(flat, box.add_down(low, -v.hi), wide.lo)
+    hi = np.where(flat, box.add_up(high, -v.lo), wide.hi)
     return Box(low, high), box.add(Box(lo, hi), within)
 
 

@@ -84,7 +84,10 @@ def table(array: Array, key: str, train: Kernel, infer: Kernel) -> State:
     values = np.frombuffer(array.data, dtype="<f4").astype(np.float64).reshape(array.shape)
     if not np.isfinite(values).all():
         raise Rejection("parameter/not-finite", f"constant {key[:80]!r} holds NaN or infinity")
-    return known(plain(values, train.compute, key), plain(values, infer.compute, key))
+    return known(
+        plain(values, train.compute, key, train.cut_weights),
+        plain(values, infer.compute, key, infer.cut_weights),
+    )
 
 
 def embedding(scene: Scene, node: Node, inputs: list[Value]) -> State:

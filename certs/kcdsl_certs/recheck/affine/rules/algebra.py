@@ -26,7 +26,7 @@ from kcdsl_certs.recheck.affine.reaches import until
 from kcdsl_certs.recheck.affine.rules import straight
 from kcdsl_certs.recheck.affine.rules.moves import around
 from kcdsl_certs.recheck.affine.rules.quantised import quantised
-from kcdsl_certs.recheck.affine.storing import Formed, settle
+from kcdsl_certs.recheck.affine.storing import Early, Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry, Pull
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats
@@ -72,20 +72,24 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     dynamic = kernel.activations[0] != "none"
     error = rounding_of_sums(kernel, factors, sizes, dynamic=dynamic, key=key)
     split = of_sum(kernel, factors, sizes, error, dynamic=dynamic)
-    if bias is not None and not kernel.nearest and kernel.coarse:
-        early = np.abs(product) + carried + own + error
-        cast = raised(kernel.compute.u * early)
-        error = raised(error + cast) + kernel.compute.eta
-        split = split.with_one(cast, kernel.compute.eta)
     terms_back = gamma(weight.shape[0] + 8, UNIT)  # the reverse pass sums over the outputs
+    early = None
+    if bias is not None and not kernel.stepped and kernel.coarse:
+        u, eta = kernel.off(kernel.compute)
+        cast = raised(u * (np.abs(product) + carried + own + error))
+        of_known, bare = raised(u * np.abs(product)) + eta, own + terms_back * carried + error
+        early = Early(u, of_known, raised(bare))
+        error = raised(error + cast) + eta
+        split = split.with_cast(kernel, cast, eta)
     formed = Formed(
         reference,
         carried,
         () if x.place is None else ((x.place, _through(weight)),),
         raised(own + terms_back * carried + error),
         split=split.with_sure(own + terms_back * carried),
+        early=early,
     )
-    form = settle(walk, formed, target(kernel, node), kernel.accumulate)
+    form = settle(walk, formed, target(kernel, node), kernel.accumulate, sums=node.name)
     entry = None if form.place is None else walk.tape.entries[form.place]
     if entry is None or entry.kept is not None or not entry.operands or x is not before:
         return form
@@ -123,13 +127,13 @@ def _quantised(walk: Walk, x: Form, key: str) -> Form:
     if walk.kernel.activations[0] == "none":
         return x
     radius = raised(quantisation(walk.kernel, x.box, key)) + FAINT
-    if walk.kernel.nearest:
+    if walk.kernel.stepped:
         return quantised(walk, x, radius, key)
     reach = raised(x.reach + radius)
     operands = () if x.place is None else ((x.place, _same),)
     split = only_sure(radius)
     form, scale = walk.kernel.activations[:2]
-    if not walk.kernel.nearest and scale != "mx" and form not in ("uint8", "int8_full"):
+    if scale != "mx" and form not in ("uint8", "int8_full"):
         split = only_sure(np.zeros(radius.shape)).with_one(radius)
     entry = Entry(reach, operands, radius, split=split)
     return Form(x.reference, reach, walk.tape.add(entry))

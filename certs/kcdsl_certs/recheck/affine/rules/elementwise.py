@@ -39,7 +39,8 @@ def _sum(walk: Walk, node: Node, inputs: list[Operand], sign: float) -> Form:
     own = 2 * UNIT * np.abs(reference) + _copies(reference, a, b) * carried
     operands = _operands((a, _spread(a.shape)), (b, _scaled(b.shape, sign)))
     split = only_sure(own).with_one(error)
-    return _settled(walk, node, Formed(reference, carried, operands, error + own, split=split))
+    formed = Formed(reference, carried, operands, error + own, split=split)
+    return settle(walk, formed, target(walk.kernel, node), walk.kernel.inner, sums=node.name)
 
 
 def mul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -124,8 +125,9 @@ def rope(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if kernel.coarse:  # both products are stored: their roundings are no part of what is sure
         terms = raised(x.size * np.abs(c) + raised(np.abs(turned) + far) * np.abs(s))
         inside = raised(gamma(4, kernel.inner.u) * terms) + 2 * underflow(kernel)
-        cast = raised(kernel.compute.u * (1 + 2.0**-10) * terms)
-        split = only_sure(own + inside).with_one(cast, 2 * kernel.compute.eta)
+        u, eta = kernel.off(kernel.compute)
+        cast = raised(u * (1 + 2.0**-10) * terms)
+        split = only_sure(own + inside).with_cast(kernel, cast, 2 * eta)
     operands = _operands((x, _turned(c, s)))
     return _settled(
         walk, node, Formed(reference, carried, operands, raised(own + error), split=split)

@@ -120,9 +120,9 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         bent,
         (_scalars(scales),),
         None if x.place is None else share,
-        split=only_sure(others).with_one(cast),
+        split=only_sure(others).with_cast(walk.kernel, cast, 0.0),
     )
-    form = settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
+    form = settle(walk, formed, target(walk.kernel, node), walk.kernel.inner, sums=node.name)
     place = form.place if centred else x.place
     walk.tape.cut = walk.tape.cut if place is None else place
     rows = walk.chosen(node, node.inputs[0], "ellipsoid", before)
@@ -312,8 +312,9 @@ def _rounding(
     element = raised(element + products)
     cast = np.zeros(x.shape)
     if kernel.coarse:
-        cast = raised(kernel.compute.u * raised(y_mag + theta * y_mag + mean + element))
-        element = raised(element) + kernel.compute.eta
+        relative, faint = kernel.off(kernel.compute)
+        cast = raised(relative * raised(y_mag + theta * y_mag + mean + element))
+        element = raised(element) + faint
     return _Inner(theta, mean, element, cast)
 
 

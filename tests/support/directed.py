@@ -1,0 +1,25 @@
+"""Numerics of kernels whose casts are directed: toward zero, or either way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DIRECTED: dict[str, dict[str, Any]] = {
+    "bfloat16 toward zero": {
+        "preset": "torch-eager",
+        "compute": "bfloat16",
+        "casts": "toward_zero",
+        "weights": {"format": "bfloat16", "rounding": "toward_zero"},
+    },
+    "bfloat16 any toward zero": {
+        "preset": "torch-eager",
+        "compute": "bfloat16",
+        "casts": "any_toward_zero",
+    },
+    "float16 any direction": {
+        "preset": "torch-sdpa-flash",
+        "compute": "float16",
+        "casts": "any_direction",
+    },
+}
+"""Casts that are steps, with weights cut off too; free casts toward zero; free ones either way."""

@@ -1,0 +1,96 @@
+"""Defects that bench/mutants.py plants: in every module of the checker, met by the right tests."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from bench.mutants_changes import mutants_of
+from bench.mutants_tests import CHECKER, ROOT, TESTS, Known, modules, name_of
+
+PLANTED = {name_of(path): path for path, _ in modules()}
+
+
+def test_every_module_of_the_checker_is_of_a_group() -> None:
+    there = {name_of(path) for path in CHECKER.rglob("*.py") if path.name != "__init__.py"}
+    assert there == set(PLANTED)
+
+
+def test_no_group_names_what_is_not_there() -> None:
+    for group, tests in TESTS.items():
+        for pattern in group:
+            assert list(CHECKER.glob(pattern)), pattern
+        assert len(set(tests)) == len(tests) > 0
+        assert all((ROOT / test).is_file() for test in tests), group
+
+
+def test_a_module_without_code_to_run_gives_none() -> None:
+    """Packages say what is in them and nothing else: there is nothing to plant."""
+    for path in CHECKER.rglob("__init__.py"):
+        assert list(mutants_of(path)) == []
+
+
+@pytest.mark.parametrize("name", ["planes/functional.py", "plane_hints.py", "affine/rows.py"])
+def test_a_mutant_is_another_module_and_says_where(name: str) -> None:
+    plain = PLANTED[name].read_text(encoding="utf-8")
+    found = list(mutants_of(PLANTED[name]))
+    assert len({mutant.source for mutant in found}) > 2
+    for mutant in found:
+        assert ast.unparse(ast.parse(plain)) != ast.unparse(ast.parse(mutant.source))
+        assert mutant.module == name
+        before, after = mutant.change.split(" → ")
+        assert before != after or len(before) == 90  # the change itself may be further on
+        if mutant.function is not None:
+            line = plain.splitlines()[mutant.function[1] - 1].strip()
+            assert line.startswith(("def ", "@")), line
+    assert any(mutant.function is not None for mutant in found)
+
+
+def test_tests_that_call_a_function_are_first_and_quick_ones_before_others() -> None:
+    f, g, h = ("a.py", 1), ("a.py", 9), ("b.py", 4)
+    known = Known(
+        "",
+        2.0,
+        {
+            "one.py::slow": (0.9, frozenset({f, g})),
+            "one.py::quick": (0.1, frozenset({f})),
+            "one.py::other": (0.0, frozenset()),
+            "two.py::only": (0.5, frozenset({g})),
+        },
+    )
+    assert known.of(f) == ("one.py::quick", "one.py::slow", "one.py::other")
+    assert known.of(g) == ("one.py::slow", "two.py::only", "one.py::quick", "one.py::other")
+    assert known.of(h) == ()
+    assert set(known.of(None)) == set(known.tests)
+
+
+FINDS = """
+import sys
+from bench.mutants import Trial, known, outcome
+from bench.mutants_changes import mutants_of
+from bench.mutants_tests import CHECKER
+
+found = known(["tests/unit/certs/test_recheck_formats.py"])
+assert not any(name.startswith("kcdsl_certs.recheck") for name in sys.modules)
+print(repr(found.failed), found.seconds > 0)
+some = [m for m in mutants_of(CHECKER / "formats.py") if m.kind in ("extreme", "sign")][:2]
+print(len(some), {outcome(Trial(m, found)).partition("::")[0] for m in some})
+print(repr(outcome(Trial(next(mutants_of(CHECKER / "plane_hints.py")), found))))
+print(known(["tests/unit/certs/test_that_is_not_there.py"]).failed != "")
+"""
+
+
+def test_a_defect_is_found_in_a_process_of_its_own() -> None:
+    """One that tests know; one that none of these tests meets; and tests that fail without any."""
+    run = [sys.executable, "-c", FINDS]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "'' True",
+        "2 {'tests/unit/certs/test_recheck_formats.py'}",
+        "''",
+        "True",
+    ]

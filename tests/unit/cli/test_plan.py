@@ -1,0 +1,269 @@
+"""`kcdsl plan`: what is needed, what there is, pilots, looks, and every way to go wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONTRACT = """\
+kcdsl: 1
+contract: planned
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama, tokenizer: bytes}
+kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}
+data: rows.jsonl
+slices:
+  all: {}
+  long: {where: length > 20}
+  none: {where: length > 9999}
+clauses:
+%s
+"""
+CLAUSES = {
+    "P99": "{require: p99(kl) <= 1e-3, slices: [all, long], evidence: sample, level: L2}",
+    "MAX": "{require: max(kl) <= 1e-3, evidence: sample, level: L3}",
+    "SOFT": "{require: max(kl) <= 1e-3, budget: 5% of requests, evidence: sample, level: L2}",
+    "WINDOWS": "{require: p95(kl) <= 1e-3, budget: 10% of windows, evidence: sample, level: L2}",
+    "MEAN": "{require: mean(kl) <= 1e-3, evidence: sample, level: L1}",
+    "LATENCY": "{require: p95(latency) <= 2 s, level: L1}",
+    "CENSUS": "{require: p99(tv) <= 1e-3, slices: [all, none], level: L1}",
+    "TRACE": "{require: 'has(trace, [rng_seed])', level: L1}",
+    "GAP": "{require: ece_gap <= 1%, evidence: sample, level: L1}",
+    "NOISY": "{require: mean(k3) <= 1e-3, evidence: census, level: L1}",
+    "PROVED": "{require: p99(kl) <= 1e-3, evidence: proof, level: L1}",
+}
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Return a function that writes a contract and n rows, every third of them long."""
+
+    def contract(n: int | None, *names: str) -> Path:
+        chosen = {name: CLAUSES[name] for name in names or CLAUSES}
+        lines = "\n".join(f"  {name}: {text}" for name, text in chosen.items())
+        (tmp_path / "contract.yaml").write_text(CONTRACT % lines)
+        (tmp_path / "model.safetensors").write_bytes(b"")
+        (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+        if n is not None:
+            rows = ({"id": str(i), "text": "x" * (30 if i % 3 == 0 else 10)} for i in range(n))
+            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return tmp_path
+
+    return contract
+
+
+@pytest.fixture
+def planned(cli: Any, follows: Any) -> Callable[..., dict[str, Any]]:
+    """Return a function that runs `kcdsl plan --json` and returns its rows by clause and slice."""
+
+    def run(folder: Path, *options: str) -> dict[str, Any]:
+        ran = cli("plan", "--json", *options, cwd=folder)
+        assert (ran.code, ran.stderr) == (0, "")
+        document = json.loads(ran.stdout)
+        follows(document)
+        return {f"{row['clause']} {row['slice']}": row for row in document["rows"]} | {"": document}
+
+    return run
+
+
+def test_every_clause_on_every_slice(write: Write, planned: Any) -> None:
+    found = planned(write(300))
+    states = {name: row["state"] for name, row in found.items() if name}
+    assert states == {
+        "P99 all": "enough", "P99 long": "too_few", "MAX all": "never", "SOFT all": "enough",
+        "WINDOWS all": "too_few", "MEAN all": "unknown", "LATENCY all": "unknown",
+        "CENSUS all": "census", "CENSUS none": "too_few", "TRACE all": "census",
+        "GAP all": "unknown", "NOISY all": "never",
+    }  # fmt: skip
+    p99 = found["P99 all"]
+    assert (p99["have"], p99["allowed"], p99["unit"]) == (300, "1/100", "requests")
+    assert (p99["without_any"], p99["at_half"], p99["with_power"]) == (299, 1182, 1941)
+    assert p99["may_exceed"] == 0
+    assert p99["shows"] == pytest.approx(1 - 0.05 ** (1 / 300))
+    assert found["P99 long"]["have"] == 100
+    assert found["SOFT all"]["may_exceed"] == 8
+    windows = found["WINDOWS all"]
+    assert (windows["have"], windows["without_any"], windows["unit"]) == (18, 29, "windows")
+    assert found["MAX all"]["allowed"] == "0"
+    assert found["MAX all"]["without_any"] is None
+    assert "proof or a census" in found["MAX all"]["note"]
+    latency = found["LATENCY all"]
+    assert (latency["have"], latency["unit"], latency["without_any"]) == (None, "timed runs", 59)
+    assert found["TRACE all"]["unit"] == "records"
+    assert list(found[""]["elsewhere"]) == ["PROVED"]
+
+
+@pytest.mark.parametrize(
+    ("options", "fewest"), [((), 299), (("--looks", "10"), 528), (("--anytime",), 377)]
+)
+def test_more_looks_need_more(write: Write, planned: Any, options: Any, fewest: int) -> None:
+    found = planned(write(300, "P99", "MEAN"), *options)
+    assert found["P99 all"]["without_any"] == fewest
+    assert found["P99 all"]["state"] == ("enough" if fewest <= 300 else "too_few")
+    assert found["MEAN all"]["state"] == ("never" if options == ("--anytime",) else "unknown")
+
+
+def test_enough_means_that_evaluate_could_hold_it(write: Write, planned: Any) -> None:
+    """One row fewer than needed is too few, and what may exceed keeps a sampled verdict held."""
+    from fractions import Fraction
+
+    from kcdsl_backends.empirical import statistics
+
+    for n, state in ((298, "too_few"), (299, "enough"), (1000, "enough")):
+        row = planned(write(n, "P99"))["P99 all"]
+        assert row["state"] == state
+        k = row["may_exceed"]
+        if k is not None:
+            rate = Fraction(1, 100)
+            assert statistics.shows_below(k, n, rate, statistics.ONE_LOOK)
+            assert not statistics.shows_below(k + 1, n, rate, statistics.ONE_LOOK)
+
+
+def test_a_plan_comes_before_the_data(write: Write, planned: Any) -> None:
+    row = planned(write(None, "P99"))["P99 all"]
+    assert (row["state"], row["have"], row["without_any"]) == ("unknown", None, 299)
+    assert row["note"] == "the data is not here yet"
+
+
+def test_the_printed_plan(cli: Any, write: Write) -> None:
+    ran = cli("plan", cwd=write(300))
+    assert ran.code == 0
+    assert max(map(len, ran.stdout.splitlines())) <= 100
+    assert "held if at most 0 of 300 requests are beyond" in ran.stdout
+    assert "199 more requests, none of them beyond, would show it" in ran.stdout
+    assert "4 of 12 rows can be shown with what there is" in ran.stdout
+    assert "not measured: PROVED: demands proof" in ran.stdout
+    looks = cli("plan", "--looks", "5", cwd=write(300)).stdout
+    assert "95 % for each clause over 5 looks together" in looks
+
+
+def test_one_slice(write: Write, planned: Any, cli: Any) -> None:
+    folder = write(300)
+    assert [name for name in planned(folder, "--slice", "long") if name] == ["P99 long"]
+    ran = cli("plan", "--slice", "lnog", cwd=folder)
+    assert ran.code == 2
+    assert "error[KC202]" in ran.stderr
+    assert "long" in ran.stderr
+
+
+# --- pilots --------------------------------------------------------------------------------------
+
+
+def record(i: int, value: float, **changes: Any) -> str:
+    summary = {"n": 10, "sum": 10 * value, "min": value, "max": value}
+    found = {
+        "schema": "kcdsl.trace/1", "slices": ["all"], "failure": None, "values": {"kl": summary},
+        "latency_s": [0.5, 0.25],
+    }  # fmt: skip
+    return json.dumps({**found, "request": str(i), **changes}) + "\n"
+
+
+def test_a_trace_as_pilot(write: Write, planned: Any) -> None:
+    folder = write(300, "P99", "SOFT", "MEAN", "LATENCY", "WINDOWS")
+    values = [2e-3 if i < 3 else 1e-4 * (1 + i % 7) for i in range(200)]
+    (folder / "pilot.jsonl").write_text("".join(record(i, v) for i, v in enumerate(values)))
+    found = planned(folder, "--pilot", "pilot.jsonl")
+    soft = found["SOFT all"]["pilot"]
+    assert (soft["k"], soft["n"]) == (3, 200)
+    assert soft["needed"] > found["SOFT all"]["without_any"]
+    assert soft["threshold"] == sorted(values)[200 - 5 - 1]
+    assert found["P99 all"]["pilot"]["threshold"] is None
+    assert found["P99 all"]["pilot"]["needed"] is None
+    assert found["LATENCY all"]["pilot"]["n"] == 400
+    assert found["WINDOWS all"]["pilot"] is None
+    mean = found["MEAN all"]
+    assert mean["pilot"]["value"] == pytest.approx(sum(values) / 200)
+    assert mean["pilot"]["needed"] >= 20
+    assert mean["state"] == "enough"
+    assert found["P99 long"]["pilot"] is None
+
+
+def test_a_failed_request_makes_a_pilot_say_nothing(write: Write, planned: Any) -> None:
+    folder = write(300, "P99", "MEAN")
+    lines = [record(0, 1.0), record(1, 1.0, failure="out of memory")]
+    (folder / "pilot.jsonl").write_text("".join(lines))
+    found = planned(folder, "--pilot", "pilot.jsonl")
+    assert found["P99 all"]["pilot"] is None
+    assert found["MEAN all"]["pilot"] is None
+
+
+def test_a_mean_beyond_its_threshold_is_not_planned_for(write: Write, planned: Any) -> None:
+    folder = write(300, "MEAN")
+    (folder / "pilot.jsonl").write_text("".join(record(i, 1.0 + i % 2) for i in range(30)))
+    row = planned(folder, "--pilot", "pilot.jsonl")["MEAN all"]
+    assert (row["state"], row["pilot"]["needed"]) == ("unknown", None)
+    assert "not within the threshold" in row["note"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{}", "[]", "null", "NaN", "[" * 100_000, '{"schema": "kcdsl.report/1"}',
+        '{"schema": "kcdsl.report/1", "clauses": [{}]}', '{"schema": "kcdsl.trace/1"}',
+        '{"schema": "kcdsl.trace/1"', "\x00",
+    ],
+)  # fmt: skip
+def test_other_files_are_no_pilots(cli: Any, write: Write, text: str) -> None:
+    folder = write(300, "P99")
+    (folder / "pilot.json").write_text(text)
+    ran = cli("plan", "--pilot", "pilot.json", cwd=folder)
+    assert ran.code == 2
+    assert "error[KC629]" in ran.stderr
+    assert ran.stdout == ""
+
+
+# --- refused -------------------------------------------------------------------------------------
+
+
+def test_a_damaged_row_is_refused_with_its_line(cli: Any, write: Write) -> None:
+    folder = write(3, "P99")
+    with (folder / "rows.jsonl").open("a") as stream:
+        stream.write('{"id": 3\n')
+    ran = cli("plan", cwd=folder)
+    assert ran.code == 2
+    assert "error[KC620]" in ran.stderr
+    assert "rows.jsonl:4" in ran.stderr
+
+
+def test_nothing_to_plan_is_refused(cli: Any, write: Write) -> None:
+    ran = cli("plan", cwd=write(3, "PROVED"))
+    assert ran.code == 2
+    assert "error[KC623]" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--power", "1"), ("--power", "0"), ("--looks", "0"), ("--looks", "2", "--anytime")],
+)
+def test_options_out_of_range(cli: Any, write: Write, options: tuple[str, ...]) -> None:
+    assert cli("plan", *options, cwd=write(3, "P99")).code == 2
+
+
+def test_planning_imports_no_torch(cli_process: Any, write: Write) -> None:
+    import subprocess
+    import sys
+
+    folder = write(30, "P99", "MEAN")
+    code = (
+        "import sys; from kcdsl.cli import main; code = main(['plan']); "
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, check=False
+    )
+    assert done.returncode == 0
+
+
+def test_planner_and_backend_agree_on_what_is_noisy_and_what_is_counted() -> None:
+    """The planner reads the table of the language, the backend its measures."""
+    from kcdsl.check.metrics import METRICS
+    from kcdsl_backends.empirical.metrics.measures import MEASURES
+    from kcdsl_backends.empirical.planner import NOISY
+
+    for name, measure in MEASURES.items():
+        assert bool(set(METRICS[name].needs) & NOISY) == measure.noisy, name
