@@ -34,7 +34,7 @@ def entropy(logits: Floats, temperature: float) -> Floats:
     signed=True,
     summary="entropy of the inference policy minus that of the training policy",
 )
-def entropy_gap(train_logits: Floats, infer_logits: Floats, temperature: float) -> Floats:
+def entropy_rise(train_logits: Floats, infer_logits: Floats, temperature: float) -> Floats:
     """Return H(infer) - H(train) at each position: [tokens]."""
     return entropy(infer_logits, temperature) - entropy(train_logits, temperature)
 

@@ -49,7 +49,7 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
         *("results", "tensor_core", "sigmoid"),
     ),
-    "weights": ("format", "scale"),
+    "weights": ("format", "scale", "rounding"),
     "activations": ("format", "scale", "input_scale", "input_zero_point"),
     "attention": ("style", "tile", "probabilities", "scores", "exp_ulps"),
     "results": RESULTS,

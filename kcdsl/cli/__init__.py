@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "explain": "kcdsl.cli.explain",
     "verify": "kcdsl.cli.verify",
     "replay": "kcdsl.cli.replay",
+    "plan": "kcdsl.cli.plan",
     "evaluate": "kcdsl.cli.evaluate",
     "check": "kcdsl.cli.check",
     "transfer": "kcdsl.cli.transfer",

@@ -23,6 +23,7 @@ HELP = "run both kernels on the slices and decide the measured clauses"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     from kcdsl.cli.devices import CHOICES
+    from kcdsl.cli.looks import add_looks
 
     parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
     parser.add_argument("--slice", action="append", metavar="NAME", help="only this slice")
@@ -39,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="how long runs may be timed (default: 20)",
     )
+    add_looks(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "-o",
@@ -79,6 +81,7 @@ def run(arguments: argparse.Namespace) -> Exit:
             slices=tuple(arguments.slice or ()),
             seed=arguments.seed,
             seconds=arguments.seconds,
+            looks=None if arguments.anytime else arguments.looks,
             progress=progress,
         )
     found: Report = evaluation.report

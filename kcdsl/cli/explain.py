@@ -1,4 +1,4 @@
-"""`kcdsl explain`: what a diagnostic code means, or where a clause goes and why."""
+"""`kcdsl explain`: what a code or a metric means, or where a clause goes and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import FAMILIES, UNKNOWN_CODE, USAGE, Code, all_codes, find
 from kcdsl.exits import Exit
 
-HELP = "explain a diagnostic code, or which backends cover a clause and why"
+HELP = "explain a diagnostic code, a metric, or which backends cover a clause and why"
 SCHEMA = "kcdsl.codes/1"
 _CODE = re.compile(r"(?i)(?:kc)?([0-9]+)")
 
@@ -21,9 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "topic",
         nargs="?",
-        metavar="CODE|CLAUSE",
-        help="a code such as KC203, a family of codes such as KC2, or a clause of the contract; "
-        "without: list the codes",
+        metavar="CODE|METRIC|CLAUSE",
+        help="a code such as KC203, a family of codes such as KC2, a metric such as kl, or a "
+        "clause of the contract; without: list the codes",
     )
     parser.add_argument(
         "contract", nargs="?", metavar="CONTRACT", help="the contract of the clause"
@@ -37,11 +37,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Exit:
-    """Print the page of a code, what backends say to a clause, or the list of all codes."""
+    """Print the page of a code, a metric, what backends say to a clause, or the list of all codes.
+
+    A clause that has the name of a metric is meant where its contract is given.
+    """
     if arguments.topic is None:
         _list(all_codes(), arguments.format)
         return Exit.HELD
     code = _CODE.fullmatch(arguments.topic)
+    if code is None and arguments.contract is None and _show_metric(arguments):
+        return Exit.HELD
     if code is None:
         if arguments.format == "markdown":
             raise refuse(USAGE, "a clause is not explained as Markdown", help="leave --format out")
@@ -57,6 +62,30 @@ def run(arguments: argparse.Namespace) -> Exit:
         raise refuse(UNKNOWN_CODE, f"there is no code {wanted}", help=_where(wanted))
     _show(found, arguments.format)
     return Exit.HELD
+
+
+def _show_metric(arguments: argparse.Namespace) -> bool:
+    """Print what editors show of a metric; say whether the topic is one."""
+    from kcdsl.check.metrics import find_metric
+    from kcdsl.lsp.words import describe_metric
+
+    metric = find_metric(arguments.topic)
+    if metric is None:
+        return False
+    if arguments.format == "json":
+        help = "leave --format out; docs/metrics.md has the table of all metrics"
+        raise refuse(USAGE, "a metric is not explained as JSON", help=help)
+    text = describe_metric(metric)
+    if arguments.format == "markdown":
+        print(text)
+    elif sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(text))
+    else:
+        print(text.replace("**", "").replace("`", ""))
+    return True
 
 
 def _where(wanted: str) -> str:

@@ -284,6 +284,7 @@ def _numerics(parent: str, name: str) -> list[str]:
         ("numerics", "sigmoid"): presets.SIGMOIDS,
         ("weights", "format"): presets.WEIGHT_FORMATS,
         ("weights", "scale"): presets.WEIGHT_SCALES,
+        ("weights", "rounding"): presets.WEIGHT_ROUNDINGS,
         ("activations", "format"): presets.ACTIVATION_FORMATS,
         ("activations", "scale"): presets.ACTIVATION_SCALES,
         ("attention", "style"): presets.STYLES,

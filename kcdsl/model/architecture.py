@@ -29,9 +29,9 @@ from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import bert, llama
 from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors
-from kcdsl.model.config import read_config
+from kcdsl.model.config import find_config
 from kcdsl.model.files import resolve_file
-from kcdsl.model.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
 
 Factory = Callable[[dict[str, Any]], nn.Module]
 KeyRule = Callable[[str], "str | None"]
@@ -200,17 +200,12 @@ def load_model(ref: ModelRef, base: Path) -> Model:
 
 def _load(ref: ModelRef, base: Path) -> Model:
     path = resolve_file(ref.checkpoint, base)
-    if ref.config is not None:
-        config = read_config(resolve_file(ref.config, base))
-    elif ref.module is None or (path.parent / "config.json").is_file():
-        config = read_config(path.parent / "config.json")
-    else:
-        config = {}
+    config = find_config(ref, path, base)
     module, rule = _build(ref, config, base)
     checkpoint = load_checkpoint(path)
     keys = _take_weights(module, checkpoint, rule)
     module.eval().requires_grad_(False)
-    tokenizer = _tokenizer(ref, path, base, config)
+    tokenizer = find_tokenizer(ref, path, base, config)
     return Model(module, checkpoint, config, keys, tokenizer, ref.module is None)
 
 
@@ -295,18 +290,3 @@ def _take_weights(module: nn.Module, checkpoint: Checkpoint, rule: KeyRule) -> d
         for name, key in keys.items():
             stored[name].copy_(checkpoint.tensors[key])
     return keys
-
-
-def _tokenizer(
-    ref: ModelRef, checkpoint: Path, base: Path, config: Mapping[str, Any]
-) -> Tokenizer | None:
-    size = config.get("vocab_size")
-    byte_sized = isinstance(size, int) and size <= 256
-    if ref.tokenizer == "bytes":
-        return ByteTokenizer(min(size, 256) if isinstance(size, int) else 256)
-    if ref.tokenizer is not None:
-        return FileTokenizer(resolve_file(ref.tokenizer, base))
-    beside = checkpoint.parent / "tokenizer.json"
-    if beside.is_file():
-        return FileTokenizer(beside)
-    return ByteTokenizer(size) if byte_sized and isinstance(size, int) else None

@@ -10,6 +10,8 @@ from typing import Any
 
 from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.ir.terms import ModelRef
+from kcdsl.model.files import resolve_file
 
 LARGEST_COUNT = 1 << 24
 """No width, vocabulary or length is greater; a number beyond would only fill the memory."""
@@ -89,3 +91,15 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise refuse(codes.MODEL_CONFIG, f"{shown(path)} must hold a JSON object")
     return raw
+
+
+def find_config(ref: ModelRef, checkpoint: Path, base: Path) -> dict[str, Any]:
+    """Return the configuration of a model: the file its contract names, else the config.json beside
+    the checkpoint; empty for a module of the user's own that has none.
+
+    `base` is the folder of the contract. Refuse a file that is missing or cannot be read.
+    """
+    if ref.config is not None:
+        return read_config(resolve_file(ref.config, base))
+    beside = checkpoint.parent / "config.json"
+    return read_config(beside) if ref.module is None or beside.is_file() else {}

@@ -7,14 +7,45 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class Casts:
+    """What the word `casts` of a specification says of a cast into a format.
+
+    `free`: each is an error of its own, up to `units` unit roundoffs; else it is a step function.
+    `toward_zero`: no cast makes a magnitude larger. `units` is 1 for roundings to nearest, 2 for
+    all others: what is cut off may be a whole unit in the last place, and below the normal numbers
+    a whole subnormal.
+    """
+
+    free: bool
+    toward_zero: bool
+    units: int
+
+
+CASTS = {
+    "nearest": Casts(free=False, toward_zero=False, units=1),
+    "any": Casts(free=True, toward_zero=False, units=1),
+    "toward_zero": Casts(free=False, toward_zero=True, units=2),
+    "any_toward_zero": Casts(free=True, toward_zero=True, units=2),
+    "any_direction": Casts(free=True, toward_zero=False, units=2),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """How parameters are stored: `format` a float format, or "int8"; `scale` "none" (a plain cast),
     "per_tensor", "per_channel" (one per output row), "block_128" (128x128 tiles), "group_128" (128
     inputs) or "mx" (32 inputs, power of two). Dequantised values are rounded to float32, then to
-    the compute format."""
+    the compute format. `rounding` "nearest" or, without a scale, "toward_zero"; it is that of every
+    parameter and constant."""
 
     format: str
     scale: str = "none"
+    rounding: str = "nearest"
+
+    def to_json(self) -> dict[str, str]:
+        """Return the record; `rounding` stands in it only where it is not to nearest."""
+        record = {"format": self.format, "scale": self.scale}
+        return record if self.rounding == "nearest" else {**record, "rounding": self.rounding}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +163,9 @@ class Numerics:
     `compute` is the format of parameters, constants and of every operation's result;
     `accumulate` that of dot products; inside softmax, norms, activations and elementwise maps the
     arithmetic is float32 (float64 where `compute` is).
-    `casts` is "nearest" (one rounding to nearest at each result) or "any" (a free relative error of
-    one unit roundoff there, wherever a fused kernel may put it).
+    `casts` is "nearest" (one rounding to nearest at each result), "toward_zero" (what does not fit
+    is cut off there), or a free relative error wherever a fused kernel may put it: "any" (of one
+    unit roundoff), "any_toward_zero" (two, toward zero) or "any_direction" (two, either way).
     `results` names the results that have another format than `compute`, as sorted pairs: "input",
     "context", or an operation; scores and probabilities have theirs from `attention`.
     `tensor_core` None: sums are rounded to nearest in the accumulate format.
@@ -151,6 +183,11 @@ class Numerics:
     results: tuple[tuple[str, str], ...] = ()
     tensor_core: TensorCore | None = None
     sigmoid: str = "relative"
+
+    @property
+    def cast(self) -> Casts:
+        """Return what the word `casts` says; a word that there is not is a KeyError."""
+        return CASTS[self.casts]
 
     def stored_format(self, op: str, role: str) -> str:
         """Return the name of the format in which the result of an operation is stored.
@@ -175,7 +212,7 @@ class Numerics:
             "compute": self.compute,
             "accumulate": self.accumulate,
             "casts": self.casts,
-            "weights": {"format": self.weights.format, "scale": self.weights.scale},
+            "weights": self.weights.to_json(),
             "activations": self.activations.to_json(),
             "attention": {
                 "style": self.attention.style,

@@ -12,15 +12,17 @@ from typing import Any
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics import CASTS as MEANINGS
 from kcdsl.model.numerics import Activations, Attention, Numerics, TensorCore, Unit, Weights
 from kcdsl.model.static_scales import static_scales
 
 COMPUTE_FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 ACCUMULATORS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
-CASTS = ("nearest", "any")
+CASTS = tuple(MEANINGS)
 SCALED_FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
 INTEGERS = ("int8", "int8_full", "uint8")
 WEIGHT_FORMATS = (*FORMATS, "int8", "int8_full")
+WEIGHT_ROUNDINGS = ("nearest", "toward_zero")
 WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "group_128", "mx")
 ACTIVATION_FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "uint8")
 ACTIVATION_SCALES = ("none", "per_tensor", "per_token", "group_128", "mx", "static")
@@ -163,7 +165,7 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         preset=preset,
         compute=compute,
         accumulate=accumulate,
-        casts=_choice("casts", merged.get("casts", "any"), CASTS),
+        casts=_casts(merged.get("casts", "any"), activations),
         weights=_weights(_merged(base, given, "weights"), compute),
         activations=activations,
         attention=_attention(base, given, compute, accumulate),
@@ -171,6 +173,18 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         tensor_core=_tensor_core(tensor_core, compute, accumulate, activations),
         sigmoid=_choice("sigmoid", merged.get("sigmoid", "relative"), SIGMOIDS),
     )
+
+
+def _casts(raw: object, activations: Activations) -> str:
+    """Read `casts`; quantisers round to nearest, so there are none beside directed casts."""
+    casts = _choice("casts", raw, CASTS)
+    if MEANINGS[casts].units != 1 and activations.format != "none":
+        raise _refusal(
+            f"casts are {casts!r} and activations are quantised to {activations.format}: quantisers"
+            " round to nearest",
+            ("nearest", "any"),
+        )
+    return casts
 
 
 def _results(raw: object, compute: str, accumulate: str) -> tuple[tuple[str, str], ...]:
@@ -237,7 +251,12 @@ def _weights(raw: dict[str, Any], compute: str) -> Weights:
         raise _refusal(f"weights of format {format} have no scale", SCALED_FORMATS)
     if scale == "mx" and format in INTEGERS:
         raise _refusal("the mx scale is for fp8 formats", ("fp8_e4m3", "fp8_e5m2"))
-    return Weights(format, scale)
+    rounding = _choice("weights.rounding", raw.get("rounding", "nearest"), WEIGHT_ROUNDINGS)
+    if scale != "none" and rounding != "nearest":
+        raise _refusal(
+            f"the codes of weights with a scale are not rounded {rounding}", ("nearest",)
+        )
+    return Weights(format, scale, rounding)
 
 
 def _activations(raw: dict[str, Any], compute: str) -> Activations:

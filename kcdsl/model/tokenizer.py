@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.terms import ModelRef
+from kcdsl.model.files import resolve_file
 
 
 class Tokenizer(Protocol):
@@ -68,3 +71,23 @@ class FileTokenizer:
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids."""
         return str(self._fast.decode(ids))
+
+
+def find_tokenizer(
+    ref: ModelRef, checkpoint: Path, base: Path, config: Mapping[str, Any]
+) -> Tokenizer | None:
+    """Return the tokenizer of a model: the one its contract names, else the tokenizer.json beside
+    the checkpoint, else bytes where the vocabulary is no larger; None where there is none.
+
+    `base` is the folder of the contract. Refuse a file that is missing or is no tokenizer.
+    """
+    size = config.get("vocab_size")
+    byte_sized = isinstance(size, int) and size <= 256
+    if ref.tokenizer == "bytes":
+        return ByteTokenizer(min(size, 256) if isinstance(size, int) else 256)
+    if ref.tokenizer is not None:
+        return FileTokenizer(resolve_file(ref.tokenizer, base))
+    beside = checkpoint.parent / "tokenizer.json"
+    if beside.is_file():
+        return FileTokenizer(beside)
+    return ByteTokenizer(size) if byte_sized and isinstance(size, int) else None

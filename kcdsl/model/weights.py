@@ -1,7 +1,7 @@
 """The exact parameter values of a kernel: rounding and quantisation of stored weights.
 
 Defined so that a second implementation can match bit for bit (docs/relational-interval.md,
-section 2). All arithmetic is float32, round to nearest even.
+section 2). All arithmetic is float32, round to nearest even; plain casts may cut off instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TORCH_FORMATS = {
 
 def plain_parameter(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tensor:
     """Return a parameter other than a linear weight: rounded to `compute`, as float32."""
-    return round_to(w, numerics.compute, name)
+    return _cast(w, numerics.compute, numerics, name)
 
 
 def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tensor:
@@ -45,7 +45,7 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
     """
     stored = numerics.weights
     if stored.scale == "none":
-        return round_to(round_to(w, stored.format, name), numerics.compute, name)
+        return _cast(_cast(w, stored.format, numerics, name), numerics.compute, numerics, name)
     w = w.to(torch.float32)
     if stored.scale == "mx":
         scale = _mx_scale(w, MX_EXPONENT[stored.format])
@@ -62,6 +62,34 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
     return round_to(code * scale, "float32" if by_codes else numerics.compute, name)
 
 
+def _cast(w: Tensor, format: str, numerics: Numerics, name: str) -> Tensor:
+    """Return a plain cast as the kernel makes it."""
+    match numerics.weights.rounding:
+        case "nearest":
+            return round_to(w, format, name)
+        case "toward_zero":
+            return cut_to(w, format, name)
+        case other:
+            raise ValueError(f"weights are not rounded {other}")
+
+
+def cut_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
+    """Return float32 values cut off toward zero to a format, as float32; signs of zeros are kept.
+
+    Refuse a value of a magnitude from which on the format has no next number to cut off to.
+    """
+    w = w.to(torch.float32)
+    form = FORMATS[format]
+    if form.precision >= FORMATS["float32"].precision:
+        return w
+    exact = w.to(torch.float64)
+    leading = (torch.frexp(exact).exponent - 1).clamp_min(form.min_exponent)
+    step = torch.exp2((leading - form.precision + 1).to(torch.float64))
+    kept = (torch.trunc(exact / step) * step).to(torch.float32)
+    _refuse_beyond(w, ~(kept.abs() <= form.largest), format, name)
+    return kept
+
+
 def round_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
     """Return float32 values rounded to nearest even in a format, as float32.
 
@@ -76,14 +104,19 @@ def round_to(w: Tensor, format: str, name: str = "a weight") -> Tensor:
         rounded = w.to(_TORCH_FORMATS[format]).to(torch.float32)
     largest = FORMATS[format].largest
     over = (rounded.abs() > largest) | ~torch.isfinite(rounded) | (w.abs() >= _overflow(format))
-    if bool(over.any()):
-        raise refuse(
-            codes.WEIGHT_OVERFLOW,
-            f"{name} holds {float(w[over].abs().max()):.6g}, which does not fit {format}, whose"
-            f" largest number is {largest:.6g}",
-            help="give the weights a scale, or choose a format with a wider range",
-        )
+    _refuse_beyond(w, over, format, name)
     return rounded
+
+
+def _refuse_beyond(w: Tensor, over: Tensor, format: str, name: str) -> None:
+    if not bool(over.any()):
+        return
+    raise refuse(
+        codes.WEIGHT_OVERFLOW,
+        f"{name} holds {float(w[over].abs().max()):.6g}, which does not fit {format}, whose"
+        f" largest number is {FORMATS[format].largest:.6g}",
+        help="give the weights a scale, or choose a format with a wider range",
+    )
 
 
 def _overflow(format: str) -> float:

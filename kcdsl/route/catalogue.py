@@ -44,6 +44,10 @@ class BackendSpec:
     domains: tuple[str, ...] = ()
     """The domains that it bounds goals in, cheapest first, of which some may be chosen
     (`Goal.domains`); a backend that names none has no choice."""
+    planner: str = ""
+    """"package.module:ATTRIBUTE" of what tells how many units its clauses need; none if empty."""
+    planner_needs: tuple[str, ...] = ()
+    """The packages that the planner needs."""
 
     def missing(self) -> tuple[str, ...]:
         """Return the needed packages that are not installed, without importing them."""
@@ -51,8 +55,16 @@ class BackendSpec:
 
     def load(self) -> Any:
         """Import and return the backend."""
-        module, _, attribute = self.target.partition(":")
-        return getattr(import_module(module), attribute)
+        return _imported(self.target)
+
+    def load_planner(self) -> Any:
+        """Import and return the planner."""
+        return _imported(self.planner)
+
+
+def _imported(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 def catalogue() -> tuple[BackendSpec, ...]:

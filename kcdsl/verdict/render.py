@@ -14,7 +14,14 @@ from rich.text import Text
 
 from kcdsl.ir.buckets import is_bucket
 from kcdsl.verdict.model import Violated, verdict_name
-from kcdsl.verdict.report import ClauseResult, CrossCheck, Report, SliceSummary, reason
+from kcdsl.verdict.report import (
+    ClauseResult,
+    CrossCheck,
+    Report,
+    SliceSummary,
+    Statistics,
+    reason,
+)
 
 WIDTH = 100
 
@@ -181,6 +188,8 @@ def _reasons(clauses: Iterable[ClauseResult]) -> list[RenderableType]:
         why = reason(row.verdict)
         if isinstance(row.verdict, Violated):
             why = _counterexample(row.verdict)
+        elif why is None and row.shown is not None:
+            why = row.shown.text
         if why:
             style = SHOWN[verdict_name(row.verdict)][1]
             lines.append(Text.assemble("  ", (name, style), f": {why}"))
@@ -197,7 +206,26 @@ def _counterexample(verdict: Violated) -> str:
     return ""
 
 
+def _sampling(found: Statistics) -> str:
+    """Return how sampled results were decided, in words."""
+    sure = f"{100 * (1 - found.error):g} %"
+    match found.looks:
+        case None:
+            looks = "over any number of looks"
+        case 1:
+            looks = "at one look"
+        case count:
+            looks = f"over {count} looks together"
+    shared = ""
+    if found.sampled > 1:
+        level = f"{100 * (1 - found.violation_error):.4g} %"
+        shared = f"; violations at {level}, shared among {found.sampled} results (Holm)"
+    return f"samples: each pass at {sure} {looks}{shared}"
+
+
 def _remarks(report: Report) -> Iterator[RenderableType]:
+    if report.statistics.sampled:
+        yield Text(_sampling(report.statistics), style="dim")
     failed = [p for p in report.prechecks if p.outcome == "failed"]
     passed = [p.name for p in report.prechecks if p.outcome == "passed"]
     for check in failed:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import ROUND_CEILING, Decimal
 from importlib.resources import files
 from typing import Any
 
@@ -45,6 +46,76 @@ class ExceedanceCount:
             "rate": self.rate,
             "low": number(self.low),
             "high": number(self.high),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What k of n sampled units beyond the threshold show: at `confidence`, the rate in the
+    population they stand for is below `rate`."""
+
+    k: int
+    n: int
+    of: str
+    rate: float
+    confidence: float
+
+    @property
+    def text(self) -> str:
+        """Return the statement in words."""
+        sure = f"{100 * self.confidence:.6g} %"
+        below = f"the rate is below {share_above(self.rate)} at {sure}"
+        return f"{self.k} of {self.n} {self.of} beyond: {below}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "k": self.k,
+            "n": self.n,
+            "of": self.of,
+            "rate": self.rate,
+            "confidence": self.confidence,
+            "text": self.text,
+        }
+
+
+def share_above(rate: float) -> str:
+    """Return a rate in percent, rounded up to three digits: 2.47 %."""
+    if rate >= 1:
+        return "100 %"
+    digits = 2 - math.floor(math.log10(100 * rate)) if rate > 0 else 0
+    step = Decimal(1).scaleb(-digits)
+    percent = (Decimal(rate) * 100).quantize(step, ROUND_CEILING)
+    return f"{percent.normalize():f} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """How sampled results were decided.
+
+    False passes and false violations each happen with a probability of at most `error`, over all
+    the planned `looks` at growing data together (None: any number of looks). One limit at one look
+    fails with `limit_error`. Passes need no correction, since all clauses must hold; violations,
+    of which any counts, share the error among the `sampled` results by Holm's method, the last of
+    them at `violation_error`.
+    """
+
+    error: float = 0.05
+    looks: int | None = 1
+    limit_error: float = 0.05
+    sampled: int = 0
+    violation_error: float = 0.05
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "error": self.error,
+            "looks": self.looks,
+            "limit_error": self.limit_error,
+            "passes": "intersection-union",
+            "violations": "holm",
+            "sampled": self.sampled,
+            "violation_error": self.violation_error,
         }
 
 
@@ -101,6 +172,10 @@ class ClauseResult:
     estimators: tuple[Estimator, ...] = ()
     holdout: bool = False
     """Whether the clause is kept from training losses."""
+    shown: Shown | None = None
+    """What the sample shows of the rate of exceedance; None for a census, and for a mean."""
+    needed: int | None = None
+    """How many units would decide an inconclusive clause, as far as that can be told."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -132,6 +207,8 @@ class ClauseResult:
             "deviation": number(self.deviation),
             "estimators": [e.to_json() for e in self.estimators],
             "holdout": self.holdout,
+            "shown": None if self.shown is None else self.shown.to_json(),
+            "needed": self.needed,
         }
 
 
@@ -246,6 +323,7 @@ class Report:
     health: Health
     action: str
     notes: tuple[str, ...] = field(default=())
+    statistics: Statistics = Statistics()
 
     @property
     def verdict(self) -> str:
@@ -274,6 +352,7 @@ class Report:
             "kernels": {side: dict(kernel) for side, kernel in self.kernels.items()},
             "data": [dict(row) for row in self.data],
             "environment": dict(self.environment),
+            "statistics": self.statistics.to_json(),
             "clauses": [c.to_json() for c in self.clauses],
             "slices": [s.to_json() for s in self.slices],
             "prechecks": [p.to_json() for p in self.prechecks],

@@ -54,7 +54,7 @@ def test_it_is_evaluated_and_certified(
     assert found["S-RANK", "all"]["unit"] == "ratio"
     assert 0 < found["S-ENTROPY", "all"]["value"] < 1e-3
     assert {item["name"] for item in report["environment"]["metrics"]} == {
-        "entropy_gap",
+        "entropy_rise",
         "label_rank_kept",
     }
     check = ("check", "out/evaluate.cert.json", "--key", tmp_path / "test.key.pub", "--contract",

@@ -189,6 +189,20 @@ def test_values(tmp_path: Path) -> None:
     assert labels("imports:\n  - file: ¦\n", tmp_path) == ["fleet.kc.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("section", "some"),
+    [
+        ("casts: ¦", {"nearest", "any", "toward_zero", "any_toward_zero", "any_direction"}),
+        ("weights: {rounding: ¦}", {"nearest", "toward_zero"}),
+        ("weights: {¦}", {"format", "scale", "rounding"}),
+    ],
+)
+def test_how_casts_and_weights_are_rounded(section: str, some: set[str]) -> None:
+    head = "kcdsl: 1\ncontract: a\nversion: 1.0.0\n"
+    kernel = f"kernels:\n  infer:\n    run: torch.eager\n    numerics:\n      {section}\n"
+    assert set(labels(kernel, head=head)) == some
+
+
 def test_names_of_a_library(tmp_path: Path) -> None:
     library = "kcdsl: 1\nlibrary: fleet\nversion: 1\ndata: p.jsonl\nslices: {tail: {}, head: {}}\n"
     (tmp_path / "fleet.kc.yaml").write_text(library)

@@ -415,6 +415,7 @@ def test_the_schema_by_path() -> None:
     assert [f.name for f in fields_at(("kernels", "train", "numerics", "weights"))] == [
         "format",
         "scale",
+        "rounding",
     ]
     assert values_at(("clauses", "N", "level")) == ["L1", "L2", "L3"]
     assert values_at(("clauses", 3, "level")) == ["L1", "L2", "L3"]

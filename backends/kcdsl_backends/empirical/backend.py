@@ -22,9 +22,9 @@ from kcdsl.model.files import file_digest
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.crosscheck import Certify
+from kcdsl_backends.empirical.diagnoses import reference_of, watch_weights, weights_digests
 from kcdsl_backends.empirical.evaluation import Evaluation, Progress, evaluate
 from kcdsl_backends.empirical.kernels import load_kernel
-from kcdsl_backends.empirical.precheck import watch_weights, weights_digests
 from kcdsl_backends.empirical.setting import Setting
 from kcdsl_backends.empirical.user_metrics import functions_record, load_functions
 from kcdsl_backends.requests import Request, RequestFile, load_requests, select
@@ -46,6 +46,7 @@ class EmpiricalBackend:
         slices: Sequence[str] = (),
         seed: int = 0,
         seconds: float = 20.0,
+        looks: int | None = 1,
         crosscheck: bool = True,
         progress: Progress = lambda stage, done, total: None,
     ) -> Evaluation:
@@ -58,6 +59,7 @@ class EmpiricalBackend:
             slices: only these slices; empty means all.
             seed: of token sampling and of resampling.
             seconds: how long runs may be timed.
+            looks: how many evaluations of growing data share the error; None for any number.
             crosscheck: compare measured block drift with certified bounds.
             progress: told (stage, done, total).
 
@@ -115,9 +117,11 @@ class EmpiricalBackend:
             certify=_certify(program, model) if crosscheck else None,
             seed=seed,
             seconds=seconds,
+            looks=looks,
             user=user,
             spoiled=spoiled,
             changed_weights=watch_weights({"train": train, "infer": infer}),
+            reference=reference_of(model, resolve(program.train), resolve(program.infer)),
         )
         return evaluate(setting, progress)
 

@@ -46,6 +46,17 @@ def norm_name(block: str, kind: str) -> str:
     return f"measured_drift[{block}].{kind}"
 
 
+def main_comparison(formula: Formula) -> Compare | None:
+    """Return the comparison that a formula consists of, if it is one or a quantified one."""
+    match formula:
+        case Compare():
+            return formula
+        case Quantified():
+            return main_comparison(formula.body)
+        case _:
+            return None
+
+
 def statistic_count(formula: Formula) -> int:
     """Return how many estimates a formula compares, at least 1."""
     estimates = 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 from kcdsl.ir.terms import (
@@ -31,9 +30,10 @@ from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.clauses import metrics_of, statistic_count
 from kcdsl_backends.empirical.estimate import Settings, Side, evaluate
 from kcdsl_backends.empirical.interval import Interval, Outcome, compare
-from kcdsl_backends.empirical.measured import SliceData, Unit, windows
+from kcdsl_backends.empirical.measured import SliceData, Unit
 from kcdsl_backends.empirical.metrics.measures import Measure
-from kcdsl_backends.empirical.statistics import Exceedance, NotMeasurable
+from kcdsl_backends.empirical.statistics import Confidence, Exceedance, NotMeasurable
+from kcdsl_backends.empirical.windows import windows
 
 _SLICE_WIDE = frozenset({"ece_gap", "peak_memory", "determinism"})
 """Metrics that one request by itself does not have."""
@@ -60,7 +60,9 @@ class Judge:
             case Compare():
                 return self._compare(formula, negated)
             case HasFields():
-                return _from_bool(all(has_fields(formula, r) for r in _records(self.data)))
+                complete = all(has_fields(formula, r) for r in _records(self.data))
+                # of a sample, that none lacks a field says nothing of every request
+                return "unknown" if complete and self.sample else _from_bool(complete)
             case Not(of):
                 return _not(self.outcome(of, not negated))
             case Connective("and", parts):
@@ -106,9 +108,9 @@ class Judge:
         return Judge(data, Settings(self.settings.seed, None), sample=False)
 
 
-def judge_for(clause: Clause, data: SliceData, seed: int, confidence: float) -> Judge:
+def judge_for(clause: Clause, data: SliceData, seed: int, confidence: Confidence) -> Judge:
     """Return the judge of a clause: the error level is shared among the estimates it compares."""
-    share = 1 - (1 - confidence) / statistic_count(clause.require)
+    share = confidence.divided(statistic_count(clause.require))
     sample = evidence_kind(clause, data.measures) is EvidenceKind.SAMPLE
     return Judge(data, Settings(seed, share), sample)
 
@@ -132,7 +134,7 @@ class Counted:
     groups: tuple[tuple[Unit, ...], ...]
     beyond: tuple[bool, ...]
 
-    def exceedance(self, confidence: float) -> Exceedance:
+    def exceedance(self, confidence: Confidence) -> Exceedance:
         """Return k of n with limits."""
         return statistics.exceedance(self.beyond, confidence)
 
@@ -174,13 +176,19 @@ def count(clause: Clause, judge: Judge) -> Counted | None:
     return Counted(of, groups, beyond)
 
 
-def within_budget(found: Exceedance, budget: Budget, sample: bool) -> Outcome:
-    """Decide whether at most `budget.rate` of the units exceed."""
+def within_budget(
+    found: Exceedance, budget: Budget, sample: bool, confidence: Confidence
+) -> Outcome:
+    """Decide whether at most `budget.rate` of the units exceed.
+
+    Of a sample the binomial tail decides, not the printed limit: exactly, in k, n and the rate.
+    """
     if not sample:
         return _from_bool(found.rate <= budget.rate)
-    if Fraction(found.high) <= budget.rate:
+    if statistics.shows_below(found.k, found.n, budget.rate, confidence):
         return "held"
-    return "violated" if Fraction(found.low) > budget.rate else "unknown"
+    above = statistics.shows_above(found.k, found.n, budget.rate, confidence)
+    return "violated" if above else "unknown"
 
 
 # --- traces --------------------------------------------------------------------------------------
@@ -220,14 +228,3 @@ def _and(outcomes: Sequence[Outcome]) -> Outcome:
     if "violated" in outcomes:
         return "violated"
     return "unknown" if "unknown" in outcomes else "held"
-
-
-def main_comparison(formula: Formula) -> Compare | None:
-    """Return the comparison that a formula consists of, if it is one or a quantified one."""
-    match formula:
-        case Compare():
-            return formula
-        case Quantified():
-            return main_comparison(formula.body)
-        case _:
-            return None

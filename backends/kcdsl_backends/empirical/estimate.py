@@ -22,8 +22,15 @@ from kcdsl_backends.empirical.clauses import label, norm_name
 from kcdsl_backends.empirical.interval import Interval
 from kcdsl_backends.empirical.measured import Array, SliceData, Unit
 from kcdsl_backends.empirical.metrics import calibration
-from kcdsl_backends.empirical.metrics.measures import SAMPLED_FUNCTIONS, UNMEASURED, Measure
-from kcdsl_backends.empirical.statistics import Estimate, NotMeasurable
+from kcdsl_backends.empirical.metrics.aggregates import AGGREGATES
+from kcdsl_backends.empirical.metrics.evidence import Unmeasured
+from kcdsl_backends.empirical.metrics.measures import (
+    PROBABILITY_FUNCTIONS,
+    SAMPLED_FUNCTIONS,
+    UNMEASURED,
+    Measure,
+)
+from kcdsl_backends.empirical.statistics import Confidence, Estimate, NotMeasurable
 
 Side = Literal["upper", "lower"]
 """Which tail harms: "upper" where a value must stay below something."""
@@ -31,6 +38,7 @@ Side = Literal["upper", "lower"]
 _TAILS: dict[str, Side] = {"max": "upper", "min": "lower"}
 
 _ECE_RESAMPLES = 299
+_AGGREGATE_RESAMPLES = 299
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,7 @@ class Settings:
     values alone, without limits)."""
 
     seed: int
-    confidence: float | None
+    confidence: Confidence | None
 
 
 def evaluate(term: Term, data: SliceData, side: Side, settings: Settings) -> tuple[Interval, int]:
@@ -172,6 +180,8 @@ def _aggregate(metric: Metric, data: SliceData, settings: Settings) -> Estimate 
             return _ece_gap(data, settings)
         case "grad_bias":
             return _mean(Metric("grad_bias"), data, settings)
+        case name if name in AGGREGATES:
+            return _joined(name, data, settings)
         case "throughput":
             return _throughput(data, settings)
         case "peak_memory":
@@ -190,6 +200,30 @@ def _aggregate(metric: Metric, data: SliceData, settings: Settings) -> Estimate 
             raise NotMeasurable(f"{name}: this backend does not measure it")
         case _:
             return None
+
+
+def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
+    """Return one number of the arrays of all requests, with limits by resampling requests."""
+    aggregate = AGGREGATES[name]
+    parts = [[_recorded(of, unit) for of in aggregate.inputs] for unit in data.requests]
+
+    def value(drawn: Sequence[int]) -> float | None:
+        try:
+            return aggregate.of([parts[i] for i in drawn])
+        except Unmeasured:
+            return None
+
+    try:
+        statistics.check_values([aggregate.of(parts)], name)
+    except Unmeasured as error:
+        raise NotMeasurable(f"{name}: {error}") from error
+    return statistics.clustered_statistic(
+        value,
+        len(parts),
+        seed=settings.seed,
+        confidence=settings.confidence,
+        count=_AGGREGATE_RESAMPLES,
+    )
 
 
 def _throughput(data: SliceData, settings: Settings) -> Estimate:
@@ -239,18 +273,18 @@ def _ece_gap(data: SliceData, settings: Settings) -> Estimate:
         raise NotMeasurable(
             f"ece_gap: {joined.train.size} positions cannot fill {calibration.BINS} bins"
         )
-    value = calibration.ece_gap(joined)
-    n = len(parts)
-    if n < statistics.FEWEST_CLUSTERS or settings.confidence is None:
-        return Estimate(value, None, None, n, "cluster-bootstrap")
-    draws = [
-        calibration.ece_gap(resampled)
-        for block in statistics.resamples(n, settings.seed, _ECE_RESAMPLES)
-        for row in block
-        if (resampled := calibration.join([parts[i] for i in row])).train.size >= calibration.BINS
-    ]
-    low, high = np.quantile(draws, [1 - settings.confidence, settings.confidence])
-    return Estimate(value, float(min(low, value)), float(max(high, value)), n, "cluster-bootstrap")
+
+    def gap(drawn: Sequence[int]) -> float | None:
+        resampled = calibration.join([parts[i] for i in drawn])
+        return None if resampled.train.size < calibration.BINS else calibration.ece_gap(resampled)
+
+    return statistics.clustered_statistic(
+        gap,
+        len(parts),
+        seed=settings.seed,
+        confidence=settings.confidence,
+        count=_ECE_RESAMPLES,
+    )
 
 
 def _pointwise(term: Term, unit: Unit) -> Array:
@@ -309,7 +343,8 @@ def _range(
     Where both policies are equal at every position, the value of a sampled token is the same
     whichever token is drawn, so its range is one point.
     """
-    sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & set(SAMPLED_FUNCTIONS)
+    of_tokens = {*SAMPLED_FUNCTIONS, *PROBABILITY_FUNCTIONS}
+    sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & of_tokens
     spread = [unit.values.get("log_ratio_linf") for unit in units] if sampled else []
     if spread and all(s is not None and not s.any() for s in spread):
         constant = float(_pointwise(term, units[0])[0])

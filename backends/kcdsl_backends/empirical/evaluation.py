@@ -10,8 +10,9 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.terms import Clause, EvidenceKind, Family, Program
 from kcdsl.verdict.model import Violated
-from kcdsl.verdict.report import ClauseResult, CrossCheck, Precheck, Report
-from kcdsl_backends.empirical import precheck, runtime
+from kcdsl.verdict.report import ClauseResult, CrossCheck, Precheck, Report, Statistics
+from kcdsl_backends.empirical import diagnoses, runtime
+from kcdsl_backends.empirical.alarms import Case, decide_all
 from kcdsl_backends.empirical.clauses import (
     DEFAULT_BLOCK,
     block_place,
@@ -31,10 +32,10 @@ from kcdsl_backends.empirical.metrics.measures import (
     gradient_function,
 )
 from kcdsl_backends.empirical.reporting import build_report
-from kcdsl_backends.empirical.results import decide_clause
 from kcdsl_backends.empirical.run import Plan, Run, run_request
 from kcdsl_backends.empirical.runtime import Timing
 from kcdsl_backends.empirical.setting import SUMMARY_METRICS, Setting
+from kcdsl_backends.empirical.statistics import confidence_over
 from kcdsl_backends.empirical.trace import trace_record
 from kcdsl_backends.empirical.user_metrics import measures_of
 from kcdsl_backends.requests import Request
@@ -74,9 +75,10 @@ def evaluate(setting: Setting, progress: Progress = lambda stage, done, total: N
     timing = _time(setting, clauses, requests, progress)
     traces = _traces(setting, requests, runs, timing, plan)
     data = {name: _slice_data(name, setting, runs, timing, traces) for name in setting.slices}
-    results, demoted = _decide(setting, clauses, data, prechecks)
+    results, demoted, statistics = _decide(setting, clauses, data, prechecks)
+    deferred |= demoted
     report = build_report(
-        setting, results, {**deferred, **demoted}, data, prechecks, crosschecks, notes
+        setting, results, deferred, data, prechecks, crosschecks, notes, statistics
     )
     return Evaluation(report, tuple(traces[request.key] for request in requests))
 
@@ -229,18 +231,18 @@ def _crosschecks(
 def _prechecks(
     setting: Setting, requests: Sequence[Request], runs: Mapping[str, Run], plan: Plan
 ) -> tuple[Precheck, ...]:
-    long_enough = sorted(requests, key=lambda r: min(r.length, 16), reverse=True)
-    probes = [
-        precheck.probe(request, setting.train, setting.infer, setting.encoder)
-        for request in long_enough[: precheck.PROBES]
-    ]
-    return precheck.run_prechecks(
-        [runs[r.key].unit for r in requests],
-        probes,
-        encoder=setting.encoder,
-        checkpoints={**setting.weights, **setting.changed_weights()},
-        temperature=plan.temperature,
+    subject = diagnoses.Subject(
+        setting.train,
+        setting.infer,
+        tuple(requests),
+        setting.encoder,
+        plan.temperature,
+        {**setting.weights, **setting.changed_weights()},
+        {name: len(rows) for name, rows in setting.slices.items()},
+        {key: run.nonfinite for key, run in runs.items()},
+        setting.reference,
     )
+    return diagnoses.run_prechecks(subject, [runs[r.key].unit for r in requests])
 
 
 def _time(
@@ -259,7 +261,7 @@ def _time(
     return runtime.time_requests(
         lambda tokens: kernel.forward(kernel.tokens(tokens)),
         tuple(chosen.values()),
-        rounds=runtime.rounds_needed(timed, sizes),
+        rounds=runtime.rounds_needed(timed, sizes, confidence_over(setting.looks)),
         seconds=setting.seconds,
         device=setting.device,
         progress=lambda done, total: progress("timed runs", done, total),
@@ -304,7 +306,7 @@ def _slice_data(
         name,
         tuple(runs[key].unit for key in keys),
         tuple(unit for unit in timing.runs if unit.key in inside),
-        (sum(e for e, _ in repeats), sum(m for _, m in repeats)) if repeats else None,
+        (sum(equal == made for equal, made in repeats), len(repeats)) if repeats else None,
         timing.peak_memory,
         tuple(traces[key] for key in keys),
         measures_of(setting.program),
@@ -316,50 +318,58 @@ def _decide(
     clauses: Sequence[Clause],
     data: Mapping[str, SliceData],
     prechecks: Sequence[Precheck],
-) -> tuple[tuple[ClauseResult, ...], dict[str, str]]:
+) -> tuple[tuple[ClauseResult, ...], dict[str, str], Statistics]:
     """Decide every clause; one that demands a proof is only reported where it is violated."""
-    results: list[ClauseResult] = []
-    demoted: dict[str, str] = {}
+    cases: list[Case] = []
     measures = measures_of(setting.program)
-    for clause in clauses:
-        blocked = (
-            None if clause.family is Family.OBSERVABILITY else _blocked(clause, prechecks, measures)
-        )
-        rows = [
-            decide_clause(
-                part,
-                setting.program,
-                data[name],
-                seed=setting.seed,
-                blocked=blocked or setting.spoiled.get(name),
-            )
+    blocked = [
+        None if clause.family is Family.OBSERVABILITY else _blocked(clause, prechecks, measures)
+        for clause in clauses
+    ]
+    for clause, why in zip(clauses, blocked, strict=True):
+        cases += [
+            Case(clause, part, data[name], why or setting.spoiled.get(name))
             for name in slices_of(clause) or tuple(data)
             if name in data
             for part in conjuncts(clause)
         ]
-        refuted = any(isinstance(row.verdict, Violated) for row in rows)
-        if clause.evidence in _PROOFS and not refuted and blocked is None:
+    rows, statistics = decide_all(cases, setting.program, setting.seed, setting.looks)
+    results: list[ClauseResult] = []
+    demoted: dict[str, str] = {}
+    for clause, why in zip(clauses, blocked, strict=True):
+        own = [row for case, row in zip(cases, rows, strict=True) if case.whole is clause]
+        refuted = any(isinstance(row.verdict, Violated) for row in own)
+        if clause.evidence in _PROOFS and not refuted and why is None:
             demoted[clause.id] = f"demands {clause.evidence}; `kcdsl verify` decides it"
             continue
-        results.extend(rows)
+        results.extend(own)
     if not results:
         raise refuse(
             codes.NOTHING_TO_EVALUATE,
             "every clause demands a proof, and running the kernels only measures",
             help="run `kcdsl verify`",
         )
-    return tuple(results), demoted
+    return tuple(results), demoted, statistics
 
 
 def _blocked(
     clause: Clause, prechecks: Sequence[Precheck], measures: Mapping[str, Measure]
 ) -> str | None:
-    reason = precheck.blocking(prechecks)
+    """Return why no value of the model may be trusted for a clause, None where it may.
+
+    Sampled clauses also need mass wherever the training kernel has some. A request without finite
+    numbers is what runtime clauses count, so it does not block them.
+    """
+    if clause.family is Family.RUNTIME:
+        prechecks = [check for check in prechecks if check.name != "finite"]
+    reasons = [diagnoses.blocking(prechecks)]
     sampled = any(
         measures[m].source == "sampled" for m in metrics_of(clause.require) if m in measures
     )
-    if reason is None and sampled:
-        for check in prechecks:
-            if check.name == "support_check" and check.outcome == "failed":
-                return f"precheck support_check failed: {check.detail}"
-    return reason
+    if sampled:
+        reasons += [
+            f"precheck {check.name} failed: {check.detail}"
+            for check in prechecks
+            if check.name == "support_check" and check.outcome == "failed"
+        ]
+    return "; ".join(reason for reason in reasons if reason is not None) or None

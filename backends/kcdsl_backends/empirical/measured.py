@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,6 @@ from kcdsl_backends.empirical.metrics.calibration import Confidences
 from kcdsl_backends.empirical.metrics.measures import MEASURES, Measure
 
 Array = NDArray[np.float64]
-
-WINDOW = 16
-"""Consecutive units that form one window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,8 @@ class SliceData:
     """The units of one slice.
 
     `requests`: one unit per row. `runs`: one unit per timed run, in the order they ran.
-    `repeats` counts (equal, made) repeated runs; `peak_memory` is in bytes, None if not measured.
+    `repeats` counts (equal in every run, repeated) requests; `peak_memory` is in bytes, None if
+    not measured.
     """
 
     name: str
@@ -52,12 +50,3 @@ class SliceData:
     """The trace records of the requests."""
     measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES)
     """How each metric is measured, the user's own included."""
-
-
-def windows(units: Sequence[Unit], size: int = WINDOW) -> tuple[tuple[Unit, ...], ...]:
-    """Cut units into windows of `size` in their order; a short rest joins the last window."""
-    starts = list(range(0, len(units), size))
-    if len(starts) > 1 and len(units) - starts[-1] < size:
-        starts.pop()
-    ends = [*starts[1:], len(units)]
-    return tuple(tuple(units[a:b]) for a, b in zip(starts, ends, strict=True))

@@ -9,7 +9,14 @@ import numpy as np
 
 from kcdsl.ir.buckets import is_bucket
 from kcdsl.verdict.health import assess, recommend
-from kcdsl.verdict.report import ClauseResult, CrossCheck, Precheck, Report, SliceSummary
+from kcdsl.verdict.report import (
+    ClauseResult,
+    CrossCheck,
+    Precheck,
+    Report,
+    SliceSummary,
+    Statistics,
+)
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.results import called
@@ -25,6 +32,7 @@ def build_report(
     prechecks: tuple[Precheck, ...],
     crosschecks: tuple[CrossCheck, ...],
     notes: tuple[str, ...],
+    statistics: Statistics,
 ) -> Report:
     """Return the report, with health score and recommended action."""
     deviations: dict[str, list[float]] = {}
@@ -68,6 +76,7 @@ def build_report(
         health=health,
         action=recommend(called(results), health),
         notes=notes,
+        statistics=statistics,
     )
 
 

@@ -21,21 +21,36 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.model.graph import array_digest
 from kcdsl_backends.empirical.clauses import norm_name
 from kcdsl_backends.empirical.measured import Array, Unit
-from kcdsl_backends.empirical.metrics import calibration, sampled
+from kcdsl_backends.empirical.metrics import calibration, curves, sampled, sequences
+from kcdsl_backends.empirical.metrics.aggregates import (
+    AGGREGATES,
+    INFER_LOG,
+    RANKED,
+    TRAIN_LOG,
+)
 from kcdsl_backends.empirical.metrics.calibration import Confidences
 from kcdsl_backends.empirical.metrics.measures import (
-    PAIR_FUNCTIONS,
+    PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
     STATE_FUNCTIONS,
-    PairFunction,
+    GradientFunction,
 )
 from kcdsl_backends.empirical.metrics.norms import row_l2, row_linf, row_span
 from kcdsl_backends.empirical.metrics.policies import PolicyPair, policy_pair
+from kcdsl_backends.empirical.metrics.streaming import TIER_A, tier_a
 from kcdsl_backends.empirical.user_metrics import Unusable, UserFunction, call
 from kcdsl_backends.requests import Request
 
 _ELEMENTS = 2**23
 """Largest number of logits that are held in float64 at a time, per kernel and array."""
+_OF_TEXTS: Mapping[str, tuple[str, Callable[[Array], float]]] = {
+    "greedy_divergence_step": ("top1_flip", curves.greedy_divergence_step),
+    "token_kl_max": ("kl", sequences.max_token_kl),
+    "sequence_tv": ("tv", sequences.composed_tv),
+}
+"""Metrics of whole requests: the metric of positions that each is formed from, and how."""
+_LABELLED = frozenset({"ece_gap", "ace_gap", "brier_gap", "nll_gap"})
+_SAMPLED = frozenset(SAMPLED_FUNCTIONS) | frozenset(PROBABILITY_FUNCTIONS)
 
 
 class Kernel(Protocol):
@@ -78,7 +93,7 @@ class Plan:
     temperature: float
     seed: int
     encoder: bool
-    gradient: PairFunction | None = None
+    gradient: GradientFunction | None = None
     """The bound of the gradient bias, where the contract states its constants."""
     norms: frozenset[tuple[str, str]] = frozenset()
     """(block, norm) of every measured drift that a clause reads."""
@@ -231,6 +246,9 @@ def _both(
 def _policy_values(
     request: Request, logits: tuple[Tensor, Tensor], plan: Plan, seed: int
 ) -> tuple[dict[str, Array], Confidences | None, NDArray[np.int64]]:
+    values = _exact_values(logits, plan)
+    if not _needs_policies(plan):
+        return values, None, np.empty(0, dtype=np.int64)
     parts: list[dict[str, Array]] = []
     drawn: list[Tensor] = []
     confidences: list[Confidences] = []
@@ -240,39 +258,86 @@ def _policy_values(
         pair = policy_pair(
             logits[0][start : start + rows], logits[1][start : start + rows], plan.temperature
         )
-        found, sampled_tokens = _pair_values(pair, plan, sampled.request_seed(seed, str(start)))
-        parts.append(found)
+        found, sampled_tokens = _sampled_values(pair, plan, sampled.request_seed(seed, str(start)))
         drawn.append(sampled_tokens)
         labels = tokens[start + 1 : start + 1 + rows]
-        if "ece_gap" in plan.metrics and labels.numel():
-            confidences.append(_labelled(pair, labels))
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        if labels.numel():
+            head = _head(pair, labels.numel())
+            if "ece_gap" in plan.metrics:
+                confidences.append(calibration.confidences(head, labels))
+            found.update(_scores(head, labels, plan.metrics))
+        parts.append(found)
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values[name] = np.concatenate([part[name] for part in parts if name in part])
     every = torch.cat(drawn).cpu().numpy()
-    return joined, calibration.join(confidences) if confidences else None, every
+    return values, calibration.join(confidences) if confidences else None, every
 
 
-def _labelled(pair: PolicyPair, labels: Tensor) -> Confidences:
-    n = labels.numel()
-    head = PolicyPair(
+def _exact_values(logits: tuple[Tensor, Tensor], plan: Plan) -> dict[str, Array]:
+    """Return the metrics of full logits: of positions, and what whole requests make of them."""
+    texts = {name: made for name, made in _OF_TEXTS.items() if name in plan.metrics}
+    wanted = plan.metrics & TIER_A
+    needed = {source for source, _ in texts.values()}
+    if plan.gradient is not None:
+        needed.add("tv")
+    if not wanted | needed:
+        return {}
+    found = tier_a(*logits, plan.temperature, wanted | needed)
+    values = {name: found[name] for name in sorted(wanted)}
+    if plan.gradient is not None:
+        values["grad_bias"] = plan.gradient(found["tv"])
+    for name, (source, function) in texts.items():
+        defined = bool(np.isfinite(found[source]).all())
+        values[name] = np.array([function(found[source]) if defined else math.nan])
+    return values
+
+
+def _needs_policies(plan: Plan) -> bool:
+    """Say whether the policies themselves are read: to sample from them, or to score labels."""
+    asked = any("sampled" in user.metric.needs for user in plan.user)
+    return asked or bool(plan.metrics & (_SAMPLED | _LABELLED | set(AGGREGATES)))
+
+
+def _head(pair: PolicyPair, n: int) -> PolicyPair:
+    return PolicyPair(
         pair.train_logits[:n], pair.infer_logits[:n], pair.train_log[:n], pair.infer_log[:n]
     )
-    return calibration.confidences(head, labels)
 
 
-def _pair_values(pair: PolicyPair, plan: Plan, seed: int) -> tuple[dict[str, Array], Tensor]:
-    """Return the metrics of both policies, and the sampled tokens (none where none are needed)."""
+def _scores(head: PolicyPair, labels: Tensor, metrics: frozenset[str]) -> dict[str, Array]:
+    """Return what the calibration metrics but `ece_gap` record of labelled positions."""
+    if not metrics & (_LABELLED - {"ece_gap"}):
+        return {}
+    found = calibration.scores(head, labels)
+    values: dict[str, Array] = {}
+    if "brier_gap" in metrics:
+        values["brier_gap"] = found.brier
+    if "nll_gap" in metrics:
+        values["nll_gap"] = found.nll
+    if "ace_gap" in metrics:
+        ranked = (found.train_ranked, found.train_hits, found.infer_ranked, found.infer_hits)
+        values.update({n: part.reshape(-1) for n, part in zip(RANKED, ranked, strict=True)})
+    return values
+
+
+def _sampled_values(pair: PolicyPair, plan: Plan, seed: int) -> tuple[dict[str, Array], Tensor]:
+    """Return the metrics of sampled tokens, and these tokens (none where none are needed)."""
     found: dict[str, Array] = {}
-    drawn = torch.empty(0, dtype=torch.int64)
-    for name in sorted(plan.metrics & set(PAIR_FUNCTIONS)):
-        found[name] = _array(PAIR_FUNCTIONS[name](pair))
-    if plan.gradient is not None:
-        found["grad_bias"] = _array(plan.gradient(pair))
-    wanted = sorted(plan.metrics & set(SAMPLED_FUNCTIONS))
-    if wanted or any("sampled" in user.metric.needs for user in plan.user):
-        drawn = sampled.sample_tokens(pair, seed)
-        delta = sampled.log_ratio(pair, drawn)
-        for name in wanted:
-            found[name] = _array(SAMPLED_FUNCTIONS[name](delta))
+    read = {name for metric in plan.metrics & set(AGGREGATES) for name in AGGREGATES[metric].inputs}
+    wanted = plan.metrics | read
+    logs = {TRAIN_LOG, INFER_LOG} & wanted
+    asked = any("sampled" in user.metric.needs for user in plan.user)
+    if not (wanted & _SAMPLED or logs or asked):
+        return found, torch.empty(0, dtype=torch.int64)
+    drawn = sampled.sample_tokens(pair, seed)
+    at = drawn[:, None]
+    train_log, infer_log = (side.gather(-1, at)[:, 0] for side in (pair.train_log, pair.infer_log))
+    for name in sorted(wanted & set(SAMPLED_FUNCTIONS)):
+        found[name] = _array(SAMPLED_FUNCTIONS[name](train_log - infer_log))
+    for name in sorted(wanted & set(PROBABILITY_FUNCTIONS)):
+        found[name] = _array(PROBABILITY_FUNCTIONS[name](train_log, infer_log))
+    if logs:
+        found.update({TRAIN_LOG: _array(train_log), INFER_LOG: _array(infer_log)})
     return found, drawn
 
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from kcdsl.ir.terms import Clause, Statistic
 from kcdsl.ir.walk import terms_of
 from kcdsl_backends.empirical.clauses import metrics_of
-from kcdsl_backends.empirical.measured import WINDOW, Unit
+from kcdsl_backends.empirical.measured import Unit
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.run import tensor_digest
-from kcdsl_backends.empirical.statistics import units_for_budget
+from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, units_for_budget
+from kcdsl_backends.empirical.windows import WINDOW
 from kcdsl_backends.requests import Request
 
 WARM_UP = 3
@@ -48,22 +49,25 @@ def is_runtime(clause: Clause) -> bool:
     return any(MEASURES[n].tier == "E" for n in names if n in MEASURES)
 
 
-def runs_needed(clause: Clause) -> int:
+def runs_needed(clause: Clause, confidence: Confidence = ONE_LOOK) -> int:
     """Return how many runs of a slice the clause needs to be decided, if nothing exceeds."""
     wanted = FEWEST_RUNS
     for term in terms_of(clause.require):
         if isinstance(term, Statistic) and term.q is not None and 0 < term.q < 1:
-            wanted = max(wanted, units_for_budget(min(term.q, 1 - term.q)))
+            wanted = max(wanted, units_for_budget(min(term.q, 1 - term.q), confidence))
     if clause.budget is not None and 0 < clause.budget.rate < 1:
         per_unit = WINDOW if clause.budget.unit == "windows" else 1
-        wanted = max(wanted, per_unit * units_for_budget(Fraction(clause.budget.rate)))
+        units = units_for_budget(Fraction(clause.budget.rate), confidence)
+        wanted = max(wanted, per_unit * units)
     return wanted
 
 
-def rounds_needed(clauses: Sequence[Clause], sizes: Sequence[int]) -> int:
+def rounds_needed(
+    clauses: Sequence[Clause], sizes: Sequence[int], confidence: Confidence = ONE_LOOK
+) -> int:
     """Return the rounds after which every clause has its runs on each slice of these sizes."""
     least = min((size for size in sizes if size), default=1)
-    wanted = max((runs_needed(clause) for clause in clauses), default=FEWEST_RUNS)
+    wanted = max((runs_needed(clause, confidence) for clause in clauses), default=FEWEST_RUNS)
     return max(FEWEST_ROUNDS, math.ceil(wanted / least))
 
 

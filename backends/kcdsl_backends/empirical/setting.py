@@ -8,6 +8,7 @@ from typing import Any
 
 from kcdsl.ir.terms import Program
 from kcdsl_backends.empirical.crosscheck import Certify
+from kcdsl_backends.empirical.diagnoses.reference import Reference
 from kcdsl_backends.empirical.run import BlockInput, Kernel
 from kcdsl_backends.empirical.user_metrics import UserFunction
 from kcdsl_backends.requests import Request, RequestFile
@@ -41,6 +42,8 @@ class Setting:
     device: Any
     certify: Certify | None
     seed: int = 0
+    looks: int | None = 1
+    """How many evaluations of growing data share the error; None: any number (e-processes)."""
     seconds: float = 20.0
     """How long runs may be timed."""
     spoiled: Mapping[str, str] = field(default_factory=dict)
@@ -50,3 +53,5 @@ class Setting:
     """The functions of the user's metrics that the program speaks of."""
     changed_weights: Callable[[], Mapping[str, str]] = dict
     """Names the kernels whose weights are no longer those that were loaded."""
+    reference: Reference | None = None
+    """Runs the model without roundings and as claimed; None where it cannot be copied."""

@@ -27,8 +27,9 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
 from kcdsl_backends.empirical.clauses import conjuncts, label, obstacle
-from kcdsl_backends.empirical.measured import SliceData, Unit, windows
+from kcdsl_backends.empirical.measured import SliceData, Unit
 from kcdsl_backends.empirical.results import decide_clause
+from kcdsl_backends.empirical.windows import windows
 
 
 def decided(lab: Any, clause: Any, data: SliceData, **more: Any) -> Any:

@@ -119,8 +119,22 @@ def test_limits_of_a_mean_cover_it_on_clustered_data() -> None:
 
 
 def test_few_requests_give_no_limits() -> None:
-    found = statistics.clustered_ratio([1.0] * 7, [1.0, 2.0] * 3 + [1.0], seed=0)
-    assert (found.low, found.high) == (None, None)
+    for n, limited in ((19, False), (20, True)):
+        sums, sizes = np.arange(1.0, n + 1), np.ones(n)
+        found = statistics.clustered_ratio(sums, sizes, seed=0)
+        assert (found.low is not None) == (found.high is not None) == limited
+
+
+def test_lower_and_upper_ranks_are_mirror_images() -> None:
+    """The lower limit of p5 is the upper one of p95 of the opposite values."""
+    values = np.random.default_rng(0).normal(size=1000)
+    for n in (59, 60, 100, 473, 1000):
+        for q in (Fraction(1, 20), Fraction(9, 10), Fraction(1, 2)):
+            for confidence in (statistics.ONE_LOOK, statistics.confidence_over(None)):
+                found = statistics.quantile(values[:n], q, confidence)
+                turned = statistics.quantile(-values[:n], 1 - q, confidence)
+                mirrored = [None if x is None else -x for x in (turned.high, turned.low)]
+                assert [found.low, found.high] == mirrored
 
 
 def test_equal_values_at_the_end_of_their_range_give_the_limit_of_equal_draws() -> None:

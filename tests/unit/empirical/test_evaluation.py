@@ -31,8 +31,8 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl.verdict.report import report_schema
+from kcdsl_backends.empirical.diagnoses import watch_weights
 from kcdsl_backends.empirical.evaluation import evaluate
-from kcdsl_backends.empirical.precheck import watch_weights
 
 FIELDS = (
     "build_fingerprint",
@@ -75,7 +75,9 @@ def test_equal_kernels_hold_everything(lab: Any) -> None:
     assert all(isinstance(row.verdict, Held) for row in report.clauses)
     assert [c.block for c in report.crosschecks] == ["attn_0"]
     assert report.crosschecks[0].requests == 20
-    assert {p.outcome for p in report.prechecks} == {"passed"}
+    assert {p.outcome for p in report.prechecks} == {"passed", "not_applicable"}
+    unknown = {p.name for p in report.prechecks if p.outcome == "not_applicable"}
+    assert unknown == {"batch_invariance", "swapped_sides", "coarser_layer", "stale_weights"}
     document = json.loads(report.dumps())
     jsonschema.validate(document, report_schema())
     required = {"clause", "slice", "metric", "value", "low", "high", "n", "threshold", "verdict"}
@@ -123,6 +125,11 @@ def test_a_temperature_on_one_side_is_named(lab: Any) -> None:
     check = outcome(found, "temperature_fit")
     assert check.outcome == "failed"
     assert check.value == pytest.approx(0.7, rel=1e-3)
+    verdicts = {row.clause: row.verdict for row in found.report.clauses}
+    assert isinstance(verdicts.pop("O-TRACE"), Held)
+    for verdict in verdicts.values():
+        assert isinstance(verdict, InvalidEvidence)
+        assert "temperature_fit" in verdict.reason
 
 
 def test_an_output_that_is_one_position_late_is_named(lab: Any) -> None:
@@ -139,14 +146,16 @@ def test_an_output_that_is_one_position_late_is_named(lab: Any) -> None:
 def test_mass_that_is_never_sampled_is_named_and_invalidates_sampled_metrics(lab: Any) -> None:
     found = lab.evaluate(*strict(lab), infer=lab.kernel(PLANTED["top-k filter"](lab.base)))
     assert outcome(found, "support_check").outcome == "failed"
+    assert "top-k 4" in outcome(found, "truncation_mass").detail
     row = next(r for r in found.report.clauses if r.clause == "N-RATIO")
     assert isinstance(row.verdict, InvalidEvidence)
+    assert "truncation_mass" in row.verdict.reason
     assert "support_check" in row.verdict.reason
 
 
 def test_swapped_kernels_give_another_kl(lab: Any) -> None:
     clause = lab.clause(lab.statistic("mean", "kl"))
-    one, two = lab.kernel(lab.base), lab.kernel(PLANTED["temperature"](lab.base))
+    one, two = lab.kernel(lab.base), lab.kernel(lab.drifting(3.0))
     forward = lab.evaluate(clause, train=one, infer=two).report.clauses[0].value
     backward = lab.evaluate(clause, train=two, infer=one).report.clauses[0].value
     assert forward != pytest.approx(backward, rel=0.05)
@@ -279,9 +288,11 @@ def test_the_gradient_bias_needs_the_constants_of_the_contract(lab: Any) -> None
 def test_calibration_reads_the_next_token_of_the_text(lab: Any) -> None:
     clause = lab.clause(lab.statistic("aggregate", "ece_gap"), limit="1/1000")
     assert lab.evaluate(clause).report.clauses[0].value == 0
+    loose = lab.evaluate(clause, infer=lab.kernel(lab.drifting(2.0)))
+    assert loose.report.exit is Exit.VIOLATED
+    assert loose.report.clauses[0].low is not None
     hot = lab.evaluate(clause, infer=lab.kernel(PLANTED["temperature"](lab.base)))
-    assert hot.report.exit is Exit.VIOLATED
-    assert hot.report.clauses[0].low is not None
+    assert isinstance(hot.report.clauses[0].verdict, InvalidEvidence)
     few = lab.evaluate(clause, rows=lab.requests(2))
     assert few.report.exit is Exit.COULD_NOT_RUN
 

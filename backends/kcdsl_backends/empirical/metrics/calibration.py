@@ -75,3 +75,67 @@ def ece_gap(values: Confidences, bins: int = BINS) -> float:
     train = expected_calibration_error(values.train, values.train_right, bins)
     infer = expected_calibration_error(values.infer, values.infer_right, bins)
     return abs(train - infer)
+
+
+# --- beyond the first token ----------------------------------------------------------------------
+
+RANKS = 5
+"""How many of the likeliest tokens `ace_gap` looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Proper scores at N labelled positions, as differences infer - train, and ranked confidences.
+
+    `brier` and `nll` are [N]; `train_ranked` and `infer_ranked` are [N, 5] probabilities of the
+    likeliest tokens, `train_hits` and `infer_hits` [N, 5] say which of them is the label.
+    """
+
+    brier: Array
+    nll: Array
+    train_ranked: Array
+    train_hits: Array
+    infer_ranked: Array
+    infer_hits: Array
+
+
+def scores(pair: PolicyPair, labels: Tensor) -> Scores:
+    """Read the scores of both kernels at N positions whose next tokens are `labels` [N]."""
+    if labels.shape != pair.train_log.shape[:1] or labels.numel() == 0:
+        raise ValueError(f"{tuple(labels.shape)} labels for {pair.train_log.shape[0]} positions")
+    at = labels.to(pair.train_log.device)[:, None]
+    ranks = min(RANKS, pair.train_log.shape[-1])
+
+    def side(log_probabilities: Tensor) -> tuple[Array, Array, Array, Array]:
+        p = log_probabilities.exp()
+        own = log_probabilities.gather(-1, at)[:, 0]
+        brier = (p * p).sum(dim=-1) - 2 * own.exp() + 1
+        tokens = torch.sort(log_probabilities, dim=-1, descending=True, stable=True).indices
+        best = tokens[:, :ranks]
+        hits = (best == at).to(torch.float64)
+        found = (brier, -own, p.gather(-1, best), hits)
+        return tuple(value.cpu().numpy() for value in found)  # type: ignore[return-value]
+
+    brier, nll, ranked, hits = side(pair.train_log)
+    other_brier, other_nll, other_ranked, other_hits = side(pair.infer_log)
+    return Scores(other_brier - brier, other_nll - nll, ranked, hits, other_ranked, other_hits)
+
+
+def adaptive_calibration_error(ranked: Array, hits: Array, bins: int = BINS) -> float:
+    """Return ACE: the mean over ranks and equal-mass bins of |mean confidence - accuracy|.
+
+    The classes of Nixon et al. (2019) are the ranks of the likeliest tokens: the classes of a
+    vocabulary are too rare to be binned. `ranked` and `hits` are [N, K]. Raises ValueError with
+    fewer positions than bins; NaN in, NaN out.
+    """
+    if ranked.ndim != 2 or ranked.shape != hits.shape or ranked.shape[0] < bins:
+        raise ValueError(f"{ranked.shape[0]} positions cannot fill {bins} bins")
+    gaps = []
+    for rank in range(ranked.shape[1]):
+        confidence, hit = ranked[:, rank], hits[:, rank]
+        order = np.lexsort((hit, confidence))
+        gaps += [
+            abs(float(np.mean(confidence[part]) - np.mean(hit[part])))
+            for part in np.array_split(order, bins)
+        ]
+    return sum(gaps) / len(gaps)

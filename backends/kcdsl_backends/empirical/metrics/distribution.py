@@ -82,3 +82,41 @@ def hellinger_squared(pair: PolicyPair) -> Tensor:
 def log_ratio_linf(pair: PolicyPair) -> Tensor:
     """Return max |ln p - ln q| over the vocabulary."""
     return pair.log_difference.abs().amax(dim=-1)
+
+
+def chi2(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return chi2(p || q) = sum (p - q)^2 / q, +inf where q excludes what p allows."""
+    impossible = torch.isneginf(log_p)
+    d = torch.where(impossible & torch.isneginf(log_q), 0.0, log_q - log_p)
+    p, q = log_p.exp(), log_q.exp()
+    ratio = torch.where(impossible, 0.0, (log_p - d).exp())
+    near = ratio * torch.expm1(d.clamp(max=_LARGE)) ** 2
+    far = (q - p) + (ratio - p)
+    return torch.where(p == 0, q, torch.where(d > _LARGE, far, near)).sum(dim=-1)
+
+
+def chi2_train_infer(pair: PolicyPair) -> Tensor:
+    """Return chi2(train || infer) = E_infer w^2 - 1; importance sampling has ESS/n = 1/(1 + it)."""
+    return chi2(pair.train_log, pair.infer_log)
+
+
+def chi2_infer_train(pair: PolicyPair) -> Tensor:
+    """Return chi2(infer || train)."""
+    return chi2(pair.infer_log, pair.train_log)
+
+
+def renyi_infinity(pair: PolicyPair) -> Tensor:
+    """Return max (ln p - ln q), the Renyi divergence of order infinity of train from infer."""
+    return (-pair.log_difference).amax(dim=-1)
+
+
+def entropy_gap(pair: PolicyPair) -> Tensor:
+    """Return H(p) - H(q), negative where the inference policy is the more uncertain one.
+
+    The form KL(q || p) + sum p (e^d - 1) ln p keeps the digits of a small difference.
+    """
+    d = pair.log_difference
+    p = pair.train_log.exp()
+    weight = torch.where(d > _LARGE, pair.infer_log.exp() - p, p * torch.expm1(d.clamp(max=_LARGE)))
+    tilt = torch.where(torch.isneginf(pair.train_log), 0.0, weight * pair.train_log)
+    return kl_infer_train(pair) + tilt.sum(dim=-1)

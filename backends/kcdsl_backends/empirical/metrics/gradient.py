@@ -7,11 +7,17 @@ from torch import Tensor
 
 from kcdsl_backends.empirical.metrics.distribution import total_variation
 from kcdsl_backends.empirical.metrics.policies import PolicyPair
+from kcdsl_backends.empirical.metrics.segments import Array
 
 
 def grad_bias_bound(pair: PolicyPair, advantage_max: float, score_norm_max: float) -> Tensor:
     """Return A_max G E_infer|w - 1| = 2 A_max G TV(p, q) at each position, [N]."""
     return 2 * advantage_max * score_norm_max * total_variation(pair)
+
+
+def bias_of_tv(tv: Array, factor: float) -> Array:
+    """Return 2 A_max G TV from total variations [N], `factor` being A_max G."""
+    return 2 * factor * tv
 
 
 def clipped_bias_bound(

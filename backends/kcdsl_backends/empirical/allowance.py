@@ -1,0 +1,113 @@
+"""What share of its units a clause allows to be beyond its threshold, where it speaks of that.
+
+`p99(m) <= τ` says that at most 1 % of the requests exceed τ, `budget: 1% of requests` on `max(m)`
+says the same, and a maximum alone says that none does. A mean speaks of no unit.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kcdsl.ir.terms import (
+    Abs,
+    Arith,
+    Clause,
+    Compare,
+    HasFields,
+    Metric,
+    Norm,
+    Quantified,
+    Statistic,
+    Term,
+)
+from kcdsl.ir.terms import Number as Constant
+from kcdsl.ir.walk import subterms
+from kcdsl_backends.empirical.clauses import label, main_comparison
+
+_UPPER, _LOWER = ("<=", "<"), (">=", ">")
+_FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
+
+
+def allowed_rate(clause: Clause) -> Fraction | None:
+    """Return the allowed rate; 0 where every unit is spoken of, None where no unit is."""
+    if clause.budget is not None:
+        return clause.budget.rate
+    formula = clause.require
+    if isinstance(formula, HasFields):
+        return Fraction(0)
+    if isinstance(formula, Quantified):
+        return Fraction(0) if formula.quantifier == "forall" else None
+    comparison = main_comparison(formula)
+    return None if comparison is None else _of_comparison(comparison)
+
+
+def _of_comparison(comparison: Compare) -> Fraction | None:
+    found = sides(comparison)
+    return None if found is None else _of_term(*found)
+
+
+def sides(comparison: Compare) -> tuple[Term, str, Fraction] | None:
+    """Return a comparison with a number as (term, operator, number); None for one of two terms."""
+    match comparison:
+        case Compare(op, Constant(value), Constant()):
+            return None
+        case Compare(op, term, Constant(value)):
+            return term, op, value
+        case Compare(op, Constant(value), term):
+            return term, _FLIPPED[op], value
+        case _:
+            return None
+
+
+def better_of(clause: Clause) -> str:
+    """Return which values are good by the operator: "lower" or "higher"."""
+    comparison = main_comparison(clause.require)
+    found = None if comparison is None else sides(comparison)
+    return "higher" if found is not None and found[1] in _LOWER else "lower"
+
+
+def requirement_text(part: Clause, whole: Clause) -> str:
+    """Return what a part asks for: the text of its clause, or of the comparison if it has more."""
+    budget = part.budget
+    if budget is not None:
+        return f"{whole.text or whole.id}, up to {float(100 * budget.rate):g}% of {budget.unit}"
+    comparison = main_comparison(part.require)
+    if comparison is None or part.require == whole.require:
+        return whole.text or whole.id
+    left, right = (
+        f"{float(side.value):g}" if isinstance(side, Constant) else label(side)
+        for side in (comparison.left, comparison.right)
+    )
+    return f"{left} {comparison.op} {right}"
+
+
+def _of_term(term: Term, op: str, tau: Fraction) -> Fraction | None:
+    match term:
+        case Statistic("max") if op in _UPPER:
+            return Fraction(0)
+        case Statistic("min") if op in _LOWER:
+            return Fraction(0)
+        case Statistic("quantile", _, Fraction() as q) if op in _UPPER:
+            return 1 - q
+        case Statistic("quantile", _, Fraction() as q) if op in _LOWER:
+            return q
+        case Statistic("rate") if op in _UPPER and 0 <= tau < 1:
+            return tau
+        case Norm():
+            return Fraction(0)
+        case _:
+            return None
+
+
+def is_mean(clause: Clause) -> bool:
+    """Say whether a clause compares one mean of values (or its magnitude) with a number."""
+    comparison = main_comparison(clause.require)
+    found = None if comparison is None else sides(comparison)
+    if found is None or clause.budget is not None:
+        return False
+    term = found[0].of if isinstance(found[0], Abs) else found[0]
+    return isinstance(term, Statistic) and term.kind == "mean" and _pointwise(term.of)
+
+
+def _pointwise(term: Term) -> bool:
+    return all(isinstance(part, Metric | Abs | Arith | Constant) for part in subterms(term))

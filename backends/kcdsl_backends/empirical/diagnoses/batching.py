@@ -1,0 +1,91 @@
+"""Does a request get the same answer alone, in a batch, in another order, and padded?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.diagnoses.distances import size
+from kcdsl_backends.empirical.diagnoses.masks import FAILURES
+from kcdsl_backends.empirical.diagnoses.model import (
+    BEYOND,
+    POSITIONS,
+    SIDES,
+    Forward,
+    not_applicable,
+    outcome,
+)
+from kcdsl_backends.empirical.diagnoses.noise import Noise
+from kcdsl_backends.requests import Request
+
+NAME = "batch_invariance"
+_TAIL = 3
+_LOOSE = 1e-4
+"""Without a reference: how far, relative to the outputs, batching may move them."""
+
+
+def batch_invariance(
+    pair: tuple[Request, Request] | None,
+    kernels: tuple[Forward, Forward],
+    noise: Noise | None,
+    *,
+    encoder: bool,
+    padding: bool = True,
+) -> Precheck:
+    """Run a request alone, in a batch, in the other order and padded behind.
+
+    Other bits are counted; the check fails where a regrouping moves an output further than
+    `BEYOND` times what the kernel's claim explains, since that is no order of additions. `padding`
+    False leaves out tokens behind the request, which a wrong mask or a shift lets it see.
+    """
+    if pair is None:
+        return not_applicable(NAME, "no two requests of two tokens")
+    found, worst, over = [], 0.0, []
+    for side, kernel in enumerate(kernels):
+        moved = _moved(pair, kernel, padding and not encoder)
+        if moved is None:
+            continue
+        alone, others = moved
+        gaps = {how: size(alone, rows, states=encoder) for how, rows in others.items()}
+        found += [not torch.equal(alone, rows) for rows in others.values()]
+        scale = float(alone[torch.isfinite(alone)].square().mean().sqrt())
+        limit = _LOOSE * scale if noise is None else BEYOND * noise.expected[side]
+        how = max(gaps, key=lambda key: gaps[key])
+        worst = max(worst, gaps[how])
+        if not gaps[how] <= limit:
+            over.append(f"{SIDES[side]} moves by {gaps[how]:.2g} {how}")
+    if not found:
+        return not_applicable(NAME, "no kernel takes batches")
+    rate = sum(found) / len(found)
+    detail = f"other bits in {sum(found)} of {len(found)} regroupings, at most {worst:.2g}"
+    return outcome(NAME, not over, "; ".join([*over, detail]), rate)
+
+
+def _moved(
+    pair: tuple[Request, Request], kernel: Forward, padding: bool
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """Return the output alone, and the same rows by how the request was grouped."""
+    length = min(POSITIONS, *(r.length for r in pair))
+    one, two = (list(r.tokens[:length]) for r in pair)
+    try:
+        with torch.no_grad():
+            alone = kernel(one)
+            batch, turned = kernel([one, two]), kernel([two, one])
+            if alone.dim() != 2 or any(o.shape != (2, *alone.shape) for o in (batch, turned)):
+                return None
+            if bool((alone.isnan() | alone.isposinf()).any()):
+                return None
+            others = {"in a batch": batch[0], "in the other order": turned[1]}
+    except FAILURES:
+        return None
+    try:
+        with torch.no_grad():
+            tails = [one + two[:_TAIL], two + one[:_TAIL]]
+            padded = kernel(tails) if padding else None
+    except FAILURES:
+        padded = None
+    if padded is not None:
+        others["padded in a batch"] = padded[0, :length]
+    exact = {how: rows.to("cpu", torch.float64) for how, rows in others.items()}
+    return alone.to("cpu", torch.float64), exact

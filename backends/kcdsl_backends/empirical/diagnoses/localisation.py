@@ -1,0 +1,186 @@
+"""Which block errs more than its kernel claims, and would a coarser format explain it?
+
+Blocks run on what enters them in the float32 program, so that no error comes from before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kcdsl.model.formats import FORMATS
+from kcdsl.model.numerics import Activations, Numerics, Weights
+from kcdsl_backends.empirical.diagnoses.distances import size
+from kcdsl_backends.empirical.diagnoses.model import BEYOND, SIDES, Probe
+from kcdsl_backends.empirical.diagnoses.noise import all_finite, floor
+from kcdsl_backends.empirical.diagnoses.reference import Reference
+from kcdsl_backends.empirical.run import Kernel
+
+_WEIGHTS = (
+    Weights("fp8_e4m3", "none"),
+    Weights("fp8_e4m3", "per_tensor"),
+    Weights("fp8_e4m3", "per_channel"),
+    Weights("fp8_e5m2", "none"),
+    Weights("fp8_e5m2", "per_tensor"),
+    Weights("int8", "per_tensor"),
+    Weights("int8", "per_channel"),
+)
+_ACTIVATIONS = (
+    Activations("none", "none"),
+    Activations("fp8_e4m3", "per_token"),
+    Activations("fp8_e4m3", "per_tensor"),
+    Activations("int8", "per_token"),
+)
+_COMPUTE = ("bfloat16", "float16")
+_SUSPECT = 1.05
+"""How many times its claim a block must err for coarser formats to be tried."""
+_APART = 0.5
+"""How far, in units of what its claim explains, it must then lie from the plain program."""
+_LEFT = 0.5
+"""Share of its distance from the plain program that the plain program of a coarser format leaves:
+its own activations round otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strayed:
+    """A block that errs `ratio` times what its kernel claims; `format` is the coarser format that
+    explains its error, None where none does."""
+
+    side: int
+    block: str
+    ratio: float
+    format: str | None
+
+    def shown(self) -> str:
+        """Return the finding in words."""
+        how = f"as {self.format} would" if self.format else "as no coarser format would"
+        return (
+            f"{self.block} of {SIDES[self.side]} errs {self.ratio:.3g} times what its numerics "
+            f"explain, {how}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Localised:
+    """The blocks that stray, in order of application, and how many were looked at."""
+
+    strayed: tuple[Strayed, ...]
+    blocks: int
+
+    @property
+    def coarser(self) -> tuple[Strayed, ...]:
+        """Return the blocks that a coarser format explains."""
+        return tuple(s for s in self.strayed if s.format is not None)
+
+    @property
+    def other_weights(self) -> tuple[Strayed, ...]:
+        """Return the blocks that no format explains."""
+        return tuple(s for s in self.strayed if s.format is None)
+
+
+def localise(
+    probe: Probe, kernels: tuple[Kernel, Kernel], reference: Reference
+) -> Localised | None:
+    """Return the blocks that err more than their claims explain; None where none runs.
+
+    That is `BEYOND` times the noise of the claim, or less where a coarser format explains it.
+    """
+    names = reference.blocks()
+    try:
+        inputs = reference.inputs(probe.request.tokens, names)
+        found = [
+            stray
+            for name in inputs
+            for side in (0, 1)
+            if (stray := _stray(name, inputs[name], side, kernels[side], reference)) is not None
+        ]
+    except (Exception, SystemExit):  # a user's module may raise anything in another format
+        return None
+    return Localised(tuple(found), len(inputs)) if inputs else None
+
+
+def whole_model(probe: Probe, sides: Sequence[int], reference: Reference) -> Localised | None:
+    """Look for a coarser format of all of a kernel; None where none explains its error."""
+    if probe.gold is None:
+        return None
+    gold, tokens, found = probe.gold, probe.request.tokens, []
+    for side in sides:
+        claim, own = reference.claim(side), probe.side(side)
+        plain = reference.run(claim, tokens)[: len(gold)]
+        error, allowed = size(gold, own), size(gold, plain) + floor(gold)
+        apart = size(plain, own, states=True)
+        best = _best(claim, lambda variant: reference.run(variant, tokens)[: len(gold)], own, apart)
+        if best is not None:
+            found.append(Strayed(side, "the whole model", error / allowed, best))
+    return Localised(tuple(found), 1) if found else None
+
+
+def _best(
+    claim: Numerics, run: Callable[[Numerics], Tensor], own: Tensor, apart: float
+) -> str | None:
+    """Return the coarser format whose plain program lies nearest to the kernel, None where none
+    lies much nearer than that of its claim, which is `apart` from it."""
+    best, left = None, _LEFT
+    for variant in _coarser(claim):
+        try:
+            share = size(run(variant), own, states=True) / apart
+        except (Exception, SystemExit):  # numerics that this model or block cannot have
+            continue
+        if share < left:
+            best, left = variant, share
+    return None if best is None else _words(best)
+
+
+def _stray(name: str, x: Tensor, side: int, kernel: Kernel, reference: Reference) -> Strayed | None:
+    with torch.no_grad():
+        own, again = kernel.block(name, x), kernel.block(name, x)
+    own = own.to("cpu", torch.float64)
+    gold = reference.block(None, name, x)
+    claimed = reference.block(reference.claim(side), name, x)
+    if not all_finite(own, gold, claimed) or own.shape != gold.shape:
+        return None
+    wobble = size(own, again.to("cpu", torch.float64), states=True)
+    allowed = size(gold, claimed, states=True) + wobble + floor(gold)
+    error = size(gold, own, states=True)
+    apart = size(claimed, own, states=True)
+    if error <= _SUSPECT * allowed or apart <= _APART * allowed:
+        return None
+    best = _best(
+        reference.claim(side), lambda variant: reference.block(variant, name, x), own, apart
+    )
+    if best is None and error <= BEYOND * allowed:
+        return None
+    return Strayed(side, name, error / allowed, best)
+
+
+def _coarser(claim: Numerics) -> Iterator[Numerics]:
+    """Yield numerics with coarser weights, activations, or a coarser compute format."""
+    for weights in _WEIGHTS:
+        for activations in _ACTIVATIONS:
+            yield replace(claim, weights=weights, activations=activations)
+    for compute in _COMPUTE:
+        if FORMATS[compute].precision >= FORMATS[claim.compute].precision:
+            continue
+        plain = Activations("none", "none")
+        yield replace(claim, compute=compute, weights=Weights(compute), activations=plain)
+
+
+def _words(numerics: Numerics) -> str:
+    if numerics.weights.format == numerics.compute:
+        return numerics.compute
+    weights, activations = numerics.weights, numerics.activations
+    words = f"{weights.format} weights"
+    if weights.scale != "none":
+        words += f" ({weights.scale})"
+    if activations.format != "none":
+        words += f" and {activations.format} activations ({activations.scale})"
+    return words
+
+
+def first_of(strayed: Sequence[Strayed], blocks: int) -> str:
+    """Return the first block that strays in words, and how many do."""
+    count = len({s.block for s in strayed})
+    return f"{strayed[0].shown()}; {count} of {blocks} blocks stray"

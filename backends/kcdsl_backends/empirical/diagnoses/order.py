@@ -1,0 +1,173 @@
+"""Every precondition in order, and which of them is the named cause of a deviation.
+
+First what makes evidence void by itself: other weights, other shapes, slices without rows, numbers
+that are not finite. Then repairs of whole outputs, of which the one that leaves least is the cause.
+Then what masks and padding explain, and last which blocks err beyond their claims. Once a cause is
+named, nothing that follows is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.diagnoses.alignment import alignment_shift, token_equality
+from kcdsl_backends.empirical.diagnoses.batching import batch_invariance
+from kcdsl_backends.empirical.diagnoses.determinism import self_determinism
+from kcdsl_backends.empirical.diagnoses.distances import deviation
+from kcdsl_backends.empirical.diagnoses.finite import empty_slice, finite
+from kcdsl_backends.empirical.diagnoses.localisation import (
+    Localised,
+    localise,
+    whole_model,
+)
+from kcdsl_backends.empirical.diagnoses.masks import reach, visible_padding
+from kcdsl_backends.empirical.diagnoses.model import (
+    SMALLEST,
+    Probe,
+    Repair,
+    cause_of,
+    not_applicable,
+    outcome,
+)
+from kcdsl_backends.empirical.diagnoses.noise import Noise, all_finite, noise_of
+from kcdsl_backends.empirical.diagnoses.probing import chosen, forwards, probe
+from kcdsl_backends.empirical.diagnoses.reference import Reference
+from kcdsl_backends.empirical.diagnoses.sides import swapped_sides
+from kcdsl_backends.empirical.diagnoses.spans import deviating_run
+from kcdsl_backends.empirical.diagnoses.support import support_check
+from kcdsl_backends.empirical.diagnoses.temperature import temperature_fit
+from kcdsl_backends.empirical.diagnoses.truncation import truncation_mass
+from kcdsl_backends.empirical.diagnoses.weights import (
+    coarser_layer,
+    stale_weights,
+    weights_checksum,
+)
+from kcdsl_backends.empirical.measured import Array, Unit
+from kcdsl_backends.empirical.run import Kernel
+from kcdsl_backends.requests import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is diagnosed: two kernels, the requests, and what is known beside them.
+
+    `checkpoints` holds weights digests by place, `slices` the number of rows of each slice,
+    `nonfinite` how many numbers of a request were not finite. Without a `reference` the size of
+    rounding errors is unknown, and what needs it is not applicable.
+    """
+
+    train: Kernel
+    infer: Kernel
+    requests: tuple[Request, ...]
+    encoder: bool
+    temperature: float
+    checkpoints: Mapping[str, str]
+    slices: Mapping[str, int]
+    nonfinite: Mapping[str, int]
+    reference: Reference | None = None
+
+    @property
+    def kernels(self) -> tuple[Kernel, Kernel]:
+        """Return train and infer."""
+        return self.train, self.infer
+
+
+def run_prechecks(subject: Subject, units: Sequence[Unit]) -> tuple[Precheck, ...]:
+    """Return every precondition with its outcome, the named cause among those that failed."""
+    s, encoder = subject, subject.encoder
+    probed = [probe(r, s.train, s.infer, encoder, s.reference) for r in chosen(s.requests)]
+    usable = [p for p in probed if p is not None]
+    probes = [p for p in usable if p.train.shape == p.infer.shape and _defined(p)]
+    noise = noise_of(probes, states=encoder)
+    void = [
+        weights_checksum(s.checkpoints),
+        token_equality(units, usable),
+        empty_slice(s.slices),
+        finite(units, s.nonfinite),
+    ]
+    named = any(check.outcome == "failed" for check in void if check.name == "weights_checksum")
+    repairs = _repairs(subject, probes, noise)
+    cause = cause_of(repairs)
+    told = [_told(repair, cause) for repair in repairs]
+    known = cause.name if cause is not None else ("weights_checksum" if named else None)
+    localised = None if known else _localised(subject, probes, noise)
+    found = [
+        *void,
+        self_determinism(usable),
+        batch_invariance(
+            _pair(s.requests),
+            forwards(s.train, s.infer, encoder),
+            noise,
+            encoder=encoder,
+            padding=cause is None,
+        ),
+        *told,
+        coarser_layer(localised, known) if known is None else _explained("coarser_layer", known),
+        stale_weights(noise, localised, known),
+    ]
+    if not encoder:
+        found.append(support_check(_ratios(units)))
+    if s.reference is not None:
+        s.reference.forget()
+    return tuple(found)
+
+
+def _repairs(subject: Subject, probes: Sequence[Probe], noise: Noise | None) -> list[Repair]:
+    sides = swapped_sides(noise)
+    if subject.encoder:
+        return [sides]
+    t = subject.temperature
+    simple = [alignment_shift(probes, t), temperature_fit(probes, t), truncation_mass(probes, t)]
+    span = deviating_run(probes, noise, t)
+    if cause_of([*simple, sides, span]) is None:
+        span = _masks(subject, probes, noise) or span
+    return [*simple, span, sides]
+
+
+def _masks(subject: Subject, probes: Sequence[Probe], noise: Noise | None) -> Repair | None:
+    """Return what masks or padding explain, looked at only where something is to be explained."""
+    t = subject.temperature
+    suspect = bool(noise.beyond) if noise is not None else deviation(probes, t) > SMALLEST
+    if not probes or not suspect:
+        return None
+    kernels = forwards(subject.train, subject.infer, subject.encoder)
+    longest = max(probes, key=lambda p: p.train.shape[0])
+    behind = visible_padding(longest, kernels, t)
+    return behind if behind.explains else reach(longest, kernels, t)
+
+
+def _localised(subject: Subject, probes: Sequence[Probe], noise: Noise | None) -> Localised | None:
+    reference = subject.reference
+    if reference is None or not probes or probes[0].gold is None:
+        return None
+    found = localise(probes[0], subject.kernels, reference)
+    if noise is None or not noise.beyond or (found is not None and found.strayed):
+        return found
+    return whole_model(probes[0], noise.beyond, reference) or found
+
+
+def _told(repair: Repair, cause: Repair | None) -> Precheck:
+    if repair.left is None:
+        return not_applicable(repair.name, repair.detail)
+    return outcome(repair.name, repair is not cause, repair.detail, repair.value)
+
+
+def _explained(name: str, cause: str) -> Precheck:
+    return not_applicable(name, f"{cause} explains the deviation")
+
+
+def _defined(p: Probe) -> bool:
+    """Say whether both outputs are numbers; -inf is the logit of a token without mass."""
+    return all(all_finite(o.clamp_min(-1e300)) for o in (p.train, p.infer))
+
+
+def _pair(requests: Sequence[Request]) -> tuple[Request, Request] | None:
+    long = [r for r in chosen(requests) if r.length >= 2]
+    return (long[0], long[1]) if len(long) > 1 else None
+
+
+def _ratios(units: Sequence[Unit]) -> list[Array]:
+    name = "importance_ratio"
+    return [u.values[name] for u in units if u.failure is None and name in u.values]

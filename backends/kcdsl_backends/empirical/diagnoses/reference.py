@@ -1,0 +1,149 @@
+"""Reference runs: the model in float64, and in the formats that a kernel claims.
+
+What a plain program in the claimed formats differs from float64 is the size of error that the claim
+allows. A plain program computes every operation of the module in the compute format, with the
+stored weights and quantised activations of the claim; where a kernel fuses, its error is smaller.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from kcdsl.model.architecture import Model
+from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
+from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.weights import linear_weight
+from kcdsl_backends.attack.quantiser import to_nearest
+
+LARGEST = 2**28
+"""Parameters of the largest model that is copied for reference runs (2 GiB in float64)."""
+_TYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "tfloat32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Runs a model, or one block of it, without roundings (`claim` None) or as claimed."""
+
+    model: Model
+    train: Numerics
+    infer: Numerics
+    _modules: dict[Numerics | None, nn.Module] = field(default_factory=dict)
+
+    def claim(self, side: int) -> Numerics:
+        """Return what train (0) or infer (1) claims."""
+        return (self.train, self.infer)[side]
+
+    def run(self, claim: Numerics | None, tokens: Sequence[int]) -> Tensor:
+        """Return logits [T, V] or states [T, D] of token ids, float64."""
+        with torch.no_grad():
+            result: Tensor = self._module(claim)(self.model.ids(list(tokens)))
+        return result.to(torch.float64)
+
+    def block(self, claim: Numerics | None, name: str, x: Tensor) -> Tensor:
+        """Return what a block makes of states x [T, D], float64."""
+        if claim is None or claim in self._modules:
+            module = _blocks(self._module(claim))[name]
+        else:
+            module = _as(self.model, self.model.block(name), claim)
+        kind = torch.float64 if claim is None else _TYPES[claim.compute]
+        with torch.no_grad():
+            result: Tensor = module(x.to(kind))
+        return result.to(torch.float64)
+
+    def blocks(self) -> tuple[str, ...]:
+        """Return the blocks that are more than the blocks inside them, in order of application."""
+        found = {n: m for n, m in self.model.blocks().items() if n != "model"}
+        return tuple(name for name in found if not _made_of_others(name, found))
+
+    def inputs(self, tokens: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
+        """Return what enters each block in the float32 program, float32 [T, D]."""
+        found = self.model.all_block_inputs(list(tokens), names)
+        return {name: x for name, x in found.items() if x is not None}
+
+    def forget(self) -> None:
+        """Let go of the copies of the model."""
+        self._modules.clear()
+
+    def _module(self, claim: Numerics | None) -> nn.Module:
+        if claim in self._modules:
+            return self._modules[claim]
+        whole = self.model.module
+        made = _exact(self.model) if claim is None else _as(self.model, whole, claim)
+        if claim in (None, self.train, self.infer):
+            self._modules[claim] = made
+        return made
+
+
+def _blocks(module: nn.Module) -> Mapping[str, nn.Module]:
+    found: Mapping[str, nn.Module] = getattr(module, "blocks")()  # noqa: B009
+    return found
+
+
+def _made_of_others(name: str, blocks: Mapping[str, nn.Module]) -> bool:
+    """Say whether the parameters of a block are those of smaller blocks together."""
+    held = {n: {id(p) for p in m.parameters()} for n, m in blocks.items()}
+    smaller = [ids for ids in held.values() if ids < held[name]]
+    return bool(smaller) and set().union(*smaller) == held[name]
+
+
+def reference_of(model: Model, train: Numerics, infer: Numerics) -> Reference | None:
+    """Return the reference of a model; None where it is too large to be copied."""
+    size = sum(p.numel() for p in model.module.parameters())
+    return Reference(model, train, infer) if size <= LARGEST else None
+
+
+def _exact(model: Model) -> nn.Module:
+    return copy.deepcopy(model.module).to(torch.float64).eval()
+
+
+def _as(model: Model, part: nn.Module, claim: Numerics) -> nn.Module:
+    """Return a copy of the module or of a part of it that computes in the claimed formats."""
+    kind = _TYPES[claim.compute]
+    module = copy.deepcopy(part).to(kind).eval()
+    use_attention(module, Composed() if claim.attention.style == "composed" else ScaledDotProduct())
+    names = {id(t): n for n, t in model.module.named_parameters(remove_duplicate=False)}
+    stored = claim.weights not in [Weights(f) for f in (claim.compute, "float32", "float64")]
+    if stored and not model.built_in:
+        _store_matrices(module, part, claim)
+        return module
+    for original, linear in zip(part.modules(), module.modules(), strict=True):
+        if not isinstance(original, nn.Linear) or not isinstance(linear, nn.Linear):
+            continue
+        key = names[id(original.weight)]
+        if stored:
+            weight = linear_weight(original.weight, claim, key).to(kind)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+        if claim.activations.format != "none":
+            linear.register_forward_pre_hook(_quantiser(claim, key))
+    return module
+
+
+def _store_matrices(module: nn.Module, part: nn.Module, claim: Numerics) -> None:
+    """Store every matrix of a user's module as claimed: which of them are those of linears is not
+    known before it runs, and an embedding that is stored too only allows more error."""
+    with torch.no_grad():
+        held = zip(part.named_parameters(), module.parameters(), strict=True)
+        for (name, original), own in held:
+            if own.dim() == 2:
+                own.copy_(linear_weight(original, claim, name))
+
+
+def _quantiser(
+    claim: Numerics, key: str
+) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
+    def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
+        x = arguments[0]
+        return (to_nearest(x.to(torch.float64), claim, key).to(x.dtype),)
+
+    return hook

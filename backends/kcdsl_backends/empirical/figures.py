@@ -1,0 +1,167 @@
+"""What is printed of a clause beside its verdict: its numbers, and what violates it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from kcdsl.ir.terms import Clause, Compare, HasFields, Metric, Number, Statistic, Term
+from kcdsl.ir.walk import subterms
+from kcdsl_backends.empirical.clauses import label, main_comparison
+from kcdsl_backends.empirical.decide import Counted, Judge, has_fields
+from kcdsl_backends.empirical.estimate import unit_values
+from kcdsl_backends.empirical.measured import SliceData, Unit
+from kcdsl_backends.empirical.statistics import NotMeasurable
+
+UNITS = {
+    "kl": "nat",
+    "kl_infer_train": "nat",
+    "jeffreys": "nat",
+    "js": "nat",
+    "log_ratio": "nat",
+    "w_log_w": "nat",
+    "w_log_w_minus": "nat",
+    "k1": "nat",
+    "k2": "nat",
+    "k3": "nat",
+    "log_ratio_linf": "nat",
+    "latency": "s",
+    "throughput": "tok/s",
+    "peak_memory": "B",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is printed of a clause beside its verdict."""
+
+    metric: str
+    unit: str
+    op: str
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+    threshold: float | None
+
+
+def figures_of(clause: Clause, judge: Judge) -> Figures:
+    """Return the numbers of a comparison; a compound clause has none, only its text."""
+    comparison = main_comparison(clause.require)
+    if comparison is None:
+        return _of_fields(clause, judge)
+    left, right, n = judge.sides(comparison)
+    threshold, op = right, comparison.op
+    term = comparison.left
+    if isinstance(comparison.left, Number):
+        left, threshold, term, op = right, left, comparison.right, _FLIPPED[op]
+    return Figures(
+        label(term),
+        _unit(term, judge.data),
+        op,
+        _double(left.value),
+        _float(left.low),
+        _float(left.high),
+        n,
+        _double(threshold.value),
+    )
+
+
+def _of_fields(clause: Clause, judge: Judge) -> Figures:
+    n = len(judge.data.requests)
+    if not isinstance(clause.require, HasFields):
+        return Figures(clause.text or clause.id, "1", "", None, None, None, n, None)
+    records = judge.data.records
+    present = sum(has_fields(clause.require, record) for record in records)
+    share = present / len(records) if records else None
+    name = f"coverage({', '.join(clause.require.fields)})"
+    return Figures(name, "ratio", "==", share, None, None, len(records), 1.0)
+
+
+def no_figures(clause: Clause, data: SliceData) -> Figures:
+    """Return the figures of a clause of which nothing was measured."""
+    comparison = main_comparison(clause.require)
+    if comparison is None:
+        return Figures(clause.text or clause.id, "1", "", None, None, None, 0, None)
+    swapped = isinstance(comparison.left, Number)
+    term = comparison.right if swapped else comparison.left
+    other = comparison.left if swapped else comparison.right
+    threshold = _double(other.value) if isinstance(other, Number) else None
+    op = _FLIPPED[comparison.op] if swapped else comparison.op
+    return Figures(label(term), _unit(term, data), op, None, None, None, 0, threshold)
+
+
+_FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
+
+
+def _unit(term: Term, data: SliceData) -> str:
+    names = [t.name for t in subterms(term) if isinstance(t, Metric)]
+    if len(names) != 1:
+        return "1"
+    measure = data.measures.get(names[0])
+    if measure is not None and measure.unit:
+        return measure.unit
+    if names[0] in UNITS:
+        return UNITS[names[0]]
+    return "ratio" if measure is not None and measure.high == 1.0 else "1"
+
+
+def _float(limit: Fraction | None) -> float | None:
+    return None if limit is None else _double(limit)
+
+
+def _double(value: Fraction) -> float:
+    """Return the nearest float64; infinite beyond the greatest."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+# --- counterexamples -----------------------------------------------------------------------------
+
+
+def counterexample(
+    clause: Clause, judge: Judge, figures: Figures, found: Counted | None
+) -> dict[str, Any]:
+    """Return what violates the clause: its value, and the worst request with token and value."""
+    example: dict[str, Any] = {"value": figures.value, "threshold": figures.threshold}
+    comparison = main_comparison(clause.require)
+    if isinstance(clause.require, HasFields):
+        lacking = [
+            str(record.get("request"))
+            for record in judge.data.records
+            if not has_fields(clause.require, record)
+        ]
+        return {**example, "records": lacking[:5]}
+    if found is None or comparison is None or not any(found.beyond):
+        return example
+    units = [
+        u for group, beyond in zip(found.groups, found.beyond, strict=True) if beyond for u in group
+    ]
+    worst = _worst_unit(_inner(comparison), figures.op, units)
+    return example if worst is None else {**example, **worst}
+
+
+def _inner(comparison: Compare) -> Term:
+    side = comparison.right if isinstance(comparison.left, Number) else comparison.left
+    return side.of if isinstance(side, Statistic) else side
+
+
+def _worst_unit(term: Term, op: str, units: list[Unit]) -> dict[str, Any] | None:
+    try:
+        values = unit_values(term, units)
+    except NotMeasurable:
+        return None
+    sign = -1.0 if op in (">=", ">") else 1.0
+    positions = [int((sign * v).argmax()) for v in values]
+    worst = max(range(len(units)), key=lambda i: sign * values[i][positions[i]])
+    found: dict[str, Any] = {
+        "request": units[worst].key,
+        "worst": float(values[worst][positions[worst]]),
+    }
+    if values[worst].size > 1:
+        found["token"] = positions[worst]
+    return found

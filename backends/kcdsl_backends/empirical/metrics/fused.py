@@ -1,0 +1,221 @@
+"""Sums over the vocabulary from which every norm and divergence of ordinary rows follows.
+
+With p the training policy and d = ln q - ln p = dz/T - c, where c is the change of ln Z, all of
+them are sums over h = e^(d/2) - 1 and v = h - d/2 >= 0; `values_of` says how. One pass over the
+logits forms them.
+
+What cancels is float64: both normalisers, d and v. What follows from them without cancellation has
+the format of the logits: for float32 each value is within 1e-6 of itself (the entropy gap within
+1e-6 of sum |q - p| |ln p|) or within 1e-20, for float64 within 1e-8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_backends.empirical.metrics.segments import Array, Numbers, blocks_of, total
+
+FARTHEST = {np.dtype(np.float32): 20.0, np.dtype(np.float64): 300.0}
+"""Largest |d| of an ordinary row: no power of e^d that is formed leaves the range of the format."""
+LN_2 = 0.6931471805599453
+_SERIES = 1e-5
+_TILE = 16384
+
+EXTREMES = ("top", "bottom", "shift", "z", "z_infer")
+"""Of each row: the largest and the least dz, c, and the normalisers of e^((z - max z)/T)."""
+SUMS = (
+    "train2", "infer2", "dz2", "v", "d", "d2", "h2", "jeffreys", "back", "change", "mean", "tilt",
+    "there", "cosh", "cosh_change", "tv",
+)  # fmt: skip
+"""The sums of products over the vocabulary, as `values_of` reads them."""
+
+
+class Work:
+    """The memory of one worker: three float64 arrays and six of the format `kind`.
+
+    A tile has as many rows of `width` logits as fit into the cache, at most `rows`.
+    """
+
+    def __init__(self, width: int, rows: int, kind: type[np.floating[Any]]) -> None:
+        self.rows = max(1, min(rows, _TILE // width))
+        self.kind: np.dtype[np.floating[Any]] = np.dtype(kind)
+        self.blocks = blocks_of(width)
+        padded = self.blocks.padded
+        self.wide = np.zeros((3, self.rows, padded))
+        self.parts = np.zeros((6, self.rows, padded), dtype=kind)
+        self.ones = np.ones((self.blocks.count, self.blocks.each), dtype=kind)
+        self.wide_ones = np.ones((self.blocks.count, self.blocks.each))
+        self.products = np.empty((len(SUMS), self.rows, self.blocks.count), dtype=kind)
+
+
+def add_tile(
+    train: Numbers, infer: Numbers, temperature: float, work: Work, extremes: Array, sums: Array
+) -> None:
+    """Write the extremes [5, R] and the sums [16, R] of R <= `work.rows` rows of logits.
+
+    `train` and `infer` are [R, V] of the format `work.kind`. Rows that are not ordinary give
+    numbers without meaning.
+    """
+    rows, width = train.shape
+    blocks = work.blocks
+    a, b, d = (buffer[:rows] for buffer in work.wide)
+    products = work.products[:, :rows]
+    best = train.max(axis=1).astype(np.float64)[:, None]
+    best_infer = infer.max(axis=1).astype(np.float64)[:, None]
+    p, near, h, m, u, x = (buffer[:rows] for buffer in work.parts)
+    p_, near_, h_, m_, u_, x_ = (blocks.of(buffer) for buffer in (p, near, h, m, u, x))
+
+    np.copyto(a[:, :width], train)
+    np.copyto(b[:, :width], infer)
+    if width < blocks.padded:
+        a[:, width:] = b[:, width:] = 0.0
+    np.subtract(b, a, out=d)
+    for of, (buffer, blocked) in enumerate(((h, h_), (m, m_), (u, u_))):
+        np.copyto(buffer, (a, b, d)[of], casting="same_kind")
+        np.vecdot(blocked, blocked, out=products[of])
+    top, bottom = d[:, :width].max(axis=1), d[:, :width].min(axis=1)
+    a -= best
+    b -= best_infer
+    if temperature != 1.0:
+        a /= temperature
+        b /= temperature
+        d /= temperature
+    if width < blocks.padded:
+        a[:, width:] = b[:, width:] = -np.inf
+    np.subtract(train, best.astype(work.kind), out=x[:, :width])
+    np.exp(a, out=a)
+    np.exp(b, out=b)
+    z = total(np.vecdot(blocks.of(a), work.wide_ones))
+    z_infer = total(np.vecdot(blocks.of(b), work.wide_ones))
+    np.copyto(p, a, casting="same_kind")
+    shift = (best_infer - best)[:, 0] / temperature + np.log1p((z_infer - z) / z)
+    extremes[:] = top, bottom, shift, z, z_infer
+
+    d -= shift[:, None]
+    if width < blocks.padded:
+        d[:, width:] = 0.0
+    np.copyto(near, d, casting="same_kind")
+    np.vecdot(near_, work.ones, out=products[4])
+    np.vecdot(near_, near_, out=products[5])
+    d *= 0.5
+    np.expm1(d, out=b)
+    np.copyto(h, b, casting="same_kind")
+    reach = np.maximum(top / temperature - shift, shift - bottom / temperature)
+    _subtract_half(b, d, reach < _SERIES)
+    np.copyto(u, b, casting="same_kind")
+    np.vecdot(p_, u_, out=products[3])
+    np.multiply(p, h, out=u)
+    np.vecdot(u_, h_, out=products[6])
+    np.add(h, 2, out=m)
+    m *= h
+    h += 1
+    np.multiply(p, m, out=u)
+    np.vecdot(u_, near_, out=products[7])
+    np.vecdot(u_, m_, out=products[8])
+    np.vecdot(u_, work.ones, out=products[9])
+    np.vecdot(p_, x_, out=products[10])
+    np.vecdot(u_, x_, out=products[11])
+    np.divide(m, h, out=x)
+    x *= x
+    np.vecdot(p_, x_, out=products[12])
+    x *= 0.25
+    np.log1p(x, out=x)
+    np.vecdot(p_, x_, out=products[13])
+    np.vecdot(u_, x_, out=products[14])
+    np.abs(u, out=u)
+    np.vecdot(u_, work.ones, out=products[15])
+    sums[:] = total(products)
+
+
+def _subtract_half(step: Array, half: Array, close: NDArray[np.bool_]) -> None:
+    """Turn h into v = h - d/2; where d is tiny in the whole row, by the series."""
+    if not close.all():
+        step -= half
+    for row in np.flatnonzero(close):
+        t, near = step[row], half[row]
+        np.multiply(near, 1 / 6, out=t)
+        t += 0.5
+        t *= near
+        t *= near
+
+
+def ordinary(
+    extremes: Array, sums: Array, temperature: float, kind: np.dtype[Any]
+) -> NDArray[np.bool_]:
+    """Say for which rows the sums hold: those with finite logits whose probabilities nowhere differ
+    by more than a factor e^20, e^300 in float64."""
+    top, bottom, shift = extremes[0], extremes[1], extremes[2]
+    reach = np.maximum(top / temperature - shift, shift - bottom / temperature)
+    finite = np.isfinite(extremes).all(axis=0) & np.isfinite(sums).all(axis=0)
+    found: NDArray[np.bool_] = finite & (reach <= FARTHEST[kind])
+    return found
+
+
+def values_of(extremes: Array, sums: Array, temperature: float, width: int) -> dict[str, Array]:
+    """Return every norm and divergence from the sums of rows of `width` logits, each [N].
+
+    With e^d - 1 = h (2 + h), 2 sinh(d/2) = h (2 + h)/(1 + h) and e^d - 1 - d = h^2 + 2 v:
+
+        KL(p||q) = sum p (h^2 + 2 v)             H^2 = sum p h^2 / 2
+        J  = sum p (e^d - 1) d                   TV  = sum p |e^d - 1| / 2
+        KL(q||p) = J - KL(p||q)                  chi2(q||p) = sum p (e^d - 1)^2
+        chi2(p||q) = sum p (2 sinh(d/2))^2
+        JS = J/4 - sum p (2 + (e^d - 1)) ln(1 + sinh(d/2)^2) / 4
+        H(p) - H(q) = KL(q||p) + sum p (e^d - 1) ln p
+
+    No sum of squares or of v has a negative term. The two differences lose little: where d is small
+    J is twice KL(q||p), and J/4 twice JS. In the last line any constant may be added to ln p, as
+    sum p (e^d - 1) = 0: the logits of the training kernel, less their mean, stand for it.
+    """
+    top, bottom, shift, z, _ = extremes
+    s: Mapping[str, Array] = dict(zip(SUMS, sums, strict=True))
+    smallest = bottom / temperature - shift
+    spread = s["d2"] / width - (s["d"] / width) ** 2
+    norm, length, other = (np.sqrt(s[name]) for name in ("dz2", "train2", "infer2"))
+    jeffreys = s["jeffreys"] / z
+    forward = (s["h2"] + 2 * s["v"]) / z
+    backward = np.maximum(jeffreys - forward, 0.0)
+    shared = (2 * s["cosh"] + s["cosh_change"]) / z
+    tilt = (s["tilt"] - s["change"] * s["mean"] / z) / z / temperature
+    return {
+        "logit_l2": norm,
+        "logit_l2_centered": temperature * np.sqrt(np.maximum(spread, 0.0) * width),
+        "logit_linf": np.maximum(top, -bottom),
+        "logit_span": top - bottom,
+        "logit_rel_l2": relative_length(norm, length),
+        "logit_cosine": cosine(norm, length, other),
+        "kl": forward,
+        "kl_infer_train": backward,
+        "jeffreys": jeffreys,
+        "js": np.clip((jeffreys - shared) / 4, 0.0, LN_2),
+        "tv": np.minimum(s["tv"] / z / 2, 1.0),
+        "hellinger2": np.minimum(s["h2"] / z / 2, 1.0),
+        "chi2_train_infer": s["there"] / z,
+        "chi2_infer_train": s["back"] / z,
+        "renyi_inf": -smallest,
+        "log_ratio_linf": np.maximum(top / temperature - shift, -smallest),
+        "entropy_gap": backward + tilt,
+    }
+
+
+def relative_length(norm: Array, length: Array) -> Array:
+    """Return ||dz|| / ||z||, 0 where nothing differs and infinite where z is 0."""
+    with np.errstate(all="ignore"):
+        found: Array = np.where(norm == 0, 0.0, norm / length)
+    return found
+
+
+def cosine(norm: Array, length: Array, other: Array) -> Array:
+    """Return the cosine of two vectors from their lengths and that of their difference.
+
+    The form 1 - (||dz||^2 - (||z|| - ||y||)^2)/(2 ||z|| ||y||) keeps the digits of a cosine near
+    one. It is 1 where nothing differs, NaN where one vector is 0 or infinite.
+    """
+    with np.errstate(all="ignore"):
+        away = (norm - (length - other)) * (norm + (length - other)) / (2 * length * other)
+        found: Array = np.where(norm == 0, 1.0, np.clip(1 - away, -1.0, 1.0))
+    return found

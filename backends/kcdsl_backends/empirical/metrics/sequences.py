@@ -1,0 +1,151 @@
+"""Metrics of whole sequences sampled from the inference kernel.
+
+delta holds ln w = ln p(y) - ln q(y) of the tokens of one sequence; the weight of a sequence is the
+product of those of its tokens. Every function raises Unmeasured on nothing and on what is not
+finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kcdsl_backends.empirical.metrics.evidence import Unmeasured, column, sequences
+from kcdsl_backends.empirical.metrics.weights import ess_fraction
+
+
+def seq_log_ratio(delta: ArrayLike) -> float:
+    """Return the sum of delta: ln w of the sequence."""
+    return math.fsum(column(delta, "ln w"))
+
+
+def geo_ratio(delta: ArrayLike) -> float:
+    """Return e^(mean delta), the geometric mean of the ratios."""
+    values = column(delta, "ln w")
+    return math.exp(math.fsum(values) / values.size)
+
+
+def seq_max_abs(delta: ArrayLike) -> float:
+    """Return max |delta|."""
+    return float(np.abs(column(delta, "ln w")).max())
+
+
+def seq_k3(delta: ArrayLike) -> float:
+    """Return W - 1 - ln W of the sequence weight W; its mean estimates KL(infer || train) of
+    sequences, +inf where W leaves the range of float64."""
+    total = seq_log_ratio(delta)
+    return math.expm1(total) - total if total < 709 else math.inf
+
+
+def log_ppl_diff(train_log: ArrayLike, infer_log: ArrayLike) -> float:
+    """Return ln PPL_train - ln PPL_infer in nats per token: -mean delta.
+
+    Train minus inference: positive where the training kernel finds the sampled tokens less likely.
+    """
+    train, infer = column(train_log, "ln p"), column(infer_log, "ln q")
+    if train.size != infer.size:
+        raise Unmeasured(f"{train.size} and {infer.size} tokens")
+    return -math.fsum(train - infer) / train.size
+
+
+def ppl_ratio(train_log: ArrayLike, infer_log: ArrayLike) -> float:
+    """Return PPL_train / PPL_infer."""
+    return math.exp(log_ppl_diff(train_log, infer_log))
+
+
+def ess_sequences(deltas: Sequence[ArrayLike]) -> float:
+    """Return ESS/n of the weights of n sequences, raw."""
+    return ess_fraction([math.fsum(d) for d in sequences(deltas, "sequences")])
+
+
+def tail_mass_sequences(deltas: Sequence[ArrayLike], threshold: float = 2.0) -> float:
+    """Return the share of sequences whose weight lies outside [1/threshold, threshold]."""
+    if not threshold > 1:
+        raise ValueError(f"the threshold must be above 1, not {threshold}")
+    sums = np.array([math.fsum(d) for d in sequences(deltas, "sequences")])
+    return float(np.mean(np.abs(sums) > math.log(threshold)))
+
+
+def max_token_kl(kl: ArrayLike) -> float:
+    """Return the largest divergence of any position, which trust-region bounds are driven by."""
+    values = column(kl, "kl")
+    if values.min() < 0:
+        raise Unmeasured("kl: a divergence is never negative")
+    return float(values.max())
+
+
+def composed_tv(tv: ArrayLike) -> float:
+    """Return 1 - prod(1 - tau_t), which bounds the total variation of sequences.
+
+    It does so only where each tau_t bounds the total variation of step t for *every* history; with
+    values measured on one text it says what that text would give. At 1 it is vacuous.
+    """
+    values = column(tv, "tv")
+    if values.min() < 0 or values.max() > 1:
+        raise Unmeasured("tv: a total variation lies in [0, 1]")
+    with np.errstate(divide="ignore"):
+        return -math.expm1(math.fsum(np.log1p(-values))) if values.max() < 1 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LengthScaling:
+    """The fit of ln sd(sum delta) on ln L: slope, its standard error, and the groups behind it."""
+
+    slope: float
+    error: float
+    groups: int
+
+
+def length_scaling(deltas: Sequence[ArrayLike], groups: int = 6) -> LengthScaling:
+    """Regress ln of the spread of sequence log-ratios on the logarithm of their length.
+
+    Slope 1/2 is independent noise, slope 1 a systematic bias. Every sequence gives its prefixes of
+    lengths 2^j, so that each group holds the same sequences; the spread is the root mean square.
+    Raises Unmeasured for fewer than 8 sequences, prefixes of fewer than three lengths, no drift.
+    """
+    found = sequences(deltas, "sequences")
+    shortest = min(d.size for d in found)
+    if len(found) < 8 or shortest < 4:
+        raise Unmeasured(f"{len(found)} sequences of at least {shortest} tokens: needs 8 of 4")
+    lengths = [2**j for j in range(shortest.bit_length())][-groups:]
+    sums = np.array([[math.fsum(d[:n]) for n in lengths] for d in found])
+    spread = np.sqrt(np.mean(sums * sums, axis=0))
+    if not (spread > 0).all():
+        raise Unmeasured("sequences without drift have no scaling")
+    x, y = np.log(np.array(lengths, dtype=np.float64)), np.log(spread)
+    x = x - x.mean()
+    slope = float(x @ y / (x @ x))
+    rest = y - y.mean() - slope * x
+    freedom = max(1, len(lengths) - 2)
+    return LengthScaling(
+        slope, math.sqrt(float(rest @ rest) / freedom / float(x @ x)), len(lengths)
+    )
+
+
+def intraclass_correlation(values: Sequence[ArrayLike]) -> float:
+    """Return ICC(1) of the tokens of sequences: the share of variance that sequences explain.
+
+    The one-way estimator for groups of unequal size (Donner 1986). n tokens count for about
+    n / (1 + (m - 1) ICC) independent ones, m the mean length. Raises Unmeasured for fewer than two
+    sequences, for sequences of one token each and where nothing varies.
+    """
+    groups = sequences(values, "sequences")
+    sizes = np.array([g.size for g in groups], dtype=np.float64)
+    n, count = float(sizes.sum()), len(groups)
+    if count < 2 or n <= count:
+        raise Unmeasured(f"{count} sequences of {int(n)} tokens have no correlation within")
+    means = np.array([math.fsum(g) / g.size for g in groups])
+    grand = math.fsum(sizes * means) / n
+    between = math.fsum(sizes * (means - grand) ** 2) / (count - 1)
+    within = math.fsum(math.fsum((g - m) ** 2) for g, m in zip(groups, means, strict=True)) / (
+        n - count
+    )
+    typical = (n - math.fsum(sizes * sizes) / n) / (count - 1)
+    total = between + (typical - 1) * within
+    if not total > 0:
+        raise Unmeasured("values that never vary have no correlation")
+    return (between - within) / total

@@ -1,0 +1,101 @@
+"""Statistics of measured values, each with the limits that a sample of requests supports.
+
+One request is one sampling unit: tokens of a request are dependent, and counting them as
+independent certifies several times too often. Every limit holds by itself with the stated
+confidence (one-sided), so [low, high] is an interval of 2 * confidence - 1.
+
+Values are exact where that is possible: means are correctly rounded sums (`math.fsum`), so their
+last digit does not depend on order; percentiles are order statistics without interpolation.
+docs/statistics.md says which limit is used where, and what was measured of each. Only numpy and
+scipy are imported, so that a router that decides online can use the same functions.
+"""
+
+from kcdsl_backends.empirical.statistics.bootstrap import (
+    FEWEST_CLUSTERS,
+    RESAMPLES,
+    clustered_ratio,
+    clustered_statistic,
+    resamples,
+)
+from kcdsl_backends.empirical.statistics.detection import Detector, detector
+from kcdsl_backends.empirical.statistics.eprocess import (
+    Counts,
+    judge,
+    log_alarm,
+    log_certify,
+)
+from kcdsl_backends.empirical.statistics.multiplicity import average_evidence, holm
+from kcdsl_backends.empirical.statistics.planning import (
+    shown_by,
+    units_at_rate,
+    units_for_budget,
+    units_for_mean,
+    units_with_power,
+)
+from kcdsl_backends.empirical.statistics.ranks import (
+    largest,
+    quantile,
+    quantile_rank,
+    smallest,
+    threshold,
+)
+from kcdsl_backends.empirical.statistics.rates import (
+    count_above,
+    exceedance,
+    limits,
+    percentile_holds,
+    proportion,
+    shows_above,
+    shows_below,
+)
+from kcdsl_backends.empirical.statistics.vocabulary import (
+    CONFIDENCE,
+    ONE_LOOK,
+    Confidence,
+    Estimate,
+    Exceedance,
+    NotMeasurable,
+    check_values,
+    confidence_over,
+)
+
+__all__ = [
+    "CONFIDENCE",
+    "FEWEST_CLUSTERS",
+    "ONE_LOOK",
+    "RESAMPLES",
+    "Confidence",
+    "Counts",
+    "Detector",
+    "Estimate",
+    "Exceedance",
+    "NotMeasurable",
+    "average_evidence",
+    "check_values",
+    "clustered_ratio",
+    "clustered_statistic",
+    "confidence_over",
+    "count_above",
+    "detector",
+    "exceedance",
+    "holm",
+    "judge",
+    "largest",
+    "limits",
+    "log_alarm",
+    "log_certify",
+    "percentile_holds",
+    "proportion",
+    "quantile",
+    "quantile_rank",
+    "resamples",
+    "shown_by",
+    "shows_above",
+    "shows_below",
+    "smallest",
+    "threshold",
+    "units_at_rate",
+    "units_for_budget",
+    "units_for_mean",
+    "units_with_power",
+]

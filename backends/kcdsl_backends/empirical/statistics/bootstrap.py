@@ -1,0 +1,229 @@
+"""Means and other functions of all requests: limits by resampling whole requests.
+
+Tokens of a request are dependent, so the request is drawn, with all that it has. The limits of a
+ratio of sums (a mean over tokens, tokens per second) are those of the studentised bootstrap
+(Efron 1981); they hold for large n and are good, not exact, for small: docs/statistics.md has the
+coverage that was measured. No limit here holds at every look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kcdsl_backends.empirical.statistics.vocabulary import (
+    ONE_LOOK,
+    Array,
+    Confidence,
+    Estimate,
+    NotMeasurable,
+    check_values,
+)
+
+RESAMPLES = 1999
+FEWEST_CLUSTERS = 20
+"""With fewer requests a bootstrap says too little, and no limit is given."""
+_COCHRAN = 25
+"""n requests bear a limit by themselves where n > 25 G^2, G their skewness (Cochran 1977)."""
+_TAIL = 10
+"""Resamples that lie beyond a limit, at least."""
+_MOST_RESAMPLES = 199_999
+_MOST_DRAWS = 2**32
+"""Draws of requests that a limit at a small error may cost; it is not given where it costs more."""
+_BLOCK = 2**22
+
+Range = tuple[float | None, float | None]
+
+
+def clustered_ratio(
+    numerators: Sequence[float] | Array,
+    denominators: Sequence[float] | Array,
+    *,
+    seed: int,
+    confidence: Confidence | None = ONE_LOOK,
+    bounds: Range = (None, None),
+    what: str = "mean",
+) -> Estimate:
+    """Return sum(numerators) / sum(denominators) with limits by the studentised bootstrap.
+
+    One entry of each is one request: the sum of its token values and their number, or its tokens
+    and its seconds. Requests are resampled whole, with a fixed seed. `bounds` is the range of a
+    single value: where every value sits on an end of it, resampling shows no spread, and the
+    limit is that of n equal draws instead. Where the requests are too skewed for their number, the
+    limit on the side of the long tail is that of the same requests with the worst one counted
+    twice: what is rare and large was hardly all seen. Fewer than 20 requests give no limits, and
+    neither does a confidence that is to hold at every look.
+    """
+    above = check_values(numerators, what)
+    below = check_values(denominators, what)
+    if above.shape != below.shape:
+        raise ValueError("one numerator and one denominator per request")
+    if bool((below <= 0).any()):
+        raise NotMeasurable(f"{what}: a request has nothing to divide by")
+    n = int(above.size)
+    weight = Fraction(math.fsum(below))
+    exact = Fraction(math.fsum(above)) / weight
+    value = float(exact)
+    _check_range(value, bounds, what)
+    bare = Estimate(value, None, None, n, "cluster-bootstrap-t", exact, weight)
+    if confidence is None or confidence.anytime:
+        return bare
+    if linear_error(above, below, value) == 0:
+        low, high = _degenerate_limits(above / below, n, confidence, bounds)
+        return Estimate(value, low, high, n, "equal-draws", exact, weight)
+    if n < FEWEST_CLUSTERS:
+        return bare
+    count = resamples_needed(confidence, RESAMPLES)
+    if count is None or (count > RESAMPLES and count * n > _MOST_DRAWS):
+        return bare
+    low, high = _studentised_limits(above, below, confidence, seed, count)
+    residual = above - value * below
+    scaled = residual / np.abs(residual).max()
+    skew = float((scaled**3).mean() / (scaled**2).mean() ** 1.5)
+    if n <= _COCHRAN * skew**2:
+        worst = int(residual.argmax() if skew > 0 else residual.argmin())
+        again = np.append(above, above[worst]), np.append(below, below[worst])
+        wider = _studentised_limits(*again, confidence, seed, count)
+        low, high = (low, max(high, wider[1])) if skew > 0 else (min(low, wider[0]), high)
+    return Estimate(
+        value,
+        _clip(low, bounds) if math.isfinite(low) else None,
+        _clip(high, bounds) if math.isfinite(high) else None,
+        n,
+        "cluster-bootstrap-t",
+        exact,
+        weight,
+    )
+
+
+def clustered_statistic(
+    statistic: Callable[[Sequence[int]], float | None],
+    n: int,
+    *,
+    seed: int,
+    confidence: Confidence | None,
+    count: int,
+    method: str = "cluster-bootstrap",
+) -> Estimate:
+    """Return a function of n requests, given by their numbers, with limits by resampling.
+
+    For statistics without a standard error, some of them biased: each limit is the wider of that
+    of the percentiles of the resamples and that of the same mirrored at the value, which takes
+    their bias off, at half the error, as the magnitude of a difference hides its sign. `statistic`
+    may return None for a resample that has no value; more than one in a hundred of those, or a NaN,
+    and there are no limits, and neither where a small error would need 20 times `count` resamples.
+    """
+    value = statistic(range(n))
+    if value is None:
+        raise NotMeasurable("the requests have no such value")
+    bare = Estimate(value, None, None, n, method)
+    if n < FEWEST_CLUSTERS or confidence is None or confidence.anytime:
+        return bare
+    confidence = confidence.divided(2)
+    wanted = resamples_needed(confidence, count)
+    if wanted is None or wanted > 20 * count:
+        return bare
+    found = (statistic(row.tolist()) for block in resamples(n, seed, wanted) for row in block)
+    draws = [drawn for drawn in found if drawn is not None]
+    if len(draws) < 0.99 * wanted or any(math.isnan(drawn) for drawn in draws):
+        return bare
+    first = float(np.quantile(draws, float(confidence.error), method="lower"))
+    last = float(np.quantile(draws, confidence.share, method="higher"))
+    low, high = min(first, 2 * value - last, value), max(last, 2 * value - first, value)
+    return Estimate(
+        value,
+        low if math.isfinite(low) else None,
+        high if math.isfinite(high) else None,
+        n,
+        method,
+    )
+
+
+def resamples_needed(confidence: Confidence, usual: int) -> int | None:
+    """Return how many resamples put enough of them beyond a limit; None for more than possible."""
+    needed = math.ceil(_TAIL / confidence.error) - 1
+    if needed > _MOST_RESAMPLES:
+        return None
+    return max(usual, needed)
+
+
+def resamples(n: int, seed: int, count: int = RESAMPLES) -> Iterator[NDArray[np.int64]]:
+    """Yield the drawn requests of `count` resamples in blocks [at most count, n]."""
+    generator = np.random.default_rng(seed)
+    block = max(1, min(count, _BLOCK // n))
+    for start in range(0, count, block):
+        yield generator.integers(0, n, size=(min(block, count - start), n))
+
+
+def linear_error(above: Array, below: Array, value: float) -> float:
+    """Return the standard error of a ratio of sums by linearisation (0: all ratios are equal)."""
+    if bool(np.all(above / below == above[0] / below[0])):
+        return 0.0
+    n = above.size
+    residual = above - value * below
+    return math.sqrt(math.fsum(residual**2) * n / (n - 1)) / math.fsum(below)
+
+
+def _studentised_limits(
+    above: Array, below: Array, confidence: Confidence, seed: int, count: int
+) -> tuple[float, float]:
+    value = math.fsum(above) / math.fsum(below)
+    error = linear_error(above, below, value)
+    parts = [_studentise(above[d], below[d], value) for d in resamples(above.size, seed, count)]
+    t = np.concatenate(parts)
+    return (
+        value - float(np.quantile(t, confidence.share, method="higher")) * error,
+        value - float(np.quantile(t, float(confidence.error), method="lower")) * error,
+    )
+
+
+def _studentise(top: Array, bottom: Array, value: float) -> Array:
+    n = top.shape[1]
+    total = bottom.sum(axis=1)
+    ratio = top.sum(axis=1) / total
+    residual = top - ratio[:, None] * bottom
+    spread = np.sqrt((residual**2).sum(axis=1) * n / (n - 1)) / total
+    distance = ratio - value
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = distance / spread
+    # A resample without spread lies infinitely many of its own standard errors away.
+    return np.where(spread > 0, t, np.where(distance == 0, 0.0, np.copysign(np.inf, distance)))
+
+
+def _degenerate_limits(
+    means: Array, n: int, confidence: Confidence, bounds: Range
+) -> tuple[float | None, float | None]:
+    """Return limits where every request has the same mean.
+
+    For values in [a, b] that all equal b: the chance of that is at most ((mu - a)/(b - a))^n, so mu
+    is at least a + (b - a) error^(1/n); mirrored at a. Inside the range, or on a range open at the
+    other end, equal values support no limit on that side.
+    """
+    bottom, top = bounds
+    value = float(means[0])
+    room = float(confidence.error) ** (1 / n)
+    if bottom is not None and top is not None and value == top:
+        return bottom + (top - bottom) * room, top
+    if bottom is not None and top is not None and value == bottom:
+        return bottom, top - (top - bottom) * room
+    if bottom is not None and value == bottom:
+        return value, None
+    return None, None
+
+
+def _check_range(value: float, bounds: Range, what: str) -> None:
+    """Raise `NotMeasurable` for a value that its range excludes: limits are cut to the range."""
+    low, high = bounds
+    slack = 1e-9 * max(1.0, abs(value))
+    if (low is not None and value < low - slack) or (high is not None and value > high + slack):
+        raise NotMeasurable(f"{what}: the value {value:g} lies outside of its range")
+
+
+def _clip(limit: float, bounds: Range) -> float:
+    low, high = bounds
+    limit = limit if low is None else max(limit, low)
+    return limit if high is None else min(limit, high)

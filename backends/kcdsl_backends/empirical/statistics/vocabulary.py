@@ -1,0 +1,116 @@
+"""What every statistic speaks of: estimates with limits, and how sure a limit is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+CONFIDENCE = 0.95
+"""What each limit holds with, as reports say it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confidence:
+    """How sure one limit is: it fails with a probability of at most `error`.
+
+    `anytime` says that it fails at no look at growing data but with that probability; otherwise
+    the number of units was fixed before the first of them was seen.
+    """
+
+    error: Fraction = Fraction(1, 20)
+    anytime: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.error < 1:
+            raise ValueError(f"an error lies between 0 and 1, not {self.error}")
+
+    @property
+    def share(self) -> float:
+        """Return 1 - error."""
+        return float(1 - self.error)
+
+    def divided(self, parts: int | Fraction) -> Confidence:
+        """Return the confidence of each of `parts` limits of which none may fail."""
+        return Confidence(self.error / parts, self.anytime)
+
+
+ONE_LOOK = Confidence()
+"""95 % for a number of units that was fixed in advance."""
+
+
+def confidence_over(looks: int | None) -> Confidence:
+    """Return the confidence of one limit at one of so many looks, 95 % over all of them together.
+
+    None stands for any number of looks.
+    """
+    return Confidence(ONE_LOOK.error, anytime=True) if looks is None else ONE_LOOK.divided(looks)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A statistic over n units; `low` and `high` are None where the sample supports no limit.
+
+    `exact` is the value before rounding to float64, where it is a quotient: a mean, a share.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    method: str
+    exact: Fraction | None = None
+    weight: Fraction = Fraction(1)
+    """What a mean was divided by: the number of its token values."""
+
+    @property
+    def rational(self) -> Fraction:
+        """Return the value as it is compared with a threshold."""
+        return Fraction(self.value) if self.exact is None else self.exact
+
+
+@dataclass(frozen=True, slots=True)
+class Exceedance:
+    """k of n units beyond the threshold, with one-sided limits of the rate."""
+
+    k: int
+    n: int
+    low: float
+    high: float
+
+    @property
+    def rate(self) -> Fraction:
+        """Return k / n exactly."""
+        return Fraction(self.k, self.n)
+
+
+class NotMeasurable(ValueError):
+    """The values support no statement at all: none, or one of them is not finite."""
+
+
+def check_values(values: Sequence[float] | Array, what: str) -> Array:
+    """Return the values as float64; raise `NotMeasurable` for none, and for one not finite."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.size == 0:
+        raise NotMeasurable(f"{what}: there are no values")
+    bad = int(np.count_nonzero(~np.isfinite(array)))
+    if bad:
+        raise NotMeasurable(f"{what}: {bad} of {array.size} values are not finite")
+    return array
+
+
+def check_counts(k: int, n: int) -> None:
+    """Raise ValueError unless k of n units is a count."""
+    if not 0 <= k <= n:
+        raise ValueError(f"{k} of {n}")
+
+
+def check_rate(rate: Fraction) -> None:
+    """Raise ValueError unless a rate can be tested: 0 needs a proof or a census, 1 nothing."""
+    if not 0 < rate < 1:
+        raise ValueError(f"a rate that a sample can show lies between 0 and 1, not {rate}")

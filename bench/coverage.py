@@ -1,0 +1,218 @@
+"""How often the limits of samples err: false passes, false violations, coverage, by simulation.
+
+`make bench-coverage` prints the figures that docs/statistics.md quotes. Every simulation is seeded,
+so that a second run prints the same.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from bench.common import Better, Figure, report
+from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, confidence_over, exact
+from kcdsl_backends.empirical.statistics.detection import Kind
+from kcdsl_backends.empirical.statistics.ranks import limit_ranks
+from kcdsl_backends.empirical.statistics.rates import most_exceedances
+
+Array = NDArray[np.float64]
+Level = Callable[[np.random.Generator, int], Array]
+
+ANYTIME = confidence_over(None)
+LEVELS: dict[str, Level] = {
+    "normal": lambda g, n: 1 + g.normal(size=n) / 4,
+    "exponential": lambda g, n: g.exponential(size=n),
+    "lognormal 1": lambda g, n: np.exp(g.normal(size=n) - 0.5),
+    "lognormal 1.5": lambda g, n: np.exp(1.5 * g.normal(size=n) - 1.125),
+}
+"""Levels of requests, each with a mean of 1."""
+
+
+def clustered(generator: np.random.Generator, n: int, level: Level) -> tuple[Array, Array]:
+    """Return the sums and the sizes of n requests, whose tokens share the level of the request."""
+    sizes = generator.integers(5, 40, size=n).astype(np.float64)
+    noise = generator.normal(size=n) * np.sqrt(sizes) / 10
+    return level(generator, n) * sizes + noise, sizes
+
+
+def mean_misses(level: Level, n: int, runs: int, confidence: Confidence) -> tuple[float, float]:
+    """Return how often a mean of 1 lies below its lower and above its upper limit."""
+    generator = np.random.default_rng(n)
+    below = above = 0
+    for run in range(runs):
+        sums, sizes = clustered(generator, n, level)
+        found = statistics.clustered_ratio(sums, sizes, seed=run, confidence=confidence)
+        below += found.low is not None and found.low > 1
+        above += found.high is not None and found.high < 1
+    return below / runs, above / runs
+
+
+def percentile_misses(n: int, q: Fraction, runs: int, confidence: Confidence) -> float:
+    """Return how often the q-quantile of an exponential lies above its upper limit."""
+    _, rank = limit_ranks(n, q, confidence)
+    if rank is None:
+        return 0.0
+    drawn = np.sort(np.random.default_rng(n).exponential(size=(runs, n)), axis=1)
+    return float((drawn[:, rank - 1] < -math.log(float(1 - q))).mean())
+
+
+def looks(p: float, runs: int, *, rate: Fraction, units: int, every: int) -> dict[str, float]:
+    """Return how often each rule calls a rate of p good or bad, at any of many looks.
+
+    Rules: `naive` (k/n against the budget) and Clopper-Pearson at every look, Clopper-Pearson once
+    at the end, and the e-processes that certify and that raise an alarm.
+    """
+    generator = np.random.default_rng(round(p * 10**6))
+    n = np.arange(every, units + 1, every)
+    k = generator.binomial(every, p, size=(runs, n.size)).cumsum(axis=1)
+
+    def passes(confidence: Confidence) -> NDArray[np.int64]:
+        allowed = (most_exceedances(int(m), rate, confidence) for m in n)
+        return np.array([-1 if a is None else a for a in allowed])
+
+    def alarms() -> NDArray[np.int64]:
+        """Return the least k of each n that raises an alarm: n - k of the others certify."""
+        allowed = (most_exceedances(int(m), 1 - rate, ANYTIME) for m in n)
+        return np.array([m + 1 if a is None else m - a for m, a in zip(n, allowed, strict=True)])
+
+    fixed, sequential = passes(ONE_LOOK), passes(ANYTIME)
+    naive = k * rate.denominator <= n * rate.numerator
+    return {
+        "naive at the end": float(naive[:, -1].mean()),
+        "Clopper-Pearson at every look": float((k <= fixed).any(axis=1).mean()),
+        "Clopper-Pearson once": float((k[:, -1] <= fixed[-1]).mean()),
+        "e-process certifies": float((k <= sequential).any(axis=1).mean()),
+        "e-process alarms": float((k >= alarms()).any(axis=1).mean()),
+        "naive ever alarms": float((~naive).any(axis=1).mean()),
+    }
+
+
+def false_alarms(family: int, runs: int) -> tuple[float, float]:
+    """Return how often a report of `family` sampled clauses, all kept at their very limit, calls
+    one of them violated: each at 5 % by itself, and by Holm's method."""
+    rate, n = Fraction(1, 20), 400
+    k = np.random.default_rng(family).binomial(n, float(rate), size=(runs, family))
+    p = stats.binom.sf(k - 1, n, float(rate))
+    alone, holm = 0, 0
+    for row in p:
+        values = [Fraction(x) for x in row.tolist()]
+        candidates = [i for i in range(family) if values[i] <= ONE_LOOK.error]
+        found, _ = statistics.holm(family, ONE_LOOK.error, candidates, _reached(values))
+        alone += bool((row <= 0.05).any())
+        holm += bool(found)
+    return alone / runs, holm / runs
+
+
+def _reached(p: Sequence[Fraction]) -> Callable[[int, Fraction], bool]:
+    return lambda i, level: p[i] <= level
+
+
+def token_counts(correlation: float, runs: int) -> tuple[float, float]:
+    """Return how often 200 requests of 100 tokens pass although the rate is at its limit: counted
+    by token, and by request (beyond where any of its tokens is)."""
+    generator = np.random.default_rng(round(correlation * 1000))
+    rate, requests, tokens = Fraction(1, 20), 200, 100
+    spread = (1 - correlation) / correlation
+    p = generator.beta(0.05 * spread, 0.95 * spread, size=(runs, requests))
+    beyond = generator.binomial(tokens, p)
+    every = most_exceedances(requests * tokens, rate, ONE_LOOK)
+    assert every is not None
+    by_token = float((beyond.sum(axis=1) <= every).mean())
+    any_beyond = beyond > 0
+    share = Fraction(int(any_beyond.mean() * 10**6), 10**6)
+    allowed = most_exceedances(requests, share, ONE_LOOK)
+    assert allowed is not None
+    return by_token, float((any_beyond.sum(axis=1) <= allowed).mean())
+
+
+def thresholds(runs: int) -> tuple[float, float]:
+    """Return how often more than 5 % exceed a threshold taken from 500 units: the empirical 95 %
+    quantile, and the order statistic with a guarantee."""
+    rate, n = Fraction(1, 20), 500
+    drawn = np.sort(np.random.default_rng(3).exponential(size=(runs, n)), axis=1)
+    true = -math.log(float(rate))
+    allowed = most_exceedances(n, rate, ONE_LOOK)
+    assert allowed is not None
+    naive = drawn[:, statistics.quantile_rank(n, 1 - rate) - 1]
+    return float((naive < true).mean()), float((drawn[:, n - allowed - 1] < true).mean())
+
+
+def between_false_alarms(kind: Kind, limit: float, runs: int) -> float:
+    """Return the mean number of batches until a detector errs, at the very budget."""
+    rate, size = Fraction(1, 100), 200
+    generator = np.random.default_rng(7)
+    waits = []
+    for _ in range(runs):
+        state = statistics.detector(rate, limit=limit, kind=kind)
+        count = 0
+        while not state.alarmed and count < 50 * limit:
+            state = state.after(int(generator.binomial(size, float(rate))), size)
+            count += 1
+        waits.append(count)
+    return float(np.mean(waits))
+
+
+def figures(runs: int = 1000) -> list[Figure]:
+    """Return every figure, from `runs` runs of the slow simulations."""
+    error = float(ONE_LOOK.error)
+    found: list[Figure] = []
+
+    def add(name: str, value: float, limit: float | None, conditions: str) -> None:
+        found.append(Figure(name, value, Better.LOWER, limit, conditions))
+
+    for rate, n in ((Fraction(1, 100), 1000), (Fraction(1, 20), 200)):
+        k = exact.most_exceedances(n, rate, ONE_LOOK.error)
+        assert k is not None
+        chance = float(stats.binom.cdf(k, n, float(rate)))
+        add(f"false pass: rate of {rate}", chance, error, f"exact, {n} units")
+    for q, n in ((Fraction(9, 10), 120), (Fraction(99, 100), 500)):
+        miss = percentile_misses(n, q, 20_000, ONE_LOOK)
+        add(f"false pass: p{q * 100}", miss, error + 0.005, f"{n} requests, 20000 runs")
+    two_sided = Confidence(Fraction(1, 40))
+    for name, n in (("normal", 40), ("normal", 100), ("exponential", 100)):
+        low, high = mean_misses(LEVELS[name], n, runs, two_sided)
+        off = abs(1 - low - high - 0.95)
+        add(f"coverage of a mean, off 95 %: {name}, {n}", off, 0.02, f"two-sided, {runs} runs")
+    for name, level in LEVELS.items():
+        for n in (20, 50, 100, 200):
+            below, above = mean_misses(level, n, runs, ONE_LOOK)
+            add(f"false pass: mean, {name}, {n}", above, None, f"{runs} runs")
+            add(f"false violation: mean, {name}, {n}", below, 0.075, f"{runs} runs")
+    for p in (0.010, 0.0101, 0.015, 0.02, 0.005, 0.002):
+        rates = looks(p, 4000, rate=Fraction(1, 100), units=20_000, every=100)
+        for rule, value in rates.items():
+            wrong = (rule == "e-process certifies" and p >= 0.01) or (
+                rule == "e-process alarms" and p <= 0.01
+            )
+            limit = error if wrong else None
+            add(f"{rule}: true {p}", value, limit, "budget 0.01, 200 looks, 4000 runs")
+    for family in (5, 20, 100):
+        alone, holm = false_alarms(family, 4000)
+        add(f"false violation of any of {family}: alone", alone, None, "4000 runs")
+        add(f"false violation of any of {family}: Holm", holm, error + 0.01, "4000 runs")
+    for correlation in (0.01, 0.05, 0.2):
+        tokens, requests = token_counts(correlation, 4000)
+        about = f"correlation {correlation}, 200 requests of 100 tokens, 4000 runs"
+        add(f"false pass counted by token: {correlation}", tokens, None, about)
+        add(f"false pass counted by request: {correlation}", requests, error + 0.01, about)
+    naive, ordered = thresholds(20_000)
+    add("threshold exceeded too often: quantile", naive, None, "500 units, 20000 runs")
+    add("threshold exceeded too often: rank", ordered, error + 0.005, "500 units, 20000 runs")
+    kinds: tuple[Kind, ...] = ("cusum", "shiryaev-roberts")
+    for kind in kinds:
+        wait = between_false_alarms(kind, 100.0, 200)
+        found.append(
+            Figure(f"batches between false alarms: {kind}", wait, Better.HIGHER, 100.0, "limit 100")
+        )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(report("coverage", figures()))

@@ -1,0 +1,128 @@
+"""How many units the clauses of a contract need: the document of `kcdsl plan`.
+
+Plain frozen data, JSON with the schema "kcdsl.plan/1" (`plan.schema.json`) and nothing heavy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib.resources import files
+from typing import Any, Literal
+
+PLAN_SCHEMA = "kcdsl.plan/1"
+State = Literal["enough", "too_few", "unknown", "never", "census"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pilot:
+    """What an earlier evaluation says of a row.
+
+    `n` units of which `k` were beyond (None for a mean), the mean `value`; `needed` are the units
+    that would show the clause with the power of the plan, if the others are like those of the
+    pilot. `threshold` is the tightest one of which the pilot shows that it is kept.
+    """
+
+    n: int
+    k: int | None = None
+    value: float | None = None
+    needed: int | None = None
+    threshold: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "n": self.n,
+            "k": self.k,
+            "value": self.value,
+            "needed": self.needed,
+            "threshold": self.threshold,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One part of a clause on one slice.
+
+    `allowed` is the share of units that may be beyond the threshold, None for a statement about no
+    unit. `have` counts the units that the data of the slice gives, None where that is not known.
+    Units needed: `without_any` beyond, `at_half` with half the allowed share beyond, `with_power`
+    to be shown with the power of the plan while each unit is beyond with half the allowed rate.
+    `may_exceed` of those there are may be beyond; `shows` is the rate that those show not to be
+    exceeded if none is.
+    """
+
+    clause: str
+    slice: str
+    requirement: str
+    evidence: str
+    state: State
+    unit: str
+    have: int | None = None
+    allowed: Fraction | None = None
+    without_any: int | None = None
+    at_half: int | None = None
+    with_power: int | None = None
+    may_exceed: int | None = None
+    shows: float | None = None
+    note: str = ""
+    pilot: Pilot | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; the allowed share as an exact text `p/q`."""
+        return {
+            "clause": self.clause,
+            "slice": self.slice,
+            "requirement": self.requirement,
+            "evidence": self.evidence,
+            "state": self.state,
+            "unit": self.unit,
+            "have": self.have,
+            "allowed": None if self.allowed is None else str(self.allowed),
+            "without_any": self.without_any,
+            "at_half": self.at_half,
+            "with_power": self.with_power,
+            "may_exceed": self.may_exceed,
+            "shows": self.shows,
+            "note": self.note,
+            "pilot": None if self.pilot is None else self.pilot.to_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The rows of a contract, and what they rest on: the confidence over all `looks` (None: any
+    number of them), and the power."""
+
+    contract: Mapping[str, str]
+    confidence: float
+    looks: int | None
+    power: float
+    rows: tuple[PlanRow, ...]
+    elsewhere: Mapping[str, str]
+    """Clauses that measuring does not decide, each with the reason."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document "kcdsl.plan/1"."""
+        return {
+            "schema": PLAN_SCHEMA,
+            "contract": dict(self.contract),
+            "confidence": self.confidence,
+            "looks": self.looks,
+            "power": self.power,
+            "rows": [row.to_json() for row in self.rows],
+            "elsewhere": dict(self.elsewhere),
+        }
+
+    def dumps(self) -> str:
+        """Return the document as text."""
+        return json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def plan_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the plan."""
+    text = files("kcdsl.verdict").joinpath("plan.schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema

@@ -1,0 +1,247 @@
+"""The parts of the diagnoses: repairs, filters, noise, order, and what each blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl.ir.terms import Family
+from kcdsl.model import bert
+from kcdsl.model.presets import resolve
+from kcdsl.verdict.model import Held, InvalidEvidence
+from kcdsl_backends.empirical.diagnoses import blocking, reference, reference_of
+from kcdsl_backends.empirical.diagnoses.batching import batch_invariance
+from kcdsl_backends.empirical.diagnoses.finite import empty_slice, finite
+from kcdsl_backends.empirical.diagnoses.model import (
+    Probe,
+    Repair,
+    cause_of,
+    not_applicable,
+    outcome,
+)
+from kcdsl_backends.empirical.diagnoses.noise import Noise
+from kcdsl_backends.empirical.diagnoses.sides import swapped_sides
+from kcdsl_backends.empirical.diagnoses.spans import deviating_run
+from kcdsl_backends.empirical.diagnoses.support import support_check
+from kcdsl_backends.empirical.diagnoses.temperature import temperature_fit
+from kcdsl_backends.empirical.diagnoses.truncation import truncation_mass
+from kcdsl_backends.empirical.measured import Unit
+from kcdsl_backends.requests import Request
+from tests.support.planted_bugs import kernel, tiny_model, top_k, top_p
+
+
+def probe(change: Any, rows: int = 40, seed: int = 0) -> Probe:
+    """Return a probe whose inference logits are changed training logits."""
+    generator = torch.Generator().manual_seed(seed)
+    train = 2 * torch.randn(rows, 50, generator=generator, dtype=torch.float64)
+    request = Request("r:0", "0", tuple(range(rows)), {}, 1)
+    return Probe(request, train, change(train), (True, True))
+
+
+def min_p(logits: torch.Tensor, share: float) -> torch.Tensor:
+    """Return logits without tokens below a share of the likeliest."""
+    below = logits < logits.amax(-1, keepdim=True) + math.log(share)
+    return logits.masked_fill(below, -torch.inf)
+
+
+def test_the_repair_that_leaves_least_is_the_cause() -> None:
+    some = [Repair("a", "", 0.2), Repair("b", "", 0.1), Repair("c", "", None), Repair("d", "", 1)]
+    best = cause_of(some)
+    assert best is not None
+    assert best.name == "b"
+    assert cause_of([Repair("a", "", 0.25), Repair("b", "", math.nan)]) is None
+    assert cause_of([]) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda z: top_p(z, 0.95), "top-p 0.95 on the side of infer"),
+        (lambda z: top_p(z, 0.8), "top-p 0.8 "),
+        (lambda z: top_k(z, 7), "top-k 7 "),
+        (lambda z: top_k(z, 1), "top-k 1 "),
+        (lambda z: min_p(z, 0.05), "min-p 0.05 "),
+        (lambda z: torch.where(torch.arange(50) == 3, -torch.inf, z), "a mask of 1 token ids"),
+        (lambda z: torch.where(torch.arange(50) < 3, -1e30, z), "a mask of 3 token ids"),
+    ],
+)
+def test_filters_are_told_apart(change: Any, words: str) -> None:
+    found = truncation_mass([probe(change)], 1.0)
+    assert found.explains
+    assert words in found.detail
+    assert found.value is not None
+    assert found.value > 0
+
+
+def test_a_filter_and_more_is_no_filter_alone() -> None:
+    found = truncation_mass([probe(lambda z: top_k(z.roll(1, -1), 20))], 1.0)
+    assert not found.explains
+    assert not truncation_mass([probe(lambda z: z)], 1.0).explains
+    assert truncation_mass([], 1.0).left is None
+
+
+def test_noise_is_no_temperature() -> None:
+    noisy = probe(lambda z: z + 0.1 * torch.sin(1e3 * z))
+    assert not temperature_fit([noisy], 1.0).explains
+    hot = temperature_fit([probe(lambda z: z / 1.002)], 1.0)
+    assert hot.explains
+    assert hot.value == pytest.approx(1.002, rel=1e-4)
+    assert temperature_fit([], 1.0).left is None
+
+
+def test_swapped_sides_need_claims_that_are_apart() -> None:
+    right = Noise((1e-6, 1e-2), (1e-6, 1e-2))
+    assert not swapped_sides(right).explains
+    assert swapped_sides(Noise((1e-2, 1e-6), (1e-6, 1e-2))).explains
+    assert swapped_sides(Noise((2e-2, 5e-7), (1e-6, 1e-2))).explains
+    assert swapped_sides(Noise((1e-6, 1e-6), (1e-6, 2e-6))).left is None
+    assert swapped_sides(None).left is None
+    stale = Noise((1e-2, 1e-2), (1e-6, 1e-2))
+    assert not swapped_sides(stale).explains
+    assert (stale.beyond, right.beyond) == ((0,), ())
+
+
+def test_a_run_without_a_reference_needs_a_wide_contrast() -> None:
+    def inside(z: torch.Tensor) -> torch.Tensor:
+        changed = z.clone()
+        changed[5:12] = 0
+        return changed
+
+    found = deviating_run([probe(inside)], None, 1.0)
+    assert found.explains
+    assert "positions 5 to 11 of 40" in found.detail
+    assert not deviating_run([probe(lambda z: z + 0.1 * torch.sin(z))], None, 1.0).explains
+    assert not deviating_run([probe(lambda z: z)], None, 1.0).explains
+
+
+def test_few_requests_are_no_sign_of_missing_mass() -> None:
+    drawn = np.random.default_rng(0).normal(1.0, 0.05, 30)
+    for ratios in ([drawn], [drawn[:3]], [drawn[:1]], [drawn[:10], drawn[10:]]):
+        assert support_check(ratios).outcome == "passed"
+    assert support_check([drawn - 0.2]).outcome == "failed"
+    assert support_check([np.full(100, 0.99)]).outcome == "failed"
+    assert support_check([np.array([1.0, math.nan])]).outcome == "failed"
+    assert support_check([]).outcome == "not_applicable"
+
+
+def test_only_numbers_that_are_not_finite_block() -> None:
+    fine, lost = Unit("a", 3), Unit("b", 3, failure="out of memory")
+    assert finite([fine], {}).outcome == "passed"
+    assert not finite([fine, lost], {"b": 0}).blocking
+    spoiled = finite([fine, lost], {"b": 2})
+    assert (spoiled.outcome, spoiled.blocking, spoiled.value) == ("failed", True, 0.5)
+    assert finite([], {}).outcome == "failed"
+
+
+def test_empty_slices_are_named() -> None:
+    assert empty_slice({"all": 3, "some": 1}).outcome == "passed"
+    found = empty_slice({"all": 3, "none": 0})
+    assert (found.outcome, found.blocking) == ("failed", False)
+    assert "none" in found.detail
+
+
+def test_what_is_a_property_of_a_kernel_does_not_block() -> None:
+    names = ("self_determinism", "batch_invariance", "coarser_layer", "empty_slice")
+    assert blocking([outcome(name, False, "") for name in names]) is None
+    assert blocking([not_applicable("stale_weights", "")]) is None
+    assert blocking([outcome("stale_weights", True, "")]) is None
+    for name in ("alignment_shift", "mask_provenance", "stale_weights", "swapped_sides"):
+        reason = blocking([outcome(name, False, "why")])
+        assert reason == f"precheck {name} failed: why"
+
+
+def test_numbers_that_are_not_finite_block_all_but_traces_and_runtime(lab: Any) -> None:
+    from kcdsl.ir.terms import HasFields
+
+    one = lab.requests()[4].tokens
+
+    def broken(tokens: tuple[int, ...]) -> torch.Tensor:
+        return lab.base(tokens) * (math.nan if tokens == one else 1.0)
+
+    clauses = (
+        lab.clause(lab.statistic("mean", "kl"), id="N-1", slices=("few",)),
+        lab.clause(
+            lab.statistic("aggregate", "failure_rate"),
+            limit="1/10",
+            id="R-1",
+            family=Family.RUNTIME,
+        ),
+        lab.clause(HasFields(("rng_seed",)), id="O-1", family=Family.OBSERVABILITY),
+    )
+    found = lab.evaluate(*clauses, infer=lab.kernel(broken))
+    verdicts = {row.clause: row.verdict for row in found.report.clauses}
+    assert isinstance(verdicts["R-1"], Held)
+    assert isinstance(verdicts["O-1"], Held)
+    assert isinstance(verdicts["N-1"], InvalidEvidence)
+    assert "finite" in verdicts["N-1"].reason
+
+
+def test_an_empty_slice_is_named_beside_slices_with_rows(lab: Any) -> None:
+    clause = lab.clause(lab.statistic("mean", "kl"), slices=("all", "few"))
+    found = lab.evaluate(clause, slices={"all": lab.requests(), "few": ()})
+    failed = [p.name for p in found.report.prechecks if p.outcome == "failed"]
+    assert failed == ["empty_slice"]
+    verdicts = {row.slice: row.verdict for row in found.report.clauses}
+    assert isinstance(verdicts["all"], Held)
+    assert isinstance(verdicts["few"], InvalidEvidence)
+
+
+def test_a_model_that_is_too_large_has_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = resolve({"preset": "torch-eager"})
+    assert reference_of(tiny_model(), claim, claim) is not None
+    monkeypatch.setattr(reference, "LARGEST", 10)
+    assert reference_of(tiny_model(), claim, claim) is None
+
+
+def test_the_reference_claims_no_less_than_the_kernel_errs() -> None:
+    for numerics in (
+        {"compute": "bfloat16"},
+        {"preset": "int8-weights"},
+        {"preset": "fp8-weights"},
+    ):
+        own = kernel("torch.eager", numerics)
+        found = reference_of(tiny_model(), own.numerics, own.numerics)
+        assert found is not None
+        assert torch.equal(found.run(own.numerics, range(20)), own.logits(range(20)))
+        assert "layer_0" not in found.blocks()
+        assert {"attn_0", "mlp_1", "head"} <= set(found.blocks())
+
+
+def test_batches_that_a_kernel_does_not_take_are_not_applicable() -> None:
+    pair = tuple(Request(f"r:{i}", str(i), (i, 2, 3, 4), {}, 1) for i in range(2))
+
+    def single(ids: Any) -> torch.Tensor:
+        if torch.as_tensor(ids).dim() != 1:
+            raise ValueError("one sequence at a time")
+        return torch.zeros(len(ids), 5, dtype=torch.float64)
+
+    assert len(pair) == 2
+    chosen = (pair[0], pair[1])
+    alone = batch_invariance(chosen, (single, single), None, encoder=False)
+    assert alone.outcome == "not_applicable"
+    assert batch_invariance(None, (single, single), None, encoder=False).outcome == "not_applicable"
+
+
+def test_an_encoder_is_looked_at_block_by_block() -> None:
+    config = {
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "max_position_embeddings": 16,
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+    }
+    module = bert.build(config).eval().requires_grad_(False)
+    claim = resolve({"preset": "torch-eager"})
+    found = reference_of(replace(tiny_model(), module=module, config=config), claim, claim)
+    assert found is not None
+    assert {"attn_0", "mlp_0", "attn_1", "mlp_1"} <= set(found.blocks())
+    assert not {"layer_0", "layer_1", "model"} & set(found.blocks())

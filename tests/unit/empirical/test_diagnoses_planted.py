@@ -1,0 +1,30 @@
+"""Planted mistakes are found and named, and nothing else is; clean kernels have no diagnosis."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.planted_bugs import CLEAN, PLANTED, clean_run, named, planted_run, prompts
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_mistake_is_named_and_nothing_else(bug: str) -> None:
+    planted = PLANTED[bug]
+    found = planted_run(bug)
+    assert named(found) == (planted.diagnosis,)
+    check = next(c for c in found if c.name == planted.diagnosis)
+    assert planted.words in check.detail
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_mistake_is_named_on_other_prompts(bug: str) -> None:
+    assert named(planted_run(bug, prompts()[20:30])) == (PLANTED[bug].diagnosis,)
+
+
+@pytest.mark.parametrize("run", range(len(CLEAN)))
+def test_a_clean_run_has_no_diagnosis(run: int) -> None:
+    assert named(clean_run(run)) == ()
+
+
+def test_there_are_fifty_clean_runs() -> None:
+    assert len(CLEAN) == 50

@@ -1,0 +1,263 @@
+"""Limits that hold at every look: anchors, guards, another test of the same claim, detectors."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.statistics import Confidence, Counts, eprocess
+from kcdsl_backends.empirical.statistics.detection import Kind
+from kcdsl_backends.empirical.statistics.ranks import limit_ranks
+
+ALPHA = Fraction(1, 20)
+ANYTIME = Confidence(anytime=True)
+PERCENT = Fraction(1, 100)
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "rate", "wanted"),
+    [
+        (611, 120_000, PERCENT, 174.724004438),
+        (0, 10**6, Fraction(1, 10**5), 8.72796568071),
+        (9000, 10**6, PERCENT, 47.8791832197),
+        (9999, 10**6, PERCENT, -5.06746573835),
+    ],
+)
+def test_values_of_quadrature_with_fifty_digits(
+    k: int, n: int, rate: Fraction, wanted: float
+) -> None:
+    assert eprocess.log_certify(k, n, rate) == pytest.approx(wanted, rel=5e-10)
+
+
+def test_both_processes_against_sums_over_a_grid() -> None:
+    """The mixture integral by brute force, for both sides."""
+    rate, k, n = Fraction(1, 10), 4, 90
+    p = (np.arange(2_000_000) + 0.5) / 2_000_000
+    weight = p**-0.5 * (1 - p) ** -0.5
+    ratio = k * np.log(p / 0.1) + (n - k) * np.log((1 - p) / 0.9)
+    for function, side, count in (
+        (eprocess.log_certify, p < 0.1, 4),
+        (eprocess.log_alarm, p > 0.1, 30),
+    ):
+        ratio = count * np.log(p / 0.1) + (n - count) * np.log((1 - p) / 0.9)
+        mixture = (weight * np.exp(ratio))[side].sum() / weight[side].sum()
+        assert function(count, n, rate) == pytest.approx(math.log(mixture), rel=2e-3)
+
+
+@pytest.mark.parametrize(("k", "n"), [(500, 1000), (2000, 20_000), (10, 1000), (1000, 1000)])
+def test_a_gross_violation_is_never_certified(k: int, n: int) -> None:
+    """A floor below the truncated mass would make 923 and 2196 of the first two."""
+    assert eprocess.log_certify(k, n, PERCENT) == 0
+    assert not eprocess.shows_below(k, n, PERCENT, ALPHA)
+    assert eprocess._log_mixture(k, n, PERCENT, below=True) <= 0
+    assert eprocess.log_alarm(0, n, PERCENT) == eprocess.log_alarm(n // 100, n, PERCENT) == 0
+
+
+def test_the_mass_is_not_floored() -> None:
+    assert eprocess._log_mixture(500, 1000, PERCENT, below=True) == -math.inf
+
+
+@pytest.mark.parametrize("rate", [Fraction(0), Fraction(1), Fraction(-1), Fraction(2)])
+def test_a_budget_of_nothing_is_refused(rate: Fraction) -> None:
+    for function in (eprocess.log_certify, eprocess.log_alarm):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            function(0, 10, rate)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        statistics.units_for_budget(rate, ANYTIME)
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 300), st.integers(0, 300))
+def test_states_merge(a: int, b: int, c: int, d: int) -> None:
+    first, second = Counts(min(a, b), max(a, b)), Counts(min(c, d), max(c, d))
+    both = first + second
+    assert both == second + first == Counts(first.k + second.k, first.n + second.n)
+    assert Counts() + first == first
+    with pytest.raises(ValueError, match="of"):
+        Counts(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("rate", "n"), [(PERCENT, 377), (Fraction(1, 1000), 3787), (Fraction(1, 10_000), 37_883)]
+)
+def test_units_without_any_exceedance(rate: Fraction, n: int) -> None:
+    assert statistics.units_for_budget(rate, ANYTIME) == n
+    assert eprocess.shows_below(0, n, rate, ALPHA)
+    assert not eprocess.shows_below(0, n - 1, rate, ALPHA)
+    assert eprocess.upper_limit(0, 10 * n, ALPHA) == pytest.approx(3.79 / (10 * n), rel=0.02)
+
+
+@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_printed_limits_are_rounded_outward(pair: tuple[int, int]) -> None:
+    k, n = pair
+    low, high = eprocess.lower_limit(k, n, ALPHA), eprocess.upper_limit(k, n, ALPHA)
+    assert low <= k / n <= high
+    if high < 1:
+        assert eprocess.shows_below(k, n, Fraction(high), ALPHA)
+        assert not eprocess.shows_below(k, n, Fraction(high) * (1 - Fraction(1, 10**9)), ALPHA)
+    if low > 0:
+        assert eprocess.shows_above(k, n, Fraction(low), ALPHA)
+        assert not eprocess.shows_above(k, n, Fraction(low) * (1 + Fraction(1, 10**9)), ALPHA)
+    fixed = statistics.limits(k, n, Confidence())
+    assert low <= fixed[0]
+    assert high >= fixed[1]
+
+
+@given(st.integers(1, 2000), st.fractions(Fraction(1, 200), Fraction(1, 2), max_denominator=200))
+def test_a_pass_at_every_look_is_one_at_a_single_look(n: int, rate: Fraction) -> None:
+    """So a certificate, which re-computes the binomial tail, accepts it."""
+    k = eprocess.most_exceedances(n, rate, ALPHA)
+    if k is not None:
+        assert statistics.shows_below(k, n, rate, Confidence())
+        assert eprocess.shows_below(k, n, rate, ALPHA)
+        assert not eprocess.shows_below(k + 1, n, rate, ALPHA)
+
+
+def test_ranks_at_every_look_lie_outside_of_those_at_one() -> None:
+    q = Fraction(9, 10)
+    for n in (100, 400, 2000):
+        (low, high), (once_low, once_high) = (
+            limit_ranks(n, q, ANYTIME),
+            limit_ranks(n, q, Confidence()),
+        )
+        assert low is not None
+        assert once_low is not None
+        assert low <= once_low
+        assert high is None or (once_high is not None and high >= once_high)
+
+
+# --- many looks ----------------------------------------------------------------------------------
+
+
+def _counted(p: float, runs: int, looks: int, every: int) -> tuple[np.ndarray, np.ndarray]:
+    n = np.arange(1, looks + 1) * every
+    k = np.random.default_rng(4).binomial(every, p, size=(runs, looks)).cumsum(axis=1)
+    return k, n
+
+
+def _passes(k: np.ndarray, n: np.ndarray, confidence: Confidence) -> float:
+    from kcdsl_backends.empirical.statistics.rates import most_exceedances
+
+    allowed = [most_exceedances(int(m), PERCENT, confidence) for m in n]
+    limits = np.array([-1 if a is None else a for a in allowed])
+    return float((k <= limits).any(axis=1).mean())
+
+
+def test_looking_often_certifies_falsely_unless_the_limit_knows() -> None:
+    k, n = _counted(0.01, runs=1500, looks=100, every=100)
+    once, often = Confidence(), _passes(k, n, Confidence())
+    assert often > 0.15
+    assert _passes(k[:, -1:], n[-1:], once) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1500)
+    assert _passes(k, n, ANYTIME) <= 0.05
+    planned = statistics.confidence_over(100)
+    assert _passes(k, n, planned) <= 0.05
+    good, n = _counted(0.002, runs=300, looks=50, every=100)
+    assert _passes(good, n, ANYTIME) == 1
+
+
+def test_a_second_test_of_the_same_claim_agrees() -> None:
+    """The confidence sequence method (Ding, Gandy and Hahn) stops where (n + 1) b(k; n, p) < ε. It
+    is another anytime-valid test of the same hypothesis; where one is sure beyond rounding of the
+    budget by two, the other does not say the opposite."""
+    generator = np.random.default_rng(12)
+    agreements = 0
+    for p in (0.001, 0.003, 0.03, 0.1):
+        k = generator.binomial(100, p, size=(40, 60)).cumsum(axis=1)
+        n = np.arange(1, 61) * 100
+        stops = np.log(n + 1) + stats.binom.logpmf(k, n, 0.01) < math.log(0.05)
+        for row, found in zip(k, stops, strict=True):
+            if not found.any():
+                continue
+            at = int(found.argmax())
+            below = bool(row[at] < 0.01 * n[at])
+            shown = [
+                (i, eprocess.judge(Counts(int(row[i]), int(n[i])), PERCENT)) for i in range(60)
+            ]
+            first = next((o for _, o in shown if o != "unknown"), "unknown")
+            assert first == ("held" if below else "violated")
+            agreements += 1
+    assert agreements > 140
+
+
+def test_a_window_needs_evidence_units_and_no_alarm() -> None:
+    assert eprocess.judge(Counts(0, 400), PERCENT) == "held"
+    assert eprocess.judge(Counts(0, 400), PERCENT, fewest=500) == "unknown"
+    assert eprocess.judge(Counts(0, 100), PERCENT) == "unknown"
+    assert eprocess.judge(Counts(40, 400), PERCENT) == "violated"
+    assert eprocess.judge(Counts(40, 400), PERCENT, fewest=500) == "violated"
+    assert eprocess.judge(Counts(), PERCENT) == "unknown"
+
+
+# --- detectors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cusum", "shiryaev-roberts"])
+def test_a_late_fault_is_found_that_an_endless_process_misses(kind: Kind) -> None:
+    generator = np.random.default_rng(2)
+    state = statistics.detector(PERCENT, limit=1000.0, kind=kind)
+    total = Counts()
+    for _ in range(400):
+        k = int(generator.binomial(200, 0.005))
+        state, total = state.after(k, 200), total + Counts(k, 200)
+        assert not state.alarmed
+    lag = 0
+    while not state.alarmed:
+        k = int(generator.binomial(200, 0.03))
+        state, total, lag = state.after(k, 200), total + Counts(k, 200), lag + 1
+    assert lag <= 8
+    assert not eprocess.shows_above(total.k, total.n, PERCENT, ALPHA)
+
+
+@pytest.mark.parametrize("kind", ["cusum", "shiryaev-roberts"])
+def test_false_alarms_are_as_rare_as_the_limit_says(kind: Kind) -> None:
+    generator, waits = np.random.default_rng(5), []
+    for _ in range(150):
+        state = statistics.detector(PERCENT, limit=20.0, kind=kind)
+        count = 0
+        while not state.alarmed:
+            state, count = state.after(int(generator.binomial(200, 0.01)), 200), count + 1
+        waits.append(count)
+    assert np.mean(waits) >= 20
+
+
+def test_detectors_follow_their_recursions() -> None:
+    batches = [(0, 100), (3, 100), (9, 100), (0, 400), (5, 100)]
+    cusum = statistics.detector(PERCENT, kind="cusum")
+    roberts = statistics.detector(PERCENT, kind="shiryaev-roberts")
+    m = r = 0.0
+    for k, n in batches:
+        ratio = 2**k * (0.98 / 0.99) ** (n - k)
+        m, r = max(m, 1.0) * ratio, (r + 1) * ratio
+        cusum, roberts = cusum.after(k, n), roberts.after(k, n)
+        assert math.exp(cusum.log_value) == pytest.approx(m, rel=1e-9)
+        assert math.exp(roberts.log_value) == pytest.approx(r, rel=1e-9)
+        assert cusum.log_value <= roberts.log_value
+
+
+def test_a_detector_needs_an_excess_and_a_limit() -> None:
+    with pytest.raises(ValueError, match="no excess"):
+        statistics.detector(PERCENT, alternative=PERCENT)
+    with pytest.raises(ValueError, match="above 1"):
+        statistics.detector(PERCENT, limit=1.0)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        statistics.detector(Fraction(0), alternative=PERCENT)
+    assert statistics.detector(Fraction(3, 5)).alternative == Fraction(4, 5)
+    assert not statistics.detector(PERCENT).alarmed
+
+
+def test_no_torch_is_needed() -> None:
+    """A router that decides online imports the same functions."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; import kcdsl_backends.empirical.statistics; "
+        "import kcdsl_backends.empirical.planner; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

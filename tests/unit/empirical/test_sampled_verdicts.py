@@ -1,0 +1,348 @@
+"""Clauses on samples: what n shows, what more would, many looks, many clauses, both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kcdsl.ir.terms import (
+    Abs,
+    Arith,
+    Compare,
+    Connective,
+    EvidenceKind,
+    HasFields,
+    Metric,
+    Number,
+    Quantified,
+    Region,
+    RegionKind,
+)
+from kcdsl.verdict.model import Held, Inconclusive, verdict_name
+from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.alarms import Case, decide_all
+from kcdsl_backends.empirical.allowance import allowed_rate, is_mean
+from kcdsl_backends.empirical.results import decide_clause
+from kcdsl_backends.empirical.statistics import ONE_LOOK
+
+SAMPLE = EvidenceKind.SAMPLE
+P99 = ("quantile", "kl", "99/100")
+
+
+def column(values: Iterable[float]) -> dict[str, list[list[float]]]:
+    return {"kl": [[v] for v in values]}
+
+
+def decided(lab: Any, clause: Any, data: Any, looks: int | None = 1) -> Any:
+    confidence = statistics.confidence_over(looks)
+    return decide_clause(clause, lab.program(clause), data, seed=0, confidence=confidence)
+
+
+# --- what n shows --------------------------------------------------------------------------------
+
+
+def test_a_hard_clause_states_what_its_units_show(lab: Any) -> None:
+    """0 of 100: below 1 - 0.05^(1/100) = 2.951 %, printed upward; no number of units is enough."""
+    clause = lab.clause(lab.statistic("max", "kl"), evidence=SAMPLE)
+    row = decided(lab, clause, lab.slice_data(column([0.0] * 100)))
+    assert isinstance(row.verdict, Inconclusive)
+    assert row.shown is not None
+    assert (row.shown.k, row.shown.n, row.shown.of) == (0, 100, "requests")
+    assert row.shown.rate == pytest.approx(1 - 0.05 ** (1 / 100), rel=1e-9)
+    assert row.verdict.reason == (
+        "0 of 100 requests beyond: the rate is below 2.96 % at 95 %; "
+        "no sample shows that none ever is: a proof or a census does"
+    )
+    assert row.needed is None
+
+
+def test_a_percentile_names_the_units_that_would_be_enough(lab: Any) -> None:
+    clause = lab.clause(lab.statistic(*P99), evidence=SAMPLE)
+    row = decided(lab, clause, lab.slice_data(column([0.0] * 120)))
+    assert isinstance(row.verdict, Inconclusive)
+    assert row.needed == 299
+    assert "299 without any would show at most 1 %" in row.verdict.reason
+    enough = decided(lab, clause, lab.slice_data(column([0.0] * 299)))
+    assert isinstance(enough.verdict, Held)
+    assert enough.needed is None
+    assert enough.shown is not None
+    assert enough.shown.text == "0 of 299 requests beyond: the rate is below 0.997 % at 95 %"
+
+
+def test_with_exceedances_the_present_rate_is_carried_on(lab: Any) -> None:
+    soft = lab.clause(lab.statistic("max", "kl"), budget=("1/20", "requests"), evidence=SAMPLE)
+    row = decided(lab, soft, lab.slice_data(column([2.0] * 3 + [0.0] * 97)))
+    assert row.needed == statistics.units_at_rate(Fraction(1, 20), Fraction(3, 100))
+    assert row.needed is not None
+    assert f"about {row.needed} like these, or 59 without any" in row.verdict.reason
+    worse = decided(lab, soft, lab.slice_data(column([2.0] * 6 + [0.0] * 94)))
+    assert isinstance(worse.verdict, Inconclusive)
+    assert worse.needed is None
+    assert "no number of units like these shows at most 5 %" in worse.verdict.reason
+
+
+def test_a_mean_says_about_how_many_requests_would_decide_it(lab: Any) -> None:
+    """With the threshold half way to the limit, about four times the requests."""
+    values = np.random.default_rng(0).exponential(size=100)
+    mean, data = lab.statistic("mean", "kl"), lab.slice_data(column(values))
+    found = decided(lab, lab.clause(mean, limit="5", evidence=SAMPLE), data)
+    half = str(Fraction((found.value + found.high) / 2))
+    row = decided(lab, lab.clause(mean, limit=half, evidence=SAMPLE), data)
+    assert isinstance(row.verdict, Inconclusive)
+    assert row.shown is None
+    assert row.needed == 400
+    assert "about 400 would decide it" in row.verdict.reason
+    beyond = decided(lab, lab.clause(mean, limit=str(Fraction(found.value)), evidence=SAMPLE), data)
+    assert isinstance(beyond.verdict, Inconclusive)
+    assert beyond.needed is None
+
+
+def test_a_mean_outside_of_its_range_is_no_evidence(lab: Any) -> None:
+    """Limits are cut to the range of a metric; a value beyond it would be cut into a pass."""
+    clause = lab.clause(lab.statistic("mean", "kl"), limit="1", evidence=SAMPLE)
+    values = -1 - np.random.default_rng(0).exponential(size=50)
+    row = decided(lab, clause, lab.slice_data(column(values)))
+    assert verdict_name(row.verdict) == "invalid_evidence"
+
+
+def test_a_census_shows_its_rows_and_no_rate(lab: Any) -> None:
+    row = decided(lab, lab.clause(lab.statistic("max", "kl")), lab.slice_data(column([0.0] * 9)))
+    assert isinstance(row.verdict, Held)
+    assert (row.shown, row.needed) == (None, None)
+
+
+def test_what_is_blocked_shows_nothing(lab: Any) -> None:
+    clause = lab.clause(lab.statistic(*P99), evidence=SAMPLE)
+    data = lab.slice_data(column([0.0] * 300))
+    row = decide_clause(clause, lab.program(clause), data, seed=0, blocked="weights differ")
+    assert verdict_name(row.verdict) == "invalid_evidence"
+    assert (row.shown, row.needed) == (None, None)
+
+
+def test_fields_of_a_sample_of_records_show_no_more_than_a_maximum(lab: Any) -> None:
+    clause = lab.clause(HasFields(("rng_seed",)), evidence=SAMPLE)
+    data = lab.slice_data(column([0.0] * 40), records=({"rng_seed": 1},) * 40)
+    row = decided(lab, clause, data)
+    assert isinstance(row.verdict, Inconclusive)
+    assert row.shown is not None
+    assert (row.shown.k, row.shown.n, row.shown.of) == (0, 40, "records")
+    census = decided(lab, lab.clause(HasFields(("rng_seed",))), data)
+    assert isinstance(census.verdict, Held)
+    lacking = lab.slice_data(column([0.0] * 2), records=({"rng_seed": 1}, {}))
+    assert verdict_name(decided(lab, clause, lacking).verdict) == "violated"
+
+
+@pytest.mark.parametrize(
+    ("kind", "q", "op", "wanted"),
+    [
+        ("quantile", "99/100", "<=", Fraction(1, 100)),
+        ("quantile", "1/100", ">=", Fraction(1, 100)),
+        ("max", None, "<=", Fraction(0)),
+        ("min", None, ">=", Fraction(0)),
+        ("max", None, ">=", None),
+        ("mean", None, "<=", None),
+        ("rate", None, "<=", Fraction(1, 50)),
+        ("rate", None, ">=", None),
+    ],
+)
+def test_the_share_that_a_clause_allows(
+    lab: Any, kind: str, q: str | None, op: str, wanted: Fraction | None
+) -> None:
+    clause = lab.clause(lab.statistic(kind, "kl", q), op, "1/50")
+    assert allowed_rate(clause) == wanted
+    turned = {"<=": ">=", ">=": "<="}[op]
+    swapped = Compare(turned, Number(Fraction(1, 50)), lab.statistic(kind, "kl", q))
+    assert allowed_rate(lab.clause(swapped)) == wanted
+    assert is_mean(clause) == (kind == "mean")
+
+
+def test_other_forms_allow_nothing_that_is_known(lab: Any) -> None:
+    region = Region(RegionKind.POINTS, "all", Fraction(0))
+    both = Compare("<=", lab.statistic("mean", "kl"), lab.statistic("mean", "tv"))
+    assert allowed_rate(lab.clause(both)) is None
+    assert allowed_rate(lab.clause(Compare("<=", Number(Fraction(0)), Number(Fraction(1))))) is None
+    assert allowed_rate(lab.clause(HasFields(("a",)))) == 0
+    inner = Compare("<=", Metric("kl"), Number(Fraction(1)))
+    assert allowed_rate(lab.clause(Quantified("forall", "x", region, inner))) == 0
+    assert allowed_rate(lab.clause(Quantified("exists", "x", region, inner))) is None
+    product = Arith("*", lab.statistic("mean", "kl"), Number(Fraction(2)))
+    assert not is_mean(lab.clause(product))
+
+
+# --- looks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("looks", "fewest"), [(1, 299), (10, 528), (None, 377)])
+def test_more_looks_need_more_units(lab: Any, looks: int | None, fewest: int) -> None:
+    clause = lab.clause(lab.statistic(*P99), evidence=SAMPLE)
+    for n, wanted in ((fewest, "held"), (fewest - 1, "inconclusive")):
+        row = decided(lab, clause, lab.slice_data(column([0.0] * n)), looks)
+        assert verdict_name(row.verdict) == wanted
+    soft = lab.clause(lab.statistic("max", "kl"), budget=("1/100", "requests"), evidence=SAMPLE)
+    row = decided(lab, soft, lab.slice_data(column([0.0] * (fewest - 1))), looks)
+    assert row.needed == fewest
+
+
+def test_a_mean_has_no_limit_at_every_look(lab: Any) -> None:
+    values = np.random.default_rng(0).exponential(size=100)
+    clause = lab.clause(lab.statistic("mean", "kl"), limit="5", evidence=SAMPLE)
+    data = lab.slice_data(column(values))
+    row = decided(lab, clause, data, None)
+    assert isinstance(row.verdict, Inconclusive)
+    assert "plan the looks" in row.verdict.reason
+    assert (row.low, row.high) == (None, None)
+    assert isinstance(decided(lab, clause, data, 10).verdict, Held)
+
+
+def test_repeated_evaluation_of_growing_data(lab: Any) -> None:
+    """True rate 5 %, allowed 5 %: 30 looks. Single-look limits pass far more often than 5 %."""
+    clause = lab.clause(lab.statistic("max", "kl"), budget=("1/20", "requests"), evidence=SAMPLE)
+    generator, runs, found = np.random.default_rng(3), 60, {1: 0, 30: 0, None: 0}
+    for _ in range(runs):
+        beyond = 2.0 * (generator.random(900) < 0.05)
+        for looks in found:
+            confidence = statistics.confidence_over(looks)
+            counts = [(int((beyond[:n] > 1).sum()), n) for n in range(30, 901, 30)]
+            found[looks] += any(
+                statistics.shows_below(k, n, Fraction(1, 20), confidence) for k, n in counts
+            )
+        row = decided(lab, clause, lab.slice_data(column(list(beyond[:300]))), None)
+        k = int((beyond[:300] > 1).sum())
+        shown = statistics.shows_below(k, 300, Fraction(1, 20), statistics.confidence_over(None))
+        assert isinstance(row.verdict, Held) == shown
+    assert found[1] > 8
+    assert found[30] <= 6
+    assert found[None] <= 6
+
+
+# --- many clauses --------------------------------------------------------------------------------
+
+
+def _family(lab: Any, beyond: Sequence[int], n: int = 400) -> list[Case]:
+    """One sampled clause of at most 5 % for each number of requests beyond."""
+    cases = []
+    for i, k in enumerate(beyond):
+        clause = lab.clause(
+            lab.statistic("max", "kl"), budget=("1/20", "requests"), evidence=SAMPLE, id=f"N-{i}"
+        )
+        cases.append(Case(clause, clause, lab.slice_data(column([2.0] * k + [0.0] * (n - k)))))
+    return cases
+
+
+def verdicts(lab: Any, cases: Sequence[Case], looks: int | None = 1) -> list[str]:
+    rows, _ = decide_all(cases, lab.program(*(c.part for c in cases)), 0, looks)
+    return [verdict_name(row.verdict) for row in rows]
+
+
+def test_a_violation_among_many_needs_more_than_one_by_itself(lab: Any) -> None:
+    """29 of 400 have a tail of 3.0 %: a violation alone, and none among twenty."""
+    assert verdicts(lab, _family(lab, [29])) == ["violated"]
+    cases = _family(lab, [29] + [0] * 19)
+    rows, how = decide_all(cases, lab.program(*(c.part for c in cases)), 0)
+    assert [verdict_name(row.verdict) for row in rows] == ["inconclusive"] + ["held"] * 19
+    assert (how.sampled, how.violation_error, how.error) == (20, 0.05 / 20, 0.05)
+    assert isinstance(rows[0].verdict, Inconclusive)
+    assert "violated at 95 % by itself" in rows[0].verdict.reason
+    assert "99.75 %" in rows[0].verdict.reason
+    assert rows[0].action is None
+
+
+def test_each_violation_that_is_found_leaves_more_to_the_others(lab: Any) -> None:
+    """Holm, not Bonferroni: 31 of 400 has a tail of 1.2 %, enough once three of five are sure."""
+    assert verdicts(lab, _family(lab, [31, 0, 0, 0, 0])) == ["inconclusive"] + ["held"] * 4
+    assert verdicts(lab, _family(lab, [31, 60, 60, 60, 0])) == ["violated"] * 4 + ["held"]
+
+
+def test_passes_are_not_corrected(lab: Any) -> None:
+    """11 of 400 pass at 5 % by themselves, and just as well among fifty."""
+    assert verdicts(lab, _family(lab, [11])) == ["held"]
+    assert verdicts(lab, _family(lab, [11] * 50)) == ["held"] * 50
+
+
+def test_a_census_takes_no_part_of_the_error(lab: Any) -> None:
+    cases = _family(lab, [29])
+    census = lab.clause(lab.statistic("max", "kl"), id="N-CENSUS")
+    cases += [Case(census, census, lab.slice_data(column([2.0, 0.0])))] * 30
+    assert verdicts(lab, cases) == ["violated"] * 31
+    _, how = decide_all(cases, lab.program(census), 0)
+    assert how.sampled == 1
+
+
+def test_one_request_beyond_a_maximum_is_a_violation_at_any_level(lab: Any) -> None:
+    hard = lab.clause(lab.statistic("max", "kl"), evidence=SAMPLE, id="N-MAX")
+    cases = [Case(hard, hard, lab.slice_data(column([2.0] + [0.0] * 99)))]
+    assert verdicts(lab, cases + _family(lab, [0] * 80))[0] == "violated"
+    assert verdicts(lab, cases, None) == ["violated"]
+
+
+def test_a_mean_just_violated_is_open_among_many(lab: Any) -> None:
+    values = np.random.default_rng(1).exponential(size=100)
+    mean, data = lab.statistic("mean", "kl"), lab.slice_data(column(values))
+    low = decided(lab, lab.clause(mean, limit="5", evidence=SAMPLE), data).low
+    just = lab.clause(mean, limit=str(Fraction(low * 0.999)), evidence=SAMPLE)
+    far = lab.clause(mean, limit="1/2", evidence=SAMPLE)
+    others = _family(lab, [0] * 19, 100)
+    for clause, wanted in ((just, "inconclusive"), (far, "violated")):
+        case = Case(clause, clause, data)
+        assert verdicts(lab, [case])[0] == "violated"
+        assert verdicts(lab, [case, *others])[0] == wanted
+    strict = decide_clause(far, lab.program(far), data, seed=0, alarm=Fraction(1, 10**9))
+    assert isinstance(strict.verdict, Inconclusive)
+
+
+def test_false_alarms_of_a_whole_report(lab: Any) -> None:
+    """Twelve clauses kept at their very limit: some is violated by itself in a fifth or more of
+    the reports, and by Holm's method in at most one of twenty."""
+    generator, runs, alone, together = np.random.default_rng(6), 100, 0, 0
+    for _ in range(runs):
+        k = generator.binomial(100, 0.05, size=12)
+        single = [statistics.shows_above(int(x), 100, Fraction(1, 20), ONE_LOOK) for x in k]
+        alone += any(single)
+        if any(single):
+            together += "violated" in verdicts(lab, _family(lab, [int(x) for x in k], 100))
+    assert alone / runs > 0.15
+    assert together / runs <= 0.05 + 0.06
+
+
+# --- both sides ----------------------------------------------------------------------------------
+
+
+def test_equivalence_is_shown_by_two_one_sided_tests(lab: Any) -> None:
+    """abs(mean) <= τ holds only if both limits lie within; not being different is not enough."""
+    mean = lab.statistic("mean", "log_ratio")
+    inside = Connective(
+        "and",
+        (Compare(">=", mean, Number(Fraction(-1, 5))), Compare("<=", mean, Number(Fraction(1, 5)))),
+    )
+    clause = lab.clause(inside, evidence=SAMPLE)
+    noise = np.random.default_rng(2).normal(size=400)
+
+    def verdict(values: np.ndarray, clause: Any = clause) -> str:
+        data = lab.slice_data({"log_ratio": [[v] for v in values]})
+        return verdict_name(decided(lab, clause, data).verdict)
+
+    magnitude = lab.clause(Abs(mean), limit="1/5", evidence=SAMPLE)
+    for either in (clause, magnitude):
+        assert verdict(noise, either) == "held"
+        assert verdict(noise[:30], either) == "inconclusive"
+        assert verdict(noise + 1, either) == "violated"
+        assert verdict(noise - 1, either) == "violated"
+
+
+def test_a_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
+    """Repeats of one request are no units of their own."""
+    from kcdsl_backends.empirical.evaluation import _slice_data
+    from kcdsl_backends.empirical.measured import Unit
+    from kcdsl_backends.empirical.run import Run
+    from kcdsl_backends.empirical.runtime import Timing
+
+    setting = lab.setting(rows=lab.requests(3))
+    keys = [request.key for request in setting.slices["all"]]
+    runs = {key: Run(Unit(key, 1), 0, {}, 0) for key in keys}
+    timing = Timing((), {keys[0]: (2, 2), keys[1]: (1, 2), keys[2]: (2, 2)}, None)
+    data = _slice_data("all", setting, runs, timing, {key: {} for key in keys})
+    assert data.repeats == (2, 3)
