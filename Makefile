@@ -53,7 +53,7 @@ test: setup tools lint type layers test-fast ## everything that must pass before
 
 # Programs that tests run beside the Python packages: second opinions, and real editors. Installed
 # where they are missing and this may be done.
-PROGRAMS := openssl:openssl nvim:neovim emacs:emacs-nox node:nodejs npm:npm zsh:zsh fish:fish g++:g++
+PROGRAMS := openssl:openssl nvim:neovim emacs:emacs-nox node:nodejs npm:npm zsh:zsh fish:fish g++:g++ chromium:chromium
 tools: ## install the editors and other programs that tests run
 	@wanted=; for pair in $(PROGRAMS); do command -v $${pair%%:*} > /dev/null || wanted="$$wanted $${pair#*:}"; done; \
 	[ -n "$$(ls -d /usr/share/emacs/site-lisp/elpa*/eglot* 2> /dev/null)" ] || wanted="$$wanted elpa-eglot"; \

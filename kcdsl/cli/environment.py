@@ -30,10 +30,14 @@ class Purpose:
 
 PURPOSES: Mapping[str, Purpose] = {
     "cryptography": Purpose("cryptography", "keygen, signatures, check"),
+    "duckdb": Purpose("duckdb", "tables of tokens, recorded runs"),
+    "jinja2": Purpose("jinja2", "the HTML report"),
     "lark": Purpose("lark", "expressions of contracts"),
+    "matplotlib": Purpose("matplotlib", "charts of the HTML report"),
     "numpy": Purpose("numpy", "block graphs, interval backend, check --recheck"),
     "onnx": Purpose("onnx", "not used yet: no command reads ONNX files"),
     "packaging": Purpose("packaging", "version ranges in this report"),
+    "pyarrow": Purpose("pyarrow", "traces: Parquet files"),
     "pyyaml": Purpose("yaml", "contracts"),
     "rfc8785": Purpose("rfc8785", "canonical JSON: digests, certificates"),
     "rich": Purpose("rich", "tables and progress"),
