@@ -30,5 +30,6 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         rank=20,
         planner="kcdsl_backends.empirical.planner:plan",
         planner_needs=("numpy", "scipy"),
+        attributor="kcdsl_backends.empirical.attribution.backend:attribute",
     ),
 )

@@ -36,7 +36,10 @@ class Adapter:
     `weights` None: any stored weights. `free`: its roundings are placed by a compiler or by the
     order of its scales, so `casts: nearest` says too much. `library` is the extra of kcdsl that
     it needs, and what that brings. `sigmoid` is how good silu's is. `static` names the formats of
-    activations that it quantises with static scales, one for each linear.
+    activations that it quantises with static scales, one for each linear. `tier` is what evidence
+    it yields: A logits, B the likeliest tokens at each position, C the tokens that it draws.
+    `unproved` says why nothing here holds it to its numerics, so that a proof about these is none
+    about it.
     """
 
     style: str
@@ -56,6 +59,8 @@ class Adapter:
     devices: tuple[str, ...] = ("cpu", "cuda")
     library: tuple[str, ...] = ()
     sigmoid: str = "relative"
+    tier: str = "A"
+    unproved: str | None = None
 
     @property
     def claimed_style(self) -> str:
@@ -68,6 +73,11 @@ _E4M3_TENSOR = Weights("fp8_e4m3", "per_tensor")
 _CPU = ("cpu",)
 _TORCHAO = ("torchao", "torchao")
 _ONNX = ("onnxruntime", "onnxruntime", "onnxscript")
+_HF = ("hf", "transformers")
+_SERVER = ("server", "httpx")
+_OTHER_ROUNDINGS = "transformers rounds norms and the tables of RoPE otherwise than numerics say"
+_ELSEWHERE = "it runs elsewhere"
+_PLAIN = tuple(Weights(name) for name in ("float32", "float16", "bfloat16"))
 
 ADAPTERS: dict[str, Adapter] = {
     "torch.eager": Adapter("composed", ("torch-eager", "fp8-weights", "int8-weights")),
@@ -164,6 +174,15 @@ ADAPTERS: dict[str, Adapter] = {
         free=True,
         library=_TORCHAO,
     ),
+    "torchao.int4_weight_only": Adapter(
+        "composed",
+        ("torchao-int4-weights",),
+        engine="torchao",
+        computes=("float32",),
+        weights=(Weights("int4_full", "per_channel"), Weights("int4_full", "group_128")),
+        free=True,
+        library=_TORCHAO,
+    ),
     "onnxruntime.float32": Adapter(
         "composed",
         ("onnxruntime-float32",),
@@ -187,6 +206,32 @@ ADAPTERS: dict[str, Adapter] = {
         library=_ONNX,
         sigmoid="absolute",
     ),
+    "hf.transformers": Adapter(
+        "composed",
+        ("torch-eager",),
+        engine="hf",
+        computes=("float32", "float16", "bfloat16"),
+        weights=_PLAIN,
+        free=True,
+        library=_HF,
+        unproved=_OTHER_ROUNDINGS,
+    ),
+    "hf.transformers.sdpa": Adapter(
+        "fused",
+        ("torch-sdpa-flash",),
+        engine="hf",
+        scores="wide",
+        tile=_FLASH_TILES,
+        exp_ulps=FUSED_EXP_ULPS,
+        coarse_exp_ulps=FAST_EXP_ULPS,
+        computes=("float32", "float16", "bfloat16"),
+        weights=_PLAIN,
+        free=True,
+        library=_HF,
+        unproved=_OTHER_ROUNDINGS,
+    ),
+    "server": Adapter("", (), engine="server", library=_SERVER, tier="B", unproved=_ELSEWHERE),
+    "recorded": Adapter("", (), engine="recorded", tier="C", unproved=_ELSEWHERE),
 }
 
 

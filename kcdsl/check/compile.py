@@ -15,9 +15,11 @@ from kcdsl.check.metrics import Registry, user_metric
 from kcdsl.check.names import Scope
 from kcdsl.check.policy import check_actions, read_constants, read_escalation
 from kcdsl.check.predicates import check_slice
+from kcdsl.check.recordings import check_recorded
 from kcdsl.check.recovery import recover
 from kcdsl.check.report import Reporter, suggest_file
 from kcdsl.check.sections import ROLES
+from kcdsl.check.services import check_together
 from kcdsl.check.structure import (
     RawContract,
     RawLibrary,
@@ -215,6 +217,8 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts |
     partial = Analysis(source, root, raw, scope, slices, clauses, tables=tables, imports=imports)
     if raw.name is None or raw.version is None or model is None or train is None or infer is None:
         return partial
+    check_together(train, infer, raw, constants, reporter)
+    check_recorded(train, infer, raw, reporter)
     good = not sink.has_errors
     if good and folder is not None:
         _note_absent_files(raw, folder, reporter)

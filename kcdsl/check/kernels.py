@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
+from kcdsl.check.recordings import RECORDED, read_recording
 from kcdsl.check.report import Reporter, meant, replacement, suggest
+from kcdsl.check.services import FOLDERS, SERVERS, read_folder, read_service
 from kcdsl.check.structure import RawKernel, StructureReader
 from kcdsl.diagnostics.codes import (
     CONFLICTING_FIELDS,
@@ -35,13 +37,17 @@ ADAPTERS = (
     "torchao.float8_weight_only",
     "torchao.int8_weight_only",
     "torchao.int8_dynamic",
+    "torchao.int4_weight_only",
     "onnxruntime.float32",
     "onnxruntime.dynamic_int8",
+    *FOLDERS,
+    *SERVERS,
+    *RECORDED,
 )
 """The programs that can run a kernel (field `run`)."""
 
-ARCHITECTURES = ("llama", "bert")
-"""The architectures of `kcdsl.model`."""
+ARCHITECTURES = ("llama", "bert", "hf")
+"""The architectures of `kcdsl.model`; `hf` is any that Hugging Face transformers builds."""
 
 _UNIT = ("fraction_bits", "chunk", "result_bits", "promote")
 _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
@@ -147,7 +153,17 @@ def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
     numerics: Pairs = ()
     if raw.numerics is not None:
         numerics = _pairs(raw.numerics, "", StructureReader(reporter))
-    kernel = KernelRef(raw.run.text, numerics, raw.span)
+    reader = StructureReader(reporter)
+    kernel = KernelRef(
+        raw.run.text,
+        numerics,
+        raw.span,
+        read_folder(raw, reader),
+        read_service(raw, reader),
+        read_recording(raw, reader),
+    )
+    if raw.run.text in (*SERVERS, *RECORDED) and raw.numerics is None:
+        return kernel  # it claims nothing
     _check_numerics(kernel, raw, reporter, whole=len(reporter.sink.found) == before)
     return kernel
 

@@ -27,6 +27,7 @@ _EXAMPLES = {
     "train": "add the kernel that trained the model, such as `train: {run: torch.eager}`",
     "infer": "add the kernel that answers requests, such as `infer: {run: torch.sdpa}`",
     "unit": "add the unit of the values, such as `unit: nats`",
+    "values": "add `values: raw` or `values: processed`",
     "rows": "add `rows: [{where: PREDICATE, value: NUMBER}]`",
 }
 """What is written where a field is missing that no fix can add."""

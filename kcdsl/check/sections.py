@@ -10,7 +10,10 @@ from kcdsl.diagnostics.codes import EMPTY_SECTION
 from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
 
-KERNEL_FIELDS = ("run", "numerics")
+KERNEL_FIELDS = (
+    *("run", "numerics", "folder", "url", "model", "key", "tokens", "logprobs"),
+    *("format", "columns", "file", "recomputed"),
+)
 SLICE_FIELDS = ("data", "where")
 TABLE_FIELDS = ("unit", "rows", "otherwise")
 ROW_FIELDS = ("where", "value")
@@ -23,11 +26,16 @@ ROLES = ("train", "infer")
 
 @dataclass(frozen=True, slots=True)
 class RawKernel:
-    """One kernel as written."""
+    """One kernel as written; `node` is its mapping."""
 
     run: Scalar
     numerics: Mapping | None
-    span: Span
+    node: Mapping
+
+    @property
+    def span(self) -> Span:
+        """Return the place of the whole."""
+        return self.node.span
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,7 @@ def read_kernel_fields(
     run = reader.text(node, "run")
     if node is None or run is None:
         return None
-    return RawKernel(run, reader.mapping(node, "numerics"), node.span)
+    return RawKernel(run, reader.mapping(node, "numerics"), node)
 
 
 def read_tables(reader: StructureReader, root: Mapping) -> tuple[RawTable, ...]:

@@ -225,6 +225,8 @@ KERNEL_LIBRARIES: Mapping[str, tuple[str, str]] = {
     "torchao": ("torchao", "kernels torchao.*"),
     "onnxruntime": ("onnxruntime", "kernels onnxruntime.*"),
     "onnxscript": ("onnxruntime", "kernels onnxruntime.*, the export of blocks"),
+    "transformers": ("hf", "kernels hf.transformers, the architecture hf"),
+    "httpx": ("server", "kernels that ask a server"),
 }
 """Distributions (imported by the same name) that kernels need: the extra, and what they run."""
 

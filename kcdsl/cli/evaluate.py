@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from kcdsl.cli.report_formats import Output
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
     from kcdsl.release.triple import Fingerprints
@@ -23,7 +25,9 @@ HELP = "run both kernels on the slices and decide the measured clauses"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     from kcdsl.cli.devices import CHOICES
+    from kcdsl.cli.execution import add_workers
     from kcdsl.cli.looks import add_looks
+    from kcdsl.cli.report_formats import add_formats
 
     parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
     parser.add_argument("--slice", action="append", metavar="NAME", help="only this slice")
@@ -40,7 +44,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="how long runs may be timed (default: 20)",
     )
+    parser.add_argument(
+        "--bound-seconds",
+        type=_not_negative,
+        default=10.0,
+        metavar="S",
+        help="how long the drift of the whole model may be bounded (default: 10; 0: not at all)",
+    )
     add_looks(parser)
+    parser.add_argument(
+        "--fresh", action="store_true", help="run every request again, whatever a killed run left"
+    )
+    add_formats(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "-o",
@@ -49,6 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="folder of report, traces, fingerprints and certificate (default: out beside the "
         "contract)",
     )
+    add_workers(parser, "requests")
     parser.add_argument("--svg", metavar="FILE", help="write the printed report as a picture")
     parser.add_argument(
         "--sign", metavar="KEY", help="private key (default: kcdsl.key beside the contract)"
@@ -63,52 +79,126 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.devices import choose_device
     from kcdsl.cli.discover import find_contract
     from kcdsl.cli.progress import progress_bars
+    from kcdsl.cli.report_formats import outputs
     from kcdsl.diagnostics.places import in_contract
     from kcdsl.release.artefacts import checkpoint_manifest, locate
-    from kcdsl.release.signing import signing_key
 
+    wanted = outputs(arguments.format, "json" if arguments.json else "text")
     path = find_contract(arguments.contract, Path())
     (program, suppressed), base = load_contract(path), path.resolve().parent
-    key = signing_key(arguments.sign, base)
+    key = _key_for(program, arguments.sign, base)
     device = choose_device(arguments.device)
     if key is not None:  # what no certificate can name is refused before hours of measuring
         checkpoint_manifest(locate(program.model.checkpoint, base))
-    with in_contract(path), progress_bars() as progress:
-        evaluation = _backend().evaluate(
-            program,
-            base,
-            device=device,
-            slices=tuple(arguments.slice or ()),
-            seed=arguments.seed,
-            seconds=arguments.seconds,
-            looks=None if arguments.anytime else arguments.looks,
-            progress=progress,
-        )
-    found: Report = evaluation.report
-    notes = (*found.notes, *_accepted(suppressed))
-    report = replace(found, implied=_implied(program), notes=notes)
-    bundle = None if key is None else _certificate(program, base, report, suppressed, key)
     folder = Path(arguments.output) if arguments.output else path.parent / "out"
-    written = _write(folder, report, evaluation.traces, bundle, arguments.svg)
-    if arguments.json:
-        sys.stdout.write(report.dumps())
-    else:
-        from kcdsl.verdict.render import print_report
+    backend = measuring_backend()
+    kept = backend.journal(folder / "evaluate.journal", fresh=arguments.fresh, tell=_tell)
+    with closing(kept) as journal:
+        with in_contract(path), progress_bars() as progress:
+            setting = backend.prepare(
+                program,
+                base,
+                device=device,
+                slices=tuple(arguments.slice or ()),
+                seed=arguments.seed,
+                seconds=arguments.seconds,
+                looks=None if arguments.anytime else arguments.looks,
+                bound_seconds=arguments.bound_seconds,
+                progress=progress,
+            )
+            spread = backend.spread(
+                program,
+                base,
+                device=device,
+                slices=tuple(arguments.slice or ()),
+                seed=arguments.seed,
+                engine=arguments.engine,
+                jobs=arguments.jobs,
+            )
+            with _dropped_if_refused(journal):
+                evidence = replace(
+                    backend.gather(setting, progress, journal, spread),
+                    implied=implied_clauses(program),
+                    accepted=accepted_findings(suppressed),
+                )
+                report: Report = backend.conclude(evidence)
+        bundle = None if key is None else _certificate(program, base, report, suppressed, key)
+        trace = backend.write_trace(evidence, report)
+        texts = _in_formats(wanted, report, path, program)
+        extra = [(file, text) for (_, file), text in texts.items() if file is not None]
+        written = _write(
+            folder, report, trace, backend.records(evidence), bundle, arguments.svg, extra
+        )
+        journal.remove()
+    for (format, file), text in texts.items():
+        if format == "text" and file is None:
+            from kcdsl.verdict.render import print_report
 
-        print_report(report, sys.stdout)
+            print_report(report, sys.stdout)
+        elif file is None:
+            sys.stdout.write(text)
     for name in written:
         print(f"wrote {name}", file=sys.stderr)
     if key is None:
-        print(
-            "not certified: no signing key (kcdsl keygen -o kcdsl.key makes one)", file=sys.stderr
-        )
+        why = "no signing key (kcdsl keygen -o kcdsl.key makes one)"
+        print(f"not certified: {_UNCERTIFIED if _unread(program) else why}", file=sys.stderr)
     return report.exit
+
+
+_UNCERTIFIED = "both kernels are recorded, so nothing ran the checkpoint"
+
+
+def _unread(program: Program) -> bool:
+    """Say whether both kernels are recorded: a certificate would name weights that nothing read."""
+    return program.train.recording is not None and program.infer.recording is not None
+
+
+def _key_for(program: Program, named: str | None, base: Path) -> Any:
+    """Return the key that signs the certificate; refuse one that was named for recorded kernels."""
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import CANNOT_CERTIFY
+    from kcdsl.release.signing import signing_key
+
+    if not _unread(program):
+        return signing_key(named, base)
+    if named is not None:
+        raise refuse(
+            CANNOT_CERTIFY,
+            f"{_UNCERTIFIED} that a certificate would name",
+            help="evaluate without --sign, or let the training kernel run",
+        )
+    return None
+
+
+@contextmanager
+def _dropped_if_refused(journal: Any) -> Iterator[None]:
+    """Remove the journal of an evaluation that would be refused again, whoever repeats it."""
+    from kcdsl.diagnostics import Refusal, codes
+
+    again = {codes.ABOVE_CERTIFIED, codes.NOTHING_TO_EVALUATE, codes.METRIC_OUT_OF_REACH}
+    try:
+        yield
+    except Refusal as refusal:
+        if again & {found.code for found in refusal.diagnostics}:
+            journal.remove()
+        raise
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _natural(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError("must not be negative")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a number that is not negative")
     return value
 
 
@@ -119,7 +209,7 @@ def _positive(text: str) -> float:
     return value
 
 
-def _backend() -> Any:
+def measuring_backend() -> Any:
     """Return the backend that measures; refuse where what it needs is not installed."""
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import NO_BACKEND
@@ -137,7 +227,7 @@ def _backend() -> Any:
     )
 
 
-def _implied(program: Program) -> tuple[ImpliedClause, ...]:
+def implied_clauses(program: Program) -> tuple[ImpliedClause, ...]:
     """Return the clauses that would follow from drift clauses, were those proved at their limit."""
     import math
 
@@ -168,11 +258,12 @@ def _implied(program: Program) -> tuple[ImpliedClause, ...]:
     return ()
 
 
-def _accepted(suppressed: Sequence[Suppressed]) -> list[str]:
-    return [
+def accepted_findings(suppressed: Sequence[Suppressed]) -> tuple[str, ...]:
+    """Return what a report says of accepted findings."""
+    return tuple(
         f"{item.diagnostic.code} is accepted in line {item.line} of the contract: {item.reason}"
         for item in suppressed
-    ]
+    )
 
 
 def _certificate(
@@ -196,19 +287,53 @@ def _fingerprints(report: Report) -> Fingerprints:
     return {side: report.kernels[side]["fingerprint"] for side in ("train", "infer")}
 
 
+def _in_formats(
+    wanted: Sequence[Output], report: Report, path: Path, program: Program
+) -> dict[tuple[str, Path | None], str]:
+    """Return the report in every format that is asked for."""
+    import io
+
+    from kcdsl.cli.report_formats import contract_places, document_in
+    from kcdsl.verdict.render import print_report
+
+    found: dict[tuple[str, Path | None], str] = {}
+    for output in wanted:
+        if output.format == "text":
+            stream = io.StringIO()
+            print_report(report, stream)
+            found["text", output.file] = stream.getvalue()
+            continue
+        source, places = contract_places(path, program)
+        found[output.format, output.file] = document_in(
+            output.format,
+            report.to_json(),
+            command="kcdsl evaluate",
+            source=source,
+            places=places,
+        )
+    return found
+
+
 def _write(
-    folder: Path, report: Report, traces: Any, bundle: bytes | None, svg: str | None
+    folder: Path,
+    report: Report,
+    trace: bytes,
+    records: Any,
+    bundle: bytes | None,
+    svg: str | None,
+    extra: Sequence[tuple[Path, str]] = (),
 ) -> list[str]:
-    """Write all files of the evaluation, all or none; return their names."""
+    """Write all files of the evaluation, all or none, the report last; return their names."""
     import json
 
     from kcdsl.release.kernels import kernels_document
     from kcdsl.source.writing import NewFile, make_folder, write_together
+    from kcdsl.verdict.html import page
 
     make_folder(folder)
-    lines = (json.dumps(t, allow_nan=False, separators=(",", ":")) + "\n" for t in traces)
+    lines = (json.dumps(r, allow_nan=False, separators=(",", ":")) + "\n" for r in records)
     files = [
-        NewFile(folder / "report.json", report.dumps().encode(), 0o644),
+        NewFile(folder / "trace.parquet", trace, 0o644),
         NewFile(folder / "trace.jsonl", "".join(lines).encode(), 0o644),
         NewFile(folder / "kernels.json", kernels_document(_fingerprints(report)), 0o644),
     ]
@@ -218,5 +343,8 @@ def _write(
         from kcdsl.verdict.render import svg as picture
 
         files.append(NewFile(Path(svg), picture(report).encode(), 0o644))
+    files += [NewFile(file, text.encode(), 0o644) for file, text in extra]
+    files.append(NewFile(folder / "report.html", page(report.to_json()).encode(), 0o644))
+    files.append(NewFile(folder / "report.json", report.dumps().encode(), 0o644))
     write_together(files, replace=True)
     return [str(file.path) for file in files]

@@ -17,18 +17,7 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add --jobs, --engine, --threads and --cache."""
-    parser.add_argument(
-        "--jobs",
-        type=_natural,
-        metavar="N",
-        help="cases at a time; 1 works in this process (default: by cores and memory)",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default=ENGINES[0],
-        help="where cases run: processes of this machine, or a ray cluster (default: processes)",
-    )
+    add_workers(parser, "cases", "by cores and memory")
     parser.add_argument(
         "--threads",
         type=_natural,
@@ -39,6 +28,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--cache",
         metavar="DIR",
         help="folder of what earlier runs found, or `off` (default: $XDG_CACHE_HOME/kcdsl)",
+    )
+
+
+def add_workers(parser: argparse.ArgumentParser, what: str, usual: str = "1") -> None:
+    """Add --jobs and --engine; `what` is done by workers, `usual` says how many by default."""
+    parser.add_argument(
+        "--jobs",
+        type=_natural,
+        metavar="N",
+        help=f"{what} at a time; 1 works in this process (default: {usual})",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help=f"where {what} run: processes of this machine, or a ray cluster (default: processes)",
     )
 
 

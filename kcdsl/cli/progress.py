@@ -39,7 +39,7 @@ def progress_bars() -> Iterator[Report]:
 
         def report(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
+                tasks[stage] = bars.add_task(stage, total=total, completed=done)
             bars.update(tasks[stage], completed=done, total=total)
 
         yield report

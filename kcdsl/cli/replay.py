@@ -1,4 +1,4 @@
-"""`kcdsl replay`: run a counterexample again, and say whether it breaks its clause."""
+"""`kcdsl replay`: run a counterexample again, or conclude again from the trace of an evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
     from kcdsl.verdict.counterexample import Replayed
 
-HELP = "run a counterexample again by simulating both kernels"
+HELP = "run a counterexample again, or decide every clause again from a trace"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,25 +24,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
     from kcdsl.cli.devices import CHOICES
 
     parser.add_argument(
-        "counterexample", metavar="COUNTEREXAMPLE", help="what `kcdsl verify` wrote"
+        "file",
+        metavar="FILE",
+        help="a counterexample that `kcdsl verify` wrote, or trace.parquet of `kcdsl evaluate`",
     )
-    parser.add_argument("--contract", metavar="CONTRACT", help="default: the one here")
     parser.add_argument(
-        "--checkpoint", metavar="FILE", help="the weights, instead of those the contract names"
+        "--contract",
+        metavar="CONTRACT",
+        help="of a counterexample (default: the one here); for a trace, a changed contract",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="FILE",
+        help="the weights of a counterexample, instead of those the contract names",
     )
     parser.add_argument("--device", choices=CHOICES, default="cpu", help="default: cpu")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> Exit:
-    """Replay: 1 the run breaks its clause, 3 it does not; what is not reproduced is refused (2)."""
+    """Replay; what is not reproduced is refused (2).
+
+    A counterexample: 1 its run breaks its clause, 3 it does not. A trace: as the evaluation did.
+    """
+    from kcdsl.cli.replay_trace import is_trace, replay_trace
+
+    file = Path(arguments.file)
+    if is_trace(file):
+        return replay_trace(file, arguments)
+    return _replay_counterexample(file, arguments)
+
+
+def _replay_counterexample(file: Path, arguments: argparse.Namespace) -> Exit:
     from kcdsl.check.compile import load_contract
     from kcdsl.cli.devices import choose_device
     from kcdsl.cli.discover import find_contract
     from kcdsl.diagnostics.places import in_contract
     from kcdsl.verdict.counterexample import REPLAY_SCHEMA, read_counterexample
 
-    file = Path(arguments.counterexample)
     document = read_counterexample(file)
     path = find_contract(arguments.contract, Path())
     (program, _), base = load_contract(path), path.resolve().parent

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl.ir import terms as ir
+from kcdsl.ir.kernels import LogProbabilities, Recording, Service
 from kcdsl.ir.normal import normal_formula
 
 SCHEMA = "kcdsl.ir/1"
@@ -163,7 +164,49 @@ def _optional(value: Fraction | None) -> str | None:
 
 
 def _kernel(kernel: ir.KernelRef) -> dict[str, Any]:
-    return {"run": kernel.run, "numerics": _plain(kernel.numerics)}
+    """Return a kernel; `folder`, `service`, `recording` stand in it only where it has them."""
+    found: dict[str, Any] = {"run": kernel.run, "numerics": _plain(kernel.numerics)}
+    if kernel.folder is not None:
+        found["folder"] = kernel.folder
+    if kernel.service is not None:
+        found["service"] = service_json(kernel.service)
+    if kernel.recording is not None:
+        found["recording"] = recording_json(kernel.recording)
+    return found
+
+
+def service_json(service: Service) -> dict[str, Any]:
+    """Return what a contract says of a server as plain JSON data."""
+    return {
+        "url": service.url,
+        "model": service.model,
+        "key": service.key,
+        "tokens": service.tokens,
+        "logprobs": _logprobs(service.logprobs),
+    }
+
+
+def recording_json(recording: Recording) -> dict[str, Any]:
+    """Return what a contract says of a recording as plain JSON data."""
+    logs = recording.logprobs
+    return {
+        "format": recording.format,
+        "columns": dict(recording.columns),
+        "logprobs": None if logs is None else _logprobs(logs),
+        "file": recording.file,
+        "recomputed": recording.recomputed,
+    }
+
+
+def _logprobs(logs: LogProbabilities) -> dict[str, Any]:
+    return {
+        "values": logs.values,
+        "temperature": _fraction(logs.temperature),
+        "top_p": _fraction(logs.top_p),
+        "top_k": logs.top_k,
+        "min_p": _fraction(logs.min_p),
+        "top": logs.top,
+    }
 
 
 def _plain(pairs: tuple[tuple[str, object], ...]) -> dict[str, Any]:
@@ -214,7 +257,7 @@ def formula_json(formula: ir.Formula) -> dict[str, Any]:
         case ir.NoFlip(block=block, variable=variable, k=k):
             return {"kind": "no_flip", "block": block, "variable": variable, "k": k}
         case ir.HasFields(fields=fields):
-            return {"kind": "has", "fields": sorted(fields)}
+            return {"kind": "has", "fields": list(fields)}
         case ir.Not(of=of):
             return {"kind": "not", "of": formula_json(of)}
         case ir.Connective(op=op, parts=parts):

@@ -13,6 +13,8 @@ from kcdsl.diagnostics.codes import STORED_PROGRAM
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import SCHEMA, digest
+from kcdsl.ir.kernels import LogProbabilities, Recording, Service
+from kcdsl.ir.recordings import FORMATS
 from kcdsl.ir.walk import terms_of, walk
 
 _STORED = re.compile(r"\A\s*\{.*\"schema\"\s*:\s*\"" + re.escape(SCHEMA) + r"\"", re.DOTALL)
@@ -169,7 +171,46 @@ def _optional(value: Any) -> Fraction | None:
 
 
 def _kernel(value: dict[str, Any]) -> ir.KernelRef:
-    return ir.KernelRef(_text(value["run"]), _pairs(value["numerics"]))
+    service, recording = value.get("service"), value.get("recording")
+    return ir.KernelRef(
+        _text(value["run"]),
+        _pairs(value["numerics"]),
+        folder=_optional_text(value.get("folder")),
+        service=None if service is None else _service(service),
+        recording=None if recording is None else _recording(recording),
+    )
+
+
+def _recording(value: dict[str, Any]) -> Recording:
+    logs = value["logprobs"]
+    return Recording(
+        _one_of(value["format"], FORMATS),
+        tuple(sorted((_text(r), _text(name)) for r, name in value["columns"].items())),
+        None if logs is None else _logprobs(logs),
+        _optional_text(value["file"]),
+        _truth(value["recomputed"]),
+    )
+
+
+def _service(value: dict[str, Any]) -> Service:
+    return Service(
+        _text(value["url"]),
+        _logprobs(value["logprobs"]),
+        _optional_text(value["model"]),
+        _optional_text(value["key"]),
+        _whole(value["tokens"]),
+    )
+
+
+def _logprobs(value: dict[str, Any]) -> LogProbabilities:
+    return LogProbabilities(
+        _one_of(value["values"], ("raw", "processed")),
+        _fraction(value["temperature"]),
+        _fraction(value["top_p"]),
+        _whole(value["top_k"]),
+        _fraction(value["min_p"]),
+        _whole(value["top"]),
+    )
 
 
 def _pairs(value: dict[str, Any]) -> tuple[tuple[str, object], ...]:

@@ -37,6 +37,7 @@ from kcdsl.ir.formulas import (
     TableValue,
     Term,
 )
+from kcdsl.ir.kernels import KernelRef
 from kcdsl.source.text import Span
 
 __all__ = [
@@ -195,17 +196,6 @@ class ModelRef:
     module: str | None = None
     config: str | None = None
     tokenizer: str | None = None
-    span: Span = field(default=_NOWHERE, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelRef:
-    """One kernel: the adapter that runs it and the numerics it claims (plain data, resolved by
-    `kcdsl.model.numerics.resolve`)."""
-
-    run: str
-    numerics: tuple[tuple[str, object], ...]
-    """The numerics mapping of the document as sorted pairs; nested mappings likewise."""
     span: Span = field(default=_NOWHERE, compare=False)
 
 

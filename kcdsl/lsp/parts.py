@@ -95,6 +95,12 @@ def _value(value: Fraction, part: ir.ThresholdTable) -> str:
 
 def _program(name: str, kernel: ir.KernelRef) -> str:
     rows = [f"**{name}**: `Kernel`", "", f"- run: `{kernel.run}`"]
+    if kernel.folder is not None:
+        rows.append(f"- folder: `{kernel.folder}`")
+    if kernel.service is not None:
+        logs = kernel.service.logprobs
+        rows.append(f"- url: `{kernel.service.url}`")
+        rows.append(f"- logprobs: `{logs.values}`, temperature `{float(logs.temperature):g}`")
     return "\n".join([*rows, *_settings(kernel.numerics, "")])
 
 

@@ -1,6 +1,7 @@
 """Models: a program (the module), its weights, its configuration and its tokenizer.
 
-Two architectures are built in. A user's own comes as `package.module:factory`, where
+Two architectures are built in, and `hf` is any that Hugging Face transformers builds from its
+config.json. A user's own comes as `package.module:factory`, where
 `factory(config: dict) -> torch.nn.Module` and the names of the module's parameters are the keys of
 the checkpoint. Its forward pass takes token ids [T] and returns logits [T, V] (or hidden states,
 if it has an attribute `encoder_only = True`). It may offer
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import ModelRef
-from kcdsl.model import bert, llama
+from kcdsl.model import bert, hugging_face, llama
 from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors
 from kcdsl.model.config import find_config
 from kcdsl.model.files import resolve_file
@@ -39,7 +40,10 @@ KeyRule = Callable[[str], "str | None"]
 ARCHITECTURES: dict[str, tuple[Factory, KeyRule]] = {
     "llama": (llama.build, llama.canonical_key),
     "bert": (bert.build, bert.canonical_key),
+    "hf": (hugging_face.build, hugging_face.canonical_key),
 }
+_FOREIGN = ("hf",)
+"""Architectures whose programs are not those of `kcdsl.model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +210,8 @@ def _load(ref: ModelRef, base: Path) -> Model:
     keys = _take_weights(module, checkpoint, rule)
     module.eval().requires_grad_(False)
     tokenizer = find_tokenizer(ref, path, base, config)
-    return Model(module, checkpoint, config, keys, tokenizer, ref.module is None)
+    built_in = ref.module is None and ref.architecture not in _FOREIGN
+    return Model(module, checkpoint, config, keys, tokenizer, built_in)
 
 
 def _build(ref: ModelRef, config: dict[str, Any], base: Path) -> tuple[nn.Module, KeyRule]:

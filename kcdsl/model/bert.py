@@ -207,6 +207,11 @@ class Bert(nn.Module):
         with: what enters that part enters the block."""
         return {f"mlp_{i}": layer.intermediate for i, layer in self._numbered_layers()}
 
+    def block_exits(self) -> dict[str, nn.Module]:
+        """Return, for each block that is no part of the forward pass, the part that it ends with:
+        what leaves that part leaves the block."""
+        return {f"mlp_{i}": layer.output.dense for i, layer in self._numbered_layers()}
+
     def _numbered_layers(self) -> list[tuple[int, BertLayer]]:
         return [(i, m) for i, m in enumerate(self.encoder.layer) if isinstance(m, BertLayer)]
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import rfc8785
 
+from kcdsl.ir.canonical import service_json
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
 
 FINGERPRINT_SCHEMA = "kcdsl.kernel-fingerprint/1"
-LIBRARIES = ("torchao", "onnxruntime")
-"""Libraries whose name begins that of their adapters."""
+LIBRARIES = {"torchao": "torchao", "onnxruntime": "onnxruntime", "hf": "transformers"}
+"""What the names of adapters begin with, and the library that runs them."""
 
 
 def kernel_fingerprint(ref: KernelRef, device: str = "cpu") -> dict[str, Any]:
@@ -24,14 +25,20 @@ def kernel_fingerprint(ref: KernelRef, device: str = "cpu") -> dict[str, Any]:
 
     `device` is the kind alone, "cpu" or "cuda". A version's local part ("+cpu") is left out: it
     names a build, not a program. The version is None where torch is not installed. A kernel of
-    another library has the version of that besides.
+    another library has the version of that besides, one of a folder the folder, and one that asks
+    a server what the contract says of it; the numerics of a server that claims none are None.
     """
-    library = ref.run.partition(".")[0]
-    more = {library: _version(library)} if library in LIBRARIES else {}
+    library = LIBRARIES.get(ref.run.partition(".")[0])
+    more: dict[str, Any] = {} if library is None else {library: _version(library)}
+    if ref.folder is not None:
+        more["folder"] = ref.folder
+    if ref.service is not None:
+        stated = service_json(ref.service)
+        more["service"] = {name: stated[name] for name in stated if name != "key"}
     return {
         "schema": FINGERPRINT_SCHEMA,
         "run": ref.run,
-        "numerics": resolve(ref).to_json(),
+        "numerics": resolve(ref).to_json() if ref.claims else None,
         "torch": _version("torch"),
         "device": device.partition(":")[0],
         **more,

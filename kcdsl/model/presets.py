@@ -19,9 +19,9 @@ from kcdsl.model.static_scales import static_scales
 COMPUTE_FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 ACCUMULATORS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 CASTS = tuple(MEANINGS)
-SCALED_FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
-INTEGERS = ("int8", "int8_full", "uint8")
-WEIGHT_FORMATS = (*FORMATS, "int8", "int8_full")
+SCALED_FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "int4_full")
+INTEGERS = ("int8", "int8_full", "int4_full", "uint8")
+WEIGHT_FORMATS = (*FORMATS, "int8", "int8_full", "int4_full")
 WEIGHT_ROUNDINGS = ("nearest", "toward_zero")
 WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "group_128", "mx")
 ACTIVATION_FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "uint8")
@@ -75,6 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weights": {"format": "int8_full", "scale": "per_channel"},
         "activations": {"format": "int8_full", "scale": "per_token"},
     },
+    "torchao-int4-weights": {"weights": {"format": "int4_full", "scale": "per_channel"}},
     "fp8-weights": {"compute": "bfloat16", "weights": _E4M3_PER_CHANNEL},
     "fp8-w8a8-per-tensor": {
         "compute": "bfloat16",
@@ -131,10 +132,13 @@ ADAPTER_PRESETS = {
     "torchao.float8_weight_only": "torchao-float8-weights",
     "torchao.int8_weight_only": "torchao-int8-weights",
     "torchao.int8_dynamic": "torchao-int8-dynamic",
+    "torchao.int4_weight_only": "torchao-int4-weights",
     "onnxruntime.float32": "onnxruntime-float32",
     "onnxruntime.dynamic_int8": "onnxruntime-int8",
+    "hf.transformers": "torch-eager",
+    "hf.transformers.sdpa": "torch-sdpa-flash",
 }
-"""The preset that a kernel has where its numerics name none."""
+"""The preset that a kernel has where its numerics name none. A server has none."""
 
 
 def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
@@ -144,6 +148,12 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
     preset, key, format or scale, saying what is allowed, and combinations without a meaning.
     """
     given = _plain(dict(spec.numerics) if isinstance(spec, KernelRef) else spec)
+    if isinstance(spec, KernelRef) and not spec.claims:
+        raise refuse(
+            codes.NUMERICS,
+            f"the kernel {spec.run} states no numerics, so nothing bounds its roundings",
+            help="give it `numerics`, such as `{preset: flash-attention-2}`, if they are known",
+        )
     if isinstance(spec, KernelRef):
         given.setdefault("preset", ADAPTER_PRESETS.get(spec.run))
     _known_keys(given, "numerics", Numerics.__dataclass_fields__)

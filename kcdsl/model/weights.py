@@ -15,9 +15,11 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Numerics
 
-QMAX = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int8_full": 127.5}
+QMAX = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int8_full": 127.5, "int4_full": 7.5}
 LEAST_FULL_SCALE = 2.0**-23
-"""The least scale of int8_full."""
+"""The least scale of int8_full and int4_full."""
+FULL_CODES = {"int8_full": 128.0, "int4_full": 8.0}
+"""Formats whose codes reach from -n to n - 1, and n."""
 MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
 MX_BLOCK = 32
 TILE = 128
@@ -53,9 +55,10 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
         amax = _AMAX[stored.scale](w.abs())
         scale = amax / QMAX[stored.format]
         scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    if stored.format == "int8_full":
+    if stored.format in FULL_CODES:
         scale = scale.clamp_min(LEAST_FULL_SCALE)
-        code = (w * (1.0 / scale)).round().clamp(-128.0, 127.0)
+        most = FULL_CODES[stored.format]
+        code = (w * (1.0 / scale)).round().clamp(-most, most - 1)
     else:
         code = _code(w / scale, stored.format)
     by_codes = numerics.activations.format != "none"

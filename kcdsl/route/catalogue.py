@@ -48,6 +48,8 @@ class BackendSpec:
     """"package.module:ATTRIBUTE" of what tells how many units its clauses need; none if empty."""
     planner_needs: tuple[str, ...] = ()
     """The packages that the planner needs."""
+    attributor: str = ""
+    """"package.module:ATTRIBUTE" of what splits a drift among its sources; none if empty."""
 
     def missing(self) -> tuple[str, ...]:
         """Return the needed packages that are not installed, without importing them."""
@@ -60,6 +62,10 @@ class BackendSpec:
     def load_planner(self) -> Any:
         """Import and return the planner."""
         return _imported(self.planner)
+
+    def load_attributor(self) -> Any:
+        """Import and return what splits a drift among its sources."""
+        return _imported(self.attributor)
 
 
 def _imported(target: str) -> Any:

@@ -21,17 +21,21 @@ _NEIGHBOURS = 1000
 
 def read_source(path: Path, limit: int = SIZE_LIMIT) -> SourceFile:
     """Read a UTF-8 text file; raises Refusal where it is missing, unreadable or too large."""
-    name = str(path)
+    data = read_bytes(path, limit + 1)
+    return decode_source(str(path), data, limit)
+
+
+def read_bytes(path: Path, most: int = -1) -> bytes:
+    """Return a file, or its first `most` bytes; raises Refusal where it cannot be read."""
     try:
         with path.open("rb") as stream:
-            data = stream.read(limit + 1)
+            return stream.read(most)
     except FileNotFoundError as error:
         raise missing(path) from error
     except IsADirectoryError as error:
-        raise refuse(FILE_MISSING, f"{name} is a folder, not a file") from error
+        raise refuse(FILE_MISSING, f"{path} is a folder, not a file") from error
     except OSError as error:
-        raise refuse(INPUT_OUTPUT, f"{name} cannot be read: {error.strerror}") from error
-    return decode_source(name, data, limit)
+        raise refuse(INPUT_OUTPUT, f"{path} cannot be read: {error.strerror}") from error
 
 
 def missing(path: Path, notes: tuple[str, ...] = ()) -> Refusal:

@@ -13,7 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kcdsl.ir.buckets import is_bucket
+from kcdsl.verdict.beside_text import beside_parts
 from kcdsl.verdict.model import Violated, verdict_name
+from kcdsl.verdict.quantities import UNREACHED as _UNREACHED
+from kcdsl.verdict.quantities import quantity
 from kcdsl.verdict.report import (
     ClauseResult,
     CrossCheck,
@@ -33,7 +36,6 @@ SHOWN = {
 }
 """Word with symbol, and colour, of each verdict: readable without colours too."""
 
-_UNREACHED = "–"
 _FONT = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 
 
@@ -57,6 +59,7 @@ def render(report: Report) -> RenderableType:
     """Return the report as something that rich prints."""
     parts: list[RenderableType] = [_heading(report), _clause_table(report.clauses)]
     parts += _reasons(report.clauses)
+    parts += beside_parts(report)
     if report.crosschecks:
         parts.append(_crosscheck_table(report.crosschecks))
     if any(s.statistics for s in report.slices):
@@ -80,7 +83,7 @@ def _heading(report: Report) -> Text:
 def _kernel(kernel: object) -> str:
     if not isinstance(kernel, dict):
         return ""
-    numerics = kernel.get("fingerprint", {}).get("numerics", {})
+    numerics = kernel.get("fingerprint", {}).get("numerics") or {}
     words = [str(kernel.get("run", ""))]
     words += [str(numerics[name]) for name in ("compute",) if name in numerics]
     weights = numerics.get("weights", {}).get("format")
@@ -136,6 +139,9 @@ def beyond(row: ClauseResult) -> str:
 
 
 def _worse_limit(row: ClauseResult) -> float | None:
+    """Return the limit that decides a sample; a census has no sampling error."""
+    if row.evidence != "sample":
+        return None
     return row.low if row.op in (">=", ">") else row.high
 
 
@@ -238,6 +244,9 @@ def _remarks(report: Report) -> Iterator[RenderableType]:
             yield Text(f"  {step}", style="dim")
     for clause, why in report.deferred.items():
         yield Text(f"not decided here: {clause}: {why}", style="dim")
+    for warned in report.warnings:
+        where = f"{warned.clause} on {warned.slice}"
+        yield Text.assemble((f"note[{warned.code}] ", "yellow"), f"{where}: {warned.message}")
     for note in report.notes:
         yield Text(f"note: {note}", style="dim")
 
@@ -251,20 +260,3 @@ def _conclusion(report: Report) -> Text:
         f"  health {report.health.score:.3f} (deviation {shown})  action ",
         (report.action, "bold"),
     )
-
-
-def quantity(value: float | None, unit: str) -> str:
-    """Return a value in base units as people read it: 12.3 ms, 1.5 GB, 99.2%, 4.1e-05."""
-    if value is None or not math.isfinite(value):
-        return _UNREACHED
-    match unit:
-        case "s":
-            return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
-        case "B":
-            return f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
-        case "tok/s":
-            return f"{value:.0f} tok/s" if value >= 10 else f"{value:.3g} tok/s"
-        case "ratio" if value == 0 or abs(value) >= 1e-4:
-            return f"{value * 100:.4g}%"
-        case _:
-            return f"{value:.3g}"

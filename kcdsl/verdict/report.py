@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, Decimal
 from importlib.resources import files
 from typing import Any
 
 from kcdsl.exits import Exit
+from kcdsl.verdict.beside import Beside
 from kcdsl.verdict.health import Health
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Verdict, Violated, verdict_name
 
@@ -176,6 +177,8 @@ class ClauseResult:
     """What the sample shows of the rate of exceedance; None for a census, and for a mean."""
     needed: int | None = None
     """How many units would decide an inconclusive clause, as far as that can be told."""
+    beside: Beside | None = None
+    """What was measured, certified and noise of the training kernel, beside the threshold."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -209,6 +212,7 @@ class ClauseResult:
             "holdout": self.holdout,
             "shown": None if self.shown is None else self.shown.to_json(),
             "needed": self.needed,
+            "beside": None if self.beside is None else self.beside.to_json(),
         }
 
 
@@ -278,6 +282,25 @@ class ImpliedClause:
 
 
 @dataclass(frozen=True, slots=True)
+class Warned:
+    """Something about a clause on a slice that is no verdict, with the code that explains it."""
+
+    code: str
+    clause: str
+    slice: str
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "code": self.code,
+            "clause": self.clause,
+            "slice": self.slice,
+            "message": self.message,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class SliceSummary:
     """What was measured on a slice whatever the clauses say: statistics of the usual drifts."""
 
@@ -324,20 +347,21 @@ class Report:
     action: str
     notes: tuple[str, ...] = field(default=())
     statistics: Statistics = Statistics()
+    warnings: tuple[Warned, ...] = ()
+    bounding: Mapping[str, Any] = field(default_factory=dict)
+    """Of which numerics the certified bounds of the whole model speak, or why none were sought."""
+    charts: Mapping[str, Any] = field(default_factory=dict)
+    """The data of the charts: plain JSON of bounded size."""
 
     @property
     def verdict(self) -> str:
         """Return violated, else invalid_evidence, else inconclusive, else held."""
-        found = {verdict_name(c.verdict) for c in self.clauses}
-        for name in ("violated", "invalid_evidence", "inconclusive"):
-            if name in found:
-                return name
-        return "held" if found else "invalid_evidence"
+        return overall(self.clauses)[0]
 
     @property
     def exit(self) -> Exit:
         """Return the status of the process; a violation is named before weaker findings."""
-        return _EXITS[self.verdict]
+        return overall(self.clauses)[1]
 
     def to_json(self) -> dict[str, Any]:
         """Return the document "kcdsl.report/1"."""
@@ -360,6 +384,9 @@ class Report:
             "implied": [i.to_json() for i in self.implied],
             "deferred": dict(self.deferred),
             "notes": list(self.notes),
+            "warnings": [w.to_json() for w in self.warnings],
+            "bounding": dict(self.bounding),
+            "charts": dict(self.charts),
         }
 
     def dumps(self) -> str:
@@ -373,6 +400,15 @@ _EXITS = {
     "inconclusive": Exit.INCONCLUSIVE,
     "held": Exit.HELD,
 }
+
+
+def overall(clauses: Sequence[ClauseResult]) -> tuple[str, Exit]:
+    """Return the verdict over all clauses, and the status of the process: violated, else
+    invalid_evidence, else inconclusive, else held; nothing decided is no evidence."""
+    found = {verdict_name(clause.verdict) for clause in clauses}
+    names = ("violated", "invalid_evidence", "inconclusive")
+    name = next((n for n in names if n in found), "held" if found else "invalid_evidence")
+    return name, _EXITS[name]
 
 
 def number(value: float | None) -> float | None:

@@ -47,7 +47,13 @@ MINUTES = {
 }
 """Pages whose commands take a minute or more of computing."""
 
-SYNOPSES = {"docs/evaluate.md": "evaluate", "docs/verify.md": "verify"}
+SYNOPSES = {
+    "docs/aggregation.md": "aggregate",
+    "docs/attribution.md": "attribute",
+    "docs/experiments.md": "experiment",
+    "docs/evaluate.md": "evaluate",
+    "docs/verify.md": "verify",
+}
 """Pages whose block ```text is the synopsis of a command."""
 
 TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -326,7 +332,10 @@ def _example(name: str) -> Callable[[Path, Path], Path]:
 FOLDERS: dict[str, Callable[[Path, Path], Path]] = {
     "README.md": _example("tiny_lm"),
     "certs/README.md": _example("tiny_lm"),
+    "docs/attribution.md": _example("tiny_lm"),
     "docs/counterexamples.md": _example("tiny_lm"),
+    "docs/experiments.md": _example("tiny_lm"),
+    "docs/traces.md": _example("tiny_lm"),
     "examples/tiny_lm/README.md": _example("tiny_lm"),
     "examples/own_metric/README.md": _example("own_metric"),
     "examples/minilm/README.md": _example("minilm"),

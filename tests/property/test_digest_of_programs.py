@@ -22,6 +22,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir import formulas
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest, document, library_digest, to_json
+from kcdsl.ir.kernels import LogProbabilities, Recording, Service
 from kcdsl.ir.load import from_json, load_bytes
 from kcdsl.ir.normal import normal_formula
 from kcdsl.source.text import Span
@@ -121,7 +122,19 @@ NUMERICS = st.fixed_dictionaries(
         ),
     },
 ).map(lambda found: tuple(sorted(found.items())))
-KERNELS = st.builds(ir.KernelRef, TEXTS, NUMERICS)
+LOGPROBS = st.builds(
+    LogProbabilities,
+    st.sampled_from(["raw", "processed"]),
+    FRACTIONS,
+    FRACTIONS,
+    st.integers(0, 9),
+    FRACTIONS,
+    st.integers(0, 9),
+)
+SERVICES = st.builds(Service, TEXTS, LOGPROBS, OPTIONAL_TEXT, OPTIONAL_TEXT, st.integers(1, 9))
+KERNELS = st.builds(
+    ir.KernelRef, TEXTS, NUMERICS, folder=OPTIONAL_TEXT, service=st.none() | SERVICES
+)
 TOTAL = st.builds(
     ir.Escalation,
     st.tuples(*(st.tuples(st.just(level), ACTIONS) for level in ir.Level)),
@@ -231,12 +244,14 @@ WHERE = ir.AllOf(
         ir.NoneOf(ir.FieldTest("flag", "==", True)),
     )
 )
+SERVICE = Service("url", LogProbabilities("processed"), "model", "KEY")
+RECORDING = Recording("rows", (("tokens", "ids"),), LogProbabilities("raw"), "file")
 EVERYTHING = ir.Program(
     "name",
     "1",
     ir.ModelRef("model.safetensors", "llama", "package:factory", "config.json", "tokenizer.json"),
     ir.KernelRef("torch.eager", (("attention", (("tile", 64),)), ("compute", "float32"))),
-    ir.KernelRef("torch.sdpa", ()),
+    ir.KernelRef("torch.sdpa", (), folder="folder", service=SERVICE, recording=RECORDING),
     "data.jsonl",
     (ir.Slice("all", "own.jsonl", WHERE),),
     (
@@ -369,6 +384,9 @@ SAMPLES = {
     ir.Budget: ir.Budget(Fraction(1, 7), "windows"),
     ir.FieldTest: ir.FieldTest("f", "==", "g"),
     ir.EvidenceKind: ir.EvidenceKind.PROOF,
+    Service: SERVICE,
+    Recording: RECORDING,
+    LogProbabilities: LogProbabilities("raw"),
 }
 
 

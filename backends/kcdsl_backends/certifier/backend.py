@@ -259,9 +259,13 @@ def _batches(
 
 
 def _unserved(kernel: KernelRef, numerics: Numerics, side: str, device: str) -> tuple[str, ...]:
-    """Return why the kernel's adapter does not compute as the numerics say; empty if it does."""
+    """Return why the kernel's adapter may not compute as the numerics say; empty if it does."""
+    adapter = find_adapter(kernel.run)
+    if adapter.unproved is not None:
+        reason = f"{kernel.run}: {adapter.unproved}"
+        return (f"the {side} kernel is not held to the numerics that are proved about: {reason}",)
     try:
-        refuse_unserved(kernel.run, find_adapter(kernel.run), numerics, device)
+        refuse_unserved(kernel.run, adapter, numerics, device)
     except Refusal as refusal:
         reason = refusal.diagnostics[0].message
         return (f"the {side} kernel keeps numerics that were never run here: {reason}",)

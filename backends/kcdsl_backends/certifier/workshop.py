@@ -111,12 +111,16 @@ class BlockProblem:
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Builds block problems of one model and kernel pair; graphs and weights are kept."""
+    """Builds block problems of one model and kernel pair; graphs and weights are kept.
+
+    Workshops of one model and other kernels may share `graphs`, by block and length.
+    """
 
     model: Model
     train: Numerics
     infer: Numerics
     device: torch.device
+    graphs: dict[tuple[str, int], BlockGraph] = field(default_factory=dict, repr=False)
     _problems: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
     _sequences: dict[tuple[str, int], SequenceProblem] = field(default_factory=dict, repr=False)
     _around: dict[tuple[str, Fraction], Neighbourhood] = field(default_factory=dict, repr=False)
@@ -125,15 +129,23 @@ class Workshop:
         """Return the problem of a block for a sequence; `model` depends on the ids themselves."""
         key = (block, len(tokens))
         if block == "model" or key not in self._problems:
-            with threads_for(0):
-                graph = block_graph(
-                    self.model, block, len(tokens), tokens if block == "model" else None
-                )
-            problem = self.problem_of_graph(graph)
+            problem = self.problem_of_graph(self._graph(block, tokens))
             if block == "model":
                 return problem
             self._problems[key] = problem
         return self._problems[key]
+
+    def _graph(self, block: str, tokens: tuple[int, ...]) -> BlockGraph:
+        key = (block, len(tokens))
+        if block != "model" and key in self.graphs:
+            return self.graphs[key]
+        with threads_for(0):
+            graph = block_graph(
+                self.model, block, len(tokens), tokens if block == "model" else None
+            )
+        if block != "model":
+            self.graphs[key] = graph
+        return graph
 
     def sequences(self, block: str, longest: int) -> SequenceProblem:
         """Return the problem of a block at every length up to `longest`.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,40 @@ from kcdsl import __version__
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.buckets import Gap, expand_tables, gaps, whole_of
 from kcdsl.ir.canonical import digest
-from kcdsl.ir.terms import Program, Slice
+from kcdsl.ir.terms import KernelRef, Program, Slice
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.files import file_digest
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.model.presets import resolve
+from kcdsl.verdict.report import Report
+from kcdsl_backends.adapters import find_adapter
+from kcdsl_backends.empirical.certified import ModelBound
+from kcdsl_backends.empirical.conclusion import conclude
 from kcdsl_backends.empirical.crosscheck import Certify
 from kcdsl_backends.empirical.diagnoses import reference_of, watch_weights, weights_digests
-from kcdsl_backends.empirical.evaluation import Evaluation, Progress, evaluate
+from kcdsl_backends.empirical.evidence import Evidence, records
+from kcdsl_backends.empirical.gathering import Progress, gather
+from kcdsl_backends.empirical.journal import Journal
 from kcdsl_backends.empirical.kernels import load_kernel
-from kcdsl_backends.empirical.setting import Setting
+from kcdsl_backends.empirical.rollouts.gathering import (
+    RecordedSetting,
+    gather_recorded,
+    prepare_recorded,
+    stated_vocabulary,
+)
+from kcdsl_backends.empirical.rollouts.readers.logits import load_recorded_logits
+from kcdsl_backends.empirical.rollouts.whole_logits import (
+    as_recorded,
+    holds_logits,
+    prepare_logits,
+)
+from kcdsl_backends.empirical.run import Kernel
+from kcdsl_backends.empirical.servers.evaluating import gather_served
+from kcdsl_backends.empirical.servers.kernel import ServerKernel, load_server
+from kcdsl_backends.empirical.setting import Setting, spoiled_slices
+from kcdsl_backends.empirical.spreading import Recipe, Spread
+from kcdsl_backends.empirical.traces.changed import under
+from kcdsl_backends.empirical.traces.file import Trace, read_trace, trace_bytes
 from kcdsl_backends.empirical.user_metrics import functions_record, load_functions
 from kcdsl_backends.requests import Request, RequestFile, load_requests, select
 
@@ -37,7 +62,7 @@ class EmpiricalBackend:
 
     name = "empirical"
 
-    def evaluate(
+    def prepare(
         self,
         program: Program,
         base: Path,
@@ -48,9 +73,10 @@ class EmpiricalBackend:
         seconds: float = 20.0,
         looks: int | None = 1,
         crosscheck: bool = True,
+        bound_seconds: float = 0.0,
         progress: Progress = lambda stage, done, total: None,
-    ) -> Evaluation:
-        """Evaluate a contract whose folder is `base`.
+    ) -> Setting | RecordedSetting:
+        """Load what a contract names, whose folder is `base`.
 
         Args:
             program: the compiled contract.
@@ -61,39 +87,63 @@ class EmpiricalBackend:
             seconds: how long runs may be timed.
             looks: how many evaluations of growing data share the error; None for any number.
             crosscheck: compare measured block drift with certified bounds.
+            bound_seconds: how long the drift of the whole model may be bounded, over all requests.
             progress: told (stage, done, total).
 
         Raises:
-            Refusal: the model, the data or a kernel cannot be used, nothing can be decided, or a
-                measured drift lies above its certified bound (KC625).
+            Refusal: the model, the data or a kernel cannot be used.
         """
         place = torch.device(device)
+        served = program.infer.service is not None
+        sides = (program.train, program.infer)
+        recorded = any(kernel.recording is not None for kernel in sides)
+        shown = not served and not recorded and not any(_foreign(k) for k in sides)
+        crosscheck = crosscheck and shown
         user = load_functions(program, base)
         chosen = _chosen(program, slices)
         stated, program = program, expand_tables(program)
         names = {s.name for s in chosen}
         missed = tuple(gap for gap in gaps(stated) if gap.whole in names)
         chosen += _buckets(program, stated, names)
+        if program.infer.recording is not None and not holds_logits(program.infer):
+            return _recorded(
+                stated, base, place, chosen, missed, seed=seed, looks=looks, progress=progress
+            )
+        if all(holds_logits(kernel) for kernel in sides):
+            return prepare_logits(
+                stated,
+                base,
+                chosen,
+                missed,
+                {s.name: _data_of(program, s) for s in (*chosen, *(gap.slice for gap in missed))},
+                stated_vocabulary(stated, base),
+                contract=_identity(stated),
+                model=_unread_model(stated),
+                environment={**_environment(place), **functions_record(user)},
+                seed=seed,
+                looks=looks,
+                user=user,
+            )
         model = load_model(program.model, base)
         progress("load", 1, PREPARE_STEPS)
-        train = load_kernel(program.train, model, place)
-        infer = load_kernel(program.infer, model, place)
-        progress("load", 2, PREPARE_STEPS)
         files = _files(program, chosen, base, model)
         selected = {s.name: select(files[_data_of(program, s)], s) for s in chosen}
-        spoiled = _spoiled(
+        train = _train(program, model, place, base, selected)
+        infer = _infer(program, model, place, base, selected)
+        progress("load", 2, PREPARE_STEPS)
+        spoiled = spoiled_slices(
             (gap, select(files[_data_of(program, gap.slice)], gap.slice)) for gap in missed
         )
         progress("load", 3, PREPARE_STEPS)
-        setting = Setting(
-            program=program,
+        return Setting(
+            program=stated,
             train=train,
             infer=infer,
             block_input=_block_inputs(model),
             files=files,
             slices=selected,
             encoder=model.encoder_only,
-            blocks=frozenset(model.block_names()),
+            blocks=frozenset(model.block_names() if shown else ()),
             weights=weights_digests(
                 train, infer, model.checkpoint.sha256, file_digest(model.checkpoint.path)
             ),
@@ -101,11 +151,7 @@ class EmpiricalBackend:
                 side: fingerprint_digest(kernel.fingerprint())
                 for side, kernel in (("train", train), ("infer", infer))
             },
-            contract={
-                "name": program.name,
-                "version": program.version,
-                "digest": f"sha256:{digest(stated).removeprefix('sha256:')}",
-            },
+            contract=_identity(stated),
             model={
                 "checkpoint": program.model.checkpoint,
                 "sha256": model.checkpoint.sha256,
@@ -115,18 +161,166 @@ class EmpiricalBackend:
             environment={**_environment(place), **functions_record(user)},
             device=place,
             certify=_certify(program, model) if crosscheck else None,
+            bound_model=_bound_model(program, model) if crosscheck and not served else None,
+            bound_seconds=bound_seconds,
             seed=seed,
             seconds=seconds,
             looks=looks,
             user=user,
             spoiled=spoiled,
             changed_weights=watch_weights({"train": train, "infer": infer}),
-            reference=reference_of(model, resolve(program.train), resolve(program.infer)),
+            reference=None
+            if served or not all(kernel.claims for kernel in sides)
+            else reference_of(model, resolve(program.train), resolve(program.infer)),
         )
-        return evaluate(setting, progress)
+
+    def gather(
+        self,
+        setting: Setting | RecordedSetting,
+        progress: Progress,
+        journal: Journal | None = None,
+        spread: Spread | None = None,
+    ) -> Evidence:
+        """Run both kernels, where `spread` says; raises Refusal where a drift lies above its
+        certified bound, too."""
+        if isinstance(setting, RecordedSetting):
+            return gather_recorded(setting, progress)
+        if isinstance(setting.infer, ServerKernel):
+            return gather_served(setting, setting.infer, progress)
+        return as_recorded(gather(setting, progress, journal, spread))
+
+    def spread(
+        self,
+        program: Program,
+        base: Path,
+        *,
+        device: str,
+        slices: Sequence[str],
+        seed: int,
+        engine: str,
+        jobs: int | None,
+    ) -> Spread | None:
+        """Return where requests are run; None for this process alone, and for kernels that are
+        asked for or read."""
+        kernels = (program.train, program.infer)
+        if any(k.service is not None or k.recording is not None for k in kernels):
+            return None
+        if engine == "processes" and jobs in (None, 1):
+            return None
+        threads = torch.get_num_threads()
+        recipe = Recipe(program, base.resolve(), device, tuple(slices), seed, threads)
+        return Spread(recipe, engine, jobs)
+
+    def journal(self, path: Path, *, fresh: bool, tell: Callable[[str], None]) -> Journal:
+        """Return the journal that a killed evaluation goes on from."""
+        return Journal(path, fresh, tell)
+
+    def conclude(self, evidence: Evidence) -> Report:
+        """Decide every clause; raises Refusal where there is nothing to decide."""
+        return conclude(evidence)
+
+    def records(self, evidence: Evidence) -> tuple[dict[str, Any], ...]:
+        """Return the trace record of every request."""
+        return tuple(records(evidence).values())
+
+    def write_trace(self, evidence: Evidence, report: Report) -> bytes:
+        """Return evidence and what was concluded from it as a trace."""
+        return trace_bytes(evidence, report.to_json())
+
+    def read_trace(self, path: Path) -> Trace:
+        """Return what a trace holds; raises Refusal for what cannot be relied upon."""
+        return read_trace(path)
+
+    def under(self, program: Program, trace: Trace) -> Evidence:
+        """Return the evidence of a trace for a changed contract.
+
+        Raises Refusal (KC632) where it reads what the trace does not have.
+        """
+        return under(program, trace)
+
+    def experiment(
+        self, kind: str, program: Program, base: Path, folder: Path, **wishes: Any
+    ) -> dict[str, Any]:
+        """Return the document "kcdsl.experiment/1" of `kind` "e1" or "e2"; see `experiments`."""
+        from kcdsl_backends.empirical.experiments import run_experiment
+
+        return run_experiment(kind, self.prepare, program, base, folder, **wishes)
+
+    def aggregate(
+        self,
+        paths: Sequence[str | Path],
+        program: Program | None,
+        *,
+        limits: Sequence[tuple[str, str, Fraction]] = (),
+        percentiles: Sequence[Fraction] = (),
+        progress: Progress = lambda stage, done, total: None,
+        **wishes: Any,
+    ) -> dict[str, Any]:
+        """Return the document "kcdsl.aggregate/1" of token tables; see `aggregation.document`.
+
+        `limits` are (metric, operator, value); further names are those of `Wish`.
+        """
+        from kcdsl_backends.empirical.aggregation.document import aggregate, wish_for
+
+        return aggregate(paths, program, wish_for(limits, percentiles, **wishes), progress)
 
 
 BACKEND = EmpiricalBackend()
+
+
+def _recorded(
+    stated: Program,
+    base: Path,
+    place: torch.device,
+    chosen: Sequence[Slice],
+    missed: Sequence[Gap],
+    *,
+    seed: int,
+    looks: int | None,
+    progress: Progress,
+) -> RecordedSetting:
+    """Read what was recorded; the model only where the training kernel has to score it."""
+    model = load_model(stated.model, base) if stated.train.recording is None else None
+    train = None if model is None else load_kernel(stated.train, model, place, base)
+    progress("load", 1, PREPARE_STEPS)
+    return prepare_recorded(
+        stated,
+        base,
+        chosen,
+        missed,
+        {s.name: _data_of(stated, s) for s in (*chosen, *(gap.slice for gap in missed))},
+        train=train,
+        vocabulary=stated_vocabulary(stated, base) if model is None else model.limits[0],
+        progress=progress,
+        contract=_identity(stated),
+        model={
+            **_unread_model(stated),
+            "sha256": None if model is None else model.checkpoint.sha256,
+        },
+        environment=_environment(place),
+        device=place.type,
+        seed=seed,
+        looks=looks,
+    )
+
+
+def _unread_model(stated: Program) -> dict[str, Any]:
+    """Return what the contract says of a model whose checkpoint was not read."""
+    return {
+        "checkpoint": stated.model.checkpoint,
+        "sha256": None,
+        "architecture": stated.model.architecture or stated.model.module,
+        "encoder": False,
+    }
+
+
+def _identity(stated: Program) -> dict[str, str]:
+    """Return what identifies a contract: its name, its version, the digest of its meaning."""
+    return {
+        "name": stated.name,
+        "version": stated.version,
+        "digest": f"sha256:{digest(stated).removeprefix('sha256:')}",
+    }
 
 
 def _chosen(program: Program, names: Sequence[str]) -> tuple[Slice, ...]:
@@ -148,14 +342,43 @@ def _buckets(program: Program, stated: Program, chosen: set[str]) -> tuple[Slice
     return tuple(s for s in program.slices if s.name not in declared and whole_of(s.name) in chosen)
 
 
-def _spoiled(found: Iterable[tuple[Gap, Sequence[Request]]]) -> dict[str, str]:
-    """Return why a slice has no usable evidence, for tables that miss requests of it."""
-    return {
-        name: f"{len(rows)} requests, {rows[0].id!r} first, are in no row of the table {gap.table}"
-        for gap, rows in found
-        if rows
-        for name in gap.spoils
-    }
+def _foreign(kernel: KernelRef) -> bool:
+    """Say whether a kernel is a program of another library, which shows no blocks and whose
+    numerics are claimed of its outputs alone: no certified bound stands beside it."""
+    return find_adapter(kernel.run).unproved is not None
+
+
+def _every(selected: Mapping[str, Sequence[Request]]) -> list[Request]:
+    return list({r.key: r for rows in selected.values() for r in rows}.values())
+
+
+def _train(
+    program: Program,
+    model: Model,
+    place: torch.device,
+    base: Path,
+    selected: Mapping[str, Sequence[Request]],
+) -> Kernel:
+    """Load the training kernel, or what was recorded of it."""
+    if holds_logits(program.train):
+        return load_recorded_logits(program.train, base, _every(selected))
+    return load_kernel(program.train, model, place, base)
+
+
+def _infer(
+    program: Program,
+    model: Model,
+    place: torch.device,
+    base: Path,
+    selected: Mapping[str, Sequence[Request]],
+) -> Kernel:
+    """Load the inference kernel; a server draws on trial after the first request."""
+    if holds_logits(program.infer):
+        return load_recorded_logits(program.infer, base, _every(selected))
+    if program.infer.service is None:
+        return load_kernel(program.infer, model, place, base)
+    first = next((rows[0].tokens for rows in selected.values() if rows), (0,))
+    return load_server(program.infer, model, first)
 
 
 def _data_of(program: Program, slice_: Slice) -> str:
@@ -205,6 +428,16 @@ def _certify(program: Program, model: Model) -> Certify:
     train, infer = resolve(program.train), resolve(program.infer)
     shop = Workshop(model, train, infer, torch.device("cpu"))
     return lambda block, x: certified_block_drift(model, block, x, train, infer, shop)
+
+
+def _bound_model(program: Program, model: Model) -> ModelBound:
+    """Return what bounds the whole model, for the numerics the kernels claim."""
+    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.empirical.model_bounds import AffineBound
+
+    train, infer = resolve(program.train), resolve(program.infer)
+    shop = Workshop(model, train, infer, torch.device("cpu"))
+    return AffineBound(shop, program.train.run, program.infer.run)
 
 
 def _environment(device: torch.device) -> Mapping[str, Any]:

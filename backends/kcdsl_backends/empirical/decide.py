@@ -28,10 +28,12 @@ from kcdsl.ir.terms import (
 from kcdsl.ir.walk import walk
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.clauses import metrics_of, statistic_count
-from kcdsl_backends.empirical.estimate import Settings, Side, evaluate
+from kcdsl_backends.empirical.estimate import Settings, Side, evaluate, value_range
 from kcdsl_backends.empirical.interval import Interval, Outcome, compare
 from kcdsl_backends.empirical.measured import SliceData, Unit
 from kcdsl_backends.empirical.metrics.measures import Measure
+from kcdsl_backends.empirical.reduced import Reduced
+from kcdsl_backends.empirical.reduced_counts import beyond_of
 from kcdsl_backends.empirical.statistics import Confidence, Exceedance, NotMeasurable
 from kcdsl_backends.empirical.windows import windows
 
@@ -93,7 +95,11 @@ class Judge:
         return compare(left, formula.op, right)
 
     def _quantified(self, quantifier: str, body: Formula, negated: bool) -> Outcome:
-        rows = [self.on(unit).outcome(body, negated) for unit in self.data.requests]
+        if self.data.reduced is not None:
+            beyond = self.beyond(body, self.data.reduced, negated=negated)
+            rows = [_from_bool(not one) for one in set(beyond)]
+        else:
+            rows = [self.on(unit).outcome(body, negated) for unit in self.data.requests]
         if not rows:
             raise NotMeasurable("there are no requests")
         found = _and(rows) if quantifier == "forall" else _not(_and([_not(r) for r in rows]))
@@ -106,6 +112,25 @@ class Judge:
         requests, timed = ((), units) if runs else (units, ())
         data = replace(self.data, requests=requests, runs=timed, records=tuple(records))
         return Judge(data, Settings(self.settings.seed, None), sample=False)
+
+    def beyond(
+        self, body: Formula, reduced: Reduced, *, per_window: bool = False, negated: bool = False
+    ) -> tuple[bool, ...]:
+        """Return which requests of a token table, or windows of them, do not meet a formula."""
+        settings = Settings(self.settings.seed, None)
+
+        def decide(part: Reduced) -> Outcome:
+            alone = Judge(replace(self.data, reduced=part), settings, sample=False)
+            return alone.outcome(body, negated)
+
+        return beyond_of(
+            body,
+            reduced,
+            decide,
+            lambda term: value_range(term, self.data),
+            per_window=per_window,
+            negated=negated,
+        )
 
 
 def judge_for(clause: Clause, data: SliceData, seed: int, confidence: Confidence) -> Judge:
@@ -156,6 +181,12 @@ def count(clause: Clause, judge: Judge) -> Counted | None:
         records = _records(judge.data)
         beyond = tuple(not has_fields(body, record) for record in records)
         return Counted("records", (), beyond)
+    if judge.data.reduced is not None:
+        return Counted(
+            "windows" if per_window else "requests",
+            (),
+            judge.beyond(body, judge.data.reduced, per_window=per_window),
+        )
     runs = timed == {True}
     units = judge.data.runs if runs else judge.data.requests
     of = "windows" if per_window else "timed runs" if runs else "requests"

@@ -8,7 +8,7 @@ same; their limits resample whole requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -28,8 +28,8 @@ from kcdsl_backends.empirical.metrics.measures import (
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
     UNMEASURED,
-    Measure,
 )
+from kcdsl_backends.empirical.metrics.recorded import CACHE, MAGNITUDES, RECORDED_AGGREGATES
 from kcdsl_backends.empirical.statistics import Confidence, Estimate, NotMeasurable
 
 Side = Literal["upper", "lower"]
@@ -97,6 +97,8 @@ def units_of(term: Term, data: SliceData) -> tuple[Unit, ...]:
 
 def worst_of_units(term: Term, data: SliceData, side: Side) -> Array:
     """Return the worst value of every unit, for percentiles and counts."""
+    if data.reduced is not None:
+        return data.reduced.of(term).worst(side)
     reduce = np.max if side == "upper" else np.min
     values = unit_values(term, units_of(term, data))
     return np.array([float(reduce(v)) for v in values], dtype=np.float64)
@@ -149,19 +151,34 @@ def _exactly(of: Term, found: Estimate, data: SliceData) -> Estimate:
 
 
 def _mean(of: Term, data: SliceData, settings: Settings) -> Estimate:
-    values = unit_values(of, units_of(of, data))
-    statistics.check_values(np.concatenate(values) if values else [], label(of))
+    sums, sizes = _sums(of, data)
     return statistics.clustered_ratio(
-        [math.fsum(v) for v in values],
-        [float(v.size) for v in values],
+        sums,
+        sizes,
         seed=settings.seed,
         confidence=settings.confidence,
-        bounds=_range(of, units_of(of, data), data.measures),
+        bounds=value_range(of, data),
         what=label(of),
     )
 
 
+def _sums(of: Term, data: SliceData) -> tuple[Array, Array]:
+    """Return the sum of the token values of each request, correctly rounded, and their number."""
+    if data.reduced is not None:
+        column = data.reduced.of(of)
+        statistics.check_finite(
+            int(column.nan.sum() + column.infinite.sum()), int(column.values.sum()), label(of)
+        )
+        return column.totals, column.values.astype(np.float64)
+    values = unit_values(of, units_of(of, data))
+    statistics.check_values(np.concatenate(values) if values else [], label(of))
+    sums = [statistics.rounded_sum(v) for v in values]
+    return np.array(sums), np.array([float(v.size) for v in values])
+
+
 def _rate(of: Term, data: SliceData, settings: Settings) -> Estimate:
+    if data.reduced is not None:
+        return _rate_of_sums(of, data, settings)
     values = unit_values(of, units_of(of, data))
     every = statistics.check_values(np.concatenate(values) if values else [], label(of))
     if not bool(np.isin(every, (0.0, 1.0)).all()):
@@ -171,16 +188,31 @@ def _rate(of: Term, data: SliceData, settings: Settings) -> Estimate:
     return _mean(of, data, settings)
 
 
+def _rate_of_sums(of: Term, data: SliceData, settings: Settings) -> Estimate:
+    sums, sizes = _sums(of, data)
+    assert data.reduced is not None
+    if data.reduced.of(of).fractions.any():
+        raise NotMeasurable(f"rate({label(of)}): the values are not all 0 or 1")
+    if bool((sizes == 1).all()):
+        return statistics.proportion(int(sums.sum()), sums.size, settings.confidence)
+    return _mean(of, data, settings)
+
+
 def _aggregate(metric: Metric, data: SliceData, settings: Settings) -> Estimate | None:
     """Return the estimate of a metric that is one number per slice, None for a pointwise one."""
     match metric.name:
-        case name if name in UNMEASURED:
+        case name if name in UNMEASURED and name not in data.measures:
             raise NotMeasurable(f"{name}: {UNMEASURED[name]}")
+        case name if name in MAGNITUDES:
+            return _magnitude(name, data, settings)
+        case "kv_memory":
+            largest = [float(_recorded(CACHE, unit).max()) for unit in data.requests]
+            return statistics.largest(statistics.check_values(largest, "kv_memory"))
         case "ece_gap":
             return _ece_gap(data, settings)
         case "grad_bias":
             return _mean(Metric("grad_bias"), data, settings)
-        case name if name in AGGREGATES:
+        case name if name in AGGREGATES or name in RECORDED_AGGREGATES:
             return _joined(name, data, settings)
         case "throughput":
             return _throughput(data, settings)
@@ -204,7 +236,7 @@ def _aggregate(metric: Metric, data: SliceData, settings: Settings) -> Estimate 
 
 def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
     """Return one number of the arrays of all requests, with limits by resampling requests."""
-    aggregate = AGGREGATES[name]
+    aggregate = AGGREGATES.get(name) or RECORDED_AGGREGATES[name]
     parts = [[_recorded(of, unit) for of in aggregate.inputs] for unit in data.requests]
 
     def value(drawn: Sequence[int]) -> float | None:
@@ -223,6 +255,29 @@ def _joined(name: str, data: SliceData, settings: Settings) -> Estimate:
         seed=settings.seed,
         confidence=settings.confidence,
         count=_AGGREGATE_RESAMPLES,
+    )
+
+
+def _magnitude(name: str, data: SliceData, settings: Settings) -> Estimate:
+    """Return the absolute value of a mean, with limits from those of the mean itself."""
+    array, bounds = MAGNITUDES[name]
+    values = [_recorded(array, unit) for unit in data.requests]
+    statistics.check_values(np.concatenate(values) if values else [], name)
+    mean = statistics.clustered_ratio(
+        [math.fsum(v) for v in values],
+        [float(v.size) for v in values],
+        seed=settings.seed,
+        confidence=settings.confidence,
+        bounds=bounds,
+        what=name,
+    )
+    limits = Interval.of(mean).magnitude()
+    return replace(
+        mean,
+        value=abs(mean.value),
+        exact=abs(mean.rational),
+        low=None if limits.low is None else float(limits.low),
+        high=None if limits.high is None else float(limits.high),
     )
 
 
@@ -320,11 +375,11 @@ def _pointwise(term: Term, unit: Unit) -> Array:
 
 def _recorded(name: str, unit: Unit) -> Array:
     _require(unit)
-    if name in UNMEASURED:
-        raise NotMeasurable(f"{name}: {UNMEASURED[name]}")
     values = unit.values.get(name)
     if name in unit.problems:
         raise NotMeasurable(f"{name}: the request {unit.key}: {unit.problems[name]}")
+    if values is None and name in UNMEASURED:
+        raise NotMeasurable(f"{name}: {UNMEASURED[name]}")
     if values is None or values.size == 0:
         raise NotMeasurable(f"{name}: the request {unit.key} has no values")
     return values
@@ -335,9 +390,7 @@ def _require(unit: Unit) -> None:
         raise NotMeasurable(f"the request {unit.key} failed: {unit.failure}")
 
 
-def _range(
-    term: Term, units: Sequence[Unit], measures: Mapping[str, Measure]
-) -> tuple[float | None, float | None]:
+def value_range(term: Term, data: SliceData) -> tuple[float | None, float | None]:
     """Return the range of one value of a pointwise term, as far as it is known.
 
     Where both policies are equal at every position, the value of a sampled token is the same
@@ -345,17 +398,27 @@ def _range(
     """
     of_tokens = {*SAMPLED_FUNCTIONS, *PROBABILITY_FUNCTIONS}
     sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & of_tokens
-    spread = [unit.values.get("log_ratio_linf") for unit in units] if sampled else []
-    if spread and all(s is not None and not s.any() for s in spread):
-        constant = float(_pointwise(term, units[0])[0])
+    if sampled and _equal_policies(data):
+        if data.reduced is not None:
+            constant = float(data.reduced.of(term).least[0])
+        else:
+            constant = float(_pointwise(term, data.requests[0])[0])
         return constant, constant
     match term:
-        case Metric(name) if name in measures:
-            return measures[name].low, measures[name].high
+        case Metric(name) if name in data.measures:
+            return data.measures[name].low, data.measures[name].high
         case Abs():
             return 0.0, None
         case _:
             return None, None
+
+
+def _equal_policies(data: SliceData) -> bool:
+    if data.reduced is not None:
+        column = data.reduced.columns.get(Metric("log_ratio_linf"))
+        return column is not None and not (column.least.any() or column.most.any())
+    spread = [unit.values.get("log_ratio_linf") for unit in data.requests]
+    return bool(spread) and all(s is not None and not s.any() for s in spread)
 
 
 def _opposite(side: Side) -> Side:

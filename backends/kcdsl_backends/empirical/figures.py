@@ -13,6 +13,7 @@ from kcdsl_backends.empirical.clauses import label, main_comparison
 from kcdsl_backends.empirical.decide import Counted, Judge, has_fields
 from kcdsl_backends.empirical.estimate import unit_values
 from kcdsl_backends.empirical.measured import SliceData, Unit
+from kcdsl_backends.empirical.reduced_counts import worst_request
 from kcdsl_backends.empirical.statistics import NotMeasurable
 
 UNITS = {
@@ -70,7 +71,7 @@ def figures_of(clause: Clause, judge: Judge) -> Figures:
 
 
 def _of_fields(clause: Clause, judge: Judge) -> Figures:
-    n = len(judge.data.requests)
+    n = judge.data.size
     if not isinstance(clause.require, HasFields):
         return Figures(clause.text or clause.id, "1", "", None, None, None, n, None)
     records = judge.data.records
@@ -138,6 +139,10 @@ def counterexample(
         return {**example, "records": lacking[:5]}
     if found is None or comparison is None or not any(found.beyond):
         return example
+    if judge.data.reduced is not None:
+        windows, term = found.of == "windows", _inner(comparison)
+        worst = worst_request(judge.data.reduced, found.beyond, windows, term, figures.op)
+        return example if worst is None else {**example, **worst}
     units = [
         u for group, beyond in zip(found.groups, found.beyond, strict=True) if beyond for u in group
     ]

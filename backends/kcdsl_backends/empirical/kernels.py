@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
 from kcdsl_backends.empirical.engines.compiled import Compiled
+from kcdsl_backends.empirical.engines.hugging_face import hugging_face
 from kcdsl_backends.empirical.engines.onnx_runtime import Sessions
 from kcdsl_backends.empirical.engines.programs import (
     Engine,
@@ -84,7 +86,10 @@ class TorchKernel:
         self.model.block(name)
         if name == "model":
             raise refuse(codes.UNKNOWN_BLOCK, "the block `model` takes token ids; use logits")
-        own = getattr(self.module, "blocks")()  # noqa: B009
+        blocks = getattr(self.module, "blocks", None)
+        if blocks is None:
+            raise refuse(codes.UNKNOWN_BLOCK, f"{self.ref.run} does not show the block {name}")
+        own = blocks()
         entering = x.to(self.device, TORCH_TYPES[self.numerics.compute])
         return _out(self._run(name, own[name], entering))
 
@@ -152,25 +157,43 @@ class TorchKernel:
 
 
 def load_kernel(
-    ref: KernelRef, model: Model, device: torch.device | str | None = None
+    ref: KernelRef,
+    model: Model,
+    device: torch.device | str | None = None,
+    base: Path = Path(),
 ) -> TorchKernel:
     """Prepare a kernel of a model; `device` None means CUDA where there is one, else the CPU.
+    `base` is the folder of the contract, which a kernel's own folder is relative to.
 
     Refuse an unknown adapter, numerics that the adapter does not compute in (the message names
     those that do), a weight that does not fit its format, and a kernel that cannot run here.
     """
     with at(ref.span):
-        return _load(ref, model, device)
+        return _load(ref, model, device, base)
 
 
-def _load(ref: KernelRef, model: Model, device: torch.device | str | None) -> TorchKernel:
+def _load(
+    ref: KernelRef, model: Model, device: torch.device | str | None, base: Path
+) -> TorchKernel:
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
         raise refuse(codes.NO_DEVICE, "there is no CUDA device", help="use the device cpu")
-    numerics = resolve(ref)
     adapter = find_adapter(ref.run)
+    if adapter.tier != "A":
+        raise refuse(
+            codes.METRIC_OUT_OF_REACH,
+            f"{ref.run} gives no logits, so it cannot be run in this place",
+            help="let it be the inference kernel of `kcdsl evaluate`: docs/adapters.md",
+        )
+    numerics = resolve(ref)
     refuse_unserved(ref.run, adapter, numerics, place.type)
     _refuse_foreign(ref.run, adapter, model, numerics)
+    if adapter.engine == "hf":
+        dtype = TORCH_TYPES[numerics.compute]
+        program, own = hugging_face(ref, model, base, dtype, adapter.style)
+        _refuse_overflow(program, numerics)
+        program.to(place).requires_grad_(False)
+        return TorchKernel(ref, numerics, own, place, program, None)
     module = copy.deepcopy(model.module).to(TORCH_TYPES[numerics.compute])
     _refuse_overflow(module, numerics)
     use_attention(module, _program(adapter))
@@ -197,7 +220,8 @@ def _refuse_foreign(run: str, adapter: Adapter, model: Model, numerics: Numerics
     to find its linears, or to be sure how its attention is formed."""
     need(adapter.library, run)
     plain = numerics.weights == Weights(numerics.compute)
-    if model.built_in or (adapter.engine == "compile" and plain) or adapter.engine == "torch":
+    whole = adapter.engine in ("torch", "hf")
+    if model.built_in or (adapter.engine == "compile" and plain) or whole:
         return
     raise refuse(
         codes.KERNEL_NUMERICS,

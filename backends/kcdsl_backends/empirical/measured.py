@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from kcdsl_backends.empirical.metrics.calibration import Confidences
 from kcdsl_backends.empirical.metrics.measures import MEASURES, Measure
+from kcdsl_backends.empirical.reduced import Reduced
 
 Array = NDArray[np.float64]
 
@@ -33,6 +35,31 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """What one request gave: its unit, and the digests of the tensors at the audit points."""
+
+    unit: Unit
+    seed: int
+    digests: Mapping[str, str]
+    nonfinite: int
+
+    @property
+    def replay_signature(self) -> str:
+        """Return the sha256 over the digests at all audit points."""
+        lines = "\n".join(f"{name}={self.digests[name]}" for name in sorted(self.digests))
+        return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """All timed runs in order; per request, (equal, made) repeats; the peak memory in bytes."""
+
+    runs: tuple[Unit, ...] = ()
+    repeats: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    peak_memory: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SliceData:
     """The units of one slice.
 
@@ -50,3 +77,10 @@ class SliceData:
     """The trace records of the requests."""
     measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES)
     """How each metric is measured, the user's own included."""
+    reduced: Reduced | None = None
+    """The requests of a token table, instead of `requests`."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of requests."""
+        return len(self.requests) if self.reduced is None else len(self.reduced)

@@ -15,6 +15,7 @@ from kcdsl.check.metrics import registry_of
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.canonical import digest
+from kcdsl.ir.recordings import LOGITS
 from kcdsl.ir.terms import Abs, Clause, EvidenceKind, HasFields, ModelRef, Program
 from kcdsl.ir.walk import walk
 from kcdsl.model.config import find_config
@@ -45,7 +46,12 @@ from kcdsl_backends.empirical.windows import WINDOW, window_count
 from kcdsl_backends.requests import RequestFile, load_requests, select
 
 _PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
-NOISY = frozenset({"sampled", "timing"})
+NOISY = frozenset(
+    {
+        *("sampled", "timing", "rollouts", "topk", "advantages", "rewards", "text"),
+        *("gradients", "routes", "stamps"),
+    }
+)
 """What makes another run of the same requests give other values."""
 
 
@@ -260,7 +266,14 @@ def _units(part: Clause, requests: int | None) -> int | None:
 
 
 def _available(program: Program, base: Path) -> Mapping[str, int | None]:
-    """Return how many requests each slice has; None where a file is not here yet."""
+    """Return how many requests each slice has; None where a file is not here yet.
+
+    Of recorded rollouts those of one prompt are one.
+    """
+    if program.infer.recording is not None and program.infer.recording.format != LOGITS:
+        from kcdsl_backends.empirical.rollouts.gathering import units_available
+
+        return units_available(program, base)
     files: dict[str, RequestFile | None] = {}
     found: dict[str, int | None] = {}
     for slice_ in program.slices:

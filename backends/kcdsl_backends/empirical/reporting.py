@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
 
+from kcdsl.diagnostics import codes
 from kcdsl.ir.buckets import is_bucket
 from kcdsl.verdict.health import assess, recommend
 from kcdsl.verdict.report import (
     ClauseResult,
-    CrossCheck,
-    Precheck,
     Report,
     SliceSummary,
     Statistics,
+    Warned,
 )
+from kcdsl_backends.empirical.charts import charts_of
+from kcdsl_backends.empirical.evidence import SUMMARY_METRICS, Evidence
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.results import called
-from kcdsl_backends.empirical.setting import SUMMARY_METRICS, Setting
 from kcdsl_backends.empirical.statistics import CONFIDENCE, quantile_rank
 
 
 def build_report(
-    setting: Setting,
+    evidence: Evidence,
+    data: Mapping[str, SliceData],
     results: tuple[ClauseResult, ...],
     deferred: Mapping[str, str],
-    data: Mapping[str, SliceData],
-    prechecks: tuple[Precheck, ...],
-    crosschecks: tuple[CrossCheck, ...],
-    notes: tuple[str, ...],
     statistics: Statistics,
 ) -> Report:
     """Return the report, with health score and recommended action."""
@@ -39,45 +37,54 @@ def build_report(
     for result in results:
         deviations.setdefault(result.clause, []).append(result.deviation)
     health = assess(deviations)
-    kernels = {
-        side: {
-            "run": ref.run,
-            "digest": f"sha256:{setting.digests[side]}",
-            "fingerprint": kernel.fingerprint(),
-        }
-        for side, ref, kernel in (
-            ("train", setting.program.train, setting.train),
-            ("infer", setting.program.infer, setting.infer),
-        )
-    }
-    files = tuple(
-        {"name": f.name, "sha256": f.sha256, "rows": len(f.requests)}
-        for f in setting.files.values()
-    )
     return Report(
-        contract=setting.contract,
-        model=setting.model,
-        kernels=kernels,
-        data=files,
+        contract=evidence.contract,
+        model=evidence.model,
+        kernels=evidence.kernels,
+        data=evidence.data,
         environment={
-            **setting.environment,
-            "seed": setting.seed,
+            **evidence.environment,
+            "seed": evidence.seed,
             "confidence": CONFIDENCE,
             "unit": "request",
         },
         clauses=results,
         slices=tuple(
-            summarise_slice(d, setting.encoder) for d in data.values() if not is_bucket(d.name)
+            summarise_slice(d, evidence.encoder) for d in data.values() if not is_bucket(d.name)
         ),
-        prechecks=prechecks,
-        crosschecks=crosschecks,
-        implied=(),
+        prechecks=evidence.prechecks,
+        crosschecks=evidence.crosschecks,
+        implied=evidence.implied,
         deferred=deferred,
         health=health,
         action=recommend(called(results), health),
-        notes=notes,
+        notes=(*evidence.notes, *evidence.accepted),
         statistics=statistics,
+        warnings=below_noise(results),
+        bounding=evidence.bounding,
+        charts=charts_of(evidence, data, results),
     )
+
+
+def below_noise(results: Sequence[ClauseResult]) -> tuple[Warned, ...]:
+    """Name the clauses whose threshold lies below the noise floor of the training kernel."""
+    found = []
+    for row in results:
+        floor = None if row.beside is None else row.beside.floor
+        if floor is None or not floor.above or floor.value is None or row.threshold is None:
+            continue
+        far = "above" if row.op in (">=", ">") else "below"
+        found.append(
+            Warned(
+                codes.BELOW_NOISE.id,
+                row.clause,
+                row.slice,
+                f"the threshold {row.threshold:.3g} lies {far} the noise floor {floor.value:.3g}: "
+                f"so far the training kernel is from itself when {floor.requests} requests are "
+                "batched otherwise",
+            )
+        )
+    return tuple(found)
 
 
 def summarise_slice(data: SliceData, encoder: bool) -> SliceSummary:

@@ -6,7 +6,6 @@ Logits are widened to float64 a few rows at a time; only the values of the metri
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,8 +19,8 @@ from torch import Tensor
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.model.graph import array_digest
 from kcdsl_backends.empirical.clauses import norm_name
-from kcdsl_backends.empirical.measured import Array, Unit
-from kcdsl_backends.empirical.metrics import calibration, curves, sampled, sequences
+from kcdsl_backends.empirical.measured import Array, Run, Unit
+from kcdsl_backends.empirical.metrics import calibration, curves, ranks, sampled, sequences
 from kcdsl_backends.empirical.metrics.aggregates import (
     AGGREGATES,
     INFER_LOG,
@@ -29,6 +28,7 @@ from kcdsl_backends.empirical.metrics.aggregates import (
     TRAIN_LOG,
 )
 from kcdsl_backends.empirical.metrics.calibration import Confidences
+from kcdsl_backends.empirical.metrics.logits import noise_ratio
 from kcdsl_backends.empirical.metrics.measures import (
     PROBABILITY_FUNCTIONS,
     SAMPLED_FUNCTIONS,
@@ -99,6 +99,8 @@ class Plan:
     """(block, norm) of every measured drift that a clause reads."""
     user: tuple[UserFunction, ...] = ()
     """The functions of the user's metrics that clauses read."""
+    context: frozenset[str] = frozenset()
+    """What charts read beside `metrics`; left out where the vocabulary is too small for it."""
     needs_hidden: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,22 +112,6 @@ class Plan:
     def needs_logits(self) -> bool:
         """Say whether logits are read at all."""
         return not self.encoder
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What one request gave: its unit, and the digests of the tensors at the audit points."""
-
-    unit: Unit
-    seed: int
-    digests: Mapping[str, str]
-    nonfinite: int
-
-    @property
-    def replay_signature(self) -> str:
-        """Return the sha256 over the digests at all audit points."""
-        lines = "\n".join(f"{name}={self.digests[name]}" for name in sorted(self.digests))
-        return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
 
 
 def run_request(
@@ -177,6 +163,8 @@ def _measure(
         nonfinite += sum(int((s.isnan() | s.isposinf()).sum()) for s in logits)
         found, confidences, drawn = _policy_values(request, logits, plan, seed)
         values.update(found)
+        if "noise_ratio" in plan.metrics:
+            values["noise_ratio"] = _noise_ratio(request, train, infer, logits)
         _offer(inputs, plan, "logits", logits)
         inputs["sampled"] = _read_only(drawn)
     for block in sorted({block for block, _ in plan.norms}):
@@ -186,6 +174,17 @@ def _measure(
             values[norm_name(block, kind)] = _array(_row_norm(drift, kind))
     own, problems = _user_values(request, plan, inputs) if not nonfinite else ({}, {})
     return {**values, **own}, confidences, nonfinite, problems
+
+
+def _noise_ratio(
+    request: Request, train: Kernel, infer: Kernel, logits: tuple[Tensor, Tensor]
+) -> Array:
+    """Return the errors of infer over those of train, [T], against a recorded run in float32."""
+    for kernel in (train, infer):
+        gold = getattr(kernel, "gold", lambda ids: None)(request.tokens)
+        if gold is not None:
+            return _array(noise_ratio(*logits, gold))
+    raise ValueError("no run in float32 or wider was recorded beside the logits")
 
 
 def _offer(inputs: dict[str, Any], plan: Plan, need: str, outputs: tuple[Tensor, Tensor]) -> None:
@@ -243,6 +242,16 @@ def _both(
     return outputs
 
 
+def compared(request: Request, train: Tensor, infer: Tensor, plan: Plan) -> dict[str, Array]:
+    """Return the metrics of two outputs for a request: logits [T, V], or states [T, D] of an
+    encoder."""
+    if plan.encoder:
+        return {name: _array(function(train, infer)) for name, function in STATE_FUNCTIONS.items()}
+    return _policy_values(request, (train, infer), plan, sampled.request_seed(plan.seed, "again"))[
+        0
+    ]
+
+
 def _policy_values(
     request: Request, logits: tuple[Tensor, Tensor], plan: Plan, seed: int
 ) -> tuple[dict[str, Array], Confidences | None, NDArray[np.int64]]:
@@ -276,7 +285,9 @@ def _policy_values(
 def _exact_values(logits: tuple[Tensor, Tensor], plan: Plan) -> dict[str, Array]:
     """Return the metrics of full logits: of positions, and what whole requests make of them."""
     texts = {name: made for name, made in _OF_TEXTS.items() if name in plan.metrics}
+    width = logits[0].shape[1]
     wanted = plan.metrics & TIER_A
+    wanted |= {name for name in plan.context if ranks.depth_of(name) <= width}
     needed = {source for source, _ in texts.values()}
     if plan.gradient is not None:
         needed.add("tv")
@@ -366,17 +377,6 @@ def tensor_digest(tensor: Tensor) -> str:
     if wide.dtype not in (torch.float32, torch.float64, torch.float16):
         wide = wide.to(torch.float32)
     return array_digest(wide.numpy())
-
-
-def summary(values: Array) -> dict[str, float | int | None]:
-    """Return what percentiles, maxima and means of a request need: n, sum, smallest, largest."""
-    finite = bool(np.isfinite(values).all())
-    return {
-        "n": int(values.size),
-        "sum": math.fsum(values) if finite else None,
-        "min": float(values.min()) if finite else None,
-        "max": float(values.max()) if finite else None,
-    }
 
 
 def _array(values: Tensor) -> Array:

@@ -10,7 +10,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor
 from kcdsl.ir.terms import Clause, Statistic
 from kcdsl.ir.walk import terms_of
 from kcdsl_backends.empirical.clauses import metrics_of
-from kcdsl_backends.empirical.measured import Unit
+from kcdsl_backends.empirical.measured import Timing, Unit
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.run import tensor_digest
 from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, units_for_budget
@@ -32,15 +31,6 @@ FEWEST_ROUNDS = 3
 FEWEST_RUNS = 64
 DIGEST_ROUNDS = 3
 """Rounds whose outputs are compared bit by bit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """All timed runs in order; per request, (equal, made) repeats; the peak memory in bytes."""
-
-    runs: tuple[Unit, ...]
-    repeats: dict[str, tuple[int, int]]
-    peak_memory: float | None
 
 
 def is_runtime(clause: Clause) -> bool:

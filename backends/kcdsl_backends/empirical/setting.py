@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kcdsl.ir.terms import Program
+from kcdsl.ir.buckets import Gap
+from kcdsl.ir.terms import KernelRef, Program
+from kcdsl_backends.empirical.certified import ModelBound
 from kcdsl_backends.empirical.crosscheck import Certify
 from kcdsl_backends.empirical.diagnoses.reference import Reference
 from kcdsl_backends.empirical.run import BlockInput, Kernel
 from kcdsl_backends.empirical.user_metrics import UserFunction
 from kcdsl_backends.requests import Request, RequestFile
-
-SUMMARY_METRICS = {
-    False: ("kl", "tv", "logit_linf", "logit_span", "top1_overlap"),
-    True: ("hidden_l2", "hidden_linf", "embedding_l2", "embedding_cosine"),
-}
-"""The usual drifts of models with a head (False) and of encoders (True)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +21,7 @@ class Setting:
     """Everything an evaluation reads: loaded, resolved, and replaceable by fakes."""
 
     program: Program
-    """The program with its tables written out (`kcdsl.ir.buckets.expand_tables`)."""
+    """The contract as it was compiled, its tables as they are stated."""
     train: Kernel
     infer: Kernel
     block_input: BlockInput
@@ -53,5 +49,24 @@ class Setting:
     """The functions of the user's metrics that the program speaks of."""
     changed_weights: Callable[[], Mapping[str, str]] = dict
     """Names the kernels whose weights are no longer those that were loaded."""
+    bound_model: ModelBound | None = None
+    """Bounds the drift of the whole model; None where that is not sought."""
+    bound_seconds: float = 0.0
+    """How long `bound_model` may take over all requests."""
     reference: Reference | None = None
     """Runs the model without roundings and as claimed; None where it cannot be copied."""
+
+
+def recorded_side(kernel: KernelRef) -> bool:
+    """Say whether a kernel is read from a recording."""
+    return kernel.recording is not None
+
+
+def spoiled_slices(found: Iterable[tuple[Gap, Sequence[Request]]]) -> dict[str, str]:
+    """Return why a slice has no usable evidence, for tables that miss requests of it."""
+    return {
+        name: f"{len(rows)} requests, {rows[0].id!r} first, are in no row of the table {gap.table}"
+        for gap, rows in found
+        if rows
+        for name in gap.spoils
+    }

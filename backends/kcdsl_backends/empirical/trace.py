@@ -1,12 +1,14 @@
-"""Trace records: what is logged of every request, so that a verdict can be re-derived later."""
+"""Trace records: what is logged of every request, and what clauses about traces are decided on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kcdsl_backends.empirical.measured import Unit
-from kcdsl_backends.empirical.run import Run, summary
+import numpy as np
+
+from kcdsl_backends.empirical.measured import Array, Run, Unit
 from kcdsl_backends.requests import Request
 
 TRACE_SCHEMA = "kcdsl.trace/1"
@@ -18,30 +20,42 @@ def trace_record(
     *,
     slices: Sequence[str],
     kernels: Mapping[str, str],
-    temperature: float,
+    sampling: Mapping[str, float],
     runs: Sequence[Unit] = (),
 ) -> dict[str, Any]:
     """Return the record of one request.
 
-    `kernels` holds the digests of both fingerprints, `runs` the timed runs of the request. A
-    request that failed has no replay signature: there is nothing to replay against.
+    `kernels` holds the digests of both fingerprints, `runs` the timed runs of the request, and
+    `sampling` how tokens are drawn. A request that failed has no replay signature: there is
+    nothing to replay against.
     """
     failed = run.unit.failure is not None
     return {
         "schema": TRACE_SCHEMA,
         "request": request.key,
         "slices": list(slices),
-        "build_fingerprint": f"sha256:{kernels['infer']}",
-        "reference_fingerprint": f"sha256:{kernels['train']}",
+        "build_fingerprint": kernels["infer"],
+        "reference_fingerprint": kernels["train"],
         "request_shape": [1, request.length],
         "rng_seed": run.seed,
-        "sampling_params": {"temperature": temperature, "top_p": 1.0, "top_k": 0},
+        "sampling_params": dict(sampling),
         "replay_signature": None if failed else run.replay_signature,
         "digests": dict(sorted(run.digests.items())),
         "failure": run.unit.failure,
         "nonfinite": run.nonfinite,
         "values": {name: summary(v) for name, v in sorted(run.unit.values.items())},
         "latency_s": [float(unit.values["latency"][0]) for unit in runs if not _lost(unit)],
+    }
+
+
+def summary(values: Array) -> dict[str, float | int | None]:
+    """Return what percentiles, maxima and means of a request need: n, sum, smallest, largest."""
+    finite = bool(np.isfinite(values).all()) and values.size > 0
+    return {
+        "n": int(values.size),
+        "sum": math.fsum(values) if finite else None,
+        "min": float(values.min()) if finite else None,
+        "max": float(values.max()) if finite else None,
     }
 
 

@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
@@ -29,8 +29,10 @@ from kcdsl.check.user_metrics import declarations
 from kcdsl.declare import MARK
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, Sink, refuse
+from kcdsl.ir.recordings import LOGITS
 from kcdsl.ir.terms import Program, UserMetric
 from kcdsl_backends.empirical.metrics.measures import MEASURES, Measure, Source
+from kcdsl_backends.empirical.metrics.recorded import RECORDED
 
 Array = NDArray[np.float64]
 
@@ -50,8 +52,21 @@ class Unusable(ValueError):
 
 
 def measures_of(program: Program) -> Mapping[str, Measure]:
-    """Return how every metric is measured that a program may speak of."""
-    return {**MEASURES, **{metric.name: _measure(metric) for metric in program.metrics}}
+    """Return how every metric is measured that a program may speak of.
+
+    A server draws the tokens at which anything is measured, so each value varies from run to run.
+    Recordings, and what a server draws, feed metrics that a forward pass does not.
+    """
+    own = {metric.name: _measure(metric) for metric in program.metrics}
+    recordings = [k.recording for k in (program.train, program.infer) if k.recording is not None]
+    if any(recording.format == LOGITS for recording in recordings):
+        return {**MEASURES, "noise_ratio": RECORDED["noise_ratio"], **own}
+    if recordings:
+        return {**MEASURES, **RECORDED, **own}
+    if program.infer.service is None:
+        return {**MEASURES, **own}
+    found = {**MEASURES, **RECORDED, **own}
+    return {name: replace(measure, noisy=True) for name, measure in found.items()}
 
 
 def _measure(metric: UserMetric) -> Measure:

@@ -179,6 +179,8 @@ def _rounded(w: Box, held: Held, format: Format, stored: Weights, name: str) -> 
 
 def _scaled(w: Box, format: str, scale: str, name: str) -> Held:
     """Return codes times scales, both of which move with the weights."""
+    if format == "int4_full":
+        raise NoBound(name, "there is no region around weights of int4_full")
     least, most = torch.minimum(w.lo.abs(), w.hi.abs()), w.mag()
     low, high = (_scale(_largest(size, scale), format, scale) for size in (least, most))
     if not bool((low >= LEAST_SCALE).all()):

@@ -127,6 +127,8 @@ def _cast(v: Box, found: Stored, form: Format, kernel: Kernel, name: str) -> Sto
 def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
     """Return codes times scales: the largest magnitude of a group lies in an interval as well."""
     kind, scale = kernel.weights
+    if kind == "int4_full":
+        raise Rejection("parameter/scale", f"no region around {name!r}, stored as int4_full")
     near, far = np.minimum(np.abs(v.lo), np.abs(v.hi)), box.magnitude(v)
     ends = [_scale(_group(size, scale), kind, scale) for size in (near, far)]
     if not (np.isfinite(ends[1]).all() and (ends[0] >= staircase.LEAST_SCALE).all()):

@@ -44,7 +44,8 @@ FLOAT64 = FORMATS["float64"]
 
 # Largest code of a scaled format, and the exponent of an mx scale for amax in [1, 2).
 CODE_LARGEST = {"fp8_e4m3": 448, "fp8_e5m2": 57344, "int8": 127}
-INTEGERS = ("int8", "int8_full")
+INTEGERS = ("int8", "int8_full", "int4_full")
+FULL_RANGE = {"int8_full": 128, "int4_full": 8}  # codes from -n to n - 1, the scale amax/(n - 1/2)
 MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
 MX_BLOCK = 32
 TILE = 128

@@ -15,6 +15,7 @@ from kcdsl_certs.recheck.spec import (
     CODE_LARGEST,
     FLOAT32,
     FORMATS,
+    FULL_RANGE,
     MX_BLOCK,
     MX_EXPONENT,
     TILE,
@@ -115,8 +116,8 @@ def quantised(weight: Singles, kind: str, scale: str, name: str, inward: bool = 
         raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
     if scale == "none":
         return plain(weight.astype(np.float64), FORMATS[kind], name, inward).astype(np.float32)
-    if kind == "int8_full":
-        return _full_range(weight, scale, name)
+    if kind in FULL_RANGE:
+        return _full_range(weight, scale, name, FULL_RANGE[kind])
     scales = _scales(weight, kind, scale)
     least = _LEAST_MX_SCALE if scale == "mx" else 2.0**-149
     if not (np.isfinite(scales).all() and (scales >= least).all()):
@@ -130,12 +131,12 @@ def quantised(weight: Singles, kind: str, scale: str, name: str, inward: bool = 
     return code.astype(np.float32) * scales
 
 
-def _full_range(weight: Singles, scale: str, name: str) -> Singles:
-    """Return codes in -128 … 127 of w·(1/s) times s = max(amax/127.5, 2^-23), all in float32."""
-    scales = np.maximum(_amax(weight, scale) / np.float32(127.5), np.float32(2.0**-23))
+def _full_range(weight: Singles, scale: str, name: str, most: int) -> Singles:
+    """Return codes in -n … n-1 of w·(1/s) times s = max(amax/(n - 1/2), 2^-23), all in float32."""
+    scales = np.maximum(_amax(weight, scale) / np.float32(most - 0.5), np.float32(2.0**-23))
     if not np.isfinite(scales).all():
         raise Rejection("parameter/scale", f"{name!r} has a scale outside float32")
-    code = np.clip(np.rint(weight * (np.float32(1) / scales)), -128, 127)
+    code = np.clip(np.rint(weight * (np.float32(1) / scales)), -most, most - 1)
     return np.asarray(code * scales, dtype=np.float32)
 
 

@@ -13,9 +13,11 @@ from kcdsl.diagnostics.codes import KERNEL_NUMERICS, NO_PACKAGE
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.presets import ADAPTER_PRESETS, resolve
+from kcdsl.model.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
 from kcdsl_backends.empirical.engines import programs
 from kcdsl_backends.empirical.engines.onnx_runtime import Sessions
+from kcdsl_backends.empirical.engines.torchao_linears import quantise_linear
 from kcdsl_backends.empirical.kernels import load_kernel
 
 IDS = [5, 3, 250, 7, 11]
@@ -26,6 +28,7 @@ LOADED_QUICKLY = (
     "torchao.float8_weight_only",
     "torchao.int8_weight_only",
     "torchao.int8_dynamic",
+    "torchao.int4_weight_only",
 )
 
 
@@ -53,14 +56,14 @@ def refused(code: object, *words: str) -> Any:
     return pytest.RaisesExc(Refusal, check=matches)
 
 
-@pytest.mark.parametrize("run", ADAPTERS)
+@pytest.mark.parametrize("run", ADAPTER_PRESETS)
 def test_an_adapter_serves_its_own_preset_and_those_it_names(run: str) -> None:
     adapter = ADAPTERS[run]
     for preset in (ADAPTER_PRESETS[run], *adapter.presets):
         refuse_unserved(run, adapter, resolve({"preset": preset}), adapter.devices[-1])
 
 
-@pytest.mark.parametrize("run", ADAPTERS)
+@pytest.mark.parametrize("run", ADAPTER_PRESETS)
 def test_casts_of_any_direction_admit_what_rounds_to_nearest(run: str) -> None:
     """Casts toward zero do not: no run of a library would say anything about them."""
     adapter = ADAPTERS[run]
@@ -235,3 +238,27 @@ def test_a_fingerprint_names_the_library(tiny: Model) -> None:
     record = load_kernel(kernel("torchao.int8_dynamic"), tiny, "cpu").fingerprint()
     assert record["torchao"] == version("torchao").partition("+")[0]
     assert "torchao" not in load_kernel(kernel("torch.eager"), tiny, "cpu").fingerprint()
+
+
+def test_groups_of_four_bits_must_fill_the_width(tiny: Model) -> None:
+    groups = {"format": "int4_full", "scale": "group_128"}
+    with refused(KERNEL_NUMERICS, "groups of 128"):
+        load_kernel(kernel("torchao.int4_weight_only", weights=groups), tiny, "cpu")
+
+
+def test_four_bits_by_group_hold_the_weights_of_the_numerics() -> None:
+    """Each weight that torchao stores is compared with the numerics; here with plain loops too."""
+    numerics = resolve(
+        {"preset": "torchao-int4-weights", "weights": {"format": "int4_full", "scale": "group_128"}}
+    )
+    linear = torch.nn.Linear(256, 6)
+    w = linear.weight.detach().clone()
+    quantise_linear(linear, w, numerics)
+    held = getattr(linear.weight, "dequantize")()  # noqa: B009
+    for row in range(6):
+        for start in (0, 128):
+            part = w[row, start : start + 128]
+            step = part.abs().max() / 7.5
+            codes = (part * (1 / step)).round().clamp(-8, 7)
+            assert torch.equal(held[row, start : start + 128], codes * step)
+    assert torch.equal(held, linear_weight(w, numerics))

@@ -21,12 +21,13 @@ CODES: dict[str, Any] = {
     "fp8_e5m2": (ml_dtypes.float8_e5m2, 57344),
     "int8": (None, 127),
     "int8_full": (None, 127.5),
+    "int4_full": (None, 7.5),
 }
 SCALED = [
     (kind, scale)
     for kind in CODES
     for scale in ("per_tensor", "per_channel", "block_128", "group_128", "mx")
-    if not (kind.startswith("int8") and scale == "mx")
+    if not (kind.startswith("int") and scale == "mx")
 ]
 
 
@@ -82,9 +83,9 @@ def reference(w: np.ndarray, kind: str, scale: str) -> np.ndarray:
                 emax = {"fp8_e4m3": 8, "fp8_e5m2": 15}[kind]
                 s = np.float32(2.0 ** (np.floor(np.log2(float(amax))) - emax))
             s = s if amax else np.float32(1)
-            if kind == "int8_full":
-                s = max(amax / np.float32(127.5), np.float32(2.0**-23))
-                code = np.clip(np.rint(tile * (np.float32(1) / s)), -128, 127)
+            if kind.endswith("_full"):
+                s = max(amax / np.float32(largest), np.float32(2.0**-23))
+                code = np.clip(np.rint(tile * (np.float32(1) / s)), -largest - 0.5, largest - 0.5)
                 found[i : i + height, j : j + width] = code * s
                 continue
             ratio = np.clip(tile / s, -largest, largest).astype(np.float32)

@@ -18,6 +18,7 @@ from kcdsl.check.compile import analyse
 from kcdsl.check.report import nearest
 from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
 from kcdsl.ir.canonical import library_digest
+from kcdsl.ir.recordings import ROLES
 from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
 
@@ -151,9 +152,67 @@ clauses:
   A: {require: max(kl) <= 1, level: L1}
 """
 
+RECORDINGS = """\
+kcdsl: 1
+contract: recorded
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama}
+data: requests.jsonl
+kernels:
+  train:
+    run: recorded
+    format: verl
+    recomputed: true
+    logprobs: {values: processed, temperature: 1, top_p: 1, top_k: 0, min_p: 0, top: 0}
+  infer:
+    run: recorded
+    format: verl
+    logprobs: {values: processed}
+    columns:
+COLUMNS
+slices: {all: {}}
+clauses:
+  A: {require: mean(k3) <= 1, level: L1}
+""".replace("COLUMNS", "\n".join(f"      {role}: own" for role in ROLES))
+
+LOGITS = """\
+kcdsl: 1
+contract: whole-logits
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama}
+data: requests.jsonl
+kernels:
+  train: {run: recorded, format: logits, file: train.safetensors}
+  infer: {run: recorded, format: logits, file: infer.safetensors}
+slices: {all: {}}
+clauses:
+  A: {require: max(kl) <= 1, level: L1}
+"""
+
+SERVED = """\
+kcdsl: 1
+contract: served
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: hf}
+data: requests.jsonl
+kernels:
+  train: {run: hf.transformers, folder: hf}
+  infer:
+    run: server
+    url: "http://127.0.0.1:8000"
+    model: tiny
+    key: SERVER_KEY
+    tokens: 8
+    logprobs: {values: processed}
+slices: {all: {}}
+clauses:
+  A: {require: mean(k3) <= 1, level: L1}
+"""
+
 OWN = re.compile(
     r"val \.(contract|library|version|model\.module|imports\[0\]\.digest|clauses\[\d\]\.id)"
     r"|key \.(clauses\.\w|slices\.\w+|tables\.\w+|kernels\.(eager|flash))"
+    r"|val \.kernels\.infer\.columns\.\w+"
     r"|key \.clauses\[1\]\.B|key \.imports\[0\]\.\w+\.(lim|talk)"
 )
 """Where the author chooses a name; no other is right."""
@@ -180,6 +239,9 @@ def documents(folder: Path) -> dict[str, str]:
         "other forms": OTHER_FORMS,
         "numerics": NUMERICS,
         "library": LIBRARY,
+        "recordings": RECORDINGS,
+        "logits": LOGITS,
+        "served": SERVED,
     }
     return {name: text.replace("DIGEST", digest) for name, text in forms.items()}
 
@@ -221,7 +283,9 @@ def words(text: str) -> Iterator[tuple[str, str, int]]:
             yield path, word[0], node.span.start + word.start()
 
 
-@pytest.mark.parametrize("name", ["contract", "other forms", "library"])
+@pytest.mark.parametrize(
+    "name", ["contract", "other forms", "library", "recordings", "logits", "served"]
+)
 def test_a_document_is_right_as_it_stands(
     documents: dict[str, str], folder: Path, name: str
 ) -> None:
@@ -229,7 +293,7 @@ def test_a_document_is_right_as_it_stands(
     assert [d.message for d in worse] == []
 
 
-@pytest.mark.parametrize("name", ["contract", "other forms", "library"])
+@pytest.mark.parametrize("name", ["contract", "other forms", "library", "recordings"])
 def test_a_misspelt_word_is_answered_with_the_right_one(
     documents: dict[str, str], folder: Path, name: str
 ) -> None:

@@ -377,10 +377,50 @@ def test_an_unwritable_folder_leaves_nothing_behind(cli: Any, write: Write) -> N
     assert "Traceback" not in ran.stderr
     ran = cli("evaluate", "-o", "made", "--svg", "no/such/folder.svg", cwd=folder)
     assert ran.code == 2
-    assert list((folder / "made").iterdir()) == []
+    # what was measured is kept, so that the next run only writes
+    assert [path.name for path in (folder / "made").iterdir()] == ["evaluate.journal"]
 
 
 def test_the_command_is_described(cli: Any) -> None:
     ran = cli("evaluate", "--help")
     assert ran.code == 0
     assert "--slice" in ran.stdout
+
+
+def test_the_page_and_other_formats_are_written_beside_the_report(cli: Any, write: Write) -> None:
+    folder = write("{require: max(kl) <= 1e-9, slices: [all], level: L2}", compute="bfloat16")
+    ran = cli(
+        *("evaluate", "--seconds", "0.1", "--bound-seconds", "0"),
+        *("--format", "junit=checks.xml", "--format", "sarif=out/checks.sarif"),
+        *("--format", "github"),
+        cwd=folder,
+    )
+    assert ran.code == 1
+    assert "::error file=contract.yaml,line=13," in ran.stdout
+    assert ran.stdout.count("\n") == 1
+    assert "KC671" in (folder / "checks.xml").read_text()
+    assert "KC671" in (folder / "out" / "checks.sarif").read_text()
+    page = (folder / "out" / "report.html").read_text()
+    assert "The contract is violated" in page
+    again = cli("report", folder / "out" / "report.json")
+    assert again.stdout == page + "\n"
+
+
+@pytest.mark.parametrize("words", [("pdf",), ("junit=",), ("json", "github")])
+def test_formats_that_there_are_not_are_refused_before_anything_runs(
+    cli: Any, write: Write, words: tuple[str, ...]
+) -> None:
+    folder = write(f"{KL}")
+    ran = cli("evaluate", *(part for word in words for part in ("--format", word)), cwd=folder)
+    assert (ran.code, ran.stdout) == (2, "")
+    assert not (folder / "out").exists()
+
+
+def test_whole_requests_are_bounded_where_there_is_time(cli: Any, write: Write) -> None:
+    folder = write("{require: max(kl) <= 1e-3, slices: [all], level: L2}")
+    ran = cli("evaluate", "--bound-seconds", "120", "--json", cwd=folder)
+    found = document(ran.stdout)
+    certified = found["clauses"][0]["beside"]["certified"]
+    assert (certified["requests"], certified["of"], certified["reason"]) == (2, 2, None)
+    assert certified["value"] >= found["clauses"][0]["value"]
+    assert found["bounding"]["numerics"]["infer"] == "torch.sdpa.flash float32"

@@ -436,5 +436,5 @@ def test_evaluating_reports_its_progress(lab: Any) -> None:
     base = lab.setting(*strict(lab), certified=1.0)
     evaluate(replace(base), lambda *step: told.append(step))
     stages = list(dict.fromkeys(stage for stage, _, _ in told))
-    assert stages == ["both kernels", "cross-check attn_0"]
-    assert told[-1][1:] == (20, 20)
+    assert stages == ["both kernels", "cross-check attn_0", "noise floor"]
+    assert told[-1][1:] == (8, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -335,14 +336,14 @@ def test_equivalence_is_shown_by_two_one_sided_tests(lab: Any) -> None:
 
 def test_a_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
     """Repeats of one request are no units of their own."""
-    from kcdsl_backends.empirical.evaluation import _slice_data
-    from kcdsl_backends.empirical.measured import Unit
-    from kcdsl_backends.empirical.run import Run
-    from kcdsl_backends.empirical.runtime import Timing
+    from kcdsl_backends.empirical.conclusion import slice_data
+    from kcdsl_backends.empirical.gathering import gather
+    from kcdsl_backends.empirical.measured import Timing
 
-    setting = lab.setting(rows=lab.requests(3))
-    keys = [request.key for request in setting.slices["all"]]
-    runs = {key: Run(Unit(key, 1), 0, {}, 0) for key in keys}
+    rows = lab.requests(3)
+    clause = lab.clause(lab.statistic("mean", "kl"))
+    evidence = gather(lab.setting(clause, rows=rows, slices={"all": rows}))
+    keys = [request.key for request in rows]
     timing = Timing((), {keys[0]: (2, 2), keys[1]: (1, 2), keys[2]: (2, 2)}, None)
-    data = _slice_data("all", setting, runs, timing, {key: {} for key in keys})
+    data = slice_data(replace(evidence, timing=timing))["all"]
     assert data.repeats == (2, 3)

@@ -16,7 +16,16 @@ from kcdsl.check.kernels import ADAPTERS, ARCHITECTURES
 from kcdsl.check.metrics import ALIASES as METRIC_ALIASES
 from kcdsl.check.metrics import METRICS, RECORD_NAMES
 from kcdsl.check.names import FUNCTIONS
-from kcdsl.check.sections import IMPORT_FIELDS, ROLES, ROW_FIELDS, SLICE_FIELDS, TABLE_FIELDS
+from kcdsl.check.recordings import RECORDED
+from kcdsl.check.sections import (
+    IMPORT_FIELDS,
+    KERNEL_FIELDS,
+    ROLES,
+    ROW_FIELDS,
+    SLICE_FIELDS,
+    TABLE_FIELDS,
+)
+from kcdsl.check.services import LOGPROBS_FIELDS, SERVERS, VALUES
 from kcdsl.check.structure import CLAUSE_FIELDS, LIBRARY_SECTIONS, SECTIONS
 from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.check.units import UNITS
@@ -63,8 +72,16 @@ def test_the_schema_lists_what_the_code_lists(schema: dict[str, Any]) -> None:
     assert clause["evidence"]["enum"] == [kind.value for kind in EvidenceKind]
 
 
-def test_every_adapter_has_a_preset() -> None:
-    assert set(ADAPTERS) == set(ADAPTER_PRESETS)
+def test_every_adapter_has_a_preset_but_those_that_claim_nothing_by_themselves() -> None:
+    assert set(ADAPTERS) - {*SERVERS, *RECORDED} == set(ADAPTER_PRESETS)
+
+
+def test_the_schema_lists_the_fields_of_kernels(schema: dict[str, Any]) -> None:
+    kernel = schema["definitions"]["kernel"]["properties"]
+    assert set(kernel) == set(KERNEL_FIELDS)
+    logprobs = kernel["logprobs"]["properties"]
+    assert set(logprobs) == set(LOGPROBS_FIELDS)
+    assert logprobs["values"]["enum"] == list(VALUES)
 
 
 @pytest.mark.parametrize(

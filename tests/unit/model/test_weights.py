@@ -103,7 +103,9 @@ def code_of(ratio: Array, format: str, qmax: float) -> Array:
 
 def stored(w: Array, format: str, scale: str) -> Array:
     """Quantise group by group in plain loops."""
-    qmax = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int8_full": 127.5}[format]
+    qmax = {
+        "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int8_full": 127.5, "int4_full": 7.5,
+    }[format]  # fmt: skip
     rows, columns = w.shape
     shape = {
         "per_tensor": (rows, columns),
@@ -117,9 +119,9 @@ def stored(w: Array, format: str, scale: str) -> Array:
         for j in range(0, columns, shape[1]):
             group = w[i : i + shape[0], j : j + shape[1]]
             amax = np.abs(group).max()
-            if format == "int8_full":
+            if format in ("int8_full", "int4_full"):
                 s = max(np.float32(amax) / np.float32(qmax), np.float32(2.0**-23))
-                code = np.rint(group * (np.float32(1) / s)).clip(-128, 127)
+                code = np.rint(group * (np.float32(1) / s)).clip(-qmax - 0.5, qmax - 0.5)
                 out[i : i + shape[0], j : j + shape[1]] = code * s
                 continue
             if amax == 0:
@@ -139,9 +141,9 @@ def stored(w: Array, format: str, scale: str) -> Array:
 
 CASES = [
     (f, s)
-    for f in ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
+    for f in ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "int4_full")
     for s in WEIGHT_SCALES[1:]
-    if not (f.startswith("int8") and s == "mx")
+    if not (f.startswith("int") and s == "mx")
 ]
 
 

@@ -43,7 +43,7 @@ def batch_invariance(
         return not_applicable(NAME, "no two requests of two tokens")
     found, worst, over = [], 0.0, []
     for side, kernel in enumerate(kernels):
-        moved = _moved(pair, kernel, padding and not encoder)
+        moved = regrouped(pair, kernel, padding and not encoder)
         if moved is None:
             continue
         alone, others = moved
@@ -62,7 +62,7 @@ def batch_invariance(
     return outcome(NAME, not over, "; ".join([*over, detail]), rate)
 
 
-def _moved(
+def regrouped(
     pair: tuple[Request, Request], kernel: Forward, padding: bool
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
     """Return the output alone, and the same rows by how the request was grouped."""

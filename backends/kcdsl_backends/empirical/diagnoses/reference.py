@@ -62,9 +62,8 @@ class Reference:
         return result.to(torch.float64)
 
     def blocks(self) -> tuple[str, ...]:
-        """Return the blocks that are more than the blocks inside them, in order of application."""
-        found = {n: m for n, m in self.model.blocks().items() if n != "model"}
-        return tuple(name for name in found if not _made_of_others(name, found))
+        """Return `own_blocks` of the model."""
+        return own_blocks(self.model)
 
     def inputs(self, tokens: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
         """Return what enters each block in the float32 program, float32 [T, D]."""
@@ -88,6 +87,12 @@ class Reference:
 def _blocks(module: nn.Module) -> Mapping[str, nn.Module]:
     found: Mapping[str, nn.Module] = getattr(module, "blocks")()  # noqa: B009
     return found
+
+
+def own_blocks(model: Model) -> tuple[str, ...]:
+    """Return the blocks that are more than the blocks inside them, in order of application."""
+    found = {n: m for n, m in model.blocks().items() if n != "model"}
+    return tuple(name for name in found if not _made_of_others(name, found))
 
 
 def _made_of_others(name: str, blocks: Mapping[str, nn.Module]) -> bool:
@@ -125,7 +130,7 @@ def _as(model: Model, part: nn.Module, claim: Numerics) -> nn.Module:
             weight = linear_weight(original.weight, claim, key).to(kind)
             linear.weight = nn.Parameter(weight, requires_grad=False)
         if claim.activations.format != "none":
-            linear.register_forward_pre_hook(_quantiser(claim, key))
+            linear.register_forward_pre_hook(input_quantiser(claim, key))
     return module
 
 
@@ -139,7 +144,7 @@ def _store_matrices(module: nn.Module, part: nn.Module, claim: Numerics) -> None
                 own.copy_(linear_weight(original, claim, name))
 
 
-def _quantiser(
+def input_quantiser(
     claim: Numerics, key: str
 ) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
     def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:

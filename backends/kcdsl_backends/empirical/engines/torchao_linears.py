@@ -12,11 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.numerics import Numerics
+from kcdsl.model.weights import TILE
 
 
 def quantise_linear(linear: nn.Linear, original: Tensor, numerics: Numerics) -> None:
-    """Give a linear the weight that torchao makes of the float32 original."""
+    """Give a linear the weight that torchao makes of the float32 original.
+
+    Refuse groups that do not fill its width.
+    """
+    if numerics.weights.scale == "group_128" and linear.in_features % TILE:
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"torchao takes groups of {TILE} inputs, and a linear has {linear.in_features}",
+            help="write `scale: per_channel`",
+        )
     with _quietly():
         from torchao.quantization import quantize_
 
@@ -42,6 +53,8 @@ def _in(weight: Any, compute: torch.dtype) -> Tensor:
 
 
 def _configuration(numerics: Numerics) -> Any:
+    if numerics.weights.format == "int4_full":
+        return _four_bits(numerics.weights.scale)
     from torchao.quantization import (
         Float8WeightOnlyConfig,
         Int8DynamicActivationInt8WeightConfig,
@@ -57,6 +70,19 @@ def _configuration(numerics: Numerics) -> Any:
         return Int8WeightOnlyConfig(granularity=scale, set_inductor_config=False)
     return Int8DynamicActivationInt8WeightConfig(
         granularity=[PerRow(), scale], set_inductor_config=False
+    )
+
+
+def _four_bits(scale: str) -> Any:
+    """Return the configuration of 4-bit weights that every device runs.
+
+    `Int4WeightOnlyConfig` has no kernel for CPUs; this one holds the same codes, one to a byte.
+    """
+    from torchao.quantization import IntxWeightOnlyConfig, PerAxis, PerGroup
+
+    return IntxWeightOnlyConfig(
+        weight_dtype=getattr(torch, "int4"),  # noqa: B009
+        granularity=PerAxis(0) if scale == "per_channel" else PerGroup(128),
     )
 
 

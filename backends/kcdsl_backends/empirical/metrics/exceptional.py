@@ -79,6 +79,7 @@ def _policy_values(lp: Array, lq: Array) -> dict[str, Any]:
         "renyi_inf": (-d).max(),
         "log_ratio_linf": gap.max(),
         "entropy_gap": _entropy_gap(p, q, lp, lq, d, backward),
+        "entropy": _entropy(p, lp),
     }
 
 

@@ -166,6 +166,7 @@ def values_of(extremes: Array, sums: Array, temperature: float, width: int) -> d
         chi2(p||q) = sum p (2 sinh(d/2))^2
         JS = J/4 - sum p (2 + (e^d - 1)) ln(1 + sinh(d/2)^2) / 4
         H(p) - H(q) = KL(q||p) + sum p (e^d - 1) ln p
+        H(p) = ln Z - sum p z/T, z the logits less their largest
 
     No sum of squares or of v has a negative term. The two differences lose little: where d is small
     J is twice KL(q||p), and J/4 twice JS. In the last line any constant may be added to ln p, as
@@ -199,6 +200,7 @@ def values_of(extremes: Array, sums: Array, temperature: float, width: int) -> d
         "renyi_inf": -smallest,
         "log_ratio_linf": np.maximum(top / temperature - shift, -smallest),
         "entropy_gap": backward + tilt,
+        "entropy": np.log(z) - s["mean"] / z / temperature,
     }
 
 

@@ -1,7 +1,8 @@
 """Metrics that recorded runs feed: how each is measured, and the function of its arrays.
 
-A forward pass of both kernels does not give what they read; a trace that does can call the
-functions by the names of the language. Their arrays are described where they are defined.
+A forward pass of both kernels does not give what they read; recordings and servers do
+(`kcdsl_backends.empirical.rollouts`). Requests carry arrays of numbers only, flattened where they
+have more dimensions, under the names below; numbers of a whole slice are formed from those.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from kcdsl_backends.empirical.metrics import (
@@ -20,7 +22,30 @@ from kcdsl_backends.empirical.metrics import (
     sequences,
     serving,
 )
+from kcdsl_backends.empirical.metrics.aggregates import Aggregate
+from kcdsl_backends.empirical.metrics.evidence import Array, Unmeasured
 from kcdsl_backends.empirical.metrics.measure import Bias, Measure
+
+LENGTHS = "rollout_lengths"
+"""Counted tokens of each rollout of a request, in the order of its arrays."""
+ADVANTAGE_WEIGHTED = "advantage_weighted"
+"""(w - 1) A of each counted token."""
+SHARED_ROUTES, LAYERS, REROUTED = "shared_routes", "routed_layers", "rerouted"
+"""Shares of chosen experts that both sides share, token by token [tokens x layers]; how many layers
+each rollout has; 1 for each token that was rerouted in any layer."""
+GRADIENTS = ("train_gradient", "infer_gradient", "gradient_width")
+"""Gradients of each rollout, one after the other, and how many numbers each of them has."""
+CACHE = "cache_bytes"
+"""Bytes of keys and values of each rollout."""
+TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+}
+"""Types of fields that a schema of a tool's calls may name."""
 
 Counted = Literal["token", "request", "slice"]
 Better = Literal["lower", "higher"]
@@ -38,6 +63,7 @@ def _recorded(
     high: float | None = None,
     direction: str = "",
     unit: str = "1",
+    noisy: bool = True,
 ) -> Measure:
     return Measure(
         name,
@@ -50,7 +76,7 @@ def _recorded(
         low,
         high,
         direction,
-        noisy=True,
+        noisy=noisy,
         unit=unit,
     )
 
@@ -85,7 +111,8 @@ RECORDED: Mapping[str, Measure] = {
     m.name: m
     for m in (
         _recorded(
-            "noise_ratio", "A", "||z_infer - z_gold|| / ||z_train - z_gold||", "exact", "token"
+            "noise_ratio", "A", "||z_infer - z_gold|| / ||z_train - z_gold||", "exact", "token",
+            noisy=False,
         ),
         _recorded(
             "topk_tail_kl", "B", "KL of (top k, rest)", "lower_bound", "token",
@@ -153,12 +180,14 @@ RECORDED: Mapping[str, Measure] = {
             high=1.0, unit="ratio",
         ),
         _recorded(
-            "router_margin", "A", "k-th best score - next", "exact", "token", better="higher"
+            "router_margin", "A", "k-th best score - next, in the layer with least", "exact",
+            "token", better="higher",
         ),
         _recorded("ttft", "E", "first token - arrival", "exact", "request", unit="s"),
         _recorded("tpot", "E", "(last - first) / (tokens - 1)", "exact", "request", unit="s"),
         _recorded(
-            "kv_memory", "E", "2 layers heads width tokens bytes", "exact", "slice", unit="B"
+            "kv_memory", "E", "largest 2 layers heads width tokens bytes", "exact", "slice",
+            unit="B", noisy=False,
         ),
     )
 }  # fmt: skip
@@ -194,3 +223,79 @@ RECORDED_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "kv_memory": serving.kv_memory,
 }
 """The functions of recorded arrays, by the names of the language."""
+
+
+def _split(values: Array, lengths: Array) -> list[Array]:
+    """Return the arrays of single rollouts."""
+    sizes = lengths.astype(np.int64)
+    if int(sizes.sum()) != values.size or bool((sizes <= 0).any()):
+        raise Unmeasured(f"{int(sizes.sum())} tokens of rollouts for {values.size} values")
+    return [np.asarray(part) for part in np.split(values, np.cumsum(sizes)[:-1])]
+
+
+def _scaling(deltas: Array, lengths: Array) -> float:
+    return _slope(_split(deltas, lengths))
+
+
+def _icc(deltas: Array, lengths: Array) -> float:
+    return sequences.intraclass_correlation(_split(deltas, lengths))
+
+
+def _ess(sums: Array) -> float:
+    return sequences.ess_sequences([np.array([s]) for s in sums])
+
+
+def _tail_mass(sums: Array) -> float:
+    return sequences.tail_mass_sequences([np.array([s]) for s in sums])
+
+
+def _summed(gradients: Array, widths: Array) -> Array:
+    """Return the sum of the gradients of rollouts: that of the whole batch."""
+    if widths.size == 0 or bool((widths != widths[0]).any()) or widths[0] < 1:
+        raise Unmeasured("the gradients of rollouts have different sizes")
+    found: Array = gradients.reshape(-1, int(widths[0])).sum(axis=0)
+    return found
+
+
+def _batch_cosine(train: Array, infer: Array, widths: Array) -> float:
+    return reinforcement.grad_cosine(_summed(train, widths), _summed(infer, widths))
+
+
+def _batch_bias(train: Array, infer: Array, widths: Array) -> float:
+    return reinforcement.grad_rel_bias(_summed(train, widths), _summed(infer, widths))
+
+
+def _agreement(shares: Array, layers: Array) -> float:
+    """Return the mean share of the layer that agrees least."""
+    if layers.size == 0 or bool((layers != layers[0]).any()):
+        raise Unmeasured("rollouts have routes of different numbers of layers")
+    return float(shares.reshape(-1, int(layers[0])).mean(axis=0).min())
+
+
+def _mean(values: Array) -> float:
+    if values.size == 0:
+        raise Unmeasured("there are no values")
+    return float(values.mean())
+
+
+RECORDED_AGGREGATES: Mapping[str, Aggregate] = {
+    "ess_seq": Aggregate(("seq_log_ratio",), _ess),
+    "tail_mass_seq": Aggregate(("seq_log_ratio",), _tail_mass),
+    "length_scaling": Aggregate(("log_ratio", LENGTHS), _scaling),
+    "icc": Aggregate(("log_ratio", LENGTHS), _icc),
+    "grad_cosine": Aggregate(GRADIENTS, _batch_cosine),
+    "grad_rel_bias": Aggregate(GRADIENTS, _batch_bias),
+    "router_agreement": Aggregate((SHARED_ROUTES, LAYERS), _agreement),
+    "tokens_any_flip": Aggregate((REROUTED,), _mean),
+}
+"""Numbers of a slice that are formed from the arrays of its requests."""
+
+MAGNITUDES: Mapping[str, tuple[str, tuple[float | None, float | None]]] = {
+    "adv_weighted_bias": (ADVANTAGE_WEIGHTED, (None, None)),
+    "reward_delta": ("reward_delta", (None, None)),
+    "json_parse_gap": ("json_parse_gap", (-1.0, 1.0)),
+    "tool_schema_gap": ("tool_schema_gap", (-1.0, 1.0)),
+    "exact_match_gap": ("exact_match_gap", (-1.0, 1.0)),
+}
+"""Absolute values of means: the array whose mean it is, and the range of its values. The limits are
+those of the mean: noise makes its absolute value too large, and a limit of that would not do."""

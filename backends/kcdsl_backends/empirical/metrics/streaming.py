@@ -45,6 +45,8 @@ BITS = ("bitwise_mismatch_count", "ulp_max")
 MARGINS = ("margin", "stable_fraction", "top1_flip", "flip_hazard", "top1_overlap")
 TIER_A: frozenset[str] = frozenset((*FUSED, *BITS, *MARGINS, *ranks.LIST_METRICS))
 """The names of every metric that one pass over full logits gives."""
+CONTEXT = frozenset({"entropy"})
+"""What the pass also tells of the training kernel alone: the entropy of its policy."""
 
 
 def tier_a(
@@ -104,7 +106,7 @@ def _check(
         raise ValueError(f"temperature must be positive, not {temperature}")
     if chunk < 1:
         raise ValueError(f"a chunk must hold a row, not {chunk}")
-    unknown = wanted - TIER_A
+    unknown = wanted - TIER_A - CONTEXT
     if unknown:
         raise ValueError(f"no metric of full logits: {', '.join(sorted(unknown))}")
     depth = max((ranks.depth_of(name) for name in wanted), default=1)
@@ -138,7 +140,7 @@ def _measure(
     a, b = _arrays(train, infer)
     rows, wanted = a.shape[0], found.keys()
     views = integer_views(train, infer) if wanted & set(BITS) else None
-    fused = bool(wanted & {*FUSED, "stable_fraction"})
+    fused = bool(wanted & {*FUSED, *CONTEXT, "stable_fraction"})
     depth = DEEPEST if wanted & set(ranks.LIST_METRICS) else 2
     ranked = depth > 2 or bool(wanted & set(MARGINS))
     depth = min(depth, a.shape[1])

@@ -15,6 +15,33 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+ROUNDING = 1e-4
+"""How far a log-probability may lie above 0 by its rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """A policy made from logits z: softmax(z / temperature), cut off and renormalised."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def filters(self) -> str:
+        """Name what cuts tokens off, such as "top_p 0.95"; empty where nothing does."""
+        parts = [
+            f"top_p {self.top_p:g}" if self.top_p < 1 else "",
+            f"top_k {self.top_k}" if self.top_k > 0 else "",
+            f"min_p {self.min_p:g}" if self.min_p > 0 else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+    def __str__(self) -> str:
+        cut = f", {self.filters}" if self.filters else ""
+        return f"temperature {self.temperature:g}{cut}"
+
 
 @dataclass(frozen=True, slots=True)
 class Semantics:
@@ -31,13 +58,32 @@ class Semantics:
     top_k: int = 0
     min_p: float = 0.0
 
+    @property
+    def drawn(self) -> Law:
+        """Return the law that tokens were drawn from."""
+        return Law(self.temperature, self.top_p, self.top_k, self.min_p)
+
+    @property
+    def law(self) -> Law:
+        """Return the law that the log-probabilities are of."""
+        return Law() if self.values == "raw" else self.drawn
+
 
 @dataclass(frozen=True, slots=True)
 class TopLogs:
-    """The k likeliest tokens of each position: ids [L, k] and their ln-probabilities [L, k]."""
+    """Tokens of each position with their ln-probabilities, both [L, k], likeliest first.
+
+    The first `depth` are the likeliest of the whole vocabulary; None: all of them are.
+    """
 
     ids: NDArray[np.int64]
     logs: Array
+    depth: int | None = None
+
+    @property
+    def likeliest(self) -> int:
+        """Return how many of the first tokens are the likeliest of all."""
+        return self.ids.shape[1] if self.depth is None else self.depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +98,99 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Tokens [L] that the inference kernel sampled after a prompt, and both sides' logs of them."""
+    """Tokens [L] that the inference kernel sampled after a prompt, and both sides' logs of them.
+
+    A side is None where nothing gives its log-probabilities.
+    """
 
     key: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     mask: NDArray[np.bool_]
     """Which of the tokens count [L]: those of tools, of users and of padding do not."""
-    train: Side
-    infer: Side
+    train: Side | None
+    infer: Side | None
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Single numbers of the rollout, such as its rewards, under the names of their columns."""
+    """Single numbers of the rollout, such as its rewards, by role (`columns.ROLES`)."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Other columns, which slices test and metrics of behaviour read."""
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Routes, gradients, advantages and times of tokens, by role."""
+    group: str | None = None
+    """Which rollouts share a prompt; None: those whose prompts are equal."""
+    place: str = ""
+    """Where it was read, such as "row 7"."""
+
+    @property
+    def unit(self) -> str:
+        """Return what names its sampling unit: the group, the prompt, or the rollout itself."""
+        if self.group is not None:
+            return f"group {self.group}"
+        if self.prompt:
+            return "prompt " + ",".join(map(str, self.prompt))
+        return f"rollout {self.key}"
+
+    @property
+    def counted(self) -> int:
+        """Return how many tokens count."""
+        return int(self.mask.sum())
+
+    def delta(self) -> Array | None:
+        """Return ln w = ln p - ln q of the tokens that count; None where a side is missing."""
+        if self.train is None or self.infer is None:
+            return None
+        found: Array = (self.train.logs - self.infer.logs)[self.mask]
+        return found
+
+
+def problem_of(rollout: Rollout, vocabulary: int | None = None) -> tuple[str, str] | None:
+    """Return (column, what is wrong) of a rollout that cannot be used, None where it can.
+
+    Lengths that differ, token ids out of range, NaN, +inf, a drawn token of probability 0 and
+    probabilities above 1 beyond rounding.
+    """
+    length = len(rollout.tokens)
+    if rollout.mask.shape != (length,):
+        return "mask", f"{rollout.mask.size} values for {length} tokens"
+    for name, ids in (("prompt", rollout.prompt), ("tokens", rollout.tokens)):
+        wrong = next(
+            (i for i, t in enumerate(ids) if t < 0 or (vocabulary is not None and t >= vocabulary)),
+            None,
+        )
+        if wrong is not None:
+            most = "" if vocabulary is None else f" of a vocabulary of {vocabulary}"
+            return name, f"{ids[wrong]} at position {wrong} is no token id{most}"
+    for side, found in (("train", rollout.train), ("infer", rollout.infer)):
+        if found is None:
+            continue
+        said = _problem_of_side(found, length, rollout.mask)
+        if said is not None:
+            column, what = said
+            return f"{side}_{column}", what
+        if side == "infer":
+            never = np.flatnonzero(np.isneginf(found.logs) & rollout.mask)
+            if never.size:
+                return "infer_logs", f"a token with probability 0 was drawn at position {never[0]}"
+    return None
+
+
+def _problem_of_side(side: Side, length: int, mask: NDArray[np.bool_]) -> tuple[str, str] | None:
+    if side.logs.shape != (length,):
+        return "logs", f"{side.logs.size} values for {length} tokens"
+    bad = np.flatnonzero((np.isnan(side.logs) | (side.logs > ROUNDING)) & mask)
+    if bad.size:
+        value = float(side.logs[bad[0]])
+        return "logs", f"{value:g} at position {bad[0]} is no log-probability"
+    top = side.top
+    if top is None:
+        return None
+    if top.ids.ndim != 2 or top.ids.shape != top.logs.shape or top.ids.shape[0] != length:
+        return "top_logs", f"lists of shapes {top.ids.shape} and {top.logs.shape}, {length} tokens"
+    ordered = np.sort(top.ids, axis=1)
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        return "top_ids", "a token stands twice in the list of one position"
+    if bool(np.isnan(top.logs).any()) or bool((top.logs > ROUNDING).any()):
+        return "top_logs", "a value is no log-probability"
+    if bool((np.exp(top.logs).sum(axis=1) > 1 + 10 * ROUNDING).any()):
+        return "top_logs", "the probabilities of a position sum to more than 1"
+    return None

@@ -55,8 +55,10 @@ from kcdsl_backends.empirical.statistics.vocabulary import (
     Estimate,
     Exceedance,
     NotMeasurable,
+    check_finite,
     check_values,
     confidence_over,
+    rounded_sum,
 )
 
 __all__ = [
@@ -71,6 +73,7 @@ __all__ = [
     "Exceedance",
     "NotMeasurable",
     "average_evidence",
+    "check_finite",
     "check_values",
     "clustered_ratio",
     "clustered_statistic",
@@ -89,6 +92,7 @@ __all__ = [
     "quantile",
     "quantile_rank",
     "resamples",
+    "rounded_sum",
     "shown_by",
     "shows_above",
     "shows_below",

@@ -22,6 +22,7 @@ from kcdsl_backends.empirical.statistics.vocabulary import (
     Estimate,
     NotMeasurable,
     check_values,
+    rounded_sum,
 )
 
 RESAMPLES = 1999
@@ -66,7 +67,10 @@ def clustered_ratio(
         raise NotMeasurable(f"{what}: a request has nothing to divide by")
     n = int(above.size)
     weight = Fraction(math.fsum(below))
-    exact = Fraction(math.fsum(above)) / weight
+    total = rounded_sum(above)
+    if not math.isfinite(total):
+        raise NotMeasurable(f"{what}: the sum is beyond the largest float64")
+    exact = Fraction(total) / weight
     value = float(exact)
     _check_range(value, bounds, what)
     bare = Estimate(value, None, None, n, "cluster-bootstrap-t", exact, weight)
@@ -123,17 +127,14 @@ def clustered_statistic(
     bare = Estimate(value, None, None, n, method)
     if n < FEWEST_CLUSTERS or confidence is None or confidence.anytime:
         return bare
-    confidence = confidence.divided(2)
-    wanted = resamples_needed(confidence, count)
+    wanted = resamples_needed(confidence.divided(2), count)
     if wanted is None or wanted > 20 * count:
         return bare
     found = (statistic(row.tolist()) for block in resamples(n, seed, wanted) for row in block)
     draws = [drawn for drawn in found if drawn is not None]
     if len(draws) < 0.99 * wanted or any(math.isnan(drawn) for drawn in draws):
         return bare
-    first = float(np.quantile(draws, float(confidence.error), method="lower"))
-    last = float(np.quantile(draws, confidence.share, method="higher"))
-    low, high = min(first, 2 * value - last, value), max(last, 2 * value - first, value)
+    low, high = resampled_limits(value, np.asarray(draws), confidence)
     return Estimate(
         value,
         low if math.isfinite(low) else None,
@@ -141,6 +142,15 @@ def clustered_statistic(
         n,
         method,
     )
+
+
+def resampled_limits(value: float, draws: Array, confidence: Confidence) -> tuple[float, float]:
+    """Return the limits that resamples of a value give: on each side the wider of those of their
+    percentiles and of the same mirrored at the value, each at half the error."""
+    half = confidence.divided(2)
+    first = float(np.quantile(draws, float(half.error), method="lower"))
+    last = float(np.quantile(draws, half.share, method="higher"))
+    return min(first, 2 * value - last, value), max(last, 2 * value - first, value)
 
 
 def resamples_needed(confidence: Confidence, usual: int) -> int | None:
@@ -165,13 +175,15 @@ def linear_error(above: Array, below: Array, value: float) -> float:
         return 0.0
     n = above.size
     residual = above - value * below
-    return math.sqrt(math.fsum(residual**2) * n / (n - 1)) / math.fsum(below)
+    with np.errstate(over="ignore"):
+        squares = residual**2
+    return math.sqrt(rounded_sum(squares) * n / (n - 1)) / math.fsum(below)
 
 
 def _studentised_limits(
     above: Array, below: Array, confidence: Confidence, seed: int, count: int
 ) -> tuple[float, float]:
-    value = math.fsum(above) / math.fsum(below)
+    value = rounded_sum(above) / math.fsum(below)
     error = linear_error(above, below, value)
     parts = [_studentise(above[d], below[d], value) for d in resamples(above.size, seed, count)]
     t = np.concatenate(parts)

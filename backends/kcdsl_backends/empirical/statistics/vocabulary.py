@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -96,12 +97,28 @@ class NotMeasurable(ValueError):
 def check_values(values: Sequence[float] | Array, what: str) -> Array:
     """Return the values as float64; raise `NotMeasurable` for none, and for one not finite."""
     array = np.asarray(values, dtype=np.float64)
-    if array.size == 0:
-        raise NotMeasurable(f"{what}: there are no values")
-    bad = int(np.count_nonzero(~np.isfinite(array)))
-    if bad:
-        raise NotMeasurable(f"{what}: {bad} of {array.size} values are not finite")
+    check_finite(int(np.count_nonzero(~np.isfinite(array))), int(array.size), what)
     return array
+
+
+def check_finite(bad: int, n: int, what: str) -> None:
+    """Raise `NotMeasurable` for no values, and where some of them are not finite."""
+    if n == 0:
+        raise NotMeasurable(f"{what}: there are no values")
+    if bad:
+        raise NotMeasurable(f"{what}: {bad} of {n} values are not finite")
+
+
+def rounded_sum(values: Array) -> float:
+    """Return the correctly rounded sum of finite values; infinite beyond the largest float64."""
+    try:
+        return math.fsum(values)
+    except OverflowError:  # perhaps of a part of the sum alone
+        exact = sum(map(Fraction, values.tolist()), Fraction(0))
+        try:
+            return float(exact)
+        except OverflowError:
+            return math.inf if exact > 0 else -math.inf
 
 
 def check_counts(k: int, n: int) -> None:

@@ -128,6 +128,8 @@ def _cast(v: Pair, held: _Held, form: Format, kernel: Kernel) -> _Held:
 
 
 def _coded(shape: Shape, around: Sequence[Pair], kind: str, scale: str) -> list[_Held]:
+    if kind == "int4_full":
+        raise Rejection("parameter/scale", "no region around weights stored as int4_full")
     rows, columns = shape
     height = {"per_tensor": rows, "block_128": TILE}.get(scale, 1)
     width = {"block_128": TILE, "group_128": TILE, "mx": MX_BLOCK}.get(scale, columns)

@@ -24,6 +24,7 @@ from kcdsl_certs.recheck.spec import (
     CODE_LARGEST,
     FLOAT32,
     FORMATS,
+    FULL_RANGE,
     MX_BLOCK,
     MX_EXPONENT,
     TILE,
@@ -117,9 +118,12 @@ def _quantised(
     for at, value in enumerate(values):
         tile = at // columns // height, at % columns // width
         amax[tile] = max(amax.get(tile, ZERO), abs(value))
-    if kind == "int8_full":
+    if kind in FULL_RANGE:
         places = [(at // columns // height, at % columns // width) for at in range(len(values))]
-        return [_full_range(v, amax[p], key) for v, p in zip(values, places, strict=True)]
+        return [
+            _full_range(v, amax[p], key, FULL_RANGE[kind])
+            for v, p in zip(values, places, strict=True)
+        ]
     scales = {tile: _scale(most, kind, scale, key) for tile, most in amax.items()}
     found = []
     for at, value in enumerate(values):
@@ -128,12 +132,12 @@ def _quantised(
     return found
 
 
-def _full_range(value: Fraction, most: Fraction, key: str) -> Fraction:
-    step = max(rounded(most * 2 / 255, FLOAT32), Fraction(1, 2**23))
+def _full_range(value: Fraction, most: Fraction, key: str, codes: int) -> Fraction:
+    step = max(rounded(most * 2 / (2 * codes - 1), FLOAT32), Fraction(1, 2**23))
     if step > Fraction(FLOAT32.largest):
         raise Rejection("parameter/scale", f"{key!r} has a scale outside float32")
     code = round(rounded(value * rounded(1 / step, FLOAT32), FLOAT32))
-    return nearest(max(-128, min(127, code)) * step, FLOAT32)
+    return nearest(max(-codes, min(codes - 1, code)) * step, FLOAT32)
 
 
 def _scale(most: Fraction, kind: str, scale: str, key: str) -> Fraction:

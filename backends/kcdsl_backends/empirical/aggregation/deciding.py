@@ -1,0 +1,300 @@
+"""Deciding a contract on token tables: by the code that decides what `kcdsl evaluate` measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kcdsl.check.report import suggest
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.buckets import expand_tables, gaps, is_bucket, whole_of
+from kcdsl.ir.terms import (
+    Abs,
+    AllOf,
+    Arith,
+    Clause,
+    Compare,
+    HasFields,
+    Metric,
+    Norm,
+    Number,
+    Predicate,
+    Program,
+    Slice,
+    Statistic,
+    TableValue,
+    Term,
+)
+from kcdsl.ir.walk import subterms, terms_of, walk
+from kcdsl.verdict.report import ClauseResult, Statistics
+from kcdsl_backends.empirical.aggregation.engine import Database
+from kcdsl_backends.empirical.aggregation.requests import Requests, reduce_requests
+from kcdsl_backends.empirical.aggregation.sql import (
+    Limit,
+    Member,
+    field_query,
+    membership,
+    tested_fields,
+)
+from kcdsl_backends.empirical.aggregation.tables import SLICE, TokenTable
+from kcdsl_backends.empirical.clauses import metrics_of
+from kcdsl_backends.empirical.conclusion import decide, split
+from kcdsl_backends.empirical.evidence import Evidence
+from kcdsl_backends.empirical.measured import SliceData
+from kcdsl_backends.empirical.metrics.aggregates import AGGREGATES
+from kcdsl_backends.empirical.metrics.measures import (
+    PROBABILITY_FUNCTIONS,
+    SAMPLED_FUNCTIONS,
+    Measure,
+)
+from kcdsl_backends.empirical.metrics.recorded import MAGNITUDES, RECORDED_AGGREGATES
+from kcdsl_backends.empirical.reduced import Column, Reduced
+from kcdsl_backends.empirical.user_metrics import measures_of
+
+_OF_SLICES = {*AGGREGATES, *RECORDED_AGGREGATES, *MAGNITUDES, "kv_memory", "ece_gap"}
+"""Metrics of all tokens at once: no token has a value of its own."""
+_FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<"}
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What a contract's clauses came to, and the requests they were decided on by slice."""
+
+    results: tuple[ClauseResult, ...]
+    deferred: Mapping[str, str]
+    statistics: Statistics
+    requests: Mapping[str, Requests]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A contract prepared for a table: clauses, why others are not decided, slices and terms."""
+
+    program: Program
+    clauses: tuple[Clause, ...]
+    deferred: Mapping[str, str]
+    members: tuple[Member, ...]
+    watched: Mapping[str, tuple[str, ...]]
+    """Slices that must stay empty, and which slices it spoils where they do not."""
+    terms: tuple[Term, ...]
+    measures: Mapping[str, Measure]
+
+    @property
+    def slices(self) -> tuple[str, ...]:
+        """Return the names of the slices that clauses are decided on."""
+        return tuple(m.name for m in self.members if m.name not in self.watched)
+
+
+def prepare(program: Program, table: TokenTable, only: Sequence[str] = ()) -> Task:
+    """Return what is to be asked of a table; raises Refusal (KC623) where nothing is left."""
+    expanded, measures = expand_tables(program), measures_of(program)
+    _refuse_unknown(program, only)
+    chosen = [
+        s
+        for s in expanded.slices
+        if not only or (whole_of(s.name) if is_bucket(s.name) else s.name) in only
+    ]
+    names = {s.name for s in chosen}
+    missed = [gap for gap in gaps(program) if gap.whole in names]
+    stated = {s.name: s for s in program.slices}
+    members = [_member(s, stated, table) for s in chosen]
+    members += [_member(gap.slice, stated, table) for gap in missed]
+    clauses, deferred = split(expanded, frozenset(names))
+    kept = []
+    for clause in clauses:
+        reason = _obstacle(clause, measures)
+        if reason is None:
+            kept.append(clause)
+        else:
+            deferred[clause.id] = reason
+    if not kept:
+        raise refuse(
+            codes.NOTHING_TO_EVALUATE,
+            "the contract has no clause that a token table decides",
+            notes=tuple(f"{name}: {reason}" for name, reason in deferred.items()),
+            help="add a clause about a metric of tokens, such as `p99(kl) <= 0.02`",
+        )
+    terms = dict.fromkeys(term for clause in kept for term in _terms_of(clause))
+    if any(_sampled(term) for term in terms):
+        terms[Metric("log_ratio_linf")] = None
+    there = [t for t in terms if all(name in table.metrics for name in _metrics(t))]
+    return Task(
+        expanded,
+        tuple(kept),
+        deferred,
+        tuple(members),
+        {gap.slice.name: gap.spoils for gap in missed},
+        tuple(there),
+        measures,
+    )
+
+
+def _refuse_unknown(program: Program, names: Sequence[str]) -> None:
+    known = [s.name for s in program.slices]
+    for name in names:
+        if name not in known:
+            raise refuse(
+                codes.UNKNOWN_SLICE,
+                f"the contract has no slice {name!r}",
+                help=suggest(name, known, "slices"),
+            )
+
+
+def decide_table(
+    task: Task,
+    database: Database,
+    *,
+    seed: int = 0,
+    looks: int | None = 1,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Decided:
+    """Reduce the requests of every slice and decide every clause of a prepared contract.
+
+    Raises Refusal (KC622) where a row lacks a field that a slice tests.
+    """
+    table = database.table
+    _refuse_lacking(task, database)
+    slice_of = membership(table, task.members)
+    requests = reduce_requests(database, slice_of, task.terms) if task.terms else {}
+    progress("requests", 1, 2)
+    empty = Reduced((), {t: _nothing() for t in task.terms}, np.zeros(0, np.int64), _no_rows)
+    data = {
+        name: SliceData(
+            name,
+            (),
+            measures=task.measures,
+            reduced=requests[name].reduced if name in requests else empty,
+        )
+        for name in task.slices
+    }
+    spoiled = {
+        name: f"{len(requests[gap].reduced)} requests, {requests[gap].reduced.keys[0]!r} first, "
+        "are in no row of a table of thresholds"
+        for gap, spoils in task.watched.items()
+        if gap in requests
+        for name in spoils
+    }
+    evidence = Evidence(
+        program=task.program,
+        requests=(),
+        runs={},
+        slices={},
+        measured=frozenset(),
+        encoder=False,
+        contract={},
+        model={},
+        kernels={},
+        data=(),
+        environment={},
+        spoiled=spoiled,
+        seed=seed,
+        looks=looks,
+    )
+    results, demoted, statistics = decide(evidence, task.program, task.clauses, data)
+    progress("requests", 2, 2)
+    return Decided(results, {**task.deferred, **demoted}, statistics, requests)
+
+
+def limits_of(task: Task) -> dict[str, tuple[Limit, ...]]:
+    """Return the limits that clauses set to values of single metrics, for counting tokens."""
+    found: dict[str, dict[Limit, None]] = {}
+    for clause in task.clauses:
+        for part in walk(clause.require):
+            if not isinstance(part, Compare) or part.op not in _FLIPPED:
+                continue
+            term, op, limit = part.left, part.op, part.right
+            if isinstance(term, Number):
+                term, op, limit = part.right, _FLIPPED[op], part.left
+            of = term.of if isinstance(term, Statistic) else term
+            if isinstance(of, Metric) and isinstance(limit, Number):
+                found.setdefault(of.name, {})[Limit(op, limit.value)] = None
+    return {name: tuple(limits) for name, limits in found.items()}
+
+
+# --- what a table can tell -----------------------------------------------------------------------
+
+
+def _obstacle(clause: Clause, measures: Mapping[str, Measure]) -> str | None:
+    if any(isinstance(part, HasFields) for part in walk(clause.require)):
+        return "speaks of trace records; `kcdsl evaluate` decides it"
+    if any(isinstance(term, Norm) for term in terms_of(clause.require)):
+        return "measures a block; `kcdsl evaluate` decides it"
+    for name in sorted(metrics_of(clause.require)):
+        measure = measures.get(name)
+        if name in _OF_SLICES or (measure is not None and measure.tier == "E"):
+            return f"{name} is no value of a token; `kcdsl evaluate` decides it"
+    return None
+
+
+def _terms_of(clause: Clause) -> Iterator[Term]:
+    """Yield the values of tokens that a clause forms statistics of."""
+    for part in walk(clause.require):
+        if isinstance(part, Compare):
+            yield from _pointwise(part.left)
+            yield from _pointwise(part.right)
+
+
+def _pointwise(term: Term) -> Iterator[Term]:
+    match term:
+        case Number() | TableValue():
+            return
+        case Arith(_, left, right):
+            yield from _pointwise(left)
+            yield from _pointwise(right)
+        case Statistic(_, of):
+            yield of
+        case Abs(of) if any(isinstance(t, Statistic) for t in subterms(of)):
+            yield from _pointwise(of)
+        case _:
+            yield term
+
+
+def _metrics(term: Term) -> list[str]:
+    return [t.name for t in subterms(term) if isinstance(t, Metric)]
+
+
+def _sampled(term: Term) -> bool:
+    return any(
+        name in SAMPLED_FUNCTIONS or name in PROBABILITY_FUNCTIONS for name in _metrics(term)
+    )
+
+
+def _member(slice_: Slice, stated: Mapping[str, Slice], table: TokenTable) -> Member:
+    """Return the rows of a slice: those with its name, where it has no predicate and the table has
+    a column of names; the others by predicates."""
+    name = whole_of(slice_.name) if is_bucket(slice_.name) else slice_.name
+    everything: Predicate = AllOf(())
+    by_name = table.slices is not None and stated[name].where == everything
+    where = None if slice_.where == everything and by_name else slice_.where
+    return Member(slice_.name, where, name if by_name else None)
+
+
+def _refuse_lacking(task: Task, database: Database) -> None:
+    fields = sorted(
+        {f for m in task.members if m.where is not None for f in tested_fields(m.where)}
+    )
+    membership(database.table, task.members)  # a field that is no column is refused first
+    named = [SLICE] if any(m.named is not None for m in task.members) else []
+    if not fields and not named:
+        return
+    found = database.rows(field_query(database.table, [*fields, *named]))[0]
+    for i, field in enumerate([*fields, *named]):
+        lacking = int(found[f"lacking_{i}"])
+        if lacking:
+            raise refuse(
+                codes.REQUEST_FIELD,
+                f"{lacking} rows have no `{field}`, by which slices are told apart",
+                help="give the field to every row: a row that belongs nowhere is not dropped",
+            )
+
+
+def _nothing() -> Column:
+    counts, floats = np.zeros(0, np.int64), np.zeros(0)
+    return Column(counts, counts, counts, counts, counts, floats, floats, floats)
+
+
+def _no_rows(request: str, term: Term) -> Any:
+    return np.zeros(0)

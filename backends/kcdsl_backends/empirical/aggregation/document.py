@@ -1,0 +1,197 @@
+"""`kcdsl aggregate`: from files and a contract to the document "kcdsl.aggregate/1"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from kcdsl import __version__
+from kcdsl.check.report import suggest
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.canonical import digest
+from kcdsl.ir.terms import Metric, Program, Term
+from kcdsl.verdict.health import assess, recommend
+from kcdsl.verdict.report import overall
+from kcdsl_backends.empirical.aggregation.aggregate import slice_record
+from kcdsl_backends.empirical.aggregation.deciding import (
+    Decided,
+    Task,
+    decide_table,
+    limits_of,
+    prepare,
+)
+from kcdsl_backends.empirical.aggregation.engine import Database, opened
+from kcdsl_backends.empirical.aggregation.requests import reduce_requests
+from kcdsl_backends.empirical.aggregation.sql import Asked, Limit, membership
+from kcdsl_backends.empirical.aggregation.tables import (
+    TokenTable,
+    file_records,
+    open_tables,
+)
+from kcdsl_backends.empirical.aggregation.tokens import count_tokens
+from kcdsl_backends.empirical.metrics.measures import MEASURES
+from kcdsl_backends.empirical.results import called
+
+SCHEMA = "kcdsl.aggregate/1"
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a user asks for: metrics (none: those of the contract, else all), further limits by
+    metric, shares of percentiles, and means of the machine (see `engine.opened`)."""
+
+    metrics: tuple[str, ...] = ()
+    limits: Mapping[str, tuple[Limit, ...]] | None = None
+    quantiles: tuple[Fraction, ...] = (Fraction(1, 2), Fraction(19, 20), Fraction(99, 100))
+    slices: tuple[str, ...] = ()
+    seed: int = 0
+    looks: int | None = 1
+    memory: int | None = None
+    threads: int | None = None
+    spill: Path | None = None
+
+
+def wish_for(
+    limits: Sequence[tuple[str, str, Fraction]], percentiles: Sequence[Fraction], **others: Any
+) -> Wish:
+    """Return a wish; limits are (metric, operator, value)."""
+    found: dict[str, tuple[Limit, ...]] = {}
+    for name, op, value in limits:
+        found[name] = (*found.get(name, ()), Limit(op, value))
+    usual = Wish()
+    return Wish(limits=found, quantiles=tuple(percentiles) or usual.quantiles, **others)
+
+
+def aggregate(
+    paths: Sequence[str | Path],
+    program: Program | None,
+    wish: Wish,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Return the document of token tables, decided by a contract if there is one.
+
+    Raises Refusal for tables that cannot be used, metrics and slices that are not there, and
+    contracts without a clause that a table decides.
+    """
+    table = open_tables(paths)
+    task = None if program is None else prepare(program, table, wish.slices)
+    asked = _asked(table, task, wish)
+    files = file_records(table, lambda done, total: progress("digests", done, total))
+    with opened(table, memory=wish.memory, threads=wish.threads, spill=wish.spill) as database:
+        members = None if task is None else task.members
+        slice_of = membership(table, members)
+        tokens = count_tokens(database, slice_of, asked) if asked else {}
+        progress("tokens", 1, 1)
+        if task is None:
+            terms: list[Term] = [Metric(one.metric) for one in asked]
+            requests, decided = reduce_requests(database, slice_of, terms), None
+            names = _chosen(tuple(sorted(requests)), wish.slices)
+        else:
+            decided = decide_table(
+                _with_metrics(task, asked),
+                database,
+                seed=wish.seed,
+                looks=wish.looks,
+                progress=progress,
+            )
+            requests, names = dict(decided.requests), task.slices
+        better = {name: measure.better for name, measure in MEASURES.items()}
+        slices = [
+            slice_record(
+                name,
+                requests[name],
+                {one.metric: tokens[name, one.metric] for one in asked},
+                asked,
+                better,
+            )
+            for name in names
+            if name in requests
+        ]
+        return {
+            "schema": SCHEMA,
+            **_conclusion(program, decided),
+            "tables": {"rows": table.rows, "files": list(files)},
+            "environment": _environment(database, wish),
+            "slices": slices,
+            "sql": list(database.asked),
+        }
+
+
+def _asked(table: TokenTable, task: Task | None, wish: Wish) -> list[Asked]:
+    limits: dict[str, dict[Limit, None]] = {}
+    for source in (limits_of(task) if task else {}, wish.limits or {}):
+        for name, own in source.items():
+            limits.setdefault(name, {}).update(dict.fromkeys(own))
+    given = [*wish.metrics, *(wish.limits or {})]
+    for name in given:
+        if name not in table.metrics:
+            raise refuse(
+                codes.TOKEN_TABLE,
+                f"the token table has no column {name!r} of floating numbers",
+                help=suggest(name, list(table.metrics), "metrics"),
+            )
+    names = list(given)
+    if task is not None:
+        names += [name for term in task.terms for name in limits if Metric(name) == term]
+    elif not wish.metrics:
+        names += list(table.metrics)
+    return [
+        Asked(name, tuple(limits.get(name, ())), wish.quantiles) for name in dict.fromkeys(names)
+    ]
+
+
+def _chosen(there: tuple[str, ...], wanted: Sequence[str]) -> tuple[str, ...]:
+    for name in wanted:
+        if name not in there:
+            raise refuse(
+                codes.UNKNOWN_SLICE,
+                f"the token table has no slice {name!r}",
+                help=suggest(name, list(there), "slices"),
+            )
+    return tuple(name for name in there if not wanted or name in wanted)
+
+
+def _with_metrics(task: Task, asked: Sequence[Asked]) -> Task:
+    """Return the task with the terms that are reported beside those that clauses need."""
+    terms = dict.fromkeys([*task.terms, *(Metric(one.metric) for one in asked)])
+    return replace(task, terms=tuple(terms))
+
+
+def _conclusion(program: Program | None, decided: Decided | None) -> dict[str, Any]:
+    if program is None or decided is None:
+        return {"verdict": None, "exit": 0, "contract": None}
+    rows = decided.results
+    deviations: dict[str, list[float]] = {}
+    for row in rows:
+        deviations.setdefault(row.clause, []).append(row.deviation)
+    health = assess(deviations)
+    verdict, code = overall(rows)
+    return {
+        "verdict": verdict,
+        "exit": int(code),
+        "action": recommend(called(rows), health),
+        "health": health.to_json(),
+        "contract": {
+            "name": program.name,
+            "version": program.version,
+            "digest": f"sha256:{digest(program).removeprefix('sha256:')}",
+        },
+        "statistics": decided.statistics.to_json(),
+        "clauses": [row.to_json() for row in rows],
+        "deferred": dict(decided.deferred),
+    }
+
+
+def _environment(database: Database, wish: Wish) -> dict[str, Any]:
+    import duckdb
+
+    return {
+        "kcdsl": __version__,
+        "duckdb": duckdb.__version__,
+        "seed": wish.seed,
+        "memory": database.memory,
+    }

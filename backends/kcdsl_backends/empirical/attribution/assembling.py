@@ -1,0 +1,346 @@
+"""The document of an attribution, formed from what was measured and bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+from kcdsl.verdict.attribution import (
+    Attribution,
+    Between,
+    EnvelopeRow,
+    Figure,
+    FirstMismatch,
+    Interaction,
+    LayerRow,
+    LayersTable,
+    Method,
+    Source,
+    State,
+    Status,
+    Term,
+)
+from kcdsl_backends.empirical.attribution import sources
+from kcdsl_backends.empirical.attribution.candidates import candidates
+from kcdsl_backends.empirical.attribution.envelopes import Envelope
+from kcdsl_backends.empirical.attribution.layers import Layers
+from kcdsl_backends.empirical.attribution.measuring import Measured
+from kcdsl_backends.empirical.attribution.shapley import (
+    Coefficients,
+    Split,
+    alone,
+    interaction,
+    left_out,
+    merged,
+    split,
+)
+from kcdsl_backends.empirical.attribution.sources import Setting
+from kcdsl_backends.empirical.attribution.values import Known, Statistic, Table, intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What the document says of itself: contract, kernels, slice, metric, seed."""
+
+    contract: Mapping[str, str]
+    kernels: Mapping[str, str]
+    slice: str | None
+    metric: str
+    statistic: Statistic
+    unit: str
+    better: str
+    batch: int
+    seed: int
+    settings: tuple[Setting, ...]
+    blocked: str | None = None
+    """Why no number says anything of numerics: a mistake of the set-up that was found."""
+    notes: tuple[str, ...] = ()
+
+
+def assemble(
+    frame: Frame,
+    measured: Measured,
+    layers: Layers | None,
+    bounds: Sequence[Envelope],
+) -> Attribution:
+    """Return the document; the same evidence and seed give the same document, bit for bit."""
+    table = Table(frame.statistic, frame.better, measured.columns)
+    values = table.values()
+    players = measured.players
+    shares = split(len(players), values)
+    figures = _figures(frame, table, players, shares)
+    total = _total(frame, measured, table, figures)
+    envelopes = _envelope_rows(bounds)
+    shown = _layers(layers)
+    found = _sources(frame, measured, shares, figures, _Bounds(envelopes, shown), total.value)
+    status, reason = _status(frame, measured, table, shares, total, found)
+    return Attribution(
+        contract=frame.contract,
+        kernels=frame.kernels,
+        slice=frame.slice,
+        metric=frame.metric,
+        statistic=frame.statistic,
+        unit=frame.unit,
+        better=frame.better,
+        requests=table.requests,
+        batch=frame.batch,
+        seed=frame.seed,
+        status=status,
+        reason=reason,
+        total=total,
+        baseline=values[0],
+        noise=_noise(frame, measured, values[0]),
+        method=_method(shares),
+        orders=(shares.orders, shares.all_orders),
+        sources=found,
+        terms=_terms(players, shares, figures),
+        interactions=_interactions(players, figures),
+        between=_between(measured, values),
+        layers=shown,
+        envelopes=envelopes,
+        candidates=candidates(found, envelopes, shown) if status != "invalid_evidence" else (),
+        notes=frame.notes,
+    )
+
+
+Figures = Mapping[str, Mapping[str, Figure]]
+
+
+def _figures(frame: Frame, table: Table, players: Sequence[str], shares: Split) -> Figures:
+    """Return every number with its interval, by column and by name."""
+    count, known = len(players), table.columns
+    full = (1 << count) - 1
+    columns: dict[str, dict[str, Coefficients]] = {
+        "total": _given({"": _total_of(full, known)}),
+        "alone": _given({p: alone(i, known) for i, p in enumerate(players)}),
+        "left_out": _given({p: left_out(i, count, known) for i, p in enumerate(players)}),
+        "shapley": dict(zip(players, shares.shares, strict=False)),
+        "terms": _term_shares(players, known),
+        "interactions": _given(
+            {
+                f"{players[i]}+{players[j]}": interaction(i, j, count, known)
+                for i, j in combinations(range(count), 2)
+            }
+        ),
+    }
+    found = intervals(table, {name: c for name, c in columns.items() if c}, frame.seed)
+    return {name: {key: _figure(k, frame) for key, k in c.items()} for name, c in found.items()}
+
+
+def _figure(known: Known, frame: Frame) -> Figure:
+    """Return a number with its interval; without one where the evidence is not valid."""
+    if frame.blocked is not None:
+        return Figure(known.value)
+    return Figure(known.value, known.low, known.high)
+
+
+def _given(columns: Mapping[str, Coefficients | None]) -> dict[str, Coefficients]:
+    return {name: found for name, found in columns.items() if found is not None}
+
+
+def _total_of(full: int, known: Mapping[int, Any]) -> Coefficients | None:
+    if not full or full not in known:
+        return None
+    return {full: Fraction(1), 0: Fraction(-1)}
+
+
+def _term_shares(players: Sequence[str], known: Mapping[int, Any]) -> dict[str, Coefficients]:
+    """Return the shares of the four terms: of the game in which the sources of a term join
+    together. They need no run that the sources do not need."""
+    names = list(dict.fromkeys(sources.TERMS[p] for p in players))
+    groups = tuple(
+        tuple(i for i, p in enumerate(players) if sources.TERMS[p] == name) for name in names
+    )
+    masks = {found: mask for mask in known if (found := merged(mask, groups)) is not None}
+    shares = split(len(names), masks)
+    return {
+        name: {masks[mask]: factor for mask, factor in own.items()}
+        for name, own in zip(names, shares.shares, strict=False)
+    }
+
+
+def _total(frame: Frame, measured: Measured, table: Table, figures: Figures) -> Figure:
+    if measured.players:
+        return figures["total"][""]
+    alone_table = Table(frame.statistic, frame.better, {0: measured.infer})
+    return Figure(alone_table.values()[0] - table.values()[0])
+
+
+def _noise(frame: Frame, measured: Measured, baseline: float) -> float:
+    if measured.noise is None:
+        return 0.0
+    return Table(frame.statistic, frame.better, {0: measured.noise}).values()[0] - baseline
+
+
+def _method(shares: Split) -> Method:
+    if not shares.players or not shares.shares:
+        return "none"
+    return "shapley" if shares.whole else "orders_that_run"
+
+
+def _status(
+    frame: Frame,
+    measured: Measured,
+    table: Table,
+    shares: Split,
+    total: Figure,
+    found: Sequence[Source],
+) -> tuple[Status, str | None]:
+    if frame.blocked is not None:
+        return "invalid_evidence", frame.blocked
+    if not measured.players:
+        if total.value == 0:
+            return "no_drift", "both sides are equal in every source, and do not drift"
+        return "inconclusive", "both sides are equal in every source, and yet they drift"
+    if all(v == table.values()[0] for v in table.values().values()):
+        return "no_drift", "no kernel between both sides drifts"
+    if not shares.shares:
+        return "inconclusive", "no chain of kernels between both sides runs"
+    if any(s.shown for s in found):
+        return "attributed", table.limited()
+    return "inconclusive", table.limited() or "the interval of every source contains 0"
+
+
+def _sources(
+    frame: Frame,
+    measured: Measured,
+    shares: Split,
+    figures: Figures,
+    bounds: _Bounds,
+    total: float,
+) -> tuple[Source, ...]:
+    said = {s.source: s for s in frame.settings}
+    found: list[Source] = []
+    for name in sources.SOURCES:
+        setting = said.get(name) or _other_setting(name, frame, measured)
+        differs = name in measured.players
+        if not differs:
+            found.append(_unequal_to_nothing(setting, measured.missing.get(name)))
+            continue
+        share = figures.get("shapley", {}).get(name)
+        decisive = bounds.decisive(name)
+        found.append(
+            Source(
+                name=name,
+                term=sources.TERMS[name],
+                state="differs",
+                train=setting.train,
+                infer=setting.infer,
+                reason=None if shares.whole else _unrunnable(name, measured),
+                alone=figures.get("alone", {}).get(name),
+                left_out=figures.get("left_out", {}).get(name),
+                shapley=share,
+                share=None if share is None or total == 0 else share.value / total,
+                envelope=None if decisive is None else decisive.certified,
+                observed=None if decisive is None else decisive.observed,
+                envelope_block=None if decisive is None else decisive.block,
+                can_explain=None if decisive is None else decisive.can_reach,
+                excluded=bounds.excluded(name),
+            )
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """The envelopes, and the block where most of the drift arises."""
+
+    rows: tuple[EnvelopeRow, ...]
+    layers: LayersTable | None
+
+    def decisive(self, source: str) -> EnvelopeRow | None:
+        """Return the envelope of a source on that block."""
+        if self.layers is None or not self.layers.rows:
+            return None
+        most = max(self.layers.rows, key=lambda row: row.gain).block
+        return next((r for r in self.rows if (r.source, r.block) == (source, most)), None)
+
+    def excluded(self, source: str) -> tuple[str, ...]:
+        """Return the blocks of which the source is not the only cause."""
+        return tuple(r.block for r in self.rows if r.source == source and r.can_explain is False)
+
+
+def _other_setting(name: str, frame: Frame, measured: Measured) -> Setting:
+    if name == sources.BATCH:
+        together = frame.batch > 1 and name in measured.players
+        return Setting(name, "alone", f"in batches of {frame.batch}" if together else "alone")
+    differs = name in measured.players
+    return Setting(name, "its own experts", "other experts" if differs else "the same")
+
+
+def _unequal_to_nothing(setting: Setting, why: str | None) -> Source:
+    """Return a source that adds nothing: equal on both sides, exactly 0 and not run; or absent."""
+    state: State = "equal" if why is None or "both sides" in why else "absent"
+    zero = Figure(0.0, 0.0, 0.0) if state == "equal" else None
+    return Source(
+        name=setting.source,
+        term=sources.TERMS[setting.source],
+        state=state,
+        train=setting.train if state == "equal" else "–",
+        infer=setting.infer if state == "equal" else "–",
+        reason=why,
+        alone=zero,
+        left_out=zero,
+        shapley=zero,
+        share=0.0 if zero is not None else None,
+    )
+
+
+def _unrunnable(name: str, measured: Measured) -> str | None:
+    """Return why a kernel with this source alone, or without it alone, does not run."""
+    for coalition in measured.coalitions.values():
+        inside = name in coalition.taken
+        if coalition.column is None and (len(coalition.taken) == 1) == inside:
+            return f"{'+'.join(coalition.taken)} does not run: {coalition.reason}"
+    return None
+
+
+def _terms(players: Sequence[str], shares: Split, figures: Figures) -> tuple[Term, ...]:
+    names = dict.fromkeys(sources.TERMS[s] for s in sources.SOURCES)
+    found = figures.get("terms", {})
+    return tuple(
+        Term(
+            name,
+            tuple(s for s in sources.SOURCES if sources.TERMS[s] == name and s in players),
+            found.get(name),
+        )
+        for name in names
+    )
+
+
+def _interactions(players: Sequence[str], figures: Figures) -> tuple[Interaction, ...]:
+    found = figures.get("interactions", {})
+    return tuple(
+        Interaction(first, second, found[f"{first}+{second}"])
+        for first, second in combinations(players, 2)
+        if f"{first}+{second}" in found
+    )
+
+
+def _between(measured: Measured, values: Mapping[int, float]) -> tuple[Between, ...]:
+    ordered = sorted(measured.coalitions.items(), key=lambda item: (item[0].bit_count(), item[0]))
+    return tuple(Between(c.taken, values.get(mask), c.reason, c.simulated) for mask, c in ordered)
+
+
+def _layers(layers: Layers | None) -> LayersTable | None:
+    if layers is None:
+        return None
+    first = layers.first_mismatch
+    return LayersTable(
+        layers.requests,
+        tuple(LayerRow(**asdict(layer)) for layer in layers.layers),
+        layers.total,
+        layers.outside,
+        layers.first_block,
+        None if first is None else FirstMismatch(**asdict(first)),
+    )
+
+
+def _envelope_rows(bounds: Sequence[Envelope]) -> tuple[EnvelopeRow, ...]:
+    return tuple(
+        EnvelopeRow(**asdict(row), can_explain=row.can_explain, can_reach=row.can_reach)
+        for row in bounds
+    )

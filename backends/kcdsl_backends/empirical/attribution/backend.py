@@ -1,0 +1,271 @@
+"""The attribution of a contract's drift: load, run every hybrid, swap blocks, bound, assemble."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from kcdsl.check.metrics import registry_of
+from kcdsl.check.report import suggest
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.ir.terms import KernelRef, Program
+from kcdsl.model.architecture import Model
+from kcdsl.verdict.attribution import Attribution
+from kcdsl_backends.empirical import diagnoses
+from kcdsl_backends.empirical.attribution import sources
+from kcdsl_backends.empirical.attribution.assembling import Frame, assemble
+from kcdsl_backends.empirical.attribution.envelopes import Envelope, certify_with, envelopes
+from kcdsl_backends.empirical.attribution.hybrids import Pair
+from kcdsl_backends.empirical.attribution.layers import Layers, Question, swap_layers
+from kcdsl_backends.empirical.attribution.measuring import (
+    FAILURES,
+    Measured,
+    Progress,
+    Subject,
+    failure_words,
+    measure,
+)
+from kcdsl_backends.empirical.attribution.runs import Batches
+from kcdsl_backends.empirical.attribution.values import Statistic
+from kcdsl_backends.empirical.backend import BACKEND
+from kcdsl_backends.empirical.diagnoses import blocking
+from kcdsl_backends.empirical.diagnoses.model import POSITIONS, PROBES
+from kcdsl_backends.empirical.diagnoses.probing import chosen
+from kcdsl_backends.empirical.kernels import load_kernel
+from kcdsl_backends.empirical.measured import Unit
+from kcdsl_backends.empirical.metrics.measure import Measure
+from kcdsl_backends.empirical.metrics.measures import (
+    PROBABILITY_FUNCTIONS,
+    SAMPLED_FUNCTIONS,
+    STATE_FUNCTIONS,
+)
+from kcdsl_backends.empirical.metrics.streaming import TIER_A
+from kcdsl_backends.empirical.run import Kernel, Plan
+from kcdsl_backends.empirical.setting import Setting
+from kcdsl_backends.empirical.user_metrics import measures_of
+from kcdsl_backends.requests import Request
+from kcdsl_backends.threads import threads_for
+
+USUAL = {False: "kl", True: "hidden_l2"}
+"""The metric where none is asked for: of language models (False) and of encoders (True)."""
+BOUNDED = 2
+"""Requests on which blocks are bounded."""
+LENGTH = 32
+"""Their tokens at most; all have the same number, so that a block is exported once."""
+
+
+def attribute(
+    program: Program,
+    base: Path,
+    *,
+    device: str = "cpu",
+    metric: str | None = None,
+    statistic: Statistic = "mean",
+    slice_name: str | None = None,
+    batch: int = 4,
+    bounds: bool = True,
+    seed: int = 0,
+    progress: Progress = lambda stage, done, total: None,
+) -> Attribution:
+    """Split the drift between the kernels of a contract, whose folder is `base`, among its sources.
+
+    Args:
+        program: the compiled contract.
+        base: the folder that its paths are relative to.
+        device: "cpu" or "cuda".
+        metric: what is split; None for `kl`, of encoders for `hidden_l2`.
+        statistic: how token values become one number.
+        slice_name: only the requests of this slice; None for those of all slices.
+        batch: how many requests the inference side runs together; 1 for each alone.
+        bounds: compare blocks with what each source alone may do to them, as it is certified.
+        seed: of sampled tokens and of resampling.
+        progress: told (stage, done, total).
+
+    Raises:
+        Refusal: the model, the data or a kernel cannot be used; the metric has no values that could
+            be split (KC691); there is no drift that could be (KC690); a kernel drifts beyond its
+            certified bound (KC625).
+    """
+    if program.infer.service is not None:
+        raise _apart(program.infer.run, "inference")
+    setting = BACKEND.prepare(
+        program,
+        base,
+        device=device,
+        slices=() if slice_name is None else (slice_name,),
+        seed=seed,
+        crosscheck=False,
+        progress=progress,
+    )
+    if not isinstance(setting, Setting):
+        raise _apart(program.infer.run, "inference")
+    name, measure_ = _metric(program, metric, setting.encoder)
+    model = getattr(setting.train, "model", None)
+    if not isinstance(model, Model):
+        raise _apart(program.train.run, "training")
+    place = torch.device(device)
+
+    def load(ref: KernelRef) -> Kernel:
+        return load_kernel(ref, model, place, base)
+
+    pair = Pair(program.train, program.infer, setting.train, setting.infer, model, load)
+    plan = Plan(
+        frozenset({name}),
+        float(program.constants.temperature),
+        seed,
+        setting.encoder,
+        user=tuple(user for user in setting.user if user.metric.name == name),
+    )
+    padding = model.built_in and not setting.encoder
+    batches = Batches(batch, padding) if batch > 1 else None
+    requests = tuple({r.key: r for rows in setting.slices.values() for r in rows}.values())
+    subject = Subject(pair, requests, plan, name, measure_.better, batches)
+    with threads_for(_largest(model, requests)):
+        found = measure(subject, progress)
+        frame = Frame(
+            contract=setting.contract,
+            kernels={"train": program.train.run, "infer": program.infer.run},
+            slice=slice_name,
+            metric=name,
+            statistic=statistic,
+            unit=_unit(program, name),
+            better=measure_.better,
+            batch=batch,
+            seed=seed,
+            settings=sources.settings(program.train, program.infer),
+            blocked=_blocked(setting, requests, plan.temperature),
+        )
+        return conclude(subject, frame, found, bounds=bounds, progress=progress)
+
+
+def conclude(
+    subject: Subject,
+    frame: Frame,
+    measured: Measured,
+    *,
+    bounds: bool,
+    progress: Progress = lambda stage, done, total: None,
+) -> Attribution:
+    """Look into the blocks, and assemble the document."""
+    notes = list(frame.notes)
+    layers, why = _layers(subject, frame.statistic, progress)
+    if why is not None:
+        notes.append(f"blocks were not swapped: {why}")
+    rows: tuple[Envelope, ...] = ()
+    if not bounds:
+        notes.append("no bounds were asked for, so no source is excluded")
+    elif frame.blocked is None:
+        rows, why = _bounds(subject, measured, progress)
+        if why is not None:
+            notes.append(f"nothing is excluded by bounds: {why}")
+    return assemble(replace(frame, notes=tuple(notes)), measured, layers, rows)
+
+
+def _largest(model: Model, requests: Sequence[Request]) -> int:
+    """Return the elements of the largest output of a linear on these requests, roughly."""
+    widths = [m.out_features for m in model.module.modules() if isinstance(m, nn.Linear)]
+    return max(widths, default=1) * max((r.length for r in requests), default=1)
+
+
+def _apart(run: str, side: str) -> Refusal:
+    return refuse(
+        codes.NO_ATTRIBUTION,
+        f"the {side} kernel {run} cannot be taken apart: no kernel between both sides can be run",
+        help="attribute the drift of an adapter that runs the same program here",
+    )
+
+
+def _layers(
+    subject: Subject, statistic: Statistic, progress: Progress
+) -> tuple[Layers | None, str | None]:
+    pair = subject.pair
+    question = Question(
+        pair.model,
+        pair.train,
+        pair.infer,
+        subject.plan,
+        subject.metric,
+        subject.better,
+        statistic,
+        tuple(_cut(r, POSITIONS) for r in chosen(subject.requests)[:PROBES]),
+    )
+    try:
+        return swap_layers(question, progress), None
+    except FAILURES as error:
+        return None, failure_words(error)
+
+
+def _bounds(
+    subject: Subject, measured: Measured, progress: Progress
+) -> tuple[tuple[Envelope, ...], str | None]:
+    probed = chosen(subject.requests)[:BOUNDED]
+    length = min(LENGTH, *(r.length for r in probed))
+    requests = [_cut(r, length) for r in probed]
+    make = certify_with(subject.pair.model)
+    try:
+        return envelopes(subject.pair, measured.players, requests, make, progress), None
+    except FAILURES as error:
+        if isinstance(error, Refusal) and error.diagnostics[0].code == codes.ABOVE_CERTIFIED:
+            raise
+        return (), failure_words(error)
+
+
+def _cut(request: Request, length: int) -> Request:
+    return replace(request, tokens=request.tokens[:length])
+
+
+def _blocked(setting: Setting, requests: Sequence[Request], temperature: float) -> str | None:
+    """Return the mistake of the set-up that explains the drift; None where none was found."""
+    if setting.spoiled:
+        name, why = next(iter(setting.spoiled.items()))
+        return f"{name}: {why}"
+    subject = diagnoses.Subject(
+        setting.train,
+        setting.infer,
+        tuple(requests),
+        setting.encoder,
+        temperature,
+        {**setting.weights, **setting.changed_weights()},
+        {name: len(rows) for name, rows in setting.slices.items()},
+        {},
+        setting.reference,
+    )
+    units = [Unit(r.key, r.length) for r in requests]
+    return blocking(diagnoses.run_prechecks(subject, units))
+
+
+def _metric(program: Program, wanted: str | None, encoder: bool) -> tuple[str, Measure]:
+    """Return the metric. Refuse one without values of positions or requests that can be split."""
+    able = _able(program, encoder)
+    asked = USUAL[encoder] if wanted is None else wanted
+    definition = registry_of(program).find(asked)
+    name = asked if definition is None else definition.name
+    if name in able:
+        return name, measures_of(program)[name]
+    why = (
+        "there is no such metric"
+        if definition is None
+        else "it has no values of single positions or requests that running kernels gives"
+    )
+    raise refuse(
+        codes.NOT_ATTRIBUTABLE,
+        f"the metric {name!r} cannot be attributed: {why}",
+        help=suggest(name, sorted(able), "metrics"),
+    )
+
+
+def _able(program: Program, encoder: bool) -> frozenset[str]:
+    user = {metric.name for metric in program.metrics}
+    if encoder:
+        return frozenset(STATE_FUNCTIONS) | user
+    sampled = frozenset(SAMPLED_FUNCTIONS) | frozenset(PROBABILITY_FUNCTIONS)
+    return frozenset(TIER_A) | sampled | frozenset(STATE_FUNCTIONS) | user
+
+
+def _unit(program: Program, name: str) -> str:
+    found = registry_of(program).find(name)
+    return "1" if found is None else str(found.dimension)

@@ -1,0 +1,189 @@
+"""What one source alone could do to a block, at most: its certified envelope.
+
+Let x be what enters a block in training, T the training kernel's block with numerics t, and h the
+numerics t in which the source s alone is that of infer (`sources.mixed`). The interval backend
+gives B >= 0, elementwise, with |K(x) - K'(x)| <= B for every block K that computes as h admits and
+every K' that computes as t admits: that is what it states of the pair (t, h)
+(docs/relational-interval.md).
+
+The measured T is one such K'. So let D = |I(x) - T(x)| be what was measured between infer and
+train. If D > B in one element, then I is no block that h admits: no kernel that differs from
+training in s alone drifts as far on x. Hence s alone cannot explain the drift, whatever else is
+true of it; one element of one block on one request is enough. Nothing follows from D <= B but that
+s is not excluded. Where even the largest element of D lies above the largest of B, s alone cannot
+so much as reach the drift of that block.
+
+For `batch`, h is t: batches change the order of sums, which every specification leaves free, so a
+row of a batch is one more run that t admits. For `routing` there is no bound.
+
+The real hybrid of s is a K that claims h. Where it leaves B, a kernel does not compute as it claims
+or the bound is wrong, and the attribution ends with KC625, as an evaluation does. A simulated
+hybrid claims nothing and is not held against B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.model.architecture import Model
+from kcdsl.model.graph import BlockGraph
+from kcdsl.model.numerics import Numerics
+from kcdsl.model.presets import resolve
+from kcdsl_backends.empirical.attribution import sources
+from kcdsl_backends.empirical.attribution.hybrids import InBatch, Pair, hybrid
+from kcdsl_backends.empirical.crosscheck import Certify, compare_request
+from kcdsl_backends.empirical.diagnoses.reference import own_blocks
+from kcdsl_backends.empirical.run import Kernel, block_drift
+from kcdsl_backends.requests import Request
+
+Progress = Callable[[str, int, int], None]
+MakeCertify = Callable[[Numerics, Numerics], Certify]
+"""Returns the bounds for the numerics of train and infer."""
+_MOST = 1e300
+"""Stands for a quotient by 0: a source that does nothing to a block that drifts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """One source on one block, over the requests.
+
+    `observed` is the largest drift between infer and train, `certified` the largest bound of what
+    this source alone may do, both on the request where the first is the most of the second;
+    `certified` is None where there is no bound, for the `reason`. `ratio` is the largest quotient
+    of drift and bound of one element. `measured` is the largest drift of the real hybrid on
+    the same request, None where there is none.
+    """
+
+    source: str
+    block: str
+    request: str
+    observed: float
+    certified: float | None
+    ratio: float | None
+    measured: float | None
+    reason: str | None = None
+
+    @property
+    def can_explain(self) -> bool | None:
+        """Say whether it may be the only cause here; None where there is no bound."""
+        return None if self.ratio is None else self.ratio <= 1
+
+    @property
+    def can_reach(self) -> bool | None:
+        """Say whether it alone may move the block as far; None where there is no bound."""
+        return None if self.certified is None else self.observed <= self.certified
+
+
+def certify_with(model: Model) -> MakeCertify:
+    """Return the certified bounds of the interval backend."""
+    from kcdsl_backends.certifier.workshop import Workshop, certified_block_drift
+
+    graphs: dict[tuple[str, int], BlockGraph] = {}
+
+    def make(train: Numerics, infer: Numerics) -> Certify:
+        shop = Workshop(model, train, infer, torch.device("cpu"), graphs)
+        return lambda block, x: certified_block_drift(model, block, x, train, infer, shop)
+
+    return make
+
+
+def envelopes(
+    pair: Pair,
+    players: Sequence[str],
+    requests: Sequence[Request],
+    make: MakeCertify,
+    progress: Progress = lambda stage, done, total: None,
+) -> tuple[Envelope, ...]:
+    """Return the envelope of every source on every block that has one input [T, D].
+
+    Raises Refusal (KC625) where a real hybrid, or infer itself, drifts beyond its bound.
+    """
+    names = own_blocks(pair.model)
+    entering = {r.key: _inputs(pair.model, r, names) for r in requests}
+    chosen = [s for s in (*players, None) if s != sources.ROUTING]
+    found: list[Envelope] = []
+    for done, source in enumerate(chosen, 1):
+        kernel, numerics, claims = _alone(pair, source)
+        if numerics is None:
+            continue
+        certify = make(resolve(pair.train_ref), numerics)
+        for name in names:
+            rows = [
+                _compare(pair, source, name, r, entering[r.key][name], kernel, claims, certify)
+                for r in requests
+                if name in entering[r.key]
+            ]
+            if rows and source is not None:
+                found.append(_together(rows))
+        progress("envelopes", done, len(chosen))
+    return tuple(found)
+
+
+def _inputs(model: Model, request: Request, names: Sequence[str]) -> Mapping[str, Tensor]:
+    known = model.all_block_inputs(list(request.tokens), names)
+    return {name: x.to(torch.float32) for name, x in known.items() if x is not None}
+
+
+def _alone(pair: Pair, source: str | None) -> tuple[Kernel | None, Numerics | None, bool]:
+    """Return the kernel that has this source of infer (None: infer itself), what it claims, and
+    whether it is real: no kernel where none computes so, no claim where that has no meaning."""
+    if source is None:
+        return pair.infer, resolve(pair.infer_ref), True
+    if source == sources.BATCH:
+        return InBatch(pair.train), resolve(pair.train_ref), True  # type: ignore[return-value]
+    try:
+        numerics = resolve(sources.mixed(pair.train_ref, pair.infer_ref, (source,)))
+    except Refusal:
+        return None, None, False
+    try:
+        made = hybrid(pair, (source,))
+    except (Refusal, RuntimeError, ValueError):
+        return None, numerics, False
+    return made.kernel, numerics, not made.simulated
+
+
+def _compare(
+    pair: Pair,
+    source: str | None,
+    name: str,
+    request: Request,
+    x: Tensor,
+    kernel: Kernel | None,
+    claims: bool,
+    certify: Certify,
+) -> Envelope:
+    bound = certify(name, x)
+    limits = np.asarray(bound.drift_bound, dtype=np.float64)
+    measured: float | None = None
+    if kernel is not None and claims:
+        measured = compare_request(
+            request, name, pair.train, kernel, lambda r, b: x, lambda b, states: bound
+        ).measured
+    with torch.no_grad():
+        observed = block_drift(pair.train, pair.infer, name, x).abs().numpy()
+    row = Envelope(source or "", name, request.key, float(observed.max()), None, None, measured)
+    if not bool(np.isfinite(limits).all()):
+        return replace(row, reason=getattr(bound, "reason", None) or "some elements have no bound")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(observed == 0, 0.0, observed / limits)
+    return replace(row, certified=float(limits.max()), ratio=float(min(ratios.max(), _MOST)))
+
+
+def _together(rows: Sequence[Envelope]) -> Envelope:
+    """Return one row for all requests: a request without a bound leaves none."""
+    open_ = next((row for row in rows if row.certified is None), None)
+    if open_ is not None:
+        return replace(open_, observed=max(row.observed for row in rows))
+    return replace(max(rows, key=_reach), ratio=max(row.ratio or 0.0 for row in rows))
+
+
+def _reach(row: Envelope) -> float:
+    if not row.certified:
+        return _MOST if row.observed else 0.0
+    return row.observed / row.certified

@@ -1,0 +1,259 @@
+"""Running every coalition of sources: the kernels between train and infer, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl_backends.empirical.attribution import sources
+from kcdsl_backends.empirical.attribution.hybrids import Hybrid, Pair, hybrid
+from kcdsl_backends.empirical.attribution.routes import Choices, equal
+from kcdsl_backends.empirical.attribution.runs import Batches, Known, Manner, Outputs, Ran, run_all
+from kcdsl_backends.empirical.attribution.values import Array, Column, column
+from kcdsl_backends.empirical.run import Kernel, Plan, run_request, tensor_digest
+from kcdsl_backends.requests import Request
+
+Progress = Callable[[str, int, int], None]
+FAILURES = (RuntimeError, ValueError, ArithmeticError, Refusal)
+"""What a kernel raises where it cannot run; a request of a hybrid that is not finite is one too."""
+HELD = 2**27
+"""Numbers of the training kernel's outputs that are kept (1 GiB); beyond, it is run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is attributed: a metric of two kernels over some requests.
+
+    `batches` None: requests are run alone on both sides.
+    """
+
+    pair: Pair
+    requests: tuple[Request, ...]
+    plan: Plan
+    metric: str
+    better: str
+    batches: Batches | None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return what of a kernel is run."""
+        logits = ("logits",) if self.plan.needs_logits else ()
+        return (*logits, *(("hidden",) if self.plan.needs_hidden else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Coalition:
+    """A hybrid: what it takes from infer, and its column or why it has none."""
+
+    taken: tuple[str, ...]
+    column: Column | None
+    reason: str | None = None
+    simulated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What all coalitions gave.
+
+    `players` are the sources that differ, in the bits of the masks of `coalitions`; `missing` says
+    of other sources why there is nothing to attribute to them. `infer` is the column of infer
+    itself, `noise` that of a second run of train, None where it gave the same bits.
+    """
+
+    players: tuple[str, ...]
+    coalitions: Mapping[int, Coalition]
+    missing: Mapping[str, str]
+    infer: Column
+    noise: Column | None
+
+    @property
+    def columns(self) -> dict[int, Column]:
+        """Return the columns of the coalitions that ran."""
+        return {m: c.column for m, c in self.coalitions.items() if c.column is not None}
+
+
+@dataclass(slots=True)
+class _Base:
+    """The outputs of the training kernel, kept where they fit."""
+
+    subject: Subject
+    held: dict[str, Outputs] = field(default_factory=dict)
+    choices: dict[str, Choices] = field(default_factory=dict)
+    room: int = HELD
+
+    def fill(self) -> None:
+        manner = Manner(self.subject.parts)
+        for ran in run_all(self.subject.pair.train, self.subject.requests, manner):
+            self.choices[ran.request.key] = ran.choices
+            size = sum(out.numel() for out in ran.outputs.values())
+            if size <= self.room:
+                self.held[ran.request.key] = ran.outputs
+                self.room -= size
+
+    def outputs(self, request: Request) -> Outputs:
+        if request.key in self.held:
+            return self.held[request.key]
+        again = run_all(self.subject.pair.train, [request], Manner(self.subject.parts))
+        return next(iter(again)).outputs
+
+
+def measure(subject: Subject, progress: Progress = lambda stage, done, total: None) -> Measured:
+    """Run every coalition.
+
+    Raises Refusal (KC690) where one of both kernels does not give finite numbers for a request:
+    then there is no drift that could be split.
+    """
+    pair = subject.pair
+    if not subject.requests:
+        raise refuse(
+            codes.NO_ATTRIBUTION,
+            "there are no requests, so nothing was measured that could be attributed",
+            help="choose a slice that has requests",
+        )
+    base = _Base(subject)
+    _or_refuse("train", base.fill)
+    own = sources.different(pair.train_ref, pair.infer_ref)
+    batches, no_batch = _usable_batches(subject)
+    chosen, last = _infer(subject, base, batches)
+    no_routing = _why_no_routing(subject, base, chosen)
+    missing = {
+        source: why
+        for source, why in ((sources.BATCH, no_batch), (sources.ROUTING, no_routing))
+        if why is not None
+    }
+    players = (*own, *(s for s in (sources.BATCH, sources.ROUTING) if s not in missing))
+    itself = (Ran(r, base.outputs(r), ()) for r in subject.requests)
+    coalitions = {0: Coalition((), _column(subject, base, itself))}
+    if players:
+        coalitions[(1 << len(players)) - 1] = Coalition(players, last)
+    todo = [m for m in _by_kernel(players, own) if m not in coalitions]
+    loaded: tuple[frozenset[str], Hybrid] | None = None
+    for done, mask in enumerate(todo, 1):
+        taken = tuple(p for i, p in enumerate(players) if mask >> i & 1)
+        wanted = frozenset(taken) & frozenset(own)
+        try:
+            if loaded is None or loaded[0] != wanted:
+                loaded = None  # let go of the kernel before the next is loaded
+                loaded = (wanted, hybrid(pair, wanted))
+            manner = Manner(
+                subject.parts,
+                batches if sources.BATCH in taken else None,
+                _replayed(base, chosen, taken),
+            )
+            found = _column(subject, base, run_all(loaded[1].kernel, subject.requests, manner))
+            coalitions[mask] = Coalition(taken, found, simulated=loaded[1].simulated)
+        except FAILURES as error:
+            coalitions[mask] = Coalition(taken, None, failure_words(error))
+        progress("kernels between", done, len(todo))
+    return Measured(players, coalitions, missing, last, _noise(subject, base))
+
+
+def _by_kernel(players: Sequence[str], own: Sequence[str]) -> list[int]:
+    """Return all coalitions, those of one kernel in a row."""
+    numeric = sum(1 << i for i, player in enumerate(players) if player in own)
+    return sorted(range(1 << len(players)), key=lambda mask: (mask & numeric, mask))
+
+
+def _usable_batches(subject: Subject) -> tuple[Batches | None, str | None]:
+    """Return the batches if the inference kernel takes them, else the reason."""
+    batches = subject.batches
+    if batches is None:
+        return None, "requests are run alone on both sides"
+    first = list(next(iter(batches.groups(subject.requests))))
+    try:
+        list(run_all(subject.pair.infer, first, Manner(subject.parts, batches)))
+    except FAILURES as error:
+        return None, f"infer takes no batches: {failure_words(error)}"
+    return batches, None
+
+
+def _infer(
+    subject: Subject, base: _Base, batches: Batches | None
+) -> tuple[dict[str, Choices], Column]:
+    """Return the experts that infer chooses, and its column."""
+    choices: dict[str, Choices] = {}
+
+    def runs() -> Iterable[Ran]:
+        for ran in run_all(subject.pair.infer, subject.requests, Manner(subject.parts, batches)):
+            choices[ran.request.key] = ran.choices
+            yield ran
+
+    found: list[Column] = []
+    _or_refuse("infer", lambda: found.append(_column(subject, base, runs())))
+    return choices, found[0]
+
+
+def _why_no_routing(subject: Subject, base: _Base, chosen: Mapping[str, Choices]) -> str | None:
+    """Return why the choice of experts is no source; None where both sides choose others."""
+    keys = [r.key for r in subject.requests]
+    if not any(base.choices.values()):
+        return "the model chooses no experts"
+    if equal([base.choices[k] for k in keys], [chosen[k] for k in keys]):
+        return "both sides choose the same experts for every token"
+    return None
+
+
+def _replayed(
+    base: _Base, chosen: Mapping[str, Choices], taken: Sequence[str]
+) -> Mapping[str, Choices] | None:
+    """Return the experts that a hybrid takes; None for a model without any."""
+    if not any(base.choices.values()):
+        return None
+    return chosen if sources.ROUTING in taken else base.choices
+
+
+def _column(subject: Subject, base: _Base, runs: Iterable[Ran]) -> Column:
+    """Return the column of a kernel."""
+    values: dict[str, Array] = {}
+    for ran in runs:
+        train = Known(subject.pair.train, base.outputs(ran.request))
+        other = Known(subject.pair.infer, ran.outputs)
+        values[ran.request.key] = _values(subject, ran.request, train, other)
+    ordered = [values[r.key] for r in subject.requests]
+    return column(ordered, subject.better, subject.metric)
+
+
+def _values(subject: Subject, request: Request, train: Kernel, other: Kernel) -> Array:
+    unit = run_request(request, train, other, subject.plan, _no_block).unit
+    why = unit.failure or unit.problems.get(subject.metric)
+    if why is None and subject.metric not in unit.values:
+        why = f"it has no value of {subject.metric}"
+    if why is not None:
+        raise ValueError(f"request {request.key}: {why}")
+    return unit.values[subject.metric]
+
+
+def _no_block(request: Request, block: str) -> Tensor:
+    raise ValueError(f"{block} of {request.key} is not measured")
+
+
+def _noise(subject: Subject, base: _Base) -> Column | None:
+    """Return the column of a second run of train; None where every bit is that of the first."""
+    again = list(run_all(subject.pair.train, subject.requests, Manner(subject.parts)))
+    same = all(
+        tensor_digest(out) == tensor_digest(base.outputs(ran.request)[name])
+        for ran in again
+        for name, out in ran.outputs.items()
+    )
+    return None if same else _column(subject, base, again)
+
+
+def _or_refuse(side: str, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except FAILURES as error:
+        raise refuse(
+            codes.NO_ATTRIBUTION,
+            f"the drift of {side} has no value that could be split: {failure_words(error)}",
+            help="`kcdsl evaluate` says what is wrong with which request",
+        ) from error
+
+
+def failure_words(error: BaseException) -> str:
+    if isinstance(error, Refusal):
+        return error.diagnostics[0].message
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,149 @@
+"""The sources of drift, and the kernels between train and infer that take some of them over.
+
+The paper splits drift into operator, precision, batch and routing. What a served model stores and
+sends in few bits is another decision than the format that it computes in, with another owner, so
+`precision` has three sources here; the four terms are formed from the same runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.presets import ADAPTER_PRESETS, resolve
+
+OPERATOR = "operator"
+PRECISION = "precision"
+WEIGHTS = "weights"
+ACTIVATIONS = "activations"
+BATCH = "batch"
+ROUTING = "routing"
+SOURCES = (OPERATOR, PRECISION, WEIGHTS, ACTIVATIONS, BATCH, ROUTING)
+"""In the order in which they are shown."""
+
+TERMS = {
+    OPERATOR: OPERATOR,
+    PRECISION: PRECISION,
+    WEIGHTS: PRECISION,
+    ACTIVATIONS: PRECISION,
+    BATCH: BATCH,
+    ROUTING: ROUTING,
+}
+"""The term of the paper that each source belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one source is on both sides, in words."""
+
+    source: str
+    train: str
+    infer: str
+
+
+def settings(train: KernelRef, infer: KernelRef) -> tuple[Setting, ...]:
+    """Return what the kernels' own sources are on both sides, equal ones included.
+
+    Raises Refusal (KC463) for numerics that cannot be resolved.
+    """
+    a, b = resolve(train), resolve(infer)
+    return (
+        Setting(OPERATOR, train.run, infer.run),
+        Setting(PRECISION, _precision(a), _precision(b)),
+        Setting(WEIGHTS, _weights(a), _weights(b)),
+        Setting(ACTIVATIONS, _activations(a), _activations(b)),
+    )
+
+
+def different(train: KernelRef, infer: KernelRef) -> tuple[str, ...]:
+    """Return the kernels' own sources that are not equal on both sides.
+
+    `casts` and the claims of an attention program that is the same on both sides are no source:
+    they say what is promised, and change nothing that is run.
+    """
+    a, b = resolve(train), resolve(infer)
+    formats = [(n.compute, n.accumulate, n.results, n.tensor_core) for n in (a, b)]
+    unequal = {
+        OPERATOR: (train.run, train.folder) != (infer.run, infer.folder),
+        PRECISION: formats[0] != formats[1],
+        WEIGHTS: stored(a) != stored(b),
+        ACTIVATIONS: a.activations != b.activations,
+    }
+    return tuple(source for source, differs in unequal.items() if differs)
+
+
+def stored(numerics: Numerics) -> Weights | None:
+    """Return how weights are quantised; None where they are cast to the compute format alone."""
+    plain = [Weights(f) for f in (numerics.compute, "float32", "float64")]
+    return None if numerics.weights in plain else numerics.weights
+
+
+def mixed(train: KernelRef, infer: KernelRef, taken: Collection[str]) -> KernelRef:
+    """Return the kernel that has the sources `taken` from infer and all others from train.
+
+    Where its program and its formats come from different sides, what attention stores is what that
+    program stores in these formats, and `casts` is the weaker of both promises: both are claims
+    that the kernel between them keeps. Raises Refusal (KC463) for a combination without a meaning.
+    """
+    own = different(train, infer)
+    chosen = frozenset(taken) & frozenset(own)
+    if not chosen:
+        return train
+    if chosen == frozenset(own):
+        return infer
+    side = {source: infer if source in chosen else train for source in SOURCES}
+    a, b = resolve(train), resolve(infer)
+    of = {source: b if source in chosen else a for source in SOURCES}
+    program, formats = side[OPERATOR], of[PRECISION]
+    if OPERATOR not in own:
+        program = side[PRECISION]
+    together = (
+        PRECISION not in own
+        or OPERATOR not in own
+        or ((OPERATOR in chosen) == (PRECISION in chosen))
+    )
+    record: dict[str, Any] = {
+        "preset": dict(program.numerics).get("preset") or ADAPTER_PRESETS.get(program.run),
+        "compute": formats.compute,
+        "accumulate": formats.accumulate,
+        "casts": _casts(a, b),
+        "results": dict(formats.results),
+        "tensor_core": "none" if formats.tensor_core is None else formats.tensor_core.to_json(),
+        "sigmoid": of[OPERATOR].sigmoid,
+        "activations": of[ACTIVATIONS].activations.to_json(),
+        "weights": (stored(of[WEIGHTS]) or Weights(formats.compute)).to_json(),
+    }
+    if together:
+        held = of[PRECISION if OPERATOR not in own else OPERATOR].to_json()["attention"]
+        record["attention"] = held
+    else:
+        record["preset"] = ADAPTER_PRESETS.get(program.run, record["preset"])
+    return replace(program, numerics=tuple(sorted(record.items())))
+
+
+def _casts(a: Numerics, b: Numerics) -> str:
+    return a.casts if a.casts == b.casts else "any"
+
+
+def _precision(numerics: Numerics) -> str:
+    words = numerics.compute
+    if numerics.accumulate != "float32" and numerics.accumulate != numerics.compute:
+        words += f", sums in {numerics.accumulate}"
+    if numerics.results:
+        words += ", " + ", ".join(f"{name} {format}" for name, format in numerics.results)
+    return words + ("" if numerics.tensor_core is None else ", matrix unit")
+
+
+def _weights(numerics: Numerics) -> str:
+    found = stored(numerics)
+    if found is None:
+        return "as computed"
+    return found.format if found.scale == "none" else f"{found.format} {found.scale}"
+
+
+def _activations(numerics: Numerics) -> str:
+    found = numerics.activations
+    return "as computed" if found.format == "none" else f"{found.format} {found.scale}"

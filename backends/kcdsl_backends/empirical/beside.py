@@ -1,0 +1,218 @@
+"""Beside each clause: percentiles of what was measured, the certified bound, the noise floor.
+
+Bounds and noise are units like requests, so that the statistic of the clause is formed from them by
+the code that decides it. A bound of a percentile, a maximum or a mean is the same statistic of the
+bounds of its values, since all of them grow with every value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+
+from kcdsl.ir.terms import Abs, Clause, Compare, Metric, Norm, Number, Statistic, Term
+from kcdsl.verdict.beside import Beside, Certified, Measured, NoiseFloor
+from kcdsl.verdict.report import ClauseResult
+from kcdsl_backends.empirical.allowance import allowed_rate
+from kcdsl_backends.empirical.certified import LOWER_BOUNDS, MAGNITUDES
+from kcdsl_backends.empirical.clauses import main_comparison, norm_name
+from kcdsl_backends.empirical.estimate import Settings, Side, evaluate, worst_of_units
+from kcdsl_backends.empirical.evidence import Evidence
+from kcdsl_backends.empirical.measured import Array, SliceData, Unit
+from kcdsl_backends.empirical.statistics import NotMeasurable, quantile_rank
+
+FEWEST = 20
+"""Units below which a result is thin whatever they say: those that the limits of a mean need."""
+NEAR = 0.1
+"""Distance from the threshold, relative to it, below which a result is near it."""
+_POINT = Settings(0, None)
+_UNBOUNDED = {False: np.inf, True: -np.inf}
+"""What stands for a missing bound from above (False) and from below (True)."""
+
+
+def beside(clause: Clause, row: ClauseResult, data: SliceData, evidence: Evidence) -> Beside:
+    """Return what stands beside the result of a clause on a slice."""
+    comparison = main_comparison(clause.require)
+    narrow = narrowness(clause, row)
+    if comparison is None:
+        return Beside(narrow=narrow)
+    term, op = _oriented(comparison)
+    name = _name_of(_inner(term))
+    if name is None or _is_timed(name, data):
+        return Beside(narrow=narrow)
+    side: Side = "lower" if op in (">=", ">") else "upper"
+    return Beside(
+        measured(_inner(term), data, side),
+        certified(term, name, data, side, evidence),
+        floor(term, name, side, row.threshold, evidence),
+        narrow,
+    )
+
+
+def measured(term: Term, data: SliceData, side: Side) -> Measured | None:
+    """Return percentiles of the requests; None where one of them has no finite value."""
+    try:
+        worst = np.sort(worst_of_units(term, data, side))
+    except NotMeasurable:
+        return None
+    if worst.size == 0 or not bool(np.isfinite(worst).all()):
+        return None
+    if side == "lower":
+        worst = worst[::-1]
+    p50, p99 = (
+        float(worst[quantile_rank(worst.size, Fraction(percent, 100)) - 1]) for percent in (50, 99)
+    )
+    return Measured(p50, p99, float(worst[-1]))
+
+
+# --- certified -----------------------------------------------------------------------------------
+
+
+def certified(
+    term: Term, name: str, data: SliceData, side: Side, evidence: Evidence
+) -> Certified | None:
+    """Return the statistic of the certified bounds; None for what no drift of logits bounds."""
+    bounded = [evidence.certified.get(unit.key) for unit in data.requests]
+    every = len(bounded)
+    if every == 0:
+        return None
+    lower = name in LOWER_BOUNDS
+    wrong = lower != (side == "lower") or (name in MAGNITUDES and not _of_size(term))
+    known = [unit for unit in bounded if unit is not None and name in unit.values]
+    if wrong:
+        return Certified(None, 0, every, reason="no bound on this side is known")
+    if not known:
+        return Certified(None, 0, every, reason=_why(name, bounded, evidence))
+    values = [
+        unit.values[name]
+        if unit is not None and name in unit.values
+        else np.array([_UNBOUNDED[lower]])
+        for unit in bounded
+    ]
+    partial = _statistic(term, name, [unit.values[name] for unit in known], side, data)
+    if len(known) == every:
+        return Certified(partial, every, every)
+    value = _statistic(term, name, values, side, data)
+    finite = value is not None and bool(np.isfinite(value))
+    reason = None if finite else _why(name, bounded, evidence)
+    return Certified(value if finite else None, len(known), every, partial, reason)
+
+
+def _why(name: str, bounded: Sequence[Unit | None], evidence: Evidence) -> str:
+    stated = evidence.bounding.get("reason")
+    without = [unit for unit in bounded if unit is not None and unit.failure is not None]
+    if without:  # the shortest was tried first
+        return str(min(without, key=lambda unit: (unit.tokens, unit.key)).failure)
+    if stated is not None and not any(unit is not None and unit.values for unit in bounded):
+        return str(stated)
+    if any(unit is not None and _of_whole_model(unit) for unit in bounded):
+        return f"the drift of the logits gives no bound of {name}"
+    return str(stated or f"no bound of {name} is known")
+
+
+def _of_whole_model(unit: Unit) -> bool:
+    return "logit_linf" in unit.values or "hidden_linf" in unit.values
+
+
+# --- the noise floor -----------------------------------------------------------------------------
+
+
+def floor(
+    term: Term, name: str, side: Side, threshold: float | None, evidence: Evidence
+) -> NoiseFloor:
+    """Return the statistic of the drift of the training kernel from itself."""
+    units = [evidence.floor[r.key] for r in evidence.requests if r.key in evidence.floor]
+    if not units:
+        why = "the training kernel was not batched, or takes no batches"
+        return NoiseFloor(None, 0, reason=why)
+    values = [unit.values[name] for unit in units if name in unit.values]
+    if len(values) < len(units):
+        return NoiseFloor(None, 0, reason=f"{name} was not measured between batchings")
+    found = _statistic(term, name, values, side, None)
+    if found is None:
+        return NoiseFloor(None, len(units), reason="the noise is not a number")
+    beyond = threshold is not None and (found > threshold if side == "upper" else found < threshold)
+    return NoiseFloor(found, len(units), beyond)
+
+
+# --- narrow results ------------------------------------------------------------------------------
+
+
+def narrowness(clause: Clause, row: ClauseResult) -> tuple[str, ...]:
+    """Say whether few units, or little of the value, decide a result."""
+    found = []
+    n = row.n if row.exceedance is None else row.exceedance.n
+    allowed = allowed_rate(clause)
+    few = n < FEWEST
+    if allowed and row.exceedance is not None:
+        few = few or abs(row.exceedance.k - n * allowed) < 1
+    if few:
+        found.append("few units")
+    value, threshold = row.value, row.threshold
+    if value is None or not threshold or row.op == "==":
+        return tuple(found)
+    near = abs(value - threshold) <= NEAR * abs(threshold)
+    return (*found, "near the threshold") if near else tuple(found)
+
+
+# --- terms ---------------------------------------------------------------------------------------
+
+
+def _oriented(comparison: Compare) -> tuple[Term, str]:
+    flipped = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
+    if isinstance(comparison.left, Number):
+        return comparison.right, flipped[comparison.op]
+    return comparison.left, comparison.op
+
+
+def _inner(term: Term) -> Term:
+    return term.of if isinstance(term, Statistic) else term
+
+
+def _name_of(term: Term) -> str | None:
+    """Return the name of the values behind a term, None where it is made of several."""
+    match term:
+        case Metric(name):
+            return name
+        case Abs(of):
+            return _name_of(of)
+        case Norm() if term.of.measured:
+            return norm_name(term.of.block, term.kind)
+        case _:
+            return None
+
+
+def _of_size(term: Term) -> bool:
+    inner = _inner(term)
+    return isinstance(inner, Abs) and not isinstance(inner.of, Statistic)
+
+
+def _is_timed(name: str, data: SliceData) -> bool:
+    measure = data.measures.get(name)
+    return measure is not None and measure.tier in ("E", "F")
+
+
+def _statistic(
+    term: Term, name: str, values: Sequence[Array], side: Side, data: SliceData | None
+) -> float | None:
+    """Form the statistic of a term from other values of its metric; infinite where one is."""
+    infinite = [bool(np.isinf(v).any()) for v in values]
+    kind = term.kind if isinstance(term, Statistic) else "aggregate"
+    if any(infinite):
+        if kind != "quantile":
+            return float("inf") if side == "upper" else float("-inf")
+        limit = np.finfo(np.float64).max
+        values = [np.nan_to_num(v, posinf=limit, neginf=-limit) for v in values]
+    units = tuple(Unit(str(i), v.size, {name: v}) for i, v in enumerate(values))
+    made = SliceData("", units) if data is None else replace(data, requests=units, reduced=None)
+    try:
+        found, _ = evaluate(term, made, side, _POINT)
+        value = float(found.value)
+    except (NotMeasurable, OverflowError):
+        return None
+    if abs(value) >= np.finfo(np.float64).max:
+        return float("inf") if value > 0 else float("-inf")
+    return value

@@ -1,0 +1,264 @@
+"""All charts of one evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kcdsl.ir.buckets import is_bucket
+from kcdsl.verdict.report import ClauseResult
+from kcdsl_backends.empirical.bounding import compared_name
+from kcdsl_backends.empirical.certified import LOWER_BOUNDS, MAGNITUDES
+from kcdsl_backends.empirical.charts.agreement import disagreement, flips_by_margin
+from kcdsl_backends.empirical.charts.buckets import by_doubling, by_rank, drift_by
+from kcdsl_backends.empirical.charts.histograms import edges_of, histogram, percentiles
+from kcdsl_backends.empirical.clauses import metrics_of
+from kcdsl_backends.empirical.evidence import SUMMARY_METRICS, Evidence
+from kcdsl_backends.empirical.figures import UNITS
+from kcdsl_backends.empirical.measured import Array, SliceData, Unit
+from kcdsl_backends.empirical.metrics.measure import Measure
+from kcdsl_backends.empirical.metrics.rejection import what_if
+
+SLICES, METRICS, PAIRS = 12, 12, 200
+"""The most slices, metrics, and pairs of measured and certified drift that are drawn."""
+_BY = {False: ("kl", "logit_linf"), True: ("hidden_linf", "embedding_l2")}
+_CURVES = {1: "top1_overlap", 5: "top5_overlap"}
+_CERTIFIED = ("kl", "tv", "logit_linf", "logit_span", "hidden_linf")
+_RATIO = "log_ratio"
+
+
+def charts_of(
+    evidence: Evidence, data: Mapping[str, SliceData], results: Sequence[ClauseResult]
+) -> dict[str, Any]:
+    """Return the data of the charts; empty where no request has values."""
+    usable = [u for u in _units(evidence) if u.failure is None and u.values]
+    if not usable:
+        return {}
+    return {
+        "requests": len(evidence.requests),
+        "failed": len(evidence.requests) - len(usable),
+        "tokens": sum(unit.tokens for unit in usable),
+        "histograms": _histograms(usable, evidence, data, results),
+        "disagreement": _disagreement(data),
+        "drift_by": _drift_by(usable, evidence),
+        "flips_by_margin": _flips(usable),
+        "certified": _pairs(usable, evidence),
+        "what_if": _what_if(usable),
+    }
+
+
+def _units(evidence: Evidence) -> list[Unit]:
+    return [evidence.runs[request.key].unit for request in evidence.requests]
+
+
+def _slices(data: Mapping[str, SliceData]) -> list[SliceData]:
+    return [d for d in data.values() if not is_bucket(d.name) and d.requests][:SLICES]
+
+
+# --- histograms ----------------------------------------------------------------------------------
+
+
+def _histograms(
+    usable: Sequence[Unit],
+    evidence: Evidence,
+    data: Mapping[str, SliceData],
+    results: Sequence[ClauseResult],
+) -> list[dict[str, Any]]:
+    measures = next(iter(data.values())).measures if data else {}
+    found = []
+    for name in _metrics(usable, evidence, measures):
+        measure = measures.get(name)
+        higher = measure is not None and measure.better == "higher"
+        every = _worst(usable, name, higher)
+        scale, edges = edges_of(every)
+        rows = []
+        for part in _slices(data):
+            worst = _worst([u for u in part.requests if u.failure is None], name, higher)
+            if worst.size:
+                spread = percentiles(worst, higher_is_better=higher)
+                rows.append(
+                    {
+                        "slice": part.name,
+                        **histogram(worst, scale, edges),
+                        "percentiles": spread,
+                    }
+                )
+        found.append(
+            {
+                "metric": name,
+                "unit": _unit(name, measure),
+                "formula": "" if measure is None else measure.estimator,
+                "better": "higher" if higher else "lower",
+                "scale": scale,
+                "edges": edges,
+                "slices": rows,
+                "limits": _limits(name, results),
+            }
+        )
+    return found
+
+
+def _metrics(
+    usable: Sequence[Unit], evidence: Evidence, measures: Mapping[str, Measure]
+) -> list[str]:
+    """Return what clauses ask for and the usual drifts, as far as requests have values of them."""
+    usual = SUMMARY_METRICS[evidence.encoder]
+    clauses = {name for clause in evidence.program.clauses for name in metrics_of(clause.require)}
+    asked = sorted(evidence.measured & clauses - set(usual))
+    there = [n for n in (*usual, *asked) if any(n in unit.values for unit in usable)]
+    timed = {n for n in there if n in measures and measures[n].tier in ("E", "F")}
+    return [n for n in there if n not in timed][:METRICS]
+
+
+def _worst(units: Sequence[Unit], name: str, higher: bool) -> Array:
+    values = [unit.values[name] for unit in units if name in unit.values]
+    worst = [float(v.min() if higher else v.max()) for v in values if v.size]
+    return np.array(worst, dtype=np.float64)
+
+
+def _unit(name: str, measure: Measure | None) -> str:
+    if measure is not None and measure.unit:
+        return measure.unit
+    if name in UNITS:
+        return UNITS[name]
+    return "ratio" if measure is not None and measure.high == 1.0 else "1"
+
+
+def _limits(name: str, results: Sequence[ClauseResult]) -> list[dict[str, Any]]:
+    """Return the thresholds of clauses on percentiles and extremes of a metric, once each."""
+    found: dict[tuple[str, float], dict[str, Any]] = {}
+    for row in results:
+        inner = row.metric[row.metric.find("(") + 1 : -1] if "(" in row.metric else row.metric
+        tail = row.metric.startswith(("p", "max(", "min(", "quantile")) or "(" not in row.metric
+        if inner == name and tail and row.threshold is not None and math.isfinite(row.threshold):
+            found[row.clause, row.threshold] = {
+                "clause": row.clause,
+                "requirement": row.metric,
+                "op": row.op,
+                "threshold": row.threshold,
+            }
+    return list(found.values())
+
+
+# --- curves and ranges ---------------------------------------------------------------------------
+
+
+def _disagreement(data: Mapping[str, SliceData]) -> list[dict[str, Any]]:
+    found = []
+    for k, name in _CURVES.items():
+        for part in _slices(data):
+            texts = [
+                u.values[name] for u in part.requests if u.failure is None and name in u.values
+            ]
+            points = disagreement(texts)
+            if points:
+                found.append({"k": k, "slice": part.name, "texts": len(texts), "points": points})
+    return found
+
+
+def _drift_by(usable: Sequence[Unit], evidence: Evidence) -> list[dict[str, Any]]:
+    found = []
+    for name in _BY[evidence.encoder]:
+        with_it = [u for u in usable if name in u.values]
+        if not with_it:
+            continue
+        values = np.concatenate([u.values[name] for u in with_it])
+        place = np.concatenate([np.arange(u.values[name].size, dtype=float) for u in with_it])
+        if all(u.values[name].size == u.tokens for u in with_it):
+            found.append(_ranged("position", "token", name, by_doubling(place), values))
+        worst = np.array([float(u.values[name].max()) for u in with_it])
+        lengths = np.array([float(u.tokens) for u in with_it])
+        found.append(_ranged("length", "request", name, by_rank(lengths), worst))
+        for key in ("entropy", "margin"):
+            if all(key in u.values and u.values[key].size == u.values[name].size for u in with_it):
+                keys = np.concatenate([u.values[key] for u in with_it])
+                found.append(_ranged(key, "token", name, by_rank(keys), values))
+    return [chart for chart in found if chart["points"]]
+
+
+def _ranged(by: str, of: str, metric: str, ranges: Any, values: Array) -> dict[str, Any]:
+    return {"by": by, "of": of, "metric": metric, "points": drift_by(ranges, values)}
+
+
+def _flips(usable: Sequence[Unit]) -> list[dict[str, float | int]]:
+    both = [u for u in usable if {"margin", "top1_overlap"} <= u.values.keys()]
+    if not both:
+        return []
+    margins, overlaps = (
+        np.concatenate([u.values[name] for u in both]) for name in ("margin", "top1_overlap")
+    )
+    return flips_by_margin(margins, overlaps)
+
+
+# --- beside proofs, and remedies -----------------------------------------------------------------
+
+
+def _pairs(usable: Sequence[Unit], evidence: Evidence) -> list[dict[str, Any]]:
+    """Return the worst measured and certified value of requests, by metric and by block."""
+    found = []
+    for name in _CERTIFIED:
+        pairs = []
+        for unit in usable:
+            bound = evidence.certified.get(unit.key)
+            if bound is not None and name in bound.values and name in unit.values:
+                lower = name in LOWER_BOUNDS
+                worst = np.min if lower else np.max
+                values = np.abs(unit.values[name]) if name in MAGNITUDES else unit.values[name]
+                pairs.append((unit.key, float(worst(values)), float(worst(bound.values[name]))))
+        found.append(_chart(name, pairs, len(usable)))
+    for check in evidence.crosschecks:
+        name = compared_name(check.block)
+        pairs = []
+        for unit in usable:
+            bound = evidence.certified.get(unit.key)
+            if bound is not None and name in bound.values:
+                measured, certified = (float(x) for x in bound.values[name])
+                pairs.append((unit.key, measured, certified))
+        found.append(_chart(f"drift of {check.block}", pairs, len(usable)))
+    return [chart for chart in found if chart["points"]]
+
+
+def _chart(name: str, pairs: list[tuple[str, float, float]], of: int) -> dict[str, Any]:
+    """Return pairs by their measured value, thinned evenly; those without a bound are left out."""
+    finite = sorted((p for p in pairs if math.isfinite(p[1]) and math.isfinite(p[2])), key=_order)
+    step = max(1, math.ceil(len(finite) / PAIRS))
+    kept = finite[::-1][::step]
+    return {
+        "metric": name,
+        "n": len(finite),
+        "of": of,
+        "points": [
+            {"request": key, "measured": measured, "certified": certified}
+            for key, measured, certified in kept
+        ],
+    }
+
+
+def _order(pair: tuple[str, float, float]) -> tuple[float, str]:
+    return pair[1], pair[0]
+
+
+def _what_if(usable: Sequence[Unit]) -> list[dict[str, Any]]:
+    """Return what truncating, masking and vetoing would do to the sampled tokens."""
+    values = [u.values[_RATIO] for u in usable if _RATIO in u.values and u.values[_RATIO].size]
+    if not values or not all(bool(np.isfinite(v).all()) for v in values):
+        return []
+    rows = what_if(np.concatenate(values), [v.size for v in values])
+    return [
+        {
+            "rule": row.rule.name,
+            "does": row.rule.does,
+            "low": row.rule.low,
+            "high": row.rule.high if math.isfinite(row.rule.high) else None,
+            "below": row.below,
+            "above": row.above,
+            "n": row.n,
+            "kept": row.kept,
+            "mean_weight": row.mean_weight if math.isfinite(row.mean_weight) else None,
+            "mean_raw": row.mean_raw if math.isfinite(row.mean_raw) else None,
+        }
+        for row in rows
+    ]

@@ -1,0 +1,91 @@
+"""Were tokens drawn from the law that their own ln-probabilities state, or from another one?
+
+Greedy decoding, a filter that nobody stated and a temperature on the draws alone leave the stated
+ln-probabilities as they should be; only the tokens betray them.
+
+For any law a_t that is known before token t is drawn, the product of a_t(y_t) / q_t(y_t) has the
+mean 1 where y_t is drawn from q_t, however far the training kernel is from q: it is an e-value, and
+beyond 1/α with a probability of at most α (Ville's inequality). Here a_t is what sampling from the
+training kernel's logits under another setting would be, and the e-value the mean over settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.diagnoses.model import not_applicable, outcome
+from kcdsl_backends.empirical.rollouts.record import Law
+from kcdsl_backends.empirical.rollouts.scoring import Policy
+
+FALSE_ALARMS = 1e-6
+"""Probability at most with which honest tokens are called those of another law."""
+_SLIP = 1e-3
+"""Share of the training kernel's own law in each other law: a token that rounding moved over the
+edge of a filter does not rule the filter out."""
+_TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0)
+_KINDS = (
+    *(Law(t) for t in _TEMPERATURES),
+    *(Law(top_k=k) for k in (1, 2, 4, 8, 20, 40, 50, 100)),
+    *(Law(top_p=p) for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)),
+    *(Law(min_p=p) for p in (0.02, 0.05, 0.1)),
+)
+"""The other laws, their temperatures times the stated one."""
+
+
+def drawn_law(name: str, policies: Sequence[Policy], stated: float) -> Precheck:
+    """Say whether the tokens are samples of the stated law, at temperature `stated` and whole; the
+    value is the temperature at which they were drawn."""
+    tokens = sum(len(p.tokens) for p in policies)
+    if tokens == 0:
+        return not_applicable(name, "no token was drawn")
+    gains = torch.zeros(len(_KINDS), dtype=torch.float64)
+    for policy in policies:
+        gains += _gains(policy, stated)
+    evidence = float(gains.logsumexp(0)) - math.log(len(_KINDS))
+    best = int(gains.argmax())
+    good = not evidence > -math.log(FALSE_ALARMS)
+    law = _KINDS[best]
+    shown = f"greedy decoding or {law.filters}" if law.top_k == 1 else law.filters
+    setting = shown or f"a temperature of {law.temperature * stated:.3g}"
+    said = "as samples of the law that is stated" if good else f"by {setting}, not as stated"
+    detail = f"{tokens} tokens were drawn {said} (ln e-value {evidence:+.3g})"
+    return outcome(name, good, detail, stated if good else law.temperature * stated, blocking=True)
+
+
+def _gains(policy: Policy, stated: float) -> Tensor:
+    """Return the sum of ln a(y) - ln q(y) for each of the other laws [laws], float64."""
+    at = policy.tokens[:, None]
+    logits = policy.logits / stated
+    own = torch.log_softmax(logits, -1)
+    ordered, places = own.sort(-1, descending=True)
+    shares = ordered.exp()
+    rank = (places == at).to(torch.int64).argmax(-1, keepdim=True)
+    plain = own.gather(-1, at)[:, 0]
+    found = []
+    for law in _KINDS:
+        if law.temperature != 1:
+            other = torch.log_softmax(logits / law.temperature, -1).gather(-1, at)[:, 0]
+        else:
+            other = _cut(law, ordered, shares, rank, plain)
+        mixed = torch.logaddexp(other + math.log1p(-_SLIP), plain + math.log(_SLIP))
+        found.append((mixed - policy.infer_logs).sum())
+    return torch.stack(found)
+
+
+def _cut(law: Law, ordered: Tensor, shares: Tensor, rank: Tensor, plain: Tensor) -> Tensor:
+    """Return ln-probabilities [n] of the tokens under a filter; -inf for those that it cuts off."""
+    if law.top_k:
+        kept = torch.full_like(rank, law.top_k)
+    elif law.top_p < 1:
+        kept = (shares.cumsum(-1) - shares < law.top_p).sum(-1, keepdim=True)
+    else:
+        kept = (ordered >= ordered[:, :1] + math.log(law.min_p)).sum(-1, keepdim=True)
+    kept = kept.clamp(max=shares.shape[1])
+    mass = shares.cumsum(-1).gather(-1, kept - 1)[:, 0]
+    inside = (rank < kept)[:, 0]
+    return torch.where(inside, plain - mass.log(), torch.full_like(plain, -math.inf))

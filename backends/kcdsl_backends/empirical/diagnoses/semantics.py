@@ -1,0 +1,189 @@
+"""Recorded tokens: do both sides speak of one law, of the same tokens, and of what was drawn?
+
+A mistake here looks like drift and is none. What is declared is checked first; then the numbers are
+asked whether a shift, a temperature, a filter, a mask or a swap explains them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.diagnoses import clones, recorded_logs
+from kcdsl_backends.empirical.diagnoses.drawn_law import drawn_law
+from kcdsl_backends.empirical.diagnoses.finite import empty_slice
+from kcdsl_backends.empirical.diagnoses.model import (
+    Repair,
+    cause_of,
+    not_applicable,
+    outcome,
+)
+from kcdsl_backends.empirical.diagnoses.support import support_check
+from kcdsl_backends.empirical.rollouts.record import Array, Law, Rollout, Semantics
+from kcdsl_backends.empirical.rollouts.scoring import Policy
+
+_NEAR = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is diagnosed: rollouts with what both sides say of them.
+
+    `temperature` is that of the contract's policy, `slices` the number of units of each slice.
+    `policies` are whole policies of the training kernel where it scored the tokens itself.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    temperature: float
+    slices: Mapping[str, int]
+    train: Semantics | None
+    infer: Semantics | None
+    policies: tuple[Policy, ...] = ()
+    recomputed: bool = False
+    compares: bool = True
+    """Whether any clause compares ln-probabilities of both sides."""
+    left_out: int = 0
+    """Rollouts of which no token counts."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+def recorded_prechecks(subject: Recorded) -> tuple[Precheck, ...]:
+    """Return every precondition of recorded tokens, the named cause among those that failed."""
+    s = subject
+    shared = [
+        _masked(s),
+        empty_slice(s.slices),
+        clones.stale(s.rollouts),
+        clones.cloned(s.rollouts),
+    ]
+    both = [r for r in s.rollouts if r.train is not None and r.infer is not None and r.counted]
+    if not s.compares:
+        return tuple(shared)
+    declared = [logprob_semantics(s), sampling_law(s), _finite(both)]
+    if not both:
+        return (*declared, *shared)
+    copied = not_applicable("copied_side", "the training kernel scored the tokens")
+    if not s.policies:
+        copied = clones.copied(both, s.recomputed)
+    tempered = recorded_logs.temperature(both, s.policies, s.temperature)
+    repairs = [
+        recorded_logs.alignment(both),
+        recorded_logs.masks(both),
+        tempered,
+        recorded_logs.truncation(both, s.policies, s.temperature, tempered.explains),
+        recorded_logs.swapped(both),
+    ]
+    cause = cause_of(repairs)
+    ratios = _ratios(both)
+    return (*declared, *shared, copied, *[_told(r, cause) for r in repairs], support_check(ratios))
+
+
+def _told(repair: Repair, cause: Repair | None) -> Precheck:
+    if repair.left is None:
+        return not_applicable(repair.name, repair.detail)
+    return outcome(repair.name, repair is not cause, repair.detail, repair.value)
+
+
+def _ratios(rollouts: Sequence[Rollout]) -> list[Array]:
+    """Return w of the tokens of each sampling unit."""
+    units: dict[str, list[Array]] = {}
+    for r in rollouts:
+        delta = r.delta()
+        if delta is not None and bool(np.isfinite(delta).all()):
+            units.setdefault(r.unit, []).append(np.exp(delta))
+    return [np.concatenate(parts) for parts in units.values()]
+
+
+# --- what is declared ----------------------------------------------------------------------------
+
+
+def logprob_semantics(subject: Recorded) -> Precheck:
+    """Both sides must be declared to be of one law, that of the contract's policy."""
+    name = "logprob_semantics"
+    sides = {"train": subject.train, "infer": subject.infer}
+    silent = [side for side, said in sides.items() if said is None]
+    if silent:
+        detail = (
+            f"nothing states what the log-probabilities of {' and '.join(silent)} are of; write "
+            "`logprobs: {values: raw}` or `{values: processed, temperature: T}` at the kernel"
+        )
+        return outcome(name, False, detail, blocking=True)
+    assert subject.train is not None
+    assert subject.infer is not None
+    train, infer = subject.train.law, subject.infer.law
+    problem = _differ(train, infer) or _not_the_policy(infer, subject.temperature)
+    shown = f"train: {subject.train.values}, {train}; infer: {subject.infer.values}, {infer}"
+    if problem is not None:
+        return outcome(name, False, f"{problem} ({shown})", blocking=True)
+    return outcome(name, True, shown)
+
+
+def _differ(train: Law, infer: Law) -> str | None:
+    if abs(train.temperature - infer.temperature) > _NEAR:
+        return "the sides are at different temperatures"
+    if train.filters != infer.filters:
+        return "the sides are cut off differently"
+    return None
+
+
+def _not_the_policy(law: Law, temperature: float) -> str | None:
+    if law.filters:
+        return (
+            f"both sides are cut off ({law.filters}): mass that one of them cut is seen by no ratio"
+        )
+    if abs(law.temperature - temperature) > _NEAR:
+        return (
+            f"the contract's policy is at temperature {temperature:g}; write "
+            f"`constants: {{temperature: {law.temperature:g}}}`"
+        )
+    return None
+
+
+def sampling_law(subject: Recorded) -> Precheck:
+    """Tokens must have been drawn from the law that the log-probabilities are of.
+
+    What is declared is held against itself; with whole policies at hand, the tokens are asked for
+    the temperature at which they are likeliest.
+    """
+    name = "sampling_law"
+    said = subject.infer
+    if said is None:
+        return not_applicable(name, "nothing states how tokens were drawn")
+    law, drawn = said.law, said.drawn
+    if abs(law.temperature - drawn.temperature) > _NEAR or law.filters != drawn.filters:
+        detail = (
+            f"tokens were drawn at {drawn}, and the log-probabilities are raw: means over these "
+            "tokens estimate nothing of the raw law; record processed ones"
+        )
+        return outcome(name, False, detail, blocking=True)
+    if not subject.policies:
+        return outcome(name, True, f"declared: drawn at {drawn}")
+    return drawn_law(name, subject.policies, subject.temperature)
+
+
+# --- what is there -------------------------------------------------------------------------------
+
+
+def _finite(rollouts: Sequence[Rollout]) -> Precheck:
+    """No counted token may have a ratio that is not a number, or infinite."""
+    name = "finite"
+    bad = [r for r in rollouts if (d := r.delta()) is not None and not np.isfinite(d).all()]
+    if not rollouts:
+        return outcome(name, False, "no rollout has log-probabilities of both sides", blocking=True)
+    detail = f"{len(bad)} of {len(rollouts)} rollouts have ln-ratios that are not finite"
+    if bad:
+        detail += f"; first {bad[0].place} ({bad[0].key})"
+    return outcome(name, not bad, detail, len(bad) / len(rollouts), blocking=bool(bad))
+
+
+def _masked(subject: Recorded) -> Precheck:
+    """Report the share of sampled tokens that do not count; rollouts without any are left out."""
+    tokens = sum(len(r.tokens) for r in subject.rollouts)
+    counted = sum(r.counted for r in subject.rollouts)
+    share = 1 - counted / tokens if tokens else 0.0
+    out = f"; {subject.left_out} rollouts count no token" if subject.left_out else ""
+    detail = f"{tokens - counted} of {tokens} sampled tokens are masked ({100 * share:.3g} %){out}"
+    return outcome("masked_share", True, detail, share)

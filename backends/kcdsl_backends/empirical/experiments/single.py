@@ -1,0 +1,115 @@
+"""E1: every variant of the inference kernel is evaluated as the contract's own would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.terms import Program
+from kcdsl_backends.empirical.conclusion import conclude
+from kcdsl_backends.empirical.experiments.cells import Cells, manifest, pass_record
+from kcdsl_backends.empirical.experiments.variants import Variant, variants
+from kcdsl_backends.empirical.gathering import gather
+from kcdsl_backends.empirical.setting import Setting
+
+Progress = Callable[[str, int, int], None]
+Prepare = Callable[..., Any]
+"""Loads a contract: `EmpiricalBackend.prepare`."""
+
+
+def run_single(
+    prepare: Prepare,
+    program: Program,
+    base: Path,
+    folder: Path,
+    *,
+    device: str,
+    only: Sequence[str] = (),
+    seed: int = 0,
+    seconds: float = 5.0,
+    fresh: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Return the document of E1: a cell for each variant, those that cannot run with the reason.
+
+    Raises Refusal for a variant that there is not, and where not one could run.
+    """
+    chosen = _chosen(variants(program.infer), only)
+    of = manifest(program, base, seed, device=device, seconds=seconds)
+    cells = Cells(folder / "cells", of, fresh)
+    found = []
+    for done, variant in enumerate(chosen):
+        progress("variants", done, len(chosen))
+        changed = replace(program, infer=variant.kernel)
+
+        def measure(changed: Program = changed) -> Mapping[str, Any]:
+            setting = prepare(
+                changed, base, device=device, seed=seed, seconds=seconds, crosscheck=False
+            )
+            if not isinstance(setting, Setting):
+                raise refuse(
+                    codes.EXPERIMENT,
+                    "the contract's kernels are recorded, and a recording has no variants",
+                    help="name kernels that run here",
+                )
+            report = conclude(gather(setting, lambda stage, done, total: None)).to_json()
+            return _cell(report)
+
+        found.append(cells.cell(variant.name, _spec(variant), measure))
+    progress("variants", len(chosen), len(chosen))
+    if not any(cell["status"] == "ran" for cell in found):
+        raise refuse(
+            codes.EXPERIMENT,
+            "not one variant could run",
+            notes=tuple(f"{cell['name']}: {cell['reason']}" for cell in found),
+        )
+    return {"schema": "kcdsl.experiment/1", "experiment": "e1", "manifest": of, "cells": found}
+
+
+def _chosen(every: Sequence[Variant], only: Sequence[str]) -> tuple[Variant, ...]:
+    known = [variant.name for variant in every]
+    for name in only:
+        if name not in known and name not in {variant.factor for variant in every}:
+            near = get_close_matches(name, known, n=1)
+            raise refuse(
+                codes.EXPERIMENT,
+                f"there is no variant {name!r}",
+                help=f"did you mean {near[0]!r}?" if near else f"variants: {', '.join(known)}",
+            )
+    return tuple(
+        v for v in every if not only or v.name in only or v.factor in only or v.factor == "none"
+    )
+
+
+def _spec(variant: Variant) -> dict[str, Any]:
+    return {
+        "name": variant.name,
+        "factor": variant.factor,
+        "change": variant.change,
+        "kernel": {"run": variant.kernel.run, "numerics": _plain(variant.kernel.numerics)},
+    }
+
+
+def _plain(pairs: object) -> Any:
+    if isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
+        return {str(key): _plain(value) for key, value in pairs}
+    return pairs if isinstance(pairs, str | int | bool) or pairs is None else str(pairs)
+
+
+def _cell(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "verdict": report["verdict"],
+        "rows": [pass_record(row, row["beside"]["narrow"]) for row in report["clauses"]],
+        "slices": report["slices"],
+        "failed_checks": [
+            {"name": check["name"], "detail": check["detail"]}
+            for check in report["prechecks"]
+            if check["outcome"] == "failed"
+        ],
+        "deferred": report["deferred"],
+        "fingerprint": report["kernels"]["infer"]["digest"],
+    }

@@ -1,0 +1,251 @@
+"""What one rollout gives of each metric: values of its tokens, or one of the whole sequence.
+
+Only tokens inside the mask are read. What a rollout does not carry has no value here; which columns
+a metric needs is in `needs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kcdsl_backends.empirical.metrics import behaviour, lumped, ranks, routing, sequences, serving
+from kcdsl_backends.empirical.metrics.aggregates import INFER_LOG, TRAIN_LOG
+from kcdsl_backends.empirical.metrics.curves import greedy_divergence_step
+from kcdsl_backends.empirical.metrics.evidence import Unmeasured
+from kcdsl_backends.empirical.metrics.measures import PROBABILITY_FUNCTIONS, SAMPLED_FUNCTIONS
+from kcdsl_backends.empirical.metrics.recorded import (
+    ADVANTAGE_WEIGHTED,
+    CACHE,
+    GRADIENTS,
+    LAYERS,
+    LENGTHS,
+    REROUTED,
+    SHARED_ROUTES,
+    TYPES,
+)
+from kcdsl_backends.empirical.rollouts.record import Array, Rollout, Side
+
+_KINDS = {"json_parse_gap": "parse", "tool_schema_gap": "schema", "exact_match_gap": "match"}
+
+
+def measure_rollout(rollout: Rollout, metrics: Collection[str]) -> dict[str, Array]:
+    """Return the arrays of the named metrics, and those that numbers of whole slices read.
+
+    Raises Unmeasured where the columns of a metric support no value; the text says which.
+    """
+    values: dict[str, Array] = {}
+    delta = rollout.delta()
+    if delta is not None and rollout.train is not None and rollout.infer is not None:
+        train, infer = (side.logs[rollout.mask] for side in (rollout.train, rollout.infer))
+        values.update(_sampled(train, infer, delta, metrics))
+        if delta.size:
+            values.update(_sequence(train, infer, delta))
+        if "advantages" in rollout.arrays:
+            advantages = rollout.arrays["advantages"][rollout.mask]
+            values[ADVANTAGE_WEIGHTED] = np.expm1(delta) * advantages
+    for name, function in _OTHERS.items():
+        if name in metrics:
+            values.update(function(rollout))
+    if _OF_LISTS.intersection(metrics):
+        values.update(_lists(rollout, metrics))
+    return values
+
+
+# --- tokens that were sampled --------------------------------------------------------------------
+
+
+def _sampled(
+    train: Array, infer: Array, delta: Array, metrics: Collection[str]
+) -> dict[str, Array]:
+    """Return the metrics of ln w, and ln w itself, which many others are formed from."""
+    at, p, q = (torch.from_numpy(np.ascontiguousarray(a)) for a in (delta, train, infer))
+    found = {"log_ratio": delta, TRAIN_LOG: train, INFER_LOG: infer}
+    for name, function in SAMPLED_FUNCTIONS.items():
+        if name in metrics:
+            found[name] = function(at).numpy()
+    for name, of_both in PROBABILITY_FUNCTIONS.items():
+        if name in metrics:
+            found[name] = of_both(p, q).numpy()
+    return found
+
+
+def _sequence(train: Array, infer: Array, delta: Array) -> dict[str, Array]:
+    found = {
+        "seq_log_ratio": sequences.seq_log_ratio(delta),
+        "geo_ratio": sequences.geo_ratio(delta),
+        "seq_max_abs": sequences.seq_max_abs(delta),
+        "seq_k3": sequences.seq_k3(delta),
+        "log_ppl_diff": sequences.log_ppl_diff(train, infer),
+        "ppl_ratio": sequences.ppl_ratio(train, infer),
+        LENGTHS: float(delta.size),
+    }
+    return {name: np.array([value]) for name, value in found.items()}
+
+
+# --- the likeliest tokens ------------------------------------------------------------------------
+
+
+def _lists(rollout: Rollout, metrics: Collection[str]) -> dict[str, Array]:
+    train, infer = rollout.train, rollout.infer
+    if train is None or infer is None or train.top is None or infer.top is None:
+        return {}
+    found: dict[str, Array] = {}
+    if rollout.counted == 0:
+        return found
+    if "topk_tail_kl" in metrics or "topk_tail_tv" in metrics:
+        pair = common_logs(rollout, train, infer)
+        found["topk_tail_kl"] = lumped.topk_tail_kl(*pair).numpy()
+        found["topk_tail_tv"] = lumped.topk_tail_tv(*pair).numpy()
+    lists = [side.top.ids[rollout.mask] for side in (train, infer) if side.top is not None]
+    depth = min(train.top.likeliest, infer.top.likeliest)
+    same = lists[0][:, 0] == lists[1][:, 0]
+    found["top1_overlap"] = same.astype(np.float64)
+    found["top1_flip"] = 1.0 - found["top1_overlap"]
+    found["flip_hazard"] = 1000.0 * found["top1_flip"]
+    found["greedy_divergence_step"] = np.array([float(greedy_divergence_step(found["top1_flip"]))])
+    for name, (function, k) in ranks.LIST_METRICS.items():
+        if name in metrics and k <= depth:
+            found[name] = function(lists[0][:, :depth], lists[1][:, :depth], k)
+    return found
+
+
+def common_logs(rollout: Rollout, train: Side, infer: Side) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ln p and ln q [N, m] of the tokens that both sides tell at each counted position.
+
+    Those in both lists and the sampled one; -inf on both sides where a position has fewer.
+    """
+    if train.top is None or infer.top is None:
+        raise Unmeasured("a side lists no likeliest tokens")
+    tokens = np.array(rollout.tokens, dtype=np.int64)
+    told = [_with_sampled(side, tokens)[0][rollout.mask] for side in (train, infer)]
+    logs = [_with_sampled(side, tokens)[1][rollout.mask] for side in (train, infer)]
+    equal = (told[0][:, :, None] == told[1][:, None, :]) & (told[0] >= 0)[:, :, None]
+    shared = equal.any(axis=2)
+    place = equal.argmax(axis=2)
+    p = np.where(shared, logs[0], -np.inf)
+    q = np.where(shared, np.take_along_axis(logs[1], place, axis=1), -np.inf)
+    return torch.from_numpy(p), torch.from_numpy(q)
+
+
+def _with_sampled(side: Side, tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], Array]:
+    """Return the ids [L, k + 1] and logs of a side's list, the sampled token added where absent; -1
+    where it stands in the list already."""
+    assert side.top is not None
+    listed = (side.top.ids == tokens[:, None]).any(axis=1)
+    own = np.where(listed, -1, tokens)[:, None]
+    ids = np.concatenate([side.top.ids, own], axis=1)
+    return ids, np.concatenate([side.top.logs, side.logs[:, None]], axis=1)
+
+
+# --- behaviour, gradients, routes, times ---------------------------------------------------------
+
+
+def _reward(rollout: Rollout) -> dict[str, Array]:
+    found = rollout.numbers
+    return {"reward_delta": np.array([found["infer_reward"] - found["train_reward"]])}
+
+
+def _refusal(rollout: Rollout) -> dict[str, Array]:
+    flips = behaviour.flips([rollout.numbers["train_refused"]], [rollout.numbers["infer_refused"]])
+    return {"refusal_flip": np.array([flips.rate])}
+
+
+def _texts(name: str) -> Callable[[Rollout], dict[str, Array]]:
+    def gap(rollout: Rollout) -> dict[str, Array]:
+        texts = [str(rollout.fields[f"role:{side}_text"]) for side in ("train", "infer")]
+        good = _good(_KINDS[name], texts, rollout)
+        return {name: np.array([good[1] - good[0]])}
+
+    return gap
+
+
+def _good(kind: str, texts: list[str], rollout: Rollout) -> Array:
+    if kind == "parse":
+        return behaviour.parses_as_json(texts)
+    if kind == "match":
+        return behaviour.exact_matches(texts, [str(rollout.fields["role:reference"])] * 2)
+    return behaviour.calls_tool(texts, _schema(rollout))
+
+
+def _schema(rollout: Rollout) -> Mapping[str, type | tuple[type, ...]]:
+    schema = rollout.fields["role:schema"]
+    if not isinstance(schema, dict) or not schema:
+        raise Unmeasured('schema: write fields with their types, such as {"city": "string"}')
+    unknown = [kind for kind in schema.values() if kind not in TYPES]
+    if unknown:
+        raise Unmeasured(f"schema: {unknown[0]!r} is no type; types: {', '.join(TYPES)}")
+    return {str(name): TYPES[kind] for name, kind in schema.items()}
+
+
+def _gradients(rollout: Rollout) -> dict[str, Array]:
+    train, infer = (rollout.arrays[f"{side}_gradient"] for side in ("train", "infer"))
+    if train.size != infer.size:
+        raise Unmeasured(f"gradients of {train.size} and {infer.size} numbers")
+    return dict(zip(GRADIENTS, (train, infer, np.array([float(train.size)])), strict=True))
+
+
+def _routes(rollout: Rollout) -> dict[str, Array]:
+    train, infer = (rollout.arrays[f"{side}_routes"][rollout.mask] for side in ("train", "infer"))
+    if not rollout.counted:
+        return {}
+    shares = [
+        routing.router_agreement(train[i : i + 1], infer[i : i + 1]) for i in range(len(train))
+    ]
+    return {
+        SHARED_ROUTES: np.concatenate(shares),
+        LAYERS: np.array([float(train.shape[1])]),
+        REROUTED: routing.any_flip(train, infer),
+    }
+
+
+def _router_margin(rollout: Rollout) -> dict[str, Array]:
+    scores = rollout.arrays["train_router_scores"][rollout.mask]
+    if not rollout.counted:
+        return {}
+    chosen = rollout.arrays["train_routes"].shape[2]
+    return {"router_margin": routing.router_margin(scores, chosen).min(axis=1)}
+
+
+def _cache(rollout: Rollout) -> dict[str, Array]:
+    sizes = rollout.arrays["cache"]
+    if sizes.size != 4 or bool((sizes[:3] != np.floor(sizes[:3])).any()):
+        raise Unmeasured("cache: write [layers, heads, width, bytes of one number]")
+    layers, heads, width = (int(s) for s in sizes[:3])
+    tokens = len(rollout.prompt) + len(rollout.tokens)
+    return {CACHE: np.array([serving.kv_memory(layers, heads, width, tokens, float(sizes[3]))])}
+
+
+_OTHERS: Mapping[str, Callable[[Rollout], dict[str, Array]]] = {
+    "reward_delta": _reward,
+    "refusal_flip": _refusal,
+    **{name: _texts(name) for name in _KINDS},
+    "grad_cosine": _gradients,
+    "grad_rel_bias": _gradients,
+    "router_agreement": _routes,
+    "tokens_any_flip": _routes,
+    "router_margin": _router_margin,
+    "kv_memory": _cache,
+}
+_OF_LISTS = frozenset(
+    {
+        *ranks.LIST_METRICS,
+        *("topk_tail_kl", "topk_tail_tv", "top1_overlap", "top1_flip", "flip_hazard"),
+        "greedy_divergence_step",
+    }
+)
+
+
+def served(rollout: Rollout) -> dict[str, Array]:
+    """Return the times of a rollout from its stamps; one token has no time between tokens."""
+    stamps = serving.Served(rollout.numbers["arrived"], rollout.arrays["stamps"].tolist())
+    found = {
+        "latency": serving.latency(stamps),
+        "ttft": serving.time_to_first_token(stamps),
+    }
+    if len(stamps.tokens) > 1:
+        found["tpot"] = serving.time_per_output_token(stamps)
+    return {name: np.array([value]) for name, value in found.items()}

@@ -1,0 +1,202 @@
+"""Recorded logits as a kernel: whole logits of known requests, read where they lie in the file.
+
+The file holds one tensor [T, V] for each request, named by its id; a run in float32 or wider may
+stand beside it as `gold.ID`. The file is mapped into memory: only rows that are read are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kcdsl.config import shown
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.files import file_digest
+from kcdsl.model.fingerprint import kernel_fingerprint
+from kcdsl_backends.requests import Request
+
+GOLD = "gold."
+_TYPES: Mapping[str, tuple[str, torch.dtype | None]] = {
+    "F64": ("<f8", None),
+    "F32": ("<f4", None),
+    "F16": ("<f2", None),
+    "BF16": ("<i2", torch.bfloat16),
+}
+_WAY_OUT = "save one tensor [tokens, vocabulary] for each request, named by its id"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor lies: its type, its shape and its bytes."""
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RecordedLogits:
+    """A kernel of the requests that were recorded, and of no others."""
+
+    ref: KernelRef
+    path: Path
+    sha256: str
+    stored: Mapping[str, _Stored]
+    ids: Mapping[tuple[int, ...], str]
+    """The id of each request by its tokens."""
+    memory: mmap.mmap
+
+    def logits(self, ids: Any) -> Tensor:
+        """Return the recorded logits [T, V] of a request, in their own format.
+
+        Raises Refusal for tokens of which none were recorded.
+        """
+        name = self.ids.get(_tokens(ids))
+        if name is None:
+            raise refuse(
+                codes.KERNEL_FAILED,
+                f"{shown(self.path)} has logits of recorded requests only, not of other tokens",
+            )
+        return self._tensor(name)
+
+    def gold(self, ids: Any) -> Tensor | None:
+        """Return the logits of a run in float32 or wider, None where the file has none."""
+        name = f"{GOLD}{self.ids.get(_tokens(ids), '')}"
+        return self._tensor(name) if name in self.stored else None
+
+    def hidden(self, ids: Any) -> Tensor:
+        """Refuse: a recording of logits has no states."""
+        raise refuse(codes.KERNEL_FAILED, f"{shown(self.path)} holds logits, no hidden states")
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        """Refuse: a recording runs no block."""
+        raise refuse(codes.KERNEL_FAILED, f"{shown(self.path)} holds logits and runs no block")
+
+    def tokens(self, ids: Any) -> Tensor:
+        """Return token ids as a tensor."""
+        return torch.as_tensor(ids)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the recorded logits of tokens."""
+        return self.logits(tokens)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what identifies the recording: what the contract says of it, and the file."""
+        return {**kernel_fingerprint(self.ref), "recorded": {self.path.name: self.sha256}}
+
+    def _tensor(self, name: str) -> Tensor:
+        found = self.stored[name]
+        kind, view = _TYPES[found.kind]
+        count = int(np.prod(found.shape))
+        flat = np.frombuffer(self.memory, dtype=kind, count=count, offset=found.start)
+        if not flat.flags.aligned:
+            flat = flat.copy()
+        values = torch.from_numpy(flat).reshape(found.shape)
+        return values if view is None else values.view(view)
+
+
+def load_recorded_logits(ref: KernelRef, base: Path, requests: Sequence[Request]) -> RecordedLogits:
+    """Open recorded logits and hold them against the requests.
+
+    Raises Refusal for a missing or damaged file, a request without a tensor, and a tensor that has
+    not one row for each token, another vocabulary, or another format than 16, 32 or 64 bits.
+    """
+    assert ref.recording is not None
+    assert ref.recording.file is not None
+    path = base / ref.recording.file
+    digest = file_digest(path)
+    stored = _header(path)
+    ids: dict[tuple[int, ...], str] = {}
+    widths: dict[int, str] = {}
+    for request in requests:
+        found = stored.get(request.id)
+        if found is None:
+            raise refuse(
+                codes.ROLLOUT_COLUMN,
+                f"{shown(path)} has no logits of the request {request.id!r}",
+                help=_WAY_OUT,
+            )
+        _check(path, request, found)
+        _check_gold(path, request, found, stored.get(f"{GOLD}{request.id}"))
+        widths.setdefault(found.shape[1], request.id)
+        if ids.setdefault(request.tokens, request.id) != request.id:
+            raise _damaged(
+                path,
+                f"the requests {ids[request.tokens]!r} and {request.id!r} have the same tokens, so"
+                " it is not known whose logits are whose",
+            )
+    if len(widths) > 1:
+        said = ", ".join(f"{name} has {width}" for width, name in widths.items())
+        raise _damaged(path, f"its requests have vocabularies of different sizes: {said}")
+    with path.open("rb") as stream:
+        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    return RecordedLogits(ref, path, digest, stored, ids, memory)
+
+
+def _check(path: Path, request: Request, found: _Stored) -> None:
+    if found.kind not in _TYPES:
+        raise _damaged(
+            path, f"{request.id!r} is stored as {found.kind}, not as F64, F32, F16, BF16"
+        )
+    if len(found.shape) != 2 or found.shape[0] != request.length or found.shape[1] < 2:
+        raise _damaged(
+            path, f"{request.id!r} has the shape {found.shape} for {request.length} tokens"
+        )
+    size = int(np.dtype(_TYPES[found.kind][0]).itemsize) * found.shape[0] * found.shape[1]
+    if size != found.end - found.start:
+        raise _damaged(path, f"{request.id!r} has {found.end - found.start} bytes, not {size}")
+
+
+def _check_gold(path: Path, request: Request, found: _Stored, gold: _Stored | None) -> None:
+    if gold is None:
+        return
+    _check(path, request, gold)
+    if gold.kind not in ("F32", "F64") or gold.shape != found.shape:
+        raise _damaged(path, f"{GOLD}{request.id} is no run in float32 or wider of the same shape")
+
+
+def _header(path: Path) -> dict[str, _Stored]:
+    """Return where the tensors of a safetensors file lie."""
+    try:
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            whole = path.stat().st_size
+            if not 2 <= size <= whole - 8:
+                raise ValueError("its header is cut off")
+            header = json.loads(stream.read(size))
+        found = {
+            str(name): _Stored(
+                str(told["dtype"]),
+                tuple(int(n) for n in told["shape"]),
+                8 + size + int(told["data_offsets"][0]),
+                8 + size + int(told["data_offsets"][1]),
+            )
+            for name, told in header.items()
+            if name != "__metadata__"
+        }
+        if any(not 8 + size <= s.start <= s.end <= whole for s in found.values()):
+            raise ValueError("a tensor lies outside of the file")
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise _damaged(path, error) from None
+    return found
+
+
+def _damaged(path: Path, what: object) -> Exception:
+    return refuse(codes.ROLLOUT_FILE, f"{shown(path)} cannot be used: {what}", help=_WAY_OUT)
+
+
+def _tokens(ids: Any) -> tuple[int, ...]:
+    given = torch.as_tensor(ids)
+    if given.dim() != 1:
+        raise refuse(codes.KERNEL_FAILED, "recorded logits are of single requests, not of batches")
+    return tuple(int(t) for t in given.tolist())

@@ -1,0 +1,215 @@
+"""What a server answers to `/v1/completions`: checked, or refused, before anything reads it.
+
+Two forms are in use. The one of chats, which llama.cpp gives: `logprobs.content`, a list of tokens
+with ids, bytes and likeliest tokens. And the older one, which vLLM, SGLang and TensorRT-LLM give:
+`logprobs.tokens`, `token_logprobs` and `top_logprobs`, with ids as `token_id:17` or beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kcdsl.diagnostics import Refusal, codes, refuse
+
+_ID = "token_id:"
+ROUNDING = 1e-4
+"""How far a log-probability may lie above 0 by its rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A token as a server names it: by id, by bytes, by text; what it does not say is None."""
+
+    id: int | None
+    bytes: bytes | None
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One drawn token with its ln-probability, and the likeliest ones at its position."""
+
+    token: Named
+    log: float
+    top: tuple[tuple[Named, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What was drawn after one prompt.
+
+    `scale` says how probabilities were given: "log", or "plain" for llama.cpp's
+    `post_sampling_probs`. `prompt_tokens` is how many the server counted, None if it does not say.
+    """
+
+    drawn: tuple[Drawn, ...]
+    scale: Literal["log", "plain"]
+    stopped: bool
+    prompt_tokens: int | None
+    model: str | None
+    fingerprint: str | None
+
+
+def read_reply(answer: Any, most: int) -> Reply:
+    """Return what an answer says; `most` is how many tokens were asked for.
+
+    Raises Refusal for an answer without log-probabilities, with numbers that are none, with tokens
+    of the prompt among the drawn ones, or with another number of tokens than it counts.
+    """
+    whole = _mapping(answer, "the answer")
+    choices = whole.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1:
+        found = f"{len(choices)} texts" if isinstance(choices, list) else "no text"
+        raise _bad(f"one text was asked for, and the answer has {found}")
+    choice = _mapping(choices[0], "the text of the answer")
+    logs = choice.get("logprobs")
+    if not isinstance(logs, dict):
+        raise _bad("it has no log-probabilities", "start the server so that it gives `logprobs`")
+    if isinstance(logs.get("content"), list):
+        drawn, scale = _of_chat(logs["content"])
+    else:
+        drawn, scale = _of_lists(logs, choice), "log"
+    reason = choice.get("finish_reason")
+    usage = whole.get("usage")
+    counts: Mapping[str, Any] = usage if isinstance(usage, dict) else {}
+    _check_number(len(drawn), most, reason, _whole(counts.get("completion_tokens")))
+    return Reply(
+        drawn,
+        scale,
+        reason == "stop",
+        _whole(counts.get("prompt_tokens")),
+        _text(whole.get("model")),
+        _text(whole.get("system_fingerprint")),
+    )
+
+
+def _check_number(found: int, most: int, reason: object, counted: int | None) -> None:
+    if found == 0:
+        raise _bad("it has no drawn token")
+    if found > most:
+        raise _bad(
+            f"{most} tokens were asked for, and it has log-probabilities of {found}",
+            "let the server give those of drawn tokens alone, without the prompt (`echo`)",
+        )
+    if counted is not None and counted != found:
+        raise _bad(f"it counts {counted} drawn tokens, and has log-probabilities of {found}")
+    if reason not in ("stop", "length"):
+        raise _bad(f"it ended for the reason {reason!r}, which is neither `stop` nor `length`")
+    if reason == "length" and found != most:
+        raise _bad(f"{most} tokens were asked for, and it ended at its limit with {found}")
+
+
+def _of_chat(content: Sequence[Any]) -> tuple[tuple[Drawn, ...], Literal["log", "plain"]]:
+    scales = {"plain" if "logprob" not in _mapping(e, "a token") else "log" for e in content}
+    if len(scales) > 1:
+        raise _bad("some tokens have `logprob` and some have not")
+    scale: Literal["log", "plain"] = "plain" if scales == {"plain"} else "log"
+    value, listed = ("prob", "top_probs") if scale == "plain" else ("logprob", "top_logprobs")
+    drawn = []
+    for place, raw in enumerate(content):
+        entry = _mapping(raw, f"token {place}")
+        top = entry.get(listed) or ()
+        if not isinstance(top, list | tuple):
+            raise _bad(f"`{listed}` of token {place} is no list")
+        rows = [_mapping(one, f"`{listed}` of token {place}") for one in top]
+        drawn.append(
+            Drawn(
+                _named(entry),
+                _log(entry.get(value), scale, f"token {place}"),
+                tuple(
+                    (_named(one), _log(one.get(value), scale, f"token {place}", drawn=False))
+                    for one in rows
+                ),
+            )
+        )
+    return tuple(drawn), scale
+
+
+def _named(entry: Mapping[str, Any]) -> Named:
+    raw = entry.get("bytes")
+    given = (
+        bytes(raw)
+        if isinstance(raw, list) and all(isinstance(b, int) and 0 <= b < 256 for b in raw)
+        else None
+    )
+    text = _text(entry.get("token"))
+    found = _whole(entry.get("id"))
+    if found is None and text is not None:
+        found = _id_in(text)
+    return Named(found, given, text)
+
+
+def _of_lists(logs: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[Drawn, ...]:
+    values, texts = logs.get("token_logprobs"), logs.get("tokens")
+    if not isinstance(values, list):
+        raise _bad("it has no log-probabilities", "start the server so that it gives `logprobs`")
+    length = len(values)
+    ids = choice.get("token_ids")
+    lists = {"tokens": texts, "top_logprobs": logs.get("top_logprobs"), "token_ids": ids}
+    for name, found in lists.items():
+        if found is not None and (not isinstance(found, list) or len(found) not in (0, length)):
+            raise _bad(f"`{name}` and `token_logprobs` do not have the same length")
+    if not texts and not ids:
+        raise _bad("it does not say which tokens it drew")
+    tops = lists["top_logprobs"] or [None] * length
+    drawn = []
+    for place, value in enumerate(values):
+        text = _text(texts[place]) if texts else None
+        known = _whole(ids[place]) if ids else None
+        own = None if text is None else _id_in(text)
+        if known is not None and own is not None and known != own:
+            raise _bad(f"token {place} is {own} in `tokens` and {known} in `token_ids`")
+        token = Named(own if known is None else known, None, text)
+        drawn.append(Drawn(token, _log(value, "log", f"token {place}"), _top(tops[place], place)))
+    return tuple(drawn)
+
+
+def _top(raw: Any, place: int) -> tuple[tuple[Named, float], ...]:
+    if raw is None:
+        return ()
+    rows = _mapping(raw, f"`top_logprobs` of token {place}")
+    return tuple(
+        (Named(_id_in(text), None, text), _log(value, "log", f"token {place}", drawn=False))
+        for text, value in rows.items()
+    )
+
+
+def _id_in(text: str) -> int | None:
+    number = text.removeprefix(_ID)
+    return int(number) if number != text and number.isascii() and number.isdigit() else None
+
+
+def _log(value: Any, scale: str, where: str, *, drawn: bool = True) -> float:
+    """Return a ln-probability. Refuse what is none; of a drawn token also one of probability 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        found = "null" if value is None else repr(value)
+        raise _bad(f"the log-probability of {where} is {found}")
+    number = float(value)
+    if scale == "plain":
+        if not 0 <= number <= 1 + ROUNDING:
+            raise _bad(f"the probability of {where} is {number:g}")
+        number = math.log(number) if number > 0 else -math.inf
+    if math.isnan(number) or number > ROUNDING or (drawn and number < -1e4):
+        raise _bad(f"the log-probability of {where} is {number:g}")
+    return number
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _bad(f"{what} is no object")
+    return value
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _bad(what: str, help: str | None = None) -> Refusal:
+    return refuse(codes.SERVER_REPLY, f"the answer of the server is not usable: {what}", help=help)

@@ -1,0 +1,192 @@
+"""Running requests in other processes: those of this machine, or of a ray cluster.
+
+A worker loads the contract by itself and runs pieces of the requests in the surroundings that one
+process would have, its threads included, so that every bit is the same. A piece whose worker was
+lost is tried once more by a new one; a request without an answer is never left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics.model import Diagnostic, Refusal
+from kcdsl.ir.terms import Program
+from kcdsl_backends.certifier.distributed import Ray, WorkerLost
+from kcdsl_backends.certifier.processes import Processes
+from kcdsl_backends.empirical.measured import Run
+from kcdsl_backends.requests import Request
+
+PIECE = 8
+"""Requests of one piece: few enough that a lost one costs little."""
+ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a worker loads: the arguments of `EmpiricalBackend.prepare` that decide values."""
+
+    program: Program
+    base: Path
+    device: str
+    slices: tuple[str, ...]
+    seed: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Where requests are run: `engine` "processes" or "ray", with `jobs` workers (None, for ray:
+    all cores)."""
+
+    recipe: Recipe
+    engine: str
+    jobs: int | None
+
+    def runs(
+        self,
+        requests: Sequence[Request],
+        arrived: Callable[[Request, Run], None] = lambda request, run: None,
+    ) -> dict[str, Run]:
+        """Return what every request gave, by its key; `arrived` hears of each as it comes.
+
+        Raises Refusal (KC684) where a piece loses its worker twice or comes back incomplete, and
+        what loading the contract raises in a worker.
+        """
+        data = pickle.dumps(self.recipe)
+        pieces = [tuple(requests[i : i + PIECE]) for i in range(0, len(requests), PIECE)]
+        found: dict[str, Run] = {}
+        waiting = list(range(len(pieces)))
+        for _ in range(ATTEMPTS):
+            if waiting:
+                waiting = self._try(data, pieces, waiting, found, arrived)
+        if waiting:
+            first = pieces[waiting[0]]
+            raise refuse(
+                codes.WORKER_LOST,
+                f"the worker of the requests from {first[0].id!r} on ended {ATTEMPTS} times before "
+                "they were done",
+                help="want of memory is the usual cause: use fewer --jobs",
+            )
+        return found
+
+    def _try(
+        self,
+        data: bytes,
+        pieces: Sequence[tuple[Request, ...]],
+        numbers: Sequence[int],
+        found: dict[str, Run],
+        arrived: Callable[[Request, Run], None],
+    ) -> list[int]:
+        """Run pieces on new workers; return the numbers of those whose worker was lost."""
+        pool = self._open(len(numbers))
+        lost: list[int] = []
+        try:
+            futures: dict[int, Future[bytes]] = {}
+            for number in numbers:
+                keys = tuple(request.key for request in pieces[number])
+                try:
+                    futures[number] = pool.submit(run_piece, data, keys)
+                except BrokenExecutor:
+                    lost.append(number)
+            for number, future in futures.items():
+                try:
+                    answer = pickle.loads(future.result())
+                except (BrokenExecutor, WorkerLost):
+                    lost.append(number)
+                    continue
+                for request, run in zip(
+                    pieces[number], _checked(answer, data, pieces[number]), strict=True
+                ):
+                    found[request.key] = run
+                    arrived(request, run)
+        finally:
+            pool.kill()
+        return lost
+
+    def _open(self, pieces: int) -> Any:
+        if self.engine == "ray":
+            return Ray(self.jobs, 1)
+        return Processes(min(self.jobs or 1, pieces), self.recipe.threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a piece gave: its name, and its runs or why the contract could not be loaded."""
+
+    task: str
+    runs: tuple[Run, ...] = ()
+    refusal: tuple[Diagnostic, ...] = ()
+
+
+def task_id(recipe: bytes, keys: Sequence[str]) -> str:
+    """Return the name of a piece: the digest of what is run, on whichever machine."""
+    return hashlib.sha256(recipe + b"\0" + "\0".join(keys).encode()).hexdigest()
+
+
+def _checked(answer: Answer, recipe: bytes, piece: Sequence[Request]) -> list[Run]:
+    if answer.refusal:
+        raise Refusal(answer.refusal)
+    keys = [request.key for request in piece]
+    if answer.task != task_id(recipe, keys) or [run.unit.key for run in answer.runs] != keys:
+        raise refuse(
+            codes.WORKER_LOST,
+            f"a worker answered for other requests than {keys[0]!r} and those after it",
+            help="every machine needs the same version of kcdsl and the same files",
+        )
+    return list(answer.runs)
+
+
+# --- in a worker ---------------------------------------------------------------------------------
+
+_LOADED: dict[str, Callable[[str], Run]] = {}
+
+
+def run_piece(recipe: bytes, keys: tuple[str, ...]) -> bytes:
+    """Run some requests of a contract; it is loaded once by each worker."""
+    name = hashlib.sha256(recipe).hexdigest()
+    try:
+        if name not in _LOADED:
+            _LOADED.clear()
+            _LOADED[name] = _load(pickle.loads(recipe))
+        run = _LOADED[name]
+        answer = Answer(task_id(recipe, keys), tuple(run(key) for key in keys))
+    except Refusal as refusal:
+        answer = Answer(task_id(recipe, keys), (), refusal.diagnostics)
+    return pickle.dumps(answer)
+
+
+def _load(recipe: Recipe) -> Callable[[str], Run]:
+    from kcdsl.ir.buckets import expand_tables
+    from kcdsl_backends.empirical.backend import BACKEND
+    from kcdsl_backends.empirical.conclusion import split
+    from kcdsl_backends.empirical.gathering import distinct, plan_for
+    from kcdsl_backends.empirical.run import run_request
+    from kcdsl_backends.empirical.setting import Setting
+
+    torch.set_num_threads(recipe.threads)
+    setting = BACKEND.prepare(
+        recipe.program,
+        recipe.base,
+        device=recipe.device,
+        slices=recipe.slices,
+        seed=recipe.seed,
+        crosscheck=False,
+    )
+    assert isinstance(setting, Setting)
+    clauses, _ = split(expand_tables(setting.program), frozenset(setting.slices))
+    plan = plan_for(setting, clauses)
+    requests = {request.key: request for request in distinct(setting)}
+
+    def run(key: str) -> Run:
+        return run_request(requests[key], setting.train, setting.infer, plan, setting.block_input)
+
+    return run

@@ -1,0 +1,1 @@
+"""Traces: evidence as one Parquet file, from which the same report is concluded."""

@@ -1,0 +1,242 @@
+"""The fields of kernels that say where a kernel is: `folder`, and those of servers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kcdsl.check.report import Reporter, suggest, without
+from kcdsl.check.structure import RawContract, RawKernel, StructureReader
+from kcdsl.diagnostics.codes import (
+    FOREIGN_KERNEL_FIELD,
+    MISSING_FIELD,
+    NO_SAMPLES,
+    NOT_ALLOWED,
+    OUT_OF_RANGE,
+    SERVER_ADDRESS,
+    TWO_TEMPERATURES,
+    WRONG_KIND,
+)
+from kcdsl.ir.kernels import DRAWN, MOST_DRAWN, MOST_TOP, TOP, LogProbabilities, Service
+from kcdsl.ir.terms import Constants, KernelRef
+from kcdsl.source.yaml_nodes import Mapping, Scalar
+
+SERVERS = ("server",)
+"""The adapters that ask a server."""
+SAMPLERS = ("server", "recorded")
+"""The adapters that state what their log-probabilities are of."""
+FOLDERS = ("hf.transformers", "hf.transformers.sdpa")
+"""The adapters that read a folder."""
+SERVER_FIELDS = ("url", "model", "key", "tokens", "logprobs")
+LOGPROBS_FIELDS = ("values", "temperature", "top_p", "top_k", "min_p", "top")
+VALUES = ("raw", "processed")
+_URL = re.compile(r"https?://(?P<user>[^/@\s]*@)?[^/@?#\s:]+(:\d{1,5})?(?P<path>/[^?#\s]*)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ABOVE = "more than"
+_FROM = "at least"
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What a number may be: from `low` (or above it, if `open`) to `high`, whole or not."""
+
+    low: int
+    high: int | None = None
+    open: bool = False
+    whole: bool = False
+
+    def __contains__(self, value: Fraction) -> bool:
+        above = value > self.low if self.open else value >= self.low
+        fits = self.high is None or value <= self.high
+        return above and fits and (not self.whole or value.denominator == 1)
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        start = f"{kind} of {_ABOVE if self.open else _FROM} {self.low}"
+        return start if self.high is None else f"{start}, at most {self.high}"
+
+
+_RANGES = {
+    "temperature": _Range(0, 100),
+    "top_p": _Range(0, 1, open=True),
+    "min_p": _Range(0, 1),
+    "top_k": _Range(0, MOST_DRAWN, whole=True),
+    "top": _Range(0, MOST_TOP, whole=True),
+    "tokens": _Range(1, MOST_DRAWN, whole=True),
+}
+_USUAL = {"temperature": 1, "top_p": 1, "min_p": 0, "top_k": 0, "top": TOP, "tokens": DRAWN}
+
+
+def read_folder(raw: RawKernel, reader: StructureReader) -> str | None:
+    """Return the folder of a kernel; report one that its adapter does not read."""
+    node = reader.text(raw.node, "folder")
+    if raw.node.get("folder") is not None and raw.run.text not in FOLDERS:
+        foreign(raw, reader, ("folder",), FOLDERS)
+    return None if node is None else node.text
+
+
+def read_service(raw: RawKernel, reader: StructureReader) -> Service | None:
+    """Return what a kernel says of its server; None for other kernels, and after an error."""
+    if raw.run.text not in SERVERS:
+        shared = ("logprobs",) if raw.run.text in SAMPLERS else ()
+        foreign(raw, reader, tuple(n for n in SERVER_FIELDS if n not in shared), SERVERS)
+        return None
+    url, key = _url(raw, reader), _variable(raw, reader)
+    model = reader.text(raw.node, "model")
+    tokens = _number(raw.node, "tokens", reader)
+    for name, example in (("url", "http://127.0.0.1:8000"), ("logprobs", "{values: processed}")):
+        if raw.node.get(name) is None:
+            reader.reporter.error(
+                MISSING_FIELD,
+                f"a kernel that asks a server needs the field `{name}`",
+                raw.run.span,
+                f"add `{name}: {example}`",
+            )
+    logs = read_logprobs(raw, reader)
+    node = raw.node.get("logprobs")
+    if url is None or logs is None or not isinstance(node, Mapping):
+        return None
+    if not _are_samples(logs, node, reader):
+        return None
+    return Service(
+        url,
+        logs,
+        None if model is None else model.text,
+        key,
+        DRAWN if tokens is None else int(tokens),
+    )
+
+
+def foreign(
+    raw: RawKernel, reader: StructureReader, fields: tuple[str, ...], adapters: tuple[str, ...]
+) -> None:
+    """Report fields of a kernel that only other adapters take."""
+    for index, entry in enumerate(raw.node.entries):
+        if entry.key.text in fields:
+            reader.reporter.error(
+                FOREIGN_KERNEL_FIELD,
+                f"`{raw.run.text}` does not take the field `{entry.key.text}`",
+                entry.key.span,
+                f"kernels with it: run: {' or '.join(adapters)}",
+                fix=without(reader.reporter.source, raw.node, [index]),
+            )
+
+
+def _url(raw: RawKernel, reader: StructureReader) -> str | None:
+    node = reader.text(raw.node, "url")
+    if node is None:
+        return None
+    found = _URL.fullmatch(node.text)
+    if found is None or found["user"]:
+        reader.reporter.error(
+            SERVER_ADDRESS,
+            "`url` is no address of a server"
+            if found is None
+            else "`url` holds a name or a password",
+            node.span,
+            "write http://HOST:PORT, or https://HOST/PATH, without what comes before /v1"
+            if found is None
+            else "write the address alone, and `key: VARIABLE` for the variable that has the key",
+        )
+        return None
+    return node.text.rstrip("/").removesuffix("/v1")
+
+
+def _variable(raw: RawKernel, reader: StructureReader) -> str | None:
+    node = reader.text(raw.node, "key")
+    if node is None:
+        return None
+    if not _VARIABLE.fullmatch(node.text):
+        reader.reporter.error(
+            NOT_ALLOWED,
+            "`key` does not name a variable of the environment",
+            node.span,
+            "write the name of the variable, such as `key: SERVER_KEY`; never the key itself",
+        )
+        return None
+    return node.text
+
+
+def read_logprobs(raw: RawKernel, reader: StructureReader) -> LogProbabilities | None:
+    """Return what a kernel says of its log-probabilities; None where it says nothing."""
+    node = reader.mapping(raw.node, "logprobs", LOGPROBS_FIELDS, ("values",))
+    if node is None:
+        return None
+    values = reader.text(node, "values")
+    numbers = {name: _number(node, name, reader) for name in LOGPROBS_FIELDS if name != "values"}
+    if values is not None and values.text not in VALUES:
+        reader.reporter.error(
+            NOT_ALLOWED,
+            f"log-probabilities are not `{values.text}`",
+            values.span,
+            suggest(values.text, VALUES),
+        )
+        return None
+    broken = any(node.get(name) is not None and found is None for name, found in numbers.items())
+    if values is None or broken:
+        return None
+    temperature, top_p = numbers["temperature"], numbers["top_p"]
+    return LogProbabilities(
+        values.text,
+        Fraction(1) if temperature is None else temperature,
+        Fraction(1) if top_p is None else top_p,
+        int(numbers["top_k"] or 0),
+        numbers["min_p"] or Fraction(0),
+        TOP if numbers["top"] is None else int(numbers["top"]),
+    )
+
+
+def _number(node: Mapping, name: str, reader: StructureReader) -> Fraction | None:
+    """Return the number under a name; None where there is none, or after an error."""
+    value = node.get(name)
+    if value is None:
+        return None
+    number = value.value if isinstance(value, Scalar) else None
+    allowed, help = _RANGES[name], f"write a number, such as `{name}: {_USUAL[name]}`"
+    if isinstance(number, bool) or not isinstance(number, int | Fraction):
+        reader.reporter.error(WRONG_KIND, f"`{name}` takes a number", value.span, help)
+    elif Fraction(number) not in allowed:
+        reader.reporter.error(OUT_OF_RANGE, f"`{name}` is {allowed}", value.span, help)
+    else:
+        return Fraction(number)
+    return None
+
+
+def _are_samples(logs: LogProbabilities, node: Mapping, reader: StructureReader) -> bool:
+    """Say whether tokens are samples of the law that log-probabilities are of; report if not."""
+    problem = logs.problem()
+    if problem is None:
+        return True
+    name, message, help = problem
+    place = node.get(name) or node
+    reader.reporter.error(NO_SAMPLES, message, place.span, help)
+    return False
+
+
+def check_together(
+    train: KernelRef, infer: KernelRef, raw: RawContract, constants: Constants, reporter: Reporter
+) -> None:
+    """Report a training kernel that scores no given tokens, and kernels of two temperatures."""
+    if train.run in SERVERS:
+        reporter.error(
+            NOT_ALLOWED,
+            f"`{train.run}` cannot be the training kernel: it does not score given tokens exactly",
+            raw.train.run.span if raw.train is not None else raw.span,
+            "let a kernel on this machine be `train`, such as `run: torch.eager`",
+        )
+    if infer.service is None:
+        return
+    drawn = infer.service.logprobs.temperature
+    if drawn != constants.temperature:
+        node = raw.infer.node.get("logprobs") if raw.infer is not None else raw.constants
+        stated = node.get("temperature") if isinstance(node, Mapping) else None
+        place = stated or node
+        reporter.error(
+            TWO_TEMPERATURES,
+            f"the server draws at temperature {float(drawn):g}, and the training kernel is read at "
+            f"{float(constants.temperature):g}, that of `constants`",
+            raw.span if place is None else place.span,
+            f"write `constants: {{temperature: {float(drawn):g}}}`, or let the server draw at "
+            f"{float(constants.temperature):g}",
+        )

@@ -1,0 +1,126 @@
+"""`kcdsl experiment`: what a contract's kernels come to under other conditions."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from kcdsl.exits import Exit
+
+HELP = "sweep kernels, batches, lengths and streams under one contract"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    from kcdsl.cli.devices import CHOICES
+
+    parser.add_argument(
+        "experiment",
+        choices=("e1", "e2"),
+        help="e1: one change of the inference kernel at a time; e2: device, length, batch and "
+        "concurrent streams",
+    )
+    parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="e1: a variant, or a factor; may be repeated",
+    )
+    parser.add_argument(
+        "--device",
+        action="append",
+        choices=CHOICES[1:],
+        help="e1: where kernels run (default: cpu); e2: may be repeated (default: cpu and cuda)",
+    )
+    for name, metavar, what in (
+        ("--length", "L", "tokens (default: 16, 32, 64, 128)"),
+        ("--batch", "B", "requests in a batch (default: 1, 2, 4, 8)"),
+        ("--concurrency", "C", "batches at a time (default: 1, 2, 4)"),
+    ):
+        parser.add_argument(
+            name, action="append", type=_natural, metavar=metavar, help=f"e2: {what}"
+        )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of token sampling")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, metavar="S", help="e1: how long a variant is timed"
+    )
+    parser.add_argument("--fresh", action="store_true", help="measure cells again that are there")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", help="default: out/e1 or out/e2 beside the contract"
+    )
+
+
+def run(arguments: argparse.Namespace) -> Exit:
+    """Run the command: cells are written as they are measured, the rest together at the end."""
+    import json
+
+    from kcdsl.check.compile import load_program
+    from kcdsl.cli.discover import find_contract
+    from kcdsl.cli.progress import progress_bars
+    from kcdsl.diagnostics.places import in_contract
+    from kcdsl.source.writing import NewFile, make_folder, write_together
+    from kcdsl.verdict.html.experiment import experiment_page, maps
+
+    path = find_contract(arguments.contract, Path())
+    program, base = load_program(path), path.resolve().parent
+    kind = arguments.experiment
+    folder = Path(arguments.output) if arguments.output else path.parent / "out" / kind
+    backend = _backend()
+    with in_contract(path), progress_bars() as progress:
+        document = backend.experiment(
+            kind,
+            program,
+            base,
+            folder,
+            devices=tuple(arguments.device or ()),
+            only=tuple(arguments.only or ()),
+            lengths=tuple(arguments.length or ()),
+            batches=tuple(arguments.batch or ()),
+            concurrency=tuple(arguments.concurrency or ()),
+            seed=arguments.seed,
+            seconds=arguments.seconds,
+            fresh=arguments.fresh,
+            progress=progress,
+        )
+    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    files = [
+        NewFile(folder / f"{kind}.json", text.encode(), 0o644),
+        NewFile(folder / f"{kind}.html", experiment_page(document).encode(), 0o644),
+    ]
+    if kind == "e2":
+        files += [
+            NewFile(folder / f"{one.name}.svg", _standalone(one.svg).encode(), 0o644)
+            for one in maps(document)
+        ]
+    make_folder(folder)
+    write_together(files, replace=True)
+    if arguments.json:
+        sys.stdout.write(text)
+    else:
+        from kcdsl.verdict.experiment_text import print_experiment
+
+        print_experiment(document, sys.stdout)
+    for file in files:
+        print(f"wrote {file.path}", file=sys.stderr)
+    return Exit.HELD
+
+
+def _standalone(svg: str) -> str:
+    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _backend() -> Any:
+    from kcdsl.cli.aggregate import backend
+
+    return backend()

@@ -1,0 +1,112 @@
+"""Kernels as a contract names them: the program that runs, what it claims, where it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from kcdsl.source.text import Span
+
+_NOWHERE = Span(0, 0)
+
+MOST_DRAWN = 1 << 16
+"""The most tokens that are drawn after one prompt."""
+DRAWN = 32
+"""Tokens drawn after each prompt where the contract does not say."""
+MOST_TOP = 1 << 10
+"""The most of the likeliest tokens that a server is asked for."""
+TOP = 5
+"""How many of the likeliest tokens a server is asked for where the contract does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbabilities:
+    """What the log-probabilities of a server are of, and how it samples.
+
+    `values`: "raw" for the softmax of the logits as the model gives them, "processed" for the law
+    that tokens are drawn from. `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing off. `top`: of how
+    many of the likeliest tokens they are asked for.
+    """
+
+    values: str
+    temperature: Fraction = Fraction(1)
+    top_p: Fraction = Fraction(1)
+    top_k: int = 0
+    min_p: Fraction = Fraction(0)
+    top: int = TOP
+
+    def problem(self) -> tuple[str, str, str] | None:
+        """Return why what is drawn is no sample of the law that the values are of: the field, what
+        is wrong, and a way out. None where it is one."""
+        if self.temperature == 0 or self.top_k == 1:
+            name, value = ("temperature", 0) if self.temperature == 0 else ("top_k", 1)
+            return (
+                name,
+                f"with `{name}: {value}` the server takes the likeliest token:"
+                " what it writes is no sample of its law",
+                "draw with `temperature: 1`",
+            )
+        if self.values == "processed":
+            return None
+        for name, neutral in (("temperature", 1), ("top_p", 1), ("top_k", 0), ("min_p", 0)):
+            value = getattr(self, name)
+            if value != neutral:
+                return (
+                    name,
+                    f"tokens are drawn with `{name}: {float(value):g}`,"
+                    " and raw log-probabilities are of another law",
+                    f"ask for `values: processed`, or draw with `{name}: {neutral}`",
+                )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A server: its address, the model that it is asked for (None: the only one that it has), the
+    variable of the environment that holds its key, and how many tokens it draws after a prompt."""
+
+    url: str
+    logprobs: LogProbabilities
+    model: str | None = None
+    key: str | None = None
+    tokens: int = DRAWN
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recorded kernel: `format` is one of `kcdsl.ir.recordings.FORMATS`.
+
+    `columns` names columns in place of those of the format, as sorted pairs (role, column). `file`
+    holds the logits of the format `logits`. `logprobs` None: nothing states what the recorded
+    ln-probabilities are of. `recomputed` says that the training side was computed, not copied.
+    """
+
+    format: str = "rows"
+    columns: tuple[tuple[str, str], ...] = ()
+    logprobs: LogProbabilities | None = None
+    file: str | None = None
+    recomputed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRef:
+    """One kernel: the adapter that runs it and the numerics it claims (plain data, resolved by
+    `kcdsl.model.presets.resolve`).
+
+    `folder` holds a model for adapters that read one, None for that of the checkpoint; `service`
+    is what adapters that ask a server need, `recording` what those that read recorded runs need.
+    """
+
+    run: str
+    numerics: tuple[tuple[str, object], ...]
+    """The numerics mapping of the document as sorted pairs; nested mappings likewise."""
+    span: Span = field(default=_NOWHERE, compare=False)
+    folder: str | None = None
+    service: Service | None = None
+    recording: Recording | None = None
+
+    @property
+    def claims(self) -> bool:
+        """Say whether it claims any numerics; a server or a recording that states none claims
+        none."""
+        return (self.service is None and self.recording is None) or bool(self.numerics)

@@ -1,0 +1,164 @@
+"""Models of Hugging Face transformers, from local files alone: built from a config.json, or loaded.
+
+The library is imported when one is needed, told to stay off the network, and runs no code of a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kcdsl.config import shown
+from kcdsl.diagnostics import codes, refuse
+
+_PREFIX = "program."
+_POOLER = "pooler."
+
+
+class HuggingFace(nn.Module):
+    """A model of transformers with the forward pass of `kcdsl.model`: ids [..., T] to logits, or to
+    the last hidden states of an encoder."""
+
+    def __init__(self, program: Any, *, encoder_only: bool = False) -> None:
+        super().__init__()
+        self.program = program
+        self.encoder_only = encoder_only
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits [..., T, V] of token ids [..., T] (encoder: states [..., T, D])."""
+        found: Tensor = self.hidden(ids) if self.encoder_only else _run(self.program, ids, "logits")
+        return found
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Return the last hidden states [..., T, D], which enter the head."""
+        base = self.program if self.encoder_only else self.program.base_model
+        return _run(base, ids, "last_hidden_state")
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Return the vocabulary size and the longest sequence."""
+        config = self.program.config
+        longest = getattr(config, "max_position_embeddings", None) or 1 << 24
+        return int(config.vocab_size), int(longest)
+
+
+def _run(program: Any, ids: Tensor, name: str) -> Tensor:
+    whole = ids if ids.dim() == 2 else ids.unsqueeze(0)
+    more = {} if program.config.is_encoder_decoder else {"use_cache": False}
+    if program.config.model_type == "bert":
+        more = {}
+    found: Tensor = getattr(program(input_ids=whole, **more), name)
+    return found if ids.dim() == 2 else found.squeeze(0)
+
+
+def build(raw: Mapping[str, Any]) -> HuggingFace:
+    """Build the causal language model of a configuration, its weights unset."""
+    if find_spec("transformers") is None:
+        raise refuse(
+            codes.NO_PACKAGE,
+            "the architecture hf needs transformers, which is not installed",
+            help='pip install "kcdsl[hf]"',
+        )
+    with _offline():
+        library: Any = import_module("transformers")
+        try:
+            config = library.AutoConfig.for_model(**raw)
+            make = library.AutoModelForCausalLM.from_config
+            program = make(config, attn_implementation="sdpa")
+        except (Exception, SystemExit) as error:  # configurations fail in many ways
+            raise refuse(
+                codes.MODEL_CONFIG,
+                f"transformers builds no causal language model of the configuration: {error}",
+                help="give the config.json that was saved with the model",
+            ) from error
+    return HuggingFace(program)
+
+
+def canonical_key(key: str) -> str | None:
+    """Return the module's name for a checkpoint key."""
+    return _PREFIX + key
+
+
+def load_folder(
+    folder: Path, dtype: torch.dtype, attention: str, *, encoder_only: bool
+) -> HuggingFace:
+    """Load a model from a folder in a type, with `attention` "eager" or "sdpa".
+
+    Refuse a folder without config.json and safetensors, one that transformers cannot load, and
+    weights that are missing, left over or of another shape: the library would invent the first and
+    leave out the others.
+    """
+    if not (folder / "config.json").is_file() or not weight_files(folder):
+        raise refuse(
+            codes.HF_FOLDER,
+            f"{shown(folder)} is no folder of a model: it needs config.json and *.safetensors",
+            help="save the model with save_pretrained, and name the folder as `folder`",
+        )
+    with _offline():
+        library: Any = import_module("transformers")
+        kind = library.AutoModel if encoder_only else library.AutoModelForCausalLM
+        try:
+            program, found = kind.from_pretrained(
+                str(folder),
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except (Exception, SystemExit) as error:  # foreign code may raise anything
+            raise refuse(
+                codes.HF_FOLDER,
+                f"transformers cannot load {shown(folder)}: {type(error).__name__}: {error}",
+            ) from error
+    for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(str(key) for key in found.get(name, ()) if not str(key).startswith(_POOLER))
+        if keys:
+            raise refuse(
+                codes.HF_FOLDER,
+                f"the weights of {shown(folder)} do not fit its config.json:"
+                f" {name.replace('_', ' ')} {', '.join(keys[:4])}",
+                help="give config.json and weights that were saved together",
+            )
+    return HuggingFace(program.eval(), encoder_only=encoder_only)
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files that transformers reads the weights of a folder from."""
+    single = folder / "model.safetensors"
+    return (single,) if single.is_file() else tuple(sorted(folder.glob("model-*.safetensors")))
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Keep transformers from the network while it is imported and used, and its remarks quiet."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            remarks: Any = import_module("transformers.utils.logging")
+            remarks.disable_progress_bar()
+            yield
+    finally:
+        logging.disable(level)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

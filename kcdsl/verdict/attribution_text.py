@@ -1,0 +1,209 @@
+"""The attribution for people: tables with bars that fit 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kcdsl.verdict.attribution import Attribution, Candidate, Figure, LayersTable, Source
+
+WIDTH = 100
+_BAR = 20
+_BLOCKS = 32
+"""Blocks that are shown at most: those that gain or lose most."""
+_NONE = "–"
+_PARTS = " ▏▎▍▌▋▊▉█"
+_STATUS = {
+    "attributed": ("✓ attributed", "green"),
+    "no_drift": ("✓ no drift", "green"),
+    "inconclusive": ("? inconclusive", "yellow"),
+    "invalid_evidence": ("! invalid", "magenta"),
+}
+_VERDICTS = {
+    "most": ("most of the drift", "bold"),
+    "part": ("a part of the drift", "none"),
+    "against": ("works against the drift", "none"),
+    "not_shown": ("not shown", "dim"),
+}
+
+
+def print_attribution(found: Attribution, stream: TextIO) -> None:
+    """Print the attribution; colours only where the stream is a terminal."""
+    console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
+    console.print(render(found))
+
+
+def render(found: Attribution) -> RenderableType:
+    """Return the attribution as something that rich prints."""
+    parts: list[RenderableType] = [_heading(found), _source_table(found)]
+    parts += _remarks(found)
+    if found.layers is not None and found.layers.rows:
+        parts += [_layer_table(found.layers), *_first(found.layers)]
+    if found.candidates:
+        parts.append(Text("\ncandidates", style="italic"))
+        parts += [line for candidate in found.candidates for line in _candidate(candidate)]
+    parts += [Text(f"note: {note}", style="dim") for note in found.notes]
+    parts.append(_conclusion(found))
+    return Group(*parts)
+
+
+def _heading(found: Attribution) -> Text:
+    text = Text()
+    text.append(f"{found.contract['name']} {found.contract['version']}", style="bold")
+    text.append(f"  {found.contract['digest'][:19]}\n", style="dim")
+    text.append(f"train {found.kernels['train']} | infer {found.kernels['infer']}\n")
+    unit = "" if found.unit in ("1", "ratio") else f" {found.unit}"
+    where = "" if found.slice is None else f" of {found.slice}"
+    text.append(
+        f"{found.statistic}({found.metric}) over {found.requests} requests{where}: "
+        f"{_figure(found.total)}{unit}"
+    )
+    if found.baseline:
+        text.append(f", from {found.baseline:.4g} of the training kernel with itself")
+    return text
+
+
+def _source_table(found: Attribution) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=False)
+    table.add_column("source", no_wrap=True)
+    table.add_column("train → infer", max_width=27, overflow="fold")
+    for name in ("alone", "left out", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, width=_BAR)
+    table.add_column("bound", no_wrap=True)
+    for row in found.sources:
+        cells = (
+            row.name,
+            _sides(row),
+            _value(row.alone),
+            _value(row.left_out),
+            _NONE if row.share is None else percent(row.share),
+            bar(row.share),
+            _bound(row),
+        )
+        dim = "dim" if not row.shown else "none"
+        table.add_row(*(Text(cell, style=dim) for cell in cells))
+    return table
+
+
+def _sides(row: Source) -> str:
+    if row.state == "differs":
+        return f"{row.train} → {row.infer}"
+    return "equal" if row.state == "equal" else "absent"
+
+
+def _bound(row: Source) -> str:
+    if row.can_explain is None:
+        return _NONE
+    return "open" if row.reach is None else f"≤ {100 * row.reach:.2g} %"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, without a sign where it rounds to 0."""
+    return f"{round(100 * share, 1) + 0.0:.1f} %"
+
+
+def bar(share: float | None, width: int = _BAR) -> str:
+    """Return a bar for a share of the whole; one against the drift begins with a minus sign."""
+    if share is None:
+        return ""
+    eighths = min(8 * width, round(8 * width * abs(share)))
+    text = "█" * (eighths // 8) + (_PARTS[eighths % 8] if eighths % 8 else "")
+    return f"-{text}"[:width] if share < 0 and text else text
+
+
+def _layer_table(layers: LayersTable) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
+    table.title = f"\nblocks, on {len(layers.requests)} requests"
+    table.add_column("block", no_wrap=True)
+    for name in ("drift", "relative", "floor", "alone", "so far", "gain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, width=_BAR)
+    whole = layers.total
+    shown = layers.largest(_BLOCKS)
+    for row in shown:
+        cells = (
+            row.block,
+            f"{row.drift:.3g}",
+            f"{row.relative:.2g}",
+            f"{row.floor:.2g}",
+            f"{row.logits:.3g}",
+            f"{row.cumulative:.3g}",
+            f"{row.gain:.3g}",
+            bar(row.gain / whole if whole else None),
+        )
+        table.add_row(*map(Text, cells))
+    if len(shown) < len(layers.rows):
+        table.add_row(Text(f"({len(layers.rows) - len(shown)} that gain less)"))
+    table.add_row(*map(Text, ("outside", "", "", "", "", f"{whole:.3g}", f"{layers.outside:.3g}")))
+    return table
+
+
+def _first(layers: LayersTable) -> Iterator[Text]:
+    if layers.first_block is not None:
+        yield Text(f"first block above its floor: {layers.first_block}")
+    first = layers.first_mismatch
+    if first is not None:
+        yield Text(
+            f"first different bits: {first.block}, {first.operation}; {first.request}, token "
+            f"{first.token}, feature {first.index}: {first.train:.9g} and {first.infer:.9g}"
+        )
+
+
+def _remarks(found: Attribution) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    bounded = next((s.envelope_block for s in found.sources if s.envelope_block), None)
+    if bounded is not None:
+        words = "  bound: the most of the drift of"
+        lines.append(Text(f"{words} {bounded} that the source alone can make", style="dim"))
+    for row in found.sources:
+        if row.reason:
+            lines.append(Text(f"  {row.name}: {row.reason}", style="dim"))
+    for pair in found.interactions:
+        if pair.figure.shown:
+            words = f"  {pair.first} and {pair.second} do {_figure(pair.figure)} together"
+            lines.append(Text(f"{words} beyond what each does"))
+    for missing in (b for b in found.between if b.value is None):
+        lines.append(Text(f"  {'+'.join(missing.sources)} does not run: {missing.reason}"))
+    simulated = ["+".join(b.sources) for b in found.between if b.simulated and b.value is not None]
+    if simulated:
+        lines.append(Text(f"  simulated: {', '.join(simulated)}", style="dim"))
+    if found.method == "orders_that_run":
+        run, whole = found.orders
+        lines.append(Text(f"  shares are means over the {run} of {whole} orders that run"))
+    return lines
+
+
+def _candidate(candidate: Candidate) -> Iterable[Text]:
+    words, style = _VERDICTS[candidate.verdict]
+    line = Text.assemble(f" {candidate.rank}. ", (candidate.source, style), f": {words}")
+    if candidate.blocks:
+        line.append(f"; most in {', '.join(candidate.blocks)}")
+    yield line
+    for text in candidate.evidence:
+        yield Text(f"    {text}", style="dim")
+    if candidate.verdict in ("most", "part"):
+        for remedy in candidate.remedies:
+            yield Text(f"    → {remedy.text} ({remedy.id})")
+
+
+def _conclusion(found: Attribution) -> Text:
+    words, style = _STATUS[found.status]
+    text = Text.assemble((words, style))
+    if found.reason is not None:
+        text.append(f"  {found.reason}")
+    return text
+
+
+def _figure(figure: Figure) -> str:
+    if figure.low is None or figure.high is None:
+        return f"{figure.value:.4g} (no interval)"
+    return f"{figure.value:.4g} [{figure.low:.3g}, {figure.high:.3g}]"
+
+
+def _value(figure: Figure | None) -> str:
+    return _NONE if figure is None else f"{figure.value:.3g}"

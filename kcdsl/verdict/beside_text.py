@@ -1,0 +1,67 @@
+"""The table of measured, certified, threshold and noise floor, for people at a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kcdsl.verdict.quantities import UNREACHED, quantity
+from kcdsl.verdict.report import ClauseResult, Report
+
+
+def beside_parts(report: Report) -> Iterator[RenderableType]:
+    """Yield the table and, once each, why numbers in it are missing; nothing where none is."""
+    rows = [row for row in report.clauses if row.beside is not None and row.beside.measured]
+    if not rows:
+        return
+    reasons: dict[str, int] = {}
+    yield _table(rows, reasons)
+    numerics: Any = report.bounding.get("numerics")
+    if numerics and any(row.beside and row.beside.certified for row in rows):
+        yield Text(
+            f" certified: for kernels that compute as claimed, {numerics['train']} and "
+            f"{numerics['infer']}",
+            style="dim",
+        )
+    for why, number in reasons.items():
+        yield Text(f" [{number}] {why}", style="dim")
+
+
+def _table(rows: Iterable[ClauseResult], reasons: dict[str, int]) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
+    table.title = "\nmeasured beside certified (requests by their worst token)"
+    table.add_column("clause", no_wrap=True, max_width=16, overflow="ellipsis")
+    table.add_column("slice", no_wrap=True, max_width=12, overflow="ellipsis")
+    for name in ("p50", "p99", "worst", "certified", "clause asks", "noise floor"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, _cells(row, reasons)))
+    return table
+
+
+def _cells(row: ClauseResult, reasons: dict[str, int]) -> list[str]:
+    assert row.beside is not None
+    assert row.beside.measured is not None
+    measured, certified, floor = row.beside.measured, row.beside.certified, row.beside.floor
+    shown = [quantity(value, row.unit) for value in (measured.p50, measured.p99, measured.worst)]
+    bound = UNREACHED
+    if certified is not None:
+        bound = quantity(certified.value, row.unit)
+        if certified.value is None:
+            bound = "no bound" + _mark(certified.reason, reasons)
+    noise = UNREACHED
+    if floor is not None:
+        noise = quantity(floor.value, row.unit) + _mark(floor.reason, reasons)
+        noise += " !" if floor.above else ""
+    limit = f"{row.op} {quantity(row.threshold, row.unit)}"
+    return [row.clause, row.slice, *shown, bound, limit, noise]
+
+
+def _mark(why: str | None, reasons: dict[str, int]) -> str:
+    if why is None:
+        return ""
+    return f" [{reasons.setdefault(why, len(reasons) + 1)}]"

@@ -1,0 +1,169 @@
+"""From the report document to the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from kcdsl.verdict.html import figures, words
+from kcdsl.verdict.html.figures import Figure
+from kcdsl.verdict.html.heatmap import heatmap
+
+
+def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None) -> str:
+    """Return the page of a report document, with the charts of an attribution where one is given.
+
+    Everything that comes from the documents is escaped.
+    """
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    folder = files("kcdsl.verdict.html")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["picture"] = Markup  # made by svg.py, which escapes
+    environment.globals["shown"] = words.shown
+    environment.globals["brief"] = words.brief
+    template = environment.from_string(folder.joinpath("page.html.j2").read_text(encoding="utf-8"))
+    charts = report.get("charts") or {}
+    beside, reasons = _beside(report["clauses"])
+    return template.render(
+        report=report,
+        style=Markup(folder.joinpath("style.css").read_text(encoding="utf-8")),
+        sign=words.VERDICTS[report["verdict"]][0],
+        word=words.VERDICTS[report["verdict"]][1],
+        verdicts=words.VERDICTS,
+        headline=words.headline(report),
+        advice=words.advice(report),
+        findings=words.findings(report),
+        heatmap=heatmap(report["clauses"]),
+        beside=beside,
+        reasons=reasons,
+        numerics=_numerics(report),
+        limit_of=words.limit_of,
+        sections=_sections(charts, attribution),
+        what_if=charts.get("what_if") or [],
+        attribution=attribution,
+        prechecks=sorted(report["prechecks"], key=_by_outcome),
+        statistics=report.get("statistics"),
+        fingerprints=_fingerprints(report["kernels"]),
+    )
+
+
+def _by_outcome(check: Mapping[str, Any]) -> int:
+    return {"failed": 0, "passed": 1, "not_applicable": 2}[check["outcome"]]
+
+
+def _beside(clauses: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the table of measured, certified, threshold and noise in words, and why numbers are
+    missing: each reason once, with its place in the list in the rows."""
+    found: list[dict[str, Any]] = []
+    reasons: list[str] = []
+
+    def note(part: Mapping[str, Any] | None) -> int:
+        why = (part or {}).get("reason")
+        if not why:
+            return 0
+        if why not in reasons:
+            reasons.append(why)
+        return reasons.index(why) + 1
+
+    for row in clauses:
+        beside = row.get("beside") or {}
+        spread, unit = beside.get("measured"), row["unit"]
+        if spread is None:
+            continue
+        certified, floor = beside.get("certified"), beside.get("noise_floor")
+        found.append(
+            {
+                "clause": row["clause"],
+                "slice": row["slice"],
+                "verdict": row["verdict"],
+                "metric": row["metric"],
+                **{name: words.shown(spread[name], unit) for name in ("p50", "p99", "worst")},
+                "value": words.shown(row["value"], unit),
+                "threshold": f"{row['op']} {words.shown(row['threshold'], unit)}",
+                "certified": "–"
+                if certified is None
+                else "no bound"
+                if certified["value"] is None
+                else words.shown(certified["value"], unit),
+                "partial": _partial(certified, unit),
+                "certified_note": note(certified),
+                "floor": words.shown((floor or {}).get("value"), unit),
+                "floor_note": note(floor),
+                "above": bool((floor or {}).get("above")),
+            }
+        )
+    return found, reasons
+
+
+def _partial(certified: Mapping[str, Any] | None, unit: str) -> str:
+    if certified is None or certified["value"] is not None or certified["partial"] is None:
+        return ""
+    part = f"{certified['requests']} of {certified['of']}"
+    return f"{words.shown(certified['partial'], unit)} on {part}"
+
+
+def _numerics(report: Mapping[str, Any]) -> str:
+    found = (report.get("bounding") or {}).get("numerics")
+    if not found:
+        return ""
+    return f"{found['train']} for training and {found['infer']} for inference"
+
+
+def _sections(
+    charts: Mapping[str, Any], attribution: Mapping[str, Any] | None
+) -> list[tuple[str, str, list[Figure]]]:
+    """Return the chart sections: (id, title, figures), those without figures left out."""
+    curves = charts.get("disagreement") or []
+    by_drift = charts.get("drift_by") or []
+    found = [
+        (
+            "distributions",
+            "Spread",
+            [figures.histogram(c, n) for n, c in enumerate(charts.get("histograms") or [])],
+        ),
+        (
+            "agreement",
+            "Agreement",
+            _present(
+                figures.disagreement(curves, 1),
+                figures.disagreement(curves, 5),
+                figures.flips(charts.get("flips_by_margin") or []),
+            ),
+        ),
+        (
+            "where",
+            "Where drift is",
+            [figures.drift_by(chart, n) for n, chart in enumerate(by_drift)],
+        ),
+        (
+            "certified",
+            "Measured versus certified",
+            [figures.certified(c, n) for n, c in enumerate(charts.get("certified") or [])],
+        ),
+    ]
+    if attribution is not None:
+        shown = _present(figures.attribution(attribution), figures.layers(attribution))
+        found.append(("attribution", "Attribution", shown))
+    return [section for section in found if section[2]]
+
+
+def _present(*found: Figure | None) -> list[Figure]:
+    return [figure for figure in found if figure is not None]
+
+
+def _fingerprints(kernels: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Return (side, run, digest, fingerprint as JSON) of both kernels."""
+    import json
+
+    return [
+        (
+            side,
+            str(kernels[side]["run"]),
+            str(kernels[side]["digest"]),
+            json.dumps(kernels[side]["fingerprint"], indent=2, ensure_ascii=False),
+        )
+        for side in ("train", "infer")
+    ]

@@ -1,0 +1,156 @@
+"""Pieces of SVG: elements, scales and axes. Colours are classes, so that pages decide on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import count
+
+from kcdsl.verdict.html.words import brief
+
+Scale = Callable[[float], float]
+"""From a value to a coordinate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Where a chart draws: a picture of `width` x `height` with room for axes."""
+
+    width: float = 460
+    height: float = 250
+    left: float = 62
+    right: float = 16
+    top: float = 14
+    bottom: float = 44
+
+    @property
+    def x(self) -> tuple[float, float]:
+        """Return the left and the right end of the plot."""
+        return self.left, self.width - self.right
+
+    @property
+    def y(self) -> tuple[float, float]:
+        """Return the lower and the upper end of the plot."""
+        return self.height - self.bottom, self.top
+
+
+def element(name: str, content: str = "", **attributes: object) -> str:
+    """Return an element; attributes are escaped, `content` is markup already.
+
+    `class_` stands for the attribute class, and underscores for hyphens.
+    """
+    listed = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_attribute(value), quote=True)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return f"<{name}{listed}>{content}</{name}>" if content else f"<{name}{listed}/>"
+
+
+def _attribute(value: object) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def text(x: float, y: float, words: str, **attributes: object) -> str:
+    """Return escaped words at a place."""
+    return element("text", escape(words), x=float(x), y=float(y), **attributes)
+
+
+def picture(name: str, title: str, description: str, frame: Frame, content: str) -> str:
+    """Return an accessible SVG; `name` makes its ids unique on the page."""
+    labels = element("title", escape(title), id=f"{name}-t")
+    labels += element("desc", escape(description), id=f"{name}-d")
+    return element(
+        "svg",
+        labels + content,
+        viewBox=f"0 0 {frame.width:g} {frame.height:g}",
+        role="img",
+        aria_labelledby=f"{name}-t {name}-d",
+        class_="chart",
+    )
+
+
+# --- scales --------------------------------------------------------------------------------------
+
+
+def linear(low: float, high: float, ends: tuple[float, float]) -> Scale:
+    """Map [low, high] onto `ends`; a single value onto the middle."""
+    start, end = ends
+    if not high > low:
+        return lambda value: (start + end) / 2
+    return lambda value: start + (value - low) / (high - low) * (end - start)
+
+
+def logarithmic(low: float, high: float, ends: tuple[float, float]) -> Scale:
+    """Map [low, high], both positive, onto `ends` by the logarithm."""
+    inner = linear(math.log10(low), math.log10(high), ends)
+    return lambda value: inner(math.log10(value))
+
+
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Return round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(1, wanted)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    found: list[float] = []
+    for n in count(first):
+        if n * step > high + step * 1e-9:
+            return found
+        found.append(n * step)
+    raise AssertionError("unreachable")
+
+
+def powers(low: float, high: float, most: int = 7) -> list[float]:
+    """Return round numbers from `low` to `high` for a logarithmic axis, about `most` of them:
+    powers of ten, between them 2 and 5 times these where there are few, else even steps."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    tens = [10.0**n for n in range(first, last + 1) if low <= 10.0**n <= high]
+    if len(tens) > 2:
+        return tens[:: math.ceil(len(tens) / most)]
+    between = [m * 10.0**n for n in range(first, last + 1) for m in (1, 2, 5)]
+    found = [value for value in between if low <= value <= high]
+    return found if len(found) > 1 else ticks(low, high, 3)
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """Return ticks in as few digits as tell them apart."""
+    short = [brief(value) for value in values]
+    for digits in range(4, 13):
+        if len(set(short)) == len(set(values)):
+            break
+        short = [f"{value:.{digits}g}" for value in values]
+    return short
+
+
+# --- axes ----------------------------------------------------------------------------------------
+
+
+def x_axis(frame: Frame, scale: Scale, at: Sequence[float], title: str) -> str:
+    """Return the axis below the plot."""
+    base = frame.y[0]
+    parts = [element("line", x1=frame.x[0], x2=frame.x[1], y1=base, y2=base, class_="axis")]
+    for value, label in zip(at, labels(at), strict=True):
+        x = scale(value)
+        parts.append(element("line", x1=x, x2=x, y1=base, y2=base + 4, class_="axis"))
+        middle = "end" if x > frame.x[1] - 8 else "middle"
+        parts.append(text(x, base + 17, label, text_anchor=middle, class_="tick"))
+    parts.append(text(sum(frame.x) / 2, frame.height - 6, title, text_anchor="middle", class_="ax"))
+    return "".join(parts)
+
+
+def y_axis(frame: Frame, scale: Scale, at: Sequence[float], title: str) -> str:
+    """Return the axis at the left of the plot, with lines across it."""
+    parts = []
+    for value, label in zip(at, labels(at), strict=True):
+        y = scale(value)
+        parts.append(element("line", x1=frame.x[0], x2=frame.x[1], y1=y, y2=y, class_="grid"))
+        parts.append(text(frame.x[0] - 6, y + 4, label, text_anchor="end", class_="tick"))
+    middle = sum(frame.y) / 2
+    turned = f"rotate(-90 12 {middle:g})"
+    parts.append(text(12, middle, title, text_anchor="middle", class_="ax", transform=turned))
+    return "".join(parts)

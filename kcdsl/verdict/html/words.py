@@ -1,0 +1,144 @@
+"""Numbers and findings in words, as the page writes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kcdsl.verdict.quantities import quantity
+
+VERDICTS = {
+    "held": ("✓", "held"),
+    "violated": ("✗", "violated"),
+    "inconclusive": ("?", "not decided"),
+    "invalid_evidence": ("!", "invalid evidence"),
+}
+"""Sign and word of each verdict, so that no colour is needed to tell them apart."""
+
+_HEADLINES = {
+    "held": "Every clause that was decided holds",
+    "violated": "The contract is violated",
+    "inconclusive": "The evidence does not decide the contract",
+    "invalid_evidence": "The evidence cannot be trusted",
+}
+_ADVICE = {
+    "held": "Nothing has to be done. What was not decided here is listed under “Clauses”.",
+    "violated": "Do not promote this kernel.",
+    "inconclusive": "Do not read this as a pass: gather what the open clauses lack.",
+    "invalid_evidence": "Mend the cause that is named below, then evaluate again.",
+}
+_NONE = "–"
+
+
+def brief(value: float) -> str:
+    """Return a number in a few characters: 0.25, 1.2e-6, 12k."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if 1e-3 <= size < 1e4:
+        return f"{value:.3g}" if size < 1000 else f"{value:.4g}"
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def shown(value: float | None, unit: str) -> str:
+    """Return a value with its unit; a dash where there is none."""
+    text = quantity(value, unit)
+    return f"{text} {unit}" if unit in ("nat", "tok") and text != _NONE else text
+
+
+def share(count: int, n: int) -> str:
+    """Return count of n in percent, with both numbers."""
+    return f"{100 * count / n:.3g} % ({count} of {n})" if n else "none"
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """Return the verdict in one sentence."""
+    return _HEADLINES[report["verdict"]]
+
+
+def advice(report: Mapping[str, Any]) -> list[str]:
+    """Return what to do, most urgent first."""
+    found = []
+    blocking = [
+        check
+        for check in report["prechecks"]
+        if check["outcome"] == "failed" and check.get("blocking")
+    ]
+    for check in blocking:
+        found.append(f"Precondition {check['name']} failed: {check['detail']}")
+    found.append(_ADVICE[report["verdict"]])
+    if report["action"] != "log":
+        action = report["action"].replace("_", " ")
+        found.append(f"The escalation policy asks for: {action}.")
+    needed = [row for row in report["clauses"] if row.get("needed")]
+    for row in needed[:3]:
+        found.append(
+            f"{row['clause']} on {row['slice']}: about {row['needed']} {row['counted']} would "
+            "decide it if they are like these."
+        )
+    return found
+
+
+def findings(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return what is not held: the clause, its slice, and by how much it fails."""
+    order = {"violated": 0, "invalid_evidence": 1, "inconclusive": 2}
+    rows = [row for row in report["clauses"] if row["verdict"] in order]
+    rows.sort(key=lambda row: (order[row["verdict"]], -_deviation(row)))
+    return [
+        {
+            "verdict": row["verdict"],
+            "sign": VERDICTS[row["verdict"]][0],
+            "word": VERDICTS[row["verdict"]][1],
+            "clause": row["clause"],
+            "level": row["level"],
+            "slice": row["slice"],
+            "requirement": row["requirement"],
+            "far": how_far(row),
+            "where": where(row),
+            "action": (row.get("action") or "").replace("_", " "),
+        }
+        for row in rows
+    ]
+
+
+def _deviation(row: Mapping[str, Any]) -> float:
+    found = row.get("deviation")
+    return math.inf if found is None else float(found)
+
+
+def how_far(row: Mapping[str, Any]) -> str:
+    """Return by how much a clause fails, or why it is not decided."""
+    if row["verdict"] != "violated":
+        return str(row.get("reason") or "")
+    value, threshold, unit = row["value"], row["threshold"], row["unit"]
+    counted = row.get("exceedance")
+    if row.get("budget") and counted:
+        beyond = share(counted["k"], counted["n"])
+        return f"{beyond} of the {counted['of']} are beyond, {row['budget']} may be"
+    if value is None or threshold is None:
+        return "the requirement does not hold"
+    text = f"{shown(value, unit)} instead of {row['op']} {shown(threshold, unit)}"
+    if threshold and value and row["op"] in ("<=", "<") and value / threshold >= 1.005:
+        text += f", {brief(float(f'{value / threshold:.3g}'))} times the limit"
+    return text
+
+
+def where(row: Mapping[str, Any]) -> str:
+    """Return the request and token that are worst."""
+    example = row.get("counterexample") or {}
+    if "request" in example:
+        token = f", token {example['token']}" if "token" in example else ""
+        return f"worst at {example['request']}{token}: {brief(float(example['worst']))}"
+    if example.get("records"):
+        return "without the fields: " + ", ".join(map(str, example["records"]))
+    return ""
+
+
+def limit_of(row: Mapping[str, Any]) -> float | None:
+    """Return the worse limit of a sampled row; a census has no sampling error."""
+    if row["evidence"] != "sample":
+        return None
+    found = row["low"] if row["op"] in (">=", ">") else row["high"]
+    return None if found is None else float(found)

@@ -1,0 +1,113 @@
+"""Recordings of any shape come back as they were written, in every format and file."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kcdsl.diagnostics.model import Refusal
+from kcdsl_backends.empirical.rollouts.assembling import Recording, assemble
+from kcdsl_backends.empirical.rollouts.columns import mapped
+from kcdsl_backends.empirical.rollouts.readers import read_rows
+from kcdsl_backends.empirical.rollouts.record import Rollout, Semantics, Side
+from kcdsl_backends.empirical.rollouts.units import groups_of, run_of
+from tests.support import recordings
+
+RAW = Semantics("raw")
+FORMATS = ["rows", "verl", "trl"]
+LOGS = st.floats(-60, 0, allow_nan=False)
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> list[Rollout]:
+    """Return rollouts whose prompts do not stand at the beginning of their tokens."""
+    found = []
+    for i in range(draw(st.integers(1, 5))):
+        prompt = draw(st.lists(st.integers(100, 199), min_size=1, max_size=4))
+        tokens = draw(st.lists(st.integers(0, 99), min_size=1, max_size=7))
+        size = len(tokens)
+        train, infer = (draw(st.lists(LOGS, min_size=size, max_size=size)) for _ in range(2))
+        mask = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+        found.append(
+            Rollout(
+                f"r{i}",
+                tuple(prompt),
+                tuple(tokens),
+                np.array(mask),
+                Side(np.array(train), RAW),
+                Side(np.array(infer), RAW),
+            )
+        )
+    return found
+
+
+def read(path: Path, format: str) -> Recording:
+    return assemble(read_rows(path, path.name), mapped(format, {}), format, RAW, RAW, 200)
+
+
+def table(found: list[Rollout], format: str) -> dict[str, list[object]]:
+    if format == "rows":
+        return recordings.columns(found)
+    return recordings.trainer_columns(found, format)
+
+
+@given(
+    rollouts(), st.sampled_from(["rows", "verl", "trl"]), st.sampled_from([".jsonl", ".parquet"])
+)
+def test_rollouts_come_back(given_: list[Rollout], format: str, suffix: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"dump{suffix}"
+        recordings.write(path, table(given_, format))
+        found = read(path, format).rollouts
+    assert [(r.prompt, r.tokens, r.mask.tolist()) for r in found] == [
+        (r.prompt, r.tokens, r.mask.tolist()) for r in given_
+    ]
+    for a, b in zip(given_, found, strict=True):
+        for one, two in ((a.train, b.train), (a.infer, b.infer)):
+            assert one is not None
+            assert two is not None
+            assert one.logs.tobytes() == two.logs.tobytes()
+
+
+@given(rollouts(), st.sampled_from(FORMATS), st.data())
+def test_a_value_that_is_no_log_probability_never_comes_back(
+    given_: list[Rollout], format: str, data: st.DataObject
+) -> None:
+    """Where a token counts, what is no number, or a probability above 1, is refused."""
+    counted = [(i, t) for i, r in enumerate(given_) for t in np.flatnonzero(r.mask).tolist()]
+    if not counted:
+        return
+    row, at = data.draw(st.sampled_from(counted))
+    side = data.draw(st.sampled_from(["train", "infer"]))
+    bad = data.draw(st.sampled_from([float("nan"), float("inf"), 0.5, 1e-3]))
+    own = given_[row].train if side == "train" else given_[row].infer
+    assert own is not None
+    logs = own.logs.copy()
+    logs[at] = bad
+    given_[row] = recordings.with_logs(given_[row], side, logs)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "dump.parquet"
+        recordings.write(path, table(given_, format))
+        with pytest.raises(Refusal, match=f"row {row + 1}, column"):
+            read(path, format)
+
+
+@given(rollouts(), st.randoms(use_true_random=False))
+def test_the_order_of_rows_changes_no_value(given_: list[Rollout], random: object) -> None:
+    """Each unit holds the same numbers wherever its rows stand; only their order differs."""
+
+    def values(rows: list[Rollout]) -> dict[tuple[int, ...], list[float]]:
+        found = {}
+        for group in groups_of("f", rows, rows):
+            drift = run_of(group, {"k3"}, 0).unit.values["log_ratio"]
+            found[group.members[0].prompt] = sorted(drift.tolist())
+        return found
+
+    turned = list(given_)
+    random.shuffle(turned)  # type: ignore[attr-defined]
+    assert values(given_) == values(turned)

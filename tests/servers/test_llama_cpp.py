@@ -1,0 +1,233 @@
+"""The real server of llama.cpp against the training kernel, on one model with the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
+from kcdsl_backends.empirical.kernels import TorchKernel
+from kcdsl_backends.empirical.rollouts.record import Semantics
+from kcdsl_backends.empirical.servers.gathering import Gathered, gather_rollouts
+from kcdsl_backends.requests import Request
+from tests.conftest import Cli
+from tests.servers.conftest import Loader
+from tests.support.llama_cpp import llama_cpp_server, write_gguf
+
+FLOAT_NOISE = 1e-4
+"""ln-probabilities of two float32 programs of this model differ by some 1e-5 at most."""
+
+
+def largest(found: Gathered) -> float:
+    """Return the largest |ln w| of all drawn tokens."""
+    ratios = [r.delta() for r in found.rollouts.values()]
+    assert all(ratio is not None for ratio in ratios)
+    return max(float(np.abs(ratio).max()) for ratio in ratios if ratio is not None)
+
+
+@pytest.mark.parametrize(
+    ("values", "temperature"), [("raw", "1"), ("processed", "1"), ("processed", "7/10")]
+)
+def test_what_it_draws_is_what_the_training_kernel_says(
+    llama_cpp: str,
+    load: Loader,
+    train: TorchKernel,
+    requests: tuple[Request, ...],
+    values: str,
+    temperature: str,
+) -> None:
+    server = load(llama_cpp, values, temperature=temperature)
+    found = gather_rollouts(server, train, requests, seed=3)
+    assert not found.failures
+    assert largest(found) < FLOAT_NOISE
+    for rollout in found.rollouts.values():
+        assert len(rollout.tokens) == 16
+        assert rollout.train is not None
+        assert rollout.infer is not None
+        assert rollout.train.top is not None
+        assert rollout.infer.top is not None
+        both = zip(rollout.infer.top.ids, rollout.train.top.ids, strict=True)
+        assert all(set(theirs) <= set(ours) for theirs, ours in both)
+        assert rollout.infer.top.ids.shape == (16, 5)
+        gaps = rollout.infer.top.logs[:, 0] - rollout.train.top.logs[:, 0]
+        assert float(np.abs(gaps).max()) < FLOAT_NOISE
+
+
+def test_one_seed_gives_one_text_and_another_another(
+    llama_cpp: str, load: Loader, requests: tuple[Request, ...]
+) -> None:
+    server = load(llama_cpp)
+    prompt = requests[0].tokens
+    texts = {seed: server.draw(prompt, seed).tokens for seed in (1, 2, 3)}
+    assert server.draw(prompt, 1).tokens == texts[1]
+    assert len(set(texts.values())) > 1
+
+
+def test_it_says_which_model_it_has(llama_cpp: str, load: Loader) -> None:
+    server = load(llama_cpp)
+    record = server.fingerprint()
+    assert record["numerics"] is None
+    assert record["server"]["kind"] == "llama.cpp"
+    assert record["server"]["n_params"] == 227_808
+    assert record["server"]["ftype"] == "all F32"
+    assert record["service"]["url"] == llama_cpp
+    server.check_unchanged()
+
+
+def test_a_model_that_it_does_not_have_is_refused(llama_cpp: str, load: Loader) -> None:
+    with pytest.raises(Refusal) as caught:
+        load(llama_cpp, name="another")
+    assert caught.value.diagnostics[0].code is codes.SERVER_CHANGED
+    assert "tiny" in caught.value.diagnostics[0].message
+
+
+def test_the_law_it_draws_from_is_cut_off_as_it_was_told(
+    llama_cpp: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
+) -> None:
+    """Every |ln w| is then the mass that was cut off: positive for infer, never for train."""
+    server = load(llama_cpp, top_k=4)
+    found = gather_rollouts(server, train, requests, seed=3)
+    ratios = np.concatenate([r.delta() for r in found.rollouts.values()])
+    assert float(ratios.max()) < FLOAT_NOISE
+    assert float(ratios.min()) < -1e-3
+    semantics = Semantics("processed")
+    checks = recorded_prechecks(
+        Recorded(
+            tuple(found.rollouts.values()), 1.0, {"all": 8}, semantics, server.semantics,
+            found.policies, True,
+        )
+    )  # fmt: skip
+    named = {check.name: check for check in checks}
+    assert named["logprob_semantics"].outcome == "failed"
+    assert named["logprob_semantics"].blocking
+    assert "top_k 4" in named["logprob_semantics"].detail
+
+
+def test_its_key_is_needed_and_shown_nowhere(
+    gguf_file: Path,
+    load: Loader,
+    requests: tuple[Request, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secret = "a-key-that-nobody-may-see"
+    with llama_cpp_server(gguf_file, secret) as url:
+        with pytest.raises(Refusal) as caught:
+            load(url)
+        assert "status 401" in caught.value.diagnostics[0].message
+        monkeypatch.setenv("KCDSL_TEST_KEY", "a-wrong-key")
+        with pytest.raises(Refusal) as caught:
+            load(url, key="KCDSL_TEST_KEY")
+        assert "a-wrong-key" not in str(caught.value.diagnostics)
+        monkeypatch.setenv("KCDSL_TEST_KEY", secret)
+        server = load(url, key="KCDSL_TEST_KEY")
+        assert len(server.draw(requests[0].tokens, 1).tokens) == 16
+        assert secret not in json.dumps(server.fingerprint())
+        assert secret not in repr(server)
+
+
+CONTRACT = """\
+kcdsl: 1
+contract: served
+version: 1.0.0
+model: {{checkpoint: {folder}/model.safetensors, architecture: llama}}
+data: {folder}/prompts.jsonl
+kernels:
+  train: {{run: torch.eager}}
+  infer: {{run: server, url: "{url}", tokens: 12, logprobs: {{{logprobs}}}}}
+constants: {{temperature: {temperature}}}
+slices: {{all: {{}}}}
+clauses:
+  N-K3: {{require: mean(k3) <= 1e-3, level: L2}}
+  N-RATIO: {{require: mean(abs(log_ratio)) <= 1e-2, level: L2}}
+  N-TV: {{require: p90(tv_is) <= 1e-2, level: L2}}
+  S-TOP: {{require: mean(top1_agreement) >= 90%, level: L2}}
+"""
+
+
+def verdicts(cli: Cli, folder: Path, text: str) -> tuple[int, dict[str, str], str]:
+    """Evaluate a contract; return the exit code, the verdict of each clause, what was printed."""
+    (folder / "contract.yaml").write_text(text, "utf-8")
+    ran = cli("evaluate", "contract.yaml", "-o", "out", cwd=folder)
+    report = folder / "out" / "report.json"
+    if not report.is_file():
+        return ran.code, {}, ran.stdout + ran.stderr
+    found = json.loads(report.read_text("utf-8"))
+    rows = {row["clause"]: row["verdict"] for row in found["clauses"]}
+    return ran.code, rows, ran.stdout + ran.stderr
+
+
+def test_a_contract_is_decided_on_what_it_draws(
+    llama_cpp: str, tiny_folder: Path, cli: Cli, tmp_path: Path, follows: Callable[..., None]
+) -> None:
+    text = CONTRACT.format(
+        folder=tiny_folder, url=llama_cpp, logprobs="values: processed, temperature: 0.8",
+        temperature=0.8,
+    )  # fmt: skip
+    code, rows, printed = verdicts(cli, tmp_path, text)
+    assert rows == dict.fromkeys(("N-K3", "N-RATIO", "N-TV", "S-TOP"), "held"), printed
+    assert code == 0
+    kinds = {
+        row["evidence"] for row in json.loads((tmp_path / "out/report.json").read_text())["clauses"]
+    }
+    assert kinds == {"sample"}, "a server draws: no row of it is a census"
+    line = json.loads((tmp_path / "out/trace.jsonl").read_text("utf-8").splitlines()[0])
+    drawn = {"temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert line["sampling_params"] == drawn
+    follows(line)
+    ran = cli("replay", "out/trace.parquet", cwd=tmp_path)
+    assert ran.code == 0, ran.stdout + ran.stderr
+
+
+def test_another_rotation_of_positions_is_a_violation(
+    tiny_folder: Path, cli: Cli, tmp_path: Path
+) -> None:
+    """The weights are the same, the base of RoPE is another: it must not pass."""
+    path = write_gguf(tiny_folder, tmp_path / "other.gguf", rope_theta=500.0)
+    with llama_cpp_server(path) as url:
+        text = CONTRACT.format(folder=tiny_folder, url=url, logprobs="values: raw", temperature=1)
+        code, rows, printed = verdicts(cli, tmp_path, text)
+    assert code != 0
+    assert rows["N-K3"] == "violated", printed
+    assert "held" not in rows.values(), printed
+
+
+def test_a_contract_of_another_temperature_does_not_compile(
+    llama_cpp: str, tiny_folder: Path, cli: Cli, tmp_path: Path
+) -> None:
+    text = CONTRACT.format(
+        folder=tiny_folder, url=llama_cpp, logprobs="values: processed, temperature: 0.8",
+        temperature=1,
+    )  # fmt: skip
+    code, rows, printed = verdicts(cli, tmp_path, text)
+    assert code != 0
+    assert not rows
+    assert codes.TWO_TEMPERATURES.id in printed
+
+
+@pytest.mark.parametrize(
+    ("clause", "words"),
+    [("p99(kl) <= 0.1", "`kl` of tier A"), ("p95(latency) <= 1 s", "`latency` of tier E")],
+)
+def test_what_a_server_does_not_give_is_refused_by_name_and_tier(
+    llama_cpp: str, tiny_folder: Path, cli: Cli, tmp_path: Path, clause: str, words: str
+) -> None:
+    text = CONTRACT.format(folder=tiny_folder, url=llama_cpp, logprobs="values: raw", temperature=1)
+    text = text.replace("mean(k3) <= 1e-3", clause)
+    code, rows, printed = verdicts(cli, tmp_path, text)
+    assert code != 0
+    assert not rows
+    assert codes.METRIC_OUT_OF_REACH.id in printed
+    assert words in " ".join(printed.split())
+
+
+def test_fractions_of_the_contract_reach_the_server_as_numbers(
+    llama_cpp: str, load: Loader
+) -> None:
+    server = load(llama_cpp, temperature="4/5", top_p=Fraction(19, 20), min_p=Fraction(1, 50))
+    assert server.semantics == Semantics("processed", 0.8, 0.95, 0, 0.02)

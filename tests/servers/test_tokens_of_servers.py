@@ -1,0 +1,293 @@
+"""Which token a server means, and prompts as texts where it takes no ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, pre_tokenizers
+
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl.diagnostics.codes import Code
+from kcdsl.model.tokenizer import ByteTokenizer, FileTokenizer
+from kcdsl_backends.empirical.kernels import TorchKernel
+from kcdsl_backends.empirical.servers.alignment import Vocabulary
+from kcdsl_backends.empirical.servers.replies import Named, Reply, read_reply
+from kcdsl_backends.requests import Request
+from tests.servers.conftest import Loader
+from tests.support.fake_server import Answer, Fake, serving
+
+BYTES = Vocabulary(256, ByteTokenizer())
+WORDS = ("a", "b", "ab", "Ġa", "Ġb", "Ġab")
+"""Tokens of a byte-level BPE: Ġ stands for a space before."""
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    """Return a small vocabulary of a tokenizer.json."""
+    fast = Fast(models.BPE({w: i for i, w in enumerate((*WORDS, "Ġ"))}, [("a", "b")]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    fast.save(str(path))
+    return Vocabulary(len(WORDS) + 1, FileTokenizer(path))
+
+
+@given(st.integers(0, 255))
+def test_an_id_is_taken_as_it_is(token: int) -> None:
+    assert BYTES.id_of(Named(token, None, None)) == token
+    assert BYTES.id_of(Named(token, bytes([token]), "anything")) == token
+    assert BYTES.id_of(Named(None, bytes([token]), None)) == token
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "token"),
+    [
+        (BYTES, Named(256, None, None)),
+        (BYTES, Named(-1, None, None)),
+        (BYTES, Named(65, b"B", None)),
+        (BYTES, Named(None, b"AB", None)),
+        (BYTES, Named(None, None, "AB")),
+        (BYTES, Named(None, None, "\ufffd")),
+        (BYTES, Named(None, None, None)),
+        (Vocabulary(256, None), Named(None, None, "A")),
+    ],
+)
+def test_a_token_in_doubt_is_refused(vocabulary: Vocabulary, token: Named) -> None:
+    with pytest.raises(Refusal) as caught:
+        vocabulary.id_of(token)
+    assert caught.value.diagnostics[0].code is codes.TOKENS_NOT_ALIGNED
+
+
+@pytest.mark.parametrize(("text", "expected"), [("a", 0), (" a", 3), (" ab", 5), ("ab", 2)])
+def test_a_text_that_one_token_has_is_that_token(
+    words: Vocabulary, text: str, expected: int
+) -> None:
+    assert words.id_of(Named(None, None, text)) == expected
+    assert words.id_of(Named(expected, text.encode(), text)) == expected
+
+
+class Twins:
+    """Two tokens of one text: which one a server means cannot be told from it."""
+
+    def encode(self, text: str) -> list[int]:
+        return [0] * len(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join("xxy"[i] for i in ids)
+
+
+def test_a_text_that_two_tokens_have_is_in_doubt() -> None:
+    vocabulary = Vocabulary(3, Twins())
+    assert vocabulary.id_of(Named(None, None, "y")) == 2
+    with pytest.raises(Refusal) as caught:
+        vocabulary.id_of(Named(None, None, "x"))
+    assert "2 tokens" in caught.value.diagnostics[0].message
+
+
+def test_an_id_with_other_bytes_is_of_another_vocabulary(words: Vocabulary) -> None:
+    with pytest.raises(Refusal) as caught:
+        words.id_of(Named(0, b"b", "b"))
+    assert "'b' there" in caught.value.diagnostics[0].message
+
+
+def test_tokens_may_be_named_by_text_alone(
+    load: Loader, train: TorchKernel, requests: tuple[Request, ...]
+) -> None:
+    """As SGLang and older servers do; here each text is one byte."""
+
+    def named(answer: Answer, question: object) -> Answer:
+        logs = answer["choices"][0]["logprobs"]
+        logs["tokens"] = [chr(int(token.split(":")[1])) for token in logs["tokens"]]
+        logs["top_logprobs"] = [
+            {chr(int(token.split(":")[1])): value for token, value in row.items()}
+            for row in logs["top_logprobs"]
+        ]
+        return answer
+
+    fake = Fake(train.logits)
+    with serving(fake) as url:
+        by_id = load(url, tokens=6, top=2).draw(requests[0].tokens, 3)
+        fake.change = named
+        by_text = load(url, tokens=6, top=2).draw(requests[0].tokens, 3)
+    assert by_text.tokens == by_id.tokens
+    assert by_text.side.top is not None
+    assert by_id.side.top is not None
+    assert (by_text.side.top.ids == by_id.side.top.ids).all()
+
+
+def test_ids_may_stand_beside_the_values(
+    load: Loader, train: TorchKernel, requests: tuple[Request, ...]
+) -> None:
+    def beside(answer: Answer, question: object) -> Answer:
+        choice = answer["choices"][0]
+        ids = [int(token.split(":")[1]) for token in choice["logprobs"]["tokens"]]
+        choice["token_ids"] = ids
+        choice["logprobs"]["tokens"] = ["?"] * len(ids)
+        choice["logprobs"]["top_logprobs"] = None
+        return answer
+
+    fake = Fake(train.logits)
+    with serving(fake) as url:
+        by_id = load(url, tokens=6).draw(requests[0].tokens, 3)
+        fake.change = beside
+        found = load(url, tokens=6).draw(requests[0].tokens, 3)
+        assert found.tokens == by_id.tokens
+        assert found.side.top is None, "what it does not list is absent"
+        fake.change = lambda answer, question: _contradicting(beside(answer, question))
+        with pytest.raises(Refusal) as caught:
+            load(url, tokens=6)
+    assert caught.value.diagnostics[0].code is codes.SERVER_REPLY
+
+
+def _contradicting(answer: Answer) -> Answer:
+    logs = answer["choices"][0]["logprobs"]
+    first = answer["choices"][0]["token_ids"][0]
+    logs["tokens"] = [f"token_id:{(first + 1) % 256}", *logs["tokens"][1:]]
+    return answer
+
+
+def test_prompts_are_texts_where_ids_are_refused(
+    load: Loader, train: TorchKernel, requests: tuple[Request, ...]
+) -> None:
+    """Only texts that are read as exactly the tokens of the prompt."""
+
+    class Texts(Fake):
+        def answer(self, question: Any) -> Answer:
+            return super().answer({**question, "prompt": list(question["prompt"].encode())})
+
+    fake = Texts(train.logits)
+    fake.statuses = [400]
+    with serving(fake) as url:
+        server = load(url, tokens=3)
+        assert server.prompts == "text"
+        assert len(server.draw(requests[0].tokens, 1).tokens) == 3
+        assert fake.questions[-1]["prompt"] == bytes(requests[0].tokens).decode()
+        with pytest.raises(Refusal) as caught:
+            server.draw((255, 254), 1)
+    assert caught.value.diagnostics[0].code is codes.TOKENS_NOT_ALIGNED
+
+
+def test_a_prompt_that_fills_the_model_leaves_no_room(
+    load: Loader, train: TorchKernel, requests: tuple[Request, ...]
+) -> None:
+    with serving(Fake(train.logits)) as url:
+        server = load(url, tokens=8)
+        assert len(server.draw((65,) * 253, 1).tokens) == 3
+        with pytest.raises(Refusal) as caught:
+            server.draw((65,) * 256, 1)
+    assert caught.value.diagnostics[0].code is codes.SEQUENCE
+
+
+# --- damaged answers -----------------------------------------------------------------------------
+
+GOOD = {
+    "model": "m",
+    "usage": {"prompt_tokens": 2, "completion_tokens": 2},
+    "choices": [
+        {
+            "finish_reason": "length",
+            "logprobs": {
+                "content": [
+                    {"id": 5, "bytes": [5], "logprob": -0.5, "top_logprobs": []},
+                    {"id": 6, "bytes": [6], "logprob": -1.5, "top_logprobs": []},
+                ]
+            },
+        }
+    ],
+}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [path]
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            found += places(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            found += places(inner, (*path, index))
+    return found
+
+
+PLACES = places(GOOD)
+
+
+@given(st.sampled_from(PLACES[1:]), ANYTHING)
+def test_a_damaged_answer_is_refused_or_says_the_same_of_finite_numbers(
+    path: tuple[Any, ...], value: Any
+) -> None:
+    """Never another exception, never a value that is no log-probability."""
+    damaged = json.loads(json.dumps(GOOD))
+    inside = damaged
+    for step in path[:-1]:
+        inside = inside[step]
+    inside[path[-1]] = value
+    reply, refused = read(damaged)
+    if reply is None:
+        assert refused is codes.SERVER_REPLY
+        return
+    assert len(reply.drawn) == 2
+    assert all(-1e4 <= one.log <= 1e-4 for one in reply.drawn)
+
+
+def read(answer: Any) -> tuple[Reply | None, Code | None]:
+    """Return what an answer says, or the code of its refusal."""
+    try:
+        return read_reply(answer, 2), None
+    except Refusal as refusal:
+        return None, refusal.diagnostics[0].code
+
+
+def test_a_page_of_probabilities_is_read_in_both_scales() -> None:
+    import math
+
+    plain = json.loads(json.dumps(GOOD))
+    for entry in plain["choices"][0]["logprobs"]["content"]:
+        entry["prob"] = math.exp(entry.pop("logprob"))
+        entry["top_probs"] = entry.pop("top_logprobs")
+    logs, other = read_reply(GOOD, 2), read_reply(plain, 2)
+    assert (logs.scale, other.scale) == ("log", "plain")
+    for one, two in zip(logs.drawn, other.drawn, strict=True):
+        assert one.log == pytest.approx(two.log, rel=1e-12)
+
+
+def test_without_httpx_the_extra_is_named(load: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    real: Callable[[str], Any] = importlib.util.find_spec
+    monkeypatch.setattr(
+        "kcdsl_backends.empirical.engines.programs.find_spec",
+        lambda name: None if name == "httpx" else real(name),
+    )
+    with pytest.raises(Refusal) as caught:
+        load("http://127.0.0.1:9")
+    assert caught.value.diagnostics[0].code is codes.NO_PACKAGE
+    assert 'pip install "kcdsl[server]"' in (caught.value.diagnostics[0].help or "")
+
+
+def test_a_server_gives_no_logits(load: Loader, train: TorchKernel, tiny_folder: Path) -> None:
+    with serving(Fake(train.logits)) as url:
+        server = load(url, tokens=2)
+    asked: tuple[Callable[[], object], ...] = (
+        lambda: server.logits([1]),
+        lambda: server.hidden([1]),
+        lambda: server.tokens([1]),
+        lambda: server.block("attn_0", train.hidden([1])),
+        lambda: server.forward(train.tokens([1])),
+    )
+    for ask in asked:
+        with pytest.raises(Refusal) as caught:
+            ask()
+        assert caught.value.diagnostics[0].code is codes.METRIC_OUT_OF_REACH
+    assert server.tier == "B"

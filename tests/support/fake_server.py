@@ -1,0 +1,124 @@
+"""A server that answers as it is told to: honestly from a model's logits, or with a planted fault.
+
+Only for faults that a real server does not have on demand.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Answer = dict[str, Any]
+Change = Callable[[Answer, Mapping[str, Any]], Any]
+
+
+@dataclass
+class Fake:
+    """What the server does.
+
+    `logits` gives those of the model. `drawn` and `said` are the temperatures at which it draws and
+    of which its values are, None for that of the question; `greedy` takes the likeliest token.
+    `change` alters an answer; bytes are sent as they are. `statuses` are sent before it answers,
+    `wait` is slept.
+    """
+
+    logits: Callable[[Sequence[int]], Tensor]
+    owner: str = "vllm"
+    drawn: float | None = None
+    said: float | None = None
+    greedy: bool = False
+    cut: int = 0
+    """Draws are cut off to so many tokens, whatever the question says."""
+    change: Change = lambda answer, question: answer
+    statuses: list[int] = field(default_factory=list)
+    wait: float = 0.0
+    pages: dict[str, Any] = field(default_factory=dict)
+    questions: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    def get(self, path: str) -> Any:
+        """Return what stands at a path, None for nothing."""
+        if path in self.pages:
+            return self.pages[path]
+        if path == "/v1/models":
+            return {"data": [{"id": "tiny", "owned_by": self.owner}]}
+        return {"version": "1.2.3"} if path == "/version" else None
+
+    def answer(self, question: Mapping[str, Any]) -> Answer:
+        """Return the answer to a question, before it is changed."""
+        random = np.random.default_rng(question["seed"])
+        context = list(question["prompt"])
+        prompt = len(context)
+        asked = float(question["temperature"])
+        tokens, values, tops = [], [], []
+        for _ in range(question["max_tokens"]):
+            row = self.logits(context)[-1]
+            law = torch.log_softmax(row / (self.drawn or asked), -1)
+            if self.cut:
+                law = law.masked_fill(law < law.topk(self.cut).values[-1], -torch.inf)
+                law = torch.log_softmax(law, -1)
+            shown = torch.log_softmax(row / (self.said or asked), -1)
+            chances = law.exp().numpy()
+            one = int(law.argmax()) if self.greedy else int(random.choice(len(chances), p=chances))
+            best = shown.topk(max(1, question["logprobs"]))
+            rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            tokens.append(f"token_id:{one}")
+            values.append(float(shown[one]))
+            tops.append({f"token_id:{token}": value for token, value in rows})
+            context.append(one)
+        logs = {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops}
+        choice = {"index": 0, "text": "", "logprobs": logs, "finish_reason": "length"}
+        usage = {"prompt_tokens": prompt, "completion_tokens": len(tokens)}
+        return {"model": "tiny", "choices": [choice], "usage": usage}
+
+
+@contextmanager
+def serving(fake: Fake) -> Iterator[str]:
+    """Serve a fake on this machine; yield its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            fake.headers.append(dict(self.headers))
+            found = fake.get(self.path)
+            self._send(404 if found is None else 200, {} if found is None else found)
+
+        def do_POST(self) -> None:
+            fake.headers.append(dict(self.headers))
+            question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            fake.questions.append(question)
+            time.sleep(fake.wait)
+            if fake.statuses:
+                self._send(fake.statuses.pop(0), {"error": "not now"})
+                return
+            self._send(200, fake.change(fake.answer(question), question))
+
+        def _send(self, status: int, found: Any) -> None:
+            data = found if isinstance(found, bytes) else json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

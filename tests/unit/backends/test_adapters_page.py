@@ -1,0 +1,61 @@
+"""docs/adapters.md says of each adapter what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kcdsl.check.kernels import ADAPTERS as NAMES
+from kcdsl.ir.kernels import KernelRef
+from kcdsl.model.presets import resolve
+from kcdsl_backends.adapters import ADAPTERS
+from kcdsl_backends.certifier.backend import _unserved
+from kcdsl_backends.empirical.diagnoses.drawn_law import _KINDS
+
+
+@pytest.fixture(scope="module")
+def page(repository: Path) -> str:
+    return (repository / "docs" / "adapters.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def rows(page: str) -> dict[str, list[str]]:
+    """Return the cells of the table of adapters, by adapter."""
+    lines = re.findall(r"^\| `([a-z_0-9.]+)` \| (.*) \|$", page, re.MULTILINE)
+    return {name: rest.split(" | ") for name, rest in lines if name != "run"}
+
+
+def test_the_language_the_code_and_the_page_know_the_same_adapters(
+    rows: dict[str, list[str]],
+) -> None:
+    assert list(rows) == list(NAMES) == list(ADAPTERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_says_what_the_code_says(rows: dict[str, list[str]], name: str) -> None:
+    _, devices, formats, tier, extra, logs = rows[name]
+    adapter = ADAPTERS[name]
+    assert tier.startswith(adapter.tier)
+    assert extra == (f"`{adapter.library[0]}`" if adapter.library else "–")
+    assert ("whole logits" in logs) == (adapter.tier == "A")
+    if adapter.tier == "A":
+        assert devices == ", ".join(device.upper() for device in adapter.devices)
+    if adapter.tier == "A" and formats != "the same":
+        assert formats.split(";")[0].split(", ") == list(adapter.computes)
+
+
+def test_the_number_of_other_laws_is_that_of_the_page(page: str) -> None:
+    assert "some thirty settings" in page
+    assert 28 <= len(_KINDS) <= 32
+
+
+def test_a_proof_about_numerics_that_nothing_holds_a_kernel_to_says_so() -> None:
+    claimed = (("preset", "torch-eager"),)
+    for name, adapter in ADAPTERS.items():
+        if name == "torch.eager" or adapter.unproved is not None:
+            reference = KernelRef(name, claimed)
+            notes = _unserved(reference, resolve(reference), "inference", "cpu")
+            assert bool(notes) == (adapter.unproved is not None)
+            assert adapter.unproved is None or adapter.unproved in notes[0]

@@ -1,0 +1,330 @@
+"""`kcdsl replay TRACE`, and evaluations that are killed and go on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kcdsl.model.llama import build
+from kcdsl_backends.empirical.journal import _frames
+from tests.support.commands import run_here
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
+CONTRACT = """\
+kcdsl: 1
+contract: small
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama, config: config.json, tokenizer: bytes}
+kernels:
+  train: {run: torch.eager, numerics: {preset: torch-eager}}
+  infer: {run: torch.eager, numerics: {preset: torch-eager, compute: bfloat16}}
+data: prompts.jsonl
+slices: {all: {}, long: {where: length >= 6}}
+tables:
+  limits:
+    unit: nats
+    rows: [{where: length <= 6, value: 1}]
+    otherwise: 2
+clauses:
+  Z-KL: {require: p99(kl) <= 1e-12, slices: [all, long], level: L2}
+  A-TV: {require: "0.5 >= max(tv) and mean(kl) <= 1", slices: [all], level: L1}
+  K3: {require: mean(k3) <= 1, slices: [all], level: L2}
+  T: {require: max(kl) <= table(limits), slices: [all], level: L2}
+  O: {require: "has(trace, [rng_seed, build_fingerprint])", slices: [all], level: L3}
+"""
+EVALUATE = ("evaluate", "--bound-seconds", "0")
+"""Without what is bounded for a time only: it might reach further in another run."""
+ROWS = ("hello", "world", "a longer prompt", "another one", "short", "the end", "twelve", "x y z")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a contract, and in `out` what an uninterrupted evaluation of it wrote."""
+    folder = tmp_path_factory.mktemp("traced")
+    torch.manual_seed(5)
+    state = {
+        name: torch.randn_like(p) * 0.2 + ("norm" in name)
+        for name, p in build(CONFIG).named_parameters()
+    }
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    rows = ({"id": f"p{i}", "text": text} for i, text in enumerate(ROWS))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "contract.yaml").write_text(CONTRACT)
+    ran = run_here(*EVALUATE, cwd=folder)
+    assert ran.code == 1, ran.stderr
+    assert "resumed" not in ran.stderr
+    assert not (folder / "out" / "evaluate.journal").exists()
+    return folder
+
+
+@pytest.fixture
+def elsewhere(made: Path, tmp_path: Path) -> Path:
+    """The trace alone, in a folder of its own."""
+    (tmp_path / "moved.parquet").write_bytes((made / "out" / "trace.parquet").read_bytes())
+    return tmp_path
+
+
+# --- replay --------------------------------------------------------------------------------------
+
+
+def test_a_trace_alone_gives_the_report_bit_for_bit(cli: Any, made: Path, elsewhere: Path) -> None:
+    """No contract, no model, no kernels are there."""
+    ran = cli("replay", "moved.parquet", "--json", cwd=elsewhere)
+    assert ran.code == 1
+    assert ran.stdout == (made / "out" / "report.json").read_text()
+    assert ran.stderr == "reproduced: bit for bit\n"
+    shown = cli("replay", "moved.parquet", cwd=elsewhere)
+    assert shown.code == 1
+    assert "Z-KL" in shown.stdout
+    assert shown.stdout.endswith("reproduced: bit for bit\n")
+
+
+def test_a_trace_is_known_by_its_content(cli: Any, elsewhere: Path) -> None:
+    (elsewhere / "moved.parquet").rename(elsewhere / "example.json")
+    assert cli("replay", "example.json", cwd=elsewhere).code == 1
+    (elsewhere / "none.parquet").write_text("{}")
+    assert "KC660" in cli("replay", "none.parquet", cwd=elsewhere).stderr
+    assert cli("replay", "absent.parquet", cwd=elsewhere).code == 2
+
+
+def test_the_report_beside_a_trace_must_say_the_same(cli: Any, made: Path, elsewhere: Path) -> None:
+    beside = elsewhere / "report.json"
+    beside.write_bytes((made / "out" / "report.json").read_bytes())
+    ran = cli("replay", "moved.parquet", cwd=elsewhere)
+    assert (ran.code, ran.stdout.splitlines()[-1]) == (
+        1,
+        "reproduced: bit for bit, as in report.json",
+    )
+    report = json.loads(beside.read_text())
+    report["clauses"][1]["verdict"] = "held"
+    report["health"]["score"] = 1.0
+    beside.write_text(json.dumps(report))
+    ran = cli("replay", "moved.parquet", cwd=elsewhere)
+    assert ran.code == 2
+    assert "KC633" in ran.stderr
+    name = report["clauses"][1]["clause"]
+    assert f"{name} on {report['clauses'][1]['slice']}: verdict is" in ran.stderr
+    assert "the section health differs" in ran.stderr
+    beside.write_text("{")
+    assert cli("replay", "moved.parquet", cwd=elsewhere).code == 2
+
+
+def test_other_conclusions_than_the_recorded_ones_are_refused(
+    cli: Any, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another version would draw them, were an estimator changed."""
+    monkeypatch.setattr("kcdsl_backends.empirical.figures._double", lambda value: 0.5)
+    ran = cli("replay", "moved.parquet", cwd=elsewhere)
+    assert ran.code == 2
+    assert "KC633" in ran.stderr
+    assert "value is 0.5, and" in ran.stderr
+    assert "reproduced" not in ran.stdout
+
+
+def test_a_changed_contract_is_decided_on_the_same_evidence(
+    cli: Any, made: Path, elsewhere: Path
+) -> None:
+    changed = CONTRACT.replace("1e-12", "1").replace("version: 1.0.0", "version: 1.1.0")
+    (elsewhere / "contract.yaml").write_text(changed)
+    arguments = ("replay", "moved.parquet", "--contract", "contract.yaml")
+    ran = cli(*arguments, "--json", cwd=elsewhere)
+    assert ran.code == 3
+    report = json.loads(ran.stdout)
+    assert report["verdict"] == "inconclusive"
+    assert {row["verdict"] for row in report["clauses"] if row["clause"] != "K3"} == {"held"}
+    assert report["contract"]["version"] == "1.1.0"
+    old = json.loads((made / "out" / "report.json").read_text())
+    assert [row["value"] for row in report["clauses"]] == [row["value"] for row in old["clauses"]]
+    (elsewhere / "contract.yaml").write_text(changed.replace("mean(k3)", "mean(jeffreys)"))
+    ran = cli(*arguments, cwd=elsewhere)
+    assert ran.code == 2
+    assert "KC632" in ran.stderr
+    assert "`jeffreys`, which was not measured" in ran.stderr
+
+
+def test_a_damaged_trace_concludes_nothing(cli: Any, elsewhere: Path) -> None:
+    path = elsewhere / "moved.parquet"
+    data = path.read_bytes()
+    for damaged in (data[:-1], data[:-400], data[:200] + b"\0" + data[201:], data + data):
+        path.write_bytes(damaged)
+        ran = cli("replay", "moved.parquet", cwd=elsewhere)
+        assert ran.code == 2
+        assert ran.stdout == ""
+        assert "KC630" in ran.stderr or "KC631" in ran.stderr
+
+
+def test_options_of_counterexamples_are_refused_for_traces(cli: Any, elsewhere: Path) -> None:
+    ran = cli("replay", "moved.parquet", "--checkpoint", "m.safetensors", cwd=elsewhere)
+    assert ran.code == 2
+    assert "KC901" in ran.stderr
+
+
+def test_the_trace_holds_what_was_run(made: Path, follows: Any) -> None:
+    table = pq.read_table(made / "out" / "trace.parquet")
+    header = json.loads(table.schema.metadata[b"kcdsl.trace"])
+    rows = table.filter(pq.filters_to_expression([("kind", "=", "request")])).to_pylist()
+    assert header["schema"] == "kcdsl.trace/2"
+    follows(header)
+    follows(header["report"])
+    assert len(rows) == len(ROWS)
+    assert [len(row["tokens"]) for row in rows] == [len(row["metrics"]["kl"]) for row in rows]
+    assert header["kernels"]["infer"]["fingerprint"]["run"] == "torch.eager"
+    assert header["sampling_params"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    assert all(row["replay_signature"].startswith("sha256:") for row in rows)
+
+
+# --- interrupted runs ----------------------------------------------------------------------------
+
+KILLING = """
+import os, signal, sys
+
+from kcdsl.cli import main
+from kcdsl_backends.empirical import backend
+from kcdsl_backends.empirical.journal import Journal
+
+moment, count = sys.argv[1], int(sys.argv[2])
+left = [count]
+
+
+def ends():
+    left[0] -= 1
+    return left[0] < 0
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if moment == "record":
+    write = os.write
+
+    def half(file, data):
+        if ends():
+            write(file, data[: len(data) // 2])
+            kill()
+        return write(file, data)
+
+    os.write = half
+elif moment == "between":
+    keep = Journal.keep_run
+
+    def kept(self, request, run):
+        if ends():
+            kill()
+        keep(self, request, run)
+
+    Journal.keep_run = kept
+elif moment == "concluding":
+    backend.conclude = lambda evidence: kill()
+elif moment == "replacing":
+    replace = os.replace
+
+    def replaced(*paths):
+        if ends():
+            kill()
+        replace(*paths)
+
+    os.replace = replaced
+raise SystemExit(main(sys.argv[3:]))
+"""
+MOMENTS = [
+    ("record", 1), ("record", 5), ("between", 3), ("concluding", 0), ("replacing", 2),
+    *(pytest.param(*moment, marks=pytest.mark.slow) for moment in (
+        ("record", 0), ("record", 9), ("between", 0), ("between", 7), ("replacing", 0),
+    )),
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A folder with the same contract, and nothing written."""
+    for name in ("model.safetensors", "config.json", "prompts.jsonl", "contract.yaml"):
+        (tmp_path / name).write_bytes((made / name).read_bytes())
+    return tmp_path
+
+
+def killed(folder: Path, moment: str, count: int) -> None:
+    command = [sys.executable, "-c", KILLING, moment, str(count), *EVALUATE]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+
+
+def requests_in(journal: Path) -> int:
+    return sum(kind == b"R" for kind, _, _ in _frames(journal.read_bytes()))
+
+
+@pytest.mark.parametrize(("moment", "count"), MOMENTS)
+def test_a_kill_leaves_no_half_result_and_the_next_run_goes_on(
+    cli: Any, made: Path, folder: Path, moment: str, count: int
+) -> None:
+    killed(folder, moment, count)
+    out = folder / "out"
+    done = requests_in(out / "evaluate.journal")
+    reference = {p.name: p.read_bytes() for p in (made / "out").iterdir()}
+    for path in out.iterdir():  # what is there by its own name is whole
+        if path.name in reference:
+            assert path.name != "report.json"
+            assert len(path.read_bytes()) == len(reference[path.name])
+    ran = cli(*EVALUATE, cwd=folder)
+    assert ran.code == 1
+    said = f"resumed: {done} of {len(ROWS)} requests"
+    assert (said in ran.stderr) == (done > 0)
+    assert (out / "report.json").read_bytes() == reference["report.json"]
+    assert (out / "trace.parquet").read_bytes() == reference["trace.parquet"]
+    assert not (out / "evaluate.journal").exists()
+
+
+def test_a_kill_from_outside_at_any_time(cli: Any, made: Path, folder: Path) -> None:
+    command = [sys.executable, "-m", "kcdsl", *EVALUATE]
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    journal = folder / "out" / "evaluate.journal"
+    while process.poll() is None and not (journal.exists() and requests_in(journal) >= 2):
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert process.returncode in (-signal.SIGKILL, 1)
+    assert cli(*EVALUATE, cwd=folder).code == 1
+    written = (folder / "out" / "report.json").read_bytes()
+    assert written == (made / "out" / "report.json").read_bytes()
+
+
+def test_fresh_runs_every_request_again(cli: Any, made: Path, folder: Path) -> None:
+    killed(folder, "between", 3)
+    ran = cli(*EVALUATE, "--fresh", cwd=folder)
+    assert ran.code == 1
+    assert "resumed" not in ran.stderr
+    written = (folder / "out" / "report.json").read_bytes()
+    assert written == (made / "out" / "report.json").read_bytes()
+
+
+def test_another_seed_starts_anew(cli: Any, folder: Path) -> None:
+    killed(folder, "between", 3)
+    assert "resumed" not in cli(*EVALUATE, "--seed", "1", cwd=folder).stderr
+
+
+def test_where_nothing_could_be_written_what_was_measured_is_kept(cli: Any, folder: Path) -> None:
+    ran = cli(*EVALUATE, "-o", "made", "--svg", "no/such/folder.svg", cwd=folder)
+    assert ran.code == 2
+    assert [path.name for path in (folder / "made").iterdir()] == ["evaluate.journal"]
+    again = cli(*EVALUATE, "-o", "made", cwd=folder)
+    assert f"resumed: {len(ROWS)} of {len(ROWS)} requests" in again.stderr
+
+
+def test_the_command_is_described(cli: Any) -> None:
+    assert "--fresh" in cli("evaluate", "--help").stdout
+    assert "trace.parquet" in cli("replay", "--help").stdout

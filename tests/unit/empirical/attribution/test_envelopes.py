@@ -1,0 +1,210 @@
+"""What bounds exclude: never what a real kernel does, always what lies beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.numerics import Numerics
+from kcdsl_backends.empirical.attribution.envelopes import Envelope, certify_with, envelopes
+from kcdsl_backends.empirical.attribution.hybrids import Pair
+from kcdsl_backends.empirical.crosscheck import CertifiedBound, Certify
+from kcdsl_backends.empirical.kernels import TorchKernel
+from kcdsl_backends.empirical.run import Kernel
+from tests.support.attributions import (
+    EAGER,
+    attributed,
+    pair_of,
+    ref,
+    small_model,
+    some_requests,
+    subject_of,
+)
+
+REQUEST = tuple(replace(r, tokens=r.tokens[:4]) for r in some_requests(2))
+FP8 = {"format": "fp8_e4m3", "scale": "per_channel"}
+
+
+def found(pair: Pair, *players: str, make: Any = None) -> dict[tuple[str, str], Envelope]:
+    rows = envelopes(pair, players, REQUEST, make or certify_with(pair.model))
+    return {(row.source, row.block): row for row in rows}
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A kernel one of whose blocks adds a constant."""
+
+    kernel: TorchKernel
+    name: str
+    size: float
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        return self.kernel.block(name, x) + (self.size if name == self.name else 0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+
+def planted(run: str, name: str, size: float) -> Callable[[KernelRef, TorchKernel], Kernel]:
+    return lambda wanted, kernel: Moved(kernel, name, size) if wanted.run == run else kernel
+
+
+def test_a_source_alone_is_never_excluded() -> None:
+    """Whatever single source differs, the drift that it makes lies inside of its own envelope."""
+    for infer, name in (
+        (ref("torch.sdpa.math"), "operator"),
+        (ref(compute="bfloat16"), "precision"),
+        (ref(weights=FP8), "weights"),
+    ):
+        rows = found(pair_of(small_model(), EAGER, infer), name)
+        assert len(rows) == 10
+        for row in rows.values():
+            assert row.can_explain is True
+            assert row.can_reach is True
+            assert row.ratio is not None
+            assert row.ratio <= 1
+            assert row.measured is not None
+            assert row.certified is not None
+            assert row.measured <= row.certified
+
+
+def test_fine_sources_are_excluded_where_formats_are_coarse() -> None:
+    infer = ref("torch.sdpa.math", "bfloat16", weights=FP8)
+    rows = found(pair_of(small_model(), EAGER, infer), "operator", "precision", "weights", "batch")
+    for fine in ("operator", "batch"):
+        row = rows[fine, "attn_0"]
+        assert row.can_explain is False
+        assert row.can_reach is False
+        assert row.ratio is not None
+        assert row.ratio > 10
+    weights = rows["weights", "attn_0"]
+    assert weights.certified is not None
+    assert 0.9 < weights.certified / weights.observed < 1.1
+    assert rows["weights", "norm_0"].can_reach is False  # a norm has no matrix
+    assert rows["precision", "norm_0"].can_explain is True
+
+
+def test_a_drift_just_beyond_and_just_below_the_envelope() -> None:
+    """The observed drift is planted; the bound is one constant."""
+
+    @dataclass(frozen=True)
+    class Flat:
+        drift_bound: NDArray[np.float64]
+        bound_inf: float = 1.0
+
+    def make(train: Numerics, infer: Numerics) -> Certify:
+        def certify(block: str, x: Tensor) -> CertifiedBound:
+            return Flat(np.full((4, 16 if block != "head" else 128), 1.0))
+
+        return certify
+
+    for size, explains in ((0.999, True), (1.001, False)):
+        moved = planted("torch.sdpa.math", "mlp_0", 0.0)
+        pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math"), moved)
+        pair = replace(pair, infer=Moved(pair.infer.kernel, "mlp_0", size))  # type: ignore[attr-defined]
+        if explains:
+            row = found(pair, "batch", make=make)["batch", "mlp_0"]
+            assert (row.can_explain, row.can_reach) == (True, True)
+            assert row.ratio == pytest.approx(size, rel=1e-4)
+        else:
+            with pytest.raises(Refusal) as refused:  # infer itself leaves its own bound
+                found(pair, "batch", make=make)
+            assert refused.value.diagnostics[0].code == codes.ABOVE_CERTIFIED
+
+
+def test_a_hybrid_beyond_its_envelope_ends_the_attribution() -> None:
+    """A kernel between both sides that does not compute as it claims; infer itself does."""
+
+    def moved(wanted: KernelRef, kernel: TorchKernel) -> Kernel:
+        between = wanted.run == "torch.sdpa.math" and dict(wanted.numerics)["compute"] == "float32"
+        return Moved(kernel, "attn_1", 0.1) if between else kernel
+
+    pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16"), moved)
+    with pytest.raises(Refusal) as refused:
+        found(pair, "operator", "precision")
+    diagnostic = refused.value.diagnostics[0]
+    assert diagnostic.code == codes.ABOVE_CERTIFIED
+    assert "attn_1" in diagnostic.message
+    with pytest.raises(Refusal) as refused:
+        attributed(subject_of(pair, some_requests(3)), bounds=True)
+    assert refused.value.diagnostics[0].code == codes.ABOVE_CERTIFIED
+
+
+def test_a_block_that_moves_in_batches_beyond_its_envelope_ends_it_too() -> None:
+    @dataclass(frozen=True)
+    class InBatches(Moved):
+        def block(self, name: str, x: Tensor) -> Tensor:
+            return self.kernel.block(name, x) + (0.1 if name == self.name and x.dim() == 3 else 0)
+
+    pair = pair_of(
+        small_model(),
+        EAGER,
+        ref("torch.sdpa.math"),
+        lambda wanted, kernel: InBatches(kernel, "mlp_1", 0.0) if wanted == EAGER else kernel,
+    )
+    with pytest.raises(Refusal, match="mlp_1"):
+        found(pair, "batch")
+    assert found(pair, "operator")
+
+
+def test_without_a_bound_nothing_is_said() -> None:
+    @dataclass(frozen=True)
+    class Open:
+        drift_bound: NDArray[np.float64]
+        bound_inf: float = np.inf
+        reason: str = "the variance may be zero"
+
+    def make(train: Numerics, infer: Numerics) -> Certify:
+        def certify(block: str, x: Tensor) -> CertifiedBound:
+            return Open(np.full((4, 16 if block != "head" else 128), np.inf))
+
+        return certify
+
+    rows = found(pair_of(small_model(), EAGER, ref(compute="bfloat16")), "precision", make=make)
+    for row in rows.values():
+        assert (row.can_explain, row.can_reach, row.certified) == (None, None, None)
+        assert row.reason == "the variance may be zero"
+
+
+def test_simulated_kernels_are_not_held_against_their_envelope() -> None:
+    acts = {"format": "fp8_e4m3", "scale": "per_token"}
+    infer = ref("torch.scaled_mm", "float32", weights=FP8, activations=acts)
+    rows = found(pair_of(small_model(), EAGER, infer), "activations", "weights")
+    assert rows["activations", "mlp_0"].measured is None
+    assert rows["activations", "mlp_0"].certified is not None
+    assert rows["weights", "mlp_0"].measured is not None
+
+
+def test_routing_has_no_envelope() -> None:
+    assert found(pair_of(small_model(), EAGER, ref("torch.sdpa.math")), "routing") == {}
+
+
+def test_the_document_says_what_is_excluded_where_most_arises() -> None:
+    pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16", weights=FP8))
+    document = attributed(subject_of(pair, some_requests(24)), bounds=True)
+    assert document.layers is not None
+    most = max(document.layers.rows, key=lambda row: row.gain).block
+    by_name = {s.name: s for s in document.sources}
+    for name, least, largest in (("operator", 0.0, 0.01), ("weights", 0.9, 1.5)):
+        row = by_name[name]
+        assert row.envelope_block == most
+        assert row.observed is not None
+        assert row.envelope is not None
+        assert least < row.envelope / row.observed < largest
+        assert row.can_explain is (row.observed <= row.envelope)
+        assert (row.reach is None) is row.can_explain
+    assert by_name["operator"].excluded
+    first = document.candidates[0]
+    assert first.source == "weights"
+    assert first.blocks
+    assert any(most in text for text in first.evidence)
+    assert torch.is_grad_enabled()

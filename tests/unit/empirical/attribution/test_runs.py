@@ -1,0 +1,105 @@
+"""Runs of whole slices: each request gets its own rows, alone and in batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kcdsl_backends.empirical.attribution import measuring
+from kcdsl_backends.empirical.attribution.measuring import measure
+from kcdsl_backends.empirical.attribution.runs import Batches, Manner, run_all
+from kcdsl_backends.empirical.kernels import TorchKernel
+from tests.support.attributions import (
+    EAGER,
+    Changed,
+    attributed,
+    pair_of,
+    ref,
+    small_model,
+    some_requests,
+    subject_of,
+)
+
+REQUESTS = some_requests(7)
+
+
+@pytest.mark.parametrize("padding", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 16])
+def test_a_request_has_its_own_rows_whatever_the_batch(size: int, padding: bool) -> None:
+    kernel = pair_of(small_model(), EAGER, EAGER).train
+    manner = Manner(("logits", "hidden"), Batches(size, padding))
+    found = {ran.request.key: ran.outputs for ran in run_all(kernel, REQUESTS, manner)}
+    assert sorted(found) == sorted(r.key for r in REQUESTS)
+    for request in REQUESTS:
+        for part, function in (("logits", kernel.logits), ("hidden", kernel.hidden)):
+            own = function(request.tokens)
+            assert found[request.key][part].shape == own.shape
+            assert torch.allclose(found[request.key][part], own, atol=1e-5)
+
+
+def test_rows_are_run_together() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def watch(logits: Tensor, ids: Any) -> Tensor:
+        seen.append(tuple(torch.as_tensor(ids).shape))
+        return logits
+
+    inner = pair_of(small_model(), EAGER, EAGER).train
+    assert isinstance(inner, TorchKernel)
+    list(run_all(Changed(inner, watch), REQUESTS, Manner(("logits",), Batches(3, padding=True))))
+    assert [rows for rows, _ in seen] == [3, 3, 3]
+
+
+def test_a_kernel_that_takes_no_batches_has_no_such_source() -> None:
+    def alone(logits: Tensor, ids: Any) -> Tensor:
+        if torch.as_tensor(ids).dim() != 1:
+            raise ValueError("one request at a time")
+        return logits
+
+    pair = pair_of(
+        small_model(), EAGER, ref(compute="bfloat16"), lambda r, kernel: Changed(kernel, alone)
+    )
+    found = attributed(subject_of(pair, REQUESTS, batch=3))
+    batch = next(s for s in found.sources if s.name == "batch")
+    assert batch.state == "absent"
+    assert batch.shapley is None
+    assert "one request at a time" in (batch.reason or "")
+
+
+def test_outputs_that_are_not_kept_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16"))
+    subject = subject_of(pair, REQUESTS)
+    kept = measure(subject)
+    monkeypatch.setattr(measuring._Base, "fill", _without_room)
+    again = measure(subject)
+    for mask, column in kept.columns.items():
+        assert column.sums.tolist() == again.columns[mask].sums.tolist()
+
+
+_FILL = measuring._Base.fill
+
+
+def _without_room(base: Any) -> None:
+    base.room = 0
+    _FILL(base)
+    assert base.held == {}
+
+
+def test_the_noise_of_a_restless_training_kernel_is_told() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def restless(logits: Tensor, ids: Any) -> Tensor:
+        return logits + 0.1 * torch.randn(logits.shape, generator=generator, dtype=logits.dtype)
+
+    pair = pair_of(
+        small_model(),
+        EAGER,
+        ref(compute="bfloat16"),
+        lambda r, kernel: Changed(kernel, restless) if r == EAGER else kernel,
+    )
+    assert attributed(subject_of(pair, REQUESTS)).noise > 1e-3
+    quiet = pair_of(small_model(), EAGER, ref(compute="bfloat16"))
+    assert attributed(subject_of(quiet, REQUESTS)).noise == 0.0

@@ -1,0 +1,144 @@
+"""Which sources differ, and the kernels between both sides."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.presets import resolve
+from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
+from kcdsl_backends.empirical.attribution import sources
+from kcdsl_backends.empirical.attribution.hybrids import hybrid
+from kcdsl_backends.empirical.attribution.sources import different, mixed, settings, stored
+from kcdsl_backends.empirical.kernels import TorchKernel
+from tests.support.attributions import EAGER, pair_of, ref, small_model, some_requests
+
+FP8 = {"format": "fp8_e4m3", "scale": "per_channel"}
+TOKENS = {"format": "fp8_e4m3", "scale": "per_token"}
+RUNS = ("torch.eager", "torch.sdpa", "torch.sdpa.math", "torch.sdpa.flash", "torch.sdpa.efficient")
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "expected"),
+    [
+        (EAGER, EAGER, ()),
+        (EAGER, ref(casts="nearest"), ()),
+        (EAGER, ref(preset="torch-eager"), ()),
+        (EAGER, ref("torch.sdpa.math"), ("operator",)),
+        (EAGER, ref(compute="bfloat16"), ("precision",)),
+        (EAGER, ref(weights=FP8), ("weights",)),
+        (EAGER, ref(compute="bfloat16", weights={"format": "bfloat16"}), ("precision",)),
+        (EAGER, ref(weights={"format": "bfloat16"}), ("weights",)),
+        (EAGER, ref("torch.scaled_mm", preset="fp8-w8a8-per-channel", compute="float32"),
+         ("operator", "weights", "activations")),
+        (ref(preset="fp8-weights"), ref(preset="fp8-weights", compute="bfloat16"), ("precision",)),
+        (ref(weights=FP8), ref("torch.sdpa.math", "bfloat16", weights=FP8),
+         ("operator", "precision")),
+    ],
+)  # fmt: skip
+def test_what_differs(train: KernelRef, infer: KernelRef, expected: tuple[str, ...]) -> None:
+    assert different(train, infer) == expected
+
+
+def test_both_ends_are_the_kernels_themselves() -> None:
+    infer = ref("torch.sdpa.flash", "bfloat16", weights=FP8)
+    assert mixed(EAGER, infer, ()) is EAGER
+    assert mixed(EAGER, infer, ("batch", "routing")) is EAGER
+    assert mixed(EAGER, infer, ("operator", "precision", "weights", "batch")) is infer
+
+
+@pytest.mark.parametrize("run", RUNS[1:])
+@pytest.mark.parametrize("compute", ["float16", "bfloat16", "float64"])
+def test_every_kernel_between_keeps_its_claim(run: str, compute: str) -> None:
+    """The adapters of attention programs serve what is claimed of each combination."""
+    more = {"accumulate": "float64"} if compute == "float64" else {}
+    infer = ref(run, compute, weights=FP8, **more)
+    own = different(EAGER, infer)
+    for count in range(len(own) + 1):
+        for taken in combinations(own, count):
+            between = mixed(EAGER, infer, taken)
+            numerics = resolve(between)
+            refuse_unserved(between.run, ADAPTERS[between.run], numerics, "cpu")
+            assert between.run == (run if "operator" in taken else "torch.eager")
+            assert numerics.compute == (compute if "precision" in taken else "float32")
+            weights = stored(numerics)
+            assert (weights is not None) == ("weights" in taken)
+            if weights is not None:
+                assert weights.to_json() == FP8
+
+
+def test_the_weaker_promise_of_both_is_kept_between() -> None:
+    train = ref(casts="nearest")
+    infer = ref("torch.sdpa.math", "bfloat16", casts="any")
+    assert resolve(mixed(train, infer, ("precision",))).casts == "any"
+    both = mixed(train, ref("torch.sdpa.math", "bfloat16", casts="nearest"), ("precision",))
+    assert resolve(both).casts == "nearest"
+
+
+def test_claims_of_the_same_program_go_with_its_formats() -> None:
+    train = ref("torch.sdpa.math", weights=FP8)
+    infer = ref("torch.sdpa.math", "bfloat16")
+    between = resolve(mixed(train, infer, ("precision",)))
+    assert between.attention == resolve(infer).attention
+    assert stored(between) is not None
+
+
+def test_what_a_program_does_goes_with_the_program() -> None:
+    """The sigmoid of ONNX Runtime is coarse, whatever weights it is given."""
+    infer = ref("onnxruntime.dynamic_int8")
+    assert resolve(mixed(EAGER, infer, ("operator",))).sigmoid == "absolute"
+    assert resolve(mixed(EAGER, infer, ("weights", "activations"))).sigmoid == "relative"
+
+
+def test_settings_are_words() -> None:
+    infer = ref("torch.scaled_mm", "bfloat16", weights=FP8, activations=TOKENS)
+    assert [(s.source, s.train, s.infer) for s in settings(EAGER, infer)] == [
+        ("operator", "torch.eager", "torch.scaled_mm"),
+        ("precision", "float32", "bfloat16"),
+        ("weights", "as computed", "fp8_e4m3 per_channel"),
+        ("activations", "as computed", "fp8_e4m3 per_token"),
+    ]
+
+
+def test_every_source_belongs_to_a_term_of_the_paper() -> None:
+    assert set(sources.TERMS) == set(sources.SOURCES)
+    assert set(sources.TERMS.values()) == {"operator", "precision", "batch", "routing"}
+
+
+def test_hybrids_that_are_loaded_are_those_described() -> None:
+    infer = ref("torch.sdpa.math", "bfloat16", weights=FP8)
+    pair = pair_of(small_model(), EAGER, infer)
+    assert hybrid(pair, ()).kernel is pair.train
+    assert hybrid(pair, ("operator", "precision", "weights")).kernel is pair.infer
+    made = hybrid(pair, ("precision",)).kernel
+    assert isinstance(made, TorchKernel)
+    assert (made.ref.run, made.numerics.compute) == ("torch.eager", "bfloat16")
+
+
+def test_simulated_inputs_are_those_of_the_definition() -> None:
+    """The first linear of a simulated kernel sees the values of codes, not what went in."""
+    import torch
+
+    from kcdsl_backends.attack.quantiser import to_nearest
+
+    infer = ref("torch.scaled_mm", weights=FP8, activations=TOKENS)
+    pair = pair_of(small_model(), EAGER, infer)
+    made = hybrid(pair, ("activations",))
+    assert made.simulated
+    assert isinstance(made.kernel, TorchKernel)
+    seen: list[Any] = []
+    linear = made.kernel.module.get_submodule("model.layers.0.self_attn.q_proj")
+    linear.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    tokens = some_requests(1)[0].tokens
+    made.kernel.logits(tokens)
+    x = pair.model.block_inputs(tokens, "attn_0")
+    assert x is not None
+    expected = to_nearest(
+        x.to(torch.float64), made.numerics, "model.layers.0.self_attn.q_proj.weight"
+    )
+    assert torch.equal(seen[0].to(torch.float64), expected)
+    assert not torch.equal(seen[0], x)
+    assert made.kernel.numerics.activations.format == "fp8_e4m3"

@@ -1,0 +1,126 @@
+"""Values of coalitions, their resamples, and when no interval is given."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from kcdsl_backends.empirical.attribution.shapley import split
+from kcdsl_backends.empirical.attribution.values import (
+    Array,
+    Known,
+    Statistic,
+    Table,
+    column,
+    intervals,
+)
+from kcdsl_backends.empirical.statistics import NotMeasurable
+
+RNG = np.random.default_rng(3)
+
+
+def requests(n: int, size: float, spread: float = 0.1) -> list[Array]:
+    return [np.abs(size + spread * RNG.standard_normal(3 + i % 5)) for i in range(n)]
+
+
+def table(statistic: Statistic, better: str = "lower", n: int = 60, **sizes: float) -> Table:
+    columns = {int(m[1:]): column(requests(n, size), better, "m") for m, size in sizes.items()}
+    return Table(statistic, better, columns)
+
+
+def test_a_mean_weighs_tokens_and_a_percentile_counts_requests_by_their_worst() -> None:
+    values = [np.array([1.0, 2.0, 3.0]), np.array([10.0])]
+    found = column(values, "lower", "m")
+    assert Table("mean", "lower", {0: found}).values()[0] == 4.0
+    assert Table("max", "lower", {0: found}).values()[0] == 10.0
+    assert Table("p50", "lower", {0: found}).values()[0] == 3.0
+    least = column(values, "higher", "m")
+    assert Table("max", "higher", {0: least}).values()[0] == 1.0
+    assert Table("p50", "higher", {0: least}).values()[0] == 10.0
+
+
+@pytest.mark.parametrize("bad", [[], [np.array([])], [np.array([1.0, math.nan])]])
+def test_what_is_no_evidence_has_no_value(bad: list[Array]) -> None:
+    with pytest.raises(NotMeasurable):
+        column(bad, "lower", "m")
+
+
+@pytest.mark.parametrize("statistic", ["mean", "p50", "p90", "max"])
+@pytest.mark.parametrize("better", ["lower", "higher"])
+def test_resamples_are_the_statistic_of_the_drawn_requests(
+    statistic: Statistic, better: str
+) -> None:
+    from kcdsl_backends.empirical.statistics import resamples
+
+    values = requests(23, 1.0)
+    own = Table(statistic, better, {0: column(values, better, "m")})
+    drawn = np.concatenate(list(resamples(23, 5, 40)))
+    expected = [
+        Table(statistic, better, {0: column([values[i] for i in row], better, "m")}).values()[0]
+        for row in drawn
+    ]
+    assert own.resampled(5, 40)[0] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_source_that_does_something_is_shown_and_noise_is_not() -> None:
+    values = requests(60, 1.0)
+    noise = [np.abs(v + 0.05 * RNG.standard_normal(v.size)) for v in values]
+    zero = [np.zeros(v.size) for v in values]
+    columns = {m: column(v, "lower", "m") for m, v in enumerate((zero, values, zero, noise))}
+    own = Table("mean", "lower", columns)
+    shares = dict(enumerate(split(2, columns).shares))
+    found = intervals(own, {"shapley": {str(i): c for i, c in shares.items()}}, 0)["shapley"]
+    assert found["0"].shown
+    assert found["0"].value == pytest.approx(1.0, abs=0.1)
+    assert not found["1"].shown
+    assert found["1"].low is not None
+
+
+def test_limits_of_a_column_are_wider_where_more_hold_together() -> None:
+    own = table("mean", m0=0.0, m1=1.0)
+    one = split(1, own.columns).shares[0]
+    few = intervals(own, {"a": {"x": one}}, 0)["a"]["x"]
+    many = intervals(own, {"a": {str(i): one for i in range(20)}}, 0)["a"]["0"]
+    assert few.low is not None
+    assert few.high is not None
+    assert many.low is not None
+    assert many.high is not None
+    assert many.low < few.low < few.high < many.high
+
+
+@pytest.mark.parametrize(
+    ("statistic", "n", "limited"),
+    [
+        ("mean", 19, True),
+        ("mean", 20, False),
+        ("max", 500, True),
+        ("p99", 500, True),
+        ("p99", 1000, False),
+        ("p50", 20, False),
+    ],
+)
+def test_too_few_requests_give_no_interval(statistic: Statistic, n: int, limited: bool) -> None:
+    own = table(statistic, n=n, m0=0.0, m1=1.0)
+    assert (own.limited() is not None) == limited
+    coefficients = {0: Fraction(-1), 1: Fraction(1)}
+    found = intervals(own, {"a": {"x": coefficients}}, 0)["a"]["x"]
+    assert (found.low is None) == limited
+    assert found.shown != limited
+
+
+def test_the_same_seed_gives_the_same_interval() -> None:
+    own = table("mean", m0=0.0, m1=1.0)
+    wanted = {"a": {"x": split(1, own.columns).shares[0]}}
+    assert intervals(own, wanted, 7) == intervals(own, wanted, 7)
+    assert intervals(own, wanted, 7) != intervals(own, wanted, 8)
+
+
+def test_an_interval_that_touches_zero_shows_nothing() -> None:
+    assert not Known(1.0, 0.0, 2.0).shown
+    assert not Known(1.0).shown
+    assert not Known(0.0, 0.0, 0.0).shown
+    assert Known(1.0, 0.5, 2.0).shown
+    assert Known(-1.0, -2.0, -0.5).shown

@@ -1,0 +1,204 @@
+"""The data of the charts: closed forms, a second implementation, and bounds of their size."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kcdsl_backends.empirical.charts import charts_of
+from kcdsl_backends.empirical.charts.agreement import disagreement, flips_by_margin, positions
+from kcdsl_backends.empirical.charts.buckets import by_doubling, by_rank, drift_by
+from kcdsl_backends.empirical.charts.histograms import edges_of, histogram, percentiles
+from kcdsl_backends.empirical.conclusion import conclude, slice_data
+from kcdsl_backends.empirical.metrics.curves import cumulative_disagreement
+from tests.support.evidence import clause, evidence
+
+NUMBERS = st.lists(st.floats(0, 1e12, allow_subnormal=False), min_size=1, max_size=60)
+
+
+# --- histograms ----------------------------------------------------------------------------------
+
+
+def test_values_are_counted_between_the_edges_that_are_stated() -> None:
+    values = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
+    scale, edges = edges_of(values, bins=4)
+    assert (scale, edges) == ("linear", [0.0, 1.0, 2.0, 3.0, 4.0])
+    assert histogram(values, scale, edges)["counts"] == [1, 1, 1, 2]
+
+
+def test_a_log_scale_counts_zeros_apart() -> None:
+    values = np.array([0.0, 0.0, 1e-6, 1e-3, 1.0])
+    scale, edges = edges_of(values, bins=6)
+    assert scale == "log"
+    assert edges == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+    found = histogram(values, scale, edges)
+    assert found["zeros"] == 2
+    assert sum(found["counts"]) == 3
+    assert found["counts"][0] == found["counts"][-1] == 1
+
+
+def test_equal_values_and_none_at_all() -> None:
+    assert edges_of(np.array([0.25, 0.25])) == ("linear", [0.25, 0.25])
+    assert histogram(np.array([0.25, 0.25]), "linear", [0.25, 0.25])["counts"] == [2]
+    assert edges_of(np.array([])) == ("linear", [])
+    assert edges_of(np.array([math.nan, math.inf])) == ("linear", [])
+    assert histogram(np.array([math.nan]), "linear", [])["outside"] == 1
+
+
+@given(NUMBERS)
+def test_every_value_is_counted_once(values: list[float]) -> None:
+    array = np.array([*values, math.nan, math.inf])
+    scale, edges = edges_of(array)
+    found = histogram(array, scale, edges)
+    assert sum(found["counts"]) + found["zeros"] + found["outside"] == found["n"] == array.size
+    assert found["outside"] == 2
+    assert edges == sorted(edges)
+    assert len(edges) <= 25
+
+
+def test_percentiles_are_order_statistics_towards_the_worse_end() -> None:
+    values = np.arange(1.0, 101.0)
+    assert percentiles(values, higher_is_better=False) == {
+        "p50": 50, "p90": 90, "p95": 95, "p99": 99, "worst": 100,
+    }  # fmt: skip
+    assert percentiles(values, higher_is_better=True) == {
+        "p50": 51, "p90": 11, "p95": 6, "p99": 2, "worst": 1,
+    }  # fmt: skip
+    assert percentiles(np.array([1.0, math.nan]), higher_is_better=False) is None
+
+
+# --- curves and ranges ---------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.sampled_from([0.4, 1.0]), min_size=1, max_size=30), min_size=1))
+def test_disagreement_is_that_of_the_metric(texts: list[list[float]]) -> None:
+    found = disagreement([np.array(text) for text in texts])
+    expected = {point.at: (point.count, point.n) for point in cumulative_disagreement(texts)}
+    assert [p["at"] for p in found] == sorted(expected)
+    assert all((p["count"], p["n"]) == expected[p["at"]] for p in found)
+
+
+def test_long_texts_give_as_many_points_as_short_ones() -> None:
+    assert positions(100_000)[0] == 0
+    assert positions(100_000)[-1] == 99_999
+    assert len(positions(100_000)) == 64
+    assert positions(3) == [0, 1, 2]
+    assert positions(0) == []
+    assert disagreement([np.empty(0)]) == []
+
+
+def test_flips_stand_in_the_range_of_their_margin() -> None:
+    margins = np.arange(120.0)
+    overlaps = np.where(margins < 10, 0.0, 1.0)
+    found = flips_by_margin(margins, overlaps)
+    assert len(found) == 12
+    assert (found[0]["low"], found[0]["high"]) == (0.0, 9.0)
+    assert [point["count"] for point in found] == [10] + [0] * 11
+    assert sum(point["n"] for point in found) == 120
+
+
+@given(st.lists(st.integers(0, 6).map(float), max_size=80))
+def test_ranges_hold_every_finite_key_once_and_equal_keys_together(keys: list[float]) -> None:
+    array = np.array([*keys, math.nan])
+    held = [(low, high, array[inside]) for low, high, inside in by_rank(array, 4)]
+    assert sorted(np.concatenate([h for _, _, h in held]) if held else []) == sorted(keys)
+    assert all((h >= low).all() and (h <= high).all() for low, high, h in held)
+    assert all(a[1] < b[0] for a, b in pairwise(held))
+    assert len(held) <= 4
+
+
+def test_positions_double() -> None:
+    found = [(low, high) for low, high, _ in by_doubling(np.arange(9.0))]
+    assert found == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15)]
+
+
+def test_drift_in_ranges_has_its_number_beside_it() -> None:
+    keys, values = np.arange(40.0), np.arange(40.0) ** 2
+    (first, second) = drift_by(by_rank(keys, 2), values)
+    assert (first["low"], first["high"], first["n"]) == (0, 19, 20)
+    assert first["mean"] == pytest.approx(np.mean(values[:20]))
+    assert (first["p50"], first["p95"], first["worst"]) == (9**2, 18**2, 19**2)
+    assert second["worst"] == 39**2
+    assert drift_by(by_rank(keys, 2), np.full(40, math.nan)) == []
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
+def test_charts_are_finite_json_of_bounded_size_however_many_requests() -> None:
+    sizes = []
+    for count in (800, 3000):
+        found = evidence(count=count)
+        charts = charts_of(found, slice_data(found), ())
+        sizes.append(len(json.dumps(charts, allow_nan=False)))
+        assert charts["requests"] == count
+    assert sizes[1] < 1.2 * sizes[0]
+
+
+def test_charts_do_not_depend_on_the_order_in_which_values_are_stored() -> None:
+    one = evidence()
+    runs, certified = list(one.runs.items()), list(one.certified.items())
+    other = evidence(runs=dict(runs[::-1]), certified=dict(certified[::-1]))
+    assert conclude(one).dumps() == conclude(other).dumps()
+
+
+def test_each_slice_has_its_own_counts_on_common_edges() -> None:
+    found = evidence()
+    charts = charts_of(found, slice_data(found), ())
+    kl = next(c for c in charts["histograms"] if c["metric"] == "kl")
+    counts = {row["slice"]: row["counts"] for row in kl["slices"]}
+    assert [a + b for a, b in zip(counts["short"], counts["long"], strict=True)] == counts["all"]
+    assert sum(counts["all"]) == 60
+    assert kl["edges"][0] == min(float(r.unit.values["kl"].max()) for r in found.runs.values())
+
+
+def test_what_clauses_ask_for_is_drawn_with_their_limits() -> None:
+    charts = conclude(evidence()).to_json()["charts"]
+    drawn = {c["metric"]: c for c in charts["histograms"]}
+    assert "log_ratio" in drawn
+    assert "margin" not in drawn
+    assert [(x["clause"], x["threshold"]) for x in drawn["kl"]["limits"]] == [("N-KL", 1e-3)]
+    assert drawn["log_ratio"]["limits"] == []  # a limit of a mean is none of single requests
+
+
+def test_bounds_stand_beside_measured_values_of_the_same_requests() -> None:
+    found = evidence()
+    charts = {c["metric"]: c for c in conclude(found).to_json()["charts"]["certified"]}
+    assert charts["kl"]["n"] == 45
+    assert charts["drift of attn_0"]["n"] == 60
+    for point in charts["kl"]["points"]:
+        values = found.runs[point["request"]].unit.values["kl"]
+        assert point["measured"] == float(values.max())
+        assert point["certified"] == 50 * float(values.max())
+
+
+def test_what_corrections_would_do_is_counted_over_all_sampled_tokens() -> None:
+    found = evidence()
+    tokens = sum(request.length for request in found.requests)
+    rows = {row["rule"]: row for row in conclude(found).to_json()["charts"]["what_if"]}
+    assert set(rows) == {"tis", "mis", "icepop", "veto"}
+    assert all(row["n"] == tokens for row in rows.values())
+    ratios = np.concatenate([run.unit.values["log_ratio"] for run in found.runs.values()])
+    assert rows["mis"]["above"] == int((ratios > math.log(2)).sum())
+    assert rows["veto"]["high"] is None
+
+
+def test_encoders_have_charts_of_their_states() -> None:
+    clauses = (clause("N-H", "max", "hidden_linf", "1"),)
+    charts = conclude(evidence(clauses, encoder=True)).to_json()["charts"]
+    assert [c["metric"] for c in charts["histograms"]][:2] == ["hidden_l2", "hidden_linf"]
+    assert {(c["metric"], c["by"]) for c in charts["drift_by"]} == {
+        ("hidden_linf", "position"), ("hidden_linf", "length"), ("embedding_l2", "length"),
+    }  # fmt: skip
+    assert charts["disagreement"] == []
+
+
+def test_without_values_there_are_no_charts() -> None:
+    nothing = evidence(count=0)
+    assert charts_of(nothing, slice_data(nothing), ()) == {}

@@ -1,0 +1,176 @@
+"""What stands beside clauses: percentiles, certified bounds, the noise floor, narrow results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jsonschema
+import numpy as np
+import pytest
+
+from kcdsl.verdict.report import ClauseResult, Report, report_schema
+from kcdsl_backends.empirical.conclusion import conclude
+from kcdsl_backends.empirical.evidence import Evidence
+from kcdsl_backends.empirical.measured import Unit
+from tests.support.evidence import clause, evidence
+
+
+def row_of(report: Report, name: str, slice_: str = "all") -> ClauseResult:
+    return next(r for r in report.clauses if r.clause == name and r.slice == slice_)
+
+
+def bounded(found: Evidence, factor: float) -> Evidence:
+    """Return evidence in which every request has bounds, `factor` times what was measured."""
+    certified = {
+        key: Unit(key, 0, {n: factor * v for n, v in run.unit.values.items() if n != "margin"})
+        for key, run in found.runs.items()
+    }
+    return replace(found, certified=certified)
+
+
+def test_percentiles_are_those_of_requests_by_their_worst_token() -> None:
+    found = evidence()
+    worst = sorted(float(run.unit.values["kl"].max()) for run in found.runs.values())
+    beside = row_of(conclude(found), "N-KL").beside
+    assert beside is not None
+    assert beside.measured is not None
+    assert (beside.measured.p50, beside.measured.p99) == (worst[29], worst[59])
+    assert beside.measured.worst == worst[-1]
+
+
+def test_where_more_is_better_the_worst_is_the_smallest() -> None:
+    found = evidence()
+    beside = row_of(conclude(found), "S-TOP1").beside
+    assert beside is not None
+    assert beside.measured is not None
+    assert beside.measured.worst == min(
+        float(run.unit.values["top1_overlap"].min()) for run in found.runs.values()
+    )
+
+
+def test_the_bound_of_a_statistic_is_that_statistic_of_the_bounds() -> None:
+    report = conclude(bounded(evidence(), 3.0))
+    for name in ("N-KL", "N-MAX", "N-TV"):
+        row = row_of(report, name)
+        assert row.beside is not None
+        assert row.beside.certified is not None
+        assert row.value is not None
+        assert row.beside.certified.value == pytest.approx(3 * row.value)
+        assert row.beside.certified.requests == row.beside.certified.of == 60
+
+
+def test_a_request_without_a_bound_takes_the_bound_from_a_maximum() -> None:
+    found = bounded(evidence(), 3.0)
+    key = next(iter(found.certified))
+    found = replace(found, certified={**found.certified, key: Unit(key, 1, failure="no time")})
+    row = row_of(conclude(found), "N-MAX")
+    assert row.beside is not None
+    certified = row.beside.certified
+    assert certified is not None
+    assert certified.value is None
+    assert (certified.requests, certified.of, certified.reason) == (59, 60, "no time")
+    assert certified.partial is not None
+
+
+def test_a_percentile_has_a_bound_where_enough_requests_have_one() -> None:
+    clauses = (clause("N-HALF", "quantile", "kl", "1", q="1/2"),)
+    found = bounded(evidence(clauses), 3.0)
+    unbounded = {key: Unit(key, 1, failure="no time") for key in list(found.certified)[:10]}
+    found = replace(found, certified={**found.certified, **unbounded})
+    bounds = sorted(
+        float(found.certified[key].values["kl"].max()) if key not in unbounded else np.inf
+        for key in found.certified
+    )
+    row = row_of(conclude(found), "N-HALF")
+    assert row.beside is not None
+    assert row.beside.certified is not None
+    assert row.beside.certified.value == bounds[29]
+    assert row.beside.certified.reason is None
+
+
+def test_a_bound_of_the_size_is_none_of_the_signed_value() -> None:
+    clauses = (
+        clause("N-SIZE", "max", "log_ratio", "1", magnitude=True),
+        clause("N-SIGNED", "max", "log_ratio", "1"),
+        clause("N-LEAST", "min", "kl", "0", op=">="),
+    )
+    report = conclude(bounded(evidence(clauses), 3.0))
+    known = {row.clause: row.beside.certified for row in report.clauses if row.beside is not None}
+    assert known["N-SIZE"] is not None
+    assert known["N-SIZE"].value is not None
+    for name in ("N-SIGNED", "N-LEAST"):
+        certified = known[name]
+        assert certified is not None
+        assert certified.value is None
+        assert certified.reason == "no bound on this side is known"
+
+
+def test_a_threshold_below_the_noise_floor_is_named() -> None:
+    report = conclude(evidence())
+    below = {(w.code, w.clause) for w in report.warnings}
+    assert below == {("KC670", "N-RATIO")}
+    row = row_of(report, "N-RATIO")
+    assert row.beside is not None
+    assert row.beside.floor is not None
+    assert row.beside.floor.above
+    assert row.threshold is not None
+    assert row.beside.floor.value is not None
+    assert row.beside.floor.value > row.threshold
+    loose = conclude(evidence((clause("N-RATIO", "max", "kl", "1"),)))
+    assert loose.warnings == ()
+
+
+def test_a_kernel_that_takes_no_batches_has_no_noise_floor() -> None:
+    row = row_of(conclude(evidence(floor={})), "N-KL")
+    assert row.beside is not None
+    assert row.beside.floor is not None
+    assert row.beside.floor.value is None
+    assert row.beside.floor.reason == "the training kernel was not batched, or takes no batches"
+
+
+NARROW = {
+    "one more of 60 would break a 99th percentile": ((60, "99/100", "1"), ("few units",)),
+    "with 100 one more is allowed": ((100, "99/100", "1"), ()),
+    "fewer than 20": ((10, "1/2", "1"), ("few units",)),
+    "30 of 60 are far from 0": ((60, "1/2", "1"), ()),
+    "all beyond is far too": ((60, "99/100", "0"), ()),
+}
+
+
+@pytest.mark.parametrize("case", NARROW)
+def test_narrow_results_are_marked(case: str) -> None:
+    (count, q, limit), expected = NARROW[case]
+    clauses = (clause("N-KL", "quantile", "kl", limit, q=q),)
+    row = row_of(conclude(evidence(clauses, count=count)), "N-KL")
+    assert row.beside is not None
+    assert row.beside.narrow == expected
+
+
+def test_a_value_within_a_tenth_of_its_threshold_is_near() -> None:
+    found = evidence()
+    worst = max(float(run.unit.values["kl"].max()) for run in found.runs.values())
+    for factor, near in ((1.05, True), (0.95, True), (1.3, False), (0.5, False)):
+        report = conclude(evidence((clause("N-KL", "max", "kl", repr(factor * worst)),)))
+        row = row_of(report, "N-KL")
+        assert row.beside is not None
+        assert ("near the threshold" in row.beside.narrow) is near
+
+
+def test_the_document_follows_its_schema_with_and_without_bounds() -> None:
+    for found in (evidence(), bounded(evidence(), 3.0), evidence(count=0), evidence(floor={})):
+        jsonschema.validate(conclude(found).to_json(), report_schema())
+
+
+def test_a_census_prints_no_limit_of_a_sample() -> None:
+    import io
+
+    from kcdsl.verdict.render import print_report
+
+    report = conclude(evidence((clause("S-TOP1", "mean", "top1_overlap", "1/2", op=">="),)))
+    (row,) = report.clauses
+    assert row.low is not None  # for planning, which asks about the next requests
+    stream = io.StringIO()
+    print_report(replace(report, slices=()), stream)
+    line = next(x for x in stream.getvalue().splitlines() if x.startswith("S-TOP1"))
+    assert "–" in line
+    assert f"{100 * row.low:.4g}%" not in line

@@ -1,0 +1,194 @@
+"""Certified bounds of requests: each above what admitted runs drift, and a budget that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl.diagnostics.model import Refusal
+from kcdsl_backends.empirical.certified import (
+    Box,
+    certify,
+    check_measured,
+    logit_bounds,
+    stable_positions,
+    state_bounds,
+)
+from kcdsl_backends.empirical.gathering import gather
+from kcdsl_backends.empirical.measured import Unit
+from kcdsl_backends.empirical.metrics.measures import PAIR_FUNCTIONS, SAMPLED_FUNCTIONS
+from kcdsl_backends.empirical.metrics.policies import policy_pair
+from kcdsl_backends.empirical.metrics.streaming import tier_a
+from kcdsl_backends.requests import Request
+
+
+@dataclass
+class Fixed:
+    """A bound that is the same for every element and takes the time that it says."""
+
+    size: float
+    price: float = 1.0
+    clock: list[float] = field(default_factory=lambda: [0.0])
+    slower: float = 1.0
+    width: int = 16
+    reason: str | None = None
+
+    @property
+    def numerics(self) -> Mapping[str, str]:
+        return {"train": "a float64", "infer": "b float64"}
+
+    def cost(self, request: Request) -> float:
+        return self.price * request.length
+
+    def bound(self, request: Request) -> Box:
+        self.clock[0] += self.slower * self.cost(request)
+        limit = np.full((request.length, self.width), self.size)
+        return Box(-limit, limit, self.reason)
+
+
+def requests(*lengths: int) -> list[Request]:
+    return [Request(f"r:{n}", str(n), tuple(range(n)), {}, 1) for n in lengths]
+
+
+def sought(model: Fixed, lengths: tuple[int, ...], seconds: float) -> dict[str, Unit]:
+    return certify(
+        model,
+        requests(*lengths),
+        seconds=seconds,
+        temperature=Fraction(1),
+        encoder=False,
+        clock=lambda: model.clock[0],
+        progress=lambda done, total: None,
+    )
+
+
+@pytest.mark.parametrize("temperature", [Fraction(1), Fraction(1, 2), Fraction(7, 3)])
+@pytest.mark.parametrize("size", [1e-7, 1e-2, 2.0])
+def test_no_pair_within_the_box_exceeds_a_bound(size: float, temperature: Fraction) -> None:
+    generator = torch.Generator().manual_seed(1)
+    train = 3 * torch.randn(200, 16, generator=generator, dtype=torch.float64)
+    low = -size * torch.rand(200, 16, generator=generator, dtype=torch.float64)
+    high = size * torch.rand(200, 16, generator=generator, dtype=torch.float64)
+    share = torch.rand(200, 16, generator=generator, dtype=torch.float64)
+    share[:100] = (share[:100] > 0.5).double()  # corners of the box
+    infer = train + low + share * (high - low)
+    limits = logit_bounds(Box(low.numpy(), high.numpy()), temperature)
+    exact = limits.keys() & PAIR_FUNCTIONS.keys()
+    assert {"kl", "tv", "js", "logit_linf", "logit_span", "chi2_train_infer"} <= exact
+    found = tier_a(train, infer, float(temperature), exact)
+    for name, values in found.items():
+        assert (values <= limits[name] * (1 + 1e-7) + 1e-12).all(), name
+        assert limits[name].shape == (200,)
+    pair = policy_pair(train, infer, float(temperature))
+    ratio = (pair.train_log - pair.infer_log).abs().amax(dim=-1).numpy()
+    assert (ratio <= limits["log_ratio"] * (1 + 1e-9) + 1e-12).all()
+    for name in ("k3", "tv_is"):
+        values = SAMPLED_FUNCTIONS[name](pair.train_log - pair.infer_log).amax(dim=-1).numpy()
+        assert (values <= limits[name] * (1 + 1e-9) + 1e-12).all(), name
+
+
+def test_two_classes_attain_the_bounds() -> None:
+    low, high = np.array([[-0.1, 0.1]]), np.array([[-0.1, 0.1]])
+    limits = logit_bounds(Box(low, high), Fraction(1))
+    train = torch.tensor([[0.1, -0.1]], dtype=torch.float64)
+    infer = torch.tensor([[0.0, 0.0]], dtype=torch.float64)
+    found = tier_a(train, infer, 1.0, {"tv", "log_ratio_linf"})
+    assert limits["logit_span"][0] == pytest.approx(0.2)
+    assert limits["tv"][0] == pytest.approx(np.tanh(0.05))
+    assert found["tv"][0] == pytest.approx(limits["tv"][0], rel=1e-2)
+
+
+def test_bounds_of_states() -> None:
+    box = Box(np.array([[-3.0, 0.0]]), np.array([[1.0, 4.0]]))
+    found = state_bounds(box)
+    assert found["hidden_linf"][0] == 4.0
+    assert found["hidden_l2"][0] == pytest.approx(5.0)
+    assert found["hidden_l2"][0] >= 5.0
+
+
+def test_positions_are_stable_where_the_margin_exceeds_the_span() -> None:
+    unit = Unit("r", 3, {"logit_span": np.array([1.0, 1.0, 1.0])})
+    assert stable_positions(np.array([0.9, 1.0, 1.1]), unit).tolist() == [0.0, 0.0, 1.0]
+
+
+# --- the budget ----------------------------------------------------------------------------------
+
+
+def test_the_cheapest_come_first_until_the_time_is_spent() -> None:
+    found = sought(Fixed(1e-3), (9, 2, 4, 3), seconds=10)
+    assert [key for key, unit in found.items() if unit.failure is None] == ["r:2", "r:3", "r:4"]
+    assert found["r:9"].failure == "it would take about 9 s, and 1 s of 10 s are left"
+
+
+def test_what_takes_longer_than_expected_makes_the_rest_wait() -> None:
+    found = sought(Fixed(1e-3, slower=3.0), (2, 3, 4), seconds=10)
+    assert [key for key, unit in found.items() if unit.failure is None] == ["r:2"]
+
+
+def test_what_would_not_end_in_time_is_not_begun() -> None:
+    model = Fixed(1e-3, price=1e6)
+    found = sought(model, (2, 3), seconds=10)
+    assert model.clock[0] == 0.0
+    assert all(unit.failure is not None for unit in found.values())
+
+
+def test_a_model_without_a_bound_says_why() -> None:
+    found = sought(Fixed(1e-3, reason="the variance may be zero"), (2, 3), seconds=10)
+    assert {unit.failure for unit in found.values()} == {"the variance may be zero"}
+    assert all(not unit.values for unit in found.values())
+
+
+# --- measured above certified --------------------------------------------------------------------
+
+
+def evaluation(lab: Any, size: float, drift: float, **changes: Any) -> Any:
+    clause = lab.clause(lab.statistic("max", "kl"), limit="100", id="N-KL")
+    infer = lab.kernel(lab.drifting(drift))
+    setting = lab.setting(
+        clause, infer=infer, certified=1.0, bound_model=Fixed(size), bound_seconds=1e9, **changes
+    )
+    return gather(setting)
+
+
+def test_what_was_measured_lies_below_its_bound(lab: Any) -> None:
+    found = evaluation(lab, 0.1, 1e-2)
+    for key, unit in found.certified.items():
+        measured = found.runs[key].unit.values
+        assert (measured["kl"] <= unit.values["kl"]).all()
+        assert (measured["top1_overlap"] >= unit.values["top1_overlap"]).all()
+    assert found.bounding["numerics"] == {"train": "a float64", "infer": "b float64"}
+
+
+def test_a_measured_value_above_its_bound_ends_the_evaluation(lab: Any) -> None:
+    with pytest.raises(Refusal) as refused:
+        evaluation(lab, 1e-3, 1e-2)
+    (found,) = refused.value.diagnostics
+    assert found.code.id == "KC625"
+    assert "is above the certified" in found.message
+
+
+def test_a_value_that_is_no_number_is_never_below_a_bound() -> None:
+    unit = Unit("r", 2, {"kl": np.array([1.0, 1.0]), "top1_overlap": np.array([0.0, 1.0])})
+    check_measured("r", {"kl": np.array([1.0, 0.5])}, unit)
+    check_measured("r", {"top1_overlap": np.array([0.0, 1.0])}, unit)
+    for values in (
+        {"kl": np.array([1.0, np.nan])},
+        {"kl": np.array([1.01, 0.0])},
+        {"kl": np.array([1.0])},
+        {"top1_overlap": np.array([1.0, 0.0])},
+    ):
+        with pytest.raises(Refusal):
+            check_measured("r", values, unit)
+
+
+def test_without_time_nothing_is_sought_and_the_report_says_so(lab: Any) -> None:
+    clause = lab.clause(lab.statistic("max", "kl"), limit="100", id="N-KL")
+    found = gather(lab.setting(clause, bound_model=Fixed(1.0), bound_seconds=0.0))
+    assert found.certified == {}
+    assert found.bounding["reason"] == "no time was given to bounds of the whole model"

@@ -1,0 +1,272 @@
+"""The journal: a killed evaluation goes on, another one starts anew, a torn record is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kcdsl.diagnostics.model import Refusal
+from kcdsl_backends.empirical import journal as journals
+from kcdsl_backends.empirical.conclusion import conclude
+from kcdsl_backends.empirical.evidence import Evidence
+from kcdsl_backends.empirical.gathering import gather
+from kcdsl_backends.empirical.journal import Journal
+from kcdsl_backends.empirical.measured import Run
+from kcdsl_backends.empirical.run import run_request
+from kcdsl_backends.empirical.setting import Setting
+from kcdsl_backends.requests import Request
+from tests.support.evidences import same
+
+
+class Killed(BaseException):
+    """Ends an evaluation as a kill would: nothing catches it."""
+
+
+@dataclass
+class Counting:
+    """A function of tokens that counts its calls, and ends the process at one of them."""
+
+    function: Callable[[tuple[int, ...]], Any]
+    last: int | None = None
+    calls: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __call__(self, tokens: tuple[int, ...]) -> Any:
+        if self.last is not None and len(self.calls) >= self.last:
+            raise Killed
+        self.calls.append(tokens)
+        return self.function(tokens)
+
+
+@pytest.fixture
+def setting(lab: Any) -> Callable[..., Setting]:
+    def build(function: Any = None, **changes: Any) -> Setting:
+        infer = lab.kernel(function or lab.drifting(0.02), name="infer")
+        clauses = (
+            lab.clause(lab.statistic("max", "kl"), id="N"),
+            lab.clause(lab.statistic("mean", "k3"), id="S"),
+            lab.clause(lab.statistic("aggregate", "ece_gap"), id="E"),
+        )
+        found: Setting = lab.setting(*clauses, infer=infer, certified=1.0, **changes)
+        return found
+
+    return build
+
+
+def read(path: Path, **options: Any) -> Journal:
+    told: list[str] = []
+    return Journal(path, tell=told.append, **options)
+
+
+def run(setting: Setting, path: Path, fresh: bool = False) -> tuple[Evidence, list[str]]:
+    """Return the evidence that is gathered with a journal, and what was told; then the process
+    ends, and with it the lock."""
+    told: list[str] = []
+    journal = Journal(path, fresh, told.append)
+    try:
+        return gather(setting, journal=journal), told
+    finally:
+        journal.close()
+
+
+def plain(lab: Any, function: Any = None) -> Counting:
+    return Counting(function or lab.drifting(0.02))
+
+
+@pytest.mark.parametrize("calls", [0, 1, 7, 19, 20, 21, 30])
+def test_a_killed_evaluation_goes_on_and_ends_as_an_uninterrupted_one(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path, calls: int
+) -> None:
+    path = tmp_path / "evaluate.journal"
+    whole = gather(setting())
+    killed = Counting(lab.drifting(0.02), calls)
+    with pytest.raises(Killed):
+        run(setting(killed), path)
+    done = min(calls, 20)
+    again = plain(lab)
+    found, told = run(setting(again), path)
+    assert told == ([f"resumed: {done} of 20 requests"] if done else [])
+    # the first is run again, to see that it gives the same bits
+    tokens = [request.tokens for request in setting().slices["all"]]
+    expected = (tokens[:1] if done else []) + tokens[done:]
+    assert again.calls[: len(expected)] == expected
+    assert same(whole.runs, found.runs)
+    assert same(whole.crosschecks, found.crosschecks)
+    assert conclude(whole).dumps() == conclude(found).dumps()
+
+
+def test_nothing_is_run_twice_and_cross_checks_are_kept(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "j"
+    first, _ = run(setting(), path)
+    ran: list[str] = []
+
+    def counted(request: Request, *rest: Any) -> Run:
+        ran.append(request.key)
+        return run_request(request, *rest)
+
+    for module in ("gathering", "resuming"):
+        monkeypatch.setattr(f"kcdsl_backends.empirical.{module}.run_request", counted)
+    monkeypatch.setattr("kcdsl_backends.empirical.gathering.compare_request", None)
+    again, told = run(setting(), path)
+    assert told == ["resumed: 20 of 20 requests"]
+    assert ran == ["rows.jsonl:0"]
+    assert same(first, again)
+
+
+CHANGES: dict[str, Callable[[Any, Setting], Setting]] = {
+    "contract": lambda lab, s: replace(s, program=replace(s.program, version="1.0.1")),
+    "threshold": lambda lab, s: replace(
+        s, program=lab.program(*(replace(c, level=c.level.L1) for c in s.program.clauses))
+    ),
+    "model": lambda lab, s: replace(s, model={**s.model, "sha256": "b" * 64}),
+    "kernel": lambda lab, s: replace(s, digests={**s.digests, "infer": "9" * 64}),
+    "tokens": lambda lab, s: replace(
+        s,
+        slices={
+            "all": (replace(s.slices["all"][0], tokens=(1, 2, 3)), *s.slices["all"][1:]),
+            "few": s.slices["few"][1:],
+        },
+    ),
+    "seed": lambda lab, s: replace(s, seed=1),
+    "device": lambda lab, s: replace(s, environment={**s.environment, "device": "cuda"}),
+    "version": lambda lab, s: replace(s, environment={**s.environment, "torch": "3"}),
+    "bounds": lambda lab, s: replace(s, certify=None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_anything_else_that_decides_values_starts_anew(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path, change: str
+) -> None:
+    path = tmp_path / "j"
+    run(setting(), path)
+    counting = plain(lab)
+    other = CHANGES[change](lab, setting(counting))
+    found, told = run(other, path)
+    assert told == []
+    assert same(gather(other).runs, found.runs)
+    assert len(counting.calls) >= 20
+
+
+def test_what_does_not_decide_values_goes_on(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+) -> None:
+    path = tmp_path / "j"
+    run(setting(), path)
+    _, told = run(setting(seconds=2.0, looks=3), path)
+    assert told == ["resumed: 20 of 20 requests"]
+
+
+def test_fresh_ignores_what_is_there(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+) -> None:
+    path = tmp_path / "j"
+    run(setting(), path)
+    counting = plain(lab)
+    _, told = run(setting(counting), path, fresh=True)
+    assert told == []
+    assert len(counting.calls) >= 20
+    assert run(setting(), path)[1] == ["resumed: 20 of 20 requests"]
+
+
+def test_kernels_that_give_other_bits_start_anew(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+) -> None:
+    """Their fingerprints are the same, and yet something that decides values is not."""
+    path = tmp_path / "j"
+    run(setting(), path)
+    other = setting(lab.drifting(0.02, seed=9))
+    found, told = run(other, path)
+    assert told == ["not resumed: the request rows.jsonl:0 gives other bits than it gave before"]
+    assert same(gather(other).runs, found.runs)
+    assert run(other, path)[1] == ["resumed: 20 of 20 requests"]
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_torn_or_changed_record_is_dropped_with_all_after_it(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path, data: st.DataObject
+) -> None:
+    path = tmp_path / "whole"
+    if not path.exists():
+        run(setting(), path)
+    content = path.read_bytes()
+    frames = list(journals._frames(content))
+    assert len(frames) == 1 + 20 + 20
+    at = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        damaged = content[:at]
+    else:
+        damaged = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+    kept = [frame for frame in frames if frame[2] <= at]
+    assert list(journals._frames(damaged)) == kept
+    (tmp_path / "torn").write_bytes(damaged)
+    found, told = run(setting(), tmp_path / "torn")
+    known = min(max(len(kept) - 1, 0), 20)
+    assert told == ([f"resumed: {known} of 20 requests"] if known else [])
+    assert (tmp_path / "torn").read_bytes().startswith(content[: kept[-1][2] if kept else 0])
+    assert len(list(journals._frames((tmp_path / "torn").read_bytes()))) == 41
+    assert same(found.slices, gather(setting()).slices)
+
+
+def test_a_journal_in_use_is_left_alone(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+) -> None:
+    path = tmp_path / "j"
+    told: list[str] = []
+    first = Journal(path, tell=told.append)
+    first.open("key")
+    before = path.read_bytes()
+    found, said = run(setting(), path)
+    assert said == [f"{path} is in use: this evaluation could not be resumed"]
+    assert path.read_bytes() == before
+    assert same(gather(setting()).runs, found.runs)
+    first.remove()
+    assert not path.exists()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    counting = plain(lab)
+    with pytest.raises(Refusal) as refused:
+        run(setting(counting), tmp_path / "file" / "j")
+    assert refused.value.diagnostics[0].code.id == "KC602"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(Refusal):
+        run(setting(counting), tmp_path / "folder")
+    assert counting.calls == []
+
+
+def test_removing_leaves_no_folder_that_was_made_for_it(tmp_path: Path) -> None:
+    made = Journal(tmp_path / "made" / "j")
+    made.open("key")
+    made.remove()
+    made.remove()
+    assert not (tmp_path / "made").exists()
+    (tmp_path / "there").mkdir()
+    found = Journal(tmp_path / "there" / "j")
+    found.open("key")
+    found.remove()
+    assert (tmp_path / "there").exists()
+
+
+def test_a_failure_is_kept_too(lab: Any, setting: Callable[..., Setting], tmp_path: Path) -> None:
+    def failing(tokens: tuple[int, ...]) -> Any:
+        if tokens == setting().slices["all"][3].tokens:
+            raise RuntimeError("out of memory")
+        return lab.drifting(0.02)(tokens)
+
+    path = tmp_path / "j"
+    first, _ = run(setting(failing), path)
+    again, _ = run(setting(failing), path)
+    assert again.runs["rows.jsonl:3"].unit.failure == "out of memory"
+    assert conclude(first).dumps() == conclude(again).dumps()

@@ -1,0 +1,446 @@
+"""Contracts with recorded kernels: what they decide, what they refuse, and what they say of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kcdsl_backends.empirical.metrics.measures import UNMEASURED
+from kcdsl_backends.empirical.rollouts.record import Rollout
+from tests.support import planted_bugs, recordings
+from tests.support.recordings import BFLOAT16, FLOAT32, FP8, at
+
+MODEL = planted_bugs.FOLDER
+RECORDED = "{run: recorded, logprobs: {values: raw}}"
+EAGER = "{run: torch.eager, numerics: {compute: float32}}"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def contract(
+    clauses: Mapping[str, str],
+    *,
+    train: str = RECORDED,
+    infer: str = RECORDED,
+    data: str = "rows.parquet",
+    slices: str = "{all: {}}",
+    checkpoint: str = "absent.safetensors",
+    constants: str = "",
+) -> str:
+    rows = "\n".join(f"  {name}: {{{body}, level: L2}}" for name, body in clauses.items())
+    return f"""kcdsl: 1
+contract: recorded
+version: 1.0.0
+model: {{checkpoint: {checkpoint}, architecture: llama, config: {MODEL / "config.json"}}}
+kernels:
+  train: {train}
+  infer: {infer}
+data: {data}
+slices: {slices}
+clauses:
+{rows}
+{constants}"""
+
+
+@pytest.fixture
+def decide(cli: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Evaluate a contract about rows; return the report."""
+
+    def run(
+        clauses: Mapping[str, str], table: Mapping[str, Sequence[Any]] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        if table is not None:
+            recordings.write(tmp_path / more.get("data", "rows.parquet"), table)
+        path = tmp_path / "contract.yaml"
+        path.write_text(contract(clauses, **more), encoding="utf-8")
+        found = cli("evaluate", str(path), "--json", "-o", str(tmp_path / "out"))
+        if not found.stdout:
+            return {"refused": found.stderr, "code": found.code}
+        return {**json.loads(found.stdout), "code": found.code}
+
+    return run
+
+
+def verdicts(report: Mapping[str, Any]) -> dict[str, str]:
+    return {row["clause"]: row["verdict"] for row in report["clauses"]}
+
+
+def many(found: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """Return the rows of rollouts, every one of a prompt of its own."""
+    table = recordings.columns(found)
+    table["group"] = [f"g{i}" for i in range(len(found))]
+    return table
+
+
+# --- verdicts ------------------------------------------------------------------------------------
+
+
+def test_recorded_rollouts_are_decided_without_a_model(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    report = decide(
+        {
+            "N-K3": "require: mean(k3) <= 1e-3",
+            "N-MANY": "require: p90(abs(seq_log_ratio)) <= 0.5",
+            "N-ESS": "require: ess_seq >= 0.5",
+            "N-BAD": "require: mean(abs(log_ratio)) <= 1e-9",
+        },
+        many(recordings.rollouts()),
+    )
+    found = verdicts(report)
+    assert found["N-K3"] == found["N-MANY"] == found["N-ESS"] == "held"
+    assert found["N-BAD"] == "violated"
+    assert report["code"] == 1
+    assert report["model"]["sha256"] is None
+    assert any("the checkpoint was not read" in note for note in report["notes"])
+    assert {row["n"] for row in report["clauses"]} == {64}
+    assert {row["evidence"] for row in report["clauses"]} == {"sample"}
+    recorded = report["kernels"]["infer"]["fingerprint"]["recorded"]
+    assert list(recorded) == ["rows.parquet"]
+
+
+def test_groups_are_the_unit(decide: Callable[..., dict[str, Any]]) -> None:
+    """64 rollouts of 16 prompts are 16 units, too few for a limit of a mean."""
+    found = recordings.rollouts()
+    assert len({r.prompt for r in found}) == 16
+    table = recordings.columns(found)
+    table.pop("group")
+    report = decide({"N-K3": "require: mean(k3) <= 1e-4"}, table)
+    assert report["clauses"][0]["n"] == 16
+    assert verdicts(report) == {"N-K3": "inconclusive"}
+    assert any("64 rollouts of 16 prompts" in note for note in report["notes"])
+
+
+def test_the_training_kernel_scores_what_only_infer_recorded(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    table = many(recordings.rollouts())
+    clauses = {"N-K3": "require: mean(k3) <= 1e-4", "N-SEQ": "require: max(seq_k3) <= 1"}
+    both = decide(clauses, table)
+    table.pop("train_logs")
+    scored = decide(clauses, table, train=EAGER, checkpoint=str(MODEL / "model.safetensors"))
+    values = [[row["value"] for row in report["clauses"]] for report in (both, scored)]
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    assert scored["model"]["sha256"] is not None
+    assert not any("was not read" in note for note in scored["notes"])
+
+
+@pytest.mark.parametrize("trainer", ["verl", "trl"])
+def test_batches_of_trainers_give_the_same_values(
+    decide: Callable[..., dict[str, Any]], trainer: str
+) -> None:
+    found = recordings.rollouts(prompts=4)
+    kernel = f"{{run: recorded, format: {trainer}, logprobs: {{values: raw}}}}"
+    clause = {"N-K3": "require: mean(k3) <= 1", "N-W": "require: ess_frac >= 0.1"}
+    ours = decide(clause, recordings.columns(found))
+    theirs = decide(clause, recordings.trainer_columns(found, trainer), train=kernel, infer=kernel)
+    for a, b in zip(ours["clauses"], theirs["clauses"], strict=True):
+        assert a["value"] == b["value"]
+
+
+def test_slices_test_the_columns(decide: Callable[..., dict[str, Any]]) -> None:
+    table = many(recordings.rollouts())
+    table["task"] = ["math" if i % 4 else "code" for i in range(64)]
+    table["difficulty"] = [i / 64 for i in range(64)]
+    report = decide(
+        {"N-K3": "require: mean(k3) <= 1e-3, slices: [math, hard]"},
+        table,
+        slices='{math: {where: \'task == "math"\'}, hard: {where: "difficulty >= 0.5"}}',
+    )
+    assert {row["slice"]: row["n"] for row in report["clauses"]} == {"math": 48, "hard": 32}
+    missing = decide(
+        {"N-K3": "require: mean(k3) <= 1, slices: [a]"}, table, slices='{a: {where: "x == 1"}}'
+    )
+    assert "KC622" in missing["refused"]
+
+
+def test_tokens_that_do_not_count_are_told_and_rows_without_any_are_left_out(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    found = [
+        replace(r, mask=np.arange(len(r.tokens)) >= (5 if i else 99))
+        for i, r in enumerate(recordings.rollouts())
+    ]
+    report = decide({"N-K3": "require: mean(k3) <= 1"}, many(found))
+    assert report["clauses"][0]["n"] == 63
+    assert any("1 rollouts count no token" in note for note in report["notes"])
+    assert any("25 % of" in note for note in report["notes"])
+
+
+def test_replay_gives_the_same_verdicts(
+    decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
+) -> None:
+    clauses = {"N-K3": "require: mean(k3) <= 1e-4", "N-ICC": "require: icc <= 0.9"}
+    first = decide(clauses, recordings.columns(recordings.rollouts()))
+    trace = next((tmp_path / "out").glob("*.parquet"))
+    again = cli("replay", str(trace), "--json")
+    rows = json.loads(again.stdout)["clauses"]
+    assert rows == first["clauses"]
+
+
+def test_a_plan_counts_prompts(cli: Any, tmp_path: Path) -> None:
+    table = recordings.columns(recordings.rollouts(prompts=5))
+    recordings.write(tmp_path / "rows.parquet", table)
+    path = tmp_path / "contract.yaml"
+    clauses = {"N-SEQ": "require: p90(abs(seq_log_ratio)) <= 0.5"}
+    path.write_text(contract(clauses), encoding="utf-8")
+    row = json.loads(cli("plan", str(path), "--json").stdout)["rows"][0]
+    assert (row["have"], row["evidence"], row["state"]) == (5, "sample", "too_few")
+
+
+# --- invalid evidence ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        ("{run: recorded}", "logprob_semantics"),
+        ("{run: recorded, logprobs: {values: processed, temperature: 0.7}}", "logprob_semantics"),
+        ("{run: recorded, logprobs: {values: raw, temperature: 0.7}}", "sampling_law"),
+        ("{run: recorded, logprobs: {values: processed, top_p: 0.95}}", "logprob_semantics"),
+    ],
+)
+def test_semantics_that_differ_are_no_drift(
+    decide: Callable[..., dict[str, Any]], kernel: str, name: str
+) -> None:
+    report = decide(
+        {"N-K3": "require: mean(k3) <= 1", "N-SEQ": "require: max(seq_k3) <= 1"},
+        many(recordings.rollouts()),
+        infer=kernel,
+    )
+    assert set(verdicts(report).values()) == {"invalid_evidence"}
+    assert report["code"] == 2
+    assert all(name in row["reason"] for row in report["clauses"])
+
+
+def test_a_temperature_on_one_side_is_named_and_declaring_it_heals(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    wrong = many(recordings.rollouts(sampled=at(0.7)))
+    report = decide({"N-K3": "require: mean(k3) <= 1"}, wrong)
+    assert verdicts(report) == {"N-K3": "invalid_evidence"}
+    assert "temperature_fit" in report["clauses"][0]["reason"]
+    right = many(recordings.rollouts(sampled=at(0.7), train_law=at(0.7)))
+    kernel = "{run: recorded, logprobs: {values: processed, temperature: 0.7}}"
+    report = decide(
+        {"N-K3": "require: mean(k3) <= 1"},
+        right,
+        train=kernel,
+        infer=kernel,
+        constants="constants: {temperature: 0.7}",
+    )
+    assert verdicts(report) == {"N-K3": "held"}
+
+
+def test_a_copied_column_passes_only_where_it_is_said_to_be_computed(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    table = many(recordings.rollouts())
+    table["train_logs"] = table["infer_logs"]
+    clause = {"N-K3": "require: p90(k3) <= 1e-9"}
+    assert verdicts(decide(clause, table)) == {"N-K3": "invalid_evidence"}
+    said = "{run: recorded, logprobs: {values: raw}, recomputed: true}"
+    assert verdicts(decide(clause, table, train=said)) == {"N-K3": "held"}
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(UNMEASURED) - {"noise_ratio"}))
+def test_what_a_recording_lacks_is_refused_by_name(
+    decide: Callable[..., dict[str, Any]], name: str
+) -> None:
+    """A table of ids and tokens alone feeds no metric; each is refused with the column it lacks."""
+    from kcdsl.check.metrics import METRICS
+
+    aggregate = METRICS[name].kind == "aggregate"
+    bound = f"abs({name})" if METRICS[name].signed else name
+    kind = "min" if METRICS[name].better == "higher" else "max"
+    op = ">=" if METRICS[name].better == "higher" else "<="
+    unit = " s" if name in ("ttft", "tpot") else " B" if name == "kv_memory" else ""
+    require = f"{bound if aggregate else f'{kind}({bound})'} {op} 0.5{unit}"
+    table = {"id": ["a"], "tokens": [[1, 2]], "prompt": [[3]]}
+    report = decide({"N-1": f"require: {require}"}, table)
+    assert "KC624" in report["refused"], report
+    assert f"reads `{name}`" in report["refused"]
+    assert "no column `" in report["refused"]
+
+
+def test_metrics_of_whole_logits_are_refused(decide: Callable[..., dict[str, Any]]) -> None:
+    report = decide({"N-KL": "require: p99(kl) <= 1"}, many(recordings.rollouts(prompts=2)))
+    assert "KC624" in report["refused"]
+    assert "format: logits" in report["refused"]
+
+
+def test_lists_that_are_too_short_are_refused(decide: Callable[..., dict[str, Any]]) -> None:
+    found = recordings.rollouts(prompts=2, top=3)
+    table = many(found)
+    for side in ("train", "infer"):
+        tops = [getattr(r, side).top for r in found]
+        table[f"{side}_top_ids"] = [t.ids.tolist() for t in tops]
+        table[f"{side}_top_logs"] = [t.logs.tolist() for t in tops]
+    report = decide({"S-1": "require: mean(top1_agreement) >= 0.5",
+                     "N-TAIL": "require: mean(topk_tail_kl) <= 1"}, table)  # fmt: skip
+    assert report["clauses"][0]["value"] > 0.9
+    assert 0 <= report["clauses"][1]["value"] < 1e-3
+    report = decide({"S-5": "require: mean(top5_overlap) >= 0.5"}, table)
+    assert "it needs the 5 likeliest tokens, and the recording lists 3" in report["refused"]
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "word"),
+    [
+        (RECORDED, EAGER, "but not for `infer`"),
+        (RECORDED, "{run: recorded, format: trl, logprobs: {values: raw}}", "are the same rows"),
+        ("{run: recorded, format: logits, file: a.safetensors}", RECORDED, "whole logits"),
+        (RECORDED, "{run: recorded, format: verk, logprobs: {values: raw}}", "no format `verk`"),
+        (RECORDED, "{run: recorded, columns: {tokns: a}}", "has no field `tokns`"),
+        (RECORDED, "{run: recorded, file: a.safetensors}", "names no `file`"),
+        (RECORDED, "{run: recorded, format: logits}", "need the field `file`"),
+        (EAGER, "{run: torch.sdpa, format: verl}", "does not take the field `format`"),
+    ],
+)
+def test_kernels_that_do_not_go_together_are_refused(
+    decide: Callable[..., dict[str, Any]], train: str, infer: str, word: str
+) -> None:
+    report = decide({"N-K3": "require: mean(k3) <= 1"}, train=train, infer=infer)
+    assert report["code"] == 2
+    assert word in report["refused"]
+
+
+def test_no_certificate_names_weights_that_were_not_read(
+    decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
+) -> None:
+    decide({"N-K3": "require: mean(k3) <= 1"}, many(recordings.rollouts(prompts=2)))
+    cli("keygen", "-o", str(tmp_path / "own.key"))
+    refused = cli("evaluate", str(tmp_path / "contract.yaml"), "--sign", str(tmp_path / "own.key"))
+    assert refused.code == 2
+    assert "KC645" in refused.stderr
+    assert "both kernels are recorded" in refused.stderr
+
+
+# --- whole logits --------------------------------------------------------------------------------
+
+
+def _logits(tmp_path: Path, count: int = 24) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Write both kernels' logits of some prompts; return the rows and the tensors of infer."""
+    texts = dict.fromkeys(r.tokens[6 : 14 + i % 5] for i, r in enumerate(planted_bugs.prompts()))
+    rows: list[dict[str, Any]] = [
+        {"id": f"p{i}", "tokens": list(text)} for i, text in enumerate(list(texts)[:count])
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    tensors: dict[str, dict[str, Any]] = {}
+    for side, program in (("train", BFLOAT16), ("infer", FP8)):
+        kernel = recordings.program(program)
+        tensors[side] = {r["id"]: kernel.logits(r["tokens"]).to(torch.float32) for r in rows}
+    gold = recordings.program(FLOAT32)
+    for r in rows:
+        tensors["train"][f"gold.{r['id']}"] = gold.logits(r["tokens"]).to(torch.float32)
+    for side, found in tensors.items():
+        save_file({n: t.contiguous() for n, t in found.items()}, tmp_path / f"{side}.safetensors")
+    return rows, tensors["infer"]
+
+
+def _recorded_logits(side: str) -> str:
+    return f"{{run: recorded, format: logits, file: {side}.safetensors}}"
+
+
+def test_recorded_logits_give_every_metric_of_tier_a(
+    decide: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    _logits(tmp_path)
+    clauses = {
+        "N-KL": "require: p99(kl) <= 1",
+        "S-TOP": "require: mean(top1_agreement) >= 0.5",
+        "N-NOISE": "require: p50(noise_ratio) <= 1000",
+        "N-K3": "require: mean(k3) <= 1",
+    }
+    kernels = {side: _recorded_logits(side) for side in ("train", "infer")}
+    report = decide(clauses, data="rows.jsonl", **kernels)
+    assert verdicts(report)["N-KL"] == "held", report
+    train, infer = (recordings.program(p) for p in (BFLOAT16, FP8))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    worst = []
+    for r in rows:
+        p, q = (torch.log_softmax(k.logits(r["tokens"]).double(), -1) for k in (train, infer))
+        worst.append(float((p.exp() * (p - q)).sum(-1).max()))
+    value = next(row["value"] for row in report["clauses"] if row["clause"] == "N-KL")
+    assert value == pytest.approx(max(worst), rel=1e-4)
+    gold = recordings.program(FLOAT32)
+    errors = []
+    for r in rows:
+        exact, one, two = (k.logits(r["tokens"]).double() for k in (gold, train, infer))
+        ratio = (two - exact).norm(dim=-1) / (one - exact).norm(dim=-1)
+        errors.append(float(ratio.max()))
+    noise = next(row for row in report["clauses"] if row["clause"] == "N-NOISE")
+    assert noise["verdict"] == "held"
+    assert noise["value"] == pytest.approx(sorted(errors)[(len(errors) + 1) // 2 - 1], rel=1e-3)
+    outcomes = {check["name"]: check["outcome"] for check in report["prechecks"]}
+    assert outcomes["weights_checksum"] == "not_applicable"
+    assert outcomes["self_determinism"] == "not_applicable"
+    assert outcomes["alignment_shift"] == "passed"
+
+
+def test_shifted_logits_are_named(decide: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    _, infer = _logits(tmp_path)
+    shifted = {name: torch.roll(t, 1, 0).contiguous() for name, t in infer.items()}
+    save_file(shifted, tmp_path / "infer.safetensors")
+    kernels = {side: _recorded_logits(side) for side in ("train", "infer")}
+    report = decide({"N-KL": "require: p99(kl) <= 1"}, data="rows.jsonl", **kernels)
+    assert verdicts(report) == {"N-KL": "invalid_evidence"}
+    assert "alignment_shift" in report["clauses"][0]["reason"]
+
+
+def test_one_side_may_run_beside_recorded_logits(
+    decide: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    _logits(tmp_path, 4)
+    report = decide(
+        {"N-KL": "require: p99(kl) <= 1"},
+        data="rows.jsonl",
+        train=EAGER,
+        infer=_recorded_logits("infer"),
+        checkpoint=str(MODEL / "model.safetensors"),
+    )
+    assert verdicts(report) == {"N-KL": "held"}
+    assert report["model"]["sha256"] is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda t: {n: v for n, v in t.items() if n != "p1"}, "no logits of the request 'p1'"),
+        (lambda t: {**t, "p1": t["p1"][:-1].contiguous()}, "for 9 tokens"),
+        (lambda t: {**t, "p1": t["p1"].to(torch.int32)}, "is stored as I32"),
+        (lambda t: {**t, "p1": t["p1"][:, :9].contiguous()}, "vocabularies of different sizes"),
+        (lambda t: {**t, "gold.p1": t["p1"].half()}, "no run in float32"),
+    ],
+)
+def test_logits_that_do_not_fit_are_refused(
+    decide: Callable[..., dict[str, Any]], tmp_path: Path, change: Any, word: str
+) -> None:
+    _, infer = _logits(tmp_path, 3)
+    save_file(change(infer), tmp_path / "infer.safetensors")
+    kernels = {side: _recorded_logits(side) for side in ("train", "infer")}
+    report = decide({"N-KL": "require: p99(kl) <= 1"}, data="rows.jsonl", **kernels)
+    assert word in report["refused"]
+
+
+def test_a_recording_of_logits_is_not_timed(
+    decide: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    _logits(tmp_path, 3)
+    kernels = {side: _recorded_logits(side) for side in ("train", "infer")}
+    report = decide({"R-1": "require: p95(latency) <= 1 s"}, data="rows.jsonl", **kernels)
+    assert "recorded logits are read, not run" in report["refused"]

@@ -1,0 +1,362 @@
+"""Mistakes in recordings are found and named; clean recordings are not accused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl.diagnostics.model import Refusal
+from kcdsl.verdict.report import Precheck
+from kcdsl_backends.empirical.diagnoses.recorded_logs import alignment, ratios_of
+from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
+from kcdsl_backends.empirical.rollouts.record import Law, Rollout, Semantics
+from kcdsl_backends.empirical.rollouts.scoring import Policy, score
+from tests.support import recordings
+from tests.support.recordings import BFLOAT16, FLOAT32, FP8, RAW, at, nucleus, same
+
+PROCESSED = Semantics("processed")
+SDPA = ("torch.sdpa", (("compute", "float16"),))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def prechecks(
+    found: Sequence[Rollout],
+    *,
+    temperature: float = 1.0,
+    scored: bool = False,
+    semantics: tuple[Semantics | None, Semantics | None] = (RAW, RAW),
+    recomputed: bool = False,
+) -> dict[str, Precheck]:
+    """Return the preconditions of a recording by name; `scored` lets the training kernel run."""
+    rollouts = tuple(found)
+    policies: tuple[Policy, ...] = ()
+    if scored:
+        run = score(
+            [replace(r, train=None) for r in found], recordings.program(FLOAT32), temperature
+        )
+        rollouts, policies = run.rollouts, run.policies
+    checks = recorded_prechecks(
+        Recorded(
+            rollouts, temperature, {"all": 1}, *semantics, policies=policies, recomputed=recomputed
+        )
+    )
+    return {check.name: check for check in checks}
+
+
+def failed(checks: dict[str, Precheck]) -> set[str]:
+    return {name for name, check in checks.items() if check.outcome == "failed"}
+
+
+def blocked(checks: dict[str, Precheck]) -> bool:
+    return any(check.blocking and check.outcome == "failed" for check in checks.values())
+
+
+# --- clean recordings ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("infer", [BFLOAT16, FP8, SDPA], ids=["bfloat16", "fp8", "sdpa"])
+@pytest.mark.parametrize("scored", [False, True])
+def test_clean_recordings_pass(infer: recordings.Program, scored: bool) -> None:
+    found = recordings.rollouts(infer=infer, top=0 if scored else 5)
+    checks = prechecks(found, scored=scored)
+    assert failed(checks) == set()
+    assert {"logprob_semantics", "sampling_law", "support_check", "alignment_shift"} <= set(checks)
+
+
+@pytest.mark.slow
+def test_54_clean_recordings_are_not_accused() -> None:
+    """Three kernels, three temperatures on both sides, six recordings each."""
+    accused = []
+    for infer in (BFLOAT16, FP8, SDPA):
+        for t in (1.0, 0.7, 1.2):
+            said = Semantics("processed", t)
+            whole = recordings.rollouts(
+                infer=infer, sampled=at(t), train_law=at(t), group=12, seed=int(10 * t)
+            )
+            for part in (whole[i : i + 32] for i in range(0, len(whole), 32)):
+                checks = prechecks(part, temperature=t, semantics=(said, said))
+                accused += [(infer, t, name) for name in failed(checks)]
+    assert accused == []
+
+
+# --- planted in the numbers ----------------------------------------------------------------------
+
+Plant = Callable[[], Sequence[Rollout]]
+
+
+def _shifted(by: int) -> Plant:
+    def plant() -> list[Rollout]:
+        return [
+            recordings.with_logs(r, "infer", np.roll(r.infer.logs, by))
+            for r in recordings.rollouts()
+            if r.infer is not None
+        ]
+
+    return plant
+
+
+def _tools(fill: bool) -> Plant:
+    """Some tokens came from a tool: unlikely, and never drawn. `fill`: single tokens with 0 written
+    for them, else one run of tokens with true values."""
+    at_ = np.array([3, 7, 8, 12, 16]) if fill else np.arange(6, 14)
+
+    def plant() -> list[Rollout]:
+        found = []
+        for r in recordings.rollouts():
+            assert r.train is not None
+            assert r.infer is not None
+            train, infer = r.train.logs.copy(), r.infer.logs.copy()
+            train[at_] -= np.linspace(1, 3, at_.size)
+            if fill:
+                infer[at_] = 0.0
+            changed = recordings.with_logs(r, "train", train)
+            found.append(recordings.with_logs(changed, "infer", infer))
+        return found
+
+    return plant
+
+
+def _swapped() -> list[Rollout]:
+    """Sides exchanged, where they differ enough for the order to show."""
+    rng = np.random.default_rng(7)
+    found = []
+    for i in range(200):
+        q = rng.dirichlet(np.full(8, 1.0), size=30)
+        p = q * np.exp(0.5 * rng.standard_normal(q.shape))
+        p /= p.sum(axis=1, keepdims=True)
+        drawn = np.array([rng.choice(8, p=row) for row in q])
+        train, infer = (np.log(law[np.arange(30), drawn]) for law in (p, q))
+        found.append(_of(f"s{i}", (i,), drawn, infer, train))
+    return found
+
+
+def _of(
+    key: str, prompt: tuple[int, ...], tokens: np.ndarray, train: np.ndarray, infer: np.ndarray
+) -> Rollout:
+    from kcdsl_backends.empirical.rollouts.record import Side
+
+    mask = np.ones(len(tokens), dtype=bool)
+    return Rollout(
+        key, prompt, tuple(int(t) for t in tokens), mask, Side(train, RAW), Side(infer, RAW),
+        place="row 1",
+    )  # fmt: skip
+
+
+PLANTED: dict[str, tuple[Plant, str, float | None]] = {
+    "infer at 0.7": (lambda: recordings.rollouts(sampled=at(0.7)), "temperature_fit", 0.7),
+    "infer at 0.9": (lambda: recordings.rollouts(sampled=at(0.9)), "temperature_fit", 0.9),
+    "infer at 1.3": (lambda: recordings.rollouts(sampled=at(1.3)), "temperature_fit", 1.3),
+    "train at 0.7": (
+        lambda: recordings.rollouts(sampled=at(0.7), infer_law=same, train_law=at(0.7)),
+        "temperature_fit",
+        None,
+    ),
+    "top_p 0.8": (lambda: recordings.rollouts(sampled=nucleus(0.8)), "truncation_mass", None),
+    "top_p 0.95": (lambda: recordings.rollouts(sampled=nucleus(0.95)), "truncation_mass", None),
+    "one late": (_shifted(1), "alignment_shift", 1.0),
+    "one early": (_shifted(-1), "alignment_shift", -1.0),
+    "tools filled with 0": (_tools(fill=True), "mask_provenance", None),
+    "tools in the mask": (_tools(fill=False), "mask_provenance", None),
+    "sides swapped": (_swapped, "swapped_sides", None),
+}
+_CAUSES = {
+    *("temperature_fit", "truncation_mass", "alignment_shift", "mask_provenance"),
+    "swapped_sides",
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mistake_is_found_and_named(name: str) -> None:
+    plant, expected, _ = PLANTED[name]
+    checks = prechecks(plant())
+    assert failed(checks) & _CAUSES == {expected}, checks
+    assert blocked(checks)
+
+
+SCORED = ("infer at 0.7", "infer at 1.3", "top_p 0.8", "top_p 0.95", "one late")
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_a_training_kernel_that_scores_names_it_with_its_value(name: str) -> None:
+    plant, expected, value = PLANTED[name]
+    checks = prechecks(plant(), scored=True)
+    assert failed(checks) & _CAUSES == {expected}
+    found = checks[expected]
+    if value is not None:
+        assert found.value == pytest.approx(value, abs=0.02)
+    if expected == "truncation_mass":
+        assert name in found.detail
+
+
+@pytest.mark.parametrize("t", [0.7, 0.9, 1.3])
+def test_lists_of_the_likeliest_tokens_give_the_temperature(t: float) -> None:
+    checks = prechecks(recordings.rollouts(sampled=at(t), top=5))
+    assert failed(checks) & _CAUSES == {"temperature_fit"}
+    assert checks["temperature_fit"].value == pytest.approx(t, abs=0.01)
+
+
+def test_a_list_that_belongs_to_other_tokens_is_a_shift() -> None:
+    found = []
+    for r in recordings.rollouts(top=5):
+        assert r.infer is not None
+        assert r.infer.top is not None
+        top = replace(r.infer.top, logs=np.roll(r.infer.top.logs, 1, axis=0))
+        found.append(replace(r, infer=replace(r.infer, top=top)))
+    assert "alignment_shift" in failed(prechecks(found))
+
+
+def test_tokens_that_were_drawn_hotter_than_they_are_scored_are_named() -> None:
+    """Raw log-probabilities on both sides agree; only the policy shows that its law drew other
+    tokens."""
+    found = recordings.rollouts(sampled=at(1.3), infer_law=same)
+    assert failed(prechecks(found)) == set()
+    checks = prechecks(found, scored=True)
+    assert "sampling_law" in failed(checks)
+    assert "by a temperature of 1.25" in checks["sampling_law"].detail
+
+
+# --- declared ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "temperature", "name", "word"),
+    [
+        (None, RAW, 1.0, "logprob_semantics", "of train are of"),
+        (RAW, None, 1.0, "logprob_semantics", "of infer are of"),
+        (RAW, Semantics("processed", 0.7), 1.0, "logprob_semantics", "different temperatures"),
+        (RAW, Semantics("processed", top_p=0.9), 1.0, "logprob_semantics", "cut off differently"),
+        (
+            Semantics("processed", top_p=0.9), Semantics("processed", top_p=0.9), 1.0,
+            "logprob_semantics", "both sides are cut off (top_p 0.9)",
+        ),
+        (
+            Semantics("processed", 0.7), Semantics("processed", 0.7), 1.0,
+            "logprob_semantics", "constants: {temperature: 0.7}",
+        ),
+        (RAW, Semantics("raw", 0.7), 1.0, "sampling_law", "drawn at temperature 0.7"),
+        (RAW, Semantics("raw", top_k=40), 1.0, "sampling_law", "top_k 40"),
+    ],
+)  # fmt: skip
+def test_declared_laws_are_held_against_each_other(
+    train: Semantics | None, infer: Semantics | None, temperature: float, name: str, word: str
+) -> None:
+    checks = prechecks(recordings.rollouts(), temperature=temperature, semantics=(train, infer))
+    assert name in failed(checks)
+    assert word in checks[name].detail
+    assert blocked(checks)
+
+
+def test_laws_say_what_they_are() -> None:
+    assert str(Law(0.7, 0.9, 40, 0.05)) == "temperature 0.7, top_p 0.9, top_k 40, min_p 0.05"
+    assert Semantics("raw", 0.7).law == Law()
+    assert Semantics("raw", 0.7).drawn == Law(0.7)
+    assert Semantics("processed", 0.7).law == Law(0.7)
+
+
+# --- planted in the rows -------------------------------------------------------------------------
+
+
+def test_clones_of_a_group_are_named() -> None:
+    """One seed for every member of a group gives one answer many times; a likely one may repeat."""
+    hot = recordings.rollouts(sampled=at(1.6), train_law=at(1.6))
+    said = Semantics("processed", 1.6)
+    assert failed(prechecks(hot, temperature=1.6, semantics=(said, said))) == set()
+    first = next(r for r in hot if r.infer is not None and r.infer.logs.sum() < -25)
+    clone = replace(first, key="clone", place="row 99")
+    checks = prechecks([*hot, clone], temperature=1.6, semantics=(said, said))
+    assert failed(checks) == {"cloned_rollouts"}
+    assert "of one group" in checks["cloned_rollouts"].detail
+    elsewhere = replace(clone, group="other")
+    checks = prechecks([*hot, elsewhere], temperature=1.6, semantics=(said, said))
+    assert "of different groups" in checks["cloned_rollouts"].detail
+
+
+def test_a_copied_side_is_no_evidence() -> None:
+    copies = [replace(r, train=r.infer) for r in recordings.rollouts()]
+    checks = prechecks(copies)
+    assert failed(checks) == {"copied_side"}
+    assert blocked(checks)
+    assert failed(prechecks(copies, recomputed=True)) == set()
+
+
+@pytest.mark.parametrize(
+    ("versions", "word"),
+    [
+        ({"role:infer_version": "3", "role:train_version": "4"}, "sampled by 3, scored by 4"),
+        ({"role:infer_version": "3", "role:infer_version_last": "5"}, "sampled by 3 to 5"),
+    ],
+)
+def test_stale_policies_are_named(versions: dict[str, str], word: str) -> None:
+    found = list(recordings.rollouts())
+    fresh = [replace(r, fields={"role:infer_version": 3, "role:train_version": 3.0}) for r in found]
+    assert failed(prechecks(fresh)) == set()
+    fresh[5] = replace(fresh[5], fields=versions)
+    checks = prechecks(fresh)
+    assert failed(checks) == {"stale_policy"}
+    assert word in checks["stale_policy"].detail
+    assert blocked(checks)
+
+
+def test_ratios_that_are_not_finite_block() -> None:
+    found = list(recordings.rollouts())
+    assert found[3].train is not None
+    logs = found[3].train.logs.copy()
+    logs[2] = -np.inf
+    found[3] = recordings.with_logs(found[3], "train", logs)
+    checks = prechecks(found)
+    assert failed(checks) == {"finite"}
+    assert "(r3)" in checks["finite"].detail
+    assert blocked(checks)
+
+
+def test_the_share_of_masked_tokens_is_told() -> None:
+    found = [replace(r, mask=np.arange(len(r.tokens)) % 4 != 0) for r in recordings.rollouts()]
+    check = prechecks(found)["masked_share"]
+    assert check.value == pytest.approx(0.25)
+    assert check.outcome == "passed"
+
+
+def test_shifts_are_compared_at_tokens_that_count() -> None:
+    found = [replace(r, mask=np.zeros(len(r.tokens), dtype=bool)) for r in recordings.rollouts()]
+    assert alignment(found).left is None
+    assert ratios_of(found).delta.size == 0
+
+
+# --- scoring -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("t", [1.0, 0.7])
+def test_the_training_kernel_scores_as_it_was_recorded(t: float) -> None:
+    """The training kernel reads its own recorded numbers again, at the temperature of the policy,
+    and the other side's likeliest tokens beside its own."""
+    found = recordings.rollouts(sampled=at(t), train_law=at(t), top=4, prompts=4)
+    run = score([replace(r, train=None) for r in found], recordings.program(FLOAT32), t)
+    for known, again in zip(found, run.rollouts, strict=True):
+        assert known.train is not None
+        assert known.train.top is not None
+        assert known.infer is not None
+        assert known.infer.top is not None
+        assert again.train is not None
+        assert again.train.top is not None
+        np.testing.assert_allclose(again.train.logs, known.train.logs, atol=1e-5)
+        assert again.train.top.likeliest == 4
+        assert (again.train.top.ids[:, :1] == known.train.top.ids[:, :1]).all()
+        lists = zip(again.train.top.ids, known.infer.top.ids, strict=True)
+        assert all(set(theirs) <= set(ours) for ours, theirs in lists)
+    said = Semantics("processed", t)
+    checks = prechecks(found, scored=True, temperature=t, semantics=(said, said))
+    assert failed(checks) == set()
+
+
+def test_a_rollout_without_a_prompt_is_not_scored() -> None:
+    found = replace(recordings.rollouts(prompts=1)[0], prompt=(), train=None)
+    with pytest.raises(Refusal, match="nothing precedes the first sampled token"):
+        score([found], recordings.program(FLOAT32), 1.0)

@@ -1,0 +1,156 @@
+"""Requests that run in other processes give what they give in this one; none is missing."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kcdsl.check.compile import load_program
+from kcdsl.diagnostics import Refusal
+from kcdsl.ir.terms import Program
+from kcdsl_backends.empirical.backend import BACKEND
+from kcdsl_backends.empirical.evidence import Evidence
+from kcdsl_backends.empirical.measured import Run
+from kcdsl_backends.empirical.spreading import Answer, Recipe, Spread, run_piece, task_id
+
+_CONTRACT = """kcdsl: 1
+contract: spread
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama, config: config.json}
+kernels:
+  train: {run: torch.eager, numerics: {compute: float32}}
+  infer: {run: torch.eager, numerics: {compute: bfloat16}}
+data: prompts.jsonl
+slices: {all: {}}
+clauses:
+  N-KL: {require: p99(kl) <= 1e-4 nats, slices: [all], level: L2}
+  N-K3: {require: mean(k3) <= 1e-3, slices: [all], level: L2}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
+    made = tmp_path_factory.mktemp("spread")
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(repository / "examples/tiny_lm" / name, made / name)
+    lines = (repository / "examples/tiny_lm/prompts.jsonl").read_text().splitlines()
+    (made / "prompts.jsonl").write_text("\n".join(lines[:20]) + "\n")
+    (made / "contract.yaml").write_text(_CONTRACT)
+    return made
+
+
+@pytest.fixture(scope="module")
+def program(folder: Path) -> Program:
+    return load_program(folder / "contract.yaml")
+
+
+def _recipe(program: Program, folder: Path) -> Recipe:
+    return Recipe(program, folder, "cpu", (), 0, torch.get_num_threads())
+
+
+def _evidence(program: Program, folder: Path, spread: Spread | None) -> Evidence:
+    setting = BACKEND.prepare(program, folder, crosscheck=False)
+    return BACKEND.gather(setting, lambda stage, done, total: None, None, spread)
+
+
+def _same(one: Run, other: Run) -> bool:
+    a, b = one.unit, other.unit
+    return (
+        (a.key, a.tokens, a.failure, one.seed, dict(one.digests))
+        == (b.key, b.tokens, b.failure, other.seed, dict(other.digests))
+        and a.values.keys() == b.values.keys()
+        and all(a.values[n].tobytes() == b.values[n].tobytes() for n in a.values)
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(program: Program, folder: Path) -> Evidence:
+    return _evidence(program, folder, None)
+
+
+def _hold(found: Evidence, alone: Evidence) -> None:
+    assert list(found.runs) == list(alone.runs)
+    assert all(_same(found.runs[key], alone.runs[key]) for key in alone.runs)
+    assert BACKEND.conclude(found) == BACKEND.conclude(alone)
+
+
+def test_processes_give_the_same_bits(program: Program, folder: Path, alone: Evidence) -> None:
+    _hold(_evidence(program, folder, Spread(_recipe(program, folder), "processes", 2)), alone)
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_bits(program: Program, folder: Path, alone: Evidence) -> None:
+    _hold(_evidence(program, folder, Spread(_recipe(program, folder), "ray", 2)), alone)
+
+
+class _Pool:
+    """Answers at once; loses the workers of some pieces."""
+
+    def __init__(self, lost: set[int], damage: Any = None) -> None:
+        self.lost, self.damage, self.count = lost, damage, 0
+
+    def submit(self, function: Any, recipe: bytes, keys: Sequence[str]) -> Future[bytes]:
+        future: Future[bytes] = Future()
+        if self.count in self.lost:
+            future.set_exception(BrokenExecutor("killed"))
+        else:
+            answer = function(recipe, keys)
+            future.set_result(self.damage(answer) if self.damage else answer)
+        self.count += 1
+        return future
+
+    def kill(self) -> None:
+        pass
+
+
+def _with_pools(monkeypatch: pytest.MonkeyPatch, *pools: _Pool) -> None:
+    left = list(pools)
+    monkeypatch.setattr(Spread, "_open", lambda self, pieces: left.pop(0))
+
+
+def test_a_lost_piece_is_run_again(
+    program: Program, folder: Path, alone: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = _Pool({1}), _Pool(set())
+    _with_pools(monkeypatch, first, second)
+    _hold(_evidence(program, folder, Spread(_recipe(program, folder), "processes", 2)), alone)
+    assert (first.count, second.count) == (3, 1)
+
+
+def test_a_piece_that_is_lost_twice_is_an_error(
+    program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_pools(monkeypatch, _Pool({2}), _Pool({0}))
+    with pytest.raises(Refusal, match="ended 2 times") as found:
+        _evidence(program, folder, Spread(_recipe(program, folder), "processes", 2))
+    assert str(found.value.diagnostics[0].code) == "KC684"
+
+
+def test_an_incomplete_answer_is_an_error(
+    program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shorter(data: bytes) -> bytes:
+        answer = pickle.loads(data)
+        return pickle.dumps(Answer(answer.task, answer.runs[:-1]))
+
+    _with_pools(monkeypatch, _Pool(set(), shorter))
+    with pytest.raises(Refusal, match="answered for other requests"):
+        _evidence(program, folder, Spread(_recipe(program, folder), "processes", 2))
+
+
+def test_a_worker_that_cannot_load_says_why(program: Program, tmp_path: Path) -> None:
+    recipe = pickle.dumps(_recipe(program, tmp_path))
+    answer = pickle.loads(run_piece(recipe, ("prompts.jsonl:a",)))
+    assert [str(d.code) for d in answer.refusal] == ["KC601"]
+
+
+def test_names_of_pieces_depend_on_what_is_run() -> None:
+    assert task_id(b"a", ["x", "y"]) == task_id(b"a", ["x", "y"])
+    assert len({task_id(b"a", ["x"]), task_id(b"b", ["x"]), task_id(b"a", ["y"])}) == 3

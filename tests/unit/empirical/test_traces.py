@@ -1,0 +1,377 @@
+"""Traces: evidence comes back bit for bit, and what is not as it was written is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kcdsl.diagnostics.model import Refusal
+from kcdsl.ir.canonical import digest
+from kcdsl.ir.terms import Budget, EvidenceKind, Family, HasFields, Level, UserMetric
+from kcdsl_backends.empirical.conclusion import conclude
+from kcdsl_backends.empirical.evaluation import Evaluation, evaluate
+from kcdsl_backends.empirical.evidence import Evidence
+from kcdsl_backends.empirical.measured import Run, Timing, Unit
+from kcdsl_backends.empirical.traces import file as traces
+from kcdsl_backends.empirical.traces import sealing
+from kcdsl_backends.empirical.traces.file import Trace, read_trace, trace_bytes
+from kcdsl_backends.empirical.traces.stated import stated_json, stated_program
+from kcdsl_backends.empirical.user_metrics import UserFunction
+from tests.support.evidences import evidences, programs, same
+
+Write = Callable[[bytes], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def save(data: bytes) -> Path:
+        (tmp_path / "trace.parquet").write_bytes(data)
+        return tmp_path / "trace.parquet"
+
+    return save
+
+
+def evaluated(lab: Any, *clauses: Any, **changes: Any) -> Evaluation:
+    """Return an evaluation whose contract has its own digest, as the backend gives it."""
+    program = lab.program(*clauses)
+    contract = {"name": "test", "version": "1.0.0", "digest": f"sha256:{digest(program)}"}
+    found: Evaluation = lab.evaluate(*clauses, contract=contract, **changes)
+    return found
+
+
+def whole(lab: Any) -> tuple[Any, ...]:
+    """Return clauses of every kind that an evaluation decides."""
+    return (
+        lab.clause(lab.statistic("quantile", "kl", "99/100"), limit="1/100", id="N-KL"),
+        lab.clause(lab.statistic("mean", "kl"), id="S-KL", evidence=EvidenceKind.SAMPLE),
+        lab.clause(lab.statistic("mean", "k3"), id="S-K3", family=Family.STATISTICAL),
+        lab.clause(lab.statistic("aggregate", "ess_frac"), ">=", "1/2", id="S-ESS"),
+        lab.clause(lab.statistic("aggregate", "ece_gap"), id="S-ECE"),
+        lab.clause(
+            lab.statistic("max", "tv"), limit="1/1000", id="B-TV", budget=("1/10", "requests")
+        ),
+        lab.clause(
+            lab.statistic("quantile", "latency", "9/10"),
+            limit="3600",
+            id="R-TIME",
+            family=Family.RUNTIME,
+            budget=("1/10", "windows"),
+        ),
+        lab.clause(lab.statistic("aggregate", "determinism"), ">=", id="R-SAME"),
+        lab.clause(
+            HasFields(("rng_seed", "replay_signature")),
+            id="O-TRACE",
+            family=Family.OBSERVABILITY,
+            level=Level.L3,
+        ),
+    )
+
+
+def replayed(found: Evaluation, write: Write) -> Trace:
+    """Return the trace of an evaluation, written and read, after its report was given again."""
+    trace = read_trace(write(trace_bytes(found.evidence, found.report.to_json())))
+    assert conclude(trace.evidence).dumps() == found.report.dumps()
+    assert json.dumps(trace.report) == json.dumps(found.report.to_json())
+    return trace
+
+
+# --- round trips ---------------------------------------------------------------------------------
+
+
+@given(evidence=evidences())
+def test_any_evidence_comes_back_bit_for_bit(evidence: Evidence) -> None:
+    data = trace_bytes(evidence, {"any": "report"})
+    assert sealing.is_intact(data)
+    found = traces._read(data, "trace", "seal")
+    assert same(evidence, found.evidence)
+    assert list(evidence.slices) == list(found.evidence.slices)
+    assert found.report == {"any": "report"}
+    assert trace_bytes(found.evidence, found.report) == data
+
+
+@given(programs())
+def test_a_program_keeps_its_wording_and_its_orders(program: Any) -> None:
+    found = stated_program(json.loads(json.dumps(stated_json(program))))
+    assert same(program, found)
+    assert [clause.text for clause in found.clauses] == [clause.text for clause in program.clauses]
+
+
+def test_nothing_in_evidence_is_left_out() -> None:
+    """A field that traces do not hold would be lost silently."""
+    held = {"program", "requests", "runs", "slices", "measured", "encoder", "timing"}
+    held |= {"contract", "model", "kernels", "data", "environment", "prechecks", "crosschecks"}
+    held |= {"certified", "bounding", "floor", "spoiled", "implied", "notes", "accepted"}
+    held |= {"seed", "looks"}
+    assert {field.name for field in fields(Evidence)} == held
+    assert {field.name for field in fields(Unit)} == {
+        "key", "tokens", "values", "confidences", "failure", "problems"
+    }  # fmt: skip
+    assert {field.name for field in fields(Run)} == {"unit", "seed", "digests", "nonfinite"}
+    assert {field.name for field in fields(Timing)} == {"runs", "repeats", "peak_memory"}
+
+
+def test_a_metric_of_the_user_is_concluded_again(lab: Any, write: Write) -> None:
+    """The trace has its declaration and its values; its function is not asked again."""
+    metric = UserMetric(
+        "my_gap", "gap.py:gap", Family.NUMERICAL, "token", "lower", "1", "1",
+        ("max", "mean"), ("logits",), lower=Fraction(0),
+    )  # fmt: skip
+
+    def gap(train_logits: Any, infer_logits: Any) -> Any:
+        return np.abs(train_logits - infer_logits).max(axis=1)
+
+    names = ("train_logits", "infer_logits")
+    clause = lab.clause(lab.statistic("max", "my_gap"), limit="1/100")
+    program = replace(lab.program(clause), metrics=(metric,))
+    contract = {"name": "test", "version": "1.0.0", "digest": f"sha256:{digest(program)}"}
+    setting = lab.setting(clause, infer=lab.kernel(lab.drifting(0.05)), contract=contract)
+    found = evaluate(
+        replace(setting, program=program, user=(UserFunction(metric, gap, names, "0"),))
+    )
+    assert found.report.verdict == "violated"
+    assert found.report.clauses[0].metric == "max(my_gap)"
+    trace = replayed(found, write)
+    assert trace.evidence.program.metrics == (metric,)
+
+
+def test_many_groups_of_rows_come_back_in_their_order(
+    lab: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = evaluated(lab, *whole(lab), infer=lab.kernel(lab.drifting(0.01)))
+    monkeypatch.setattr(traces, "_TOKENS", 13)
+    data = trace_bytes(found.evidence, {})
+    assert pq.ParquetFile(pa.BufferReader(data)).metadata.num_row_groups > 5
+    assert same(found.evidence, read_trace(write(data)).evidence)
+
+
+def test_values_of_another_type_are_a_defect(lab: Any) -> None:
+    found = evaluated(lab, *whole(lab))
+    key, run = next(iter(found.evidence.runs.items()))
+    narrow: Any = {"kl": np.zeros(3, dtype=np.float32)}
+    runs = {**found.evidence.runs, key: replace(run, unit=replace(run.unit, values=narrow))}
+    with pytest.raises(TypeError, match="float32"):
+        trace_bytes(replace(found.evidence, runs=runs), {})
+
+
+# --- replay --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("looks", [1, 4, None], ids=["one look", "four looks", "any time"])
+def test_every_kind_of_clause_is_concluded_again(lab: Any, write: Write, looks: int | None) -> None:
+    found = evaluated(lab, *whole(lab), infer=lab.kernel(lab.drifting(0.05)), looks=looks, seed=7)
+    verdicts = {row.to_json()["verdict"] for row in found.report.clauses}
+    assert {"held", "violated"} <= verdicts
+    trace = replayed(found, write)
+    assert same(found.evidence, trace.evidence)
+    assert trace.evidence.timing.runs
+
+
+def test_failures_and_numbers_that_are_not_finite_are_concluded_again(
+    lab: Any, write: Write
+) -> None:
+    def broken(tokens: tuple[int, ...]) -> Any:
+        if sum(tokens) % 3 == 0:
+            raise RuntimeError("out of memory")
+        logits = lab.base(tokens)
+        return logits * float("nan") if sum(tokens) % 3 == 1 else logits
+
+    found = evaluated(lab, *whole(lab), infer=lab.kernel(broken))
+    assert any(run.unit.failure == "out of memory" for run in found.evidence.runs.values())
+    assert any(run.nonfinite for run in found.evidence.runs.values())
+    replayed(found, write)
+
+
+def test_an_encoder_is_concluded_again(lab: Any, write: Write) -> None:
+    clause = lab.clause(lab.statistic("max", "hidden_l2"))
+    found = evaluated(lab, clause, infer=lab.kernel(lab.drifting(0.05)), encoder=True)
+    trace = replayed(found, write)
+    assert trace.evidence.encoder
+
+
+def test_rows_can_be_read_by_other_programs(lab: Any, write: Write) -> None:
+    found = evaluated(lab, *whole(lab), infer=lab.kernel(lab.drifting(0.05)))
+    path = write(trace_bytes(found.evidence, {}))
+    rows = duckdb.execute(
+        f"select request, rng_seed, replay_signature, list_max(metrics.kl) from '{path}' "
+        "where kind = 'request' and list_contains(slices, 'few')"
+    ).fetchall()
+    runs = found.evidence.runs
+    assert len(rows) == 3
+    for key, seed, signature, worst in rows:
+        assert (seed, signature) == (runs[key].seed, runs[key].replay_signature)
+        assert worst == runs[key].unit.values["kl"].max()
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def intact() -> bytes:
+    from tests.unit.empirical.conftest import Lab
+
+    lab = Lab()
+    found = evaluated(lab, lab.clause(lab.statistic("max", "kl")), rows=lab.requests(3))
+    return trace_bytes(found.evidence, found.report.to_json())
+
+
+def code_of(path: Path) -> str:
+    with pytest.raises(Refusal) as refused:
+        read_trace(path)
+    (found,) = refused.value.diagnostics
+    return found.code.id
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_one_other_byte_anywhere_is_refused(
+    intact: bytes, write: Write, data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, len(intact) - 1))
+    other = data.draw(st.integers(1, 255))
+    changed = intact[:at] + bytes([intact[at] ^ other]) + intact[at + 1 :]
+    assert code_of(write(changed)) in ("KC630", "KC631")
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_trace_that_was_cut_short_or_continued_is_refused(
+    intact: bytes, write: Write, data: st.DataObject
+) -> None:
+    end = data.draw(st.integers(0, len(intact) - 1))
+    assert code_of(write(intact[:end])) in ("KC630", "KC631")
+    assert code_of(write(intact + intact[:end] + b"\0")) in ("KC630", "KC631")
+
+
+def test_the_seal_is_the_digest_of_the_file_with_zeros_in_its_place(intact: bytes) -> None:
+    import hashlib
+
+    seal = sealing.seal_of(intact)
+    assert seal is not None
+    assert intact.count(seal.encode()) == 1
+    blank = intact.replace(seal.encode(), b"0" * 64)
+    assert hashlib.sha256(blank).hexdigest() == seal
+    assert sealing.sealed(blank) == intact
+
+
+def rewritten(data: bytes, change: Callable[[pa.Table, dict[str, Any]], pa.Table]) -> bytes:
+    """Return a trace with other columns or another header, sealed again."""
+    file = pq.ParquetFile(pa.BufferReader(data))
+    header = json.loads(file.metadata.metadata[b"kcdsl.trace"])
+    table = change(file.read().replace_schema_metadata(None), header)
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, table.schema, store_schema=False) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(
+            {"kcdsl.trace": json.dumps(header), sealing.KEY: sealing.UNSEALED}
+        )
+    return sealing.sealed(sink.getvalue().to_pybytes())
+
+
+def test_a_trace_that_is_only_written_again_is_the_same(intact: bytes, write: Write) -> None:
+    before = read_trace(write(intact))
+    after = read_trace(write(rewritten(intact, lambda table, header: table)))
+    assert same(before.evidence, after.evidence)
+
+
+def _without(name: str) -> Callable[[pa.Table, dict[str, Any]], pa.Table]:
+    return lambda table, header: table.drop_columns([name])
+
+
+def _with(name: str, values: list[Any], kind: pa.DataType) -> Callable[..., pa.Table]:
+    return lambda table, header: table.set_column(
+        table.schema.get_field_index(name), name, pa.array(values, kind)
+    )
+
+
+def _header(**changes: Any) -> Callable[[pa.Table, dict[str, Any]], pa.Table]:
+    def change(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+        header.update(changes)
+        return table
+
+    return change
+
+
+def _header_without(name: str) -> Callable[[pa.Table, dict[str, Any]], pa.Table]:
+    def change(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+        del header[name]
+        return table
+
+    return change
+
+
+def _other_program(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+    header["program"]["canonical"]["version"] = "2.0.0"
+    return table
+
+
+def _other_wording(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+    header["program"]["clauses"][0]["require"]["right"]["value"] = "2/1"
+    return table
+
+
+def _other_contract(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+    header["contract"]["digest"] = "sha256:" + "0" * 64
+    return table
+
+
+def _row_twice(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+    return pa.concat_tables([table, table.slice(0, 1)])
+
+
+def _row_less(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+    return table.slice(1)
+
+
+DAMAGED = {
+    "schema": (_header(schema="kcdsl.trace/3"), "its schema is kcdsl.trace/3, not kcdsl.trace/2"),
+    "no seed": (_header_without("seed"), "KeyError: 'seed'"),
+    "other program": (_other_program, "digest"),
+    "other requirement": (_other_wording, "the program is another than its digest says"),
+    "other contract": (_other_contract, "the program is another than the contract's digest says"),
+    "no metrics": (_without("metrics"), "it has no column metrics"),
+    "no failures": (_without("failure"), "it has no column failure"),
+    "narrow seeds": (_with("rng_seed", [1, 2, 3], pa.int8()), "its column rng_seed holds int8"),
+    "no key": (_with("request", ["a", None, "c"], pa.string()), "a row has no `request`"),
+    "other signature": (
+        _with("replay_signature", ["sha256:0"] * 3, pa.string()),
+        "the replay signature does not belong to the digests",
+    ),
+    "other kind": (_with("kind", ["request", "x", "request"], pa.string()), "kind 'x'"),
+    "a row twice": (_row_twice, "is given twice"),
+    "a row less": (_row_less, "lacks a request"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_trace_that_was_sealed_again_must_still_be_one(
+    intact: bytes, write: Write, damage: str
+) -> None:
+    change, why = DAMAGED[damage]
+    with pytest.raises(Refusal, match=why) as refused:
+        read_trace(write(rewritten(intact, change)))
+    assert [found.code.id for found in refused.value.diagnostics] == ["KC630"]
+    assert refused.value.diagnostics[0].help
+
+
+def test_a_missing_trace_and_a_folder_are_named(tmp_path: Path) -> None:
+    assert code_of(tmp_path / "none.parquet") != "KC630"
+    assert code_of(tmp_path) != "KC630"
+
+
+def test_a_budget_is_counted_again(lab: Any, write: Write) -> None:
+    clause = lab.clause(lab.statistic("max", "kl"), limit="1/100000", budget=("1/4", "windows"))
+    found = evaluated(lab, clause, infer=lab.kernel(lab.drifting(0.05)))
+    trace = replayed(found, write)
+    assert trace.evidence.program.clauses[0].budget == Budget(clause.budget.rate, "windows")

@@ -1,0 +1,284 @@
+"""Experiments on the tiny language model: what runs, what is said not to, what is remembered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+import pytest
+
+from kcdsl.check.compile import load_program
+from kcdsl.diagnostics import Refusal
+from kcdsl.verdict.experiment_text import not_run, rate_text
+from kcdsl.verdict.html.experiment import experiment_page, maps
+from kcdsl_backends.adapters import ADAPTERS
+from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.backend import BACKEND
+from kcdsl_backends.empirical.experiments.cells import Cells
+from kcdsl_backends.empirical.experiments.grid import Axes, run_grid
+from kcdsl_backends.empirical.experiments.single import run_single
+from kcdsl_backends.empirical.experiments.variants import variants
+
+if TYPE_CHECKING:
+    from tests.conftest import Cli
+
+_CONTRACT = """kcdsl: 1
+contract: swept
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama, config: config.json}
+kernels:
+  train: {run: torch.eager, numerics: {compute: float32}}
+  infer: {run: torch.eager, numerics: {compute: bfloat16}}
+data: prompts.jsonl
+slices: {all: {}, safety: {where: 'category == "safety"'}}
+clauses:
+  N-KL: {require: p99(kl) <= 1e-4 nats, slices: [all, safety], level: L2}
+  N-LINF: {require: max(logit_linf) <= 0.1, budget: 40% of requests, slices: [all], level: L2}
+  R-LATENCY: {require: p95(latency) <= 9 s, slices: [all], level: L1}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
+    made = tmp_path_factory.mktemp("swept")
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(repository / "examples/tiny_lm" / name, made / name)
+    lines = (repository / "examples/tiny_lm/prompts.jsonl").read_text().splitlines()
+    (made / "prompts.jsonl").write_text("\n".join(lines[::2]) + "\n")
+    (made / "contract.yaml").write_text(_CONTRACT)
+    return made
+
+
+@pytest.fixture(scope="module")
+def grid(folder: Path) -> dict[str, Any]:
+    axes = Axes(("cpu", "cuda"), (8, 16), (1, 3), (1, 2))
+    return run_grid(
+        BACKEND.prepare, load_program(folder / "contract.yaml"), folder, folder / "e2", axes=axes
+    )
+
+
+def _cells(document: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    axes = ("device", "length", "batch", "concurrency")
+    return {tuple(cell[axis] for axis in axes): cell for cell in document["cells"]}
+
+
+def test_every_combination_has_a_cell(grid: dict[str, Any], follows: Callable[[Any], None]) -> None:
+    follows(grid)
+    cells = _cells(grid)
+    assert len(cells) == len(grid["cells"]) == 16
+    for (device, *_), cell in cells.items():
+        if device == "cpu":
+            assert cell["status"] == "ran"
+    assert grid["deferred"].keys() == {"R-LATENCY"}
+
+
+def test_streams_and_batches_of_one_give_what_a_request_alone_gives(grid: dict[str, Any]) -> None:
+    """Threads do not change a result: rows of one and of two streams are the same, bit for bit."""
+    cells = _cells(grid)
+    for length in (8, 16):
+        for batch in (1, 3):
+            one, two = (cells["cpu", length, batch, c]["rows"] for c in (1, 2))
+            assert one == two
+
+
+def test_a_cell_of_single_requests_is_the_evaluation_of_cut_requests(
+    grid: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    """An independent road: cut the file, evaluate it, compare counts and values."""
+    for name in ("model.safetensors", "config.json", "contract.yaml"):
+        shutil.copy(folder / name, tmp_path / name)
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    kept = [
+        {**row, "text": row["text"].encode()[:16].decode()}
+        for row in rows
+        if len(row["text"].encode()) >= 16
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    program = load_program(tmp_path / "contract.yaml")
+    setting = BACKEND.prepare(program, tmp_path, crosscheck=False, seconds=0.1)
+    report = BACKEND.conclude(BACKEND.gather(setting, lambda stage, done, total: None))
+    cell = _cells(grid)["cpu", 16, 1, 1]
+    assert cell["requests"] == len(kept)
+    for row in cell["rows"]:
+        same = next(
+            r for r in report.clauses if (r.clause, r.slice) == (row["clause"], row["slice"])
+        )
+        assert (row["value"], row["n"]) == (same.value, same.n)
+        assert same.exceedance is not None
+        assert row["passed"] == same.exceedance.n - same.exceedance.k
+
+
+def test_pass_rates_have_exact_limits(grid: dict[str, Any]) -> None:
+    rows = [row for cell in grid["cells"] if cell["status"] == "ran" for row in cell["rows"]]
+    assert any(0 < row["rate"] < 1 for row in rows)
+    for row in rows:
+        low, high = statistics.limits(row["passed"], row["n"], statistics.ONE_LOOK)
+        assert row["low"] == pytest.approx(low, abs=1e-9)
+        assert row["high"] == pytest.approx(high, abs=1e-9)
+        assert row["low"] <= row["rate"] <= row["high"]
+        assert ("few units" in row["narrow"]) >= (row["n"] < 20)
+
+
+def test_cells_are_remembered_until_what_they_are_of_changes(
+    grid: dict[str, Any], folder: Path, follows: Callable[[Any], None]
+) -> None:
+    program = load_program(folder / "contract.yaml")
+
+    def again(**how: Any) -> tuple[dict[str, Any], int]:
+        runs = 0
+
+        def prepare(*given: Any, **named: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            return BACKEND.prepare(*given, **named)
+
+        axes = Axes(("cpu",), (8,), (1, 3), (1,))
+        found = run_grid(prepare, program, folder, folder / "again", axes=axes, **how)
+        return found, runs
+
+    first, loaded = again()
+    assert loaded == 1
+    kept = sorted((folder / "again" / "cells").iterdir())
+    assert [file.name for file in kept] == ["cpu-8-1-1.json", "cpu-8-3-1.json"]
+    follows(json.loads(kept[0].read_text()))
+    second, loaded = again()
+    assert (second, loaded) == (first, 0)
+    kept[0].write_text(kept[0].read_text()[:-40])  # a file that was damaged is measured again
+    assert again() == (first, 1)
+    assert again(seed=1)[1] == 1
+    assert again(seed=1, fresh=True)[1] == 1
+
+
+def test_a_refusal_is_a_cell_that_is_tried_again(tmp_path: Path) -> None:
+    from kcdsl.diagnostics import codes, refuse
+
+    cells = Cells(tmp_path, {"of": "this"})
+
+    def fails() -> dict[str, Any]:
+        raise refuse(codes.EXPERIMENT, "not here")
+
+    assert cells.cell("a", {"n": 1}, fails) == {
+        "n": 1,
+        "status": "not_run",
+        "reason": "KC683: not here",
+    }
+    assert cells.cell("a", {"n": 1}, lambda: {"rows": []})["status"] == "ran"
+    assert cells.cell("a", {"n": 2}, fails)["status"] == "not_run"
+
+
+def test_every_variant_differs_in_one_thing(folder: Path) -> None:
+    kernel = load_program(folder / "contract.yaml").infer
+    found = variants(kernel)
+    assert len({variant.name for variant in found}) == len(found)
+    assert {variant.factor for variant in found} == {
+        "none",
+        "precision",
+        "attention",
+        "quantisation",
+    }
+    for variant in found:
+        match variant.factor:
+            case "none":
+                assert variant.kernel == kernel
+            case "precision":
+                assert variant.kernel.run == kernel.run
+                assert dict(variant.kernel.numerics)["compute"] != "bfloat16"
+            case "attention":
+                assert variant.kernel.run != kernel.run
+                assert dict(variant.kernel.numerics)["compute"] == "bfloat16"
+            case "quantisation" if variant.kernel.run == kernel.run:
+                stated = {k: v for k, v in variant.kernel.numerics if k != "weights"}
+                assert stated == dict(kernel.numerics)
+    assert {v.kernel.run for v in found if v.factor == "attention"} | {kernel.run} == {
+        name for name, adapter in ADAPTERS.items() if adapter.engine in ("torch", "compile")
+    }
+
+
+def test_one_change_at_a_time_is_measured_as_evaluation_would(
+    folder: Path, follows: Callable[[Any], None]
+) -> None:
+    program = load_program(folder / "contract.yaml")
+    only = ("compute-float32", "attention-sdpa.cudnn", "weights-int8-full-per-tensor")
+    document = run_single(
+        BACKEND.prepare, program, folder, folder / "e1", device="cpu", only=only, seconds=0.1
+    )
+    follows(document)
+    cells = {cell["name"]: cell for cell in document["cells"]}
+    assert list(cells) == ["as-stated", *only]
+    assert cells["attention-sdpa.cudnn"]["status"] == "not_run"
+    assert "cudnn" in cells["attention-sdpa.cudnn"]["reason"]
+
+    def value(name: str) -> float:
+        return next(float(r["value"]) for r in cells[name]["rows"] if r["clause"] == "N-KL")
+
+    assert value("compute-float32") == 0.0
+    assert 0 < value("as-stated") < value("weights-int8-full-per-tensor")
+    setting = BACKEND.prepare(program, folder, crosscheck=False, seconds=0.1)
+    report = BACKEND.conclude(BACKEND.gather(setting, lambda stage, done, total: None))
+    assert value("as-stated") == next(r.value for r in report.clauses if r.clause == "N-KL")
+    page = experiment_page(document)
+    assert "weights-int8-full-per-tensor" in page
+    assert "attention-sdpa.cudnn" in page
+
+
+def test_a_variant_that_there_is_not_is_refused(folder: Path) -> None:
+    program = load_program(folder / "contract.yaml")
+    with pytest.raises(Refusal, match="no variant 'compute-float8'"):
+        run_single(
+            BACKEND.prepare, program, folder, folder / "x", device="cpu", only=["compute-float8"]
+        )
+
+
+def test_pictures_show_every_cell_and_are_well_formed(grid: dict[str, Any]) -> None:
+    found = maps(grid)
+    assert [one.name for one in found] == ["N-KL-all", "N-KL-safety", "N-LINF-all"]
+    for one in found:
+        root = ElementTree.fromstring(one.svg)
+        assert len(root.findall("g")) == 16
+        words = "".join(root.itertext())
+        assert "cuda, 2 streams" in words
+        assert "not run: KC" in words
+    page = experiment_page(grid)
+    assert page.count("<svg") == 3
+    assert "http" not in page.replace("http-equiv", "")
+    assert "<script" not in page
+
+
+def test_rates_are_never_rounded_to_all_or_none() -> None:
+    assert [rate_text(r) for r in (0.0, 1.0, 0.9999, 0.0001, 0.625)] == [
+        "0%",
+        "100%",
+        "99.9%",
+        "0.1%",
+        "62.5%",
+    ]
+    cells = [{"status": "not_run", "reason": "KC1: no", "name": str(i)} for i in range(6)]
+    assert list(not_run(cells)) == ["not run: 6 cells, 0 first: KC1: no"]
+
+
+def test_the_command_writes_everything(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--length", "8", "--batch", "2", "--concurrency", "1"]
+    contract = str(folder / "contract.yaml")
+    ran = cli("experiment", "e2", contract, *words, "-o", str(tmp_path / "out"), "--json")
+    assert ran.code == 0
+    assert json.loads(ran.stdout)["cells"][0]["status"] == "ran"
+    names = sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert names == [
+        "N-KL-all.svg",
+        "N-KL-safety.svg",
+        "N-LINF-all.svg",
+        "cells",
+        "e2.html",
+        "e2.json",
+    ]
+    ElementTree.parse(tmp_path / "out" / "N-KL-all.svg")
+    none = cli(
+        "experiment", "e2", contract, "--device", "cuda", "--length", "8", "-o", str(tmp_path)
+    )
+    assert none.code in (0, 2)
+    shown = cli("experiment", "e2", contract, *words, "-o", str(tmp_path / "out"))
+    assert "cpu 8 tokens x2 /1" in shown.stdout
