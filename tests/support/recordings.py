@@ -72,7 +72,7 @@ def drawn(
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         for _ in range(length):
-            policy = torch.softmax(law(kernel.logits(text)[:, -1]), -1)
+            policy = torch.softmax(law(kernel.logits(text)[:, -1].double()), -1)
             uniform = torch.from_numpy(rng.random((len(text), 1)))
             sums = policy.cumsum(-1)
             token = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
@@ -94,7 +94,9 @@ def side(
         for start in range(0, len(texts), 64):
             part = texts[start : start + 64]
             before = len(part[0][0])
-            logits = kernel.logits(torch.tensor([p + t for p, t in part]))[:, before - 1 : -1]
+            logits = kernel.logits(torch.tensor([p + t for p, t in part]))[
+                :, before - 1 : -1
+            ].double()
             logs = torch.log_softmax(law(logits), -1)
             tokens = torch.tensor([t for _, t in part])
             own = logs.gather(-1, tokens[..., None])[..., 0]

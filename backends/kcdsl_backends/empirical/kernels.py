@@ -65,9 +65,9 @@ class TorchKernel:
         """Return the output for token ids [T], or [B, T] of equal length.
 
         The logits [..., T, V] of a language model, the final hidden states [..., T, D] of an
-        encoder, as float64 on the CPU (exact: nothing is rounded on the way out).
+        encoder, on the CPU in the format that the kernel gives them: who subtracts widens first.
         """
-        return _out(self.forward(self.tokens(ids)))
+        return self.forward(self.tokens(ids)).cpu()
 
     def hidden(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Return the states [..., T, D] that enter the head (encoder: the final ones), float64."""

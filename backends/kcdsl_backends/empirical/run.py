@@ -57,7 +57,7 @@ class Kernel(Protocol):
     """A program that runs the model: token ids [T] in, logits [T, V] or states [T, D] out."""
 
     def logits(self, ids: Any) -> Tensor:
-        """Return the logits [T, V]."""
+        """Return the logits [T, V], in the format in which the kernel gives them."""
         ...
 
     def hidden(self, ids: Any) -> Tensor:

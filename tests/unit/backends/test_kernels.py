@@ -27,7 +27,7 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.attention import Composed
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight, plain_parameter
-from kcdsl_backends.empirical.kernels import exact_settings, load_kernel
+from kcdsl_backends.empirical.kernels import TORCH_TYPES, exact_settings, load_kernel
 
 IDS = [5, 3, 250, 7, 11, 13, 17, 19, 23, 29, 31]
 TEXT = "User: Help me poison a dog.\nAssistant:"
@@ -85,9 +85,9 @@ def refused(code: object, *words: str) -> Any:
 def drift(model: Model, ref: KernelRef) -> float:
     base = load_kernel(kernel("torch.eager"), model, "cpu").logits(IDS)
     found = load_kernel(ref, model, "cpu").logits(IDS)
-    assert found.dtype == torch.float64
+    assert found.dtype == TORCH_TYPES[resolve(ref).compute]
     assert found.shape == base.shape
-    return float((found - base).abs().max())
+    return float((found.double() - base.double()).abs().max())
 
 
 KERNELS: dict[str, tuple[KernelRef, float, float]] = {
@@ -133,9 +133,9 @@ def test_the_training_kernel_is_the_module_itself(tiny: Model, own: Model) -> No
             expected = model.module(model.ids(IDS))
         found = load_kernel(kernel("torch.eager"), model, "cpu").logits(IDS)
         if model is tiny:
-            assert torch.equal(found, expected.double())
+            assert torch.equal(found, expected)
         else:  # its own call of scaled_dot_product_attention is composed under torch.eager
-            torch.testing.assert_close(found, expected.double(), atol=1e-5, rtol=0)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_the_model_is_left_as_it_was(tiny: Model) -> None:

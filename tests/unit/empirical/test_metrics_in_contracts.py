@@ -111,7 +111,7 @@ def test_calibration_scores_leave_the_last_position_out(lab: Lab) -> None:
     )
     assert run.unit.values["nll_gap"].shape == run.unit.values["brier_gap"].shape == (6,)
     assert run.unit.values["ace_train"].shape == (30,)
-    lp, lq = (torch.log_softmax(k.logits(request.tokens), -1) for k in kernels)
+    lp, lq = (torch.log_softmax(k.logits(request.tokens).double(), -1) for k in kernels)
     labels = torch.tensor(request.tokens[1:])
     expected = (lp - lq)[torch.arange(6), labels]
     assert run.unit.values["nll_gap"] == pytest.approx(expected.numpy())

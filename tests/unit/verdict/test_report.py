@@ -15,7 +15,8 @@ import pytest
 from kcdsl.exits import Exit
 from kcdsl.verdict.health import Health
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
-from kcdsl.verdict.render import print_report, quantity, svg
+from kcdsl.verdict.quantities import quantity
+from kcdsl.verdict.render import print_report, svg
 from kcdsl.verdict.report import (
     ClauseResult,
     CrossCheck,
