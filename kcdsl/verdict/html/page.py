@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from kcdsl.verdict.html import figures, words
-from kcdsl.verdict.html.figures import Figure
+from kcdsl.verdict.html import bounds, curves, histograms, sources, words
+from kcdsl.verdict.html.figure import Figure
 from kcdsl.verdict.html.heatmap import heatmap
 
 
@@ -116,36 +116,36 @@ def _sections(
     charts: Mapping[str, Any], attribution: Mapping[str, Any] | None
 ) -> list[tuple[str, str, list[Figure]]]:
     """Return the chart sections: (id, title, figures), those without figures left out."""
-    curves = charts.get("disagreement") or []
+    disagreement = charts.get("disagreement") or []
     by_drift = charts.get("drift_by") or []
     found = [
         (
             "distributions",
             "Spread",
-            [figures.histogram(c, n) for n, c in enumerate(charts.get("histograms") or [])],
+            [histograms.histogram(c, n) for n, c in enumerate(charts.get("histograms") or [])],
         ),
         (
             "agreement",
             "Agreement",
             _present(
-                figures.disagreement(curves, 1),
-                figures.disagreement(curves, 5),
-                figures.flips(charts.get("flips_by_margin") or []),
+                curves.disagreement(disagreement, 1),
+                curves.disagreement(disagreement, 5),
+                curves.flips(charts.get("flips_by_margin") or []),
             ),
         ),
         (
             "where",
             "Where drift is",
-            [figures.drift_by(chart, n) for n, chart in enumerate(by_drift)],
+            [curves.drift_by(chart, n) for n, chart in enumerate(by_drift)],
         ),
         (
             "certified",
             "Measured versus certified",
-            [figures.certified(c, n) for n, c in enumerate(charts.get("certified") or [])],
+            [bounds.certified(c, n) for n, c in enumerate(charts.get("certified") or [])],
         ),
     ]
     if attribution is not None:
-        shown = _present(figures.attribution(attribution), figures.layers(attribution))
+        shown = _present(sources.attribution(attribution), sources.layers(attribution))
         found.append(("attribution", "Attribution", shown))
     return [section for section in found if section[2]]
 

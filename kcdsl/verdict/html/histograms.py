@@ -1,0 +1,163 @@
+"""How requests are spread: a strip for each slice, with the thresholds of clauses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kcdsl.verdict.html.figure import Cells, Figure, short
+from kcdsl.verdict.html.svg import (
+    Frame,
+    Scale,
+    element,
+    linear,
+    logarithmic,
+    picture,
+    powers,
+    text,
+    ticks,
+    x_axis,
+)
+from kcdsl.verdict.html.words import brief, shown
+
+_STRIP = 46.0
+_STRIPS = 8
+"""The most slices that one picture shows; the table has all."""
+
+
+def histogram(chart: Mapping[str, Any], number: int) -> Figure:
+    """Draw how requests are spread, a strip for each slice, with the thresholds of clauses."""
+    name, unit, rows = chart["metric"], chart["unit"], chart["slices"]
+    drawn = rows[:_STRIPS]
+    frame = Frame(height=30 + _STRIP * len(drawn) + 44, left=104, top=30)
+    low, high, scale = _reach(chart, frame)
+    parts = []
+    for i, row in enumerate(drawn):
+        base = frame.top + _STRIP * (i + 1)
+        parts.append(_strip(row, chart["edges"], scale, base, frame))
+    parts += _thresholds(chart, scale, low, high, frame)
+    at = powers(low, high) if chart["scale"] == "log" else ticks(low, high)
+    of = "" if unit == "1" else f" ({unit})"
+    worse = "smallest" if chart["better"] == "higher" else "largest"
+    parts.append(x_axis(frame, scale, at, f"{name}{of}, {worse} of each request"))
+    title = f"{name} by slice"
+    caption = (
+        f"Requests by their {worse} {name}"
+        + (f" = {chart['formula']}" if chart["formula"] else "")
+        + f"; {'logarithmic' if chart['scale'] == 'log' else 'linear'} axis."
+        + " Long marks: the median and the 99th percentile."
+    )
+    head = ("slice", "requests", "zero", "not finite", "p50", "p90", "p95", "p99", "worst")
+    table = tuple(_spread(row, unit) for row in rows)
+    described = "; ".join(f"{row[0]}: median {row[4]}, worst {row[8]}" for row in table[:_STRIPS])
+    return Figure(
+        title, caption, picture(f"h{number}", title, described, frame, "".join(parts)), head, table
+    )
+
+
+def _reach(chart: Mapping[str, Any], frame: Frame) -> tuple[float, float, Scale]:
+    """Return the ends of the axis: all values, and thresholds that are not far away."""
+    edges = chart["edges"] or [0.0, 1.0]
+    low, high = edges[0], edges[-1]
+    limits = [limit["threshold"] for limit in chart["limits"]]
+    if chart["scale"] == "log":
+        near = [v for v in limits if v > 0 and low / 1e3 <= v <= high * 1e3]
+        low, high = min([low, *near]), max([high, *near])
+        low, high = low / 1.3, high * 1.3
+        return low, high, logarithmic(low, high, frame.x)
+    if chart["unit"] == "ratio" and low == high:
+        low, high = min(0.0, low), max(1.0, high)
+    width = (high - low) or abs(high) or 1.0
+    near = [v for v in limits if low - 3 * width <= v <= high + 3 * width]
+    low, high = min([low, *near]), max([high, *near])
+    room = 0.04 * ((high - low) or abs(high) or 1.0)
+    inside = (frame.x[0] + 6, frame.x[1] - 6)
+    if chart["unit"] == "ratio":
+        return low, high, linear(low, high, inside)
+    return low - room, high + room, linear(low - room, high + room, frame.x)
+
+
+def _strip(
+    row: Mapping[str, Any], edges: Sequence[float], scale: Scale, base: float, frame: Frame
+) -> str:
+    counts, tallest = row["counts"], max(row["counts"], default=0)
+    parts = [
+        element("line", x1=frame.x[0], x2=frame.x[1], y1=base, y2=base, class_="grid"),
+        text(frame.x[0] - 8, base - 16, short(row["slice"], 15), text_anchor="end", class_="name"),
+        text(frame.x[0] - 8, base - 3, f"n = {row['n']}", text_anchor="end", class_="tick"),
+    ]
+    room = _STRIP - 12
+    for at, count in enumerate(counts):
+        if not count:
+            continue
+        x, end = scale(edges[at]), scale(edges[at + 1])
+        tall = max(2.0, room * count / tallest)
+        wide = max(3.0, end - x - 1)
+        parts.append(
+            element(
+                "rect",
+                x=min(x, frame.x[1] - wide),
+                y=base - tall,
+                width=wide,
+                height=tall,
+                class_="bar s1",
+            )
+        )
+    if row["zeros"]:
+        tall = max(2.0, room * min(1.0, row["zeros"] / max(tallest, row["zeros"])))
+        parts.append(
+            element("rect", x=frame.x[0] - 5, y=base - tall, width=4, height=tall, class_="bar s0")
+        )
+    spread = row["percentiles"] or {}
+    for name in ("p50", "p99"):
+        value = spread.get(name)
+        if value is not None and (value > 0 or edges[0] <= 0):
+            x = scale(value)
+            parts.append(element("line", x1=x, x2=x, y1=base - room - 4, y2=base, class_="mark"))
+    return "".join(parts)
+
+
+def _thresholds(
+    chart: Mapping[str, Any], scale: Scale, low: float, high: float, frame: Frame
+) -> list[str]:
+    parts, level = [], 0
+    for limit in chart["limits"]:
+        value = limit["threshold"]
+        inside = low <= value <= high
+        if inside and (value > 0 or chart["scale"] != "log"):
+            x = scale(value)
+            middle = "end" if x > sum(frame.x) / 2 else "start"
+            words = f"{limit['clause']} {limit['op']} {brief(value)}"
+            move = -4 if middle == "end" else 4
+            parts.append(
+                element("line", x1=x, x2=x, y1=frame.top - 6, y2=frame.y[0], class_="limit")
+            )
+            parts.append(
+                text(
+                    x + move,
+                    frame.top - 8 - 11 * level,
+                    words,
+                    text_anchor=middle,
+                    class_="limit-name",
+                )
+            )
+        elif level == 0:
+            far = value > high
+            arrow = f"{limit['clause']} {limit['op']} {brief(value)} " + ("→" if far else "←")
+            parts.append(
+                text(
+                    frame.x[1] if far else frame.x[0],
+                    frame.top - 8,
+                    arrow,
+                    text_anchor="end" if far else "start",
+                    class_="limit-name",
+                )
+            )
+        level = min(level + 1, 1)
+    return parts[:4]
+
+
+def _spread(row: Mapping[str, Any], unit: str) -> Cells:
+    spread = row["percentiles"] or {}
+    values = tuple(shown(spread.get(name), unit) for name in ("p50", "p90", "p95", "p99", "worst"))
+    return (row["slice"], str(row["n"]), str(row["zeros"]), str(row["outside"]), *values)
