@@ -52,6 +52,7 @@ SYNOPSES = {
     "docs/attribution.md": "attribute",
     "docs/experiments.md": "experiment",
     "docs/evaluate.md": "evaluate",
+    "docs/report.md": "report",
     "docs/verify.md": "verify",
 }
 """Pages whose block ```text is the synopsis of a command."""
