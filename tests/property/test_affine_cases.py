@@ -138,22 +138,7 @@ def attention(rng: np.random.Generator) -> Any:
     """Return attention straight on the input, as MiniLM's, without a mask."""
     g = proofs.Graph((ROWS, WIDTH))
     x = g.add("input", [], (ROWS, WIDTH))
-    parts = {}
-    for name in "qkv":
-        w = g.param(f"{name}.weight", rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5)
-        b = g.param(f"{name}.bias", 0.1 * rng.standard_normal(WIDTH))
-        y = g.add("linear", [x, w, b], (ROWS, WIDTH))
-        y = g.add("reshape", [y], (ROWS, HEADS, SIZE), shape=[ROWS, HEADS, SIZE])
-        parts[name] = g.add("permute", [y], (HEADS, ROWS, SIZE), dims=[1, 0, 2])
-    k = g.add("permute", [parts["k"]], (HEADS, SIZE, ROWS), dims=[0, 2, 1])
-    s = g.add("matmul", [parts["q"], k], (HEADS, ROWS, ROWS), role="scores")
-    s = g.add("scale", [s], (HEADS, ROWS, ROWS), role="scores", factor=SIZE**-0.5)
-    p = g.add("softmax", [s], (HEADS, ROWS, ROWS), role="probabilities")
-    c = g.add("matmul", [p, parts["v"]], (HEADS, ROWS, SIZE), role="context")
-    c = g.add("permute", [c], (ROWS, HEADS, SIZE), dims=[1, 0, 2])
-    c = g.add("reshape", [c], (ROWS, WIDTH), shape=[ROWS, WIDTH])
-    w = g.param("o.weight", rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5)
-    g.add("linear", [c, w], (ROWS, WIDTH))
+    proofs.unmasked_attention(g, x, rng, ROWS, HEADS, SIZE)
     return g
 
 

@@ -89,22 +89,7 @@ def encoder(rng: np.random.Generator, rows: int = 4, heads: int = 2, size: int =
     width = heads * size
     g = proofs.Graph((rows, width))
     x = g.add("input", [], (rows, width))
-    parts = {}
-    for name in "qkv":
-        w = g.param(f"{name}.weight", rng.standard_normal((width, width)) / width**0.5)
-        b = g.param(f"{name}.bias", 0.1 * rng.standard_normal(width))
-        y = g.add("linear", [x, w, b], (rows, width))
-        y = g.add("reshape", [y], (rows, heads, size), shape=[rows, heads, size])
-        parts[name] = g.add("permute", [y], (heads, rows, size), dims=[1, 0, 2])
-    k = g.add("permute", [parts["k"]], (heads, size, rows), dims=[0, 2, 1])
-    s = g.add("matmul", [parts["q"], k], (heads, rows, rows), role="scores")
-    s = g.add("scale", [s], (heads, rows, rows), role="scores", factor=size**-0.5)
-    p = g.add("softmax", [s], (heads, rows, rows), role="probabilities")
-    c = g.add("matmul", [p, parts["v"]], (heads, rows, size), role="context")
-    c = g.add("permute", [c], (rows, heads, size), dims=[1, 0, 2])
-    c = g.add("reshape", [c], (rows, width), shape=[rows, width])
-    w = g.param("o.weight", rng.standard_normal((width, width)) / width**0.5)
-    h = g.add("add", [x, g.add("linear", [c, w], (rows, width))], (rows, width))
+    h = g.add("add", [x, proofs.unmasked_attention(g, x, rng, rows, heads, size)], (rows, width))
     one = g.param("norm.weight", 1 + 0.1 * rng.standard_normal(width))
     zero = g.param("norm.bias", 0.1 * rng.standard_normal(width))
     h = g.add("layer_norm", [h, one, zero], (rows, width), eps=1e-5)

@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kcdsl.model import formats as prover_formats
-from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_certs.recheck import spec
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.affine.kernel import walk
@@ -23,23 +20,16 @@ from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting, everything
+from tests.support.ball.exactly import round_nothing
 from tests.support.mutation.blocks import decoder, encoder, gated
 
 BLOCKS: dict[str, Any] = {**RULES, "decoder": decoder, "encoder": encoder, "gated": gated}
 RECORD = proofs.numerics("float64", "nearest", accumulate="float64", exp_ulps=0)
-PRECISION, LARGEST = 400, float.fromhex("0x1.fffffffffffffp+1023")
 
 
 @pytest.fixture(autouse=True)
 def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make float64 a format of 400 bits for kernels, in both programs."""
-    exact = spec.Format("float64", PRECISION, -1022, LARGEST)
-    monkeypatch.setitem(spec.FORMATS, "float64", exact)
-    monkeypatch.setattr(spec, "FLOAT64", exact)
-    other = prover_formats.Format("float64", PRECISION, -1022, LARGEST)
-    monkeypatch.setitem(prover_formats.FORMATS, "float64", other)
-    monkeypatch.setattr(Rounding, "u_function", property(lambda self: 2.0**-PRECISION))
-    monkeypatch.setattr(Rounding, "eta_function", property(lambda self: 0.0))
+    round_nothing(monkeypatch)
 
 
 def exactly(setting: Setting, x: np.ndarray) -> dict[str, Any]:

@@ -15,13 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.model import formats as prover_formats
 from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.certifier.workshop import BlockProblem
-from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.planes.functional import Functional as ProverFunctional
 from kcdsl_backends.planes.propagate import walk as prove
-from kcdsl_certs.recheck import spec
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.inexact import Doubles
@@ -31,6 +28,7 @@ from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.weights import Parameters
 from tests.support import kernels, proofs
 from tests.support.ball import numbers, runs
+from tests.support.ball.exactly import round_nothing
 from tests.support.mutation.blocks import decoder, encoder, gated
 from tests.support.plane_blocks import RULES
 from tests.support.prover import block, parameters
@@ -47,19 +45,11 @@ EXACT: dict[str, Any] = {
 TRAIN = proofs.numerics(**EXACT)
 COARSE = proofs.numerics(**EXACT, weights=("fp8_e4m3", "per_channel"))
 FINE = proofs.numerics(**EXACT, weights=("tfloat32", "none"))
-PRECISION, LARGEST = 400, float.fromhex("0x1.fffffffffffffp+1023")
 
 
 @pytest.fixture(autouse=True)
 def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make float64 a format of 400 bits for kernels, in both programs."""
-    exact = spec.Format("float64", PRECISION, -1022, LARGEST)
-    monkeypatch.setitem(spec.FORMATS, "float64", exact)
-    monkeypatch.setattr(spec, "FLOAT64", exact)
-    other = prover_formats.Format("float64", PRECISION, -1022, LARGEST)
-    monkeypatch.setitem(prover_formats.FORMATS, "float64", other)
-    monkeypatch.setattr(Rounding, "u_function", property(lambda self: 2.0**-PRECISION))
-    monkeypatch.setattr(Rounding, "eta_function", property(lambda self: 0.0))
+    round_nothing(monkeypatch)
 
 
 class Checker:

@@ -209,6 +209,30 @@ def dump(value: Document) -> bytes:
     return json.dumps(value).encode()
 
 
+def unmasked_attention(
+    g: Graph, x: Any, rng: np.random.Generator, rows: int, heads: int, size: int
+) -> Any:
+    """Add attention without a mask, biased and with scaled scores, as BERT's; return its node."""
+    width = heads * size
+    parts = {}
+    for name in "qkv":
+        w = g.param(f"{name}.weight", rng.standard_normal((width, width)) / width**0.5)
+        b = g.param(f"{name}.bias", 0.1 * rng.standard_normal(width))
+        y = g.add("linear", [x, w, b], (rows, width))
+        y = g.add("reshape", [y], (rows, heads, size), shape=[rows, heads, size])
+        parts[name] = g.add("permute", [y], (heads, rows, size), dims=[1, 0, 2])
+    k = g.add("permute", [parts["k"]], (heads, size, rows), dims=[0, 2, 1])
+    square = (heads, rows, rows)
+    s = g.add("matmul", [parts["q"], k], square, role="scores")
+    s = g.add("scale", [s], square, role="scores", factor=size**-0.5)
+    p = g.add("softmax", [s], square, role="probabilities")
+    c = g.add("matmul", [p, parts["v"]], (heads, rows, size), role="context")
+    c = g.add("permute", [c], (rows, heads, size), dims=[1, 0, 2])
+    c = g.add("reshape", [c], (rows, width), shape=[rows, width])
+    w = g.param("o.weight", rng.standard_normal((width, width)) / width**0.5)
+    return g.add("linear", [c, w], (rows, width))
+
+
 def attention(
     rng: np.random.Generator, rows: int = 5, heads: int = 2, kv_heads: int = 1, size: int = 4
 ) -> Graph:

@@ -7,17 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from kcdsl.model.llama import build
 from tests.support.commands import run_here
+from tests.support.small_models import write_model
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 32, "tie_word_embeddings": True,
-}  # fmt: skip
 CONTRACT = """\
 kcdsl: 1
 contract: small
@@ -42,14 +35,7 @@ WITHIN = "input_scale: {'*': 0.05, model.layers.0.mlp.down_proj: 0.02}"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(5)
-    state = {
-        name: torch.randn_like(p) * 0.2 + ("norm" in name)
-        for name, p in build(CONFIG).named_parameters()
-    }
-    save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "p0", "text": "hey"}) + "\n")
+    write_model(tmp_path, prompts=("hey",))
     return tmp_path
 
 

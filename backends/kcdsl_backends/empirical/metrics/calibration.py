@@ -113,8 +113,7 @@ def scores(pair: PolicyPair, labels: Tensor) -> Scores:
         tokens = torch.sort(log_probabilities, dim=-1, descending=True, stable=True).indices
         best = tokens[:, :ranks]
         hits = (best == at).to(torch.float64)
-        found = (brier, -own, p.gather(-1, best), hits)
-        return tuple(value.cpu().numpy() for value in found)  # type: ignore[return-value]
+        return _array(brier), _array(-own), _array(p.gather(-1, best)), _array(hits)
 
     brier, nll, ranked, hits = side(pair.train_log)
     other_brier, other_nll, other_ranked, other_hits = side(pair.infer_log)
@@ -139,3 +138,8 @@ def adaptive_calibration_error(ranked: Array, hits: Array, bins: int = BINS) -> 
             for part in np.array_split(order, bins)
         ]
     return sum(gaps) / len(gaps)
+
+
+def _array(values: Tensor) -> Array:
+    found: Array = values.cpu().numpy()
+    return found

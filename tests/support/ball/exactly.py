@@ -1,0 +1,22 @@
+"""Kernels that round nothing, for both programs: what is left of a bound covers the verifier."""
+
+from __future__ import annotations
+
+import pytest
+
+from kcdsl.model import formats as prover_formats
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_certs.recheck import spec
+
+PRECISION, LARGEST = 400, float.fromhex("0x1.fffffffffffffp+1023")
+
+
+def round_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make float64 a format of 400 bits for kernels, in both programs."""
+    exact = spec.Format("float64", PRECISION, -1022, LARGEST)
+    monkeypatch.setitem(spec.FORMATS, "float64", exact)
+    monkeypatch.setattr(spec, "FLOAT64", exact)
+    other = prover_formats.Format("float64", PRECISION, -1022, LARGEST)
+    monkeypatch.setitem(prover_formats.FORMATS, "float64", other)
+    monkeypatch.setattr(Rounding, "u_function", property(lambda self: 2.0**-PRECISION))
+    monkeypatch.setattr(Rounding, "eta_function", property(lambda self: 0.0))
