@@ -33,8 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pilot",
         metavar="FILE",
-        help="report.json or trace.jsonl of an earlier evaluation: its rates, its spread, and the "
-        "thresholds that it would have shown",
+        help="report.json or a trace (.jsonl, .parquet) of an earlier evaluation: its rates, its "
+        "spread, and the thresholds that it would have shown",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 

@@ -50,7 +50,13 @@ class Pilot(Protocol):
 
 
 def read_pilot(path: Path) -> Pilot:
-    """Read report.json or trace.jsonl of `kcdsl evaluate`; raises Refusal for anything else."""
+    """Read report.json, trace.jsonl or trace.parquet of `kcdsl evaluate`; raises Refusal for
+    anything else (KC629, for a trace also KC630 and KC631)."""
+    if path.suffix == ".parquet":
+        from kcdsl_backends.empirical.evidence import records
+        from kcdsl_backends.empirical.traces.file import read_trace
+
+        return _TracePilot(tuple(records(read_trace(path).evidence).values()))
     text = read_source(shown(path), _SIZE_LIMIT).text
     try:
         document = json.loads(text)
@@ -72,7 +78,7 @@ def _unusable(path: Path, why: str) -> Refusal:
     return refuse(
         codes.PILOT_FILE,
         f"{shown(path)} is no usable pilot: {why}",
-        help="give report.json or trace.jsonl as `kcdsl evaluate` wrote them",
+        help="give report.json or a trace as `kcdsl evaluate` wrote them",
     )
 
 
@@ -110,7 +116,7 @@ def _report(document: Mapping[str, Any]) -> Pilot:
     return _ReportPilot(rows)
 
 
-# --- trace.jsonl ---------------------------------------------------------------------------------
+# --- traces ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.small_models import PROMPTS, write_contract, write_model
+
 CONTRACT = """\
 kcdsl: 1
 contract: planned
@@ -181,6 +183,24 @@ def test_a_trace_as_pilot(write: Write, planned: Any) -> None:
     assert mean["pilot"]["needed"] >= 20
     assert mean["state"] == "enough"
     assert found["P99 long"]["pilot"] is None
+
+
+def test_both_traces_of_an_evaluation_are_the_same_pilot(
+    tmp_path: Path, cli: Any, planned: Any
+) -> None:
+    write_model(tmp_path)
+    write_contract(tmp_path, "p90(kl) <= 1e-3", "mean(kl) <= 1e-3", evidence="sample")
+    ran = cli("evaluate", "--bound-seconds", "0", "--seconds", "0.1", cwd=tmp_path)
+    assert ran.code == 3, ran.stderr
+    by_lines = planned(tmp_path, "--pilot", "out/trace.jsonl")
+    assert by_lines["N-0 all"]["pilot"]["n"] == len(PROMPTS)
+    assert planned(tmp_path, "--pilot", "out/trace.parquet") == by_lines
+    damaged = bytearray((tmp_path / "out/trace.parquet").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "damaged.parquet").write_bytes(damaged)
+    refused = cli("plan", "--pilot", "damaged.parquet", cwd=tmp_path)
+    assert refused.code == 2
+    assert "error[KC631]" in refused.stderr
 
 
 def test_a_failed_request_makes_a_pilot_say_nothing(write: Write, planned: Any) -> None:
