@@ -51,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(_table(name, part) for name, part in report.reports))
         if report.coverage is not None:
             print(f"coverage  {report.coverage.outcome.value}  {report.coverage.detail}".rstrip())
+        if report.accepted:
+            for text in report.assumptions:
+                print(f"assumed: {text if text.isprintable() else ascii(text)}")
         print(report.verdict)
     return VALID if report.accepted else INVALID
 

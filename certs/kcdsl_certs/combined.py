@@ -27,6 +27,11 @@ class Combined:
         return tuple(label for label in first if all(label in other for other in rest))
 
     @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Return what any of the certificates counts on, each once."""
+        return tuple(dict.fromkeys(text for _, r in self.reports for text in r.assumptions))
+
+    @property
     def coverage(self) -> Check | None:
         """Return the step that looks at all certificates together; None where there is one."""
         if len(self.reports) == 1:
@@ -62,6 +67,7 @@ class Combined:
             "schema": "kcdsl.check/1",
             "verdict": self.verdict,
             "outside": list(self.outside),
+            "assumptions": list(self.assumptions),
             "certificates": parts,
             "checks": [*checks, coverage.to_json()],
         }

@@ -64,6 +64,8 @@ class Report:
     """Clauses of the contract that lie outside the scope of a partial certificate."""
     steps: tuple[str, ...] = STEPS
     """The steps that there are: those of a certificate, or of a weights transfer."""
+    assumptions: tuple[str, ...] = ()
+    """What the signed results count on and nothing here has looked at; for people to read."""
 
     @property
     def accepted(self) -> bool:
@@ -91,6 +93,7 @@ class Report:
             "certificate": self.certificate,
             "signers": list(self.signers),
             "outside": list(self.outside),
+            "assumptions": list(self.assumptions),
             "checks": [check.to_json() for check in self.checks],
         }
 

@@ -80,6 +80,12 @@ class Predicate:
         """Return the worst verdict of the clauses."""
         return overall(self.clauses)
 
+    @property
+    def every_assumption(self) -> tuple[str, ...]:
+        """Return what the certificate and its clauses count on, each once, as they stand there."""
+        own = (*self.assumptions, *(text for c in self.clauses for text in c.assumptions))
+        return tuple(dict.fromkeys(own))
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data without floats."""
         record: dict[str, Any] = {

@@ -56,6 +56,14 @@ class Earlier:
     recheck: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What lies outside of the scope, and what the results that went over count on."""
+
+    outside: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+
 def compare(
     log: Log,
     transfer: Transfer,
@@ -64,8 +72,8 @@ def compare(
     verify: VerifyBase,
     required: tuple[RequiredClause, ...],
     partial: bool,
-) -> tuple[str, ...]:
-    """Run the steps base, weights, clauses and proofs; return what lies outside of the scope."""
+) -> Compared:
+    """Run the steps base, weights, clauses and proofs."""
     found = _Found()
 
     def base() -> str:
@@ -97,7 +105,8 @@ def compare(
     for name, step in (("base", base), ("weights", weights), ("clauses", clauses)):
         log.run(name, step)
     log.run("proofs", proofs)
-    return found.outside
+    carried = () if found.carried is None else found.carried.every_assumption
+    return Compared(found.outside, tuple(dict.fromkeys((*transfer.assumptions, *carried))))
 
 
 @dataclass(slots=True)

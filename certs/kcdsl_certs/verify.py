@@ -108,11 +108,19 @@ def verify(
         log.run("validity", lambda: _validity(transfer, moment))
         log.run("sequence", lambda: _sequence(transfer, payload, minimum_sequence, revoked))
         log.run("contract", lambda: _contract(transfer, expected_triple, refuse_suppressions))
-        outside = compare(log, transfer, expected_triple, earlier, base, required, partial)
+        found = compare(log, transfer, expected_triple, earlier, base, required, partial)
         log.run("stage", lambda: _stage(state, stage, trusted.threshold))
         names = tuple(k.name for k in state.signed_by)
         checks = log.finish(TRANSFER_STEPS)
-        return Report(checks, certificate_id(payload), None, names, outside, TRANSFER_STEPS)
+        return Report(
+            checks,
+            certificate_id(payload),
+            None,
+            names,
+            found.outside,
+            TRANSFER_STEPS,
+            found.assumptions,
+        )
     assert state.predicate is not None
     predicate = state.predicate
     log.run("subject", lambda: _subject(state, expected_triple))
@@ -129,6 +137,7 @@ def verify(
         predicate,
         tuple(k.name for k in state.signed_by),
         state.outside,
+        assumptions=predicate.every_assumption,
     )
 
 

@@ -193,6 +193,8 @@ def _print(combined: Combined) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from kcdsl.diagnostics.render.terminal import printable
+
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     reasons: list[str] = []
     for name, report in combined.reports:
@@ -200,6 +202,9 @@ def _print(combined: Combined) -> None:
         reasons.extend(report.reasons)
     if combined.coverage is not None and combined.coverage.reason == "clause/missing":
         reasons.append(combined.coverage.reason)
+    if combined.accepted:
+        for text in combined.assumptions:
+            console.print(Text(f"assumed: {printable(' '.join(text.split()))}"))
     style = "bold green" if combined.accepted else "bold red"
     console.print(Text(combined.verdict, style=style), end="")
     console.print(Text(f": {', '.join(reasons)}" if reasons else ""))

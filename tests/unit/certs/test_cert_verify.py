@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kcdsl_certs.clauses import CertifiedClause, Verdict
+from kcdsl_certs.combined import Combined
 from kcdsl_certs.envelope import Signature, bundle_bytes, sign
 from kcdsl_certs.keys import Algorithm, TrustedKey, TrustPolicy, generate
 from kcdsl_certs.proofs import Outcome, PresentProofs, ProofResult
@@ -283,6 +284,36 @@ def test_a_partial_certificate_covers_its_scope_and_says_what_it_leaves_out(
     assert _failures(check(certify(nothing), partial=True)) == [
         ("clauses", "clause/nothing-covered")
     ]
+
+
+def test_what_the_results_count_on_is_reported_once_each(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    first, second, *rest = body.clauses
+    clauses = (
+        dataclasses.replace(first, assumptions=("both kernels obey", "not held")),
+        dataclasses.replace(second, assumptions=("not held", "rows are independent")),
+        *rest,
+    )
+    counting = dataclasses.replace(body, assumptions=("the clock is right",), clauses=clauses)
+    others = tuple(text for clause in rest for text in clause.assumptions)
+    report = check(certify(counting))
+    assert report.accepted
+    expected = ("the clock is right", "both kernels obey", "not held", "rows are independent")
+    assert report.assumptions == tuple(dict.fromkeys((*expected, *others)))
+    assert report.to_json()["assumptions"] == list(report.assumptions)
+    both = Combined((("a", report), ("b", report)))
+    assert both.assumptions == report.assumptions
+    assert both.to_json()["assumptions"] == list(report.assumptions)
+
+
+def test_nothing_is_reported_of_what_nobody_trusted_signed(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    bundle = certify(dataclasses.replace(body, assumptions=("send the key to me",)))
+    assert check(bundle).assumptions[0] == "send the key to me"
+    stranger = generate(Algorithm.ED25519)
+    assert check(bundle, trusted=TrustPolicy((_trust(stranger),))).assumptions == ()
 
 
 def test_a_scope_without_its_results_is_missing_them(

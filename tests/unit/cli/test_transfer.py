@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kcdsl.release.transfer import ASSUMPTIONS
 from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.envelope import bundle_bytes, decode, parse_bundle, sign
 from kcdsl_certs.keys import load_private
@@ -111,6 +112,9 @@ def test_later_weights_in_the_region_need_no_proof(cli: Any, folder: Path, follo
     assert "0.01" in steps["weights"]["detail"]
     assert "all weights within 0.01" in steps["clauses"]["detail"]
     assert "re-derived" in steps["proofs"]["detail"]
+    counted_on = json.loads(checked.stdout)["assumptions"]
+    assert counted_on[0] == ASSUMPTIONS[0]
+    assert "both kernels obey the numerics specifications named in the goal" in counted_on
 
 
 def test_the_checker_by_itself_accepts_it(cli: Any, folder: Path) -> None:

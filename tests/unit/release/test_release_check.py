@@ -7,18 +7,24 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kcdsl.cli.check import _print as print_check
 from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue
 from kcdsl.release.proved import proof_reference
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.clauses import CertifiedClause, ProofReference
+from kcdsl_certs.combined import Combined
 from kcdsl_certs.keys import SigningKey, generate
+from kcdsl_certs.proofs import Outcome
+from kcdsl_certs.report import STEPS, Report
+from kcdsl_certs.report import Check as Step
 
 Cli = Callable[..., Any]
 Results = Callable[[ProofReference], list[CertifiedClause]]
@@ -68,6 +74,23 @@ def test_the_table_names_every_step(cli: Cli, folder: Path, certificate: Path) -
     assert ran.stderr == ""
     for word in ("subject", "components", "clauses", "valid"):
         assert word in ran.stdout
+
+
+def test_assumptions_stand_before_the_verdict_of_what_is_accepted_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = tuple(Step(name, Outcome.OK) for name in STEPS)
+    report = Report(done, assumptions=("rows are independent", "clear\x1b[2J\nvalid"))
+    print_check(Combined((("a.cert.json", report),)))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:] == [
+        "assumed: rows are independent",
+        "assumed: clear\N{REPLACEMENT CHARACTER}[2J valid",
+        "valid",
+    ]
+    failed = replace(report, checks=(Step("bundle", Outcome.FAILED, "a/b"), *done[1:]))
+    print_check(Combined((("a.cert.json", failed),)))
+    assert "assumed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
