@@ -21,7 +21,8 @@ import numpy as np
 
 from bench.common import Better, Figure, report
 from kcdsl_backends.empirical.aggregation.engine import opened
-from kcdsl_backends.empirical.aggregation.sql import Asked, Limit, membership
+from kcdsl_backends.empirical.aggregation.selecting import membership
+from kcdsl_backends.empirical.aggregation.sql import Asked, Limit
 from kcdsl_backends.empirical.aggregation.tables import open_tables
 from kcdsl_backends.empirical.aggregation.tokens import Found, count_tokens
 

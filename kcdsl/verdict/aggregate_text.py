@@ -9,13 +9,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kcdsl.verdict.names import SHOWN
+
 WIDTH = 100
-_SHOWN = {
-    "held": ("✓ held", "green"),
-    "violated": ("✗ violated", "bold red"),
-    "inconclusive": ("? inconclusive", "yellow"),
-    "invalid_evidence": ("! invalid", "magenta"),
-}
 _UNREACHED = "–"
 
 
@@ -41,13 +37,14 @@ def _render(document: Mapping[str, Any]) -> RenderableType:
         Text(
             f"{tables['rows']:,} rows in {files} {_many('file', files)}, "
             f"{slices} {_many('slice', slices)}"
+            + (f"; {tables['left_out']:,} rows in none of them" if tables["left_out"] else "")
         )
     )
     if contract is not None:
         parts += [_clauses(document["clauses"]), *_reasons(document)]
     parts += [_by_tokens(document["slices"]), _by_requests(document["slices"])]
     if contract is not None:
-        word, style = _SHOWN[document["verdict"]]
+        word, style = SHOWN[document["verdict"]]
         health = document["health"]["score"]
         parts.append(
             Text("\n")
@@ -61,7 +58,7 @@ def _clauses(rows: Iterable[Mapping[str, Any]]) -> Table:
     table = _table("", ("clause", "slice", "requirement"), ("value", "limit", "evidence"))
     table.add_column("verdict", no_wrap=True)
     for row in rows:
-        word, style = _SHOWN[row["verdict"]]
+        word, style = SHOWN[row["verdict"]]
         worse = row["low"] if row["op"] in (">=", ">") else row["high"]
         beyond = row["exceedance"]
         counted = str(row["n"]) if beyond is None else f"{beyond['k']}/{beyond['n']}"

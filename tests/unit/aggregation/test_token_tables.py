@@ -25,16 +25,9 @@ from kcdsl_backends.empirical.aggregation.document import Wish, aggregate
 from kcdsl_backends.empirical.aggregation.engine import opened
 from kcdsl_backends.empirical.aggregation.ranks import order_statistic
 from kcdsl_backends.empirical.aggregation.requests import reduce_requests
+from kcdsl_backends.empirical.aggregation.selecting import Member, membership
 from kcdsl_backends.empirical.aggregation.shards import count_shard, count_shards
-from kcdsl_backends.empirical.aggregation.sql import (
-    Asked,
-    Limit,
-    Member,
-    above,
-    below,
-    decimal,
-    membership,
-)
+from kcdsl_backends.empirical.aggregation.sql import Asked, Limit, above, below, decimal
 from kcdsl_backends.empirical.aggregation.sums import exact_sums, steps_for
 from kcdsl_backends.empirical.aggregation.tables import open_tables
 from kcdsl_backends.empirical.aggregation.tokens import count_tokens

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kcdsl.ir.terms import Metric
-from kcdsl.verdict.report import number
+from kcdsl.verdict.result import number
 from kcdsl_backends.empirical.aggregation.requests import Requests
 from kcdsl_backends.empirical.aggregation.sql import Asked, Limit, above, below
 from kcdsl_backends.empirical.aggregation.tokens import Tokens

@@ -29,17 +29,15 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.walk import subterms, terms_of, walk
-from kcdsl.verdict.report import ClauseResult, Statistics
+from kcdsl.verdict.report import Statistics
+from kcdsl.verdict.result import ClauseResult
+from kcdsl_backends.empirical.aggregation.checks import check_rows
 from kcdsl_backends.empirical.aggregation.engine import Database
+from kcdsl_backends.empirical.aggregation.meaning import as_measured
 from kcdsl_backends.empirical.aggregation.requests import Requests, reduce_requests
-from kcdsl_backends.empirical.aggregation.sql import (
-    Limit,
-    Member,
-    field_query,
-    membership,
-    tested_fields,
-)
-from kcdsl_backends.empirical.aggregation.tables import SLICE, TokenTable
+from kcdsl_backends.empirical.aggregation.selecting import Member, membership
+from kcdsl_backends.empirical.aggregation.sql import Limit
+from kcdsl_backends.empirical.aggregation.tables import TokenTable
 from kcdsl_backends.empirical.clauses import metrics_of
 from kcdsl_backends.empirical.conclusion import decide, split
 from kcdsl_backends.empirical.evidence import Evidence
@@ -118,6 +116,7 @@ def prepare(program: Program, table: TokenTable, only: Sequence[str] = ()) -> Ta
             help="add a clause about a metric of tokens, such as `p99(kl) <= 0.02`",
         )
     terms = dict.fromkeys(term for clause in kept for term in _terms_of(clause))
+    terms |= dict.fromkeys(Metric(name) for term in terms for name in _metrics(term))
     if any(_sampled(term) for term in terms):
         terms[Metric("log_ratio_linf")] = None
     there = [t for t in terms if all(name in table.metrics for name in _metrics(t))]
@@ -156,8 +155,8 @@ def decide_table(
     Raises Refusal (KC622) where a row lacks a field that a slice tests.
     """
     table = database.table
-    _refuse_lacking(task, database)
-    slice_of = membership(table, task.members)
+    slice_of = membership(table, task.members)  # a field that is no column is refused first
+    check_rows(database, task.members)
     requests = reduce_requests(database, slice_of, task.terms) if task.terms else {}
     progress("requests", 1, 2)
     empty = Reduced((), {t: _nothing() for t in task.terms}, np.zeros(0, np.int64), _no_rows)
@@ -166,7 +165,9 @@ def decide_table(
             name,
             (),
             measures=task.measures,
-            reduced=requests[name].reduced if name in requests else empty,
+            reduced=as_measured(requests[name].reduced, task.measures)
+            if name in requests
+            else empty,
         )
         for name in task.slices
     }
@@ -272,28 +273,9 @@ def _member(slice_: Slice, stated: Mapping[str, Slice], table: TokenTable) -> Me
     return Member(slice_.name, where, name if by_name else None)
 
 
-def _refuse_lacking(task: Task, database: Database) -> None:
-    fields = sorted(
-        {f for m in task.members if m.where is not None for f in tested_fields(m.where)}
-    )
-    membership(database.table, task.members)  # a field that is no column is refused first
-    named = [SLICE] if any(m.named is not None for m in task.members) else []
-    if not fields and not named:
-        return
-    found = database.rows(field_query(database.table, [*fields, *named]))[0]
-    for i, field in enumerate([*fields, *named]):
-        lacking = int(found[f"lacking_{i}"])
-        if lacking:
-            raise refuse(
-                codes.REQUEST_FIELD,
-                f"{lacking} rows have no `{field}`, by which slices are told apart",
-                help="give the field to every row: a row that belongs nowhere is not dropped",
-            )
-
-
 def _nothing() -> Column:
     counts, floats = np.zeros(0, np.int64), np.zeros(0)
-    return Column(counts, counts, counts, counts, counts, floats, floats, floats)
+    return Column(counts, counts, counts, counts, counts, floats, floats, floats, counts)
 
 
 def _no_rows(request: str, term: Term) -> Any:

@@ -16,6 +16,7 @@ from kcdsl.ir.terms import Metric, Program, Term
 from kcdsl.verdict.health import assess, recommend
 from kcdsl.verdict.report import overall
 from kcdsl_backends.empirical.aggregation.aggregate import slice_record
+from kcdsl_backends.empirical.aggregation.checks import check_rows, left_out, refuse_copies
 from kcdsl_backends.empirical.aggregation.deciding import (
     Decided,
     Task,
@@ -25,7 +26,8 @@ from kcdsl_backends.empirical.aggregation.deciding import (
 )
 from kcdsl_backends.empirical.aggregation.engine import Database, opened
 from kcdsl_backends.empirical.aggregation.requests import reduce_requests
-from kcdsl_backends.empirical.aggregation.sql import Asked, Limit, membership
+from kcdsl_backends.empirical.aggregation.selecting import membership
+from kcdsl_backends.empirical.aggregation.sql import Asked, Limit
 from kcdsl_backends.empirical.aggregation.tables import (
     TokenTable,
     file_records,
@@ -81,12 +83,12 @@ def aggregate(
     task = None if program is None else prepare(program, table, wish.slices)
     asked = _asked(table, task, wish)
     files = file_records(table, lambda done, total: progress("digests", done, total))
+    refuse_copies(table, [file["sha256"] for file in files])
     with opened(table, memory=wish.memory, threads=wish.threads, spill=wish.spill) as database:
         members = None if task is None else task.members
         slice_of = membership(table, members)
-        tokens = count_tokens(database, slice_of, asked) if asked else {}
-        progress("tokens", 1, 1)
         if task is None:
+            check_rows(database, members)
             terms: list[Term] = [Metric(one.metric) for one in asked]
             requests, decided = reduce_requests(database, slice_of, terms), None
             names = _chosen(tuple(sorted(requests)), wish.slices)
@@ -99,6 +101,8 @@ def aggregate(
                 progress=progress,
             )
             requests, names = dict(decided.requests), task.slices
+        tokens = count_tokens(database, slice_of, asked) if asked else {}
+        progress("tokens", 1, 1)
         better = {name: measure.better for name, measure in MEASURES.items()}
         slices = [
             slice_record(
@@ -114,7 +118,11 @@ def aggregate(
         return {
             "schema": SCHEMA,
             **_conclusion(program, decided),
-            "tables": {"rows": table.rows, "files": list(files)},
+            "tables": {
+                "rows": table.rows,
+                "left_out": left_out(database, members),
+                "files": list(files),
+            },
             "environment": _environment(database, wish),
             "slices": slices,
             "sql": list(database.asked),

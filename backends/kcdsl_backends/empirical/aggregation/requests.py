@@ -121,4 +121,5 @@ def _column(found: Any, i: int, sums: ExactSums) -> Column:
         extremes("least"),
         extremes("most"),
         np.array([sums.rounded(n) for n in sums.integers], dtype=np.float64),
+        np.zeros(len(values), dtype=np.int64),
     )

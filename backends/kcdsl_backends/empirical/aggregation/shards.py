@@ -15,7 +15,8 @@ from kcdsl.ir.terms import Metric
 from kcdsl_backends.empirical.aggregation.aggregate import Aggregate, aggregate_of
 from kcdsl_backends.empirical.aggregation.engine import opened
 from kcdsl_backends.empirical.aggregation.requests import reduce_requests
-from kcdsl_backends.empirical.aggregation.sql import Asked, Limit, membership
+from kcdsl_backends.empirical.aggregation.selecting import membership
+from kcdsl_backends.empirical.aggregation.sql import Asked, Limit
 from kcdsl_backends.empirical.aggregation.tables import open_tables
 from kcdsl_backends.empirical.aggregation.tokens import count_tokens
 

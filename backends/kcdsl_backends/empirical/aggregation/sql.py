@@ -13,35 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import assert_never
 
-from kcdsl.diagnostics import codes, refuse
-from kcdsl.ir.terms import (
-    Abs,
-    AllOf,
-    AnyOf,
-    Arith,
-    FieldTest,
-    Metric,
-    NoneOf,
-    Number,
-    Predicate,
-    Term,
-)
-from kcdsl_backends.empirical.aggregation.tables import REQUEST, SLICE, TokenTable
+from kcdsl.ir.terms import Abs, Arith, Metric, Number, Term
+from kcdsl_backends.empirical.aggregation.tables import REQUEST, TokenTable
 
 PLACE = "kcdsl_place"
 """Where a row stands: the number of its file and its number in there, as one integer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A slice whose rows are wanted: those of which the column of slices has the name `named`, and
-    that satisfy `where` (None: no such condition)."""
-
-    name: str
-    where: Predicate | None
-    named: str | None
 
 
 def quoted(name: str) -> str:
@@ -83,144 +60,6 @@ def view(table: TokenTable) -> str:
         f"CREATE VIEW tokens AS SELECT *, file_index * {2**40} + file_row_number AS {PLACE}\n"
         f"FROM read_parquet([{files}])"
     )
-
-
-def membership(table: TokenTable, members: Sequence[Member] | None) -> str:
-    """Return the expression of the slice of a row; one row for each slice it belongs to.
-
-    `members` None stands for every slice that the column names.
-    """
-    column = quoted(SLICE)
-    if members is None:
-        match table.slices:
-            case None:
-                return text("all")
-            case "names":
-                return column
-            case "numbers":
-                return _named(table)
-            case _:
-                return f"unnest(list_distinct({column}))"
-    tests = [_test_of(table, member) for member in members]
-    if tests == ["TRUE"]:
-        return text(members[0].name)
-    listed = ", ".join(
-        f"CASE WHEN {test} THEN {text(member.name)} END"
-        for member, test in zip(members, tests, strict=True)
-    )
-    return f"unnest(list_filter([{listed}], lambda name: name IS NOT NULL))"
-
-
-def _test_of(table: TokenTable, member: Member) -> str:
-    tests = []
-    if member.named is not None:
-        tests.append(_has_name(table, member.named))
-    if member.where is not None and member.where != AllOf(()):
-        tests.append(predicate(member.where, table, member.name))
-    return " AND ".join(tests) if tests else "TRUE"
-
-
-def _has_name(table: TokenTable, name: str) -> str:
-    match table.slices:
-        case "names":
-            return f"{quoted(SLICE)} = {text(name)}"
-        case "numbers":
-            return f"{_named(table)} = {text(name)}"
-        case _:
-            return f"list_contains({quoted(SLICE)}, {text(name)})"
-
-
-def _named(table: TokenTable) -> str:
-    if not table.names:
-        return f"{quoted(SLICE)}::VARCHAR"
-    names = ", ".join(map(text, table.names))
-    return f"CASE WHEN {quoted(SLICE)} >= 0 THEN ([{names}])[{quoted(SLICE)} + 1] END"
-
-
-def predicate(where: Predicate, table: TokenTable, name: str) -> str:
-    """Return a predicate of a slice as a condition on rows; raises Refusal (KC622)."""
-    match where:
-        case AllOf(parts):
-            return _joined(" AND ", [predicate(p, table, name) for p in parts], "TRUE")
-        case AnyOf(parts):
-            return _joined(" OR ", [predicate(p, table, name) for p in parts], "FALSE")
-        case NoneOf(part):
-            return f"(NOT {predicate(part, table, name)})"
-        case FieldTest(field, op, value):
-            kind = table.fields.get(field)
-            wanted = _kinds(value)
-            if kind not in wanted:
-                problem = "no such column" if kind is None else f"a column of kind {kind}"
-                raise refuse(
-                    codes.REQUEST_FIELD,
-                    f"the slice `{name}` compares `{field}` with a {wanted[0]}, and the token "
-                    f"table has {problem}",
-                    help="write the field of its request into each row",
-                )
-            return _test(quoted(field), op, value, kind)
-        case _:
-            assert_never(where)
-
-
-def field_query(table: TokenTable, fields: Sequence[str]) -> str:
-    """Return the query of the rows without a value of each field: lacking_i."""
-    parts = []
-    for i, field in enumerate(fields):
-        test = f"{quoted(field)} IS NULL"
-        if table.fields.get(field) == "number":
-            test += f" OR isnan({quoted(field)})"
-        if field == SLICE and table.slices == "numbers":
-            test = f"{_named(table)} IS NULL"
-        parts.append(f"count_if({test}) AS lacking_{i}")
-    return f"SELECT {', '.join(parts)} FROM tokens"
-
-
-def _joined(word: str, parts: Sequence[str], empty: str) -> str:
-    return f"({word.join(parts)})" if parts else empty
-
-
-def tested_fields(where: Predicate) -> frozenset[str]:
-    """Return the fields that a predicate reads."""
-    match where:
-        case AllOf(parts) | AnyOf(parts):
-            return frozenset().union(*map(tested_fields, parts))
-        case NoneOf(part):
-            return tested_fields(part)
-        case FieldTest(field):
-            return frozenset((field,))
-        case _:
-            assert_never(where)
-
-
-def _kinds(value: str | bool | Fraction) -> tuple[str, ...]:
-    if isinstance(value, bool):
-        return ("boolean",)
-    return ("string",) if isinstance(value, str) else ("number", "integer")
-
-
-def _test(column: str, op: str, value: str | bool | Fraction, kind: str) -> str:
-    sign = {"==": "=", "!=": "<>"}.get(op, op)
-    if isinstance(value, bool):
-        return f"{column} {sign} {str(value).upper()}"
-    if isinstance(value, str):
-        return f"{column} {sign} {text(value)}"
-    if op in ("==", "!="):
-        exact = value.denominator == 1 if kind == "integer" else Fraction(below(value)) == value
-        if not exact:
-            return "TRUE" if op == "!=" else "FALSE"
-    elif op in ("<=", "<") and not _is_there(value, kind):
-        sign = "<="
-    elif op in (">=", ">") and not _is_there(value, kind):
-        sign = ">="
-    down = op in ("<=", "<", "==", "!=")
-    if kind == "integer":
-        return f"{column} {sign} {math.floor(value) if down else math.ceil(value)}"
-    return f"{column}::DOUBLE {sign} {double(below(value) if down else above(value))}"
-
-
-def _is_there(value: Fraction, kind: str) -> bool:
-    """Say whether a column of this kind can hold the number itself."""
-    return value.denominator == 1 if kind == "integer" else Fraction(below(value)) == value
 
 
 # --- tokens --------------------------------------------------------------------------------------

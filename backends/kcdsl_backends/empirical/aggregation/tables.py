@@ -12,8 +12,8 @@ from typing import Any
 from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
 
-REQUEST, SLICE, NAMES = "request", "slice", "kcdsl.slices"
-"""The columns of requests and slices, and the key of the names of integer slices."""
+REQUEST, SLICE, POSITION, NAMES = "request", "slice", "position", "kcdsl.slices"
+"""The columns of requests, slices and positions, and the key of the names of integer slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,14 @@ def _table(files: tuple[Path, ...], rows: int, schema: Any, names: tuple[str, ..
         text = kinds.is_string(kind) or kinds.is_large_string(kind)
         if column.name == SLICE:
             slices = _slices(column.type, kind, text)
-        if kinds.is_floating(kind) and column.name not in (REQUEST, SLICE):
+        if kinds.is_floating(kind) and column.name not in (REQUEST, SLICE, POSITION):
             metrics[column.name] = max(4, kind.bit_width // 8)
             fields[column.name] = "number"
         elif text or kinds.is_boolean(kind) or kinds.is_integer(kind):
             name = "string" if text else "boolean" if kinds.is_boolean(kind) else "integer"
             fields[column.name] = name
+        elif column.name == POSITION:
+            fields[POSITION] = str(kind)
     if fields.get(REQUEST) not in ("string", "integer"):
         raise refuse(
             codes.TOKEN_TABLE,
