@@ -11,7 +11,7 @@ from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
 
 KERNEL_FIELDS = (
-    *("run", "numerics", "folder", "url", "model", "key", "tokens", "logprobs"),
+    *("run", "numerics", "folder", "url", "model", "key", "tokens", "concurrency", "logprobs"),
     *("format", "columns", "file", "recomputed"),
 )
 SLICE_FIELDS = ("data", "where")

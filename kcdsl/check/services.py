@@ -18,7 +18,15 @@ from kcdsl.diagnostics.codes import (
     TWO_TEMPERATURES,
     WRONG_KIND,
 )
-from kcdsl.ir.kernels import DRAWN, MOST_DRAWN, MOST_TOP, TOP, LogProbabilities, Service
+from kcdsl.ir.kernels import (
+    DRAWN,
+    MOST_AT_ONCE,
+    MOST_DRAWN,
+    MOST_TOP,
+    TOP,
+    LogProbabilities,
+    Service,
+)
 from kcdsl.ir.terms import Constants, KernelRef
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 
@@ -28,7 +36,7 @@ SAMPLERS = ("server", "recorded")
 """The adapters that state what their log-probabilities are of."""
 FOLDERS = ("hf.transformers", "hf.transformers.sdpa")
 """The adapters that read a folder."""
-SERVER_FIELDS = ("url", "model", "key", "tokens", "logprobs")
+SERVER_FIELDS = ("url", "model", "key", "tokens", "concurrency", "logprobs")
 LOGPROBS_FIELDS = ("values", "temperature", "top_p", "top_k", "min_p", "top")
 VALUES = ("raw", "processed")
 _URL = re.compile(r"https?://(?P<user>[^/@\s]*@)?[^/@?#\s:]+(:\d{1,5})?(?P<path>/[^?#\s]*)?")
@@ -64,8 +72,17 @@ _RANGES = {
     "top_k": _Range(0, MOST_DRAWN, whole=True),
     "top": _Range(0, MOST_TOP, whole=True),
     "tokens": _Range(1, MOST_DRAWN, whole=True),
+    "concurrency": _Range(1, MOST_AT_ONCE, whole=True),
 }
-_USUAL = {"temperature": 1, "top_p": 1, "min_p": 0, "top_k": 0, "top": TOP, "tokens": DRAWN}
+_USUAL = {
+    "temperature": 1,
+    "top_p": 1,
+    "min_p": 0,
+    "top_k": 0,
+    "top": TOP,
+    "tokens": DRAWN,
+    "concurrency": 1,
+}
 
 
 def read_folder(raw: RawKernel, reader: StructureReader) -> str | None:
@@ -84,7 +101,7 @@ def read_service(raw: RawKernel, reader: StructureReader) -> Service | None:
         return None
     url, key = _url(raw, reader), _variable(raw, reader)
     model = reader.text(raw.node, "model")
-    tokens = _number(raw.node, "tokens", reader)
+    tokens, at_once = (_number(raw.node, name, reader) for name in ("tokens", "concurrency"))
     for name, example in (("url", "http://127.0.0.1:8000"), ("logprobs", "{values: processed}")):
         if raw.node.get(name) is None:
             reader.reporter.error(
@@ -105,6 +122,7 @@ def read_service(raw: RawKernel, reader: StructureReader) -> Service | None:
         None if model is None else model.text,
         key,
         DRAWN if tokens is None else int(tokens),
+        1 if at_once is None else int(at_once),
     )
 
 

@@ -176,8 +176,11 @@ def _kernel(kernel: ir.KernelRef) -> dict[str, Any]:
 
 
 def service_json(service: Service) -> dict[str, Any]:
-    """Return what a contract says of a server as plain JSON data."""
+    """Return what a contract says of a server as plain JSON data; `concurrency` stands in it only
+    where it is not 1."""
+    at_once = {} if service.concurrency == 1 else {"concurrency": service.concurrency}
     return {
+        **at_once,
         "url": service.url,
         "model": service.model,
         "key": service.key,

@@ -17,6 +17,8 @@ MOST_TOP = 1 << 10
 """The most of the likeliest tokens that a server is asked for."""
 TOP = 5
 """How many of the likeliest tokens a server is asked for where the contract does not say."""
+MOST_AT_ONCE = 1 << 10
+"""The most questions that a server has before it at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,15 @@ class LogProbabilities:
 @dataclass(frozen=True, slots=True)
 class Service:
     """A server: its address, the model that it is asked for (None: the only one that it has), the
-    variable of the environment that holds its key, and how many tokens it draws after a prompt."""
+    variable of the environment that holds its key, how many tokens it draws after a prompt, and how
+    many prompts it has before it at a time: those it may batch, which changes its roundings."""
 
     url: str
     logprobs: LogProbabilities
     model: str | None = None
     key: str | None = None
     tokens: int = DRAWN
+    concurrency: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,6 +199,7 @@ def _service(value: dict[str, Any]) -> Service:
         _optional_text(value["model"]),
         _optional_text(value["key"]),
         _whole(value["tokens"]),
+        _whole(value.get("concurrency", 1)),
     )
 
 

@@ -13,8 +13,7 @@ from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.reports import Verdict, latest
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax import ast
-
-_MARKS = {"held": "✓", "violated": "✗", "inconclusive": "?", "invalid_evidence": "!"}
+from kcdsl.verdict.names import SIGNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def verdicts_of(snapshot: Snapshot, clause: str) -> tuple[tuple[Verdict, bool], 
 
 def mark(verdict: str) -> str:
     """Return the sign of a verdict."""
-    return _MARKS.get(verdict, "·")
+    return SIGNS.get(verdict, "·")
 
 
 def policy_action(analysis: Analysis, item: KnownClause) -> str | None:

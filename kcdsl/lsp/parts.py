@@ -101,6 +101,7 @@ def _program(name: str, kernel: ir.KernelRef) -> str:
         logs = kernel.service.logprobs
         rows.append(f"- url: `{kernel.service.url}`")
         rows.append(f"- logprobs: `{logs.values}`, temperature `{float(logs.temperature):g}`")
+        rows.append(f"- at a time: {kernel.service.concurrency}")
     return "\n".join([*rows, *_settings(kernel.numerics, "")])
 
 

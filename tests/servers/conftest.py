@@ -73,10 +73,11 @@ def load(tiny: Model, requests: tuple[Request, ...]) -> Loader:
         key: str | None = None,
         limits: Limits = QUICK,
         name: str | None = None,
+        concurrency: int = 1,
         **more: object,
     ) -> ServerKernel:
         logs = LogProbabilities(values, Fraction(temperature), **more)  # type: ignore[arg-type]
-        service = Service(url, logs, name, key, tokens)
+        service = Service(url, logs, name, key, tokens, concurrency)
         reference = KernelRef("server", (), service=service)
         return load_server(reference, tiny, requests[0].tokens, limits)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -57,6 +58,20 @@ def test_what_it_draws_is_what_the_training_kernel_says(
         assert rollout.infer.top.ids.shape == (16, 5)
         gaps = rollout.infer.top.logs[:, 0] - rollout.train.top.logs[:, 0]
         assert float(np.abs(gaps).max()) < FLOAT_NOISE
+
+
+def test_two_prompts_at_a_time_give_the_same_up_to_rounding(
+    llama_cpp: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
+) -> None:
+    """It may batch them, which changes the order of sums; what it drew keeps to its request."""
+    one = gather_rollouts(load(llama_cpp), train, requests, seed=3)
+    two = gather_rollouts(load(llama_cpp, concurrency=2), train, requests, seed=3)
+    assert not one.failures
+    assert not two.failures
+    assert list(two.rollouts) == [request.key for request in requests]
+    assert largest(two) < FLOAT_NOISE
+    texts = [[found.rollouts[r.key].tokens for r in requests] for found in (one, two)]
+    assert texts[0] == texts[1]
 
 
 def test_one_seed_gives_one_text_and_another_another(
@@ -182,6 +197,25 @@ def test_a_contract_is_decided_on_what_it_draws(
     follows(line)
     ran = cli("replay", "out/trace.parquet", cwd=tmp_path)
     assert ran.code == 0, ran.stdout + ran.stderr
+
+
+def test_the_token_that_ends_a_text_is_drawn_like_the_others(
+    tiny_folder: Path, load: Loader, train: TorchKernel, requests: tuple[Request, ...],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Texts end with a full stop here; what was drawn there has a value too."""
+    end = ord(".")
+    with llama_cpp_server(write_gguf(tiny_folder, tmp_path / "ends.gguf", end)) as url:
+        server = load(url, tokens=40)
+        server = replace(server, vocabulary=replace(server.vocabulary, ends=frozenset({end})))
+        found = gather_rollouts(server, train, requests, seed=3)
+    assert not found.failures
+    texts = [rollout.tokens for rollout in found.rollouts.values()]
+    short = [tokens for tokens in texts if len(tokens) < 40]
+    assert short
+    assert all(tokens[-1] == end for tokens in short)
+    assert all(end not in tokens[:-1] for tokens in texts)
+    assert largest(found) < FLOAT_NOISE
 
 
 def test_another_rotation_of_positions_is_a_violation(

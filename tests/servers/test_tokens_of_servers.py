@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from kcdsl.diagnostics import Refusal, codes
 from kcdsl.diagnostics.codes import Code
 from kcdsl.model.tokenizer import ByteTokenizer, FileTokenizer
 from kcdsl_backends.empirical.kernels import TorchKernel
-from kcdsl_backends.empirical.servers.alignment import Vocabulary
+from kcdsl_backends.empirical.servers.alignment import Vocabulary, ends_of
 from kcdsl_backends.empirical.servers.replies import Named, Reply, read_reply
 from kcdsl_backends.requests import Request
 from tests.servers.conftest import Loader
@@ -89,6 +92,23 @@ def test_a_text_that_two_tokens_have_is_in_doubt() -> None:
     with pytest.raises(Refusal) as caught:
         vocabulary.id_of(Named(None, None, "x"))
     assert "2 tokens" in caught.value.diagnostics[0].message
+
+
+def test_threads_that_look_for_a_text_at_a_time_find_the_same() -> None:
+    """The table of texts is made by the first that asks; no other one may see half of it."""
+
+    class Slow:
+        def encode(self, text: str) -> list[int]:
+            return [ord(letter) for letter in text]
+
+        def decode(self, ids: list[int]) -> str:
+            time.sleep(0.001)
+            return "".join(map(chr, ids))
+
+    vocabulary = Vocabulary(60, Slow())
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda i: vocabulary.id_of(Named(None, None, chr(i))), [59] * 4))
+    assert found == [59] * 4
 
 
 def test_an_id_with_other_bytes_is_of_another_vocabulary(words: Vocabulary) -> None:
@@ -183,6 +203,56 @@ def test_a_prompt_that_fills_the_model_leaves_no_room(
         with pytest.raises(Refusal) as caught:
             server.draw((65,) * 256, 1)
     assert caught.value.diagnostics[0].code is codes.SEQUENCE
+
+
+# --- the end of a text ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "generating", "ends"),
+    [
+        ({}, None, set()),
+        ({"eos_token_id": 2}, None, {2}),
+        ({"eos_token_id": None}, '{"eos_token_id": [5, 7]}', {5, 7}),
+        ({"eos_token_id": 2}, '{"eos_token_id": [2, 7]}', {2, 7}),
+        ({"eos_token_id": [2, "x", True]}, "[1", {2}),
+        ({"eos_token_id": 2}, "[3]", {2}),
+    ],
+)
+def test_which_tokens_end_texts_the_files_of_the_model_say(
+    config: dict[str, Any], generating: str | None, ends: set[int], tmp_path: Path
+) -> None:
+    if generating is not None:
+        (tmp_path / "generation_config.json").write_text(generating, "utf-8")
+    assert ends_of(tmp_path, config) == ends
+
+
+def test_an_end_that_is_drawn_and_not_given_is_refused(
+    load: Loader, train: TorchKernel, requests: tuple[Request, ...]
+) -> None:
+    """What is left out so is missing where texts end, and nowhere else: no sample of the rest."""
+
+    def stopped(answer: Answer, question: object) -> Answer:
+        answer["choices"][0]["finish_reason"] = "stop"
+        return answer
+
+    fake = Fake(train.logits)
+    with serving(fake) as url:
+        server = load(url, tokens=4)
+        drawn = server.draw(requests[0].tokens, 1).tokens
+        fake.change = stopped
+        assert server.draw(requests[0].tokens, 1).tokens == drawn, "nothing says what ends texts"
+        ends = [frozenset({drawn[-1], 300}), frozenset({(drawn[-1] + 1) % 256})]
+        good, bad = (
+            replace(server, vocabulary=replace(server.vocabulary, ends=own)) for own in ends
+        )
+        assert good.draw(requests[0].tokens, 1).tokens == drawn
+        with pytest.raises(Refusal) as caught:
+            bad.draw(requests[0].tokens, 1)
+        fake.change = lambda answer, question: answer
+        assert bad.draw(requests[0].tokens, 1).tokens == drawn, "it did not end there"
+    assert caught.value.diagnostics[0].code is codes.SERVER_REPLY
+    assert f"last token {drawn[-1]} is none" in caught.value.diagnostics[0].message
 
 
 # --- damaged answers -----------------------------------------------------------------------------

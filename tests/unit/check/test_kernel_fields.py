@@ -46,7 +46,7 @@ def analysed(
 
 def test_a_server_reaches_the_program_and_comes_back_from_the_file() -> None:
     program, found, _ = analysed(
-        f"{URL}, model: large, key: SERVER_KEY, tokens: 48, "
+        f"{URL}, model: large, key: SERVER_KEY, tokens: 48, concurrency: 8, "
         "logprobs: {values: processed, temperature: 0.7, top_p: 0.9, top_k: 50, min_p: 0.01,"
         " top: 8}",
         temperature="0.7",
@@ -59,6 +59,7 @@ def test_a_server_reaches_the_program_and_comes_back_from_the_file() -> None:
         "http://10.0.0.1:8000", "large", "SERVER_KEY",
     )  # fmt: skip
     assert (service.tokens, service.logprobs.top, service.logprobs.top_k) == (48, 8, 50)
+    assert service.concurrency == 8
     again = load_bytes(document(program))
     assert again == program
     assert digest(again) == digest(program)
@@ -87,6 +88,7 @@ def test_every_field_of_a_server_is_bound_by_digest_and_fingerprint() -> None:
         plain.replace("10.0.0.1", "10.0.0.2"),
         plain.replace("tokens: 16", "tokens: 17"),
         plain.replace("tokens: 16", "tokens: 16, model: m"),
+        plain.replace("tokens: 16", "tokens: 16, concurrency: 2"),
         plain.replace("processed", "raw"),
         *(plain.replace("temperature: 1", more) for more in ("top_p: 0.5", "top_k: 3", "top: 2")),
         plain.replace("temperature: 1", "min_p: 0.1"),
@@ -127,6 +129,8 @@ BAD: dict[str, tuple[str, Code, str]] = {
     ),
     "half a token": (f"{URL}, tokens: 1.5, {RAW}", codes.OUT_OF_RANGE, "1.5"),
     "no token": (f"{URL}, tokens: 0, {RAW}", codes.OUT_OF_RANGE, "0"),
+    "no prompt": (f"{URL}, concurrency: 0, {RAW}", codes.OUT_OF_RANGE, "0"),
+    "too many prompts": (f"{URL}, concurrency: 1025, {RAW}", codes.OUT_OF_RANGE, "1025"),
     "top_p of 0": (
         f"{URL}, logprobs: {{values: processed, top_p: 0}}", codes.OUT_OF_RANGE, "0",
     ),

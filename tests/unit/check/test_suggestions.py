@@ -203,6 +203,7 @@ kernels:
     model: tiny
     key: SERVER_KEY
     tokens: 8
+    concurrency: 2
     logprobs: {values: processed}
 slices: {all: {}}
 clauses:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer
@@ -21,6 +25,8 @@ class Vocabulary:
 
     size: int | None
     tokenizer: Tokenizer | None
+    ends: frozenset[int] = frozenset()
+    """The tokens that end texts, as far as the files of the model say; empty where they do not."""
     _ids: dict[str, list[int]] = field(default_factory=dict)
 
     def id_of(self, token: Named) -> int:
@@ -68,9 +74,26 @@ class Vocabulary:
 
     def _by_text(self) -> dict[str, list[int]]:
         if not self._ids and self.tokenizer is not None:
+            made: dict[str, list[int]] = {}
             for found in range(self.size or 0):
-                self._ids.setdefault(self.tokenizer.decode([found]), []).append(found)
+                made.setdefault(self.tokenizer.decode([found]), []).append(found)
+            self._ids.update(made)  # at once: another thread sees all of it or nothing
         return self._ids
+
+
+def ends_of(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """Return the tokens that end texts: `eos_token_id` of the configuration, and of a file
+    generation_config.json in the folder of the checkpoint, which servers read too."""
+    try:
+        generating = json.loads((folder / "generation_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        generating = {}
+    found: set[int] = set()
+    for stated in (config, generating):
+        named = stated.get("eos_token_id") if isinstance(stated, Mapping) else None
+        each = named if isinstance(named, list) else [named]
+        found |= {one for one in each if isinstance(one, int) and not isinstance(one, bool)}
+    return frozenset(found)
 
 
 def _doubt(what: str) -> Refusal:

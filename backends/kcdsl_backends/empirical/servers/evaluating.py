@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.terms import Clause
 from kcdsl.verdict.report import Precheck
@@ -15,6 +17,7 @@ from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prec
 from kcdsl_backends.empirical.diagnoses.weights import weights_checksum
 from kcdsl_backends.empirical.evidence import Evidence
 from kcdsl_backends.empirical.gathering import Progress, distinct, kernels_record
+from kcdsl_backends.empirical.journal import Journal
 from kcdsl_backends.empirical.measured import Run, Unit
 from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.rollouts.needs import NEEDS
@@ -22,6 +25,7 @@ from kcdsl_backends.empirical.rollouts.record import Semantics
 from kcdsl_backends.empirical.rollouts.units import Group, run_of
 from kcdsl_backends.empirical.servers.gathering import Gathered, gather_rollouts
 from kcdsl_backends.empirical.servers.kernel import ServerKernel
+from kcdsl_backends.empirical.servers.resuming import Kept, resume_served
 from kcdsl_backends.empirical.setting import Setting
 from kcdsl_backends.empirical.user_metrics import measures_of
 from kcdsl_backends.requests import Request
@@ -33,9 +37,13 @@ _LOGS = frozenset({"prompt", "tokens", "train_logs", "infer_logs"})
 
 
 def gather_served(
-    setting: Setting, server: ServerKernel, progress: Progress = lambda stage, done, total: None
+    setting: Setting,
+    server: ServerKernel,
+    progress: Progress = lambda stage, done, total: None,
+    journal: Journal | None = None,
 ) -> Evidence:
-    """Let a server draw after every request of the slices, and measure what it drew.
+    """Let a server draw after every request of the slices, and measure what it drew; what
+    `journal` holds is not asked for again.
 
     Raises Refusal for a contract without clauses that this can decide, for a metric that needs more
     than drawn tokens and the likeliest ones, and where the server cannot be relied upon.
@@ -45,19 +53,31 @@ def gather_served(
     check_reach(setting, server, clauses)
     metrics = SUMMARY | {name for clause in clauses for name in metrics_of(clause.require)}
     requests = distinct(setting)
-    found = gather_rollouts(
-        server,
-        setting.train,
-        requests,
-        setting.seed,
-        lambda done, total: progress("server and training kernel", done, total),
-    )
-    runs = {r.key: _run(r, found, metrics, setting.seed) for r in requests}
+    kept = Kept() if journal is None else resume_served(journal, setting, server, requests)
+    try:
+        found = gather_rollouts(
+            server,
+            setting.train,
+            requests,
+            setting.seed,
+            lambda done, total: progress("server and training kernel", done, total),
+            kept,
+        )
+    except Refusal as refusal:
+        if journal is not None and refusal.diagnostics[0].code is codes.SERVER_CHANGED:
+            kept.close()
+            journal.remove()  # which of the answers each server gave is not known
+        raise
+    finally:
+        kept.close()
+    slices = {name: _units(rows) for name, rows in setting.slices.items()}
+    units = {unit.request.key: unit for found in slices.values() for unit in found}
+    repeated = len(requests) - len({request.tokens for request in requests})
     return Evidence(
         program=setting.program,
-        requests=requests,
-        runs=runs,
-        slices={name: tuple(r.key for r in rows) for name, rows in setting.slices.items()},
+        requests=tuple(unit.request for unit in units.values()),
+        runs={key: _run(unit, found, metrics, setting.seed) for key, unit in units.items()},
+        slices={name: tuple(u.request.key for u in found) for name, found in slices.items()},
         measured=frozenset(metrics),
         encoder=setting.encoder,
         contract=setting.contract,
@@ -73,6 +93,7 @@ def gather_served(
         notes=(
             "the server shows neither its weights nor its blocks: no digest and no certified bound"
             " stands beside what it drew",
+            *([f"{repeated} requests repeat a prompt and count with it"] if repeated else []),
         ),
         seed=setting.seed,
         looks=setting.looks,
@@ -106,12 +127,44 @@ def _beyond(clause: Clause, what: str, why: str) -> Exception:
     )
 
 
-def _run(request: Request, found: Gathered, metrics: frozenset[str], seed: int) -> Run:
-    own = request_seed(seed, request.key)
-    failure = found.failures.get(request.key)
-    if failure is not None:
-        return Run(Unit(request.key, request.length, failure=failure), own, {}, 0)
-    return run_of(Group(request, (found.rollouts[request.key],)), metrics, own)
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Requests of a slice that have one prompt, as one request: what is drawn after a prompt says
+    how far the kernels are apart after this prompt, however often it is drawn."""
+
+    request: Request
+    members: tuple[Request, ...]
+
+
+def _units(rows: Sequence[Request]) -> tuple[_Unit, ...]:
+    prompts: dict[tuple[int, ...], list[Request]] = {}
+    for row in rows:
+        prompts.setdefault(row.tokens, []).append(row)
+    return tuple(_Unit(_joined(members), tuple(members)) for members in prompts.values())
+
+
+def _joined(members: Sequence[Request]) -> Request:
+    """Return the request that stands for several, with the fields that all of them have."""
+    first = members[0]
+    if len(members) == 1:
+        return first
+    keys = hashlib.sha256("\n".join(m.key for m in members).encode()).hexdigest()[:12]
+    more = f" and {len(members) - 1} more ({keys})"
+    shared = {
+        name: value
+        for name, value in first.fields.items()
+        if all(m.fields.get(name) == value for m in members)
+    }
+    return replace(first, key=first.key + more, id=first.id + more, fields=shared)
+
+
+def _run(unit: _Unit, found: Gathered, metrics: frozenset[str], seed: int) -> Run:
+    request, alone = unit.request, len(unit.members) == 1
+    own = request_seed(seed, request.key) if alone else seed
+    failures = [found.failures[m.key] for m in unit.members if m.key in found.failures]
+    if failures:
+        return Run(Unit(request.key, request.length, failure=failures[0]), own, {}, 0)
+    return run_of(Group(request, tuple(found.rollouts[m.key] for m in unit.members)), metrics, own)
 
 
 def _prechecks(

@@ -17,7 +17,7 @@ from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl_backends.adapters import find_adapter
 from kcdsl_backends.empirical.engines.programs import need
 from kcdsl_backends.empirical.rollouts.record import Semantics, Side, TopLogs
-from kcdsl_backends.empirical.servers.alignment import Vocabulary
+from kcdsl_backends.empirical.servers.alignment import Vocabulary, ends_of
 from kcdsl_backends.empirical.servers.dialects import Identity, identify, question, refuse_unsaid
 from kcdsl_backends.empirical.servers.replies import ROUNDING, Reply, read_reply
 from kcdsl_backends.empirical.servers.transport import Limits, Transport, key_of
@@ -30,14 +30,10 @@ _TRIAL = 2
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What was drawn after a prompt: tokens [L], with what the server says of them.
-
-    `stopped`: it ended with the token that ends texts, not at the number that was asked for.
-    """
+    """What was drawn after a prompt: tokens [L], with what the server says of them."""
 
     tokens: tuple[int, ...]
     side: Side
-    stopped: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +118,7 @@ class ServerKernel:
         """Ask again what the server is. Refuse another one than the one that was measured."""
         now = identify(self.transport, self.service)
         if now != self.identity:
-            raise _changed(_differences(self.identity.to_json(), now.to_json()))
+            raise _changed(differences(self.identity.to_json(), now.to_json()))
 
     def _ask(self, prompt: tuple[int, ...], seed: int, tokens: int) -> Reply:
         text = self.vocabulary.prompt_text(prompt) if self.prompts == "text" else None
@@ -157,11 +153,11 @@ class ServerKernel:
         return reply
 
     def _check_same(self, reply: Reply) -> None:
-        found: dict[str, tuple[object, object]] = {}
-        if reply.model is not None and reply.model != self.identity.model:
-            found["model"] = (self.identity.model, reply.model)
-        if reply.fingerprint != self.stamp:
-            found["system_fingerprint"] = (self.stamp, reply.fingerprint)
+        model = self.identity.model if reply.model is None else reply.model
+        found = differences(
+            {"model": self.identity.model, "system_fingerprint": self.stamp},
+            {"model": model, "system_fingerprint": reply.fingerprint},
+        )
         if found:
             raise _changed(found)
 
@@ -184,9 +180,17 @@ class ServerKernel:
             )
         tokens = tuple(self.vocabulary.id_of(one.token) for one in reply.drawn)
         logs = np.array([one.log for one in reply.drawn], np.float64)
-        return Continuation(
-            tokens, Side(logs, self.semantics, self._top(reply, tokens)), reply.stopped
-        )
+        ends = self.vocabulary.ends
+        if reply.stopped and ends and tokens[-1] not in ends:
+            raise refuse(
+                codes.SERVER_REPLY,
+                "the answer of the server is not usable: the text ended, and its last token"
+                f" {tokens[-1]} is none that ends texts ({', '.join(map(str, sorted(ends)))}), so"
+                " the token that was drawn there is missing",
+                help="let the server give the token that ends a text; where texts end with others,"
+                " name them as `eos_token_id` in generation_config.json beside the checkpoint",
+            )
+        return Continuation(tokens, Side(logs, self.semantics, self._top(reply, tokens)))
 
     def _top(self, reply: Reply, tokens: tuple[int, ...]) -> TopLogs | None:
         """Return the likeliest tokens; None where any position has fewer than were asked for, or
@@ -242,7 +246,8 @@ def _load(ref: KernelRef, model: Model, trial: Sequence[int], limits: Limits) ->
             f" {size}",
             help="serve the model of the contract",
         )
-    vocabulary = Vocabulary(size, model.tokenizer_source)
+    ends = ends_of(model.checkpoint.path.parent, model.config)
+    vocabulary = Vocabulary(size, model.tokenizer_source, ends)
     kernel = ServerKernel(ref, service, transport, identity, vocabulary, longest)
     return _tried(kernel, tuple(trial))
 
@@ -271,11 +276,10 @@ def _refused(refusal: Refusal) -> bool:
     return found.code is codes.SERVER_UNREACHABLE and stated
 
 
-def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any]
-) -> dict[str, tuple[object, object]]:
-    names = dict.fromkeys((*before, *now))
-    return {n: (before.get(n), now.get(n)) for n in names if before.get(n) != now.get(n)}
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what a server says of itself otherwise than before; empty where nothing differs."""
+    names = [n for n in dict.fromkeys((*before, *now)) if before.get(n) != now.get(n)]
+    return "; ".join(f"{n} {before.get(n)!r}, then {now.get(n)!r}" for n in names)
 
 
 def _hidden(what: str) -> Refusal:
@@ -286,10 +290,9 @@ def _hidden(what: str) -> Refusal:
     )
 
 
-def _changed(found: Mapping[str, tuple[object, object]]) -> Refusal:
+def _changed(found: str) -> Refusal:
     return refuse(
         codes.SERVER_CHANGED,
-        "the server is another one than it was at first: "
-        + "; ".join(f"{name} {a!r}, then {b!r}" for name, (a, b) in found.items()),
+        f"the server is another one than it was at first: {found}",
         help="measure one server with one model, not several behind one address",
     )

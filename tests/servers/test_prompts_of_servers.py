@@ -1,0 +1,93 @@
+"""The prompt is the unit of what a server draws, however many requests repeat it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl_backends.empirical.kernels import TorchKernel
+from tests.conftest import Cli
+from tests.support.fake_server import Fake, serving
+
+CONTRACT = """\
+kcdsl: 1
+contract: served
+version: 1.0.0
+model: {{checkpoint: {folder}/model.safetensors, architecture: llama}}
+data: requests.jsonl
+kernels:
+  train: {{run: torch.eager}}
+  infer: {{run: server, url: "{url}", tokens: 4, logprobs: {{values: processed}}}}
+slices: {{all: {{}}, even: {{where: kind == "even"}}}}
+clauses:
+  N-K3: {{require: mean(k3) <= 1e-3, slices: [all, even], level: L2}}
+  N-MOST: {{require: p50(abs(log_ratio)) <= 1e-2, slices: [all], level: L2}}
+"""
+Decide = Callable[..., tuple[dict[str, Any], Fake]]
+
+
+@pytest.fixture
+def decide(cli: Cli, tmp_path: Path, tiny_folder: Path, train: TorchKernel) -> Decide:
+    def run(prompts: list[str], change: Any = None) -> tuple[dict[str, Any], Fake]:
+        rows = [
+            {"id": f"r{i}", "text": text, "kind": "odd" if i % 2 else "even"}
+            for i, text in enumerate(prompts)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "requests.jsonl").write_text(lines, "utf-8")
+        fake = Fake(train.logits)
+        if change is not None:
+            fake.change = change
+        with serving(fake) as url:
+            text = CONTRACT.format(folder=tiny_folder, url=url)
+            (tmp_path / "contract.yaml").write_text(text, "utf-8")
+            ran = cli("evaluate", "contract.yaml", "--json", "-o", "out", cwd=tmp_path)
+            assert ran.stdout, ran.stderr
+            plan = json.loads(cli("plan", "contract.yaml", "--json", cwd=tmp_path).stdout)
+        report = json.loads(ran.stdout)
+        planned = {(row["clause"], row["slice"]): row["have"] for row in plan["rows"]}
+        counted = {(row["clause"], row["slice"]): row["n"] for row in report["clauses"]}
+        assert {k: n for k, n in counted.items() if n} == {
+            k: planned[k] for k in counted if counted[k]
+        }
+        again = cli("replay", "out/trace.parquet", cwd=tmp_path)
+        assert again.code == ran.code, again.stderr
+        return report, fake
+
+    return run
+
+
+def test_one_prompt_that_is_asked_many_times_is_one_unit(decide: Decide) -> None:
+    report, fake = decide(["User: a", "User: b"] * 20)
+    assert {row["n"] for row in report["clauses"] if row["slice"] == "all"} == {2}
+    assert {row["n"] for row in report["clauses"] if row["slice"] == "even"} == {1}
+    assert "held" not in {row["verdict"] for row in report["clauses"]}
+    assert any("38 requests repeat a prompt" in note for note in report["notes"])
+    assert len({q["seed"] for q in fake.questions}) > 40, "each is drawn with a seed of its own"
+
+
+def test_prompts_that_differ_are_units_of_their_own(decide: Decide) -> None:
+    report, _ = decide([f"User: {i}" for i in range(40)])
+    assert {row["n"] for row in report["clauses"] if row["slice"] == "all"} == {40}
+    assert {row["n"] for row in report["clauses"] if row["slice"] == "even"} == {20}
+    assert {row["verdict"] for row in report["clauses"]} == {"held"}
+    assert not any("repeat" in note for note in report["notes"])
+
+
+def test_a_unit_fails_with_one_of_its_requests(decide: Decide) -> None:
+    seen: list[int] = []
+
+    def null(answer: Any, question: Any) -> Any:
+        if bytes(question["prompt"]) == b"User: 3" and question["max_tokens"] > 2:
+            seen.append(question["seed"])
+            if len(seen) == 2:
+                answer["choices"][0]["logprobs"]["token_logprobs"][0] = None
+        return answer
+
+    report, _ = decide([f"User: {i % 20}" for i in range(40)], null)
+    whole = {row["verdict"] for row in report["clauses"] if row["slice"] == "all"}
+    assert whole == {"invalid_evidence"}
