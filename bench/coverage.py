@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from bench.common import Better, Figure, report
+from bench.coverage_shares import shares_held
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, confidence_over, exact
 from kcdsl_backends.empirical.statistics.detection import Kind
@@ -185,6 +186,16 @@ def figures(runs: int = 1000) -> list[Figure]:
             below, above = mean_misses(level, n, runs, ONE_LOOK)
             add(f"false pass: mean, {name}, {n}", above, None, f"{runs} runs")
             add(f"false violation: mean, {name}, {n}", below, 0.075, f"{runs} runs")
+        for n in (20, 50, 200):
+            held = shares_held(level, n, runs // 2)
+            about = f"{runs // 2} runs"
+            add(f"shares do not hold together: {name}, {n}", 1 - held.together, None, about)
+            add(f"share shown with the wrong sign: {name}, {n}", held.wrong, 0.075, about)
+    for n in (20, 200):
+        for name in ("normal", "lognormal 1.5"):
+            held = shares_held(LEVELS[name], n, runs // 5, "p50")
+            miss, about = 1 - held.together, f"{runs // 5} runs"
+            add(f"shares of p50 do not hold together: {name}, {n}", miss, error, about)
     for p in (0.010, 0.0101, 0.015, 0.02, 0.005, 0.002):
         rates = looks(p, 4000, rate=Fraction(1, 100), units=20_000, every=100)
         for rule, value in rates.items():

@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.progress import progress_bars
     from kcdsl.diagnostics.places import in_contract
     from kcdsl.source.writing import NewFile, make_folder, write_together
-    from kcdsl.verdict.html.experiment import experiment_page, maps
+    from kcdsl.verdict.html.experiment import experiment_page
+    from kcdsl.verdict.html.experiment_maps import maps
 
     path = find_contract(arguments.contract, Path())
     program, base = load_program(path), path.resolve().parent

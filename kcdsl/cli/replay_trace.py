@@ -45,6 +45,8 @@ def replay_trace(file: Path, arguments: argparse.Namespace) -> Exit:
     backend = measuring_backend()
     trace = backend.read_trace(file)
     if arguments.contract is not None:
+        own = json.loads(backend.conclude(trace.evidence).dumps())
+        _compare(trace.report, own, f"the report that {file} records")
         report = _under(backend, trace, Path(arguments.contract))
         said = f"concluded under {arguments.contract}, on the evidence of {file}"
     else:
@@ -74,7 +76,7 @@ def _under(backend: Any, trace: Any, path: Path) -> Report:
     program, suppressed = load_contract(path)
     with in_contract(path):
         evidence = replace(
-            backend.under(program, trace),
+            backend.under(program, path.resolve().parent, trace),
             implied=implied_clauses(program),
             accepted=accepted_findings(suppressed),
         )

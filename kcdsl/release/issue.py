@@ -38,6 +38,10 @@ NON_CLAIMS = (
     "It says nothing about the quality of the model, only about the drift between two kernels.",
     "A census speaks about its pinned rows alone; a sample speaks with its stated confidence.",
 )
+UNSEEN = (
+    "The inference kernel was {how}: that it holds the weights of the checkpoint is not shown, only"
+    " how far what it gave lies from the training kernel."
+)
 
 
 def utc_now() -> datetime:
@@ -141,7 +145,7 @@ def issue(
             evaluator=Evaluator(evaluator, __version__),
             inputs=tuple(Input(*item) for item in data_digests(program, base).items()),
             assumptions=tuple(assumptions),
-            non_claims=NON_CLAIMS,
+            non_claims=_non_claims(program),
             supersedes=supersedes,
             suppressions=_accepted(suppressed),
         )
@@ -149,6 +153,15 @@ def issue(
     except Reject as error:
         raise refuse(CANNOT_CERTIFY, f"{error.detail} ({error.reason})") from error
     return bundle_bytes(envelope, keys[0].public.hint if keys else "unsigned")
+
+
+def _non_claims(program: Program) -> tuple[str, ...]:
+    infer = program.infer
+    if infer.service is not None:
+        return (*NON_CLAIMS, UNSEEN.format(how="asked as a server"))
+    if infer.recording is not None:
+        return (*NON_CLAIMS, UNSEEN.format(how="read from a recording"))
+    return NON_CLAIMS
 
 
 def _accepted(suppressed: Sequence[Suppressed]) -> tuple[AcceptedFinding, ...]:

@@ -12,7 +12,8 @@ from kcdsl.ir.terms import Program
 from kcdsl.release.issue import results_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
-from kcdsl.verdict.report import ClauseResult, Report, reason
+from kcdsl.verdict.report import Report
+from kcdsl.verdict.result import ClauseResult, reason
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict, holds
 from kcdsl_certs.requirements import RequiredClause
 

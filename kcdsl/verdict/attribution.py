@@ -157,10 +157,11 @@ class Between:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRow:
-    """One block: sizes of its output's drift, its training kernel's own noise (`floor`), and the
-    drift of the metric where it alone is that of infer (`logits`), where all blocks up to it are
-    (`cumulative`), and what it adds (`gain`)."""
+class Layer:
+    """One block. Sizes are root mean squares over all elements at its output, `largest` one
+    element; `floor` is how far the training kernel's own block moves when it runs again or in a
+    batch. In units of the metric: `logits`, its drift where this block alone is that of infer,
+    `cumulative`, where all blocks up to it are, and `gain`, what it adds to that."""
 
     block: str
     drift: float
@@ -172,10 +173,15 @@ class LayerRow:
     cumulative: float
     gain: float
 
+    @property
+    def above(self) -> bool:
+        """Say whether the block drifts further than the training kernel's own."""
+        return self.drift > self.floor
+
 
 @dataclass(frozen=True, slots=True)
-class FirstMismatch:
-    """The first element whose bits differ, on the activations of training."""
+class Mismatch:
+    """The first element whose bits differ: of block `block`, on what enters it in training."""
 
     block: str
     layer: int | None
@@ -188,30 +194,41 @@ class FirstMismatch:
 
 
 @dataclass(frozen=True, slots=True)
-class LayersTable:
-    """All blocks over the named requests; `total` is the drift of infer there, `outside` what of it
-    arises outside of the blocks."""
+class Layers:
+    """All blocks in order of application, over the named requests; `total` is the drift of infer
+    there."""
 
+    rows: tuple[Layer, ...]
     requests: tuple[str, ...]
-    rows: tuple[LayerRow, ...]
     total: float
-    outside: float
-    first_block: str | None
-    first_mismatch: FirstMismatch | None
+    first_mismatch: Mismatch | None
 
-    def largest(self, count: int) -> tuple[LayerRow, ...]:
+    @property
+    def first_block(self) -> str | None:
+        """Return the first block that drifts above its floor."""
+        return next((row.block for row in self.rows if row.above), None)
+
+    @property
+    def outside(self) -> float:
+        """Return what of the drift arises outside of the blocks: embeddings, sums between them."""
+        return self.total - (self.rows[-1].cumulative if self.rows else 0.0)
+
+    def largest(self, count: int) -> tuple[Layer, ...]:
         """Return the `count` blocks that gain or lose most, in order of application."""
         kept = sorted(self.rows, key=lambda row: -abs(row.gain))[:count]
         return tuple(row for row in self.rows if row in kept)
 
 
 @dataclass(frozen=True, slots=True)
-class EnvelopeRow:
-    """The certified bound of one source on one block, beside what was measured.
+class Envelope:
+    """The certified bound of one source on one block over the requests, beside what was measured.
 
-    `observed` and `certified` are largest elements; `ratio` is the largest quotient of one element.
-    `can_explain`: the source may be the only cause of the block's drift; `can_reach`: it may move
-    the block as far.
+    `observed` is the largest drift between infer and train, `certified` the largest bound of what
+    this source alone may do, both on the request where the first is the most of the second;
+    `certified` is None where there is no bound, for the `reason`. `ratio` is the largest quotient
+    of drift and bound of one element. `measured` is the largest drift of the real hybrid on the
+    same request, None where there is none. `metric` is, of a block whose output are the logits, the
+    most of the metric that this source alone can make there at any position of the requests.
     """
 
     source: str
@@ -221,9 +238,22 @@ class EnvelopeRow:
     certified: float | None
     ratio: float | None
     measured: float | None
-    reason: str | None
-    can_explain: bool | None
-    can_reach: bool | None
+    reason: str | None = None
+    metric: float | None = None
+
+    @property
+    def can_explain(self) -> bool | None:
+        """Say whether it may be the only cause here; None where there is no bound."""
+        return None if self.ratio is None else self.ratio <= 1
+
+    @property
+    def can_reach(self) -> bool | None:
+        """Say whether it alone may move the block as far; None where there is no bound."""
+        return None if self.certified is None else self.observed <= self.certified
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**asdict(self), "can_explain": self.can_explain, "can_reach": self.can_reach}
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +316,8 @@ class Attribution:
     terms: tuple[Term, ...]
     interactions: tuple[Interaction, ...]
     between: tuple[Between, ...]
-    layers: LayersTable | None
-    envelopes: tuple[EnvelopeRow, ...]
+    layers: Layers | None
+    envelopes: tuple[Envelope, ...]
     candidates: tuple[Candidate, ...]
     notes: tuple[str, ...]
 
@@ -337,7 +367,7 @@ class Attribution:
             "layer_outside": None if layers is None else layers.outside,
             "first_block": None if layers is None else layers.first_block,
             "first_mismatch": None if first is None else asdict(first),
-            "envelopes": [asdict(row) for row in self.envelopes],
+            "envelopes": [row.to_json() for row in self.envelopes],
             "candidates": [candidate.to_json() for candidate in self.candidates],
             "notes": list(self.notes),
         }

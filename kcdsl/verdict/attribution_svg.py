@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from kcdsl.verdict.attribution import Attribution, LayerRow, Source
+from kcdsl.verdict.attribution import Attribution, Layer, Source
 
 _WIDTH = 760
 _LEFT, _RIGHT = 150, 150
@@ -102,7 +102,7 @@ def _sources(parts: list[str], rows: list[Source], top: int) -> int:
     return y
 
 
-def _blocks(parts: list[str], rows: tuple[LayerRow, ...], top: int) -> int:
+def _blocks(parts: list[str], rows: tuple[Layer, ...], top: int) -> int:
     at = _Scale(row.gain for row in rows)
     y = top
     for row in rows:

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kcdsl.verdict.attribution import Attribution, Candidate, Figure, LayersTable, Source
+from kcdsl.verdict.attribution import Attribution, Candidate, Figure, Layers, Source
 
 WIDTH = 100
 _BAR = 20
@@ -116,7 +116,7 @@ def bar(share: float | None, width: int = _BAR) -> str:
     return f"-{text}"[:width] if share < 0 and text else text
 
 
-def _layer_table(layers: LayersTable) -> Table:
+def _layer_table(layers: Layers) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
     table.title = f"\nblocks, on {len(layers.requests)} requests"
     table.add_column("block", no_wrap=True)
@@ -143,7 +143,7 @@ def _layer_table(layers: LayersTable) -> Table:
     return table
 
 
-def _first(layers: LayersTable) -> Iterator[Text]:
+def _first(layers: Layers) -> Iterator[Text]:
     if layers.first_block is not None:
         yield Text(f"first block above its floor: {layers.first_block}")
     first = layers.first_mismatch

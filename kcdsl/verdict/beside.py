@@ -27,7 +27,7 @@ class Certified:
     """The statistic of the clause, formed from certified bounds of `requests` of `of` requests.
 
     `value` bounds the clause's own value, None with a `reason` where some requests have no bound;
-    `partial` is formed from those that have one.
+    `partial` is formed from those that have one. `domains` say by what they were bounded.
     """
 
     value: float | None
@@ -35,6 +35,7 @@ class Certified:
     of: int
     partial: float | None = None
     reason: str | None = None
+    domains: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -44,6 +45,7 @@ class Certified:
             "of": self.of,
             "partial": _number(self.partial),
             "reason": self.reason,
+            "domains": list(self.domains),
         }
 
 

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kcdsl.verdict.quantities import UNREACHED, quantity
-from kcdsl.verdict.report import ClauseResult, Report
+from kcdsl.verdict.report import Report
+from kcdsl.verdict.result import ClauseResult
 
 
 def beside_parts(report: Report) -> Iterator[RenderableType]:
@@ -27,6 +28,10 @@ def beside_parts(report: Report) -> Iterator[RenderableType]:
             f"{numerics['infer']}",
             style="dim",
         )
+    domains: Any = report.bounding.get("domains", {})
+    if domains:
+        counted = ", ".join(f"{len(keys)} by {words}" for words, keys in domains.items())
+        yield Text(f" requests with a bound of the whole model: {counted}", style="dim")
     for why, number in reasons.items():
         yield Text(f" [{number}] {why}", style="dim")
 
@@ -52,7 +57,11 @@ def _cells(row: ClauseResult, reasons: dict[str, int]) -> list[str]:
     if certified is not None:
         bound = quantity(certified.value, row.unit)
         if certified.value is None:
-            bound = "no bound" + _mark(certified.reason, reasons)
+            known = "no bound"
+            if certified.partial is not None:
+                part = f"{certified.requests}/{certified.of}"
+                known = f"{quantity(certified.partial, row.unit)} on {part}"
+            bound = known + _mark(certified.reason, reasons)
     noise = UNREACHED
     if floor is not None:
         noise = quantity(floor.value, row.unit) + _mark(floor.reason, reasons)

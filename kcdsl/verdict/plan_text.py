@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kcdsl.verdict.plan import Plan, PlanRow
-from kcdsl.verdict.report import share_above
+from kcdsl.verdict.result import share_above
 
 WIDTH = 100
 _NONE = "–"

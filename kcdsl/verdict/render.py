@@ -15,26 +15,13 @@ from rich.text import Text
 from kcdsl.ir.buckets import is_bucket
 from kcdsl.verdict.beside_text import beside_parts
 from kcdsl.verdict.model import Violated, verdict_name
+from kcdsl.verdict.names import SHOWN
 from kcdsl.verdict.quantities import UNREACHED as _UNREACHED
 from kcdsl.verdict.quantities import quantity
-from kcdsl.verdict.report import (
-    ClauseResult,
-    CrossCheck,
-    Report,
-    SliceSummary,
-    Statistics,
-    reason,
-)
+from kcdsl.verdict.report import CrossCheck, Report, SliceSummary, Statistics
+from kcdsl.verdict.result import ClauseResult, reason
 
 WIDTH = 100
-
-SHOWN = {
-    "held": ("✓ held", "green"),
-    "violated": ("✗ violated", "bold red"),
-    "inconclusive": ("? inconclusive", "yellow"),
-    "invalid_evidence": ("! invalid", "magenta"),
-}
-"""Word with symbol, and colour, of each verdict: readable without colours too."""
 
 _FONT = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 

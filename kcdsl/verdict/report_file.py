@@ -10,7 +10,7 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import ATTRIBUTION_FILE, FILE_MISSING, REPORT_FILE, Code
-from kcdsl.exits import Exit
+from kcdsl.verdict.names import EXITS, WORST_FIRST, worst
 from kcdsl.verdict.report import REPORT_SCHEMA
 
 LARGEST = 2**28
@@ -34,13 +34,6 @@ _REPORT_FIELDS = {
     "deferred": dict,
     "notes": list,
 }
-_WORST = ("violated", "invalid_evidence", "inconclusive", "held")
-_EXITS = {
-    "violated": Exit.VIOLATED,
-    "invalid_evidence": Exit.COULD_NOT_RUN,
-    "inconclusive": Exit.INCONCLUSIVE,
-    "held": Exit.HELD,
-}
 
 
 def read_report(path: Path) -> Mapping[str, Any]:
@@ -53,16 +46,13 @@ def read_report(path: Path) -> Mapping[str, Any]:
     for name, kind in _REPORT_FIELDS.items():
         if not isinstance(document.get(name), kind):
             raise unusable(path, f"it has no usable field `{name}`")
-    found = {row.get("verdict") for row in document["clauses"] if isinstance(row, dict)}
-    if (
-        not found
-        or len(found - set(_WORST))
-        or not all(isinstance(row, dict) for row in document["clauses"])
-    ):
+    rows = document["clauses"]
+    found = [row.get("verdict") if isinstance(row, dict) else None for row in rows]
+    if not found or not all(name in WORST_FIRST for name in found):
         raise unusable(path, "its clauses have no usable verdicts")
-    worst = next(name for name in _WORST if name in found)
-    if document["verdict"] != worst or document["exit"] != _EXITS[worst]:
-        raise unusable(path, f"it says {document['verdict']!r}, its clauses say {worst!r}")
+    name = worst({str(one) for one in found})
+    if document["verdict"] != name or document["exit"] != EXITS[name]:
+        raise unusable(path, f"it says {document['verdict']!r}, its clauses say {name!r}")
     return document
 
 

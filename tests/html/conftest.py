@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,11 @@ def documents() -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
     passing = (clause("N-KL", "max", "kl", "10"),)
     few = (clause("N-KL", "quantile", "kl", "1/2", q="99/100", sample=True),)
     own = evidence(passing)
-    for run in own.runs.values():
-        values = run.unit.values
-        for name in list(values):
-            if name != "kl":
-                del values[name]  # type: ignore[attr-defined]
+    runs = {
+        key: replace(run, unit=replace(run.unit, values={"kl": run.unit.values["kl"]}))
+        for key, run in own.runs.items()
+    }
+    own = replace(own, runs=runs)
     return {
         "violated": (conclude(evidence()).to_json(), ATTRIBUTION),
         "held": (conclude(evidence(passing)).to_json(), None),

@@ -12,7 +12,8 @@ import pytest
 from kcdsl.verdict.html import page
 from kcdsl.verdict.html.heatmap import heatmap
 from kcdsl.verdict.html.svg import labels, powers, ticks
-from kcdsl.verdict.html.words import brief, how_far
+from kcdsl.verdict.html.words import brief, findings, how_far
+from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.conclusion import conclude
 from tests.support.evidence import clause, evidence
 
@@ -124,8 +125,39 @@ def test_only_a_held_contract_looks_held(verdict: str) -> None:
     assert f"v-{verdict}" in header
     assert ("holds" in header) is (verdict == "held")
     assert ("✓" in header) is (verdict == "held")
-    findings = text.count('class="finding ')
-    assert findings == (0 if verdict == "held" else len(document["clauses"]))
+    named = text.count('<p class="name">')
+    assert named == (0 if verdict == "held" else len(document["clauses"]))
+    cells = re.findall(r'<td class="v-(\w+)', text)
+    assert set(cells) == {verdict}
+
+
+def test_a_share_is_not_what_is_read_first_of_a_clause_that_is_not_decided() -> None:
+    (row,) = conclude(evidence((clause("N-KL", "max", "kl", "10"),))).to_json()["clauses"]
+    firsts = {}
+    for verdict in ("held", "violated", "inconclusive", "invalid_evidence"):
+        (cell,) = heatmap([{**row, "verdict": verdict}]).rows[0].cells
+        assert cell is not None
+        firsts[verdict] = cell.large
+        assert "100 %" in f"{cell.large} {cell.small}"
+    assert firsts == {
+        "held": "100 %",
+        "violated": "100 %",
+        "inconclusive": "not decided",
+        "invalid_evidence": "invalid evidence",
+    }
+
+
+def test_one_reason_of_many_results_is_one_finding_that_names_them_all() -> None:
+    check = Precheck("temperature_fit", "failed", "T = 0.7 explains it", 0.7, blocking=True)
+    document = conclude(evidence(prechecks=(check,))).to_json()
+    (found,) = findings(document)
+    assert "temperature_fit" in found["far"]
+    assert found["action"] == "higher precision, fallback"
+    named = [(of["clause"], slice_) for of in found["of"] for slice_ in of["slices"]]
+    assert sorted(named) == sorted((r["clause"], r["slice"]) for r in document["clauses"])
+    text = page(document)
+    assert "<strong>N-KL</strong> on <strong>all</strong>, <strong>short</strong>" in text
+    assert text.count('<li class="finding') == 1
 
 
 def test_the_heat_map_shows_the_worst_part_of_a_conjunction() -> None:

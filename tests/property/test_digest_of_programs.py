@@ -244,7 +244,7 @@ WHERE = ir.AllOf(
         ir.NoneOf(ir.FieldTest("flag", "==", True)),
     )
 )
-SERVICE = Service("url", LogProbabilities("processed"), "model", "KEY")
+SERVICE = Service("url", LogProbabilities("processed"), "model", "KEY", concurrency=2)
 RECORDING = Recording("rows", (("tokens", "ids"),), LogProbabilities("raw"), "file")
 EVERYTHING = ir.Program(
     "name",

@@ -45,6 +45,13 @@ class Fake:
     pages: dict[str, Any] = field(default_factory=dict)
     questions: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    stamp: str | None = None
+    """The `system_fingerprint` of its answers."""
+    inside: int = 0
+    """How many questions are before it now."""
+    most: int = 0
+    """How many were before it at a time."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, path: str) -> Any:
         """Return what stands at a path, None for nothing."""
@@ -79,7 +86,8 @@ class Fake:
         logs = {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops}
         choice = {"index": 0, "text": "", "logprobs": logs, "finish_reason": "length"}
         usage = {"prompt_tokens": prompt, "completion_tokens": len(tokens)}
-        return {"model": "tiny", "choices": [choice], "usage": usage}
+        found: Answer = {"model": "tiny", "choices": [choice], "usage": usage}
+        return found if self.stamp is None else {**found, "system_fingerprint": self.stamp}
 
 
 @contextmanager
@@ -98,12 +106,18 @@ def serving(fake: Fake) -> Iterator[str]:
         def do_POST(self) -> None:
             fake.headers.append(dict(self.headers))
             question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            fake.questions.append(question)
-            time.sleep(fake.wait)
-            if fake.statuses:
-                self._send(fake.statuses.pop(0), {"error": "not now"})
-                return
-            self._send(200, fake.change(fake.answer(question), question))
+            with fake.lock:
+                fake.questions.append(question)
+                fake.inside += 1
+                fake.most = max(fake.most, fake.inside)
+            try:
+                time.sleep(fake.wait)
+                status = fake.statuses.pop(0) if fake.statuses else 200
+                good = fake.change(fake.answer(question), question) if status == 200 else {}
+            finally:
+                with fake.lock:
+                    fake.inside -= 1
+            self._send(status, good)
 
         def _send(self, status: int, found: Any) -> None:
             data = found if isinstance(found, bytes) else json.dumps(found).encode()

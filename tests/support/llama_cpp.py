@@ -57,11 +57,11 @@ sys.stdin.read()
 """
 
 
-def write_gguf(folder: Path, path: Path, **changed: Any) -> Path:
+def write_gguf(folder: Path, path: Path, end: int = 2, **changed: Any) -> Path:
     """Write a llama of a Hugging Face folder (config.json, model.safetensors), float32, as GGUF.
 
-    Its tokens are bytes, those of printable ASCII by themselves. `changed` are fields of
-    config.json that the file states otherwise: a planted difference.
+    Its tokens are bytes, those of printable ASCII by themselves; `end` ends texts. `changed` are
+    fields of config.json that the file states otherwise: a planted difference.
     """
     config = {**json.loads((folder / "config.json").read_text("utf-8")), **changed}
     writer = gguf.GGUFWriter(path, "llama")
@@ -76,7 +76,7 @@ def write_gguf(folder: Path, path: Path, **changed: Any) -> Path:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    _add_bytes(writer)
+    _add_bytes(writer, end)
     for name, tensor in load_file(folder / "model.safetensors").items():
         writer.add_tensor(*_tensor(name, tensor.astype(np.float32), config))
     writer.write_header_to_file()
@@ -86,7 +86,7 @@ def write_gguf(folder: Path, path: Path, **changed: Any) -> Path:
     return path
 
 
-def _add_bytes(writer: gguf.GGUFWriter) -> None:
+def _add_bytes(writer: gguf.GGUFWriter, end: int) -> None:
     texts, kinds = [], []
     for byte in range(256):
         plain = 33 <= byte < 127
@@ -102,7 +102,7 @@ def _add_bytes(writer: gguf.GGUFWriter) -> None:
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
     writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    writer.add_eos_token_id(end)
     writer.add_unk_token_id(0)
 
 

@@ -21,7 +21,7 @@ from kcdsl_backends.empirical.rollouts.record import Rollout, Semantics, Side, T
 from tests.support import planted_bugs
 
 PROMPT, LENGTH, PROMPTS, GROUP = 12, 20, 16, 4
-_AT = 6
+_AT = (6, 14, 22, 30)
 """Where prompts begin in the texts, many of which begin alike."""
 Change = Callable[[Tensor], Tensor]
 """Logits [..., V] to those of another law."""
@@ -65,7 +65,10 @@ def drawn(
     """Return (prompt, tokens) of rollouts that a kernel samples from a law of its logits."""
     kernel = program(which)
     long = [
-        r.tokens[_AT : _AT + PROMPT] for r in planted_bugs.prompts() if r.length >= _AT + PROMPT
+        r.tokens[at : at + PROMPT]
+        for at in _AT
+        for r in planted_bugs.prompts()
+        if r.length >= at + PROMPT
     ]
     starts = list(dict.fromkeys(long))[:prompts]
     text = torch.tensor([start for _ in range(group) for start in starts])

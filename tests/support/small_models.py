@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from kcdsl.check.compile import load_contract
 from kcdsl.ir.terms import Program
-from kcdsl.model.llama import build
+from kcdsl.model import bert, llama
 
 CONTRACT = """\
 kcdsl: 1
@@ -27,23 +28,42 @@ clauses:
 %s
 """
 PROMPTS = ("hello", "a b", "some", "x")
+DECODER = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
+ENCODER = {
+    "model_type": "bert", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32,
+}  # fmt: skip
 
 
-def write_model(folder: Path, layers: int = 1, prompts: Sequence[str] = PROMPTS) -> None:
-    """Write weights, configuration and prompts p0, p1, …; the same every time."""
-    config = {
-        "model_type": "llama", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
-        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 32, "tie_word_embeddings": True,
-    }  # fmt: skip
+def write_model(
+    folder: Path,
+    layers: int = 1,
+    prompts: Sequence[str] = PROMPTS,
+    *,
+    config: Mapping[str, Any] = DECODER,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    scale: float = 0.2,
+) -> None:
+    """Write weights, configuration and prompts p0, p1, …, or these rows; the same every time.
+
+    Weights are normal with deviation `scale`, those of norms around 1.
+    """
+    stated = {**config, "num_hidden_layers": layers}
+    module = (llama if config["model_type"] == "llama" else bert).build(stated)
     generator = torch.Generator().manual_seed(5)
     state = {
-        name: torch.randn(p.shape, generator=generator) * 0.2 + ("norm" in name)
-        for name, p in build(config).named_parameters()
+        name: torch.randn(p.shape, generator=generator) * scale
+        + float("norm" in name.lower() and name.endswith("weight"))
+        for name, p in module.named_parameters()
     }
     save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    rows = [{"id": f"p{i}", "text": text} for i, text in enumerate(prompts)]
+    (folder / "config.json").write_text(json.dumps(stated))
+    if rows is None:
+        rows = [{"id": f"p{i}", "text": text} for i, text in enumerate(prompts)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

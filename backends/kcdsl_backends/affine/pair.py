@@ -202,6 +202,7 @@ def both(
     spreads: tuple[Spread, Spread] | None = None,
     handed: Around | None = None,
     alpha: Fraction | None = None,
+    grain: float = 0.0,
 ) -> Both:
     """Run both kernels at the centre of [centre - radius, centre + radius], with their errors.
 
@@ -220,12 +221,14 @@ def both(
         handed: ellipsoids around the rows of the drift, beside its box.
         alpha: take roundings as independent; all bounds together then hold but for a share of at
             most `alpha` of the runs on any one input.
+        grain: count at least this as the unit roundoff of results: the larger, the fewer reverse
+            passes are made, and the wider the bounds.
 
     Raises:
         NoBound: some result has no finite bound.
     """
     first, second = (None, None) if spreads is None else spreads
-    grain = coarsest(graph, train, infer)
+    grain = max(grain, coarsest(graph, train, infer))
     chances = [None if alpha is None else Chance(alpha, room(graph)) for _ in (train, infer)]
     before = None if drift is None else Box(torch.zeros_like(drift.lo), torch.zeros_like(drift.lo))
     one = write(graph, train, centre, radius, grain, before, first, chance=chances[0])

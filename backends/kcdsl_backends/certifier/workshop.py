@@ -30,6 +30,8 @@ from kcdsl_backends.planes.propagate import drift as planes_drift
 from kcdsl_backends.planes.search import Effort
 from kcdsl_backends.threads import threads_for
 
+LARGEST = 2**24
+"""Elements of one result up to which a block is bounded beside a measurement: about 4 GB."""
 _COARSE = 2.0**-12
 """Unit roundoff of a result beside which float64 roundings are negligible in any case."""
 
@@ -211,15 +213,23 @@ def certified_block_drift(
     train_numerics: Numerics,
     infer_numerics: Numerics,
     workshop: Workshop | None = None,
+    largest: int = LARGEST,
 ) -> CertifiedDrift:
     """Bound the drift of a block on the float32 input x [T, D], element by element.
 
-    Pass the same `workshop` for many inputs, so that graphs and weights are built once.
+    Pass the same `workshop` for many inputs, so that graphs and weights are built once. A block
+    with a result of more than `largest` elements, such as the scores of a long request, has no
+    bound.
     """
     shop = workshop or Workshop(model, train_numerics, infer_numerics, torch.device("cpu"))
     problem = shop.problem(block, tuple(range(x.shape[0])))
     radius = torch.zeros(1, 1, dtype=torch.float64, device=shop.device)
     shape = problem.graph.node(problem.graph.output).shape
+    results = [n for n in problem.graph.nodes if n.op not in ("param", "constant")]
+    size = max(math.prod(node.shape) for node in results)
+    if size > largest:
+        reason = f"{block} has a result of {size:,} numbers, more than {largest:,}"
+        return CertifiedDrift(float("inf"), np.full(shape, np.inf), reason)
     try:
         output = problem.bound(x.to(shop.device, torch.float64), radius).output
     except NoBound as no:

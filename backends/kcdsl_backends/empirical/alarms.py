@@ -14,7 +14,8 @@ from fractions import Fraction
 
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.model import Violated
-from kcdsl.verdict.report import ClauseResult, Statistics
+from kcdsl.verdict.report import Statistics
+from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.results import decide_clause

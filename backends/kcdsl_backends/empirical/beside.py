@@ -14,20 +14,25 @@ from fractions import Fraction
 import numpy as np
 
 from kcdsl.ir.terms import Abs, Clause, Compare, Metric, Norm, Number, Statistic, Term
+from kcdsl.ir.walk import subterms
 from kcdsl.verdict.beside import Beside, Certified, Measured, NoiseFloor
-from kcdsl.verdict.report import ClauseResult
+from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.allowance import allowed_rate
 from kcdsl_backends.empirical.certified import LOWER_BOUNDS, MAGNITUDES
 from kcdsl_backends.empirical.clauses import main_comparison, norm_name
-from kcdsl_backends.empirical.estimate import Settings, Side, evaluate, worst_of_units
+from kcdsl_backends.empirical.estimate import evaluate
 from kcdsl_backends.empirical.evidence import Evidence
+from kcdsl_backends.empirical.means import Settings
 from kcdsl_backends.empirical.measured import Array, SliceData, Unit
 from kcdsl_backends.empirical.statistics import NotMeasurable, quantile_rank
+from kcdsl_backends.empirical.term_values import Side, worst_of_units
 
 FEWEST = 20
 """Units below which a result is thin whatever they say: those that the limits of a mean need."""
 NEAR = 0.1
 """Distance from the threshold, relative to it, below which a result is near it."""
+OF_BLOCKS = "intervals"
+"""The domain that bounds single blocks."""
 _POINT = Settings(0, None)
 _UNBOUNDED = {False: np.inf, True: -np.inf}
 """What stands for a missing bound from above (False) and from below (True)."""
@@ -81,31 +86,47 @@ def certified(
         return None
     lower = name in LOWER_BOUNDS
     wrong = lower != (side == "lower") or (name in MAGNITUDES and not _of_size(term))
-    known = [unit for unit in bounded if unit is not None and name in unit.values]
     if wrong:
         return Certified(None, 0, every, reason="no bound on this side is known")
+    known = [unit for unit in bounded if unit is not None and _is_bounded(unit, name)]
     if not known:
         return Certified(None, 0, every, reason=_why(name, bounded, evidence))
     values = [
         unit.values[name]
-        if unit is not None and name in unit.values
+        if unit is not None and _is_bounded(unit, name)
         else np.array([_UNBOUNDED[lower]])
         for unit in bounded
     ]
     partial = _statistic(term, name, [unit.values[name] for unit in known], side, data)
-    if len(known) == every:
-        return Certified(partial, every, every)
-    value = _statistic(term, name, values, side, data)
+    value = partial if len(known) == every else _statistic(term, name, values, side, data)
     finite = value is not None and bool(np.isfinite(value))
     reason = None if finite else _why(name, bounded, evidence)
-    return Certified(value if finite else None, len(known), every, partial, reason)
+    domains = _domains(term, {unit.key for unit in known}, evidence)
+    return Certified(value if finite else None, len(known), every, partial, reason, domains)
+
+
+def _is_bounded(unit: Unit, name: str) -> bool:
+    """Say whether a request has finite bounds of a metric: an infinite one says nothing."""
+    values = unit.values.get(name)
+    return values is not None and bool(np.isfinite(values).all())
+
+
+def _domains(term: Term, keys: set[str], evidence: Evidence) -> tuple[str, ...]:
+    """Return by what the requests `keys` were bounded."""
+    if any(isinstance(part, Norm) for part in subterms(term)):
+        return (OF_BLOCKS,)
+    by_domain = evidence.bounding.get("domains", {})
+    return tuple(words for words, own in by_domain.items() if not keys.isdisjoint(own))
 
 
 def _why(name: str, bounded: Sequence[Unit | None], evidence: Evidence) -> str:
     stated = evidence.bounding.get("reason")
-    without = [unit for unit in bounded if unit is not None and unit.failure is not None]
+    units = [unit for unit in bounded if unit is not None]
+    without = [unit for unit in units if unit.failure is not None]
     if without:  # the shortest was tried first
         return str(min(without, key=lambda unit: (unit.tokens, unit.key)).failure)
+    if any(name in unit.values and not _is_bounded(unit, name) for unit in units):
+        return f"some requests have no finite bound of {name}"
     if stated is not None and not any(unit is not None and unit.values for unit in bounded):
         return str(stated)
     if any(unit is not None and _of_whole_model(unit) for unit in bounded):
@@ -205,7 +226,7 @@ def _statistic(
         if kind != "quantile":
             return float("inf") if side == "upper" else float("-inf")
         limit = np.finfo(np.float64).max
-        values = [np.nan_to_num(v, posinf=limit, neginf=-limit) for v in values]
+        values = [np.nan_to_num(v, nan=np.nan, posinf=limit, neginf=-limit) for v in values]
     units = tuple(Unit(str(i), v.size, {name: v}) for i, v in enumerate(values))
     made = SliceData("", units) if data is None else replace(data, requests=units, reduced=None)
     try:

@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from kcdsl_backends.empirical.certified import Clock, certify, check_measured, stable_positions
+from kcdsl_backends.empirical.certified import (
+    Certificates,
+    Clock,
+    agreement_bounds,
+    certify,
+    check_measured,
+)
 from kcdsl_backends.empirical.clauses import norm_name
 from kcdsl_backends.empirical.crosscheck import Comparison
 from kcdsl_backends.empirical.measured import Array, Run, Unit
@@ -36,7 +42,8 @@ def certified_units(
     value lies above its bound.
     """
     usable = [r for r in requests if runs[r.key].unit.failure is None]
-    found = _of_model(setting, usable, runs, progress, clock)
+    certificates = _of_model(setting, usable, runs, progress, clock)
+    found = certificates.units
     for block, compared in comparisons.items():
         for item in compared:
             unit = found.setdefault(item.request, Unit(item.request, 0))
@@ -46,7 +53,7 @@ def certified_units(
                 norm_name(block, "span"): np.array([2.0 * item.certified]),
             }
             found[item.request] = replace(unit, values={**unit.values, **values})
-    return found, _about(setting)
+    return found, _about(setting, certificates)
 
 
 def _of_model(
@@ -55,10 +62,10 @@ def _of_model(
     runs: Mapping[str, Run],
     progress: Callable[[int, int], None],
     clock: Clock,
-) -> dict[str, Unit]:
+) -> Certificates:
     model = setting.bound_model
     if model is None or setting.bound_seconds <= 0:
-        return {}
+        return Certificates()
     found = certify(
         model,
         requests,
@@ -68,21 +75,27 @@ def _of_model(
         clock=clock,
         progress=progress,
     )
-    for key, unit in found.items():
+    for key, unit in found.units.items():
         measured = runs[key].unit.values
         if "margin" in measured and "logit_span" in unit.values:
-            stable = stable_positions(measured["margin"], unit)
-            unit = replace(unit, values={**unit.values, "top1_overlap": stable})
-            found[key] = unit
+            agreement = agreement_bounds(measured["margin"], unit)
+            unit = replace(unit, values={**unit.values, **agreement})
+            found.units[key] = unit
         check_measured(key, measured, unit)
     return found
 
 
-def _about(setting: Setting) -> dict[str, Any]:
+def _about(setting: Setting, found: Certificates) -> dict[str, Any]:
+    """Return of which numerics the bounds speak, and which domain bounded which requests."""
     model = setting.bound_model
     if model is None:
         return {"reason": "no certified bounds of the whole model were sought"}
     about: dict[str, Any] = {"numerics": dict(model.numerics), "seconds": setting.bound_seconds}
     if setting.bound_seconds <= 0:
         about["reason"] = "no time was given to bounds of the whole model"
+    by_domain = {
+        words: [key for key, own in found.domains.items() if own == words]
+        for words in model.domains
+    }
+    about["domains"] = {words: keys for words, keys in by_domain.items() if keys}
     return about

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol
 
@@ -24,9 +24,9 @@ from kcdsl.verdict.model import InvalidEvidence
 from kcdsl_backends.empirical.measured import Array, Unit
 from kcdsl_backends.requests import Request
 
-LOWER_BOUNDS = frozenset({"top1_overlap"})
+LOWER_BOUNDS = frozenset({"top1_overlap", "jaccard1", "stable_fraction"})
 """Metrics of which the bound is a lower one; all others are bounded from above."""
-MAGNITUDES = frozenset({"log_ratio"})
+MAGNITUDES = frozenset({"log_ratio", "k1"})
 """Signed metrics whose size is bounded."""
 RELATIVE, ABSOLUTE = 1e-5, 1e-12
 """How far the rounding of a measurement may lie beyond a bound: what docs/metrics.md states of the
@@ -41,6 +41,13 @@ class Box:
     high: Array
     reason: str | None = None
 
+    def meet(self, other: Box) -> Box:
+        """Return what both bounds leave. Raises AssertionError where that is nothing."""
+        low, high = np.maximum(self.low, other.low), np.minimum(self.high, other.high)
+        if not bool((low <= high).all()):
+            raise AssertionError("two certified bounds of one drift exclude each other")
+        return Box(low, high)
+
 
 class ModelBound(Protocol):
     """Bounds the drift of the whole model on one request."""
@@ -50,16 +57,30 @@ class ModelBound(Protocol):
         """Return in words what both kernels claim: `train` and `infer`."""
         ...
 
-    def cost(self, request: Request) -> float:
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Return in words by what it bounds, the cheapest first and the sharpest last."""
+        ...
+
+    def cost(self, request: Request, domain: int) -> float:
         """Return the expected seconds of `bound`."""
         ...
 
-    def bound(self, request: Request) -> Box:
-        """Return the certified bounds of a request."""
+    def bound(self, request: Request, domain: int) -> Box:
+        """Return the certified bounds of a request in one of the domains."""
         ...
 
 
 Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """Every request has a unit: with values, or with the reason why there are none. `domains` says
+    of every request that has values which is the sharpest domain that they come from."""
+
+    units: dict[str, Unit] = field(default_factory=dict)
+    domains: dict[str, str] = field(default_factory=dict)
 
 
 def certify(
@@ -71,34 +92,69 @@ def certify(
     encoder: bool,
     clock: Clock,
     progress: Callable[[int, int], None],
-) -> dict[str, Unit]:
-    """Bound requests, those of least cost first, until `seconds` are spent.
+) -> Certificates:
+    """Bound requests until `seconds` are spent: those of least cost first, and all of them in the
+    cheapest domain before any in a sharper one, unless there is time for all in the sharpest.
 
-    What would not end in time is not begun. Every request has a unit: with values, or with the
-    reason why there are none.
+    What would not end in time is not begun. Bounds of several domains are met.
     """
-    found: dict[str, Unit] = {}
-    start, slower = clock(), 1.0
+    search = _Search(model, clock, clock() + seconds, seconds)
     order = sorted(requests, key=lambda r: (r.length, r.key))
-    for done, request in enumerate(order, 1):
-        left, expected = seconds - (clock() - start), slower * model.cost(request)
-        if expected > left:
-            why = (
-                f"it would take about {expected:.2g} s, and {max(left, 0):.2g} s of {seconds:g} s "
-                "are left"
-            )
-            found[request.key] = Unit(request.key, request.length, failure=why)
-            continue
-        before = clock()
-        box = model.bound(request)
-        slower = max(slower, (clock() - before) / max(model.cost(request), 1e-9))
-        if box.reason is not None:
-            found[request.key] = Unit(request.key, request.length, failure=box.reason)
+    levels = range(len(model.domains))
+    if sum(model.cost(request, levels[-1]) for request in order) <= seconds:
+        levels = levels[-1:]
+    for turn, level in enumerate(levels):
+        slower: float | None = None
+        for done, request in enumerate(order, 1):
+            slower = search.bound(request, level, slower)
+            progress(turn * len(order) + done, len(levels) * len(order))
+    found = Certificates(domains=search.domains)
+    for request in order:
+        box = search.boxes.get(request.key)
+        if box is None:
+            why = search.reasons[request.key]
+            found.units[request.key] = Unit(request.key, request.length, failure=why)
         else:
             values = state_bounds(box) if encoder else logit_bounds(box, temperature)
-            found[request.key] = Unit(request.key, request.length, values)
-        progress(done, len(order))
+            found.units[request.key] = Unit(request.key, request.length, values)
     return found
+
+
+@dataclass(slots=True)
+class _Search:
+    """What was bounded so far; `ends` is when the time is over."""
+
+    model: ModelBound
+    clock: Clock
+    ends: float
+    seconds: float
+    boxes: dict[str, Box] = field(default_factory=dict)
+    domains: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def bound(self, request: Request, level: int, slower: float | None) -> float | None:
+        """Bound a request if that ends in time; return how much slower than expected it went.
+
+        `slower` is what was returned for those before in the same domain; None before any.
+        """
+        key, cost = request.key, self.model.cost(request, level)
+        before = self.clock()
+        left, expected = self.ends - before, cost * (1.0 if slower is None else slower)
+        if expected > left:
+            self.reasons[key] = (
+                f"it would take about {expected:.2g} s, and {max(left, 0):.2g} s of "
+                f"{self.seconds:g} s are left"
+            )
+            return slower
+        box = self.model.bound(request, level)
+        if box.reason is not None:
+            self.reasons[key] = box.reason
+        else:
+            known = self.boxes.get(key)
+            self.boxes[key] = box if known is None else known.meet(box)
+            self.domains[key] = self.model.domains[level]
+        took = (self.clock() - before) / max(cost, 1e-9)
+        return took if slower is None else max(slower, took)
 
 
 def state_bounds(box: Box) -> dict[str, Array]:
@@ -137,10 +193,28 @@ def _row(low: Array, high: Array, temperature: Fraction) -> dict[str, float]:
         "chi2_infer_train": found.chi2,
         "log_ratio_linf": s,
         "renyi_inf": s,
-        "log_ratio": s,
-        "k3": _up(excess(s)),
-        "tv_is": _up(bounds.bias_free_clip(s) / 2),
         "prob_absdiff": found.tv,
+        "binary_tv": found.tv,
+        **_of_one_token(s),
+    }
+
+
+def _of_one_token(s: float) -> dict[str, float]:
+    """Return bounds of functions of ln w at a token, |ln w| <= s: each is largest where w = e^s."""
+    more = bounds.bias_free_clip(s)  # e^s - 1
+    return {
+        "log_ratio": s,
+        "k1": s,
+        "k2": _up(s * s / 2),
+        "k3": _up(excess(s)),
+        "w_log_w": bounds.w_log_w(s),
+        "w_log_w_minus": _up((1 + more) * excess(-s)),
+        "tv_is": _up(more / 2),
+        "importance_ratio": _up(1 + more),
+        "mult_prob_error": _up(1 + more),
+        "is_variance_inflation": _up((1 + more) * (1 + more)),
+        "chi2_token": _up(more * (2 + more)),
+        "chi2_is": _up(more * more),
     }
 
 
@@ -153,12 +227,18 @@ def _up(value: float) -> float:
     return value * (1 + 2.0**-40)
 
 
-def stable_positions(margins: Array, unit: Unit) -> Array:
-    """Return 1 where no drift within the bounds changes the most likely token, else 0.
+def agreement_bounds(margins: Array, unit: Unit) -> dict[str, Array]:
+    """Return bounds of what a change of the most likely token makes, one for each position.
 
-    The margin of the training kernel must exceed the bound of the span; `logit_span` of `unit`.
+    It cannot change where the margin of the training kernel exceeds the bound of the span.
     """
-    return (margins > unit.values["logit_span"]).astype(np.float64)
+    stable = (margins > unit.values["logit_span"]).astype(np.float64)
+    return {
+        "top1_overlap": stable,
+        "jaccard1": stable,
+        "top1_flip": 1.0 - stable,
+        "stable_fraction": (margins > 2 * unit.values["logit_linf"]).astype(np.float64),
+    }
 
 
 def check_measured(key: str, measured: Mapping[str, Array], certified: Unit) -> None:

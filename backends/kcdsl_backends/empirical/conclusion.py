@@ -11,7 +11,8 @@ from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.terms import Clause, EvidenceKind, Family, Program
 from kcdsl.verdict.model import Violated
-from kcdsl.verdict.report import ClauseResult, Precheck, Report, Statistics
+from kcdsl.verdict.report import Precheck, Report, Statistics
+from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical import diagnoses
 from kcdsl_backends.empirical.alarms import Case, decide_all
 from kcdsl_backends.empirical.beside import beside
@@ -106,7 +107,7 @@ def decide(
     blocked = [
         None
         if clause.family is Family.OBSERVABILITY
-        else _blocked(clause, evidence.prechecks, measures)
+        else why_blocked(clause, evidence.prechecks, measures)
         for clause in clauses
     ]
     for clause, why in zip(clauses, blocked, strict=True):
@@ -139,7 +140,7 @@ def decide(
     return tuple(results), demoted, statistics
 
 
-def _blocked(
+def why_blocked(
     clause: Clause, prechecks: Sequence[Precheck], measures: Mapping[str, Measure]
 ) -> str | None:
     """Return why no value of the model may be trusted for a clause, None where it may.

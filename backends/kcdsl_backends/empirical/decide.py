@@ -28,13 +28,15 @@ from kcdsl.ir.terms import (
 from kcdsl.ir.walk import walk
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.clauses import metrics_of, statistic_count
-from kcdsl_backends.empirical.estimate import Settings, Side, evaluate, value_range
+from kcdsl_backends.empirical.estimate import evaluate
 from kcdsl_backends.empirical.interval import Interval, Outcome, compare
+from kcdsl_backends.empirical.means import Settings
 from kcdsl_backends.empirical.measured import SliceData, Unit
 from kcdsl_backends.empirical.metrics.measures import Measure
 from kcdsl_backends.empirical.reduced import Reduced
 from kcdsl_backends.empirical.reduced_counts import beyond_of
 from kcdsl_backends.empirical.statistics import Confidence, Exceedance, NotMeasurable
+from kcdsl_backends.empirical.term_values import Side, value_range
 from kcdsl_backends.empirical.windows import windows
 
 _SLICE_WIDE = frozenset({"ece_gap", "peak_memory", "determinism"})

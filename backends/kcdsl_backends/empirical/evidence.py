@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kcdsl.ir.recordings import LOGITS
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
 from kcdsl_backends.empirical.measured import Run, Timing, Unit
@@ -73,15 +74,19 @@ class Evidence:
     """How many evaluations of growing data share the error; None: any number."""
 
 
-def sampling_of(program: Program) -> dict[str, float]:
-    """Return how tokens are drawn: by a server as the contract says, else from the whole law."""
-    temperature = float(program.constants.temperature)
-    service = program.infer.service
-    if service is None:
-        return {"temperature": temperature, "top_p": 1.0, "top_k": 0}
-    logs = service.logprobs
+def sampling_of(program: Program) -> dict[str, float] | None:
+    """Return how tokens are drawn: as the contract says of a server or a recording, else from the
+    whole law; None for a recording of which nothing states it."""
+    service, recording = program.infer.service, program.infer.recording
+    if service is None and (recording is None or recording.format == LOGITS):
+        return {"temperature": float(program.constants.temperature), "top_p": 1.0, "top_k": 0}
+    logs = service.logprobs if service is not None else None
+    if recording is not None:
+        logs = recording.logprobs
+    if logs is None:
+        return None
     return {
-        "temperature": temperature,
+        "temperature": float(logs.temperature),
         "top_p": float(logs.top_p),
         "top_k": logs.top_k,
         "min_p": float(logs.min_p),

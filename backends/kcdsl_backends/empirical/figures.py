@@ -11,10 +11,11 @@ from kcdsl.ir.terms import Clause, Compare, HasFields, Metric, Number, Statistic
 from kcdsl.ir.walk import subterms
 from kcdsl_backends.empirical.clauses import label, main_comparison
 from kcdsl_backends.empirical.decide import Counted, Judge, has_fields
-from kcdsl_backends.empirical.estimate import unit_values
 from kcdsl_backends.empirical.measured import SliceData, Unit
+from kcdsl_backends.empirical.metrics.measure import Measure
 from kcdsl_backends.empirical.reduced_counts import worst_request
 from kcdsl_backends.empirical.statistics import NotMeasurable
+from kcdsl_backends.empirical.term_values import unit_values
 
 UNITS = {
     "kl": "nat",
@@ -101,11 +102,15 @@ def _unit(term: Term, data: SliceData) -> str:
     names = [t.name for t in subterms(term) if isinstance(t, Metric)]
     if len(names) != 1:
         return "1"
-    measure = data.measures.get(names[0])
+    return unit_of(names[0], data.measures.get(names[0]))
+
+
+def unit_of(metric: str, measure: Measure | None) -> str:
+    """Return the unit of a metric's values."""
     if measure is not None and measure.unit:
         return measure.unit
-    if names[0] in UNITS:
-        return UNITS[names[0]]
+    if metric in UNITS:
+        return UNITS[metric]
     return "ratio" if measure is not None and measure.high == 1.0 else "1"
 
 
@@ -157,7 +162,7 @@ def _inner(comparison: Compare) -> Term:
 
 def _worst_unit(term: Term, op: str, units: list[Unit]) -> dict[str, Any] | None:
     try:
-        values = unit_values(term, units)
+        values = unit_values(term, units, {})
     except NotMeasurable:
         return None
     sign = -1.0 if op in (">=", ">") else 1.0

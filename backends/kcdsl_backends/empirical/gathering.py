@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kcdsl.diagnostics import codes
@@ -22,6 +23,7 @@ from kcdsl_backends.empirical.clauses import (
 )
 from kcdsl_backends.empirical.conclusion import PROOFS, split
 from kcdsl_backends.empirical.crosscheck import Comparison, compare_request, summarise
+from kcdsl_backends.empirical.decisive import decisive
 from kcdsl_backends.empirical.evidence import CHART_METRICS, SUMMARY_METRICS, Evidence
 from kcdsl_backends.empirical.journal import Journal
 from kcdsl_backends.empirical.measured import Run, Timing
@@ -71,7 +73,7 @@ def gather(
         comparisons,
         lambda done, total: progress("certified bounds", done, total),
     )
-    prechecks = _prechecks(setting, requests, runs, plan)
+    prechecks = prechecks_of(setting, requests, runs, plan)
     return Evidence(
         program=setting.program,
         requests=requests,
@@ -230,7 +232,7 @@ def _run_all(
         progress("both kernels", done, len(requests))
 
     left = [request for request in requests if request.key not in known]
-    away = {} if spread is None else spread.runs(left, arrived)
+    away = {} if spread is None else spread.runs(left, decisive(setting, plan, requests), arrived)
     for request in requests:
         found = journal.run(request) if journal is not None and request.key in known else None
         if found is None and spread is not None:
@@ -264,6 +266,7 @@ def _crosschecks(
         )
     blocks = [b for b in named if b in setting.blocks and b != "model"]
     checks: dict[str, list[Comparison]] = {}
+    unbounded: list[str] = []
     for block in blocks:
         found = []
         for done, request in enumerate(usable, 1):
@@ -282,13 +285,19 @@ def _crosschecks(
             progress(f"cross-check {block}", done, len(usable))
         if found:
             checks[block] = found
-    notes = () if checks else ("no block could be cross-checked",)
-    return checks, notes
+        beyond = sum(not math.isfinite(compared.certified) for compared in found)
+        if beyond:
+            unbounded.append(
+                f"{block}: {beyond} of {len(found)} requests have no certified bound to be "
+                "compared with: too long, or too coarse"
+            )
+    return checks, tuple(unbounded) if checks else ("no block could be cross-checked",)
 
 
-def _prechecks(
+def prechecks_of(
     setting: Setting, requests: Sequence[Request], runs: Mapping[str, Run], plan: Plan
 ) -> tuple[Precheck, ...]:
+    """Return what the preconditions come to, on probes among the requests."""
     subject = diagnoses.Subject(
         setting.train,
         setting.infer,

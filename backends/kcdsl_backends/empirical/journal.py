@@ -29,7 +29,7 @@ from kcdsl_backends.requests import Request
 _HEAD = struct.Struct("<4scQ32s")
 """Mark, kind, length of the content, sha256 of kind and content."""
 _MARK = b"kcj1"
-_KEY, _RUN, _COMPARISON = b"K", b"R", b"C"
+_KEY, _RUN, _COMPARISON, _NOTE = b"K", b"R", b"C", b"N"
 
 
 @dataclass(slots=True)
@@ -47,6 +47,7 @@ class Journal:
     _made: bool = False
     _runs: dict[str, Run] = field(default_factory=dict)
     _comparisons: dict[tuple[str, str], Comparison] = field(default_factory=dict)
+    _notes: dict[str, bytes] = field(default_factory=dict)
 
     def open(self, key: str) -> None:
         """Read what is there of the evaluation with this key, and make ready to go on.
@@ -94,11 +95,20 @@ class Journal:
         numbers = [found.measured.hex(), found.certified.hex()]
         self._append(_COMPARISON, json.dumps([block, found.request, *numbers]).encode())
 
+    def note(self, name: str) -> bytes | None:
+        """Return the note of a name, None where there is none."""
+        return self._notes.get(name)
+
+    def keep_note(self, name: str, content: bytes) -> None:
+        """Keep bytes under a name, which holds no NUL."""
+        self._append(_NOTE, name.encode() + b"\0" + content)
+
     def restart(self, key: str, why: str) -> None:
         """Forget what was read."""
         self.tell(f"not resumed: {why}")
         self._runs.clear()
         self._comparisons.clear()
+        self._notes.clear()
         if self._file is not None:
             os.ftruncate(self._file, 0)
             self._append(_KEY, key.encode())
@@ -136,6 +146,9 @@ class Journal:
                 block, request, measured, certified = json.loads(content)
                 values = (float.fromhex(measured), float.fromhex(certified))
                 self._comparisons[block, request] = Comparison(request, *values)
+            elif kind == _NOTE:
+                name, _, note = content.partition(b"\0")
+                self._notes[name.decode()] = note
             end = after
         return end
 

@@ -142,7 +142,8 @@ def _row(case: _Case, program: Program, confidence: Confidence, power: float) ->
     )
     if part.budget is None:
         confidence = confidence.divided(statistic_count(part.require))
-    if part.evidence is not EvidenceKind.SAMPLE and not needs & NOISY:
+    varies = needs & NOISY or (_drawn(program) and metrics_of(part.require) - {"kv_memory"})
+    if part.evidence is not EvidenceKind.SAMPLE and not varies:
         return _census(bare)
     if part.evidence is EvidenceKind.CENSUS:
         return replace(bare, state="never", note="a census of values that vary from run to run")
@@ -249,6 +250,13 @@ def _needs(part: Clause, program: Program) -> frozenset[str]:
     return frozenset(need for metric in found if metric is not None for need in metric.needs)
 
 
+def _drawn(program: Program) -> bool:
+    """Say whether tokens are drawn, or were, at which everything is measured."""
+    recording = program.infer.recording
+    rollouts = recording is not None and recording.format != LOGITS
+    return rollouts or program.infer.service is not None
+
+
 def _by_window(part: Clause) -> bool:
     return part.budget is not None and part.budget.unit == "windows"
 
@@ -268,10 +276,10 @@ def _units(part: Clause, requests: int | None) -> int | None:
 def _available(program: Program, base: Path) -> Mapping[str, int | None]:
     """Return how many requests each slice has; None where a file is not here yet.
 
-    Of recorded rollouts those of one prompt are one.
+    Of recorded rollouts, and of requests to a server, those of one prompt are one.
     """
     if program.infer.recording is not None and program.infer.recording.format != LOGITS:
-        from kcdsl_backends.empirical.rollouts.gathering import units_available
+        from kcdsl_backends.empirical.rollouts.preparing import units_available
 
         return units_available(program, base)
     files: dict[str, RequestFile | None] = {}
@@ -281,7 +289,9 @@ def _available(program: Program, base: Path) -> Mapping[str, int | None]:
         if name is not None and name not in files:
             files[name] = _load(program, base, name)
         file = None if name is None else files[name]
-        found[slice_.name] = None if file is None else len(select(file, slice_))
+        rows = () if file is None else select(file, slice_)
+        prompts = {row.tokens for row in rows} if program.infer.service is not None else rows
+        found[slice_.name] = None if file is None else len(prompts)
     return found
 
 

@@ -14,12 +14,20 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl.ir.terms import Term
+from kcdsl.ir.terms import Metric, Term
+from kcdsl.ir.walk import subterms
 from kcdsl_backends.empirical.clauses import label
 from kcdsl_backends.empirical.statistics import NotMeasurable
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
+
+OUTSIDE, SEVERAL = 1, 2
+FAULTS = {
+    OUTSIDE: "a value lies outside of its range",
+    SEVERAL: "it has several values of a metric that has one for each request",
+}
+"""Why the values of a request are none of their metric (0: they are)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,7 @@ class Column:
 
     `values` there are, `missing` there are not; `nan` and `infinite` of the values; `fractions` of
     them are neither 0 nor 1; `least`, `most` ignore NaN (NaN where nothing else is); `totals` are
-    the correctly rounded sums of the finite ones.
+    the correctly rounded sums of the finite ones; `faults` are keys of `FAULTS`.
     """
 
     values: Counts
@@ -39,6 +47,7 @@ class Column:
     least: Floats
     most: Floats
     totals: Floats
+    faults: Counts
 
     def at(self, rows: slice | NDArray[np.intp]) -> Column:
         """Return some of the entries."""
@@ -51,7 +60,14 @@ class Column:
             self.least[rows],
             self.most[rows],
             self.totals[rows],
+            self.faults[rows],
         )
+
+    @property
+    def complete(self) -> NDArray[np.bool_]:
+        """Say of which requests every value is there, and one that its metric can have."""
+        found: NDArray[np.bool_] = (self.missing == 0) & (self.values > 0) & (self.faults == 0)
+        return found
 
     def worst(self, side: Literal["upper", "lower"]) -> Floats:
         """Return the worst value of each request; NaN where one of its values is."""
@@ -67,6 +83,7 @@ class Column:
             int(self.nan[row]),
             int(self.infinite[row]),
             int(self.fractions[row]),
+            int(self.faults[row]),
             *(float(number) if number == number else 0.0 for number in numbers),
         )
 
@@ -97,12 +114,22 @@ class Reduced:
         if term not in self.columns:
             raise NotMeasurable(f"{name}: the table has no such values")
         column = self.columns[term]
-        lacking = np.flatnonzero((column.missing > 0) | (column.values == 0))
+        lacking = np.flatnonzero(~column.complete)
         if lacking.size:
             row = int(lacking[0])
+            if column.faults[row]:
+                raise NotMeasurable(self._fault(term, row))
             missing, there = int(column.missing[row]), int(column.values[row])
             raise NotMeasurable(
                 f"{name}: the request {self.keys[row]}: {missing} of {missing + there} values are "
                 "missing"
             )
         return column
+
+    def _fault(self, term: Term, row: int) -> str:
+        """Say what is wrong with the values of a request, of the metric of a term that has them."""
+        parts = [*(t for t in subterms(term) if isinstance(t, Metric)), term]
+        own = [(t, self.columns[t]) for t in parts if t in self.columns]
+        of, column = next((t, found) for t, found in own if found.faults[row])
+        values = f"{column.least[row]:g} to {column.most[row]:g}"
+        return f"{label(of)}: the request {self.keys[row]}: {values}: {FAULTS[column.faults[row]]}"

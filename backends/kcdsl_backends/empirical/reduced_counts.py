@@ -89,8 +89,7 @@ def _at_once(
         certain &= (numbers >= low) if low is not None else True
         certain &= (numbers <= high) if high is not None else True
     for column in reduced.columns.values():
-        sound = (column.missing == 0) & (column.values > 0)
-        certain &= sound & (column.nan == 0) & (column.infinite == 0)
+        certain &= column.complete & (column.nan == 0) & (column.infinite == 0)
     return certain, certain & ((numbers < tau) if op in ("<=", "<") else (numbers > tau))
 
 

@@ -10,19 +10,15 @@ import numpy as np
 from kcdsl.diagnostics import codes
 from kcdsl.ir.buckets import is_bucket
 from kcdsl.verdict.health import assess, recommend
-from kcdsl.verdict.report import (
-    ClauseResult,
-    Report,
-    SliceSummary,
-    Statistics,
-    Warned,
-)
+from kcdsl.verdict.report import Report, SliceSummary, Statistics, Warned
+from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.charts import charts_of
 from kcdsl_backends.empirical.evidence import SUMMARY_METRICS, Evidence
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.results import called
 from kcdsl_backends.empirical.statistics import CONFIDENCE, quantile_rank
+from kcdsl_backends.empirical.user_metrics import prompts_are_units
 
 
 def build_report(
@@ -46,7 +42,7 @@ def build_report(
             **evidence.environment,
             "seed": evidence.seed,
             "confidence": CONFIDENCE,
-            "unit": "request",
+            "unit": "prompt" if prompts_are_units(evidence.program) else "request",
         },
         clauses=results,
         slices=tuple(

@@ -8,7 +8,7 @@ from fractions import Fraction
 from kcdsl.ir.terms import Clause, EvidenceKind, HasFields, Level, Program
 from kcdsl.verdict.health import deviation
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
-from kcdsl.verdict.report import ClauseResult, Estimator, ExceedanceCount, Shown
+from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, Shown
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.clauses import metrics_of, statistic_count
 from kcdsl_backends.empirical.decide import (

@@ -1,25 +1,25 @@
 """Going on where an earlier process of the same evaluation was killed.
 
 What a request gave is taken over if everything that decides it is the same: the contract, the
-model, both kernels, the tokens of all requests, the seed, what is measured, versions and device.
-As a last check the first request is run again, and must give the bits that it gave.
+model, both kernels, the tokens of all requests, the seed, what is measured, the files of a user's
+functions and model, versions and device. As a last check the first request is run again, and must
+give the bits that it gave: outputs, and every value that was formed from them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-import torch
 
-from kcdsl.ir.canonical import digest
+from kcdsl_backends.empirical.decisive import decisive, digest_of
 from kcdsl_backends.empirical.journal import Journal
-from kcdsl_backends.empirical.measured import Run
+from kcdsl_backends.empirical.measured import Array, Run
 from kcdsl_backends.empirical.run import Plan, run_request
 from kcdsl_backends.empirical.setting import Setting
-from kcdsl_backends.empirical.traces import rows
 from kcdsl_backends.requests import Request
 
 
@@ -46,31 +46,54 @@ def resume(
 
 
 def _outcome(run: Run) -> tuple[object, ...]:
-    return run.replay_signature, run.seed, run.unit.failure
+    """Return everything that a run gave, so that equal outcomes are equal bits."""
+    unit, sides = run.unit, run.unit.confidences
+    confidences = None
+    if sides is not None:
+        arrays = (sides.train, sides.train_right, sides.infer, sides.infer_right)
+        confidences = [_bits(array) for array in arrays]
+    return (
+        run.replay_signature,
+        run.seed,
+        run.nonfinite,
+        unit.failure,
+        dict(unit.problems),
+        {name: _bits(values) for name, values in unit.values.items()},
+        confidences,
+    )
+
+
+def _bits(values: Array) -> bytes:
+    return np.asarray(values, dtype=np.float64).tobytes()
 
 
 def key_of(setting: Setting, plan: Plan, requests: Sequence[Request]) -> str:
-    """Return the digest of everything that decides what the requests give."""
-    decisive = {
-        "contract": digest(setting.program),
-        "model": dict(setting.model),
-        "weights": dict(setting.weights),
-        "kernels": dict(setting.digests),
-        "requests": [[request.key, list(request.tokens)] for request in requests],
-        "fields": _digest([rows.fields_text(request.fields) for request in requests]),
-        "metrics": sorted(plan.metrics),
-        "norms": sorted(plan.norms),
-        "user": [[user.metric.name, user.sha256] for user in plan.user],
-        "temperature": plan.temperature,
-        "seed": plan.seed,
-        "certified": setting.certify is not None,
-        "environment": dict(setting.environment),
-        "numpy": np.__version__,
-        "processor": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+    """Return the digest of everything that decides what the requests and their checks give."""
+    module, _, _ = (setting.program.model.module or "").partition(":")
+    return digest_of(
+        {
+            **decisive(setting, plan, requests),
+            "certified": setting.certify is not None,
+            "functions beside": [sources(user.function.__module__) for user in plan.user],
+            "module": sources(module),
+        }
+    )
+
+
+def sources(name: str) -> dict[str, str]:
+    """Return the digests of the files that were imported from the folder of a user's module, or of
+    its package: what it calls decides values as well."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return {}
+    root = Path(file).resolve().parents[name.count(".")]
+    paths = {
+        Path(found).resolve()
+        for other in list(sys.modules.values())
+        if (found := getattr(other, "__dict__", {}).get("__file__")) is not None
     }
-    return _digest(decisive)
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(paths)
+        if path.is_relative_to(root) and "site-packages" not in path.parts and path.is_file()
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kcdsl.ir.terms import Clause
-from kcdsl.verdict.report import Shown
+from kcdsl.verdict.result import Shown
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.allowance import allowed_rate, is_mean
 from kcdsl_backends.empirical.figures import Figures

@@ -1,17 +1,18 @@
 """Running requests in other processes: those of this machine, or of a ray cluster.
 
 A worker loads the contract by itself and runs pieces of the requests in the surroundings that one
-process would have, its threads included, so that every bit is the same. A piece whose worker was
-lost is tried once more by a new one; a request without an answer is never left out.
+process would have, its threads included, so that every bit is the same; one that has other files or
+other libraries is refused. A piece whose worker was lost is tried once more by a new one; a request
+without an answer is never left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,14 @@ class Spread:
     def runs(
         self,
         requests: Sequence[Request],
+        decided_by: Mapping[str, str],
         arrived: Callable[[Request, Run], None] = lambda request, run: None,
     ) -> dict[str, Run]:
         """Return what every request gave, by its key; `arrived` hears of each as it comes.
 
-        Raises Refusal (KC684) where a piece loses its worker twice or comes back incomplete, and
-        what loading the contract raises in a worker.
+        `decided_by` is what decides its values here (`decisive`), and must decide them there.
+        Raises Refusal (KC684) where a piece loses its worker twice or comes back incomplete, or
+        from a worker that has something else, and what loading the contract raises in a worker.
         """
         data = pickle.dumps(self.recipe)
         pieces = [tuple(requests[i : i + PIECE]) for i in range(0, len(requests), PIECE)]
@@ -67,7 +70,7 @@ class Spread:
         waiting = list(range(len(pieces)))
         for _ in range(ATTEMPTS):
             if waiting:
-                waiting = self._try(data, pieces, waiting, found, arrived)
+                waiting = self._try(data, pieces, waiting, found, decided_by, arrived)
         if waiting:
             first = pieces[waiting[0]]
             raise refuse(
@@ -84,6 +87,7 @@ class Spread:
         pieces: Sequence[tuple[Request, ...]],
         numbers: Sequence[int],
         found: dict[str, Run],
+        decided_by: Mapping[str, str],
         arrived: Callable[[Request, Run], None],
     ) -> list[int]:
         """Run pieces on new workers; return the numbers of those whose worker was lost."""
@@ -103,9 +107,8 @@ class Spread:
                 except (BrokenExecutor, WorkerLost):
                     lost.append(number)
                     continue
-                for request, run in zip(
-                    pieces[number], _checked(answer, data, pieces[number]), strict=True
-                ):
+                runs = _checked(answer, data, pieces[number], decided_by)
+                for request, run in zip(pieces[number], runs, strict=True):
                     found[request.key] = run
                     arrived(request, run)
         finally:
@@ -120,10 +123,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a piece gave: its name, and its runs or why the contract could not be loaded."""
+    """What a piece gave: its name, and its runs with what decided them, or why the contract could
+    not be loaded."""
 
     task: str
     runs: tuple[Run, ...] = ()
+    decided_by: Mapping[str, str] = field(default_factory=dict)
     refusal: tuple[Diagnostic, ...] = ()
 
 
@@ -132,9 +137,18 @@ def task_id(recipe: bytes, keys: Sequence[str]) -> str:
     return hashlib.sha256(recipe + b"\0" + "\0".join(keys).encode()).hexdigest()
 
 
-def _checked(answer: Answer, recipe: bytes, piece: Sequence[Request]) -> list[Run]:
+def _checked(
+    answer: Answer, recipe: bytes, piece: Sequence[Request], decided_by: Mapping[str, str]
+) -> list[Run]:
     if answer.refusal:
         raise Refusal(answer.refusal)
+    other = [name for name, part in decided_by.items() if answer.decided_by.get(name) != part]
+    if other:
+        raise refuse(
+            codes.WORKER_LOST,
+            f"a worker runs with other {', '.join(other)} than this process",
+            help="every machine needs the same version of kcdsl and the same files",
+        )
     keys = [request.key for request in piece]
     if answer.task != task_id(recipe, keys) or [run.unit.key for run in answer.runs] != keys:
         raise refuse(
@@ -147,7 +161,7 @@ def _checked(answer: Answer, recipe: bytes, piece: Sequence[Request]) -> list[Ru
 
 # --- in a worker ---------------------------------------------------------------------------------
 
-_LOADED: dict[str, Callable[[str], Run]] = {}
+_LOADED: dict[str, tuple[Callable[[str], Run], Mapping[str, str]]] = {}
 
 
 def run_piece(recipe: bytes, keys: tuple[str, ...]) -> bytes:
@@ -157,17 +171,19 @@ def run_piece(recipe: bytes, keys: tuple[str, ...]) -> bytes:
         if name not in _LOADED:
             _LOADED.clear()
             _LOADED[name] = _load(pickle.loads(recipe))
-        run = _LOADED[name]
-        answer = Answer(task_id(recipe, keys), tuple(run(key) for key in keys))
+        run, decided_by = _LOADED[name]
+        answer = Answer(task_id(recipe, keys), tuple(run(key) for key in keys), decided_by)
     except Refusal as refusal:
-        answer = Answer(task_id(recipe, keys), (), refusal.diagnostics)
+        answer = Answer(task_id(recipe, keys), refusal=refusal.diagnostics)
     return pickle.dumps(answer)
 
 
-def _load(recipe: Recipe) -> Callable[[str], Run]:
+def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str]]:
+    """Return the function that runs a request by its key, and what decides what it gives."""
     from kcdsl.ir.buckets import expand_tables
     from kcdsl_backends.empirical.backend import BACKEND
     from kcdsl_backends.empirical.conclusion import split
+    from kcdsl_backends.empirical.decisive import decisive
     from kcdsl_backends.empirical.gathering import distinct, plan_for
     from kcdsl_backends.empirical.run import run_request
     from kcdsl_backends.empirical.setting import Setting
@@ -189,4 +205,4 @@ def _load(recipe: Recipe) -> Callable[[str], Run]:
     def run(key: str) -> Run:
         return run_request(requests[key], setting.train, setting.infer, plan, setting.block_input)
 
-    return run
+    return run, decisive(setting, plan, tuple(requests.values()))

@@ -20,14 +20,14 @@ def trace_record(
     *,
     slices: Sequence[str],
     kernels: Mapping[str, str],
-    sampling: Mapping[str, float],
+    sampling: Mapping[str, float] | None,
     runs: Sequence[Unit] = (),
 ) -> dict[str, Any]:
     """Return the record of one request.
 
     `kernels` holds the digests of both fingerprints, `runs` the timed runs of the request, and
-    `sampling` how tokens are drawn. A request that failed has no replay signature: there is
-    nothing to replay against.
+    `sampling` how tokens are drawn (None: nothing states it). A request that failed has no replay
+    signature: there is nothing to replay against.
     """
     failed = run.unit.failure is not None
     return {
@@ -38,7 +38,7 @@ def trace_record(
         "reference_fingerprint": kernels["train"],
         "request_shape": [1, request.length],
         "rng_seed": run.seed,
-        "sampling_params": dict(sampling),
+        "sampling_params": None if sampling is None else dict(sampling),
         "replay_signature": None if failed else run.replay_signature,
         "digests": dict(sorted(run.digests.items())),
         "failure": run.unit.failure,

@@ -54,19 +54,25 @@ class Unusable(ValueError):
 def measures_of(program: Program) -> Mapping[str, Measure]:
     """Return how every metric is measured that a program may speak of.
 
-    A server draws the tokens at which anything is measured, so each value varies from run to run.
-    Recordings, and what a server draws, feed metrics that a forward pass does not.
+    A server, or a kernel that is recorded, draws the tokens at which anything is measured, so each
+    value varies from run to run, those of ranks too; but not the bytes of the cache, which follow
+    from the lengths that were recorded. Rollouts feed metrics that a forward pass does not.
     """
     own = {metric.name: _measure(metric) for metric in program.metrics}
     recordings = [k.recording for k in (program.train, program.infer) if k.recording is not None]
     if any(recording.format == LOGITS for recording in recordings):
         return {**MEASURES, "noise_ratio": RECORDED["noise_ratio"], **own}
-    if recordings:
-        return {**MEASURES, **RECORDED, **own}
-    if program.infer.service is None:
+    if not recordings and program.infer.service is None:
         return {**MEASURES, **own}
     found = {**MEASURES, **RECORDED, **own}
-    return {name: replace(measure, noisy=True) for name, measure in found.items()}
+    return {name: replace(measure, noisy=name != "kv_memory") for name, measure in found.items()}
+
+
+def prompts_are_units(program: Program) -> bool:
+    """Say whether rollouts are read from a file: those of one prompt are one sampling unit, and a
+    slice with some of them has a unit of its own."""
+    recordings = (kernel.recording for kernel in (program.train, program.infer))
+    return any(found is not None and found.format != LOGITS for found in recordings)
 
 
 def _measure(metric: UserMetric) -> Measure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kcdsl.verdict.html.figure import Figure, thinned
+from kcdsl.verdict.html.figure import Figure, thinned, with_unit
 from kcdsl.verdict.html.svg import (
     Frame,
     element,
@@ -33,8 +33,10 @@ def certified(chart: Mapping[str, Any], number: int) -> Figure:
         low, high = min(every) / 2, max(every) * 2
         left, right = min(measured) / 2, max(max(measured) * 2, min(measured) * 20)
         x, y = logarithmic(left, right, frame.x), logarithmic(low, high, frame.y)
-        body = y_axis(frame, y, powers(low, high, 5), "certified")
-        body += x_axis(frame, x, powers(left, right, 5), "measured, worst of each request")
+        unit = chart.get("unit")
+        body = y_axis(frame, y, powers(low, high, 5), with_unit("certified", unit))
+        across = with_unit("measured, worst of each request", unit)
+        body += x_axis(frame, x, powers(left, right, 5), across)
         a, b = max(left, low), min(right, high)
         if a < b:
             corner = f"{x(a):.1f},{y(a):.1f} {x(b):.1f},{y(b):.1f} {x(b):.1f},{frame.y[0]:.1f}"
@@ -54,7 +56,11 @@ def certified(chart: Mapping[str, Any], number: int) -> Figure:
         )
     ratios = sorted(p["certified"] / p["measured"] for p in points)
     least = f"least ratio {brief(ratios[0])}" if ratios else "no ratio"
-    caption = f"{chart['n']} of {chart['of']} requests have a bound; {least}."
+    drawn = f"; {len(points)} are drawn" if 0 < len(points) < chart["n"] else ""
+    caption = (
+        f"Each dot is a request; the farther above the line, the looser its bound. {chart['n']} of "
+        f"{chart['of']} requests have a bound{drawn}; {least}."
+    )
     rows = tuple(
         (
             p["request"],

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kcdsl.verdict.html.figure import Figure, range_of, short, thinned
+from kcdsl.verdict.html.figure import Figure, left_out, range_of, short, thinned, with_unit
 from kcdsl.verdict.html.svg import (
     Frame,
     element,
@@ -22,6 +22,7 @@ from kcdsl.verdict.html.svg import (
 from kcdsl.verdict.html.words import brief, share
 
 _LINES = 4
+_UNITS = {"position": "tokens", "length": "tokens", "entropy": "nats", "margin": "logits"}
 _SUPPORT = 5
 """The fewest texts that a point of a curve stands for."""
 
@@ -34,7 +35,7 @@ def disagreement(curves: Sequence[Mapping[str, Any]], k: int) -> Figure | None:
     frame = Frame(height=240, right=92)
     drawn = [(curve["slice"], _supported(curve)) for curve in own[:_LINES]]
     longest = max(points[-1]["at"] for _, points in drawn)
-    most = max(p["count"] / p["n"] for _, points in drawn for p in points)
+    most = max(_share(p) for _, points in drawn for p in points)
     x = linear(0, max(1, longest), frame.x)
     y = linear(0, 100 * (most or 0.01), frame.y)
     top = 100 * (most or 0.01)
@@ -42,7 +43,7 @@ def disagreement(curves: Sequence[Mapping[str, Any]], k: int) -> Figure | None:
     parts.append(x_axis(frame, x, ticks(0, max(1, longest)), "position (tokens)"))
     taken: list[float] = []
     for number, (name, supported) in enumerate(drawn, 1):
-        points = [(x(p["at"]), y(100 * p["count"] / p["n"])) for p in supported]
+        points = [(x(p["at"]), y(100 * _share(p))) for p in supported]
         parts.append(_steps(points, f"line s{number}"))
         end = points[-1]
         parts.append(
@@ -57,19 +58,28 @@ def disagreement(curves: Sequence[Mapping[str, Any]], k: int) -> Figure | None:
     last = [(curve["slice"], curve["points"][-1]) for curve in own]
     none = all(p["count"] == 0 for curve in own for p in curve["points"])
     said = "No text disagrees anywhere." if none else ""
-    described = said or "; ".join(f"{s}: {share(p['count'], p['n'])} at the end" for s, p in last)
+    described = said or "; ".join(f"{s}: {100 * _share(p):.3g} % at the end" for s, p in last)
     caption = (
         "A text has disagreed from the first position on at which the kernels do not put the same "
-        f"{k} tokens first. At each position only the texts that reach it count; drawn while at "
-        f"least {_SUPPORT} do. {said}"
+        f"{k} tokens first. Texts count as long as they last (product-limit estimate); drawn while "
+        f"at least {_SUPPORT} do. {said}"
+        + left_out(
+            sum(c.get("outside", 0) for c in own), "texts with values that are no numbers are"
+        )
     )
     rows = tuple(
-        (curve["slice"], str(p["at"]), share(p["count"], p["n"]))
+        (curve["slice"], str(p["at"]), f"{100 * _share(p):.3g} %", f"{p['count']} of {p['n']}")
         for curve in own
         for p in thinned(curve["points"], 12)
     )
     svg = picture(f"c{k}", title, described, frame, "".join(parts))
-    return Figure(title, caption, svg, ("slice", "position", "disagreed"), rows)
+    head = ("slice", "position", "disagreed", "of those that reach it")
+    return Figure(title, caption, svg, head, rows)
+
+
+def _share(point: Mapping[str, Any]) -> float:
+    found = point.get("share")
+    return float(point["count"] / point["n"] if found is None else found)
 
 
 def _steps(points: Sequence[tuple[float, float]], class_: str) -> str:
@@ -134,7 +144,7 @@ def flips(points: Sequence[Mapping[str, Any]]) -> Figure | None:
         text(
             sum(frame.x) / 2,
             frame.height - 12,
-            "margin of the training kernel, from",
+            "margin of the training kernel (logits), from",
             text_anchor="middle",
             class_="ax",
         )
@@ -150,6 +160,7 @@ def flips(points: Sequence[Mapping[str, Any]]) -> Figure | None:
 def drift_by(chart: Mapping[str, Any], number: int) -> Figure:
     """Draw median, 95th percentile and worst drift in ranges of something else."""
     points, metric, by = chart["points"], chart["metric"], chart["by"]
+    up = with_unit(metric, chart.get("unit"))
     frame = Frame(height=250, bottom=58)
     positive = [p[n] for p in points for n in ("p50", "p95", "worst") if p[n] > 0]
     log = bool(positive) and max(positive) > 30 * min(positive)
@@ -158,14 +169,14 @@ def drift_by(chart: Mapping[str, Any], number: int) -> Figure:
     if log:
         low, high = low / 1.4, high * 1.4
         y = logarithmic(low, high, frame.y)
-        axis = y_axis(frame, y, powers(low, high, 5), metric)
+        axis = y_axis(frame, y, powers(low, high, 5), up)
     else:
         y = linear(low, high * 1.05, frame.y)
-        axis = y_axis(frame, y, ticks(low, high, 4), metric)
+        axis = y_axis(frame, y, ticks(low, high, 4), up)
     places = [
         frame.x[0] + (i + 0.5) * (frame.x[1] - frame.x[0]) / len(points) for i in range(len(points))
     ]
-    parts = [axis, _bucket_axis(frame, points, places, by, chart["of"])]
+    parts = [axis, _bucket_axis(frame, points, places, by)]
     for name, class_ in (("p50", "line s1"), ("p95", "line s2")):
         known = [
             (px, y(p[name])) for px, p in zip(places, points, strict=True) if p[name] > 0 or not log
@@ -190,7 +201,14 @@ def drift_by(chart: Mapping[str, Any], number: int) -> Figure:
         (range_of(p), str(p["n"]), *(brief(p[n]) for n in ("mean", "p50", "p95", "worst")))
         for p in points
     )
-    caption = f"Of the {chart['of']}s in each range of the {by}."
+    zeros = sum(p[name] == 0 for p in points for name in ("p50", "p95", "worst")) if log else 0
+    each = ", each by its worst token," if chart["of"] == "request" else ""
+    caption = (
+        f"Median, 95th percentile and worst {metric} of the {chart['of']}s{each} in ranges of the "
+        f"{by}; {'logarithmic' if log else 'linear'} axis."
+        + left_out(zeros, "marks at zero are")
+        + left_out(chart.get("outside", 0), "values that are not finite are")
+    )
     svg = picture(f"b{number}", title, described, frame, "".join(parts))
     return Figure(title, caption, svg, head, rows)
 
@@ -203,7 +221,7 @@ def _polyline(points: Sequence[tuple[float, float]], class_: str) -> str:
 
 
 def _bucket_axis(
-    frame: Frame, points: Sequence[Mapping[str, Any]], places: Sequence[float], by: str, of: str
+    frame: Frame, points: Sequence[Mapping[str, Any]], places: Sequence[float], by: str
 ) -> str:
     base = frame.y[0]
     parts = [element("line", x1=frame.x[0], x2=frame.x[1], y1=base, y2=base, class_="axis")]
@@ -214,9 +232,8 @@ def _bucket_axis(
                 text(px, base + 16, brief(point["low"]), text_anchor="middle", class_="tick")
             )
     middle = sum(frame.x) / 2
-    unit = {"length": " (tokens), from", "entropy": " (nats), from"}.get(by, ", from")
-    parts.append(text(middle, frame.height - 22, f"{by}{unit}", text_anchor="middle", class_="ax"))
-    del of
+    words = f"{with_unit(by, _UNITS[by])}, from"
+    parts.append(text(middle, frame.height - 22, words, text_anchor="middle", class_="ax"))
     x = frame.x[0]
     parts.append(
         element("line", x1=x, x2=x + 18, y1=frame.height - 8, y2=frame.height - 8, class_="line s1")

@@ -22,6 +22,16 @@ class Figure:
     rows: tuple[Cells, ...]
 
 
+def with_unit(name: str, unit: str | None) -> str:
+    """Return what an axis is called: kl (nat)."""
+    return name if unit in (None, "1") else f"{name} ({unit})"
+
+
+def left_out(count: int, what: str) -> str:
+    """Return a sentence about values that a chart cannot draw; nothing where there are none."""
+    return f" {count} {what} not drawn." if count else ""
+
+
 def short(words: str, most: int) -> str:
     return words if len(words) <= most else words[: most - 1] + "…"
 

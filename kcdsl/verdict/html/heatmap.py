@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kcdsl.verdict.html.words import VERDICTS, shown
-
-_WORST = ("violated", "invalid_evidence", "inconclusive", "held")
+from kcdsl.verdict.names import WORST_FIRST
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One clause on one slice: its verdict, the share of units within, and why it is narrow."""
+    """One clause on one slice: its verdict, the share of units within, and why it is narrow.
+
+    `large` is what is read first: the number of a decided clause, and of any other that it is not
+    decided, whatever its numbers are.
+    """
 
     verdict: str
     sign: str
@@ -21,8 +24,24 @@ class Cell:
     share: str
     value: str
     units: str
-    heat: int
     narrow: tuple[str, ...]
+
+    @property
+    def decided(self) -> bool:
+        """Say whether the clause is held or violated."""
+        return self.verdict in ("held", "violated")
+
+    @property
+    def large(self) -> str:
+        """Return what is read first."""
+        return self.share or self.value if self.decided else self.word
+
+    @property
+    def small(self) -> str:
+        """Return the other numbers."""
+        shares = (self.share,) if self.share and not self.decided else ()
+        value = (self.value,) if self.share or not self.decided else ()
+        return " · ".join((*shares, *value, self.units))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +87,7 @@ def _requirement(row: Mapping[str, Any]) -> str:
 
 
 def _cell(parts: Sequence[Mapping[str, Any]]) -> Cell:
-    row = min(parts, key=lambda part: _WORST.index(part["verdict"]))
+    row = min(parts, key=lambda part: WORST_FIRST.index(part["verdict"]))
     sign, word = VERDICTS[row["verdict"]]
     counted = row.get("exceedance")
     rate = None if counted is None else 1.0 - counted["rate"]
@@ -80,7 +99,6 @@ def _cell(parts: Sequence[Mapping[str, Any]]) -> Cell:
         "" if rate is None else _percent(rate),
         shown(row["value"], row["unit"]),
         f"{row['n']} {row['counted']}" if counted is None else f"{counted['n']} {counted['of']}",
-        0 if rate is None else round(10 * rate),
         tuple(beside.get("narrow") or ()),
     )
 

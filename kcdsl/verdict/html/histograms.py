@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kcdsl.verdict.html.figure import Cells, Figure, short
+from kcdsl.verdict.html.figure import Cells, Figure, left_out, short, with_unit
 from kcdsl.verdict.html.svg import (
     Frame,
     Scale,
@@ -21,15 +21,19 @@ from kcdsl.verdict.html.svg import (
 from kcdsl.verdict.html.words import brief, shown
 
 _STRIP = 46.0
+_LIMITS, _LINE = 3, 12.5
+"""The most thresholds that one picture shows, and the height of a line of their names."""
 _STRIPS = 8
 """The most slices that one picture shows; the table has all."""
 
 
 def histogram(chart: Mapping[str, Any], number: int) -> Figure:
     """Draw how requests are spread, a strip for each slice, with the thresholds of clauses."""
-    name, unit, rows = chart["metric"], chart["unit"], chart["slices"]
+    unit, rows = chart["unit"], chart["slices"]
+    name = f"|{chart['metric']}|" if chart.get("magnitude") else chart["metric"]
     drawn = rows[:_STRIPS]
-    frame = Frame(height=30 + _STRIP * len(drawn) + 44, left=104, top=30)
+    top = 18 + _LINE * max(1, min(_LIMITS, len(chart["limits"])))
+    frame = Frame(height=top + _STRIP * len(drawn) + 44, left=112, top=top)
     low, high, scale = _reach(chart, frame)
     parts = []
     for i, row in enumerate(drawn):
@@ -37,15 +41,19 @@ def histogram(chart: Mapping[str, Any], number: int) -> Figure:
         parts.append(_strip(row, chart["edges"], scale, base, frame))
     parts += _thresholds(chart, scale, low, high, frame)
     at = powers(low, high) if chart["scale"] == "log" else ticks(low, high)
-    of = "" if unit == "1" else f" ({unit})"
     worse = "smallest" if chart["better"] == "higher" else "largest"
-    parts.append(x_axis(frame, scale, at, f"{name}{of}, {worse} of each request"))
+    parts.append(x_axis(frame, scale, at, f"{with_unit(name, unit)}, {worse} of each request"))
     title = f"{name} by slice"
+    zeros, outside = (sum(row[key] for row in rows) for key in ("zeros", "outside"))
     caption = (
         f"Requests by their {worse} {name}"
         + (f" = {chart['formula']}" if chart["formula"] else "")
         + f"; {'logarithmic' if chart['scale'] == 'log' else 'linear'} axis."
+        + " A bar counts requests; that of most is as high in every slice, with its count beside n."
         + " Long marks: the median and the 99th percentile."
+        + (" Grey, at the left: zeros." if zeros else "")
+        + left_out(outside, "that are not finite are")
+        + left_out(max(0, len(chart["limits"]) - _LIMITS), "more thresholds are")
     )
     head = ("slice", "requests", "zero", "not finite", "p50", "p90", "p95", "p99", "worst")
     table = tuple(_spread(row, unit) for row in rows)
@@ -81,10 +89,11 @@ def _strip(
     row: Mapping[str, Any], edges: Sequence[float], scale: Scale, base: float, frame: Frame
 ) -> str:
     counts, tallest = row["counts"], max(row["counts"], default=0)
+    most = f"n = {row['n']}, ▮ {tallest}" if tallest else f"n = {row['n']}"
     parts = [
         element("line", x1=frame.x[0], x2=frame.x[1], y1=base, y2=base, class_="grid"),
         text(frame.x[0] - 8, base - 16, short(row["slice"], 15), text_anchor="end", class_="name"),
-        text(frame.x[0] - 8, base - 3, f"n = {row['n']}", text_anchor="end", class_="tick"),
+        text(frame.x[0] - 8, base - 3, most, text_anchor="end", class_="tick"),
     ]
     room = _STRIP - 12
     for at, count in enumerate(counts):
@@ -120,41 +129,24 @@ def _strip(
 def _thresholds(
     chart: Mapping[str, Any], scale: Scale, low: float, high: float, frame: Frame
 ) -> list[str]:
-    parts, level = [], 0
-    for limit in chart["limits"]:
+    """Return lines at the thresholds, and arrows towards those that lie outside."""
+    parts = []
+    for level, limit in enumerate(chart["limits"][:_LIMITS]):
         value = limit["threshold"]
-        inside = low <= value <= high
-        if inside and (value > 0 or chart["scale"] != "log"):
+        y = frame.top - 8 - _LINE * level
+        words = f"{limit['clause']} {limit['op']} {brief(value)}"
+        if low <= value <= high and (value > 0 or chart["scale"] != "log"):
             x = scale(value)
-            middle = "end" if x > sum(frame.x) / 2 else "start"
-            words = f"{limit['clause']} {limit['op']} {brief(value)}"
-            move = -4 if middle == "end" else 4
-            parts.append(
-                element("line", x1=x, x2=x, y1=frame.top - 6, y2=frame.y[0], class_="limit")
-            )
-            parts.append(
-                text(
-                    x + move,
-                    frame.top - 8 - 11 * level,
-                    words,
-                    text_anchor=middle,
-                    class_="limit-name",
-                )
-            )
-        elif level == 0:
+            right = x > sum(frame.x) / 2
+            line = element("line", x1=x, x2=x, y1=frame.top - 6, y2=frame.y[0], class_="limit")
+            parts.append(line)
+            anchor, x = ("end", x - 4) if right else ("start", x + 4)
+        else:
             far = value > high
-            arrow = f"{limit['clause']} {limit['op']} {brief(value)} " + ("→" if far else "←")
-            parts.append(
-                text(
-                    frame.x[1] if far else frame.x[0],
-                    frame.top - 8,
-                    arrow,
-                    text_anchor="end" if far else "start",
-                    class_="limit-name",
-                )
-            )
-        level = min(level + 1, 1)
-    return parts[:4]
+            words = f"{words} →" if far else f"← {words}"
+            anchor, x = ("end", frame.x[1]) if far else ("start", frame.x[0])
+        parts.append(text(x, y, words, text_anchor=anchor, class_="limit-name"))
+    return parts
 
 
 def _spread(row: Mapping[str, Any], unit: str) -> Cells:

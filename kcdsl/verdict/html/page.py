@@ -19,6 +19,7 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
+    report = in_sampling_units(report)
     folder = files("kcdsl.verdict.html")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["picture"] = Markup  # made by svg.py, which escapes
@@ -48,6 +49,26 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
         statistics=report.get("statistics"),
         fingerprints=_fingerprints(report["kernels"]),
     )
+
+
+def in_sampling_units(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a report whose requests are called what they are: prompts, of recorded rollouts."""
+    unit = report["environment"].get("unit", "request")
+    if unit == "request":
+        return report
+
+    def named(row: Mapping[str, Any]) -> dict[str, Any]:
+        counted, budget = row.get("exceedance"), row.get("budget")
+        if counted:
+            counted = {**counted, "of": counted["of"].replace("requests", f"{unit}s")}
+        return {
+            **row,
+            "counted": row["counted"].replace("requests", f"{unit}s"),
+            "exceedance": counted,
+            "budget": budget and budget.replace("requests", f"{unit}s"),
+        }
+
+    return {**report, "clauses": [named(row) for row in report["clauses"]]}
 
 
 def _by_outcome(check: Mapping[str, Any]) -> int:

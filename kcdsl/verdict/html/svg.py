@@ -90,12 +90,15 @@ def logarithmic(low: float, high: float, ends: tuple[float, float]) -> Scale:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Return round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten."""
+    """Return round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten, half of
+    that where two ticks would have to tell the scale."""
     if not high > low:
         return [low]
     raw = (high - low) / max(1, wanted)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * (1 - 1e-9))
+    if (high - low) / step < 2:
+        step /= 2
     first = math.ceil(low / step - 1e-9)
     found: list[float] = []
     for n in count(first):

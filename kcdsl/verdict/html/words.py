@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kcdsl.verdict.names import HELD, SIGNS, WORST_FIRST
 from kcdsl.verdict.quantities import quantity
 
-VERDICTS = {
-    "held": ("✓", "held"),
-    "violated": ("✗", "violated"),
-    "inconclusive": ("?", "not decided"),
-    "invalid_evidence": ("!", "invalid evidence"),
+_WORDS = {
+    "held": "held",
+    "violated": "violated",
+    "inconclusive": "not decided",
+    "invalid_evidence": "invalid evidence",
 }
+VERDICTS = {name: (sign, _WORDS[name]) for name, sign in SIGNS.items()}
 """Sign and word of each verdict, so that no colour is needed to tell them apart."""
 
 _HEADLINES = {
@@ -81,26 +83,45 @@ def advice(report: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def findings(report: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what is not held: the clause, its slice, and by how much it fails."""
-    order = {"violated": 0, "invalid_evidence": 1, "inconclusive": 2}
-    rows = [row for row in report["clauses"] if row["verdict"] in order]
-    rows.sort(key=lambda row: (order[row["verdict"]], -_deviation(row)))
+def findings(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what is not held: the clause, its slice, and by how much it fails.
+
+    Results without usable evidence for one and the same reason are one finding `of` all of them.
+    """
+    rows = [row for row in report["clauses"] if row["verdict"] != HELD]
+    rows.sort(key=lambda row: (WORST_FIRST.index(row["verdict"]), -_deviation(row)))
+    groups: dict[str | int, list[Mapping[str, Any]]] = {}
+    for at, row in enumerate(rows):
+        shared = row["verdict"] == "invalid_evidence" and row.get("reason")
+        groups.setdefault(str(shared) if shared else at, []).append(row)
     return [
         {
-            "verdict": row["verdict"],
-            "sign": VERDICTS[row["verdict"]][0],
-            "word": VERDICTS[row["verdict"]][1],
-            "clause": row["clause"],
-            "level": row["level"],
-            "slice": row["slice"],
-            "requirement": row["requirement"],
-            "far": how_far(row),
-            "where": where(row),
-            "action": (row.get("action") or "").replace("_", " "),
+            "verdict": first["verdict"],
+            "sign": VERDICTS[first["verdict"]][0],
+            "word": VERDICTS[first["verdict"]][1],
+            "of": _by_clause(group),
+            "far": how_far(first),
+            "where": where(first),
+            "action": ", ".join(dict.fromkeys(_action(row) for row in group if _action(row))),
         }
-        for row in rows
+        for group in groups.values()
+        for first in group[:1]
     ]
+
+
+def _by_clause(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return clause, level, requirement and slices of results, one entry for each requirement."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        one = {name: row[name] for name in ("clause", "level", "requirement")}
+        entry = found.setdefault((row["clause"], row["requirement"]), {**one, "slices": []})
+        if row["slice"] not in entry["slices"]:
+            entry["slices"].append(row["slice"])
+    return list(found.values())
+
+
+def _action(row: Mapping[str, Any]) -> str:
+    return (row.get("action") or "").replace("_", " ")
 
 
 def _deviation(row: Mapping[str, Any]) -> float:

@@ -15,18 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kcdsl.model import bert, llama
 from kcdsl.verdict.report import report_schema
+from tests.support.small_models import DECODER, ENCODER, write_model
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 32, "tie_word_embeddings": True,
-}  # fmt: skip
-ENCODER = {
-    "model_type": "bert", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32,
-}  # fmt: skip
 CONTRACT = """\
 kcdsl: 1
 contract: small
@@ -59,17 +50,8 @@ def write(tmp_path: Path) -> Write:
         architecture: str = "llama",
         rows: list[dict[str, Any]] | None = None,
     ) -> Path:
-        torch.manual_seed(5)
-        config = CONFIG if architecture == "llama" else ENCODER
-        module = (llama if architecture == "llama" else bert).build(config)
-        state = {
-            name: torch.randn_like(p) * 0.2 + float("norm" in name.lower() and "weight" in name)
-            for name, p in module.named_parameters()
-        }
-        save_file(state, tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        lines = "".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows))
-        (tmp_path / "prompts.jsonl").write_text(lines)
+        config = DECODER if architecture == "llama" else ENCODER
+        write_model(tmp_path, config=config, rows=ROWS if rows is None else rows)
         numbered = "\n".join(f"  C-{i}: {text}" for i, text in enumerate(clauses))
         (tmp_path / "contract.yaml").write_text(CONTRACT % (architecture, compute, numbered))
         return tmp_path
@@ -367,6 +349,33 @@ def test_a_bound_below_the_measurement_aborts_without_files(
     assert "KC625" in ran.stderr
     assert "held" not in ran.stdout
     assert not (folder / "out").exists()
+
+
+def test_requests_too_large_to_be_bounded_are_said_to_be_so(
+    cli: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kcdsl_backends.certifier import workshop as certified
+
+    bound = certified.certified_block_drift
+    sizes: list[int] = []
+    """Twelve tokens have scores of 4 x 12 x 12 numbers."""
+
+    def small(model: Any, block: str, x: Any, *rest: Any) -> certified.CertifiedDrift:
+        sizes.append(len(x))
+        return bound(model, block, x, *rest, largest=300)
+
+    monkeypatch.setattr(certified, "certified_block_drift", small)
+    rows = [*ROWS, {"id": "long", "text": "twelve bytes", "category": "chat"}]
+    ran = cli("evaluate", "--json", cwd=write(KL, compute="bfloat16", rows=rows))
+    assert sorted(sizes) == [5, 5, 12]
+    found = document(ran.stdout)
+    assert [note for note in found["notes"] if "have no certified bound" in note] == [
+        "attn_0: 1 of 3 requests have no certified bound to be compared with: too long, or too "
+        "coarse"
+    ]
+    (check,) = found["crosschecks"]
+    assert (check["requests"], check["certified"]) == (3, None)
+    assert check["tightness"] > 1
 
 
 def test_an_unwritable_folder_leaves_nothing_behind(cli: Any, write: Write) -> None:

@@ -7,16 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from kcdsl.model import llama
+from tests.support.small_models import write_model
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 128, "hidden_size": 8, "intermediate_size": 8,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "max_position_embeddings": 32, "tie_word_embeddings": True,
-}  # fmt: skip
 CONTRACT = """\
 kcdsl: 1
 contract: small
@@ -37,13 +30,7 @@ clauses:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a small model, 65 prompts and the contract."""
     where = tmp_path_factory.mktemp("looks")
-    torch.manual_seed(5)
-    module = llama.build(CONFIG)
-    state = {name: torch.randn_like(p) * 0.2 for name, p in module.named_parameters()}
-    save_file(state, where / "model.safetensors")
-    (where / "config.json").write_text(json.dumps(CONFIG))
-    rows = (json.dumps({"id": f"p{i}", "text": f"row {i}"}) + "\n" for i in range(65))
-    (where / "prompts.jsonl").write_text("".join(rows))
+    write_model(where, prompts=[f"row {i}" for i in range(65)])
     (where / "contract.yaml").write_text(CONTRACT)
     return where
 

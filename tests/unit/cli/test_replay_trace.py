@@ -134,6 +134,11 @@ def test_other_conclusions_than_the_recorded_ones_are_refused(
     assert "KC633" in ran.stderr
     assert "value is 0.5, and" in ran.stderr
     assert "reproduced" not in ran.stdout
+    (elsewhere / "contract.yaml").write_text(CONTRACT.replace("1e-12", "1"))
+    ran = cli("replay", "moved.parquet", "--contract", "contract.yaml", cwd=elsewhere)
+    assert ran.code == 2, "what the estimators of today say of it, they would say of a change too"
+    assert "KC633" in ran.stderr
+    assert ran.stdout == ""
 
 
 def test_a_changed_contract_is_decided_on_the_same_evidence(

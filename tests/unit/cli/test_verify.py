@@ -10,16 +10,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from kcdsl.model.llama import build
+from tests.support.small_models import write_model
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 32, "tie_word_embeddings": True,
-}  # fmt: skip
 CONTRACT = """\
 kcdsl: 1
 contract: small
@@ -42,15 +36,8 @@ HELD = "forall x in points(all): norm_inf(drift(attn_0, x)) <= 0.01"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with weights, prompts and no contract."""
-    torch.manual_seed(5)
-    state = {
-        name: torch.randn_like(p) * 0.2 + ("norm" in name)
-        for name, p in build(CONFIG).named_parameters()
-    }
-    save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     rows = [{"id": f"p{i}", "text": t, "category": "chat"} for i, t in enumerate(("hello", "a b"))]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write_model(tmp_path, rows=rows)
     return tmp_path
 
 

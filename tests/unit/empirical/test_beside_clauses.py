@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import jsonschema
 import numpy as np
 import pytest
+from rich.console import Console
 
-from kcdsl.verdict.report import ClauseResult, Report, report_schema
+from kcdsl.verdict.beside_text import beside_parts
+from kcdsl.verdict.report import Report, report_schema
+from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.conclusion import conclude
 from kcdsl_backends.empirical.evidence import Evidence
 from kcdsl_backends.empirical.measured import Unit
@@ -86,6 +90,53 @@ def test_a_percentile_has_a_bound_where_enough_requests_have_one() -> None:
     assert row.beside.certified is not None
     assert row.beside.certified.value == bounds[29]
     assert row.beside.certified.reason is None
+
+
+def test_an_infinite_bound_is_none_and_says_so() -> None:
+    found = bounded(evidence(), 3.0)
+    endless = {
+        key: replace(
+            unit,
+            values={**unit.values, "logit_linf": np.full_like(unit.values["logit_linf"], np.inf)},
+        )
+        for key, unit in found.certified.items()
+    }
+    for changed in (1, 60):
+        some = {**found.certified, **dict(list(endless.items())[:changed])}
+        row = row_of(conclude(replace(found, certified=some)), "N-MAX")
+        assert row.beside is not None
+        certified = row.beside.certified
+        assert certified is not None
+        assert certified.value is None
+        assert (certified.requests, certified.of) == (60 - changed, 60)
+        assert certified.reason == "some requests have no finite bound of logit_linf"
+
+
+def test_a_bound_names_the_domains_that_it_comes_from() -> None:
+    found = bounded(evidence(), 3.0)
+    keys = list(found.certified)
+    domains = {"sharp": keys[:1], "quick": keys[1:], "unused": []}
+    report = conclude(replace(found, bounding={"domains": domains}))
+    row = row_of(report, "N-MAX")
+    assert row.beside is not None
+    assert row.beside.certified is not None
+    assert row.beside.certified.domains == ("sharp", "quick")
+    jsonschema.validate(report.to_json(), report_schema())
+
+
+def test_a_floor_that_is_no_number_is_none() -> None:
+    found = evidence()
+    odd = {
+        key: replace(unit, values={**unit.values, "kl": np.array([np.nan, np.inf])})
+        for key, unit in found.floor.items()
+    }
+    assert odd
+    report = conclude(replace(found, floor=odd))
+    row = row_of(report, "N-KL")
+    assert row.beside is not None
+    assert row.beside.floor is not None
+    assert row.beside.floor.value is None
+    assert not row.beside.floor.above
 
 
 def test_a_bound_of_the_size_is_none_of_the_signed_value() -> None:
@@ -174,3 +225,33 @@ def test_a_census_prints_no_limit_of_a_sample() -> None:
     line = next(x for x in stream.getvalue().splitlines() if x.startswith("S-TOP1"))
     assert "–" in line
     assert f"{100 * row.low:.4g}%" not in line
+
+
+def table_of(report: Report) -> str:
+    console = Console(file=StringIO(), width=160)
+    for part in beside_parts(report):
+        console.print(part)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_the_table_says_of_how_many_requests_a_bound_is() -> None:
+    """A bound of some requests is never shown as one of the clause."""
+    found = bounded(evidence(), 3.0)
+    kept = list(found.certified)[:2]
+    some = {
+        key: unit if key in kept else Unit(key, 1, failure="no time")
+        for key, unit in found.certified.items()
+    }
+    domains = {"numerics": {"train": "a", "infer": "b"}, "domains": {"affine forms": kept}}
+    part = conclude(replace(found, certified=some, bounding=domains))
+    rows = [line for line in table_of(part).splitlines() if line.startswith((" N-", " S-"))]
+    assert rows
+    assert all("[" in line for line in rows)
+    (of_all,) = (line for line in rows if line.split()[:2] == ["N-MAX", "all"])
+    assert " on 2/60 [" in of_all
+    assert "no time" in table_of(part)
+    assert "2 by affine forms" in table_of(part)
+    whole = table_of(conclude(found))
+    assert " on " not in whole
+    assert "[" not in next(line for line in whole.splitlines() if line.startswith(" N-MAX"))

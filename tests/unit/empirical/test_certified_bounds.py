@@ -14,15 +14,20 @@ import torch
 from kcdsl.diagnostics.model import Refusal
 from kcdsl_backends.empirical.certified import (
     Box,
+    Certificates,
+    agreement_bounds,
     certify,
     check_measured,
     logit_bounds,
-    stable_positions,
     state_bounds,
 )
 from kcdsl_backends.empirical.gathering import gather
 from kcdsl_backends.empirical.measured import Unit
-from kcdsl_backends.empirical.metrics.measures import PAIR_FUNCTIONS, SAMPLED_FUNCTIONS
+from kcdsl_backends.empirical.metrics.measures import (
+    PAIR_FUNCTIONS,
+    PROBABILITY_FUNCTIONS,
+    SAMPLED_FUNCTIONS,
+)
 from kcdsl_backends.empirical.metrics.policies import policy_pair
 from kcdsl_backends.empirical.metrics.streaming import tier_a
 from kcdsl_backends.requests import Request
@@ -38,18 +43,24 @@ class Fixed:
     slower: float = 1.0
     width: int = 16
     reason: str | None = None
+    domains: tuple[str, ...] = ("boxes",)
+    sharper: float = 0.5
+    open_in: frozenset[int] = frozenset()
+    asked: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def numerics(self) -> Mapping[str, str]:
         return {"train": "a float64", "infer": "b float64"}
 
-    def cost(self, request: Request) -> float:
-        return self.price * request.length
+    def cost(self, request: Request, domain: int) -> float:
+        return self.price * request.length * 3**domain
 
-    def bound(self, request: Request) -> Box:
-        self.clock[0] += self.slower * self.cost(request)
-        limit = np.full((request.length, self.width), self.size)
-        return Box(-limit, limit, self.reason)
+    def bound(self, request: Request, domain: int) -> Box:
+        self.clock[0] += self.slower * self.cost(request, domain)
+        self.asked.append((request.key, domain))
+        limit = np.full((request.length, self.width), self.size * self.sharper**domain)
+        reason = "not by this domain" if domain in self.open_in else self.reason
+        return Box(-limit, limit, reason)
 
 
 def requests(*lengths: int) -> list[Request]:
@@ -57,6 +68,10 @@ def requests(*lengths: int) -> list[Request]:
 
 
 def sought(model: Fixed, lengths: tuple[int, ...], seconds: float) -> dict[str, Unit]:
+    return certificates(model, lengths, seconds).units
+
+
+def certificates(model: Fixed, lengths: tuple[int, ...], seconds: float) -> Certificates:
     return certify(
         model,
         requests(*lengths),
@@ -88,9 +103,34 @@ def test_no_pair_within_the_box_exceeds_a_bound(size: float, temperature: Fracti
     pair = policy_pair(train, infer, float(temperature))
     ratio = (pair.train_log - pair.infer_log).abs().amax(dim=-1).numpy()
     assert (ratio <= limits["log_ratio"] * (1 + 1e-9) + 1e-12).all()
-    for name in ("k3", "tv_is"):
-        values = SAMPLED_FUNCTIONS[name](pair.train_log - pair.infer_log).amax(dim=-1).numpy()
+    for name in limits.keys() & SAMPLED_FUNCTIONS.keys():
+        values = SAMPLED_FUNCTIONS[name](pair.train_log - pair.infer_log).abs().amax(dim=-1).numpy()
         assert (values <= limits[name] * (1 + 1e-9) + 1e-12).all(), name
+    for name in limits.keys() & PROBABILITY_FUNCTIONS.keys():
+        values = PROBABILITY_FUNCTIONS[name](pair.train_log, pair.infer_log).amax(dim=-1).numpy()
+        assert (values <= limits[name] * (1 + 1e-9) + 1e-12).all(), name
+    known = {*PAIR_FUNCTIONS, *SAMPLED_FUNCTIONS, *PROBABILITY_FUNCTIONS, "log_ratio"}
+    assert limits.keys() <= known
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-5, 0.03, 1.0, 20.0])
+def test_a_rare_class_attains_what_holds_at_one_token(size: float) -> None:
+    """All classes but a rare one lose 2 size, it gains: ln w is nearly the span."""
+    limits = logit_bounds(Box(np.full((1, 2), -size), np.full((1, 2), size)), Fraction(1))
+    delta = torch.tensor([2 * size, -2 * size], dtype=torch.float64)
+    assert limits.keys() & SAMPLED_FUNCTIONS.keys() >= {"k2", "w_log_w_minus", "chi2_token"}
+    for name in limits.keys() & SAMPLED_FUNCTIONS.keys():
+        values = SAMPLED_FUNCTIONS[name](delta).abs().numpy()
+        assert values.max() == pytest.approx(limits[name][0], rel=1e-6, abs=1e-30), name
+        assert values.max() <= limits[name][0] * (1 + 1e-9)
+
+
+def test_what_overflows_has_no_finite_bound() -> None:
+    limits = logit_bounds(Box(np.full((1, 2), -500.0), np.full((1, 2), 500.0)), Fraction(1))
+    assert limits["log_ratio"][0] == 1000.0
+    for name in ("k3", "importance_ratio", "w_log_w_minus", "chi2_is", "is_variance_inflation"):
+        assert limits[name][0] == np.inf, name
+    assert not any(np.isnan(values).any() for values in limits.values())
 
 
 def test_two_classes_attain_the_bounds() -> None:
@@ -113,8 +153,27 @@ def test_bounds_of_states() -> None:
 
 
 def test_positions_are_stable_where_the_margin_exceeds_the_span() -> None:
-    unit = Unit("r", 3, {"logit_span": np.array([1.0, 1.0, 1.0])})
-    assert stable_positions(np.array([0.9, 1.0, 1.1]), unit).tolist() == [0.0, 0.0, 1.0]
+    unit = Unit("r", 3, {"logit_span": np.full(4, 1.0), "logit_linf": np.full(4, 0.6)})
+    found = agreement_bounds(np.array([0.9, 1.0, 1.1, 1.3]), unit)
+    assert found["top1_overlap"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert found["jaccard1"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert found["top1_flip"].tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert found["stable_fraction"].tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [0.01, 0.2, 0.6])
+def test_no_pair_within_the_box_changes_more_than_the_margin_allows(size: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    train = torch.randn(400, 8, generator=generator, dtype=torch.float64)
+    moved = size * (2 * torch.rand(400, 8, generator=generator, dtype=torch.float64) - 1)
+    moved[:200] = moved[:200].sign() * size
+    limits = logit_bounds(Box(np.full((400, 8), -size), np.full((400, 8), size)), Fraction(1))
+    names = {"top1_overlap", "jaccard1", "top1_flip", "stable_fraction", "margin"}
+    found = tier_a(train, train + moved, 1.0, names)
+    bounds = agreement_bounds(found["margin"], Unit("r", 400, limits))
+    check_measured("r", found, Unit("r", 400, bounds))
+    assert 0 < bounds["top1_overlap"].mean() < 1
+    assert not any((found[name] == bounds[name]).all() for name in ("top1_overlap", "top1_flip"))
 
 
 # --- the budget ----------------------------------------------------------------------------------
@@ -142,6 +201,50 @@ def test_a_model_without_a_bound_says_why() -> None:
     found = sought(Fixed(1e-3, reason="the variance may be zero"), (2, 3), seconds=10)
     assert {unit.failure for unit in found.values()} == {"the variance may be zero"}
     assert all(not unit.values for unit in found.values())
+
+
+def test_all_are_bounded_before_any_is_bounded_again() -> None:
+    model = Fixed(1e-3, domains=("quick", "sharp"))
+    found = certificates(model, (2, 3, 4), seconds=20)
+    assert model.asked == [("r:2", 0), ("r:3", 0), ("r:4", 0), ("r:2", 1)]
+    assert found.domains == {"r:2": "sharp", "r:3": "quick", "r:4": "quick"}
+    assert found.units["r:2"].values["logit_linf"].tolist() == [5e-4] * 2
+    assert found.units["r:3"].values["logit_linf"].tolist() == [1e-3] * 3
+    assert all(unit.failure is None for unit in found.units.values())
+
+
+def test_with_time_for_all_only_the_sharpest_is_asked() -> None:
+    model = Fixed(1e-3, domains=("quick", "sharp"))
+    found = certificates(model, (2, 3), seconds=15)
+    assert model.asked == [("r:2", 1), ("r:3", 1)]
+    assert set(found.domains.values()) == {"sharp"}
+
+
+def test_a_sharper_domain_never_widens_a_bound() -> None:
+    found = certificates(Fixed(1e-3, domains=("quick", "sharp"), sharper=8.0), (2, 9), seconds=18)
+    assert found.domains == {"r:2": "sharp", "r:9": "quick"}
+    assert found.units["r:2"].values["logit_linf"].tolist() == [1e-3] * 2
+
+
+def test_a_request_that_one_domain_leaves_open_is_left_to_the_next() -> None:
+    model = Fixed(1e-3, domains=("quick", "sharp"), open_in=frozenset({0}))
+    found = certificates(model, (2, 9), seconds=20)
+    assert found.domains == {"r:2": "sharp"}
+    assert found.units["r:2"].failure is None
+    assert found.units["r:9"].failure == "it would take about 27 s, and 3 s of 20 s are left"
+    model = Fixed(1e-3, domains=("quick", "sharp"), open_in=frozenset({1}))
+    found = certificates(model, (2, 9), seconds=20)
+    assert found.domains == {"r:2": "quick", "r:9": "quick"}
+    assert found.units["r:2"].failure is None
+
+
+def test_bounds_that_exclude_each_other_are_a_defect() -> None:
+    low, high = (
+        Box(np.zeros((1, 2)), np.ones((1, 2))),
+        Box(np.full((1, 2), 2.0), np.full((1, 2), 3.0)),
+    )
+    with pytest.raises(AssertionError, match="exclude each other"):
+        low.meet(high)
 
 
 # --- measured above certified --------------------------------------------------------------------

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kcdsl.check.compile import load_program
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.buckets import expand_tables, gaps
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import (
+    Clause,
     Compare,
     Constants,
+    Drift,
     EvidenceKind,
+    Family,
     FieldTest,
     KernelRef,
     Metric,
+    Norm,
+    Number,
     Program,
+    Quantified,
+    Region,
+    RegionKind,
     Slice,
     Statistic,
     TableRow,
@@ -28,8 +38,9 @@ from kcdsl.ir.terms import (
 from kcdsl_backends.empirical.conclusion import conclude
 from kcdsl_backends.empirical.evaluation import Evaluation, evaluate
 from kcdsl_backends.empirical.setting import spoiled_slices
-from kcdsl_backends.empirical.traces.changed import under
+from kcdsl_backends.empirical.traces.changed import same_functions, under
 from kcdsl_backends.empirical.traces.file import Trace
+from kcdsl_backends.empirical.user_metrics import functions_record, load_functions
 from kcdsl_backends.requests import select
 
 SHORT = FieldTest("length", "<=", Fraction(4))
@@ -124,10 +135,6 @@ def test_what_the_trace_does_not_have_is_refused_by_name(lab: Any) -> None:
         return changed
 
     assert "reads `js`, which was not measured" in _refused(with_metric("js"), found)
-    proved = lab.program(
-        clause, lab.clause(lab.statistic("max", "js"), evidence=EvidenceKind.PROOF)
-    )
-    assert under(proved, trace_of(found)).program == proved
     other = KernelRef("torch.sdpa", ())
     assert "inference kernel" in _refused(replace(program, infer=other), found)
     assert "training kernel" in _refused(replace(program, train=other), found)
@@ -139,6 +146,131 @@ def test_what_the_trace_does_not_have_is_refused_by_name(lab: Any) -> None:
     assert "the slice `all`" in _refused(moved, found)
     narrow = replace(program, slices=(Slice("all", where=SHORT), Slice("few")))
     assert "the slice `all`" in _refused(narrow, found)
+
+
+def test_what_would_be_measured_to_refute_a_proof_must_be_in_the_trace(lab: Any) -> None:
+    """An evaluation measures `js` and reports a violation; a trace without it must not pass."""
+    kl = lab.clause(lab.statistic("max", "kl"), id="K")
+    found = of(lab, lab.program(kl))
+
+    def with_proof(name: str) -> Program:
+        proof = lab.statistic("max", name)
+        changed: Program = lab.program(
+            kl, lab.clause(proof, limit="0", id="P", evidence=EvidenceKind.PROOF)
+        )
+        return changed
+
+    assert of(lab, with_proof("js")).report.verdict == "violated"
+    assert "reads `js`, which was not measured" in _refused(with_proof("js"), found)
+    report = conclude(under(with_proof("tv"), trace_of(found)))
+    assert report.verdict == "violated"
+    nothing_gives = conclude(under(with_proof("reward_delta"), trace_of(found)))
+    assert set(nothing_gives.deferred) == {"P"}
+
+
+def test_slices_must_have_the_requests_that_were_checked_together(lab: Any) -> None:
+    """Preconditions look at the longest requests first: without these they look at others."""
+    kl = lab.statistic("max", "kl")
+    long = Slice("long", where=FieldTest("length", ">=", Fraction(5)))
+    short = Slice("short", where=SHORT)
+    clauses = (lab.clause(kl, id="L", slices=("long",)), lab.clause(kl, id="S", slices=("short",)))
+    whole = replace(lab.program(*clauses), slices=(long, short))
+    found = of(lab, whole)
+    less = replace(lab.program(clauses[1]), slices=(short,))
+    assert "leave out 6 of the 12 requests" in _refused(less, found)
+    more = replace(whole, slices=(long, short, Slice("few")))
+    assert "the slice `few` of the contract is not in the trace" in _refused(more, found)
+    turned = replace(whole, slices=(short, long))
+    assert conclude(under(turned, trace_of(found))).verdict == "held"
+    every = replace(lab.program(lab.clause(kl), *clauses), slices=(Slice("all"), long, short))
+    assert conclude(under(replace(every, clauses=every.clauses[:1]), trace_of(of(lab, every))))
+
+
+def test_other_first_requests_would_be_checked_in_another_order(lab: Any) -> None:
+    kl = lab.clause(lab.statistic("max", "kl"))
+    third = FieldTest("length", "==", Fraction(6))
+    first, last = Slice("all"), Slice("few", where=third)
+    program = replace(lab.program(kl), slices=(first, last))
+    rows = tuple(replace(r, fields={"length": Fraction(6 if i > 7 else 5)}) for i, r in
+                 enumerate(lab.requests(12)))  # fmt: skip
+    setting = lab.setting(rows=rows)
+    file = setting.files["rows.jsonl"]
+    found = evaluate(
+        replace(setting, program=program, slices={s.name: select(file, s) for s in (first, last)})
+    )
+    turned = replace(program, slices=(last, first))
+    assert "stand in another order" in _refused(turned, found)
+
+
+def test_times_of_requests_that_were_not_timed_are_no_evidence(lab: Any) -> None:
+    """Only three requests were timed; a clause on all of them has no runs of the others."""
+
+    def runtime(name: str, *slices: str, kind: str = "aggregate") -> Clause:
+        clause: Clause = lab.clause(
+            lab.statistic(kind, name), "<=", "1000000000000", id=name, slices=slices,
+            family=Family.RUNTIME,
+        )  # fmt: skip
+        return clause
+
+    few = lab.program(runtime("latency", "few", kind="max"), runtime("peak_memory", "few"))
+    all_ = lab.program(runtime("latency", "all", kind="max"), runtime("peak_memory", "all"))
+    setting = lab.setting(seconds=0.0)
+    timed = evaluate(replace(setting, program=few))
+    assert "17 requests, rows.jsonl:3 first, were not timed" in _refused(all_, timed)
+    whole = evaluate(replace(setting, program=all_))
+    assert "with 17 more requests than the contract times" in _refused(few, whole)
+    latency = replace(few, clauses=few.clauses[:1])
+    (row,) = conclude(under(latency, trace_of(whole))).clauses
+    assert row.n < len(whole.evidence.timing.runs)
+
+
+def test_a_failure_is_not_blamed_on_metrics_that_the_contract_does_not_read(lab: Any) -> None:
+    """A request may have failed over a metric that only the contract of the trace reads."""
+    failures = lab.clause(lab.statistic("aggregate", "failure_rate"), limit="0", id="F")
+    kl = lab.clause(lab.statistic("max", "kl"), id="K")
+    js = lab.clause(lab.statistic("max", "js"), id="J")
+
+    def broken(tokens: tuple[int, ...]) -> Any:
+        if tokens == lab.requests(20)[4].tokens:
+            raise RuntimeError("out of memory")
+        return lab.base(tokens)
+
+    found = lab.evaluate(failures, kl, js, infer=lab.kernel(broken))
+    message = _refused(lab.program(failures, kl), found)
+    assert "the request rows.jsonl:4 failed when `js` was measured too" in message
+    again = conclude(under(lab.program(js, kl, failures), trace_of(found)))
+    assert again.verdict == "violated"
+
+
+def test_blocks_that_were_not_cross_checked_are_refused(lab: Any) -> None:
+    def drift(block: str) -> Clause:
+        term = Norm("inf", Drift(block, "x"))
+        clause: Clause = lab.clause(
+            Quantified("forall", "x", Region(RegionKind.BALL, "all", Fraction(1)),
+                       Compare("<=", term, Number(Fraction(1)))), id="D", slices=(),
+        )  # fmt: skip
+        return clause
+
+    kl = lab.clause(lab.statistic("max", "kl"))
+    found = lab.evaluate(kl, certified=1.0)
+    assert [check.block for check in found.evidence.crosschecks] == ["attn_0"]
+    assert "block `mlp_0` was not compared" in _refused(lab.program(kl, drift("mlp_0")), found)
+    same = conclude(under(lab.program(kl, drift("attn_0")), trace_of(found)))
+    assert set(same.deferred) == {"D"}
+
+
+def test_tables_with_the_same_rows_keep_what_they_select(lab: Any) -> None:
+    """Also where the trace alone could not select again: `length` is not in its fields."""
+    found = of(lab, tabled(lab, TableRow(SHORT, Fraction(1, 10)), otherwise=None))
+    assert found.report.verdict == "invalid_evidence"
+    bare = replace(
+        found.evidence,
+        requests=tuple(replace(r, fields={}) for r in found.evidence.requests),
+    )
+    changed = tabled(lab, TableRow(SHORT, Fraction(9)), otherwise=None)
+    report = conclude(under(changed, Trace(bare, {}, "")))
+    assert report.verdict == "invalid_evidence"
+    assert report.clauses[0].threshold == 9.0
 
 
 def test_a_slice_that_was_not_selected_is_left_out(lab: Any) -> None:
@@ -156,3 +288,29 @@ def test_failures_are_counted_whatever_was_measured(lab: Any) -> None:
     changed = lab.program(lab.clause(lab.statistic("aggregate", "failure_rate"), limit="0"))
     report = conclude(under(changed, trace_of(found)))
     assert report.clauses[0].value == 0.0
+
+
+def test_functions_that_were_edited_since_are_refused(lab: Any, tmp_path: Path) -> None:
+    """The contract would be compiled with the new file; the values are those of the old one."""
+    text = (
+        "from kcdsl import metric\n\n\n"
+        '@metric(family="numerical", unit="1", better="lower", counted="request", needs=["tokens"])'
+        "\ndef gap(tokens):\n    return len(tokens)\n"
+    )
+    (tmp_path / "kcdsl.toml").write_text('metrics = ["own.py"]\n')
+    (tmp_path / "own.py").write_text(text)
+    (tmp_path / "contract.yaml").write_text(
+        "kcdsl: 1\ncontract: c\nversion: 1\nmodel: {checkpoint: m, architecture: llama}\n"
+        "kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}\nslices: {all: {}}\n"
+        "clauses:\n  A: {require: mean(gap) <= 3, level: L1}\n"
+    )
+    program = load_program(tmp_path / "contract.yaml")
+    evidence = of(lab, lab.program(lab.clause(lab.statistic("max", "kl")))).evidence
+    record = functions_record(load_functions(program, tmp_path))
+    known = replace(evidence, environment={**evidence.environment, **record})
+    same_functions(program, tmp_path, known)
+    for edited in (text + "# another line\n", None):
+        (tmp_path / "own.py").write_text(edited or text)
+        with pytest.raises(Refusal, match="the file of the metric `gap`"):
+            same_functions(program, tmp_path, known if edited else evidence)
+    same_functions(lab.program(), tmp_path, evidence)

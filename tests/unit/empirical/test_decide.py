@@ -24,6 +24,7 @@ from kcdsl.ir.terms import (
     Quantified,
     Region,
     RegionKind,
+    Statistic,
 )
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
 from kcdsl_backends.empirical.clauses import conjuncts, label, obstacle
@@ -53,6 +54,46 @@ def test_a_threshold_is_compared_exactly_and_not_after_rounding(lab: Any) -> Non
     data = lab.slice_data({"kl": [[0.1]]})
     clause = lab.clause(lab.statistic("max", "kl"), limit="1/10")
     assert isinstance(decided(lab, clause, data).verdict, Violated)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "possible"),
+    [
+        ("kl", -1e-3, False),
+        ("kl", -1e-7, True),
+        ("tv", 1.001, False),
+        ("tv", 1.0000005, True),
+        ("log_ratio", -5.0, True),
+        ("logit_cosine", -1.5, False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["max", "min", "p50", "combined"])
+def test_a_value_that_its_metric_cannot_have_is_no_evidence(
+    lab: Any, kind: str, name: str, value: float, possible: bool
+) -> None:
+    """It was logged with another sign or by an estimator that cancels; p50 would not show it."""
+    data = lab.slice_data({name: [[0.5], [0.5], [value]]})
+    term = lab.statistic("quantile", name, "1/2")
+    if kind == "combined":
+        term = Statistic("max", Arith("+", Metric(name), Number(Fraction(1))))
+    elif kind != "p50":
+        term = lab.statistic(kind, name)
+    verdict = decided(
+        lab, lab.clause(term, limit="100", evidence=EvidenceKind.CENSUS), data
+    ).verdict
+    assert not isinstance(verdict, Held) or possible
+    if not possible:
+        assert isinstance(verdict, InvalidEvidence)
+        assert f"the value {value:g} lies outside of its range" in verdict.reason
+
+
+@pytest.mark.parametrize(("value", "held"), [(0.6, True), (0.5999, False), (0.55, False)])
+def test_what_is_no_share_of_five_tokens_is_not_rounded_to_one(
+    lab: Any, value: float, held: bool
+) -> None:
+    data = lab.slice_data({"top5_overlap": [[1.0, value], [1.0]]})
+    clause = lab.clause(lab.statistic("min", "top5_overlap"), ">=", "3/5")
+    assert isinstance(decided(lab, clause, data).verdict, Held if held else Violated)
 
 
 @pytest.mark.parametrize("kind", ["min", "mean"])

@@ -15,8 +15,10 @@ from kcdsl.model import bert
 from kcdsl.model.presets import resolve
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl_backends.empirical.diagnoses import blocking, reference, reference_of
+from kcdsl_backends.empirical.diagnoses.alignment import token_equality
 from kcdsl_backends.empirical.diagnoses.batching import batch_invariance
 from kcdsl_backends.empirical.diagnoses.finite import empty_slice, finite
+from kcdsl_backends.empirical.diagnoses.localisation import localise
 from kcdsl_backends.empirical.diagnoses.model import (
     Probe,
     Repair,
@@ -32,7 +34,7 @@ from kcdsl_backends.empirical.diagnoses.temperature import temperature_fit
 from kcdsl_backends.empirical.diagnoses.truncation import truncation_mass
 from kcdsl_backends.empirical.measured import Unit
 from kcdsl_backends.requests import Request
-from tests.support.planted_bugs import kernel, tiny_model, top_k, top_p
+from tests.support.planted_bugs import kernel, prompts, tiny_model, top_k, top_p
 
 
 def probe(change: Any, rows: int = 40, seed: int = 0) -> Probe:
@@ -245,3 +247,56 @@ def test_an_encoder_is_looked_at_block_by_block() -> None:
     assert found is not None
     assert {"attn_0", "mlp_0", "attn_1", "mlp_1"} <= set(found.blocks())
     assert not {"layer_0", "layer_1", "model"} & set(found.blocks())
+
+
+@pytest.mark.parametrize("where", ["in a batch", "in the other order", "padded in a batch"])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_regrouping_that_gives_no_numbers_is_named(where: str, broken: float) -> None:
+    """The largest of distances of which one is no number is that one, wherever it stands."""
+    one, two = (Request(f"r:{i}", str(i), tuple(range(i, i + 6)), {}, 1) for i in (0, 1))
+
+    def marked(ids: list[list[int]]) -> bool:
+        if where == "padded in a batch":
+            return len(ids[0]) > 6
+        return ids[0] == list((one if where == "in a batch" else two).tokens)
+
+    def forward(ids: Any) -> torch.Tensor:
+        rows = torch.tensor(ids, dtype=torch.float64)[..., None] * torch.arange(5.0).double()
+        if isinstance(ids[0], list) and marked(ids):
+            rows[..., 0, 0] = broken
+        return rows
+
+    found = batch_invariance((one, two), (forward, forward), None, encoder=False)
+    assert found.outcome == "failed"
+    assert where in found.detail
+
+
+def test_outputs_that_nobody_could_compare_are_not_called_equal() -> None:
+    unit = Unit("r:0", 4, failure="out of memory")
+    assert token_equality([unit], []).outcome == "not_applicable"
+    assert token_equality([], []).outcome == "failed"
+
+
+def test_a_block_that_gives_no_numbers_is_not_counted_among_those_that_compute_as_claimed() -> None:
+    own = kernel("torch.eager", {"compute": "float32"})
+    found = reference_of(tiny_model(), own.numerics, own.numerics)
+    assert found is not None
+
+    class Lost:
+        def __init__(self, names: set[str]) -> None:
+            self.names = names
+
+        def block(self, name: str, x: torch.Tensor) -> torch.Tensor:
+            right = own.block(name, x)
+            return torch.full_like(right, math.nan) if name in self.names else right
+
+    request = prompts()[0]
+    logits = own.logits(request.tokens).double()
+    at = Probe(request, logits, logits, (True, True))
+    every: Any = localise(at, (own, own), found)
+    sound: Any = localise(at, (own, Lost(set())), found)  # type: ignore[arg-type]
+    some: Any = localise(at, (own, Lost({"mlp_0", "head"})), found)  # type: ignore[arg-type]
+    assert every.blocks == sound.blocks == len(found.blocks())
+    assert some.blocks == len(found.blocks()) - 2
+    assert some.strayed == ()
+    assert localise(at, (own, Lost(set(found.blocks()))), found) is None  # type: ignore[arg-type]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kcdsl.diagnostics.model import Refusal
+from kcdsl.ir.terms import Compare, Family, Metric, ModelRef, Number, Statistic, UserMetric
 from kcdsl_backends.empirical import journal as journals
 from kcdsl_backends.empirical.conclusion import conclude
 from kcdsl_backends.empirical.evidence import Evidence
@@ -20,6 +23,7 @@ from kcdsl_backends.empirical.journal import Journal
 from kcdsl_backends.empirical.measured import Run
 from kcdsl_backends.empirical.run import run_request
 from kcdsl_backends.empirical.setting import Setting
+from kcdsl_backends.empirical.user_metrics import UserFunction
 from kcdsl_backends.requests import Request
 from tests.support.evidences import same
 
@@ -187,6 +191,58 @@ def test_kernels_that_give_other_bits_start_anew(
     assert told == ["not resumed: the request rows.jsonl:0 gives other bits than it gave before"]
     assert same(gather(other).runs, found.runs)
     assert run(other, path)[1] == ["resumed: 20 of 20 requests"]
+
+
+def _with_function(setting: Setting, function: Callable[..., Any]) -> Setting:
+    metric = UserMetric(
+        "gap", "own.py:gap", Family.NUMERICAL, "token", "lower", "1", "1", ("max",), ("tokens",)
+    )
+    user = UserFunction(metric, function, ("tokens",), "a" * 64)
+    first = setting.program.clauses[0]
+    require = Compare("<=", Statistic("max", Metric("gap")), Number(Fraction(9)))
+    clauses = (replace(first, require=require), *setting.program.clauses[1:])
+    program = replace(setting.program, clauses=clauses, metrics=(metric,))
+    return replace(setting, program=program, user=(user,))
+
+
+def test_a_function_of_the_user_that_gives_other_values_starts_anew(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+) -> None:
+    """Its own file is the same, what it calls is not: the outputs of the kernels are the same."""
+    path = tmp_path / "j"
+    run(_with_function(setting(), lambda tokens: tokens * 1.0), path)
+    other = _with_function(setting(), lambda tokens: tokens * 2.0)
+    found, told = run(other, path)
+    assert told == ["not resumed: the request rows.jsonl:0 gives other bits than it gave before"]
+    assert same(gather(other).runs, found.runs)
+
+
+def test_what_a_function_of_the_user_imports_belongs_to_it(
+    lab: Any,
+    setting: Callable[..., Setting],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A helper that is edited starts anew, even if the first request would not notice."""
+    folder = tmp_path / "package_of_user"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "helper.py").write_text("FACTOR = 1.0\n")
+    own = "from package_of_user import helper\n\ndef gap(tokens): return tokens * helper.FACTOR\n"
+    (folder / "gaps.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    gap = importlib.import_module("package_of_user.gaps").gap
+    path = tmp_path / "j"
+    run(_with_function(setting(), gap), path)
+    assert run(_with_function(setting(), gap), path)[1] == ["resumed: 20 of 20 requests"]
+    (folder / "helper.py").write_text("FACTOR = 1.0  # or 2.0, after the first request\n")
+    assert run(_with_function(setting(), gap), path)[1] == []
+    model = ModelRef("model.safetensors", module="package_of_user.gaps:gap")
+    modelled = replace(setting(), program=replace(setting().program, model=model))
+    run(modelled, path)
+    assert run(modelled, path)[1] == ["resumed: 20 of 20 requests"]
+    (folder / "helper.py").write_text("FACTOR = 2.0\n")
+    assert run(modelled, path)[1] == []
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,10 +77,25 @@ def verdicts(report: Mapping[str, Any]) -> dict[str, str]:
     return {row["clause"]: row["verdict"] for row in report["clauses"]}
 
 
-def many(found: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """Return the rows of rollouts, every one of a prompt of its own."""
+def many(**more: Any) -> dict[str, list[Any]]:
+    """Return 64 rows, every one of a prompt of its own."""
+    return alone(recordings.rollouts(**{"prompts": 64, "group": 1, **more}))
+
+
+def alone(found: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """Return the rows of rollouts, whose prompts tell which of them belong together."""
     table = recordings.columns(found)
-    table["group"] = [f"g{i}" for i in range(len(found))]
+    table.pop("group")
+    return table
+
+
+def with_lists(found: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """Return the rows of rollouts with the likeliest tokens of both sides."""
+    table = alone(found)
+    for side in ("train", "infer"):
+        tops = [getattr(r, side).top for r in found]
+        table[f"{side}_top_ids"] = [t.ids.tolist() for t in tops]
+        table[f"{side}_top_logs"] = [t.logs.tolist() for t in tops]
     return table
 
 
@@ -96,7 +112,7 @@ def test_recorded_rollouts_are_decided_without_a_model(
             "N-ESS": "require: ess_seq >= 0.5",
             "N-BAD": "require: mean(abs(log_ratio)) <= 1e-9",
         },
-        many(recordings.rollouts()),
+        many(),
     )
     found = verdicts(report)
     assert found["N-K3"] == found["N-MANY"] == found["N-ESS"] == "held"
@@ -122,10 +138,50 @@ def test_groups_are_the_unit(decide: Callable[..., dict[str, Any]]) -> None:
     assert any("64 rollouts of 16 prompts" in note for note in report["notes"])
 
 
+def test_groups_that_tell_rows_of_one_prompt_apart_are_joined(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    """64 rollouts of 16 prompts with a name each are no 64 units: their prompts are drawn once."""
+    found = recordings.rollouts()
+    table = recordings.columns(found)
+    table["group"] = [f"g{i}" for i in range(len(found))]
+    report = decide({"N-K3": "require: mean(k3) <= 1e-3"}, table)
+    assert report["clauses"][0]["n"] == 16
+    assert verdicts(report) == {"N-K3": "inconclusive"}
+    assert any("48 groups share a prompt with another" in note for note in report["notes"])
+
+
+def test_prompts_that_share_a_group_are_joined_with_all_that_they_share(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    """a and b have one group, b and c one prompt: one unit."""
+    found = recordings.rollouts(prompts=16, group=1)
+    table = alone([*found, *found[1:2]])
+    table["id"] = [str(i) for i in range(17)]
+    table["tokens"][16] = [*found[1].tokens[:-1], 1]
+    table["group"] = ["ab", "ab", *map(str, range(15))]
+    report = decide({"N-K3": "require: mean(k3) <= 1"}, table)
+    assert report["clauses"][0]["n"] == 15
+
+
+def test_rows_that_nothing_tells_apart_are_no_evidence(
+    decide: Callable[..., dict[str, Any]],
+) -> None:
+    """Without prompts and groups nobody knows whether four rows are samples of one prompt."""
+    table = many()
+    table.pop("prompt")
+    clause = {"N-K3": "require: mean(k3) <= 1e-3"}
+    report = decide(clause, table)
+    assert verdicts(report) == {"N-K3": "invalid_evidence"}
+    assert "sampling_units" in report["clauses"][0]["reason"]
+    table["group"] = [str(i) for i in range(64)]
+    assert verdicts(decide(clause, table)) == {"N-K3": "held"}
+
+
 def test_the_training_kernel_scores_what_only_infer_recorded(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
-    table = many(recordings.rollouts())
+    table = many()
     clauses = {"N-K3": "require: mean(k3) <= 1e-4", "N-SEQ": "require: max(seq_k3) <= 1"}
     both = decide(clauses, table)
     table.pop("train_logs")
@@ -150,7 +206,7 @@ def test_batches_of_trainers_give_the_same_values(
 
 
 def test_slices_test_the_columns(decide: Callable[..., dict[str, Any]]) -> None:
-    table = many(recordings.rollouts())
+    table = many()
     table["task"] = ["math" if i % 4 else "code" for i in range(64)]
     table["difficulty"] = [i / 64 for i in range(64)]
     report = decide(
@@ -170,9 +226,9 @@ def test_tokens_that_do_not_count_are_told_and_rows_without_any_are_left_out(
 ) -> None:
     found = [
         replace(r, mask=np.arange(len(r.tokens)) >= (5 if i else 99))
-        for i, r in enumerate(recordings.rollouts())
+        for i, r in enumerate(recordings.rollouts(prompts=64, group=1))
     ]
-    report = decide({"N-K3": "require: mean(k3) <= 1"}, many(found))
+    report = decide({"N-K3": "require: mean(k3) <= 1"}, alone(found))
     assert report["clauses"][0]["n"] == 63
     assert any("1 rollouts count no token" in note for note in report["notes"])
     assert any("25 % of" in note for note in report["notes"])
@@ -216,7 +272,7 @@ def test_semantics_that_differ_are_no_drift(
 ) -> None:
     report = decide(
         {"N-K3": "require: mean(k3) <= 1", "N-SEQ": "require: max(seq_k3) <= 1"},
-        many(recordings.rollouts()),
+        many(),
         infer=kernel,
     )
     assert set(verdicts(report).values()) == {"invalid_evidence"}
@@ -227,11 +283,11 @@ def test_semantics_that_differ_are_no_drift(
 def test_a_temperature_on_one_side_is_named_and_declaring_it_heals(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
-    wrong = many(recordings.rollouts(sampled=at(0.7)))
+    wrong = many(sampled=at(0.7))
     report = decide({"N-K3": "require: mean(k3) <= 1"}, wrong)
     assert verdicts(report) == {"N-K3": "invalid_evidence"}
     assert "temperature_fit" in report["clauses"][0]["reason"]
-    right = many(recordings.rollouts(sampled=at(0.7), train_law=at(0.7)))
+    right = many(sampled=at(0.7), train_law=at(0.7))
     kernel = "{run: recorded, logprobs: {values: processed, temperature: 0.7}}"
     report = decide(
         {"N-K3": "require: mean(k3) <= 1"},
@@ -246,7 +302,7 @@ def test_a_temperature_on_one_side_is_named_and_declaring_it_heals(
 def test_a_copied_column_passes_only_where_it_is_said_to_be_computed(
     decide: Callable[..., dict[str, Any]],
 ) -> None:
-    table = many(recordings.rollouts())
+    table = many()
     table["train_logs"] = table["infer_logs"]
     clause = {"N-K3": "require: p90(k3) <= 1e-9"}
     assert verdicts(decide(clause, table)) == {"N-K3": "invalid_evidence"}
@@ -278,24 +334,37 @@ def test_what_a_recording_lacks_is_refused_by_name(
 
 
 def test_metrics_of_whole_logits_are_refused(decide: Callable[..., dict[str, Any]]) -> None:
-    report = decide({"N-KL": "require: p99(kl) <= 1"}, many(recordings.rollouts(prompts=2)))
+    report = decide({"N-KL": "require: p99(kl) <= 1"}, many(prompts=2))
     assert "KC624" in report["refused"]
     assert "format: logits" in report["refused"]
 
 
 def test_lists_that_are_too_short_are_refused(decide: Callable[..., dict[str, Any]]) -> None:
-    found = recordings.rollouts(prompts=2, top=3)
-    table = many(found)
-    for side in ("train", "infer"):
-        tops = [getattr(r, side).top for r in found]
-        table[f"{side}_top_ids"] = [t.ids.tolist() for t in tops]
-        table[f"{side}_top_logs"] = [t.logs.tolist() for t in tops]
+    table = with_lists(recordings.rollouts(prompts=2, top=3))
     report = decide({"S-1": "require: mean(top1_agreement) >= 0.5",
                      "N-TAIL": "require: mean(topk_tail_kl) <= 1"}, table)  # fmt: skip
     assert report["clauses"][0]["value"] > 0.9
     assert 0 <= report["clauses"][1]["value"] < 1e-3
     report = decide({"S-5": "require: mean(top5_overlap) >= 0.5"}, table)
     assert "it needs the 5 likeliest tokens, and the recording lists 3" in report["refused"]
+
+
+def test_ranks_at_tokens_that_were_drawn_are_a_sample(
+    decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
+) -> None:
+    """No row of a recording is a census: tokens that are drawn again are others."""
+    table = with_lists(recordings.rollouts(prompts=4, group=1, top=5))
+    clauses = {
+        "S-1": "require: mean(top1_agreement) >= 0.5",
+        "S-5": "require: p50(top5_overlap) >= 0.5",
+        "S-J": "require: mean(jaccard5) >= 0.5, evidence: census",
+    }
+    report = decide(clauses, table)
+    assert {row["evidence"] for row in report["clauses"]} == {"sample"}
+    assert set(verdicts(report).values()) == {"inconclusive"}
+    rows = json.loads(cli("plan", str(tmp_path / "contract.yaml"), "--json").stdout)["rows"]
+    assert {row["clause"]: row["evidence"] for row in rows} == dict.fromkeys(clauses, "sample")
+    assert {row["clause"]: row["state"] for row in rows}["S-J"] == "never"
 
 
 @pytest.mark.parametrize(
@@ -322,12 +391,32 @@ def test_kernels_that_do_not_go_together_are_refused(
 def test_no_certificate_names_weights_that_were_not_read(
     decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
 ) -> None:
-    decide({"N-K3": "require: mean(k3) <= 1"}, many(recordings.rollouts(prompts=2)))
+    decide({"N-K3": "require: mean(k3) <= 1"}, many(prompts=2))
     cli("keygen", "-o", str(tmp_path / "own.key"))
     refused = cli("evaluate", str(tmp_path / "contract.yaml"), "--sign", str(tmp_path / "own.key"))
     assert refused.code == 2
     assert "KC645" in refused.stderr
     assert "both kernels are recorded" in refused.stderr
+
+
+def test_a_certificate_says_that_the_inference_kernel_was_not_seen(
+    decide: Callable[..., dict[str, Any]], cli: Any, tmp_path: Path
+) -> None:
+    """The training kernel scores what is recorded: what is certified is a sample of this."""
+    cli("keygen", "-o", str(tmp_path / "kcdsl.key"))
+    table = many()
+    table.pop("train_logs")
+    decide(
+        {"N-K3": "require: mean(k3) <= 1e-3"},
+        table,
+        train=EAGER,
+        checkpoint=str(MODEL / "model.safetensors"),
+    )
+    bundle = json.loads((tmp_path / "out" / "evaluate.cert.json").read_text("utf-8"))
+    found = json.loads(b64decode(bundle["dsseEnvelope"]["payload"]))["predicate"]
+    assert [row["evidence"] for row in found["clauses"]] == ["sample"]
+    assert found["triple"]["kernels"]["infer"]["fingerprint"]["recorded"]
+    assert any("read from a recording" in text for text in found["nonClaims"])
 
 
 # --- whole logits --------------------------------------------------------------------------------

@@ -218,9 +218,26 @@ def test_tokens_that_were_drawn_hotter_than_they_are_scored_are_named() -> None:
     tokens."""
     found = recordings.rollouts(sampled=at(1.3), infer_law=same)
     assert failed(prechecks(found)) == set()
+    listed = prechecks(recordings.rollouts(sampled=at(2.0), infer_law=same, top=5))
+    assert "sampling_law" in failed(listed)
+    assert blocked(listed)
     checks = prechecks(found, scored=True)
     assert "sampling_law" in failed(checks)
     assert "by a temperature of 1.25" in checks["sampling_law"].detail
+
+
+def test_lists_are_asked_beside_policies_of_few_tokens() -> None:
+    """A large vocabulary leaves room for the policies of some tokens; lists have all of them."""
+    found = recordings.rollouts(sampled=at(2.5), infer_law=same, top=5)
+    run = score([replace(r, train=None) for r in found], recordings.program(FLOAT32), 1.0)
+    first = run.policies[0]
+    few = Policy(first.key, first.logits[:3], first.tokens[:3], first.infer_logs[:3])
+    checks = recorded_prechecks(
+        Recorded(run.rollouts, 1.0, {"all": 1}, PROCESSED, PROCESSED, policies=(few,))
+    )
+    named = {check.name: check for check in checks}
+    assert named["sampling_law"].outcome == "failed"
+    assert named["sampling_law"].blocking
 
 
 # --- declared ------------------------------------------------------------------------------------
@@ -277,6 +294,35 @@ def test_clones_of_a_group_are_named() -> None:
     elsewhere = replace(clone, group="other")
     checks = prechecks([*hot, elsewhere], temperature=1.6, semantics=(said, said))
     assert "of different groups" in checks["cloned_rollouts"].detail
+
+
+@pytest.mark.parametrize(("copied", "named"), [(10, False), (40, True)])
+def test_a_side_that_is_copied_in_most_rollouts_is_no_evidence(copied: int, named: bool) -> None:
+    found = [
+        recordings.with_logs(r, "train", r.infer.logs) if i < copied and r.infer is not None else r
+        for i, r in enumerate(recordings.rollouts())
+    ]
+    checks = prechecks(found)
+    assert ("copied_side" in failed(checks)) == named
+    assert blocked(checks) == named
+    assert "copied_side" not in failed(prechecks(found, recomputed=True))
+    if named:
+        assert "800 of 1280 tokens" in checks["copied_side"].detail
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_tokens_of_probability_1_are_not_drawn(recomputed: bool) -> None:
+    """Both sides at a temperature of almost 0 agree everywhere, whatever the kernels do."""
+    found = []
+    for r in recordings.rollouts(prompts=4):
+        nothing = np.zeros(len(r.tokens))
+        found.append(
+            recordings.with_logs(recordings.with_logs(r, "infer", nothing), "train", nothing)
+        )
+    checks = prechecks(found, recomputed=recomputed)
+    assert "sampling_law" in failed(checks)
+    assert blocked(checks)
+    assert "probability 1" in checks["sampling_law"].detail
 
 
 def test_a_copied_side_is_no_evidence() -> None:

@@ -12,7 +12,8 @@ import torch
 
 from kcdsl.check.metrics import METRICS
 from kcdsl.ir.terms import Metric, Statistic
-from kcdsl_backends.empirical.estimate import Settings, evaluate
+from kcdsl_backends.empirical.estimate import evaluate
+from kcdsl_backends.empirical.means import Settings
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics.distribution import kl
 from kcdsl_backends.empirical.metrics.evidence import Unmeasured

@@ -255,6 +255,24 @@ def test_a_prompt_that_is_counted_as_sampled_is_refused(tmp_path: Path) -> None:
     assert [r.counted for r in read(path).rollouts] == [3, 2, 1]
 
 
+@pytest.mark.parametrize(("log", "refused"), [(-3.0, True), (-0.1, False)])
+def test_one_prompt_that_is_counted_is_refused_where_chance_does_not_explain_it(
+    tmp_path: Path, log: float, refused: bool
+) -> None:
+    """A text that repeats its prompt is sampled now and then; twelve unlikely tokens are not."""
+    rows = [
+        {"prompt": [*range(12)], "tokens": [*range(12), 3], "infer_logs": [log] * 13},
+        {"prompt": [9, 9, 8], "tokens": [1, 2], "infer_logs": [-1.0, -2.0]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    if not refused:
+        assert len(read(path).rollouts) == 2
+        return
+    with pytest.raises(Refusal, match="begin with the prompt"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from kcdsl.ir.terms import Program
 from kcdsl_backends.empirical.backend import BACKEND
 from kcdsl_backends.empirical.evidence import Evidence
 from kcdsl_backends.empirical.measured import Run
-from kcdsl_backends.empirical.spreading import Answer, Recipe, Spread, run_piece, task_id
+from kcdsl_backends.empirical.spreading import Recipe, Spread, run_piece, task_id
 
 _CONTRACT = """kcdsl: 1
 contract: spread
@@ -138,11 +140,34 @@ def test_an_incomplete_answer_is_an_error(
 ) -> None:
     def shorter(data: bytes) -> bytes:
         answer = pickle.loads(data)
-        return pickle.dumps(Answer(answer.task, answer.runs[:-1]))
+        return pickle.dumps(replace(answer, runs=answer.runs[:-1]))
 
     _with_pools(monkeypatch, _Pool(set(), shorter))
     with pytest.raises(Refusal, match="answered for other requests"):
         _evidence(program, folder, Spread(_recipe(program, folder), "processes", 2))
+
+
+@pytest.mark.parametrize("part", ["requests", "model"])
+def test_a_worker_with_other_files_is_an_error(
+    program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
+) -> None:
+    """Its requests have the same names, and other tokens or other weights: nothing would show."""
+    for path in folder.iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    if part == "requests":
+        prompts = tmp_path / "prompts.jsonl"
+        *first, last = prompts.read_text().splitlines()
+        row = json.loads(last)
+        prompts.write_text("\n".join([*first, json.dumps({**row, "text": "another"})]) + "\n")
+    else:
+        path = tmp_path / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(bytes(data))
+    _with_pools(monkeypatch, _Pool(set()))
+    with pytest.raises(Refusal, match=f"runs with other {part} than this process") as found:
+        _evidence(program, folder, Spread(_recipe(program, tmp_path), "processes", 2))
+    assert str(found.value.diagnostics[0].code) == "KC684"
 
 
 def test_a_worker_that_cannot_load_says_why(program: Program, tmp_path: Path) -> None:

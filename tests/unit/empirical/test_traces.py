@@ -19,10 +19,19 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.canonical import digest
-from kcdsl.ir.terms import Budget, EvidenceKind, Family, HasFields, Level, UserMetric
+from kcdsl.ir.kernels import LogProbabilities, Recording
+from kcdsl.ir.terms import (
+    Budget,
+    EvidenceKind,
+    Family,
+    HasFields,
+    KernelRef,
+    Level,
+    UserMetric,
+)
 from kcdsl_backends.empirical.conclusion import conclude
 from kcdsl_backends.empirical.evaluation import Evaluation, evaluate
-from kcdsl_backends.empirical.evidence import Evidence
+from kcdsl_backends.empirical.evidence import Evidence, records
 from kcdsl_backends.empirical.measured import Run, Timing, Unit
 from kcdsl_backends.empirical.traces import file as traces
 from kcdsl_backends.empirical.traces import sealing
@@ -214,6 +223,32 @@ def test_rows_can_be_read_by_other_programs(lab: Any, write: Write) -> None:
         assert worst == runs[key].unit.values["kl"].max()
 
 
+def test_sampling_parameters_are_those_that_are_stated(lab: Any, write: Write) -> None:
+    """Of a server or a recording others drew the tokens: what nothing states is not invented."""
+    clause = lab.clause(HasFields(("sampling_params",)), id="O", family=Family.OBSERVABILITY)
+    found = evaluated(lab, clause)
+    plain = lab.program(clause)
+    logs = LogProbabilities("processed", Fraction(4, 5), Fraction(9, 10), 40, Fraction(1, 20))
+    whole_law = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    stated = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
+    for recording, wanted in (
+        (None, whole_law),
+        (Recording("logits", file="logits.safetensors"), whole_law),
+        (Recording(logprobs=logs), stated),
+        (Recording(), None),
+    ):
+        program = replace(plain, infer=KernelRef("recorded", (), recording=recording))
+        contract = {**found.evidence.contract, "digest": f"sha256:{digest(program)}"}
+        evidence = replace(found.evidence, program=program, contract=contract)
+        assert all(record["sampling_params"] == wanted for record in records(evidence).values())
+        report = conclude(evidence)
+        assert report.verdict == ("violated" if wanted is None else "held")
+        path = write(trace_bytes(evidence, report.to_json()))
+        header = json.loads(pq.read_schema(path).metadata[b"kcdsl.trace"])
+        assert header["sampling_params"] == wanted
+        assert conclude(read_trace(path).evidence).dumps() == report.dumps()
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -327,11 +362,23 @@ def _other_contract(table: pa.Table, header: dict[str, Any]) -> pa.Table:
 
 
 def _row_twice(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+    header["rows"]["request"] += 1
     return pa.concat_tables([table, table.slice(0, 1)])
 
 
-def _row_less(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+def _last_less(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+    """No place after it would miss it."""
+    return table.slice(0, table.num_rows - 1)
+
+
+def _first_less(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+    header["rows"]["request"] -= 1
     return table.slice(1)
+
+
+def _timed_run_less(table: pa.Table, header: dict[str, Any]) -> pa.Table:
+    header["rows"]["timed_run"] = 1
+    return table
 
 
 DAMAGED = {
@@ -350,7 +397,10 @@ DAMAGED = {
     ),
     "other kind": (_with("kind", ["request", "x", "request"], pa.string()), "kind 'x'"),
     "a row twice": (_row_twice, "is given twice"),
-    "a row less": (_row_less, "lacks a request"),
+    "a row more": (lambda t, header: pa.concat_tables([t, t.slice(0, 1)]), "has more than were"),
+    "the last row less": (_last_less, "it lacks rows"),
+    "a timed run less": (_timed_run_less, "it lacks rows"),
+    "the first row less": (_first_less, "lacks a request"),
 }
 
 

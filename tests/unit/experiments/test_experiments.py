@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
-from kcdsl.verdict.experiment_text import not_run, rate_text
-from kcdsl.verdict.html.experiment import experiment_page, maps
+from kcdsl.verdict.experiment_rows import entry, not_run, rate_text
+from kcdsl.verdict.html.experiment import experiment_page
+from kcdsl.verdict.html.experiment_maps import maps
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.backend import BACKEND
-from kcdsl_backends.empirical.experiments.cells import Cells
+from kcdsl_backends.empirical.experiments.cells import Cells, manifest
 from kcdsl_backends.empirical.experiments.grid import Axes, run_grid
 from kcdsl_backends.empirical.experiments.single import run_single
 from kcdsl_backends.empirical.experiments.variants import variants
@@ -282,3 +285,66 @@ def test_the_command_writes_everything(cli: Cli, folder: Path, tmp_path: Path) -
     assert none.code in (0, 2)
     shown = cli("experiment", "e2", contract, *words, "-o", str(tmp_path / "out"))
     assert "cpu 8 tokens x2 /1" in shown.stdout
+
+
+def test_what_a_precondition_blocks_is_invalid_in_every_cell(folder: Path, tmp_path: Path) -> None:
+    """A kernel with other weights than the file's: every cell names what `evaluate` would."""
+    program = load_program(folder / "contract.yaml")
+
+    def hot(*given: Any, **named: Any) -> Any:
+        setting: Any = BACKEND.prepare(*given, **named)
+        with torch.no_grad():
+            setting.infer.module.lm_head.weight.mul_(1 / 0.7)
+        return setting
+
+    axes = Axes(("cpu",), (16,), (1, 4), (1,))
+    document = run_grid(hot, program, folder, tmp_path, axes=axes)
+    for cell in document["cells"]:
+        assert cell["status"] == "ran"
+        assert {row["verdict"] for row in cell["rows"]} == {"invalid_evidence"}
+        assert {check["name"] for check in cell["failed_checks"]}
+    assert "precheck" in experiment_page(document)
+
+
+@pytest.mark.parametrize("changed", ["config.json", "prompts.jsonl", "model.safetensors"])
+def test_a_cell_is_of_every_file_that_its_numbers_rest_on(
+    folder: Path, tmp_path: Path, changed: str
+) -> None:
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path / file.name)
+    program = load_program(tmp_path / "contract.yaml")
+    before = manifest(program, tmp_path, 0)
+    (tmp_path / changed).write_bytes((tmp_path / changed).read_bytes() + b" ")
+    assert manifest(program, tmp_path, 0) != before
+
+
+def test_a_checkpoint_that_is_a_folder_is_digested_file_by_file(tmp_path: Path) -> None:
+    program = load_program(Path("examples/tiny_lm/contract.yaml").resolve())
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "a.safetensors").write_bytes(b"1")
+    held = replace(program, model=replace(program.model, checkpoint="weights", config=None))
+    first = manifest(held, tmp_path, 0)
+    assert list(first["files"]) == ["weights/a.safetensors"]
+    (tmp_path / "weights" / "a.safetensors").write_bytes(b"2")
+    assert manifest(held, tmp_path, 0)["files"] != first["files"]
+
+
+def test_both_parts_of_a_conjunction_decide_a_variant(folder: Path, tmp_path: Path) -> None:
+    text = _CONTRACT.replace(
+        "  N-KL: {require: p99(kl) <= 1e-4 nats,",
+        "  N-KL: {require: mean(tv) <= 0 and p99(tv) <= 9/10,",
+    )
+    (tmp_path / "contract.yaml").write_text(text)
+    for name in ("model.safetensors", "config.json", "prompts.jsonl"):
+        shutil.copy(folder / name, tmp_path / name)
+    program = load_program(tmp_path / "contract.yaml")
+    document = run_single(
+        BACKEND.prepare, program, tmp_path, tmp_path / "e1", device="cpu",
+        only=("compute-float16",), seconds=0.1,
+    )  # fmt: skip
+    for cell in document["cells"]:
+        found = entry(cell, ("N-KL", "all"))
+        assert found is not None
+        assert [row["verdict"] for row in found.rows] == ["violated", "held"]
+        assert found.words.startswith("✗")

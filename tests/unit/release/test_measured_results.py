@@ -9,7 +9,7 @@ import pytest
 
 from kcdsl.release.measured import certified_clauses
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
-from kcdsl.verdict.report import ClauseResult, ExceedanceCount
+from kcdsl.verdict.result import ClauseResult, ExceedanceCount
 from kcdsl_certs.clauses import Evidence
 from kcdsl_certs.requirements import Comparison, RequiredClause
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
 from typing import Any
@@ -11,12 +11,10 @@ from typing import Any
 from kcdsl.verdict.attribution import (
     Attribution,
     Between,
-    EnvelopeRow,
+    Envelope,
     Figure,
-    FirstMismatch,
     Interaction,
-    LayerRow,
-    LayersTable,
+    Layers,
     Method,
     Source,
     State,
@@ -25,8 +23,6 @@ from kcdsl.verdict.attribution import (
 )
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.candidates import candidates
-from kcdsl_backends.empirical.attribution.envelopes import Envelope
-from kcdsl_backends.empirical.attribution.layers import Layers
 from kcdsl_backends.empirical.attribution.measuring import Measured
 from kcdsl_backends.empirical.attribution.shapley import (
     Coefficients,
@@ -38,7 +34,7 @@ from kcdsl_backends.empirical.attribution.shapley import (
     split,
 )
 from kcdsl_backends.empirical.attribution.sources import Setting
-from kcdsl_backends.empirical.attribution.values import Known, Statistic, Table, intervals
+from kcdsl_backends.empirical.attribution.values import Statistic, Table, intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +55,11 @@ class Frame:
     """Why no number says anything of numerics: a mistake of the set-up that was found."""
     notes: tuple[str, ...] = ()
 
+    @property
+    def of_metric(self) -> str:
+        """Return what follows numbers of the metric, such as "nat of kl"."""
+        return f"of {self.metric}" if self.unit == "1" else f"{self.unit} of {self.metric}"
+
 
 def assemble(
     frame: Frame,
@@ -73,10 +74,8 @@ def assemble(
     shares = split(len(players), values)
     figures = _figures(frame, table, players, shares)
     total = _total(frame, measured, table, figures)
-    envelopes = _envelope_rows(bounds)
-    shown = _layers(layers)
-    found = _sources(frame, measured, shares, figures, _Bounds(envelopes, shown), total.value)
-    status, reason = _status(frame, measured, table, shares, total, found)
+    found = _sources(frame, measured, shares, figures, _Bounds(tuple(bounds), layers), total.value)
+    status, reason = _status(frame, measured, table, shares, found)
     return Attribution(
         contract=frame.contract,
         kernels=frame.kernels,
@@ -99,9 +98,11 @@ def assemble(
         terms=_terms(players, shares, figures),
         interactions=_interactions(players, figures),
         between=_between(measured, values),
-        layers=shown,
-        envelopes=envelopes,
-        candidates=candidates(found, envelopes, shown) if status != "invalid_evidence" else (),
+        layers=layers,
+        envelopes=tuple(bounds),
+        candidates=candidates(found, bounds, layers, frame.of_metric)
+        if status != "invalid_evidence"
+        else (),
         notes=frame.notes,
     )
 
@@ -130,11 +131,9 @@ def _figures(frame: Frame, table: Table, players: Sequence[str], shares: Split) 
     return {name: {key: _figure(k, frame) for key, k in c.items()} for name, c in found.items()}
 
 
-def _figure(known: Known, frame: Frame) -> Figure:
+def _figure(found: Figure, frame: Frame) -> Figure:
     """Return a number with its interval; without one where the evidence is not valid."""
-    if frame.blocked is not None:
-        return Figure(known.value)
-    return Figure(known.value, known.low, known.high)
+    return found if frame.blocked is None else Figure(found.value)
 
 
 def _given(columns: Mapping[str, Coefficients | None]) -> dict[str, Coefficients]:
@@ -186,17 +185,19 @@ def _status(
     measured: Measured,
     table: Table,
     shares: Split,
-    total: Figure,
     found: Sequence[Source],
 ) -> tuple[Status, str | None]:
     if frame.blocked is not None:
         return "invalid_evidence", frame.blocked
     if not measured.players:
-        if total.value == 0:
+        if measured.infer.equals(table.columns[0]):
             return "no_drift", "both sides are equal in every source, and do not drift"
         return "inconclusive", "both sides are equal in every source, and yet they drift"
-    if all(v == table.values()[0] for v in table.values().values()):
+    if all(column.equals(table.columns[0]) for column in table.columns.values()):
         return "no_drift", "no kernel between both sides drifts"
+    if all(v == table.values()[0] for v in table.values().values()):
+        what = f"the {table.statistic} of {frame.metric}"
+        return "inconclusive", f"{what} is the same for all kernels, although some requests drift"
     if not shares.shares:
         return "inconclusive", "no chain of kernels between both sides runs"
     if any(s.shown for s in found):
@@ -248,10 +249,10 @@ def _sources(
 class _Bounds:
     """The envelopes, and the block where most of the drift arises."""
 
-    rows: tuple[EnvelopeRow, ...]
-    layers: LayersTable | None
+    rows: tuple[Envelope, ...]
+    layers: Layers | None
 
-    def decisive(self, source: str) -> EnvelopeRow | None:
+    def decisive(self, source: str) -> Envelope | None:
         """Return the envelope of a source on that block."""
         if self.layers is None or not self.layers.rows:
             return None
@@ -323,24 +324,3 @@ def _interactions(players: Sequence[str], figures: Figures) -> tuple[Interaction
 def _between(measured: Measured, values: Mapping[int, float]) -> tuple[Between, ...]:
     ordered = sorted(measured.coalitions.items(), key=lambda item: (item[0].bit_count(), item[0]))
     return tuple(Between(c.taken, values.get(mask), c.reason, c.simulated) for mask, c in ordered)
-
-
-def _layers(layers: Layers | None) -> LayersTable | None:
-    if layers is None:
-        return None
-    first = layers.first_mismatch
-    return LayersTable(
-        layers.requests,
-        tuple(LayerRow(**asdict(layer)) for layer in layers.layers),
-        layers.total,
-        layers.outside,
-        layers.first_block,
-        None if first is None else FirstMismatch(**asdict(first)),
-    )
-
-
-def _envelope_rows(bounds: Sequence[Envelope]) -> tuple[EnvelopeRow, ...]:
-    return tuple(
-        EnvelopeRow(**asdict(row), can_explain=row.can_explain, can_reach=row.can_reach)
-        for row in bounds
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -14,13 +15,13 @@ from kcdsl.check.report import suggest
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.model.architecture import Model
-from kcdsl.verdict.attribution import Attribution
+from kcdsl.verdict.attribution import Attribution, Envelope, Layers
 from kcdsl_backends.empirical import diagnoses
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.assembling import Frame, assemble
-from kcdsl_backends.empirical.attribution.envelopes import Envelope, certify_with, envelopes
+from kcdsl_backends.empirical.attribution.envelopes import certify_with, envelopes, most_of
 from kcdsl_backends.empirical.attribution.hybrids import Pair
-from kcdsl_backends.empirical.attribution.layers import Layers, Question, swap_layers
+from kcdsl_backends.empirical.attribution.layers import Question, swap_layers
 from kcdsl_backends.empirical.attribution.measuring import (
     FAILURES,
     Measured,
@@ -206,8 +207,10 @@ def _bounds(
     length = min(LENGTH, *(r.length for r in probed))
     requests = [_cut(r, length) for r in probed]
     make = certify_with(subject.pair.model)
+    encoder, temperature = subject.plan.encoder, Fraction(subject.plan.temperature)
+    meaning = (lambda limits: None) if encoder else most_of(subject.metric, temperature)
     try:
-        return envelopes(subject.pair, measured.players, requests, make, progress), None
+        return envelopes(subject.pair, measured.players, requests, make, progress, meaning), None
     except FAILURES as error:
         if isinstance(error, Refusal) and error.diagnostics[0].code == codes.ABOVE_CERTIFIED:
             raise

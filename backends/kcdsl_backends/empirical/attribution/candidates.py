@@ -7,19 +7,19 @@ from typing import Literal
 
 from kcdsl.verdict.attribution import (
     Candidate,
-    EnvelopeRow,
+    Envelope,
     Figure,
-    LayersTable,
+    Layers,
     Remedy,
     Source,
 )
 from kcdsl_backends.empirical.attribution import sources
+from kcdsl_backends.empirical.attribution.envelopes import HEAD
 
 MOST = 0.5
 """From this share on a source is most of the drift."""
 _NAMED = 3
 """Blocks that a candidate names at most."""
-_HEAD = "head"
 
 _REMEDIES: dict[str, tuple[Remedy, ...]] = {
     sources.OPERATOR: (
@@ -58,19 +58,26 @@ _FP32_HEAD = Remedy("fp32_lm_head", "compute the head (the last linear) in float
 
 
 def candidates(
-    found: Sequence[Source], rows: Sequence[EnvelopeRow], layers: LayersTable | None
+    found: Sequence[Source], rows: Sequence[Envelope], layers: Layers | None, of_metric: str
 ) -> tuple[Candidate, ...]:
-    """Return the sources that differ, shown ones first and the largest share before others."""
+    """Return the sources that differ, shown ones first and the largest share before others.
+
+    `of_metric` follows its numbers, such as "nat of kl".
+    """
     able = [s for s in found if s.state == "differs"]
     able.sort(key=lambda s: (not s.shown, -abs(s.shapley.value if s.shapley else 0.0)))
     return tuple(
-        _candidate(rank, source, [r for r in rows if r.source == source.name], layers)
+        _candidate(rank, source, [r for r in rows if r.source == source.name], layers, of_metric)
         for rank, source in enumerate(able, 1)
     )
 
 
 def _candidate(
-    rank: int, source: Source, rows: Sequence[EnvelopeRow], layers: LayersTable | None
+    rank: int,
+    source: Source,
+    rows: Sequence[Envelope],
+    layers: Layers | None,
+    of_metric: str,
 ) -> Candidate:
     share = source.shapley
     confirmed = None
@@ -87,7 +94,7 @@ def _candidate(
         source.can_explain,
         confirmed,
         blocks,
-        tuple(_evidence(source, rows)),
+        tuple(_evidence(source, rows, of_metric)),
         _remedies(source, layers),
     )
 
@@ -100,7 +107,7 @@ def _verdict(source: Source) -> Literal["most", "part", "against", "not_shown"]:
     return "most" if source.share >= MOST else "part"
 
 
-def _blocks(rows: Sequence[EnvelopeRow], layers: LayersTable | None) -> tuple[str, ...]:
+def _blocks(rows: Sequence[Envelope], layers: Layers | None) -> tuple[str, ...]:
     """Return where the source does most: by what a block gains, as far as the source's own hybrid
     moves that block. Without such a hybrid nothing is named."""
     if layers is None:
@@ -111,7 +118,7 @@ def _blocks(rows: Sequence[EnvelopeRow], layers: LayersTable | None) -> tuple[st
     return tuple(block for block in ordered if scores[block] > 0)[:_NAMED]
 
 
-def _evidence(source: Source, rows: Sequence[EnvelopeRow]) -> Iterable[str]:
+def _evidence(source: Source, rows: Sequence[Envelope], of_metric: str) -> Iterable[str]:
     if source.alone is not None:
         yield f"alone {_figure(source.alone)}"
     if source.left_out is not None:
@@ -128,6 +135,12 @@ def _evidence(source: Source, rows: Sequence[EnvelopeRow]) -> Iterable[str]:
         else:
             most = f"{source.envelope:.3g} of {source.observed:.3g}"
             yield f"alone it makes at most {most} of the drift {where} (certified)"
+    yield from (
+        f"in {row.block} alone it makes at most {row.metric:.3g} {of_metric} at any position "
+        "(certified)"
+        for row in rows
+        if row.metric is not None
+    )
     if source.excluded:
         yield (
             f"not the only cause: excluded by bounds in {len(source.excluded)} of {len(rows)} "
@@ -143,10 +156,10 @@ def _figure(figure: Figure) -> str:
     return f"{figure.value:.3g} [{figure.low:.3g}, {figure.high:.3g}]"
 
 
-def _remedies(source: Source, layers: LayersTable | None) -> tuple[Remedy, ...]:
+def _remedies(source: Source, layers: Layers | None) -> tuple[Remedy, ...]:
     usual = _REMEDIES[source.name]
     if source.name == sources.PRECISION and layers is not None and layers.rows:
         most = max(layers.rows, key=lambda row: row.gain)
-        if most.block == _HEAD and most.gain > 0:
+        if most.block == HEAD and most.gain > 0:
             return (_FP32_HEAD, *usual)
     return usual

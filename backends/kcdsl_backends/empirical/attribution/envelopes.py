@@ -24,7 +24,8 @@ hybrid claims nothing and is not held against B.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -35,49 +36,26 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
+from kcdsl.verdict.attribution import Envelope
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.hybrids import InBatch, Pair, hybrid
+from kcdsl_backends.empirical.certified import Box, logit_bounds
 from kcdsl_backends.empirical.crosscheck import Certify, compare_request
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
+from kcdsl_backends.empirical.measured import Array
 from kcdsl_backends.empirical.run import Kernel, block_drift
 from kcdsl_backends.requests import Request
 
 Progress = Callable[[str, int, int], None]
 MakeCertify = Callable[[Numerics, Numerics], Certify]
 """Returns the bounds for the numerics of train and infer."""
+OfLogits = Callable[[Array], float | None]
+"""From bounds [T, V] of |drift| of the logits, the most of the metric at any position; None where
+they give no bound of it."""
+HEAD = "head"
+"""The block whose output are the logits."""
 _MOST = 1e300
 """Stands for a quotient by 0: a source that does nothing to a block that drifts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """One source on one block, over the requests.
-
-    `observed` is the largest drift between infer and train, `certified` the largest bound of what
-    this source alone may do, both on the request where the first is the most of the second;
-    `certified` is None where there is no bound, for the `reason`. `ratio` is the largest quotient
-    of drift and bound of one element. `measured` is the largest drift of the real hybrid on
-    the same request, None where there is none.
-    """
-
-    source: str
-    block: str
-    request: str
-    observed: float
-    certified: float | None
-    ratio: float | None
-    measured: float | None
-    reason: str | None = None
-
-    @property
-    def can_explain(self) -> bool | None:
-        """Say whether it may be the only cause here; None where there is no bound."""
-        return None if self.ratio is None else self.ratio <= 1
-
-    @property
-    def can_reach(self) -> bool | None:
-        """Say whether it alone may move the block as far; None where there is no bound."""
-        return None if self.certified is None else self.observed <= self.certified
 
 
 def certify_with(model: Model) -> MakeCertify:
@@ -93,14 +71,28 @@ def certify_with(model: Model) -> MakeCertify:
     return make
 
 
+def most_of(metric: str, temperature: Fraction) -> OfLogits:
+    """Return what bounds of the drift of the logits mean for a metric, by the bound chain
+    (docs/bound-chain.md); of a metric with two signs, for its size."""
+
+    def most(limits: Array) -> float | None:
+        found = logit_bounds(Box(-limits, limits), temperature).get(metric)
+        return None if found is None or not np.isfinite(found).all() else float(found.max())
+
+    return most
+
+
 def envelopes(
     pair: Pair,
     players: Sequence[str],
     requests: Sequence[Request],
     make: MakeCertify,
     progress: Progress = lambda stage, done, total: None,
+    of_logits: OfLogits = lambda limits: None,
 ) -> tuple[Envelope, ...]:
     """Return the envelope of every source on every block that has one input [T, D].
+
+    `of_logits` says what a bound of the head's output means for the metric.
 
     Raises Refusal (KC625) where a real hybrid, or infer itself, drifts beyond its bound.
     """
@@ -114,8 +106,12 @@ def envelopes(
             continue
         certify = make(resolve(pair.train_ref), numerics)
         for name in names:
+            meaning = of_logits if name == HEAD else _no_metric
             rows = [
-                _compare(pair, source, name, r, entering[r.key][name], kernel, claims, certify)
+                _compare(
+                    *(pair, source, name, r, entering[r.key][name], kernel, claims, certify),
+                    meaning,
+                )
                 for r in requests
                 if name in entering[r.key]
             ]
@@ -157,6 +153,7 @@ def _compare(
     kernel: Kernel | None,
     claims: bool,
     certify: Certify,
+    meaning: OfLogits,
 ) -> Envelope:
     bound = certify(name, x)
     limits = np.asarray(bound.drift_bound, dtype=np.float64)
@@ -172,7 +169,12 @@ def _compare(
         return replace(row, reason=getattr(bound, "reason", None) or "some elements have no bound")
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(observed == 0, 0.0, observed / limits)
-    return replace(row, certified=float(limits.max()), ratio=float(min(ratios.max(), _MOST)))
+    ratio = float(min(ratios.max(), _MOST))
+    return replace(row, certified=float(limits.max()), ratio=ratio, metric=meaning(limits))
+
+
+def _no_metric(limits: Array) -> float | None:
+    return None
 
 
 def _together(rows: Sequence[Envelope]) -> Envelope:
@@ -180,7 +182,12 @@ def _together(rows: Sequence[Envelope]) -> Envelope:
     open_ = next((row for row in rows if row.certified is None), None)
     if open_ is not None:
         return replace(open_, observed=max(row.observed for row in rows))
-    return replace(max(rows, key=_reach), ratio=max(row.ratio or 0.0 for row in rows))
+    metrics = [row.metric for row in rows if row.metric is not None]
+    return replace(
+        max(rows, key=_reach),
+        ratio=max(row.ratio or 0.0 for row in rows),
+        metric=max(metrics) if len(metrics) == len(rows) else None,
+    )
 
 
 def _reach(row: Envelope) -> float:

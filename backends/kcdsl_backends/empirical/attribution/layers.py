@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.architecture import Model
+from kcdsl.verdict.attribution import Layer, Layers, Mismatch
 from kcdsl_backends.empirical.attribution.mismatch import first_operation
 from kcdsl_backends.empirical.attribution.runs import Known
 from kcdsl_backends.empirical.attribution.swaps import Swapper, swapper
@@ -26,63 +27,6 @@ from kcdsl_backends.requests import Request
 
 Progress = Callable[[str, int, int], None]
 _NUMBER = re.compile(r"(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One block. Sizes are root mean squares over all elements at its output, `largest` one
-    element; `floor` is how far the training kernel's own block moves when it runs again or in a
-    batch. `logits`, `cumulative` and `gain` are in units of the metric."""
-
-    block: str
-    drift: float
-    largest: float
-    relative: float
-    floor: float
-    differing: float
-    logits: float
-    cumulative: float
-    gain: float
-
-    @property
-    def above(self) -> bool:
-        """Say whether the block drifts further than the training kernel's own."""
-        return self.drift > self.floor
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """The first element that differs in bits: of block `block` on what enters it in training."""
-
-    block: str
-    layer: int | None
-    operation: str
-    request: str
-    token: int
-    index: int
-    train: float
-    infer: float
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """All blocks in order of application, over `requests`; `outside` is what the inference kernel
-    drifts beyond all of its blocks: embeddings, sums between blocks, and `total` its drift."""
-
-    layers: tuple[Layer, ...]
-    requests: tuple[str, ...]
-    total: float
-    first_mismatch: Mismatch | None
-
-    @property
-    def first_block(self) -> str | None:
-        """Return the first block that drifts above its floor."""
-        return next((layer.block for layer in self.layers if layer.above), None)
-
-    @property
-    def outside(self) -> float:
-        """Return what of the drift arises outside of the blocks."""
-        return self.total - (self.layers[-1].cumulative if self.layers else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kcdsl.verdict.attribution import Figure
 from kcdsl_backends.empirical.attribution.shapley import Coefficients, apply
 from kcdsl_backends.empirical.statistics import (
     FEWEST_CLUSTERS,
@@ -21,9 +22,14 @@ from kcdsl_backends.empirical.statistics import (
     quantile_rank,
     resamples,
 )
-from kcdsl_backends.empirical.statistics.bootstrap import resampled_limits, resamples_needed
+from kcdsl_backends.empirical.statistics.bootstrap import (
+    clustered_ratio,
+    resampled_limits,
+    resamples_needed,
+)
 
 Array = NDArray[np.float64]
+Limits = tuple[float | None, float | None]
 Statistic = Literal["mean", "p50", "p90", "p95", "p99", "max"]
 STATISTICS: tuple[Statistic, ...] = ("mean", "p50", "p90", "p95", "p99", "max")
 _QUANTILES = {
@@ -45,6 +51,17 @@ class Column:
     sums: Array
     counts: Array
     worst: Array
+
+    def equals(self, other: Column) -> bool:
+        """Say whether every request gave the same."""
+        return all(
+            np.array_equal(one, two)
+            for one, two in (
+                (self.sums, other.sums),
+                (self.counts, other.counts),
+                (self.worst, other.worst),
+            )
+        )
 
 
 def column(values: Sequence[Array], better: str, what: str) -> Column:
@@ -104,6 +121,20 @@ class Table:
             )
         return None
 
+    def parts(self, coefficients: Coefficients) -> Array:
+        """Return by request what a set of coefficients makes of the sums, [n]; exactly 0 where
+        coalitions of opposite coefficients have the same sums."""
+        sizes = {abs(factor) for factor in coefficients.values()}
+        total = np.zeros(self.requests)
+        for size in sorted(sizes):
+            signed = [
+                math.copysign(1.0, factor) * self.columns[mask].sums
+                for mask, factor in coefficients.items()
+                if abs(factor) == size
+            ]
+            total += float(size) * np.array([math.fsum(own) for own in zip(*signed, strict=True)])
+        return total
+
     def resampled(self, seed: int, count: int) -> dict[int, Array]:
         """Return `count` values of each coalition; each draws the same requests for all."""
         parts: dict[int, list[Array]] = {mask: [] for mask in self.columns}
@@ -122,54 +153,62 @@ class Table:
         return sign * ordered
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A number with its interval; None where nothing supports a limit."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def shown(self) -> bool:
-        """Say whether it is shown to be other than 0."""
-        if self.low is None or self.high is None:
-            return False
-        return self.low > 0 or self.high < 0
-
-
 def intervals(
     table: Table, columns: Mapping[str, Mapping[str, Coefficients]], seed: int
-) -> dict[str, dict[str, Known]]:
+) -> dict[str, dict[str, Figure]]:
     """Return what each set of coefficients makes of the table, column by column.
 
-    The limits of one column, two of each number, hold together with 95 %. A number that is the
-    same whatever is drawn, such as that of a source without any effect, has no width.
+    The limits of one column, two of each number, share 5 % of error. A number that is 0 on every
+    request, such as that of a source without any effect, has no width.
     """
     values = table.values()
-    shares = {name: ONE_LOOK.divided(2 * max(1, len(found))) for name, found in columns.items()}
-    counts = [resamples_needed(c.divided(2), _RESAMPLES) for c in shares.values()]
-    known = [count for count in counts if count is not None]
-    if table.limited() is not None or len(known) < len(counts) or not known:
-        return {
-            name: {key: Known(float(apply(own, values))) for key, own in found.items()}
-            for name, found in columns.items()
+    found: dict[str, dict[str, Figure]] = {}
+    for name, numbers in columns.items():
+        share = ONE_LOOK.divided(2 * max(1, len(numbers)))
+        limits = _limits(table, numbers, values, share, seed)
+        found[name] = {
+            key: Figure(float(apply(own, values)), *limits[key]) for key, own in numbers.items()
         }
-    drawn = table.resampled(seed, max(known))
-    return {
-        name: {key: _known(own, values, drawn, shares[name]) for key, own in found.items()}
-        for name, found in columns.items()
-    }
+    return found
 
 
-def _known(
+def _limits(
+    table: Table,
+    numbers: Mapping[str, Coefficients],
+    values: Mapping[int, float],
+    confidence: Confidence,
+    seed: int,
+) -> dict[str, Limits]:
+    """Return the limits of the numbers of one column."""
+    if table.limited() is not None:
+        return dict.fromkeys(numbers, (None, None))
+    if table.statistic == "mean":
+        return {key: _of_mean(table, own, confidence, seed) for key, own in numbers.items()}
+    count = resamples_needed(confidence.divided(2), _RESAMPLES)
+    if count is None:
+        return dict.fromkeys(numbers, (None, None))
+    drawn = table.resampled(seed, count)
+    return {key: _of_draws(own, values, drawn, confidence) for key, own in numbers.items()}
+
+
+def _of_mean(table: Table, coefficients: Coefficients, confidence: Confidence, seed: int) -> Limits:
+    """Return the limits of a sum of means over the same tokens, which is one such mean."""
+    parts = table.parts(coefficients)
+    if not parts.any():
+        return 0.0, 0.0
+    counts = next(iter(table.columns.values())).counts
+    found = clustered_ratio(parts, counts, seed=seed, confidence=confidence)
+    return found.low, found.high
+
+
+def _of_draws(
     coefficients: Coefficients,
     values: Mapping[int, float],
     drawn: Mapping[int, Array],
     confidence: Confidence,
-) -> Known:
+) -> Limits:
     value = float(apply(coefficients, values))
     total = np.zeros(next(iter(drawn.values())).size)
     for mask, factor in coefficients.items():
         total = total + float(factor) * drawn[mask]
-    return Known(value, *resampled_limits(value, total, confidence))
+    return resampled_limits(value, total, confidence)

@@ -1,15 +1,21 @@
-"""All charts of one evaluation."""
+"""All charts of one evaluation.
+
+Charts of slices speak of their units, the others of every token once: of all requests, or, where
+rollouts are units by their prompts and slices cut prompts apart, of the slice with most tokens.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 
+from kcdsl.check.metrics import METRICS as DEFINITIONS
 from kcdsl.ir.buckets import is_bucket
-from kcdsl.verdict.report import ClauseResult
+from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.bounding import compared_name
 from kcdsl_backends.empirical.certified import LOWER_BOUNDS, MAGNITUDES
 from kcdsl_backends.empirical.charts.agreement import disagreement, flips_by_margin
@@ -17,14 +23,17 @@ from kcdsl_backends.empirical.charts.buckets import by_doubling, by_rank, drift_
 from kcdsl_backends.empirical.charts.histograms import edges_of, histogram, percentiles
 from kcdsl_backends.empirical.clauses import metrics_of
 from kcdsl_backends.empirical.evidence import SUMMARY_METRICS, Evidence
-from kcdsl_backends.empirical.figures import UNITS
+from kcdsl_backends.empirical.figures import unit_of
 from kcdsl_backends.empirical.measured import Array, SliceData, Unit
 from kcdsl_backends.empirical.metrics.measure import Measure
 from kcdsl_backends.empirical.metrics.rejection import what_if
+from kcdsl_backends.empirical.user_metrics import measures_of, prompts_are_units
 
 SLICES, METRICS, PAIRS = 12, 12, 200
 """The most slices, metrics, and pairs of measured and certified drift that are drawn."""
 _BY = {False: ("kl", "logit_linf"), True: ("hidden_linf", "embedding_l2")}
+_BY_SAMPLED = ("k3", "log_ratio")
+"""What drifts where no whole distribution was seen: the first of these that there is."""
 _CURVES = {1: "top1_overlap", 5: "top5_overlap"}
 _CERTIFIED = ("kl", "tv", "logit_linf", "logit_span", "hidden_linf")
 _RATIO = "log_ratio"
@@ -34,24 +43,37 @@ def charts_of(
     evidence: Evidence, data: Mapping[str, SliceData], results: Sequence[ClauseResult]
 ) -> dict[str, Any]:
     """Return the data of the charts; empty where no request has values."""
-    usable = [u for u in _units(evidence) if u.failure is None and u.values]
+    every = [evidence.runs[request.key].unit for request in evidence.requests]
+    shown, pooled = every, _pooled(evidence, data)
+    if pooled is not None:
+        shown = list(data[pooled].requests)
+    usable = [unit for unit in shown if _measured(unit)]
     if not usable:
         return {}
+    several = {r.key for r in evidence.requests if r.fields.get("rollouts", 1) != 1}
     return {
-        "requests": len(evidence.requests),
-        "failed": len(evidence.requests) - len(usable),
+        "requests": len(shown),
+        "failed": len(shown) - len(usable),
         "tokens": sum(unit.tokens for unit in usable),
-        "histograms": _histograms(usable, evidence, data, results),
-        "disagreement": _disagreement(data),
-        "drift_by": _drift_by(usable, evidence),
+        "pooled": pooled,
+        "histograms": _histograms([u for u in every if _measured(u)], evidence, data, results),
+        "disagreement": _disagreement(data, several),
+        "drift_by": _drift_by(usable, evidence, several),
         "flips_by_margin": _flips(usable),
         "certified": _pairs(usable, evidence),
-        "what_if": _what_if(usable),
+        "what_if": _what_if(usable, several),
     }
 
 
-def _units(evidence: Evidence) -> list[Unit]:
-    return [evidence.runs[request.key].unit for request in evidence.requests]
+def _measured(unit: Unit) -> bool:
+    return unit.failure is None and bool(unit.values)
+
+
+def _pooled(evidence: Evidence, data: Mapping[str, SliceData]) -> str | None:
+    """Return the slice with most tokens where units of slices may share rollouts, else None."""
+    if not prompts_are_units(evidence.program) or not data:
+        return None
+    return max(data, key=lambda name: sum(unit.tokens for unit in data[name].requests))
 
 
 def _slices(data: Mapping[str, SliceData]) -> list[SliceData]:
@@ -72,6 +94,7 @@ def _histograms(
     for name in _metrics(usable, evidence, measures):
         measure = measures.get(name)
         higher = measure is not None and measure.better == "higher"
+        formula = "" if measure is None else measure.estimator
         every = _worst(usable, name, higher)
         scale, edges = edges_of(every)
         rows = []
@@ -89,8 +112,9 @@ def _histograms(
         found.append(
             {
                 "metric": name,
-                "unit": _unit(name, measure),
-                "formula": "" if measure is None else measure.estimator,
+                "unit": unit_of(name, measure),
+                "formula": f"|{formula}|" if _signed(name) else formula,
+                "magnitude": _signed(name),
                 "better": "higher" if higher else "lower",
                 "scale": scale,
                 "edges": edges,
@@ -114,26 +138,29 @@ def _metrics(
 
 
 def _worst(units: Sequence[Unit], name: str, higher: bool) -> Array:
-    values = [unit.values[name] for unit in units if name in unit.values]
+    values = [_sized(name, unit.values[name]) for unit in units if name in unit.values]
     worst = [float(v.min() if higher else v.max()) for v in values if v.size]
     return np.array(worst, dtype=np.float64)
 
 
-def _unit(name: str, measure: Measure | None) -> str:
-    if measure is not None and measure.unit:
-        return measure.unit
-    if name in UNITS:
-        return UNITS[name]
-    return "ratio" if measure is not None and measure.high == 1.0 else "1"
+def _signed(name: str) -> bool:
+    """Say whether both signs of a metric are bad, so that its size is what drifts."""
+    return name in DEFINITIONS and DEFINITIONS[name].signed
+
+
+def _sized(name: str, values: Array) -> Array:
+    return np.abs(values) if _signed(name) else values
 
 
 def _limits(name: str, results: Sequence[ClauseResult]) -> list[dict[str, Any]]:
     """Return the thresholds of clauses on percentiles and extremes of a metric, once each."""
     found: dict[tuple[str, float], dict[str, Any]] = {}
+    drawn = f"abs({name})" if _signed(name) else name
     for row in results:
-        inner = row.metric[row.metric.find("(") + 1 : -1] if "(" in row.metric else row.metric
-        tail = row.metric.startswith(("p", "max(", "min(", "quantile")) or "(" not in row.metric
-        if inner == name and tail and row.threshold is not None and math.isfinite(row.threshold):
+        tail, _, inner = row.metric.partition("(")
+        of_tail = inner == f"{drawn})" and (tail in ("max", "min") or tail[:1] == "p")
+        wanted = of_tail or row.metric == drawn
+        if wanted and row.threshold is not None and math.isfinite(row.threshold):
             found[row.clause, row.threshold] = {
                 "clause": row.clause,
                 "requirement": row.metric,
@@ -146,41 +173,63 @@ def _limits(name: str, results: Sequence[ClauseResult]) -> list[dict[str, Any]]:
 # --- curves and ranges ---------------------------------------------------------------------------
 
 
-def _disagreement(data: Mapping[str, SliceData]) -> list[dict[str, Any]]:
+def _disagreement(data: Mapping[str, SliceData], several: AbstractSet[str]) -> list[dict[str, Any]]:
+    """Return the curves of the slices; of units of `several` texts no position is known."""
     found = []
     for k, name in _CURVES.items():
         for part in _slices(data):
-            texts = [
-                u.values[name] for u in part.requests if u.failure is None and name in u.values
-            ]
-            points = disagreement(texts)
+            units = [u for u in part.requests if u.failure is None and name in u.values]
+            texts = [u.values[name] for u in units if bool(np.isfinite(u.values[name]).all())]
+            points = [] if several & {u.key for u in units} else disagreement(texts)
             if points:
-                found.append({"k": k, "slice": part.name, "texts": len(texts), "points": points})
+                row = {"k": k, "slice": part.name, "texts": len(texts), "points": points}
+                found.append({**row, "outside": len(units) - len(texts)})
     return found
 
 
-def _drift_by(usable: Sequence[Unit], evidence: Evidence) -> list[dict[str, Any]]:
+def _drift_by(
+    usable: Sequence[Unit], evidence: Evidence, several: AbstractSet[str]
+) -> list[dict[str, Any]]:
+    there = {name for unit in usable for name in unit.values}
+    names = [name for name in _BY[evidence.encoder] if name in there]
+    if not names:
+        names = [name for name in _BY_SAMPLED if name in there][:1]
+    measures = measures_of(evidence.program)
     found = []
-    for name in _BY[evidence.encoder]:
-        with_it = [u for u in usable if name in u.values]
+    for name in names:
+        with_it = [u for u in usable if name in u.values and u.values[name].size]
         if not with_it:
             continue
-        values = np.concatenate([u.values[name] for u in with_it])
-        place = np.concatenate([np.arange(u.values[name].size, dtype=float) for u in with_it])
-        if all(u.values[name].size == u.tokens for u in with_it):
-            found.append(_ranged("position", "token", name, by_doubling(place), values))
-        worst = np.array([float(u.values[name].max()) for u in with_it])
-        lengths = np.array([float(u.tokens) for u in with_it])
-        found.append(_ranged("length", "request", name, by_rank(lengths), worst))
+        measure = measures.get(name)
+        arrays = [_sized(name, u.values[name]) for u in with_it]
+        values = np.concatenate(arrays)
+        place = np.concatenate([np.arange(v.size, dtype=float) for v in arrays])
+        whole = not several & {u.key for u in with_it}
+        if whole and all(u.values[name].size == u.tokens for u in with_it):
+            found.append(_ranged("position", "token", name, measure, by_doubling(place), values))
+        if whole:
+            worst = np.array([float(v.max()) for v in arrays])
+            lengths = np.array([float(u.tokens) for u in with_it])
+            found.append(_ranged("length", "request", name, measure, by_rank(lengths), worst))
         for key in ("entropy", "margin"):
             if all(key in u.values and u.values[key].size == u.values[name].size for u in with_it):
                 keys = np.concatenate([u.values[key] for u in with_it])
-                found.append(_ranged(key, "token", name, by_rank(keys), values))
+                found.append(_ranged(key, "token", name, measure, by_rank(keys), values))
     return [chart for chart in found if chart["points"]]
 
 
-def _ranged(by: str, of: str, metric: str, ranges: Any, values: Array) -> dict[str, Any]:
-    return {"by": by, "of": of, "metric": metric, "points": drift_by(ranges, values)}
+def _ranged(
+    by: str, of: str, metric: str, measure: Measure | None, ranges: Any, values: Array
+) -> dict[str, Any]:
+    """Return a chart; `outside` counts the values that are not finite and so in no range."""
+    return {
+        "by": by,
+        "of": of,
+        "metric": f"|{metric}|" if _signed(metric) else metric,
+        "unit": unit_of(metric, measure),
+        "points": drift_by(ranges, values),
+        "outside": int(np.count_nonzero(~np.isfinite(values))),
+    }
 
 
 def _flips(usable: Sequence[Unit]) -> list[dict[str, float | int]]:
@@ -198,7 +247,7 @@ def _flips(usable: Sequence[Unit]) -> list[dict[str, float | int]]:
 
 def _pairs(usable: Sequence[Unit], evidence: Evidence) -> list[dict[str, Any]]:
     """Return the worst measured and certified value of requests, by metric and by block."""
-    found = []
+    found, measures = [], measures_of(evidence.program)
     for name in _CERTIFIED:
         pairs = []
         for unit in usable:
@@ -208,7 +257,7 @@ def _pairs(usable: Sequence[Unit], evidence: Evidence) -> list[dict[str, Any]]:
                 worst = np.min if lower else np.max
                 values = np.abs(unit.values[name]) if name in MAGNITUDES else unit.values[name]
                 pairs.append((unit.key, float(worst(values)), float(worst(bound.values[name]))))
-        found.append(_chart(name, pairs, len(usable)))
+        found.append(_chart(name, unit_of(name, measures.get(name)), pairs, len(usable)))
     for check in evidence.crosschecks:
         name = compared_name(check.block)
         pairs = []
@@ -217,17 +266,18 @@ def _pairs(usable: Sequence[Unit], evidence: Evidence) -> list[dict[str, Any]]:
             if bound is not None and name in bound.values:
                 measured, certified = (float(x) for x in bound.values[name])
                 pairs.append((unit.key, measured, certified))
-        found.append(_chart(f"drift of {check.block}", pairs, len(usable)))
+        found.append(_chart(f"drift of {check.block}", "1", pairs, len(usable)))
     return [chart for chart in found if chart["points"]]
 
 
-def _chart(name: str, pairs: list[tuple[str, float, float]], of: int) -> dict[str, Any]:
+def _chart(name: str, unit: str, pairs: list[tuple[str, float, float]], of: int) -> dict[str, Any]:
     """Return pairs by their measured value, thinned evenly; those without a bound are left out."""
     finite = sorted((p for p in pairs if math.isfinite(p[1]) and math.isfinite(p[2])), key=_order)
     step = max(1, math.ceil(len(finite) / PAIRS))
     kept = finite[::-1][::step]
     return {
         "metric": name,
+        "unit": unit,
         "n": len(finite),
         "of": of,
         "points": [
@@ -241,12 +291,17 @@ def _order(pair: tuple[str, float, float]) -> tuple[float, str]:
     return pair[1], pair[0]
 
 
-def _what_if(usable: Sequence[Unit]) -> list[dict[str, Any]]:
-    """Return what truncating, masking and vetoing would do to the sampled tokens."""
+def _what_if(usable: Sequence[Unit], several: AbstractSet[str]) -> list[dict[str, Any]]:
+    """Return what truncating, masking and vetoing would do to the sampled tokens.
+
+    Vetoes reject whole texts, so they are left out where a unit has `several`.
+    """
     values = [u.values[_RATIO] for u in usable if _RATIO in u.values and u.values[_RATIO].size]
     if not values or not all(bool(np.isfinite(v).all()) for v in values):
         return []
     rows = what_if(np.concatenate(values), [v.size for v in values])
+    if several & {u.key for u in usable}:
+        rows = tuple(row for row in rows if row.rule.does != "veto")
     return [
         {
             "rule": row.rule.name,

@@ -8,7 +8,13 @@ import torch
 
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses.distances import mean, total_variation
-from kcdsl_backends.empirical.diagnoses.model import SMALLEST, Probe, Repair, outcome
+from kcdsl_backends.empirical.diagnoses.model import (
+    SMALLEST,
+    Probe,
+    Repair,
+    not_applicable,
+    outcome,
+)
 from kcdsl_backends.empirical.measured import Unit
 
 SHIFTS = (-1, 0, 1)
@@ -22,6 +28,8 @@ def token_equality(units: Sequence[Unit], probes: Sequence[Probe]) -> Precheck:
         if p.train.shape != p.infer.shape:
             shapes = f"{tuple(p.train.shape)} and {tuple(p.infer.shape)}"
             return outcome(name, False, f"{p.request.key}: outputs of shapes {shapes}")
+    if units and not probes:
+        return not_applicable(name, "no request could be run")
     tokens = sum(unit.tokens for unit in units)
     return outcome(name, bool(units), f"{tokens} tokens of {len(units)} requests")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,19 +49,28 @@ def batch_invariance(
         if moved is None:
             continue
         alone, others = moved
-        gaps = {how: size(alone, rows, states=encoder) for how, rows in others.items()}
+        gaps = {how: _gap(alone, rows, encoder) for how, rows in others.items()}
         found += [not torch.equal(alone, rows) for rows in others.values()]
         scale = float(alone[torch.isfinite(alone)].square().mean().sqrt())
         limit = _LOOSE * scale if noise is None else BEYOND * noise.expected[side]
         how = max(gaps, key=lambda key: gaps[key])
         worst = max(worst, gaps[how])
-        if not gaps[how] <= limit:
+        if not math.isfinite(gaps[how]):
+            over.append(f"{SIDES[side]} gives other than numbers {how}")
+        elif not gaps[how] <= limit:
             over.append(f"{SIDES[side]} moves by {gaps[how]:.2g} {how}")
     if not found:
         return not_applicable(NAME, "no kernel takes batches")
     rate = sum(found) / len(found)
     detail = f"other bits in {sum(found)} of {len(found)} regroupings, at most {worst:.2g}"
     return outcome(NAME, not over, "; ".join([*over, detail]), rate)
+
+
+def _gap(alone: Tensor, rows: Tensor, encoder: bool) -> float:
+    """Return how far two outputs lie apart; infinite where that is no number, so that the largest
+    distance is this one."""
+    found = size(alone, rows, states=encoder)
+    return found if math.isfinite(found) else math.inf
 
 
 def regrouped(

@@ -54,7 +54,8 @@ def _chance(rollout: Rollout) -> float:
 
 
 def copied(rollouts: Sequence[Rollout], recomputed: bool) -> Precheck:
-    """Recorded sides must not be one array written twice, as trainers do that skip recomputing.
+    """Recorded sides must not be one array written twice, as trainers do that skip recomputing: not
+    in every rollout, and not in most of them.
 
     `recomputed` says that the contract states otherwise: then equal bits are a result.
     """
@@ -63,16 +64,34 @@ def copied(rollouts: Sequence[Rollout], recomputed: bool) -> Precheck:
     tokens = sum(r.counted for r in both)
     if tokens < _FEWEST:
         return not_applicable(name, "too few tokens with ln-probabilities of both sides")
-    equal = all(not bool(np.any(r.delta())) for r in both)
-    if not equal:
-        return outcome(name, True, f"{tokens} tokens, both sides differ somewhere", 0.0)
+    alike = [r for r in both if not bool(np.any(r.delta()))]
+    equal = sum(r.counted for r in alike)
+    if len(alike) < len(both) and (2 * equal < tokens or equal < _FEWEST):
+        detail = f"{tokens} tokens, both sides differ in {len(both) - len(alike)} rollouts"
+        return outcome(name, True, detail, equal / tokens)
+    shown = f"all {tokens}" if equal == tokens else f"{equal} of {tokens}"
     if recomputed:
-        return outcome(name, True, f"{tokens} tokens with equal bits, stated as recomputed", 1.0)
+        detail = f"{shown} tokens are in rollouts with equal bits, stated as recomputed"
+        return outcome(name, True, detail, equal / tokens)
     detail = (
-        f"all {tokens} tokens have equal bits on both sides: a trainer that skips recomputing "
-        "copies one column (verl: bypass_mode); state `recomputed: true` if the training kernel ran"
+        f"{shown} tokens are in rollouts with equal bits on both sides: a trainer that skips"
+        " recomputing copies one column (verl: bypass_mode); state `recomputed: true` if the"
+        " training kernel ran"
     )
-    return outcome(name, False, detail, 1.0, blocking=True)
+    return outcome(name, False, detail, equal / tokens, blocking=True)
+
+
+def certain(rollouts: Sequence[Rollout]) -> str | None:
+    """Return why tokens that all have the probability 1 were not drawn: greedy decoding gives such
+    values. None where some token could have been another one."""
+    logs = [r.infer.logs[r.mask] for r in rollouts if r.infer is not None]
+    tokens = sum(part.size for part in logs)
+    if tokens < _FEWEST or any(bool(np.any(part)) for part in logs):
+        return None
+    return (
+        f"the inference kernel gives each of {tokens} tokens the probability 1, as greedy decoding"
+        " does: nothing was drawn, and no other law is seen"
+    )
 
 
 def stale(rollouts: Sequence[Rollout]) -> Precheck:

@@ -24,11 +24,11 @@ from kcdsl_backends.empirical.rollouts.scoring import Policy
 
 FALSE_ALARMS = 1e-6
 """Probability at most with which honest tokens are called those of another law."""
-_SLIP = 1e-3
+SLIP = 1e-3
 """Share of the training kernel's own law in each other law: a token that rounding moved over the
 edge of a filter does not rule the filter out."""
 _TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0)
-_KINDS = (
+KINDS = (
     *(Law(t) for t in _TEMPERATURES),
     *(Law(top_k=k) for k in (1, 2, 4, 8, 20, 40, 50, 100)),
     *(Law(top_p=p) for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)),
@@ -43,13 +43,19 @@ def drawn_law(name: str, policies: Sequence[Policy], stated: float) -> Precheck:
     tokens = sum(len(p.tokens) for p in policies)
     if tokens == 0:
         return not_applicable(name, "no token was drawn")
-    gains = torch.zeros(len(_KINDS), dtype=torch.float64)
+    gains = torch.zeros(len(KINDS), dtype=torch.float64)
     for policy in policies:
         gains += _gains(policy, stated)
-    evidence = float(gains.logsumexp(0)) - math.log(len(_KINDS))
+    return judged(name, gains, tokens, stated)
+
+
+def judged(name: str, gains: Tensor, tokens: int, stated: float) -> Precheck:
+    """Say whether `tokens` tokens are samples of the stated law; `gains` are the sums of
+    ln a(y) - ln q(y) for each of `KINDS`."""
+    evidence = float(gains.logsumexp(0)) - math.log(len(KINDS))
     best = int(gains.argmax())
     good = not evidence > -math.log(FALSE_ALARMS)
-    law = _KINDS[best]
+    law = KINDS[best]
     shown = f"greedy decoding or {law.filters}" if law.top_k == 1 else law.filters
     setting = shown or f"a temperature of {law.temperature * stated:.3g}"
     said = "as samples of the law that is stated" if good else f"by {setting}, not as stated"
@@ -67,12 +73,12 @@ def _gains(policy: Policy, stated: float) -> Tensor:
     rank = (places == at).to(torch.int64).argmax(-1, keepdim=True)
     plain = own.gather(-1, at)[:, 0]
     found = []
-    for law in _KINDS:
+    for law in KINDS:
         if law.temperature != 1:
             other = torch.log_softmax(logits / law.temperature, -1).gather(-1, at)[:, 0]
         else:
             other = _cut(law, ordered, shares, rank, plain)
-        mixed = torch.logaddexp(other + math.log1p(-_SLIP), plain + math.log(_SLIP))
+        mixed = torch.logaddexp(other + math.log1p(-SLIP), plain + math.log(SLIP))
         found.append((mixed - policy.infer_logs).sum())
     return torch.stack(found)
 

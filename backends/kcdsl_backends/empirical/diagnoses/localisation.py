@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -91,15 +92,15 @@ def localise(
     names = reference.blocks()
     try:
         inputs = reference.inputs(probe.request.tokens, names)
-        found = [
-            stray
+        looked = {
+            name: [_stray(name, inputs[name], side, kernels[side], reference) for side in (0, 1)]
             for name in inputs
-            for side in (0, 1)
-            if (stray := _stray(name, inputs[name], side, kernels[side], reference)) is not None
-        ]
+        }
     except (Exception, SystemExit):  # a user's module may raise anything in another format
         return None
-    return Localised(tuple(found), len(inputs)) if inputs else None
+    compared = [sides for sides in looked.values() if None not in sides]
+    found = (stray for sides in looked.values() for stray in sides if isinstance(stray, Strayed))
+    return Localised(tuple(found), len(compared)) if compared else None
 
 
 def whole_model(probe: Probe, sides: Sequence[int], reference: Reference) -> Localised | None:
@@ -109,10 +110,10 @@ def whole_model(probe: Probe, sides: Sequence[int], reference: Reference) -> Loc
     gold, tokens, found = probe.gold, probe.request.tokens, []
     for side in sides:
         claim, own = reference.claim(side), probe.side(side)
-        plain = reference.run(claim, tokens)[: len(gold)]
+        plain = reference.run(claim, tokens)
         error, allowed = size(gold, own), size(gold, plain) + floor(gold)
         apart = size(plain, own, states=True)
-        best = _best(claim, lambda variant: reference.run(variant, tokens)[: len(gold)], own, apart)
+        best = _best(claim, lambda variant: reference.run(variant, tokens), own, apart)
         if best is not None:
             found.append(Strayed(side, "the whole model", error / allowed, best))
     return Localised(tuple(found), 1) if found else None
@@ -134,7 +135,11 @@ def _best(
     return None if best is None else _words(best)
 
 
-def _stray(name: str, x: Tensor, side: int, kernel: Kernel, reference: Reference) -> Strayed | None:
+def _stray(
+    name: str, x: Tensor, side: int, kernel: Kernel, reference: Reference
+) -> Strayed | Literal["as claimed"] | None:
+    """Return how a block strays from its claim, or that it does not; None where it gives no numbers
+    that could be compared."""
     with torch.no_grad():
         own, again = kernel.block(name, x), kernel.block(name, x)
     own = own.to("cpu", torch.float64)
@@ -147,12 +152,12 @@ def _stray(name: str, x: Tensor, side: int, kernel: Kernel, reference: Reference
     error = size(gold, own, states=True)
     apart = size(claimed, own, states=True)
     if error <= _SUSPECT * allowed or apart <= _APART * allowed:
-        return None
+        return "as claimed"
     best = _best(
         reference.claim(side), lambda variant: reference.block(variant, name, x), own, apart
     )
     if best is None and error <= BEYOND * allowed:
-        return None
+        return "as claimed"
     return Strayed(side, name, error / allowed, best)
 
 

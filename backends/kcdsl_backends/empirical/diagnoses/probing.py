@@ -40,7 +40,7 @@ def probe(
                 first, second = forward(request.tokens), forward(request.tokens)
         except (RuntimeError, ValueError, Refusal):
             return None
-        one, two = (o[:POSITIONS].to("cpu", torch.float64) for o in (first, second))
+        one, two = (o[:POSITIONS].to("cpu", torch.float64, copy=True) for o in (first, second))
         same = tensor_digest(first) == tensor_digest(second)
         outputs.append(one)
         equal.append(same)
@@ -64,7 +64,7 @@ def _reference(request: Request, reference: Reference) -> tuple[Tensor, Tensor, 
     """Return the output without roundings and as each side claims; None where one cannot run."""
     try:
         gold, train, infer = (
-            reference.run(claim, request.tokens)[:POSITIONS]
+            reference.run(claim, request.tokens)
             for claim in (None, reference.train, reference.infer)
         )
     except (Exception, SystemExit):  # a user's module may raise anything in another format

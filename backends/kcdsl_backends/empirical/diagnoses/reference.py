@@ -19,6 +19,7 @@ from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.numerics import Numerics, Weights
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.attack.quantiser import to_nearest
+from kcdsl_backends.empirical.diagnoses.model import POSITIONS
 
 LARGEST = 2**28
 """Parameters of the largest model that is copied for reference runs (2 GiB in float64)."""
@@ -45,10 +46,11 @@ class Reference:
         return (self.train, self.infer)[side]
 
     def run(self, claim: Numerics | None, tokens: Sequence[int]) -> Tensor:
-        """Return logits [T, V] or states [T, D] of token ids, float64."""
+        """Return logits [T, V] or states [T, D] of token ids, float64; T is at most POSITIONS, the
+        first ones."""
         with torch.no_grad():
             result: Tensor = self._module(claim)(self.model.ids(list(tokens)))
-        return result.to(torch.float64)
+        return result[:POSITIONS].to(torch.float64, copy=True)
 
     def block(self, claim: Numerics | None, name: str, x: Tensor) -> Tensor:
         """Return what a block makes of states x [T, D], float64."""
@@ -66,9 +68,10 @@ class Reference:
         return own_blocks(self.model)
 
     def inputs(self, tokens: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
-        """Return what enters each block in the float32 program, float32 [T, D]."""
+        """Return what enters each block in the float32 program, float32 [T, D]: the first
+        POSITIONS rows, since blocks are compared on any states."""
         found = self.model.all_block_inputs(list(tokens), names)
-        return {name: x for name, x in found.items() if x is not None}
+        return {name: x[:POSITIONS].clone() for name, x in found.items() if x is not None}
 
     def forget(self) -> None:
         """Let go of the copies of the model."""

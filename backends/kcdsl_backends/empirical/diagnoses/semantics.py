@@ -7,7 +7,7 @@ asked whether a shift, a temperature, a filter, a mask or a swap explains them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.diagnoses import clones, recorded_logs
 from kcdsl_backends.empirical.diagnoses.drawn_law import drawn_law
 from kcdsl_backends.empirical.diagnoses.finite import empty_slice
+from kcdsl_backends.empirical.diagnoses.listed_law import listed_law
 from kcdsl_backends.empirical.diagnoses.model import (
     Repair,
     cause_of,
@@ -47,7 +48,8 @@ class Recorded:
     """Whether any clause compares ln-probabilities of both sides."""
     left_out: int = 0
     """Rollouts of which no token counts."""
-    fields: Mapping[str, str] = field(default_factory=dict)
+    counts_units: bool = True
+    """Whether any clause reads what rows of one prompt share."""
 
 
 def recorded_prechecks(subject: Recorded) -> tuple[Precheck, ...]:
@@ -58,6 +60,7 @@ def recorded_prechecks(subject: Recorded) -> tuple[Precheck, ...]:
         empty_slice(s.slices),
         clones.stale(s.rollouts),
         clones.cloned(s.rollouts),
+        *([sampling_units(s.rollouts)] if s.counts_units else []),
     ]
     both = [r for r in s.rollouts if r.train is not None and r.infer is not None and r.counted]
     if not s.compares:
@@ -142,11 +145,25 @@ def _not_the_policy(law: Law, temperature: float) -> str | None:
     return None
 
 
+def sampling_units(rollouts: Sequence[Rollout]) -> Precheck:
+    """It must be known which rollouts share a prompt: those depend on each other."""
+    name = "sampling_units"
+    apart = [r for r in rollouts if r.tokens and not r.prompt and r.group is None]
+    detail = f"{len({r.unit for r in rollouts})} units of {len(rollouts)} rollouts"
+    if apart:
+        detail = (
+            f"{len(apart)} of {len(rollouts)} rollouts have neither a prompt nor a group, so it is"
+            f" not known which of them share a prompt; first {apart[0].place}: record `prompt`, or"
+            " `group`, with a name of its own for each row if no two share one"
+        )
+    return outcome(name, not apart, detail, float(len(apart)), blocking=True)
+
+
 def sampling_law(subject: Recorded) -> Precheck:
     """Tokens must have been drawn from the law that the log-probabilities are of.
 
-    What is declared is held against itself; with whole policies at hand, the tokens are asked for
-    the temperature at which they are likeliest.
+    What is declared is held against itself; with whole policies or lists of the likeliest tokens at
+    hand, the tokens are asked.
     """
     name = "sampling_law"
     said = subject.infer
@@ -159,9 +176,18 @@ def sampling_law(subject: Recorded) -> Precheck:
             "tokens estimate nothing of the raw law; record processed ones"
         )
         return outcome(name, False, detail, blocking=True)
-    if not subject.policies:
-        return outcome(name, True, f"declared: drawn at {drawn}")
-    return drawn_law(name, subject.policies, subject.temperature)
+    certain = clones.certain(subject.rollouts)
+    if certain is not None:
+        return outcome(name, False, certain, blocking=True)
+    asked = (  # policies are kept of some tokens only, where the vocabulary is large
+        drawn_law(name, subject.policies, subject.temperature),
+        listed_law(name, subject.rollouts, law.temperature),
+    )
+    found = sorted(
+        (check for check in asked if check.outcome != "not_applicable"),
+        key=lambda check: check.outcome != "failed",
+    )
+    return found[0] if found else outcome(name, True, f"declared: drawn at {drawn}")
 
 
 # --- what is there -------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Cells of an experiment: what each came to, remembered in a folder.
 
 A cell is one JSON file, written whole. It belongs to what it was measured of: the digests of
-contract, model and data, the seed and the versions. Another of these, and it is measured again.
+contract, weights, data and the files that belong to them, the seed, the versions and the processor.
+Another of these, and it is measured again.
 """
 
 from __future__ import annotations
@@ -9,50 +10,78 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kcdsl import __version__
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import file_digest
+from kcdsl.release.artefacts import companions, data_digests, locate
 from kcdsl.source.writing import write_bytes
 
 CELL_SCHEMA = "kcdsl.cell/1"
 
 
 def manifest(program: Program, base: Path, seed: int, **more: Any) -> dict[str, Any]:
-    """Return what an experiment is of: digests of contract, weights and data; seed; versions.
+    """Return what an experiment is of: digests of the contract and of every file that its numbers
+    rest on; seed; versions and processor.
 
     A file that is not there has no digest; what reads it refuses it.
     """
-    from importlib.metadata import version
-
-    names = [program.model.checkpoint, program.data, *(s.data for s in program.slices)]
-    files = {
-        str(name): f"sha256:{file_digest(base / name)}"
-        for name in dict.fromkeys(name for name in names if name is not None)
-        if (base / name).is_file()
-    }
+    files: dict[str, str] = {}
+    for read in (_weights, _companions, data_digests):
+        with suppress(Refusal):
+            files.update(read(program, base))
     return {
         "contract": {
             "name": program.name,
             "version": program.version,
             "digest": f"sha256:{digest(program).removeprefix('sha256:')}",
         },
-        "files": files,
+        "files": {name: f"sha256:{digest}" for name, digest in sorted(files.items())},
         "seed": seed,
         "versions": {
             "kcdsl": __version__,
             "python": platform.python_version(),
-            "torch": version("torch"),
+            **_libraries(),
             "machine": platform.machine(),
+            "processor": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+            "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         },
         **more,
     }
+
+
+def _weights(program: Program, base: Path) -> dict[str, str]:
+    """Return the digest of the checkpoint, of every file of it where it is a folder."""
+    name = program.model.checkpoint
+    path = locate(name, base)
+    if path.is_dir():
+        inside = sorted(file for file in path.rglob("*") if file.is_file())
+        return {f"{name}/{file.relative_to(path)}": file_digest(file) for file in inside}
+    return {name: file_digest(path)}
+
+
+def _companions(program: Program, base: Path) -> dict[str, str]:
+    return {f"({role})": digest for role, digest in companions(program.model, base).items()}
+
+
+def _libraries() -> dict[str, str]:
+    """Return the versions of the libraries that run kernels, as far as they are installed."""
+    found = {}
+    for name in ("torch", "torchao", "onnxruntime", "transformers", "numpy"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +131,15 @@ class Cells:
 def _key(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def failed_checks(prechecks: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return name and detail of the preconditions that failed."""
+    return [
+        {"name": check["name"], "detail": check["detail"]}
+        for check in prechecks
+        if check["outcome"] == "failed"
+    ]
 
 
 def pass_record(row: Mapping[str, Any], narrow: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A cell takes the requests with at least L tokens, cut to L, so that they run in batches without
 padding. The inference kernel runs batches of b in c threads at a time; the training kernel runs
-each request alone. What is counted is what `kcdsl evaluate` counts.
+each request alone. What is counted is what `kcdsl evaluate` counts, and the preconditions of
+`kcdsl evaluate` are looked at in every cell, on its requests.
 """
 
 from __future__ import annotations
@@ -28,10 +29,20 @@ from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical.alarms import Case, decide_all
 from kcdsl_backends.empirical.beside import narrowness
 from kcdsl_backends.empirical.clauses import conjuncts, measured_norms, metrics_of, slices_of
-from kcdsl_backends.empirical.conclusion import PROOFS, split
-from kcdsl_backends.empirical.experiments.cells import Cells, manifest, pass_record
+from kcdsl_backends.empirical.conclusion import PROOFS, split, why_blocked
+from kcdsl_backends.empirical.experiments.cells import (
+    Cells,
+    failed_checks,
+    manifest,
+    pass_record,
+)
 from kcdsl_backends.empirical.experiments.single import Prepare, Progress
-from kcdsl_backends.empirical.gathering import check_metrics, distinct, plan_for
+from kcdsl_backends.empirical.gathering import (
+    check_metrics,
+    distinct,
+    plan_for,
+    prechecks_of,
+)
 from kcdsl_backends.empirical.kernels import TorchKernel, exact_settings
 from kcdsl_backends.empirical.measured import Run, SliceData
 from kcdsl_backends.empirical.run import Kernel, Plan, run_request
@@ -204,8 +215,10 @@ def _measure(
         name: SliceData(name, tuple(runs[key].unit for key in keys), measures=measures)
         for name, keys in slices.items()
     }
+    prechecks = prechecks_of(setting, requests, runs, plan)
+    blocked = {clause.id: why_blocked(clause, prechecks, measures) for clause in clauses}
     cases = [
-        Case(clause, part, data[name], setting.spoiled.get(name))
+        Case(clause, part, data[name], blocked[clause.id] or setting.spoiled.get(name))
         for clause in clauses
         for name in slices_of(clause) or tuple(data)
         if name in data
@@ -219,6 +232,7 @@ def _measure(
             pass_record(row.to_json(), narrowness(case.part, row))
             for case, row in zip(cases, rows, strict=True)
         ],
+        "failed_checks": failed_checks(check.to_json() for check in prechecks),
     }
 
 

@@ -11,7 +11,12 @@ from typing import Any
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import Program
 from kcdsl_backends.empirical.conclusion import conclude
-from kcdsl_backends.empirical.experiments.cells import Cells, manifest, pass_record
+from kcdsl_backends.empirical.experiments.cells import (
+    Cells,
+    failed_checks,
+    manifest,
+    pass_record,
+)
 from kcdsl_backends.empirical.experiments.variants import Variant, variants
 from kcdsl_backends.empirical.gathering import gather
 from kcdsl_backends.empirical.setting import Setting
@@ -105,11 +110,7 @@ def _cell(report: Mapping[str, Any]) -> dict[str, Any]:
         "verdict": report["verdict"],
         "rows": [pass_record(row, row["beside"]["narrow"]) for row in report["clauses"]],
         "slices": report["slices"],
-        "failed_checks": [
-            {"name": check["name"], "detail": check["detail"]}
-            for check in report["prechecks"]
-            if check["outcome"] == "failed"
-        ],
+        "failed_checks": failed_checks(report["prechecks"]),
         "deferred": report["deferred"],
         "fingerprint": report["kernels"]["infer"]["digest"],
     }

@@ -6,6 +6,7 @@ what is left only tokens inside the mask count, the others are context.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl_backends.empirical.rollouts.columns import Mapped, text_dump
+from kcdsl_backends.empirical.rollouts.joining import joined
 from kcdsl_backends.empirical.rollouts.readers import Rows
 from kcdsl_backends.empirical.rollouts.record import (
     ROUNDING,
@@ -29,6 +31,8 @@ from kcdsl_backends.empirical.rollouts.record import (
 
 Array = NDArray[np.float64]
 
+_BY_CHANCE = -20.0
+"""ln of the probability above which what was sampled may begin with its prompt by chance."""
 _NUMBERS = ("arrived",)
 _SUMMED = ("train_reward", "infer_reward")
 _FLAGS = ("train_refused", "infer_refused")
@@ -52,6 +56,8 @@ class Recording:
     word: str = "row"
     columns: Mapping[str, str] = field(default_factory=dict)
     """The name of the column of each role."""
+    joined: int = 0
+    """How many groups were joined with another, for they share a prompt."""
 
 
 def assemble(
@@ -96,8 +102,9 @@ def assemble(
         found.append(rollout)
     _refuse_counted_prompts(rows, have, found)
     numbers = tuple(rows.number(i) for i in range(rows.count))
+    rollouts, groups = joined(found)
     return Recording(
-        rows.name, rows.sha256, tuple(found), frozenset(have), numbers, rows.word, have
+        rows.name, rows.sha256, rollouts, frozenset(have), numbers, rows.word, have, groups
     )
 
 
@@ -111,20 +118,31 @@ def _lacking(rows: Rows, role: str, column: str) -> Exception:
 
 
 def _refuse_counted_prompts(rows: Rows, have: Mapping[str, str], found: list[Rollout]) -> None:
-    """Refuse a file in which the sampled tokens of every row begin with its prompt, and count."""
+    """Refuse a file in which the sampled tokens of every row begin with its prompt, and count; and
+    a row of which they do although they are too unlikely to have been sampled again."""
     having = [r for r in found if len(r.prompt) >= 2]
     inside = [
         r
         for r in having
         if r.tokens[: len(r.prompt)] == r.prompt and bool(r.mask[: len(r.prompt)].all())
     ]
-    if len(having) >= 1 and len(inside) == len(having) and len({r.prompt for r in having}) > 1:
+    unlikely = [r for r in inside if _chance_of_prompt(r) < _BY_CHANCE - math.log(len(found))]
+    if len(inside) == len(having) and len({r.prompt for r in having}) > 1:
+        unlikely = inside
+    if unlikely:
         raise rows.refusal(
-            found.index(inside[0]),
+            found.index(unlikely[0]),
             have["tokens"],
             "the sampled tokens begin with the prompt, and the mask counts it",
             "leave the prompt out of `tokens` and of the log-probabilities, or mask it with 0",
         )
+
+
+def _chance_of_prompt(rollout: Rollout) -> float:
+    """Return ln of the probability of sampling the prompt once more; 0 where it is not known."""
+    if rollout.infer is None:
+        return 0.0
+    return float(rollout.infer.logs[: len(rollout.prompt)].sum())
 
 
 @dataclass(frozen=True, slots=True)

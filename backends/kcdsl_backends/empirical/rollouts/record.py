@@ -117,13 +117,14 @@ class Rollout:
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Routes, gradients, advantages and times of tokens, by role."""
     group: str | None = None
-    """Which rollouts share a prompt; None: those whose prompts are equal."""
+    """Which rollouts belong together beside those whose prompts are equal; None: no others."""
     place: str = ""
     """Where it was read, such as "row 7"."""
 
     @property
     def unit(self) -> str:
-        """Return what names its sampling unit: the group, the prompt, or the rollout itself."""
+        """Return what names its sampling unit: the group, the prompt, or the rollout itself. Equal
+        prompts must have equal groups (`joining.joined`)."""
         if self.group is not None:
             return f"group {self.group}"
         if self.prompt:

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+_ROUNDED = 1e-6
+"""How far, relative to 1 or to itself, a value may lie outside of its range: float32 does that."""
+
 CONFIDENCE = 0.95
 """What each limit holds with, as reports say it."""
 
@@ -99,6 +102,22 @@ def check_values(values: Sequence[float] | Array, what: str) -> Array:
     array = np.asarray(values, dtype=np.float64)
     check_finite(int(np.count_nonzero(~np.isfinite(array))), int(array.size), what)
     return array
+
+
+def beyond_range(values: Array, bounds: tuple[float | None, float | None]) -> NDArray[np.bool_]:
+    """Say which values lie beyond the range that single values have, by more than float32 rounds.
+
+    NaN, which is no value at all, is left to `check_values`.
+    """
+    low, high = bounds
+    slack = np.where(np.isfinite(values), _ROUNDED * np.maximum(1.0, np.abs(values)), 0.0)
+    found = np.zeros(values.shape, dtype=np.bool_)
+    with np.errstate(invalid="ignore"):
+        if low is not None:
+            found |= values < low - slack
+        if high is not None:
+            found |= values > high + slack
+    return found
 
 
 def check_finite(bad: int, n: int, what: str) -> None:

@@ -49,7 +49,7 @@ def trace_bytes(evidence: Evidence, report: Mapping[str, Any]) -> bytes:
     ) as writer:
         for group in _groups(every):
             writer.write_table(rows.table(group, metrics))
-        header = json.dumps(header_of(evidence, metrics, report), allow_nan=False)
+        header = json.dumps(header_of(evidence, every, metrics, report), allow_nan=False)
         writer.add_key_value_metadata({HEADER: header, sealing.KEY: sealing.UNSEALED})
     return sealing.sealed(sink.getvalue())
 

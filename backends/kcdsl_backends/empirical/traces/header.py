@@ -6,11 +6,12 @@ Numbers that are not finite are written as "nan", "inf" and "-inf": JSON has no 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kcdsl.verdict.report import CrossCheck, ImpliedClause, Precheck
-from kcdsl_backends.empirical.evidence import Evidence
+from kcdsl_backends.empirical.evidence import Evidence, sampling_of
 from kcdsl_backends.empirical.measured import Run, Timing, Unit
 from kcdsl_backends.empirical.traces.rows import CERTIFIED, FLOOR, TIMED_RUN, Row
 from kcdsl_backends.empirical.traces.stated import stated_json, stated_program
@@ -20,9 +21,10 @@ TRACE_SCHEMA = "kcdsl.trace/2"
 _PLAIN = ("contract", "model", "kernels", "environment", "bounding", "spoiled")
 
 
-def header_of(evidence: Evidence, metrics: Sequence[str], report: Mapping[str, Any]) -> Any:
-    """Return the header; `metrics` are those of its rows, `report` is what was concluded."""
-    constants = evidence.program.constants
+def header_of(
+    evidence: Evidence, rows: Sequence[Row], metrics: Sequence[str], report: Mapping[str, Any]
+) -> Any:
+    """Return the header of rows; `metrics` are theirs, `report` is what was concluded."""
     return {
         "schema": TRACE_SCHEMA,
         "program": stated_json(evidence.program),
@@ -32,7 +34,8 @@ def header_of(evidence: Evidence, metrics: Sequence[str], report: Mapping[str, A
         "measured": sorted(evidence.measured),
         "metrics": list(metrics),
         "slices": list(evidence.slices),
-        "sampling_params": {"temperature": float(constants.temperature), "top_p": 1.0, "top_k": 0},
+        "rows": dict(Counter(row.kind for row in rows)),
+        "sampling_params": sampling_of(evidence.program),
         "peak_memory": _real(evidence.timing.peak_memory),
         "prechecks": [
             {
@@ -72,6 +75,8 @@ def evidence_of(header: Mapping[str, Any], rows: Sequence[Row]) -> Evidence:
     program = stated_program(header["program"])
     if header["contract"]["digest"] != f"sha256:{header['program']['canonical']['digest']}":
         raise ValueError("the program is another than the contract's digest says")
+    if header["rows"] != Counter(row.kind for row in rows):
+        raise ValueError("it lacks rows, or has more than were written")
     requests, runs = _requests(rows)
     for row in rows:
         if row.unit.key not in runs:

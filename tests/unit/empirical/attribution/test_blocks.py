@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
-from kcdsl_backends.empirical.attribution.layers import Layers, Question, swap_layers
+from kcdsl.verdict.attribution import Layers
+from kcdsl_backends.empirical.attribution.layers import Question, swap_layers
 from kcdsl_backends.empirical.attribution.swaps import NoSwap
 from kcdsl_backends.empirical.kernels import TorchKernel
 from kcdsl_backends.empirical.run import Kernel, Plan
@@ -68,16 +69,16 @@ def coarse(part: str) -> Callable[[KernelRef, TorchKernel], Kernel]:
 )
 def test_the_only_coarse_block_is_found(part: str, block: str, operation: str) -> None:
     found = swapped(ref("torch.eager", casts="nearest"), coarse(part))
-    assert [row.block for row in found.layers] == [*BLOCKS, "head"]
+    assert [row.block for row in found.rows] == [*BLOCKS, "head"]
     assert found.first_block == block
     first = found.first_mismatch
     assert first is not None
     assert (first.block, first.operation, first.layer) == (block, operation, int(block[-1]))
     assert first.train != first.infer
-    for row in found.layers:
+    for row in found.rows:
         assert (row.drift > 0) == (row.block == block)
         assert (row.gain == 0) == (row.block != block)
-    only = next(row for row in found.layers if row.block == block)
+    only = next(row for row in found.rows if row.block == block)
     assert only.logits == only.gain == pytest.approx(found.total, rel=1e-9)
     assert found.outside == pytest.approx(0.0, abs=1e-12 * found.total)
 
@@ -113,10 +114,10 @@ def test_the_first_element_is_where_the_outputs_part() -> None:
 
 def test_gains_sum_up_to_the_drift_of_the_blocks() -> None:
     found = swapped(ref("torch.sdpa.math", "bfloat16"))
-    assert math.fsum(r.gain for r in found.layers) == pytest.approx(found.layers[-1].cumulative)
-    assert found.total == pytest.approx(found.layers[-1].cumulative + found.outside)
+    assert math.fsum(r.gain for r in found.rows) == pytest.approx(found.rows[-1].cumulative)
+    assert found.total == pytest.approx(found.rows[-1].cumulative + found.outside)
     assert found.total > 0
-    assert all(row.drift > row.floor for row in found.layers)
+    assert all(row.drift > row.floor for row in found.rows)
 
 
 def test_equal_kernels_have_no_first_block() -> None:
@@ -124,7 +125,7 @@ def test_equal_kernels_have_no_first_block() -> None:
     assert found.first_block is None
     assert found.first_mismatch is None
     assert found.total == 0.0
-    assert all(row.drift == row.gain == row.differing == 0 for row in found.layers)
+    assert all(row.drift == row.gain == row.differing == 0 for row in found.rows)
 
 
 def test_drift_below_the_floor_of_training_is_no_first_block() -> None:
@@ -143,7 +144,7 @@ def test_drift_below_the_floor_of_training_is_no_first_block() -> None:
         return changed
 
     found = swapped(ref("torch.eager", casts="nearest"), planted)
-    row = next(r for r in found.layers if r.block == "mlp_0")
+    row = next(r for r in found.rows if r.block == "mlp_0")
     assert 0 < row.drift < row.floor
     assert found.first_block is None
     assert found.first_mismatch is not None
@@ -217,8 +218,8 @@ def test_blocks_of_a_users_module(own_model: Model) -> None:
         requests,
     )
     found = swap_layers(question)
-    assert [row.block for row in found.layers] == ["first", "second"]
-    assert all(row.drift > 0 for row in found.layers)
+    assert [row.block for row in found.rows] == ["first", "second"]
+    assert all(row.drift > 0 for row in found.rows)
     assert found.outside != 0.0  # the embedding and the last linear are bfloat16 too
     assert found.first_mismatch is not None
     assert found.first_mismatch.operation == "before linear"  # its input is rounded
@@ -248,9 +249,9 @@ def test_an_encoder_is_swapped_by_its_states(tmp_path: Path) -> None:
     plan = Plan(frozenset({"hidden_l2"}), 1.0, 0, encoder=True)
     question = Question(model, pair.train, pair.infer, plan, "hidden_l2", "lower", "mean", requests)
     found = swap_layers(question)
-    names = [row.block for row in found.layers]
+    names = [row.block for row in found.rows]
     assert {"attn_0", "mlp_0", "attn_1", "mlp_1"} <= set(names)
-    assert all(row.drift > 0 for row in found.layers)
+    assert all(row.drift > 0 for row in found.rows)
     assert found.total > 0
     assert abs(found.outside) < 0.6 * found.total
 

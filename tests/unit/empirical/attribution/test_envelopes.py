@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,12 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.numerics import Numerics
-from kcdsl_backends.empirical.attribution.envelopes import Envelope, certify_with, envelopes
-from kcdsl_backends.empirical.attribution.hybrids import Pair
+from kcdsl.verdict.attribution import Envelope
+from kcdsl_backends.empirical.attribution.envelopes import certify_with, envelopes, most_of
+from kcdsl_backends.empirical.attribution.hybrids import Pair, hybrid
 from kcdsl_backends.empirical.crosscheck import CertifiedBound, Certify
 from kcdsl_backends.empirical.kernels import TorchKernel
+from kcdsl_backends.empirical.metrics.streaming import tier_a
 from kcdsl_backends.empirical.run import Kernel
 from tests.support.attributions import (
     EAGER,
@@ -184,6 +188,66 @@ def test_simulated_kernels_are_not_held_against_their_envelope() -> None:
     assert rows["weights", "mlp_0"].measured is not None
 
 
+@pytest.mark.parametrize("temperature", [Fraction(1, 2), Fraction(1), Fraction(3)])
+@pytest.mark.parametrize("metric", ["kl", "tv", "chi2_infer_train", "logit_span"])
+def test_no_head_makes_more_of_the_metric_than_its_envelope(
+    metric: str, temperature: Fraction
+) -> None:
+    """What the real head of each hybrid makes of the training kernel's states, position by
+    position, and a head that uses all of the envelope in two classes."""
+    pair = pair_of(small_model(), EAGER, ref(compute="bfloat16", weights=FP8))
+    rows = envelopes(
+        *(pair, ("precision", "weights"), REQUEST, certify_with(pair.model)),
+        of_logits=most_of(metric, temperature),
+    )
+    by_name = {(row.source, row.block): row for row in rows}
+    assert all(row.metric is None for row in rows if row.block != "head")
+    for source in ("precision", "weights"):
+        row = by_name[source, "head"]
+        assert row.metric is not None
+        kernel = hybrid(pair, (source,)).kernel
+        largest = 0.0
+        for request in REQUEST:
+            x = pair.model.all_block_inputs(list(request.tokens), ["head"])["head"]
+            assert x is not None
+            with torch.no_grad():
+                one, two = (k.block("head", x.float()).double() for k in (pair.train, kernel))
+            values = tier_a(one, two, float(temperature), {metric})[metric]
+            largest = max(largest, float(values.max()))
+        assert 0 < largest <= row.metric
+
+
+def test_the_metric_of_an_envelope_is_attained_by_two_classes() -> None:
+    limits = np.array([[0.1, 0.3], [0.2, 0.2]])
+    found_ = most_of("tv", Fraction(2))(limits)
+    assert found_ == pytest.approx(math.tanh(0.6 / 2 / 4))
+    assert most_of("logit_linf", Fraction(2))(limits) == 0.3
+    assert most_of("entropy_gap", Fraction(1))(limits) is None
+    assert most_of("chi2_infer_train", Fraction(1))(1e6 * limits) is None
+
+
+def test_a_request_without_a_bound_takes_the_metric_away() -> None:
+    limits = iter([0.1, np.inf] * 100)
+
+    @dataclass(frozen=True)
+    class Some:
+        drift_bound: NDArray[np.float64]
+        bound_inf: float = np.inf
+
+    def make(train: Numerics, infer: Numerics) -> Certify:
+        def certify(block: str, x: Tensor) -> CertifiedBound:
+            wide = 16 if block != "head" else 128
+            return Some(np.full((4, wide), next(limits) if block == "head" else 1.0))
+
+        return certify
+
+    pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math"))
+    rows = envelopes(pair, ("batch",), REQUEST, make, of_logits=most_of("kl", Fraction(1)))
+    (head,) = (row for row in rows if row.block == "head")
+    assert head.metric is None
+    assert head.certified is None
+
+
 def test_routing_has_no_envelope() -> None:
     assert found(pair_of(small_model(), EAGER, ref("torch.sdpa.math")), "routing") == {}
 
@@ -207,4 +271,9 @@ def test_the_document_says_what_is_excluded_where_most_arises() -> None:
     assert first.source == "weights"
     assert first.blocks
     assert any(most in text for text in first.evidence)
+    heads = [row for row in document.envelopes if row.block == "head"]
+    assert all(row.metric is not None for row in heads)
+    said = f"at most {heads[2].metric:.3g} nat of kl at any position"
+    assert any(said in text for text in first.evidence)
+    assert heads[2].source == "weights"
     assert torch.is_grad_enabled()

@@ -84,6 +84,54 @@ def test_disagreement_is_that_of_the_metric(texts: list[list[float]]) -> None:
     assert all((p["count"], p["n"]) == expected[p["at"]] for p in found)
 
 
+def survivors(texts: list[list[float]], at: int) -> float:
+    """Return the product-limit estimate by position, as its definition has it."""
+    agreeing = 1.0
+    for position in range(at + 1):
+        left = [t for t in texts if len(t) > position and all(v == 1 for v in t[:position])]
+        new = [t for t in left if t[position] < 1]
+        agreeing *= 1 - len(new) / len(left) if left else 1
+    return 1 - agreeing
+
+
+@given(st.lists(st.lists(st.sampled_from([0.4, 1.0, 1.0]), min_size=1, max_size=12), min_size=1))
+def test_texts_that_end_neither_agree_nor_disagree_afterwards(texts: list[list[float]]) -> None:
+    found = disagreement([np.array(text) for text in texts])
+    shares = [float(p["share"]) for p in found]
+    assert shares == pytest.approx([survivors(texts, int(p["at"])) for p in found])
+    assert all(a <= b for a, b in pairwise(shares))
+    if len({len(text) for text in texts}) == 1:
+        assert shares == pytest.approx([p["count"] / p["n"] for p in found])
+
+
+def test_a_curve_does_not_fall_where_a_text_ends_that_had_disagreed() -> None:
+    found = disagreement([np.array([0.0]), np.array([1.0, 1.0, 1.0])])
+    assert [(p["count"], p["n"]) for p in found] == [(1, 2), (0, 1), (0, 1)]
+    assert [p["share"] for p in found] == [0.5, 0.5, 0.5]
+
+
+def test_what_is_no_number_neither_agrees_nor_disagrees() -> None:
+    found = flips_by_margin(np.array([1.0, 2.0, 3.0]), np.array([0.0, math.nan, 1.0]))
+    assert sum(point["n"] for point in found) == 2
+    made = evidence(count=4)
+    for run in made.runs.values():
+        run.unit.values["top1_overlap"][:] = math.nan
+    charts = charts_of(made, slice_data(made), ())
+    assert {curve["k"] for curve in charts["disagreement"]} == {5}
+    assert charts["flips_by_margin"] == []
+
+
+def test_a_metric_of_both_signs_is_shown_by_its_size_with_the_limits_of_its_size() -> None:
+    made = evidence((clause("N-R", "max", "log_ratio", "1/50", magnitude=True),))
+    document = conclude(made).to_json()
+    (row,) = (c for c in document["charts"]["histograms"] if c["metric"] == "log_ratio")
+    sizes = [float(np.abs(r.unit.values["log_ratio"]).max()) for r in made.runs.values()]
+    assert row["magnitude"] is True
+    assert row["edges"][0] == min(sizes)
+    assert row["slices"][0]["percentiles"]["worst"] == max(sizes)
+    assert [limit["clause"] for limit in row["limits"]] == ["N-R"]
+
+
 def test_long_texts_give_as_many_points_as_short_ones() -> None:
     assert positions(100_000)[0] == 0
     assert positions(100_000)[-1] == 99_999

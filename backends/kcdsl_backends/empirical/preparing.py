@@ -1,0 +1,338 @@
+"""Loading what a contract names, so that its kernels can be run: model, data, kernels, bounds."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kcdsl import __version__
+from kcdsl.diagnostics import codes, refuse
+from kcdsl.ir.buckets import Gap, expand_tables, gaps, whole_of
+from kcdsl.ir.canonical import digest
+from kcdsl.ir.terms import KernelRef, Program, Slice
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.files import file_digest
+from kcdsl.model.fingerprint import fingerprint_digest
+from kcdsl.model.presets import resolve
+from kcdsl_backends.adapters import find_adapter
+from kcdsl_backends.empirical.certified import ModelBound
+from kcdsl_backends.empirical.crosscheck import Certify
+from kcdsl_backends.empirical.diagnoses import reference_of, watch_weights, weights_digests
+from kcdsl_backends.empirical.gathering import Progress
+from kcdsl_backends.empirical.kernels import load_kernel
+from kcdsl_backends.empirical.rollouts.preparing import (
+    RecordedSetting,
+    prepare_recorded,
+    stated_vocabulary,
+)
+from kcdsl_backends.empirical.rollouts.readers.logits import load_recorded_logits
+from kcdsl_backends.empirical.rollouts.whole_logits import holds_logits, prepare_logits
+from kcdsl_backends.empirical.run import Kernel
+from kcdsl_backends.empirical.servers.kernel import load_server
+from kcdsl_backends.empirical.setting import Setting, spoiled_slices
+from kcdsl_backends.empirical.user_metrics import functions_record, load_functions
+from kcdsl_backends.requests import Request, RequestFile, load_requests, select
+
+PREPARE_STEPS = 3
+
+
+def prepare(
+    program: Program,
+    base: Path,
+    *,
+    device: str = "cpu",
+    slices: Sequence[str] = (),
+    seed: int = 0,
+    seconds: float = 20.0,
+    looks: int | None = 1,
+    crosscheck: bool = True,
+    bound_seconds: float = 0.0,
+    progress: Progress = lambda stage, done, total: None,
+) -> Setting | RecordedSetting:
+    """Load what a contract names, whose folder is `base`.
+
+    Args:
+        program: the compiled contract.
+        base: the folder that its paths are relative to.
+        device: "cpu" or "cuda".
+        slices: only these slices; empty means all.
+        seed: of token sampling and of resampling.
+        seconds: how long runs may be timed.
+        looks: how many evaluations of growing data share the error; None for any number.
+        crosscheck: compare measured block drift with certified bounds.
+        bound_seconds: how long the drift of the whole model may be bounded, over all requests.
+        progress: told (stage, done, total).
+
+    Raises:
+        Refusal: the model, the data or a kernel cannot be used.
+    """
+    place = torch.device(device)
+    served = program.infer.service is not None
+    sides = (program.train, program.infer)
+    recorded = any(kernel.recording is not None for kernel in sides)
+    shown = not served and not recorded and not any(_foreign(k) for k in sides)
+    crosscheck = crosscheck and shown
+    user = load_functions(program, base)
+    chosen = _chosen(program, slices)
+    stated, program = program, expand_tables(program)
+    names = {s.name for s in chosen}
+    missed = tuple(gap for gap in gaps(stated) if gap.whole in names)
+    chosen += _buckets(program, stated, names)
+    if program.infer.recording is not None and not holds_logits(program.infer):
+        return _recorded(
+            stated, base, place, chosen, missed, seed=seed, looks=looks, progress=progress
+        )
+    if all(holds_logits(kernel) for kernel in sides):
+        return prepare_logits(
+            stated,
+            base,
+            chosen,
+            missed,
+            {s.name: _data_of(program, s) for s in (*chosen, *(gap.slice for gap in missed))},
+            stated_vocabulary(stated, base),
+            contract=_identity(stated),
+            model=_unread_model(stated),
+            environment={**_environment(place), **functions_record(user)},
+            seed=seed,
+            looks=looks,
+            user=user,
+        )
+    model = load_model(program.model, base)
+    progress("load", 1, PREPARE_STEPS)
+    files = _files(program, chosen, base, model)
+    selected = {s.name: select(files[_data_of(program, s)], s) for s in chosen}
+    train = _train(program, model, place, base, selected)
+    infer = _infer(program, model, place, base, selected)
+    progress("load", 2, PREPARE_STEPS)
+    spoiled = spoiled_slices(
+        (gap, select(files[_data_of(program, gap.slice)], gap.slice)) for gap in missed
+    )
+    progress("load", 3, PREPARE_STEPS)
+    return Setting(
+        program=stated,
+        train=train,
+        infer=infer,
+        block_input=_block_inputs(model),
+        files=files,
+        slices=selected,
+        encoder=model.encoder_only,
+        blocks=frozenset(model.block_names() if shown else ()),
+        weights=weights_digests(
+            train, infer, model.checkpoint.sha256, file_digest(model.checkpoint.path)
+        ),
+        digests={
+            side: fingerprint_digest(kernel.fingerprint())
+            for side, kernel in (("train", train), ("infer", infer))
+        },
+        contract=_identity(stated),
+        model={
+            "checkpoint": program.model.checkpoint,
+            "sha256": model.checkpoint.sha256,
+            "architecture": program.model.architecture or program.model.module,
+            "encoder": model.encoder_only,
+        },
+        environment={**_environment(place), **functions_record(user)},
+        device=place,
+        certify=_certify(program, model) if crosscheck else None,
+        bound_model=_bound_model(program, model) if crosscheck and not served else None,
+        bound_seconds=bound_seconds,
+        seed=seed,
+        seconds=seconds,
+        looks=looks,
+        user=user,
+        spoiled=spoiled,
+        changed_weights=watch_weights({"train": train, "infer": infer}),
+        reference=None
+        if served or not all(kernel.claims for kernel in sides)
+        else reference_of(model, resolve(program.train), resolve(program.infer)),
+    )
+
+
+def _recorded(
+    stated: Program,
+    base: Path,
+    place: torch.device,
+    chosen: Sequence[Slice],
+    missed: Sequence[Gap],
+    *,
+    seed: int,
+    looks: int | None,
+    progress: Progress,
+) -> RecordedSetting:
+    """Read what was recorded; the model only where the training kernel has to score it."""
+    model = load_model(stated.model, base) if stated.train.recording is None else None
+    train = None if model is None else load_kernel(stated.train, model, place, base)
+    progress("load", 1, PREPARE_STEPS)
+    return prepare_recorded(
+        stated,
+        base,
+        chosen,
+        missed,
+        {s.name: _data_of(stated, s) for s in (*chosen, *(gap.slice for gap in missed))},
+        train=train,
+        vocabulary=stated_vocabulary(stated, base) if model is None else model.limits[0],
+        progress=progress,
+        contract=_identity(stated),
+        model={
+            **_unread_model(stated),
+            "sha256": None if model is None else model.checkpoint.sha256,
+        },
+        environment=_environment(place),
+        device=place.type,
+        seed=seed,
+        looks=looks,
+    )
+
+
+def _unread_model(stated: Program) -> dict[str, Any]:
+    """Return what the contract says of a model whose checkpoint was not read."""
+    return {
+        "checkpoint": stated.model.checkpoint,
+        "sha256": None,
+        "architecture": stated.model.architecture or stated.model.module,
+        "encoder": False,
+    }
+
+
+def _identity(stated: Program) -> dict[str, str]:
+    """Return what identifies a contract: its name, its version, the digest of its meaning."""
+    return {
+        "name": stated.name,
+        "version": stated.version,
+        "digest": f"sha256:{digest(stated).removeprefix('sha256:')}",
+    }
+
+
+def _chosen(program: Program, names: Sequence[str]) -> tuple[Slice, ...]:
+    known = [s.name for s in program.slices]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise refuse(
+                codes.UNKNOWN_SLICE,
+                f"the contract has no slice {name!r}",
+                help=f"did you mean {near[0]!r}?" if near else f"slices: {', '.join(known)}",
+            )
+    return tuple(s for s in program.slices if not names or s.name in names)
+
+
+def _buckets(program: Program, stated: Program, chosen: set[str]) -> tuple[Slice, ...]:
+    """Return the slices that stand for buckets of the chosen ones."""
+    declared = {s.name for s in stated.slices}
+    return tuple(s for s in program.slices if s.name not in declared and whole_of(s.name) in chosen)
+
+
+def _foreign(kernel: KernelRef) -> bool:
+    """Say whether a kernel is a program of another library, which shows no blocks and whose
+    numerics are claimed of its outputs alone: no certified bound stands beside it."""
+    return find_adapter(kernel.run).unproved is not None
+
+
+def _every(selected: Mapping[str, Sequence[Request]]) -> list[Request]:
+    return list({r.key: r for rows in selected.values() for r in rows}.values())
+
+
+def _train(
+    program: Program,
+    model: Model,
+    place: torch.device,
+    base: Path,
+    selected: Mapping[str, Sequence[Request]],
+) -> Kernel:
+    """Load the training kernel, or what was recorded of it."""
+    if holds_logits(program.train):
+        return load_recorded_logits(program.train, base, _every(selected))
+    return load_kernel(program.train, model, place, base)
+
+
+def _infer(
+    program: Program,
+    model: Model,
+    place: torch.device,
+    base: Path,
+    selected: Mapping[str, Sequence[Request]],
+) -> Kernel:
+    """Load the inference kernel; a server draws on trial after the first request."""
+    if holds_logits(program.infer):
+        return load_recorded_logits(program.infer, base, _every(selected))
+    if program.infer.service is None:
+        return load_kernel(program.infer, model, place, base)
+    first = next((rows[0].tokens for rows in selected.values() if rows), (0,))
+    return load_server(program.infer, model, first)
+
+
+def _data_of(program: Program, slice_: Slice) -> str:
+    name = slice_.data if slice_.data is not None else program.data
+    if name is None:
+        raise refuse(
+            codes.FILE_MISSING,
+            f"the slice {slice_.name!r} names no data, and the contract has no default",
+            help="add `data: FILE.jsonl` to the contract or to the slice",
+            span=None,
+        )
+    return name
+
+
+def _files(
+    program: Program, chosen: Sequence[Slice], base: Path, model: Model
+) -> dict[str, RequestFile]:
+    tokenizer = model.tokenizer_source
+    tokenize = None if tokenizer is None else tokenizer.encode
+    names = dict.fromkeys(_data_of(program, s) for s in chosen)
+    return {name: load_requests(base / name, name, tokenize, model.ids) for name in names}
+
+
+def _block_inputs(model: Model) -> Any:
+    """Return the function from (request, block) to what enters the block, remembered per pair."""
+    known: dict[tuple[str, str], Tensor] = {}
+
+    def block_input(request: Request, block: str) -> Tensor:
+        key = (request.key, block)
+        if key not in known:
+            found = model.block_inputs(list(request.tokens), block)
+            if found is None:
+                raise refuse(
+                    codes.METRIC_OUT_OF_REACH,
+                    f"the block {block} takes tokens, not states; it has no measured drift",
+                )
+            known[key] = found
+        return known[key]
+
+    return block_input
+
+
+def _certify(program: Program, model: Model) -> Certify:
+    """Return the certified bounds of the interval backend for the numerics the kernels claim."""
+    from kcdsl_backends.certifier.workshop import Workshop, certified_block_drift
+
+    train, infer = resolve(program.train), resolve(program.infer)
+    shop = Workshop(model, train, infer, torch.device("cpu"))
+    return lambda block, x: certified_block_drift(model, block, x, train, infer, shop)
+
+
+def _bound_model(program: Program, model: Model) -> ModelBound:
+    """Return what bounds the whole model, for the numerics the kernels claim."""
+    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.empirical.model_bounds import AffineBound
+
+    train, infer = resolve(program.train), resolve(program.infer)
+    shop = Workshop(model, train, infer, torch.device("cpu"))
+    return AffineBound(shop, program.train.run, program.infer.run)
+
+
+def _environment(device: torch.device) -> Mapping[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "kcdsl": __version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "device": device.type,
+        "hardware": name,
+    }

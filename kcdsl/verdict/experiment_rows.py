@@ -1,0 +1,120 @@
+"""What an experiment found of a clause on a slice in one cell, and what it did not.
+
+A conjunction has a row for each of its parts. A cell shows the one that decides: the worst verdict,
+and of equal verdicts the fewest units that pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kcdsl.verdict.names import SIGNS, WORST_FIRST
+
+Column = tuple[str, str]
+"""A clause and a slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The rows of one clause on one slice in a cell that ran, the deciding one first."""
+
+    rows: tuple[Mapping[str, Any], ...]
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """Return the row that decides."""
+        return self.rows[0]
+
+    @property
+    def verdict(self) -> str:
+        """Return the worst verdict."""
+        return str(self.row["verdict"])
+
+    @property
+    def narrow(self) -> tuple[str, ...]:
+        """Return why any part may change with little."""
+        return tuple(dict.fromkeys(why for row in self.rows for why in row["narrow"]))
+
+    @property
+    def words(self) -> str:
+        """Return sign and pass rate: ✓ 100%."""
+        rate = self.row["rate"]
+        return SIGNS[self.verdict] + ("" if rate is None else f" {rate_text(rate)}")
+
+
+def columns(document: Mapping[str, Any]) -> tuple[Column, ...]:
+    """Return every clause and slice that a cell has a row of, in the order of the contract."""
+    return tuple(
+        dict.fromkeys(
+            (row["clause"], row["slice"])
+            for cell in document["cells"]
+            if cell["status"] == "ran"
+            for row in cell["rows"]
+        )
+    )
+
+
+def entry(cell: Mapping[str, Any] | None, column: Column) -> Entry | None:
+    """Return what a cell found; None where it did not run or has no such row."""
+    if cell is None or cell["status"] != "ran":
+        return None
+    own = [row for row in cell["rows"] if (row["clause"], row["slice"]) == column]
+    return Entry(tuple(sorted(own, key=_badness))) if own else None
+
+
+def _badness(row: Mapping[str, Any]) -> tuple[int, float]:
+    return WORST_FIRST.index(row["verdict"]), 1.0 if row["rate"] is None else float(row["rate"])
+
+
+def name_of(cell: Mapping[str, Any]) -> str:
+    """Return how a cell is called."""
+    if "name" in cell:
+        return str(cell["name"])
+    return f"{cell['device']} {cell['length']} tokens x{cell['batch']} /{cell['concurrency']}"
+
+
+def not_run(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield, for each reason, the cells that did not run for it."""
+    reasons: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell["status"] != "ran":
+            reasons.setdefault(str(cell["reason"]), []).append(name_of(cell))
+    for reason, names in reasons.items():
+        yield f"not run: {_several(names)}: {reason}"
+
+
+def not_shown(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the clauses that no cell decides, or some do not, each with the reason."""
+    for name, reason in document.get("deferred", {}).items():
+        yield f"{name} is not shown: {reason}"
+    ran = [cell for cell in document["cells"] if cell["status"] == "ran"]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for cell in ran:
+        for name, reason in cell.get("deferred", {}).items():
+            reasons.setdefault((name, reason), []).append(name_of(cell))
+    for (name, reason), cells in reasons.items():
+        where = "" if len(cells) == len(ran) else f" of {_several(cells)}"
+        yield f"{name}{where} is not shown: {reason}"
+
+
+def failed_checks(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield, for each precondition that failed, the cells in which it did."""
+    failed: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        for check in cell.get("failed_checks", ()):
+            failed.setdefault((check["name"], check["detail"]), []).append(name_of(cell))
+    for (name, detail), cells_of in failed.items():
+        yield f"precheck {name} failed: {_several(cells_of)}: {detail}"
+
+
+def _several(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} cells, {names[0]} first"
+
+
+def rate_text(rate: float) -> str:
+    """Return a pass rate in percent; never 100 % unless all passed, nor 0 % unless none did."""
+    if rate in (0.0, 1.0):
+        return f"{100 * rate:.0f}%"
+    return f"{min(99.9, max(0.1, 100 * rate)):.1f}%"

@@ -1,0 +1,192 @@
+"""What was decided for one clause on one slice, and on what evidence.
+
+Numbers that are not finite are written as null, never as a word that a reader might skip.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
+from typing import Any
+
+from kcdsl.verdict.beside import Beside
+from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Verdict, Violated, verdict_name
+
+
+@dataclass(frozen=True, slots=True)
+class ExceedanceCount:
+    """k of n `of` (requests, timed runs, windows, records) beyond the threshold, with limits of
+    the rate in the population they stand for (each one-sided at the confidence of the clause)."""
+
+    k: int
+    n: int
+    of: str
+    low: float | None
+    high: float | None
+
+    @property
+    def rate(self) -> float:
+        """Return k / n."""
+        return self.k / self.n
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "k": self.k,
+            "n": self.n,
+            "of": self.of,
+            "rate": self.rate,
+            "low": number(self.low),
+            "high": number(self.high),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What k of n sampled units beyond the threshold show: at `confidence`, the rate in the
+    population they stand for is below `rate`."""
+
+    k: int
+    n: int
+    of: str
+    rate: float
+    confidence: float
+
+    @property
+    def text(self) -> str:
+        """Return the statement in words."""
+        sure = f"{100 * self.confidence:.6g} %"
+        below = f"the rate is below {share_above(self.rate)} at {sure}"
+        return f"{self.k} of {self.n} {self.of} beyond: {below}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "k": self.k,
+            "n": self.n,
+            "of": self.of,
+            "rate": self.rate,
+            "confidence": self.confidence,
+            "text": self.text,
+        }
+
+
+def share_above(rate: float) -> str:
+    """Return a rate in percent, rounded up to three digits: 2.47 %."""
+    if rate >= 1:
+        return "100 %"
+    digits = 2 - math.floor(math.log10(100 * rate)) if rate > 0 else 0
+    step = Decimal(1).scaleb(-digits)
+    percent = (Decimal(rate) * 100).quantize(step, ROUND_CEILING)
+    return f"{percent.normalize():f} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """How a value was obtained: tier, formula, bias class, the unit of one value, its direction."""
+
+    tier: str
+    formula: str
+    bias: str
+    counted: str
+    better: str
+    direction: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "tier": self.tier,
+            "formula": self.formula,
+            "bias": self.bias,
+            "counted": self.counted,
+            "better": self.better,
+            "direction": self.direction,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ClauseResult:
+    """One clause on one slice. Values are in base units (`unit`: 1, ratio, nat, s, B, tok/s)."""
+
+    clause: str
+    family: str
+    level: str
+    slice: str
+    requirement: str
+    metric: str
+    unit: str
+    op: str
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+    counted: str
+    threshold: float | None
+    verdict: Verdict
+    evidence: str
+    confidence: float | None
+    exceedance: ExceedanceCount | None = None
+    budget: str | None = None
+    action: str | None = None
+    """The action that this result calls for; None where none does."""
+    deviation: float = 0.0
+    """v_c of the health score; infinite where the clause cannot be measured."""
+    estimators: tuple[Estimator, ...] = ()
+    holdout: bool = False
+    """Whether the clause is kept from training losses."""
+    shown: Shown | None = None
+    """What the sample shows of the rate of exceedance; None for a census, and for a mean."""
+    needed: int | None = None
+    """How many units would decide an inconclusive clause, as far as that can be told."""
+    beside: Beside | None = None
+    """What was measured, certified and noise of the training kernel, beside the threshold."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "clause": self.clause,
+            "family": self.family,
+            "level": self.level,
+            "slice": self.slice,
+            "requirement": self.requirement,
+            "metric": self.metric,
+            "unit": self.unit,
+            "op": self.op,
+            "value": number(self.value),
+            "low": number(self.low),
+            "high": number(self.high),
+            "n": self.n,
+            "counted": self.counted,
+            "threshold": number(self.threshold),
+            "verdict": verdict_name(self.verdict),
+            "reason": reason(self.verdict),
+            "counterexample": (
+                dict(self.verdict.counterexample) if isinstance(self.verdict, Violated) else None
+            ),
+            "evidence": self.evidence,
+            "confidence": self.confidence,
+            "exceedance": None if self.exceedance is None else self.exceedance.to_json(),
+            "budget": self.budget,
+            "action": self.action,
+            "deviation": number(self.deviation),
+            "estimators": [e.to_json() for e in self.estimators],
+            "holdout": self.holdout,
+            "shown": None if self.shown is None else self.shown.to_json(),
+            "needed": self.needed,
+            "beside": None if self.beside is None else self.beside.to_json(),
+        }
+
+
+def number(value: float | None) -> float | None:
+    """Return a value as JSON can hold it: null where it is missing or not finite."""
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def reason(verdict: Verdict) -> str | None:
+    """Return why a verdict is not a plain yes or no."""
+    match verdict:
+        case Inconclusive(why) | InvalidEvidence(why):
+            return why
+        case _:
+            return None
