@@ -4,6 +4,7 @@ floor of the training kernel."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,3 +96,9 @@ class Beside:
 
 def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
+
+
+def domains_in_words(bounding: Mapping[str, Any]) -> str:
+    """Return how many requests were bounded as a whole by what; empty where none was."""
+    domains: Mapping[str, Any] = bounding.get("domains", {})
+    return ", ".join(f"{len(keys)} by {words}" for words, keys in domains.items())

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kcdsl.verdict.beside import domains_in_words
 from kcdsl.verdict.quantities import UNREACHED, quantity
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
@@ -28,10 +29,9 @@ def beside_parts(report: Report) -> Iterator[RenderableType]:
             f"{numerics['infer']}",
             style="dim",
         )
-    domains: Any = report.bounding.get("domains", {})
+    domains = domains_in_words(report.bounding)
     if domains:
-        counted = ", ".join(f"{len(keys)} by {words}" for words, keys in domains.items())
-        yield Text(f" requests with a bound of the whole model: {counted}", style="dim")
+        yield Text(f" requests with a bound of the whole model: {domains}", style="dim")
     for why, number in reasons.items():
         yield Text(f" [{number}] {why}", style="dim")
 

@@ -98,6 +98,17 @@ def test_a_page_names_no_address_to_load_from(attribution: Any) -> None:
     assert "default-src 'none'" in text
 
 
+def test_the_page_says_by_what_whole_models_were_bounded() -> None:
+    document = conclude(evidence()).to_json()
+    for row in document["clauses"]:
+        beside = {"measured": {"p50": 1e-6, "p99": 1e-6, "worst": 1e-6}}
+        row["beside"] = {**beside, "certified": None, "noise_floor": None}
+    assert "bound of the whole model" not in page(document)
+    document["bounding"] = {"domains": {"affine forms": ["a", "b"], "fewer passes": ["c"]}}
+    text = page(document)
+    assert "Requests with a bound of the whole model: 2 by affine forms, 1 by fewer passes." in text
+
+
 def test_the_same_report_gives_the_same_page() -> None:
     document = conclude(evidence()).to_json()
     assert page(document) == page(copy.deepcopy(document))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from kcdsl.verdict.beside import domains_in_words
 from kcdsl.verdict.html import bounds, curves, histograms, sources, words
 from kcdsl.verdict.html.figure import Figure
 from kcdsl.verdict.html.heatmap import heatmap
@@ -41,6 +42,7 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
         beside=beside,
         reasons=reasons,
         numerics=_numerics(report),
+        domains=domains_in_words(report.get("bounding") or {}),
         limit_of=words.limit_of,
         sections=_sections(charts, attribution),
         what_if=charts.get("what_if") or [],
