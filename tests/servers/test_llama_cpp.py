@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -151,7 +152,7 @@ kcdsl: 1
 contract: served
 version: 1.0.0
 model: {{checkpoint: {folder}/model.safetensors, architecture: llama}}
-data: {folder}/prompts.jsonl
+data: prompts.jsonl
 kernels:
   train: {{run: torch.eager}}
   infer: {{run: server, url: "{url}", tokens: 12, logprobs: {{{logprobs}}}}}
@@ -165,8 +166,15 @@ clauses:
 """
 
 
-def verdicts(cli: Cli, folder: Path, text: str) -> tuple[int, dict[str, str], str]:
-    """Evaluate a contract; return the exit code, the verdict of each clause, what was printed."""
+def verdicts(
+    cli: Cli, folder: Path, tiny_folder: Path, text: str
+) -> tuple[int, dict[str, str], str]:
+    """Evaluate a contract; return the exit code, the verdict of each clause, what was printed.
+
+    Seeds are made of names of requests, so the prompts lie beside the contract: what is drawn is
+    the same wherever the repository lies.
+    """
+    shutil.copy(tiny_folder / "prompts.jsonl", folder)
     (folder / "contract.yaml").write_text(text, "utf-8")
     ran = cli("evaluate", "contract.yaml", "-o", "out", cwd=folder)
     report = folder / "out" / "report.json"
@@ -184,7 +192,7 @@ def test_a_contract_is_decided_on_what_it_draws(
         folder=tiny_folder, url=llama_cpp, logprobs="values: processed, temperature: 0.8",
         temperature=0.8,
     )  # fmt: skip
-    code, rows, printed = verdicts(cli, tmp_path, text)
+    code, rows, printed = verdicts(cli, tmp_path, tiny_folder, text)
     assert rows == dict.fromkeys(("N-K3", "N-RATIO", "N-TV", "S-TOP"), "held"), printed
     assert code == 0
     kinds = {
@@ -225,7 +233,7 @@ def test_another_rotation_of_positions_is_a_violation(
     path = write_gguf(tiny_folder, tmp_path / "other.gguf", rope_theta=500.0)
     with llama_cpp_server(path) as url:
         text = CONTRACT.format(folder=tiny_folder, url=url, logprobs="values: raw", temperature=1)
-        code, rows, printed = verdicts(cli, tmp_path, text)
+        code, rows, printed = verdicts(cli, tmp_path, tiny_folder, text)
     assert code != 0
     assert rows["N-K3"] == "violated", printed
     assert "held" not in rows.values(), printed
@@ -238,7 +246,7 @@ def test_a_contract_of_another_temperature_does_not_compile(
         folder=tiny_folder, url=llama_cpp, logprobs="values: processed, temperature: 0.8",
         temperature=1,
     )  # fmt: skip
-    code, rows, printed = verdicts(cli, tmp_path, text)
+    code, rows, printed = verdicts(cli, tmp_path, tiny_folder, text)
     assert code != 0
     assert not rows
     assert codes.TWO_TEMPERATURES.id in printed
@@ -253,7 +261,7 @@ def test_what_a_server_does_not_give_is_refused_by_name_and_tier(
 ) -> None:
     text = CONTRACT.format(folder=tiny_folder, url=llama_cpp, logprobs="values: raw", temperature=1)
     text = text.replace("mean(k3) <= 1e-3", clause)
-    code, rows, printed = verdicts(cli, tmp_path, text)
+    code, rows, printed = verdicts(cli, tmp_path, tiny_folder, text)
     assert code != 0
     assert not rows
     assert codes.METRIC_OUT_OF_REACH.id in printed
