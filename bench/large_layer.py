@@ -1,0 +1,151 @@
+"""What one layer of a 7B-class decoder costs: width 4096, 32 heads, inner width 11008.
+
+Random weights of the size that training begins with. `attn_0`, all outputs, at a point, by affine
+forms, float32 torch eager against float32 flash attention in any order; each number of tokens in a
+fresh process. The exponent of time is that between the last two. `mlp_0` is for devices: on two
+cores one token of it is not bounded in five minutes.
+
+    make bench-large-layer
+    python -m bench.large_layer --device cuda --tokens 128    # only this, results are not kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.common import Better, Figure, forget_peak, peak_bytes, report
+
+if TYPE_CHECKING:
+    from kcdsl_backends.certifier.workshop import Workshop
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 1, "num_attention_heads": 32, "vocab_size": 64,
+    "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+BLOCKS = ("attn_0", "mlp_0")
+TOKENS = (1, 2, 4)
+_TRAIN = {"preset": "torch-eager", "compute": "float32"}
+_INFER = {"preset": "torch-sdpa-flash", "compute": "float32"}
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and report; or what the options name, and print it."""
+    parser = argparse.ArgumentParser(prog="bench.large_layer")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, action="append")
+    parser.add_argument("--block", choices=BLOCKS, action="append")
+    chosen = parser.parse_args(arguments)
+    figures = [
+        figure
+        for block in chosen.block or BLOCKS[:1]
+        for figure in _figures(block, chosen.tokens or TOKENS, chosen.device)
+    ]
+    if not arguments:
+        return report("large_layer", figures)
+    for figure in figures:
+        print(f"{figure.name}: {figure.value:.4g} ({figure.conditions})")
+    return 0
+
+
+def _figures(block: str, lengths: tuple[int, ...] | list[int], device: str) -> list[Figure]:
+    times, peaks = [], []
+    for tokens in lengths:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            taken, peak, largest = pool.submit(_cost, block, tokens, device).result()
+        shown = f"{block}, {tokens} tokens: {taken:.1f} s, {peak / 1e9:.2f} GB, bound {largest:.3g}"
+        print(f"  {shown}", file=sys.stderr, flush=True)
+        times.append(taken)
+        peaks.append(peak)
+    where = f"{device}, {os.cpu_count()} cores" if device == "cpu" else device
+    found = []
+    for tokens, taken, peak in zip(lengths, times, peaks, strict=True):
+        name = f"{block}, {tokens} tokens"
+        found += [
+            Figure(f"{name}: seconds", taken, Better.LOWER, None, where),
+            Figure(f"{name}: peak GB", peak / 1e9, Better.LOWER, None, where),
+        ]
+    if len(lengths) > 1:
+        slope = math.log(times[-1] / times[-2]) / math.log(lengths[-1] / lengths[-2])
+        name = f"{block}: growth with tokens, exponent"
+        found.append(Figure(name, slope, Better.LOWER, None, where))
+    return found
+
+
+def _cost(block: str, tokens: int, device: str) -> tuple[float, float, float]:
+    """Return seconds, peak memory in bytes beside what was held before, and the largest bound."""
+    import torch
+
+    from kcdsl_backends.affine.pair import drift
+
+    with tempfile.TemporaryDirectory() as folder:
+        shop = layer(Path(folder), device)
+        problem = shop.problem(block, tuple(range(tokens)))
+        generator = torch.Generator().manual_seed(7)
+        centre = torch.randn(tokens, CONFIG["hidden_size"], generator=generator).double()
+        zero = torch.zeros(1, 1, dtype=torch.float64, device=device)
+        before = _forget(device)
+        started = time.perf_counter()
+        sizes = drift(problem.graph, problem.train, problem.infer, centre.to(device), zero).box
+        largest = float(sizes.mag().max())
+        taken = time.perf_counter() - started
+        peak = _peak(device) - before
+    if not math.isfinite(largest):
+        raise SystemExit(f"{block}, {tokens} tokens: no bound")
+    return taken, float(peak), largest
+
+
+def _forget(device: str) -> int:
+    import torch
+
+    if device == "cpu":
+        return forget_peak()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _peak(device: str) -> int:
+    import torch
+
+    return peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated()
+
+
+def layer(folder: Path, device: str) -> Workshop:
+    """Write a layer with random weights to `folder`; return it under both numerics."""
+    import torch
+    from safetensors.torch import save_file
+
+    from kcdsl.ir.terms import ModelRef
+    from kcdsl.model.architecture import load_model
+    from kcdsl.model.llama import build
+    from kcdsl.model.presets import resolve
+    from kcdsl_backends.certifier.workshop import Workshop
+
+    generator = torch.Generator().manual_seed(7)
+    with torch.device("meta"):
+        parameters = dict(build(CONFIG).named_parameters())
+    state = {}
+    for name, p in parameters.items():
+        drawn = torch.randn(p.shape, generator=generator)
+        state[name] = drawn / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.1 * drawn
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    files = ModelRef("model.safetensors", architecture="llama", config="config.json")
+    return Workshop(
+        load_model(files, folder), resolve(_TRAIN), resolve(_INFER), torch.device(device)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
