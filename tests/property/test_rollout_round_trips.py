@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_a_value_that_is_no_log_probability_never_comes_back(
 
 
 @given(rollouts(), st.randoms(use_true_random=False))
-def test_the_order_of_rows_changes_no_value(given_: list[Rollout], random: object) -> None:
+def test_the_order_of_rows_changes_no_value(given_: list[Rollout], random: Random) -> None:
     """Each unit holds the same numbers wherever its rows stand; only their order differs."""
 
     def values(rows: list[Rollout]) -> dict[tuple[int, ...], list[float]]:
@@ -109,5 +110,5 @@ def test_the_order_of_rows_changes_no_value(given_: list[Rollout], random: objec
         return found
 
     turned = list(given_)
-    random.shuffle(turned)  # type: ignore[attr-defined]
+    random.shuffle(turned)
     assert values(given_) == values(turned)

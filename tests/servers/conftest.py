@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,9 +75,9 @@ def load(tiny: Model, requests: tuple[Request, ...]) -> Loader:
         limits: Limits = QUICK,
         name: str | None = None,
         concurrency: int = 1,
-        **more: object,
+        **more: Any,
     ) -> ServerKernel:
-        logs = LogProbabilities(values, Fraction(temperature), **more)  # type: ignore[arg-type]
+        logs = LogProbabilities(values, Fraction(temperature), **more)
         service = Service(url, logs, name, key, tokens, concurrency)
         reference = KernelRef("server", (), service=service)
         return load_server(reference, tiny, requests[0].tokens, limits)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.verdict.report import CrossCheck
-from kcdsl_backends.empirical.run import BlockInput, Kernel, block_drift
+from kcdsl_backends.empirical.run import BlockInput, Blocks, block_drift
 from kcdsl_backends.requests import Request
 
 
@@ -55,8 +55,8 @@ class Comparison:
 def compare_request(
     request: Request,
     block: str,
-    train: Kernel,
-    infer: Kernel,
+    train: Blocks,
+    infer: Blocks,
     block_input: BlockInput,
     certify: Certify,
 ) -> Comparison:

@@ -108,8 +108,8 @@ def prepare(
     progress("load", 1, PREPARE_STEPS)
     files = _files(program, chosen, base, model)
     selected = {s.name: select(files[_data_of(program, s)], s) for s in chosen}
-    train = _train(program, model, place, base, selected)
-    infer = _infer(program, model, place, base, selected)
+    train = _kernel(program.train, model, place, base, selected)
+    infer = _kernel(program.infer, model, place, base, selected)
     progress("load", 2, PREPARE_STEPS)
     spoiled = spoiled_slices(
         (gap, select(files[_data_of(program, gap.slice)], gap.slice)) for gap in missed
@@ -235,37 +235,21 @@ def _foreign(kernel: KernelRef) -> bool:
     return find_adapter(kernel.run).unproved is not None
 
 
-def _every(selected: Mapping[str, Sequence[Request]]) -> list[Request]:
-    return list({r.key: r for rows in selected.values() for r in rows}.values())
-
-
-def _train(
-    program: Program,
+def _kernel(
+    kernel: KernelRef,
     model: Model,
     place: torch.device,
     base: Path,
     selected: Mapping[str, Sequence[Request]],
 ) -> Kernel:
-    """Load the training kernel, or what was recorded of it."""
-    if holds_logits(program.train):
-        return load_recorded_logits(program.train, base, _every(selected))
-    return load_kernel(program.train, model, place, base)
-
-
-def _infer(
-    program: Program,
-    model: Model,
-    place: torch.device,
-    base: Path,
-    selected: Mapping[str, Sequence[Request]],
-) -> Kernel:
-    """Load the inference kernel; a server draws on trial after the first request."""
-    if holds_logits(program.infer):
-        return load_recorded_logits(program.infer, base, _every(selected))
-    if program.infer.service is None:
-        return load_kernel(program.infer, model, place, base)
+    """Load a kernel, or what was recorded of it; a server draws on trial after a request."""
+    if holds_logits(kernel):
+        every = {r.key: r for rows in selected.values() for r in rows}
+        return load_recorded_logits(kernel, base, list(every.values()))
+    if kernel.service is None:
+        return load_kernel(kernel, model, place, base)
     first = next((rows[0].tokens for rows in selected.values() if rows), (0,))
-    return load_server(program.infer, model, first)
+    return load_server(kernel, model, first)
 
 
 def _data_of(program: Program, slice_: Slice) -> str:

@@ -53,7 +53,15 @@ _LABELLED = frozenset({"ece_gap", "ace_gap", "brier_gap", "nll_gap"})
 _SAMPLED = frozenset(SAMPLED_FUNCTIONS) | frozenset(PROBABILITY_FUNCTIONS)
 
 
-class Kernel(Protocol):
+class Blocks(Protocol):
+    """A program that runs single blocks of a model."""
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        """Return what a block makes of the states x [T, D]."""
+        ...
+
+
+class Kernel(Blocks, Protocol):
     """A program that runs the model: token ids [T] in, logits [T, V] or states [T, D] out."""
 
     def logits(self, ids: Any) -> Tensor:
@@ -62,10 +70,6 @@ class Kernel(Protocol):
 
     def hidden(self, ids: Any) -> Tensor:
         """Return the last hidden states [T, D]."""
-        ...
-
-    def block(self, name: str, x: Tensor) -> Tensor:
-        """Return what a block makes of the states x [T, D]."""
         ...
 
     def tokens(self, ids: Any) -> Tensor:
@@ -352,7 +356,7 @@ def _sampled_values(pair: PolicyPair, plan: Plan, seed: int) -> tuple[dict[str, 
     return found, drawn
 
 
-def block_drift(train: Kernel, infer: Kernel, block: str, x: Tensor) -> Tensor:
+def block_drift(train: Blocks, infer: Blocks, block: str, x: Tensor) -> Tensor:
     """Return infer - train of a block on the same float32 input, float64 [T, D]."""
     a, b = train.block(block, x), infer.block(block, x)
     if a.shape != b.shape:

@@ -95,7 +95,7 @@ def from_table(program: Program, files: Sequence[Path]) -> tuple[ClauseResult, .
         return decide_table(prepare(program, table), database).results
 
 
-def bits(rows: Sequence[ClauseResult]) -> list[dict[str, object]]:
+def bits(rows: Sequence[ClauseResult]) -> list[object]:
     """Return rows so that equal doubles are equal bits, but for the sign of zero; without what
     reports set beside a decided row."""
 
@@ -107,7 +107,7 @@ def bits(rows: Sequence[ClauseResult]) -> list[dict[str, object]]:
         return [plain(item) for item in value] if isinstance(value, list) else value
 
     bare = ({k: v for k, v in row.to_json().items() if k != "beside"} for row in rows)
-    return [plain(row) for row in bare]  # type: ignore[misc]
+    return [plain(row) for row in bare]
 
 
 _SPECIAL = st.sampled_from([0.05, 0.1, -0.0, 0.0, 1e-300, 5e-324, 0.6, 3 / 5, 1.0, 0.01])

@@ -20,6 +20,7 @@ from kcdsl_backends.empirical.diagnoses.batching import batch_invariance
 from kcdsl_backends.empirical.diagnoses.finite import empty_slice, finite
 from kcdsl_backends.empirical.diagnoses.localisation import localise
 from kcdsl_backends.empirical.diagnoses.model import (
+    POSITIONS,
     Probe,
     Repair,
     cause_of,
@@ -293,10 +294,52 @@ def test_a_block_that_gives_no_numbers_is_not_counted_among_those_that_compute_a
     request = prompts()[0]
     logits = own.logits(request.tokens).double()
     at = Probe(request, logits, logits, (True, True))
+    none: Any = Lost(set())
+    two: Any = Lost({"mlp_0", "head"})
+    all_: Any = Lost(set(found.blocks()))
     every: Any = localise(at, (own, own), found)
-    sound: Any = localise(at, (own, Lost(set())), found)  # type: ignore[arg-type]
-    some: Any = localise(at, (own, Lost({"mlp_0", "head"})), found)  # type: ignore[arg-type]
+    sound: Any = localise(at, (own, none), found)
+    some: Any = localise(at, (own, two), found)
     assert every.blocks == sound.blocks == len(found.blocks())
     assert some.blocks == len(found.blocks()) - 2
     assert some.strayed == ()
-    assert localise(at, (own, Lost(set(found.blocks()))), found) is None  # type: ignore[arg-type]
+    assert localise(at, (own, all_), found) is None
+
+
+def test_a_block_that_goes_wrong_late_in_a_long_request_is_found() -> None:
+    own = kernel("torch.eager", {"compute": "float32"})
+    found = reference_of(tiny_model(), own.numerics, own.numerics)
+    assert found is not None
+    request = max(prompts(), key=lambda r: r.length)
+    assert request.length > POSITIONS + 8
+
+    class Late:
+        def block(self, name: str, x: torch.Tensor) -> torch.Tensor:
+            right = own.block(name, x)
+            return torch.cat([right[:POSITIONS], right[POSITIONS:] * 1.5])
+
+    late: Any = Late()
+    logits = own.logits(request.tokens)[:POSITIONS].double()
+    at = Probe(request, logits, logits, (True, True))
+    strayed: Any = localise(at, (own, late), found)
+    assert {stray.block for stray in strayed.strayed} == set(found.blocks())
+
+
+def test_long_requests_are_compared_on_as_many_rows_as_memory_should_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = kernel("torch.eager", {"compute": "float32"})
+    model = tiny_model()
+    found = reference_of(model, own.numerics, own.numerics)
+    assert found is not None
+    request = max(prompts(), key=lambda r: r.length)
+    vocabulary = model.limits[0]
+    assert {len(x) for x in found.inputs(request.tokens, found.blocks()).values()} == {
+        request.length
+    }
+    monkeypatch.setattr(reference, "RESULT", vocabulary * (POSITIONS + 8))
+    entering = found.inputs(request.tokens, found.blocks())
+    assert len(entering["head"]) == POSITIONS + 8
+    assert len(entering["mlp_0"]) == request.length
+    monkeypatch.setattr(reference, "RESULT", 1)
+    assert {len(x) for x in found.inputs(request.tokens, found.blocks()).values()} == {POSITIONS}

@@ -43,7 +43,7 @@ from kcdsl_backends.empirical.certified import Box, logit_bounds
 from kcdsl_backends.empirical.crosscheck import Certify, compare_request
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
 from kcdsl_backends.empirical.measured import Array
-from kcdsl_backends.empirical.run import Kernel, block_drift
+from kcdsl_backends.empirical.run import Blocks, block_drift
 from kcdsl_backends.requests import Request
 
 Progress = Callable[[str, int, int], None]
@@ -126,13 +126,13 @@ def _inputs(model: Model, request: Request, names: Sequence[str]) -> Mapping[str
     return {name: x.to(torch.float32) for name, x in known.items() if x is not None}
 
 
-def _alone(pair: Pair, source: str | None) -> tuple[Kernel | None, Numerics | None, bool]:
+def _alone(pair: Pair, source: str | None) -> tuple[Blocks | None, Numerics | None, bool]:
     """Return the kernel that has this source of infer (None: infer itself), what it claims, and
     whether it is real: no kernel where none computes so, no claim where that has no meaning."""
     if source is None:
         return pair.infer, resolve(pair.infer_ref), True
     if source == sources.BATCH:
-        return InBatch(pair.train), resolve(pair.train_ref), True  # type: ignore[return-value]
+        return InBatch(pair.train), resolve(pair.train_ref), True
     try:
         numerics = resolve(sources.mixed(pair.train_ref, pair.infer_ref, (source,)))
     except Refusal:
@@ -150,7 +150,7 @@ def _compare(
     name: str,
     request: Request,
     x: Tensor,
-    kernel: Kernel | None,
+    kernel: Blocks | None,
     claims: bool,
     certify: Certify,
     meaning: OfLogits,

@@ -23,6 +23,10 @@ from kcdsl_backends.empirical.diagnoses.model import POSITIONS
 
 LARGEST = 2**28
 """Parameters of the largest model that is copied for reference runs (2 GiB in float64)."""
+ROWS = 1024
+"""Rows of the longest states that blocks are compared on: scores grow with their square."""
+RESULT = 2**22
+"""Numbers of the largest result of a block that is compared (32 MiB in float64)."""
 _TYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -68,10 +72,20 @@ class Reference:
         return own_blocks(self.model)
 
     def inputs(self, tokens: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
-        """Return what enters each block in the float32 program, float32 [T, D]: the first
-        POSITIONS rows, since blocks are compared on any states."""
+        """Return what enters each block in the float32 program, float32 [T, D].
+
+        Of long requests the first rows, since blocks can be compared on any states: at most ROWS,
+        and no more than RESULT numbers of the block's result, but POSITIONS in any case.
+        """
         found = self.model.all_block_inputs(list(tokens), names)
-        return {name: x[:POSITIONS].clone() for name, x in found.items() if x is not None}
+        entering = {name: x for name, x in found.items() if x is not None}
+        return {name: x[: self._rows(name, x)].clone() for name, x in entering.items()}
+
+    def _rows(self, name: str, x: Tensor) -> int:
+        if len(x) <= POSITIONS:
+            return len(x)
+        width = self.block(None, name, x[:POSITIONS]).shape[-1]
+        return max(POSITIONS, min(ROWS, RESULT // width))
 
     def forget(self) -> None:
         """Let go of the copies of the model."""
