@@ -18,7 +18,9 @@ from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.ball import numbers
 from tests.support.ball.bounds import Ends, Setting, everything
-from tests.support.ball.relational import Box, Kernel, Page
+from tests.support.ball.boxes import Box
+from tests.support.ball.kernel import Kernel
+from tests.support.ball.relational import Page
 from tests.support.mutation.blocks import decoder, encoder, gated
 
 N = proofs.numerics
