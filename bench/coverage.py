@@ -17,7 +17,11 @@ from scipy import stats
 
 from bench.common import Better, Figure, report
 from bench.coverage_shares import shares_held
+from kcdsl.ir.terms import Abs, Metric, Statistic
 from kcdsl_backends.empirical import statistics
+from kcdsl_backends.empirical.estimate import evaluate
+from kcdsl_backends.empirical.means import Settings
+from kcdsl_backends.empirical.measured import SliceData, Unit
 from kcdsl_backends.empirical.statistics import ONE_LOOK, Confidence, confidence_over, exact
 from kcdsl_backends.empirical.statistics.detection import Kind
 from kcdsl_backends.empirical.statistics.ranks import limit_ranks
@@ -109,6 +113,26 @@ def false_alarms(family: int, runs: int) -> tuple[float, float]:
         alone += bool((row <= 0.05).any())
         holm += bool(found)
     return alone / runs, holm / runs
+
+
+def magnitudes(runs: int) -> tuple[float, float]:
+    """Return how often |mean| <= τ is called violated where the mean is 0 and τ far below the noise
+    of 40 requests: by two limits at 95 %, and by the clause itself, which halves their error."""
+    generator, sizes = np.random.default_rng(3), np.ones(40)
+    tau, alone, halved = 0.001, 0, 0
+    size = Abs(Statistic("mean", Metric("log_ratio"), None))
+    for run in range(runs):
+        values = generator.normal(size=40)
+        found = statistics.clustered_ratio(values, sizes, seed=run)
+        alone += _above(found.low, tau) or _above(None if found.high is None else -found.high, tau)
+        units = (Unit(str(i), 1, {"log_ratio": values[i : i + 1]}) for i in range(40))
+        data = SliceData("all", tuple(units))
+        halved += _above(evaluate(size, data, "upper", Settings(run, ONE_LOOK))[0].low, tau)
+    return alone / runs, halved / runs
+
+
+def _above(limit: float | Fraction | None, tau: float) -> bool:
+    return limit is not None and limit > tau
 
 
 def _reached(p: Sequence[Fraction]) -> Callable[[int, Fraction], bool]:
@@ -208,6 +232,9 @@ def figures(runs: int = 1000) -> list[Figure]:
         alone, holm = false_alarms(family, 4000)
         add(f"false violation of any of {family}: alone", alone, None, "4000 runs")
         add(f"false violation of any of {family}: Holm", holm, error + 0.01, "4000 runs")
+    alone, halved = magnitudes(runs)
+    add("false violation of |mean|: each limit at 95 %", alone, None, f"40 requests, {runs} runs")
+    add("false violation of |mean|", halved, error + 0.02, f"40 requests, {runs} runs")
     for correlation in (0.01, 0.05, 0.2):
         tokens, requests = token_counts(correlation, 4000)
         about = f"correlation {correlation}, 200 requests of 100 tokens, 4000 runs"

@@ -111,9 +111,10 @@ ADAPTERS: dict[str, Adapter] = {
         ("torch-sdpa-efficient",),
         backend="efficient",
         scores="wide",
-        tile=_FLASH_TILES,
+        tile=_SMALL_TILES,
         exp_ulps=FUSED_EXP_ULPS,
         coarse_exp_ulps=FUSED_EXP_ULPS,
+        devices=("cuda",),
     ),
     "torch.sdpa.cudnn": Adapter(
         "fused",
@@ -248,8 +249,17 @@ def find_adapter(run: str) -> Adapter:
 
 
 def refuse_unserved(run: str, adapter: Adapter, numerics: Numerics, device: str) -> None:
-    """Refuse numerics that the adapter does not keep: a claim finer than what it computes, or of
-    another kind. A claim that is coarser is kept if casts are `any`."""
+    """Refuse a device that the adapter does not run on, and numerics that it does not keep: a claim
+    finer than what it computes, or of another kind. A claim that is coarser is kept if casts are
+    `any`."""
+    if device not in adapter.devices:
+        here = [n for n, a in ADAPTERS.items() if a.tier == "A" and device in a.devices]
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"{run} runs on {' and '.join(adapter.devices)}, not on {device}",
+            help=f"write --device {adapter.devices[0]}, or take an adapter that runs on {device}:"
+            f" {', '.join(here)}",
+        )
     problems = [p for p in _problems(adapter, numerics, device) if p]
     if problems:
         raise refuse(
@@ -268,8 +278,6 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
         return [f"it does not compute in {numerics.compute}"]
     if attention.style != adapter.claimed_style:
         return [f"its attention is {adapter.claimed_style}, not {attention.style}"]
-    if device not in adapter.devices:
-        return [f"it runs on {' and '.join(adapter.devices)}, not on {device}"]
     wide = "float64" if numerics.compute == "float64" else "float32"
     real = {"compute": numerics.compute, "wide": wide}
     tile = (adapter.tile or _ROW).get(device, SMALLEST_TILE)

@@ -171,7 +171,7 @@ def _table(name: str, report: Report) -> str:
     for check in report.checks:
         text = ": ".join(part for part in (check.reason, check.detail) if part)
         lines.append(f"  {check.name:<{width}}  {check.outcome.value:<7}  {text}".rstrip())
-    return "\n".join(lines)
+    return "\n".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines)
 
 
 if __name__ == "__main__":

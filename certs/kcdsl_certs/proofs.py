@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict, holds
+from kcdsl_certs.clauses import LOWER, UPPER, CertifiedClause, Evidence, Verdict, holds
 from kcdsl_certs.fields import Fields, sha256_of
 from kcdsl_certs.reals import parse_hex, parse_real, real_text
 from kcdsl_certs.reject import Reject
@@ -25,6 +25,8 @@ _WIDER = {"points": {"ball"}}
 INDEPENDENT = "independent roundings"
 """How the assumption begins that proofs with `chance` rest on."""
 LARGEST_PROOF = 512 * 1024 * 1024
+SOME_MARGIN = 2.0**-1074
+"""The least double above zero: all that a proof that nothing flips shows of the margin."""
 
 
 class Outcome(StrEnum):
@@ -144,9 +146,19 @@ class Rechecker:
 
 
 def _rederived_bound(outcome: Rederivation, clause: CertifiedClause) -> str:
-    """Return the confirmed bound in words; the clause must hold with it."""
+    """Return the confirmed bound in words; the clause must hold with it.
+
+    Proofs bound drifts from above, and show of an order that it stays, not by how much.
+    """
     if clause.quantity.startswith("no_flip("):
+        shown = outcome.bound == "held" and clause.op in LOWER
+        if not shown or clause.bound is None or not clause.bound <= SOME_MARGIN:
+            detail = f"{clause.label}: a margin of {clause.bound!r} is stated, some margin is shown"
+            raise Reject("proof/bound-not-confirmed", detail)
         return "that nothing flips"
+    if clause.op not in UPPER:
+        detail = f"{clause.label}: the proof shows no lower bound"
+        raise Reject("proof/bound-not-confirmed", detail)
     bound = Fraction(parse_hex(outcome.bound))
     if clause.bound is None or bound > Fraction(clause.bound):
         detail = f"{clause.label}: {clause.bound!r} is stated, {float(bound)!r} is re-derived"
@@ -190,7 +202,7 @@ def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
         detail = f"{clause.label}: the proof is about {', '.join(sorted(kinds)) or 'nothing'}"
         raise Reject("proof/region-mismatch", detail)
     names = [case.text("name") for case in cases]
-    if len(set(names)) != len(names) or (kinds != {"hull"} and len(names) != clause.n):
+    if len(set(names)) != len(names) or len(names) != clause.n:
         detail = f"{clause.label}: {len(set(names))} regions are proved, {clause.n} are stated"
         raise Reject("proof/region-mismatch", detail)
     _bind_chances(cases, clause)

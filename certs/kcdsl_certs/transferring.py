@@ -35,7 +35,7 @@ from kcdsl_certs.statement import (
     parse_statement,
 )
 from kcdsl_certs.strict import strict_load, time_text
-from kcdsl_certs.transfer import Carried, Transfer, carried_over
+from kcdsl_certs.transfer import TRANSFER_TYPE, Carried, Transfer, carried_over
 from kcdsl_certs.triple import Checkpoint, Triple
 
 VerifyBase = Callable[[bytes, Triple, ProofChecker], Report]
@@ -152,7 +152,11 @@ def earlier_triple(payload: bytes, expected: Triple, checkpoint: Path) -> Triple
 
     Nothing is believed of the payload but that name. Raises Reject `transfer/base-checkpoint`.
     """
-    stated = parse_predicate(parse_statement(strict_load(payload, LARGEST_PAYLOAD)).predicate)
+    statement = parse_statement(strict_load(payload, LARGEST_PAYLOAD))
+    if statement.predicate_type == TRANSFER_TYPE:
+        detail = "it is a transfer itself: carry over the certificate that it names"
+        raise Reject("transfer/of-a-transfer", detail)
+    stated = parse_predicate(statement.predicate)
     try:
         manifest = build_manifest(checkpoint)
     except OSError as error:
@@ -183,7 +187,8 @@ def compare_weights(
         base.triple.checkpoint.root_digest,
         carried.triple.checkpoint.root_digest,
     ):
-        raise Reject("transfer/changed", "a checkpoint changed while it was looked at")
+        detail = "these are not the weights that are named, or they changed while they were read"
+        raise Reject("transfer/changed", detail)
     moved = {(item.id, item.slice): item for item in stated}
     found = []
     for clause in carried.clauses:
@@ -228,8 +233,8 @@ class Weights:
         """
         self._norms: Any = _numpy("kcdsl_certs.recheck.norms")
         read = import_module("kcdsl_certs.recheck.safetensors").read
-        self._earlier = _rejecting(lambda: read(earlier))
-        self._later = _rejecting(lambda: read(later))
+        self._earlier = _rejecting(lambda: read(earlier), f"{earlier.name}: ")
+        self._later = _rejecting(lambda: read(later), f"{later.name}: ")
         _rejecting(lambda: self._norms.same_tensors(self._earlier.tensors, self._later.tensors))
 
     @property
@@ -261,10 +266,10 @@ def _numpy(name: str) -> Any:
         raise Reject("transfer/checker-missing", detail) from None
 
 
-def _rejecting(step: Callable[[], Any]) -> Any:
-    """Run a step of the recheck package; what it rejects is a Reject here."""
+def _rejecting(step: Callable[[], Any], of: str = "") -> Any:
+    """Run a step of the recheck package; what it rejects, and of what file, is a Reject here."""
     errors: Any = import_module("kcdsl_certs.recheck.errors")
     try:
         return step()
     except errors.Rejection as error:
-        raise Reject(error.reason, error.detail) from None
+        raise Reject(error.reason, f"{of}{error.detail}") from None

@@ -45,7 +45,8 @@ def _consistent(clause: CertifiedClause) -> None:
         raise Reject("clause/counts", f"{clause.label}: {clause.exceed} of {clause.n} exceed")
     if clause.budget is not None and not 0 <= clause.budget < 1:
         raise Reject("clause/budget", f"{clause.label}: a budget of {real_text(clause.budget)}")
-    if clause.evidence is Evidence.PROOF and clause.proof is None and clause.implied_by is None:
+    derived = clause.evidence in (Evidence.PROOF, Evidence.PROBABILISTIC)
+    if derived and clause.proof is None and clause.implied_by is None:
         raise Reject("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
     if clause.evidence in (Evidence.PROOF_REAL, Evidence.PROBABILISTIC) and not clause.assumptions:
         raise Reject("clause/assumption-unnamed", f"{clause.label} rests on {clause.evidence}")

@@ -64,7 +64,10 @@ def _guarded(words: list[str]) -> int:
     except Refusal as refusal:
         _report(refusal.diagnostics)
     except SystemExit as stop:
-        _report((Diagnostic(INTERNAL, f"a program asked to end the process: {stop.code!r}"),))
+        if isinstance(stop.__context__, BrokenPipeError):  # so a rich console ends a process
+            _abandon_stdout()
+        else:
+            _report((Diagnostic(INTERNAL, f"a program asked to end the process: {stop.code!r}"),))
     except KeyboardInterrupt:
         print("kcdsl: interrupted", file=sys.stderr)
         return _INTERRUPTED

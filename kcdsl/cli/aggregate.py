@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from kcdsl.cli.numbers import count, fraction, not_negative, seed
 from kcdsl.exits import Exit
 
 HELP = "count logged tokens by slice, and decide a contract on them"
@@ -40,12 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="such as 99.9 (default: 50, 95 and 99)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of resampling")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of resampling")
     add_looks(parser)
     parser.add_argument(
         "--memory", type=_gigabytes, metavar="GIB", help="default: half of what is free"
     )
-    parser.add_argument("--threads", type=_natural, metavar="N", help="default: all cores")
+    parser.add_argument("--threads", type=count, metavar="N", help="default: all cores")
     parser.add_argument(
         "--spill", metavar="DIR", help="where a folder for what does not fit is made, and removed"
     )
@@ -99,29 +100,27 @@ def _limit(text: str) -> tuple[str, str, Fraction]:
     for op in ("<=", ">=", "<", ">"):
         name, found, value = text.partition(op)
         if found:
-            return name.strip(), op, Fraction(value.strip())
-    raise argparse.ArgumentTypeError("must be METRIC <= VALUE, or with >=, < or >")
+            number = fraction(value)
+            if name.strip() and number is not None:
+                return name.strip(), op, number
+            break
+    raise argparse.ArgumentTypeError(
+        f"must be METRIC <= NUMBER, or with >=, < or >, not {text!r}; numbers are in base units"
+    )
 
 
 def _percentile(text: str) -> Fraction:
-    value = Fraction(text)
-    if not 0 < value < 100 or (value * 10**7).denominator != 1:
+    value = fraction(text)
+    if value is None or not 0 < value < 100 or (value * 10**7).denominator != 1:
         raise argparse.ArgumentTypeError("must be between 0 and 100, with at most 7 decimals")
     return value / 100
 
 
 def _gigabytes(text: str) -> int:
-    value = float(text)
+    value = not_negative(text)
     if not 0.1 <= value < 2**20:
         raise argparse.ArgumentTypeError("must be at least 0.1")
     return int(value * 2**30)
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def backend() -> Any:

@@ -19,6 +19,7 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     from kcdsl.cli.devices import CHOICES
+    from kcdsl.cli.numbers import count, seed
 
     parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
     parser.add_argument(
@@ -33,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slice", metavar="NAME", help="only this slice")
     parser.add_argument(
         "--batch",
-        type=_count,
+        type=count,
         default=4,
         metavar="N",
         help="requests that the inference side runs together (default: 4)",
@@ -45,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--device", choices=CHOICES, default="auto", help="default: cuda where there is one"
     )
     parser.add_argument(
-        "--seed", type=_natural, default=0, metavar="N", help="of sampling and resampling"
+        "--seed", type=seed, default=0, metavar="N", help="of sampling and resampling"
     )
     parser.add_argument("--json", action="store_true", help="print the document as JSON")
     parser.add_argument(
@@ -92,20 +93,6 @@ def run(arguments: argparse.Namespace) -> Exit:
     for name in written:
         print(f"wrote {name}", file=sys.stderr)
     return found.exit
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
-    return value
 
 
 def _attributor() -> Any:

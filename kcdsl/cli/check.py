@@ -190,26 +190,24 @@ def _moment(text: str | None) -> datetime:
 
 
 def _print(combined: Combined) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    from kcdsl.diagnostics.render.terminal import printable
+    from kcdsl.verdict.console import print_on
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     reasons: list[str] = []
     for name, report in combined.reports:
-        console.print(_table(report, name))
+        print_on(sys.stdout, _table(report, name))
         reasons.extend(report.reasons)
     if combined.coverage is not None and combined.coverage.reason == "clause/missing":
         reasons.append(combined.coverage.reason)
     if combined.accepted:
         for text in combined.assumptions:
-            console.print(Text(f"assumed: {printable(' '.join(text.split()))}"))
+            print_on(sys.stdout, Text(f"assumed: {' '.join(text.split())}"))
     style = "bold green" if combined.accepted else "bold red"
-    console.print(Text(combined.verdict, style=style), end="")
-    console.print(Text(f": {', '.join(reasons)}" if reasons else ""))
+    why = f": {', '.join(dict.fromkeys(reasons))}" if reasons else ""
+    print_on(sys.stdout, Text.assemble((combined.verdict, style), why))
     if all(report.accepted for _, report in combined.reports) and combined.outside:
-        console.print(Text(f"not covered: {', '.join(combined.outside)}"))
+        print_on(sys.stdout, Text(f"not covered: {', '.join(combined.outside)}"))
 
 
 def _table(report: Report, name: str) -> Table:

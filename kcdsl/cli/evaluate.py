@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kcdsl.cli.report_formats import Output
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
+    from kcdsl.release.artefacts import Inputs
     from kcdsl.release.triple import Fingerprints
     from kcdsl.verdict.report import ImpliedClause, Report
 
@@ -27,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     from kcdsl.cli.devices import CHOICES
     from kcdsl.cli.execution import add_workers
     from kcdsl.cli.looks import add_looks
+    from kcdsl.cli.numbers import not_negative, positive, seed
     from kcdsl.cli.report_formats import add_formats
 
     parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
@@ -35,18 +37,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--device", choices=CHOICES, default="auto", help="default: cuda where there is one"
     )
     parser.add_argument(
-        "--seed", type=_natural, default=0, metavar="N", help="of sampling and resampling"
+        "--seed", type=seed, default=0, metavar="N", help="of sampling and resampling"
     )
     parser.add_argument(
         "--seconds",
-        type=_positive,
+        type=positive,
         default=20.0,
         metavar="S",
         help="how long runs may be timed (default: 20)",
     )
     parser.add_argument(
         "--bound-seconds",
-        type=_not_negative,
+        type=not_negative,
         default=10.0,
         metavar="S",
         help="how long the drift of the whole model may be bounded (default: 10; 0: not at all)",
@@ -81,16 +83,18 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.progress import progress_bars
     from kcdsl.cli.report_formats import outputs
     from kcdsl.diagnostics.places import in_contract
-    from kcdsl.release.artefacts import checkpoint_manifest, locate
+    from kcdsl.release.artefacts import Inputs
+    from kcdsl.source.writing import refuse_targets
 
-    wanted = outputs(arguments.format, "json" if arguments.json else "text")
+    wanted = outputs(arguments.format, json=arguments.json)
     path = find_contract(arguments.contract, Path())
     (program, suppressed), base = load_contract(path), path.resolve().parent
     key = _key_for(program, arguments.sign, base)
     device = choose_device(arguments.device)
-    if key is not None:  # what no certificate can name is refused before hours of measuring
-        checkpoint_manifest(locate(program.model.checkpoint, base))
+    # What no certificate can name is refused before hours of measuring.
+    before = None if key is None else Inputs.of(program, base)
     folder = Path(arguments.output) if arguments.output else path.parent / "out"
+    refuse_targets(_targets(folder, wanted, arguments.svg, key), made=(folder,))
     backend = measuring_backend()
     kept = backend.journal(folder / "evaluate.journal", fresh=arguments.fresh, tell=_tell)
     with closing(kept) as journal:
@@ -122,7 +126,9 @@ def run(arguments: argparse.Namespace) -> Exit:
                     accepted=accepted_findings(suppressed),
                 )
                 report: Report = backend.conclude(evidence)
-        bundle = None if key is None else _certificate(program, base, report, suppressed, key)
+        bundle = None
+        if key is not None:
+            bundle = _certificate(program, base, report, suppressed, key, before)
         trace = backend.write_trace(evidence, report)
         texts = _in_formats(wanted, report, path, program)
         extra = [(file, text) for (_, file), text in texts.items() if file is not None]
@@ -142,7 +148,18 @@ def run(arguments: argparse.Namespace) -> Exit:
     if key is None:
         why = "no signing key (kcdsl keygen -o kcdsl.key makes one)"
         print(f"not certified: {_UNCERTIFIED if _unread(program) else why}", file=sys.stderr)
+        older = folder / "evaluate.cert.json"
+        if older.is_file():
+            print(f"note: {older} is of an earlier evaluation", file=sys.stderr)
     return report.exit
+
+
+def _targets(folder: Path, wanted: Sequence[Output], svg: str | None, key: Any) -> list[Path]:
+    """Return every file that the evaluation is to write."""
+    names = ["trace.parquet", "trace.jsonl", "kernels.json", "report.html", "report.json"]
+    names += [] if key is None else ["evaluate.cert.json"]
+    asked = [output.file for output in wanted if output.file is not None]
+    return [*(folder / name for name in names), *asked, *([] if svg is None else [Path(svg)])]
 
 
 _UNCERTIFIED = "both kernels are recorded, so nothing ran the checkpoint"
@@ -186,27 +203,6 @@ def _dropped_if_refused(journal: Any) -> Iterator[None]:
 
 def _tell(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a number that is not negative")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a positive number")
-    return value
 
 
 def measuring_backend() -> Any:
@@ -267,7 +263,12 @@ def accepted_findings(suppressed: Sequence[Suppressed]) -> tuple[str, ...]:
 
 
 def _certificate(
-    program: Program, base: Path, report: Report, suppressed: Sequence[Suppressed], key: Any
+    program: Program,
+    base: Path,
+    report: Report,
+    suppressed: Sequence[Suppressed],
+    key: Any,
+    before: Inputs | None,
 ) -> bytes:
     from kcdsl.release.issue import issue
     from kcdsl.release.measured import certified_clauses
@@ -279,6 +280,7 @@ def _certificate(
         keys=[key],
         fingerprints=_fingerprints(report),
         suppressed=suppressed,
+        before=before,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kcdsl.cli.numbers import count
 from kcdsl.route.execution import ENGINES, Execution
 
 if TYPE_CHECKING:
@@ -20,14 +21,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_workers(parser, "cases", "by cores and memory")
     parser.add_argument(
         "--threads",
-        type=_natural,
+        type=count,
         metavar="N",
         help="threads of one case (default: the cores, divided among the cases)",
     )
     parser.add_argument(
         "--cache",
         metavar="DIR",
-        help="folder of what earlier runs found, or `off` (default: $XDG_CACHE_HOME/kcdsl)",
+        help="folder of what earlier runs found, or `off` (default: kcdsl/certifier in "
+        "$XDG_CACHE_HOME or ~/.cache)",
     )
 
 
@@ -35,7 +37,7 @@ def add_workers(parser: argparse.ArgumentParser, what: str, usual: str = "1") ->
     """Add --jobs and --engine; `what` is done by workers, `usual` says how many by default."""
     parser.add_argument(
         "--jobs",
-        type=_natural,
+        type=count,
         metavar="N",
         help=f"{what} at a time; 1 works in this process (default: {usual})",
     )
@@ -45,13 +47,6 @@ def add_workers(parser: argparse.ArgumentParser, what: str, usual: str = "1") ->
         default=ENGINES[0],
         help=f"where {what} run: processes of this machine, or a ray cluster (default: processes)",
     )
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def execution_of(arguments: argparse.Namespace) -> Execution:

@@ -15,6 +15,7 @@ HELP = "sweep kernels, batches, lengths and streams under one contract"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     from kcdsl.cli.devices import CHOICES
+    from kcdsl.cli.numbers import count, positive, seed
 
     parser.add_argument(
         "experiment",
@@ -40,12 +41,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("--batch", "B", "requests in a batch (default: 1, 2, 4, 8)"),
         ("--concurrency", "C", "batches at a time (default: 1, 2, 4)"),
     ):
-        parser.add_argument(
-            name, action="append", type=_natural, metavar=metavar, help=f"e2: {what}"
-        )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of token sampling")
+        parser.add_argument(name, action="append", type=count, metavar=metavar, help=f"e2: {what}")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of token sampling")
     parser.add_argument(
-        "--seconds", type=float, default=5.0, metavar="S", help="e1: how long a variant is timed"
+        "--seconds", type=positive, default=5.0, metavar="S", help="e1: how long a variant is timed"
     )
     parser.add_argument("--fresh", action="store_true", help="measure cells again that are there")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -66,9 +65,10 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.verdict.html.experiment import experiment_page
     from kcdsl.verdict.html.experiment_maps import maps
 
+    kind = arguments.experiment
+    _refuse_foreign(kind, arguments)
     path = find_contract(arguments.contract, Path())
     program, base = load_program(path), path.resolve().parent
-    kind = arguments.experiment
     folder = Path(arguments.output) if arguments.output else path.parent / "out" / kind
     backend = _backend()
     with in_contract(path), progress_bars() as progress:
@@ -110,15 +110,22 @@ def run(arguments: argparse.Namespace) -> Exit:
     return Exit.HELD
 
 
+def _refuse_foreign(kind: str, arguments: argparse.Namespace) -> None:
+    """Refuse options of the other experiment, which would not be heeded."""
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import USAGE
+
+    foreign = ("length", "batch", "concurrency") if kind == "e1" else ("only",)
+    for name in foreign:
+        if getattr(arguments, name):
+            other = "e2" if kind == "e1" else "e1"
+            raise refuse(USAGE, f"--{name} is for {other}", help=f"`kcdsl experiment {other}`")
+    if kind == "e1" and len(arguments.device or ()) > 1:
+        raise refuse(USAGE, "e1 runs on one device", help="give --device once")
+
+
 def _standalone(svg: str) -> str:
     return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def _backend() -> Any:

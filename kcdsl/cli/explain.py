@@ -45,8 +45,13 @@ def run(arguments: argparse.Namespace) -> Exit:
         _list(all_codes(), arguments.format)
         return Exit.HELD
     code = _CODE.fullmatch(arguments.topic)
-    if code is None and arguments.contract is None and _show_metric(arguments):
-        return Exit.HELD
+    if code is None and arguments.contract is None:
+        from kcdsl.cli.explain_metric import metric_named, show_metric
+
+        metric = metric_named(arguments.topic)
+        if metric is not None:
+            show_metric(metric, arguments.format)
+            return Exit.HELD
     if code is None:
         if arguments.format == "markdown":
             raise refuse(USAGE, "a clause is not explained as Markdown", help="leave --format out")
@@ -62,30 +67,6 @@ def run(arguments: argparse.Namespace) -> Exit:
         raise refuse(UNKNOWN_CODE, f"there is no code {wanted}", help=_where(wanted))
     _show(found, arguments.format)
     return Exit.HELD
-
-
-def _show_metric(arguments: argparse.Namespace) -> bool:
-    """Print what editors show of a metric; say whether the topic is one."""
-    from kcdsl.check.metrics import find_metric
-    from kcdsl.lsp.words import describe_metric
-
-    metric = find_metric(arguments.topic)
-    if metric is None:
-        return False
-    if arguments.format == "json":
-        help = "leave --format out; docs/metrics.md has the table of all metrics"
-        raise refuse(USAGE, "a metric is not explained as JSON", help=help)
-    text = describe_metric(metric)
-    if arguments.format == "markdown":
-        print(text)
-    elif sys.stdout.isatty():
-        from rich.console import Console
-        from rich.markdown import Markdown
-
-        Console().print(Markdown(text))
-    else:
-        print(text.replace("**", "").replace("`", ""))
-    return True
 
 
 def _where(wanted: str) -> str:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse, no_program
-from kcdsl.check.report import suggest
+from kcdsl.check.metrics import BUILT_IN
+from kcdsl.check.report import nearest, suggest
 from kcdsl.cli.discover import find_contract
+from kcdsl.cli.explain_metric import metric_named, show_metric
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
-from kcdsl.diagnostics.codes import OUTSIDE_FRAGMENTS, UNKNOWN_CLAUSE
+from kcdsl.diagnostics.codes import NO_CONTRACT, OUTSIDE_FRAGMENTS, UNKNOWN_CLAUSE
 from kcdsl.exits import Exit
 from kcdsl.ir.fragment import Blame, classify
 from kcdsl.ir.terms import Clause, Program
@@ -37,17 +39,24 @@ class Candidate:
 def explain_clause(arguments: argparse.Namespace) -> Exit:
     """Print the table of backends for the clause `arguments.topic` of `arguments.contract`.
 
-    A clause that no backend covers is explained too, and so is one beside clauses in error.
+    A clause that no backend covers is explained too, and so is one beside clauses in error. Where
+    there is no such clause, a metric that the contract's user declares under this name is shown.
     """
-    path = find_contract(arguments.contract, Path())
+    name = arguments.topic
+    path = _contract(arguments)
     source, sink = read_source(path), Sink()
     analysis = analyse(source, sink, path.parent)
-    name = arguments.topic
     if analysis.raw is not None and all(c.id.text != name for c in analysis.raw.clauses):
+        metric = metric_named(name, analysis.scope.metrics)
+        if metric is not None:
+            show_metric(metric, arguments.format)
+            return Exit.HELD
+        clauses = [c.id.text for c in analysis.raw.clauses]
+        near = (*clauses, *analysis.scope.metrics.names())
         raise refuse(
             UNKNOWN_CLAUSE,
-            f"{path} has no clause `{name}`, and there is no such code",
-            help=suggest(name, [c.id.text for c in analysis.raw.clauses], "clauses"),
+            f"{path} has no clause `{name}`, and there is no code or metric of this name",
+            help=suggest(name, near if nearest(name, near) else clauses, "clauses"),
         )
     program, elsewhere = analysis.draft, _errors(sink)
     clause = next((c for c in program.clauses if c.id == name), None) if program else None
@@ -70,6 +79,26 @@ def explain_clause(arguments: argparse.Namespace) -> Exit:
             file=sys.stderr,
         )
     return Exit.HELD
+
+
+def _contract(arguments: argparse.Namespace) -> Path:
+    """Return the path of the contract. Where none is named and none is here, the topic may be a
+    misspelt code or metric, so the refusal says what it is not."""
+    try:
+        return find_contract(arguments.contract, Path())
+    except Refusal as refusal:
+        if arguments.contract is not None or refusal.diagnostics[0].code is not NO_CONTRACT:
+            raise
+        name, known = arguments.topic, BUILT_IN.names()
+        raise refuse(
+            UNKNOWN_CLAUSE,
+            f"`{name}` is no code and no metric, and there is no contract here to look for a clause"
+            " of this name",
+            help=suggest(name, known)
+            if nearest(name, known)
+            else f"name the contract of the clause: kcdsl explain {name} CONTRACT;"
+            " docs/metrics.md lists the metrics, `kcdsl explain` the codes",
+        ) from refusal
 
 
 def _errors(sink: Sink) -> list[Diagnostic]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from kcdsl.cli.numbers import whole
+
 MOST_LOOKS = 10_000
 
 
@@ -12,7 +14,7 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--looks",
-        type=_looks,
+        type=whole(1, MOST_LOOKS),
         default=1,
         metavar="K",
         help="evaluations of growing data that share the error, this one included (default: 1)",
@@ -20,10 +22,3 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--anytime", action="store_true", help="limits that hold at every look, however many"
     )
-
-
-def _looks(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= MOST_LOOKS:
-        raise argparse.ArgumentTypeError(f"must be between 1 and {MOST_LOOKS}")
-    return value

@@ -69,9 +69,12 @@ def run(arguments: argparse.Namespace) -> Exit:
 
 
 def _probability(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1:
-        raise argparse.ArgumentTypeError("must be between 0 and 1")
+        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, not {text!r}")
     return value
 
 

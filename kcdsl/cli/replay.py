@@ -123,6 +123,7 @@ def _backend() -> Any:
 
 
 def _print(program: Program, document: Mapping[str, Any], found: Replayed) -> None:
+    from kcdsl.diagnostics.render.terminal import printable
     from kcdsl.route.goals import goals
     from kcdsl.verdict.goal_report import functional_of, region_text
 
@@ -145,7 +146,7 @@ def _print(program: Program, document: Mapping[str, Any], found: Replayed) -> No
         "value": f"{found.value!r} ({same})",
     }
     for name, text in lines.items():
-        print(f"{name:<10} {text}")
+        print(f"{name:<10} {printable(text)}")
     print(
         "✗ violated: an admitted run of both kernels exceeds the limit"
         if found.refutes

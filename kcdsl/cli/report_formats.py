@@ -35,8 +35,8 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def outputs(words: Sequence[str] | None, default: str = "text") -> tuple[Output, ...]:
-    """Return what is asked for, with `default` on standard output where nothing else is.
+def outputs(words: Sequence[str] | None, *, json: bool = False) -> tuple[Output, ...]:
+    """Return what is asked for, `json` on standard output, and text there where nothing else is.
 
     Raises Refusal for a format that there is not, and for two on standard output.
     """
@@ -49,10 +49,12 @@ def outputs(words: Sequence[str] | None, default: str = "text") -> tuple[Output,
         if name not in FORMATS or (sign and not file):
             raise refuse(USAGE, f"there is no format `{word}`", help=f"one of {', '.join(FORMATS)}")
         found.append(Output(name, Path(file) if sign else None))
+    if json and Output("json", None) not in found:
+        found.append(Output("json", None))
     if sum(output.file is None for output in found) > 1:
         raise refuse(USAGE, "two formats for standard output", help="give one of them a file")
     if all(output.file is not None for output in found):
-        found.append(Output(default, None))
+        found.append(Output("text", None))
     return tuple(found)
 
 

@@ -103,14 +103,15 @@ def _compile(contract: Path) -> Program:
 
 
 def _target(certificate: Path, output: str | None) -> Path:
+    stem = certificate.name.removesuffix(".json").removesuffix(".cert")
+    usual = certificate.with_name(f"{stem}.transfer.json")
     if output is None:
-        stem = certificate.name.removesuffix(".json").removesuffix(".cert")
-        return certificate.with_name(f"{stem}.transfer.json")
+        return usual
     target = Path(output)
     if target.resolve().parent != certificate.resolve().parent:
         raise _cannot(
             "a transfer lies beside the certificate that it names, and its proofs",
-            help=f"write it to {certificate.parent}",
+            help=f"name a file in {certificate.parent}, such as {usual}",
         )
     if target.resolve() == certificate.resolve():
         raise _cannot("the transfer would replace the certificate", help="name another file")
@@ -206,16 +207,15 @@ def _refused(report: Report, path: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
         return
+    from kcdsl.diagnostics.render.terminal import printable
+
     for check in report.checks:
         if check.reason in report.reasons:
-            print(f"{path}: {check.name}: {check.detail} ({check.reason})")
+            print(printable(f"{path}: {check.name}: {check.detail} ({check.reason})"))
     print(f"{path} is not valid, so nothing of it goes over")
 
 
 def _show(found: Plan, target: Path | None, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     if as_json:
         document = {
             "schema": SCHEMA,
@@ -225,8 +225,10 @@ def _show(found: Plan, target: Path | None, as_json: bool) -> None:
         }
         print(json.dumps(document, indent=2, ensure_ascii=False))
         return
+    from rich.table import Table
     from rich.text import Text
 
+    from kcdsl.verdict.console import print_on
     from kcdsl_certs.reals import real_text
 
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
@@ -242,14 +244,13 @@ def _show(found: Plan, target: Path | None, as_json: bool) -> None:
         where = "" if left.block is None else f"{left.block}: "
         why = f"{where}{place}{left.detail}"
         table.add_row(_label(left), Text("✗ stays behind", style="yellow"), Text(why))
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-    console.print(table)
+    print_on(sys.stdout, table)
     blocks = sorted({item.block for item in found.left if item.block is not None})
     if blocks:
         again = " ".join(f"--block {block}" for block in blocks)
-        console.print(Text(f"with the later weights: kcdsl verify {again}"), soft_wrap=True)
+        print_on(sys.stdout, Text(f"with the later weights: kcdsl verify {again}"), soft_wrap=True)
     if target is not None:
-        console.print(Text(f"transfer: {target}"), soft_wrap=True)
+        print_on(sys.stdout, Text(f"transfer: {target}"), soft_wrap=True)
 
 
 def _label(item: Any) -> str:

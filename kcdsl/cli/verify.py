@@ -14,6 +14,7 @@ from kcdsl.exits import Exit
 if TYPE_CHECKING:
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
+    from kcdsl.release.artefacts import Inputs
     from kcdsl.route.execution import Execution
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.implied import Implied
@@ -82,7 +83,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--sign", metavar="KEY", help="private key (default: kcdsl.key beside CONTRACT)"
     )
     parser.add_argument(
-        "-o", "--output", metavar="DIR", help="folder of certificates (default: out)"
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="folder of certificates (default: out beside CONTRACT)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -98,7 +102,9 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.execution import execution_of, tell_cached
     from kcdsl.diagnostics.places import in_contract
     from kcdsl.model.presets import resolve
+    from kcdsl.release.artefacts import Inputs
     from kcdsl.release.signing import UNSIGNED, signing_key
+    from kcdsl.source.writing import refuse_folder
     from kcdsl.verdict.goal_report import VERIFY_SCHEMA, goal_json
 
     path = find_contract(arguments.contract, Path())
@@ -121,12 +127,14 @@ def run(arguments: argparse.Namespace) -> Exit:
         named = domains(arguments.domains, backend.name, chain=arguments.chain)
         chosen = tuple(replace(goal, domains=named) for goal in chosen)
     execution = execution_of(arguments)
+    folder = Path(arguments.output) if arguments.output else path.parent / "out"
+    refuse_folder(folder)
+    before = Inputs.of(program, base)
     with in_contract(path):
         outcomes = _decide(program, base, chosen, backend, device, execution, arguments)
         implied = _implied(program, base, outcomes, backend)
-    folder = Path(arguments.output) if arguments.output else path.parent / "out"
     certificate = _write(
-        program, base, folder, outcomes, implied, suppressed, key, device, arguments
+        program, base, before, folder, outcomes, implied, suppressed, key, device, arguments
     )
     code = _exit(outcomes)
     if arguments.json:
@@ -330,6 +338,7 @@ def _implied_json(item: Implied) -> dict[str, Any]:
 def _write(
     program: Program,
     base: Path,
+    before: Inputs,
     folder: Path,
     outcomes: Sequence[GoalOutcome],
     implied: Sequence[Implied],
@@ -359,6 +368,7 @@ def _write(
             "infer": kernel_fingerprint(program.infer, device),
         },
         suppressed=suppressed,
+        before=before,
     )
     stem = "-".join(["verify", *(arguments.block or ()), *(arguments.clause or ())])
     target = folder / f"{stem}.cert.json"
@@ -399,38 +409,34 @@ def _print(
     certificate: Path,
     contract: str | None,
 ) -> None:
-    from rich.console import Console
-
+    from kcdsl.diagnostics.render.terminal import printable
+    from kcdsl.verdict.console import print_on
     from kcdsl.verdict.goal_report import chain_table, goal_table
     from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Violated
 
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(goal_table(outcomes))
+    def say(text: str, **how: Any) -> None:
+        print_on(sys.stdout, text, markup=False, **how)
+
+    print_on(sys.stdout, goal_table(outcomes))
     for table in filter(None, map(chain_table, outcomes)):
-        console.print()
-        console.print(table)
+        print_on(sys.stdout, "", table)
     for outcome in outcomes:
         match outcome.verdict:
             case Inconclusive(reason) | InvalidEvidence(reason):
-                console.print(f"{outcome.goal.clause.id}: {reason}", highlight=False, markup=False)
+                say(f"{outcome.goal.clause.id}: {reason}")
             case Violated(counterexample):
-                text = json.dumps(counterexample)
-                console.print(
-                    f"{outcome.goal.clause.id}: counterexample {text}",
-                    highlight=False,
-                    markup=False,
-                )
+                told = ", ".join(f"{name} {value}" for name, value in counterexample.items())
+                say(f"{outcome.goal.clause.id}: counterexample ({told})")
                 if outcome.counterexample is not None:
                     file = _counterexample_file(certificate.parent, outcome.goal.clause.id)
                     named = f" --contract {contract}" if contract is not None else ""
-                    again = f"  again: kcdsl replay {file}{named}"
-                    console.print(again, highlight=False, markup=False, soft_wrap=True)
+                    say(f"  again: kcdsl replay {file}{named}", soft_wrap=True)
             case _:
                 pass
     for item in implied:
-        console.print(f"\n{item.clause_id} on {item.slice} is implied:", markup=False)
+        say(f"\n{item.clause_id} on {item.slice} is implied:")
         for step in item.steps:
-            console.print(f"  {step}", highlight=False, markup=False)
+            say(f"  {step}")
     for text in dict.fromkeys(note for outcome in outcomes for note in outcome.notes):
-        print(f"note: {text}", file=sys.stderr)
-    console.print(f"certificate: {certificate}", highlight=False, markup=False)
+        print(f"note: {printable(text)}", file=sys.stderr)
+    say(f"certificate: {certificate}")

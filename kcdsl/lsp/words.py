@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kcdsl.check.metrics import MetricDefinition
@@ -196,7 +197,7 @@ def describe_metric(metric: MetricDefinition) -> str:
     rows = [
         f"**{metric.name}**: `{sort} per {metric.counted}`",
         "",
-        metric.summary[:1].upper() + metric.summary[1:] + "." if metric.summary else "",
+        _sentence(metric.summary) if metric.summary else "",
         "",
         f"- better: {metric.better}" + (", bounded through `abs(...)`" if metric.signed else ""),
         f"- dimension: {describe(metric.dimension)}",
@@ -215,6 +216,13 @@ def describe_metric(metric: MetricDefinition) -> str:
     if metric.function is not None:
         rows.append(f"- defined by `{metric.function}`")
     return "\n".join(rows)
+
+
+def _sentence(summary: str) -> str:
+    """Return a summary as a sentence. What begins with a symbol, such as `w` or `ln`, keeps it: a
+    capital would be another one."""
+    word = re.match(r"[^\W\d_]{3,}[\s,;:-]", f"{summary} ")
+    return (summary[:1].upper() + summary[1:] if word else summary) + "."
 
 
 def describe_function(function: Function, metric: MetricDefinition | None = None) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.source.files import missing
 
 PACKAGE_PREFIX = "package:"
 
@@ -59,6 +60,8 @@ def file_digest(path: Path) -> str:
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise missing(shown(path)) from None
     except OSError as error:
         reason = error.strerror or str(error)
         raise refuse(codes.FILE_MISSING, f"cannot read {shown(path)}: {reason}") from None

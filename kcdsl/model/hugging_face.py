@@ -117,6 +117,7 @@ def load_folder(
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
             )
         except (Exception, SystemExit) as error:  # foreign code may raise anything
             raise refuse(
@@ -124,7 +125,9 @@ def load_folder(
                 f"transformers cannot load {shown(folder)}: {type(error).__name__}: {error}",
             ) from error
     for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = sorted(str(key) for key in found.get(name, ()) if not str(key).startswith(_POOLER))
+        keys = sorted(
+            _said(key) for key in found.get(name, ()) if not _said(key).startswith(_POOLER)
+        )
         if keys:
             raise refuse(
                 codes.HF_FOLDER,
@@ -133,6 +136,15 @@ def load_folder(
                 help="give config.json and weights that were saved together",
             )
     return HuggingFace(program.eval(), encoder_only=encoder_only)
+
+
+def _said(key: Any) -> str:
+    """Return how transformers calls a weight; one of another shape with its shapes in the files and
+    in the model."""
+    if isinstance(key, str):
+        return key
+    name, held, wanted = key
+    return f"{name} ({list(held)} in the files, {list(wanted)} by config.json)"
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

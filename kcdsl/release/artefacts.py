@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from kcdsl.diagnostics import Diagnostic, Refusal, Sink, refuse
-from kcdsl.diagnostics.codes import ARTEFACT_REFUSED, FILE_MISSING, INPUT_OUTPUT, METRIC_FUNCTION
+from kcdsl.diagnostics.codes import (
+    ARTEFACT_REFUSED,
+    CHANGED_MEANWHILE,
+    FILE_MISSING,
+    INPUT_OUTPUT,
+    METRIC_FUNCTION,
+)
 from kcdsl.ir.terms import ModelRef, Program
 from kcdsl_certs.manifest import Manifest, build_manifest, file_digest
 from kcdsl_certs.reject import Reject
+from kcdsl_certs.triple import Checkpoint
 
 _PACKAGE = "package:"
 
@@ -156,3 +165,59 @@ def digest_of(path: Path) -> str:
     except OSError as error:
         code = FILE_MISSING if isinstance(error, FileNotFoundError) else INPUT_OUTPUT
         raise refuse(code, f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Digests (hex) by name of all files that results rest on."""
+
+    digests: Mapping[str, str]
+
+    @staticmethod
+    def of(program: Program, base: Path) -> Inputs:
+        """Hash what is there; what reads a missing file refuses it, at its place in the contract.
+
+        Raises Refusal for a checkpoint that must not be trusted.
+        """
+        found: dict[str, str] = {}
+        for read in (_weights, _companions, data_digests):
+            try:
+                found.update(read(program, base))
+            except ArtefactRefused:
+                raise
+            except Refusal:
+                continue
+        return Inputs(found)
+
+    @staticmethod
+    def named(checkpoint: Checkpoint, data: Mapping[str, str]) -> Inputs:
+        """Return the digests that a certificate names."""
+        weights = {_CHECKPOINT: checkpoint.root_digest}
+        return Inputs({**weights, **_belonging(checkpoint.companions), **data})
+
+    def refuse_changed(self, now: Inputs) -> None:
+        """Raise Refusal unless the files are now what they were."""
+        names = sorted(self.digests.keys() | now.digests.keys())
+        changed = [n for n in names if self.digests.get(n) != now.digests.get(n)]
+        if changed:
+            raise refuse(
+                CHANGED_MEANWHILE,
+                f"{', '.join(changed)} changed while the command ran",
+                help="run it again: what it found is about the files as they were",
+            )
+
+
+_CHECKPOINT = "the checkpoint"
+
+
+def _weights(program: Program, base: Path) -> dict[str, str]:
+    manifest = checkpoint_manifest(locate(program.model.checkpoint, base))
+    return {_CHECKPOINT: manifest.root_digest}
+
+
+def _companions(program: Program, base: Path) -> dict[str, str]:
+    return _belonging(companions(program.model, base))
+
+
+def _belonging(found: Mapping[str, str]) -> dict[str, str]:
+    return {f"the {role} of the checkpoint": digest for role, digest in found.items()}

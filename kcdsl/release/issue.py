@@ -12,7 +12,7 @@ from kcdsl import __version__
 from kcdsl.diagnostics import Suppressed, refuse
 from kcdsl.diagnostics.codes import CANNOT_CERTIFY
 from kcdsl.ir.terms import Program
-from kcdsl.release.artefacts import data_digests
+from kcdsl.release.artefacts import Inputs, data_digests
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.triple import Fingerprints, build_triple
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
@@ -119,6 +119,7 @@ def issue(
     assumptions: Sequence[str] = (),
     supersedes: str | None = None,
     suppressed: Sequence[Suppressed] = (),
+    before: Inputs | None = None,
 ) -> bytes:
     """Build and sign the certificate of these results; returns the bundle.
 
@@ -126,12 +127,16 @@ def issue(
     `base` is the folder of the contract. The same results at the same time give the same payload.
     `sequence` defaults to the time of issue in seconds, so that later certificates come later.
     `supersedes` is the identity of an older certificate; `suppressed` are the findings about the
-    contract that comments in it accept. Raises Refusal for results that cannot be certified.
+    contract that comments in it accept. `before` is what the files were before the first was read.
+    Raises Refusal for results that cannot be certified, and for files that changed since then.
     """
     if not clauses or stage not in STAGES or lifetime <= timedelta(0):
         raise refuse(CANNOT_CERTIFY, "a certificate needs results, a stage and a lifetime")
     issued_at = clock().replace(microsecond=0)
     triple = build_triple(program, base, fingerprints=fingerprints)
+    data = data_digests(program, base)
+    if before is not None:
+        before.refuse_changed(Inputs.named(triple.checkpoint, data))
     results = tuple(weakened(_with_numerics(clause, triple)) for clause in clauses)
     try:
         predicate = Predicate(
@@ -143,7 +148,7 @@ def issue(
             scope=_scope(required_clauses(program, base), results),
             clauses=results,
             evaluator=Evaluator(evaluator, __version__),
-            inputs=tuple(Input(*item) for item in data_digests(program, base).items()),
+            inputs=tuple(Input(*item) for item in data.items()),
             assumptions=tuple(assumptions),
             non_claims=_non_claims(program),
             supersedes=supersedes,

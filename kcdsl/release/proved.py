@@ -16,6 +16,7 @@ from kcdsl.verdict.model import Verdict as Found
 from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.clauses import IMPLIED, CertifiedClause, Evidence, ProofReference, Verdict
+from kcdsl_certs.proofs import SOME_MARGIN
 from kcdsl_certs.requirements import RequiredClause
 
 
@@ -51,12 +52,11 @@ def _result(
 ) -> CertifiedClause:
     verdict, proof = outcome.verdict, proofs.get(required.id)
     flip = outcome.goal.functional == "no_flip"
-    bound = outcome.margin if flip else outcome.bound
+    bound = SOME_MARGIN if flip else outcome.bound
     by_chance = proof is not None and outcome.evidence.kind is EvidenceKind.PROBABILISTIC
-    proved = Evidence.PROBABILISTIC if by_chance else Evidence.PROOF
     return results_for(
         required,
-        evidence=Evidence.SAMPLE if proof is None else proved,
+        evidence=Evidence.SAMPLE if proof is None else Evidence(outcome.evidence.kind.value),
         method=f"{outcome.backend}/1",
         verdict=_word(verdict),
         numerics=numerics,

@@ -15,23 +15,23 @@ from kcdsl.diagnostics.codes import INPUT_OUTPUT, KEY_EXISTS
 def write_bytes(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file in one step, replacing an older one; missing folders are made.
 
-    A link stays, and what it leads to is written; a device or a pipe takes the data as it is.
     Raises Refusal where that fails.
     """
-    target = _led_to(path)
-    if target.exists() and not target.is_file() and not target.is_dir():
-        _pour(target, data)
-        return
-    make_folder(target.parent)
-    write_together([NewFile(target, data, mode)], replace=True)
+    make_folder(_led_to(path).parent)
+    write_together([NewFile(path, data, mode)], replace=True)
 
 
 def _led_to(path: Path) -> Path:
-    """Return what a link leads to; a path that is none as it is."""
+    """Return the file that a link leads to; a path that is none, or leads to no file, as it is."""
     try:
-        return path.resolve() if path.is_symlink() else path
+        return path.resolve() if path.is_symlink() and not _takes_data(path) else path
     except (OSError, RuntimeError) as error:
         raise refuse(INPUT_OUTPUT, f"{path} is a link that leads nowhere") from error
+
+
+def _takes_data(path: Path) -> bool:
+    """Say whether a path is a device or a pipe, which nothing may take the place of."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _pour(path: Path, data: bytes) -> None:
@@ -52,6 +52,17 @@ def make_folder(folder: Path) -> None:
         raise refuse(INPUT_OUTPUT, f"{folder} cannot be made: {error.strerror}") from error
 
 
+def refuse_folder(folder: Path) -> None:
+    """Raise Refusal for a path that cannot become a folder of new files; nothing is made."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        raise refuse(INPUT_OUTPUT, f"{place} is a file, not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise refuse(INPUT_OUTPUT, f"{folder} cannot be written: no right to write in {place}")
+
+
 @dataclass(frozen=True, slots=True)
 class NewFile:
     """A file to be written; `mode` holds from its first byte on."""
@@ -64,15 +75,21 @@ class NewFile:
 def write_together(files: Sequence[NewFile], *, replace: bool) -> None:
     """Write several files, all of them or none; raises Refusal.
 
+    A link stays, and what it leads to is written; a device or a pipe takes the data as it is.
     Without `replace`, a file that is already there is left as it is and refused.
     """
+    if replace:
+        files = [NewFile(_led_to(file.path), file.data, file.mode) for file in files]
     temporaries: list[Path] = []
     created: list[Path] = []
-    for file in files:
-        _refuse_target(file.path)
+    refuse_targets([file.path for file in files])
+    poured = [file for file in files if replace and _takes_data(file.path)]
+    files = [file for file in files if not (replace and _takes_data(file.path))]
     try:
         for file in files:
             temporaries.append(_write_temporary(file))
+        for file in poured:
+            _pour(file.path, file.data)
         for file, temporary in zip(files, temporaries, strict=True):
             if replace:
                 os.replace(temporary, file.path)
@@ -95,11 +112,19 @@ def write_together(files: Sequence[NewFile], *, replace: bool) -> None:
         _remove(temporaries)
 
 
-def _refuse_target(path: Path) -> None:
-    if path.is_dir():
-        raise refuse(INPUT_OUTPUT, f"{path} is a folder, not a file", help=f"name a file in {path}")
-    if not path.parent.is_dir():
-        raise refuse(INPUT_OUTPUT, f"there is no folder {path.parent}")
+def refuse_targets(paths: Sequence[Path], made: Sequence[Path] = ()) -> None:
+    """Raise Refusal for a path that cannot become a file, or is to become two; the folders `made`
+    need not be there yet."""
+    taken: set[Path] = set()
+    for path in paths:
+        if path.is_dir():
+            help = f"name a file in {path}"
+            raise refuse(INPUT_OUTPUT, f"{path} is a folder, not a file", help=help)
+        if not path.parent.is_dir() and path.parent.absolute() not in {p.absolute() for p in made}:
+            raise refuse(INPUT_OUTPUT, f"there is no folder {path.parent}")
+        if path.resolve() in taken and not _takes_data(path):
+            raise refuse(INPUT_OUTPUT, f"{path} is to be written twice", help="name another file")
+        taken.add(path.resolve())
 
 
 def _write_temporary(file: NewFile) -> Path:

@@ -5,41 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kcdsl.verdict.console import print_on
 from kcdsl.verdict.names import SHOWN
-
-WIDTH = 100
-_UNREACHED = "–"
+from kcdsl.verdict.quantities import UNREACHED as _UNREACHED
+from kcdsl.verdict.quantities import scale, told
 
 
 def print_aggregate(document: Mapping[str, Any], stream: TextIO, *, queries: bool = False) -> None:
     """Print the document; colours only where the stream is a terminal."""
-    console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
-    console.print(_render(document))
+    print_on(stream, _render(document))
     if queries:
-        for query in document["sql"]:
-            console.print(Text(f"\n{query};"), soft_wrap=True)
+        print_on(stream, *(Text(f"\n{query};") for query in document["sql"]), soft_wrap=True)
 
 
 def _render(document: Mapping[str, Any]) -> RenderableType:
     tables, contract = document["tables"], document["contract"]
     parts: list[RenderableType] = []
     if contract is not None:
-        head = Text(f"{contract['name']} {contract['version']}", style="bold")
-        head.append(f"  {contract['digest'][:19]}", style="dim")
-        parts.append(head)
-    files = len(tables["files"])
-    slices = len(document["slices"])
-    parts.append(
-        Text(
-            f"{tables['rows']:,} rows in {files} {_many('file', files)}, "
-            f"{slices} {_many('slice', slices)}"
-            + (f"; {tables['left_out']:,} rows in none of them" if tables["left_out"] else "")
-        )
-    )
+        name = Text(f"{contract['name']} {contract['version']}", style="bold")
+        parts.append(name.append(f"  {contract['digest'][:19]}", style="dim"))
+    files, left = len(tables["files"]), tables["left_out"]
+    head = f"{_many('row', tables['rows'])} in {_many('file', files)}, "
+    head += _many("slice", len(document["slices"]))
+    parts.append(Text(head + (f"; {_many('row', left)} in none of them" if left else "")))
     if contract is not None:
         parts += [_clauses(document["clauses"]), *_reasons(document)]
     parts += [_by_tokens(document["slices"]), _by_requests(document["slices"])]
@@ -60,14 +52,15 @@ def _clauses(rows: Iterable[Mapping[str, Any]]) -> Table:
     for row in rows:
         word, style = SHOWN[row["verdict"]]
         worse = row["low"] if row["op"] in (">=", ">") else row["high"]
+        unit = scale(row["unit"], row["threshold"])
         beyond = row["exceedance"]
         counted = str(row["n"]) if beyond is None else f"{beyond['k']}/{beyond['n']}"
         cells = (
             f"{row['clause']} {row['level']}",
             row["slice"],
             row["requirement"],
-            _number(row["value"]),
-            _number(worse),
+            told(row["value"], row["threshold"], unit),
+            told(worse, row["threshold"], unit),
             f"{row['evidence']} {counted}",
         )
         table.add_row(*map(Text, cells), Text(word, style=style))
@@ -94,7 +87,7 @@ def _by_tokens(slices: Sequence[Mapping[str, Any]]) -> Table:
     )
     for row, metric in _metrics(slices):
         found = metric["tokens"]
-        table.add_row(
+        cells = (
             row["slice"],
             metric["metric"],
             f"{row['rows']:,}",
@@ -105,6 +98,7 @@ def _by_tokens(slices: Sequence[Mapping[str, Any]]) -> Table:
             _number(found["most"]),
             _beyond(found["beyond"]),
         )
+        table.add_row(*map(Text, cells))
     return table
 
 
@@ -121,7 +115,8 @@ def _by_requests(slices: Sequence[Mapping[str, Any]]) -> Table:
         else:
             cells = [_number(x) for x in found["percentiles"].values()]
             cells.append(_beyond(found["beyond"]))
-        table.add_row(row["slice"], metric["metric"], f"{row['requests']:,}", *cells)
+        cells = [row["slice"], metric["metric"], f"{row['requests']:,}", *cells]
+        table.add_row(*map(Text, cells))
     return table
 
 
@@ -147,7 +142,7 @@ def _number(value: float | None) -> str:
 
 
 def _many(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
+    return f"{count:,} {word if count == 1 else f'{word}s'}"
 
 
 def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
@@ -161,5 +156,5 @@ def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
     for name in left:
         table.add_column(name, overflow="fold", max_width=32)
     for name in right:
-        table.add_column(name, justify="right", no_wrap=name == "beyond")
+        table.add_column(name, justify="right", overflow="fold", no_wrap=name == "beyond")
     return table

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kcdsl.verdict.attribution import Attribution, Candidate, Figure, Layers, Source
+from kcdsl.verdict.console import print_on
 
-WIDTH = 100
 _BAR = 20
 _BLOCKS = 32
 """Blocks that are shown at most: those that gain or lose most."""
@@ -33,8 +33,7 @@ _VERDICTS = {
 
 def print_attribution(found: Attribution, stream: TextIO) -> None:
     """Print the attribution; colours only where the stream is a terminal."""
-    console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
-    console.print(render(found))
+    print_on(stream, render(found))
 
 
 def render(found: Attribution) -> RenderableType:
@@ -161,14 +160,13 @@ def _remarks(found: Attribution) -> list[RenderableType]:
         words = "  bound: the most of the drift of"
         lines.append(Text(f"{words} {bounded} that the source alone can make", style="dim"))
     for row in found.sources:
-        if row.reason:
+        if row.reason and row.state != "differs":  # what does not run is listed below
             lines.append(Text(f"  {row.name}: {row.reason}", style="dim"))
     for pair in found.interactions:
         if pair.figure.shown:
             words = f"  {pair.first} and {pair.second} do {_figure(pair.figure)} together"
             lines.append(Text(f"{words} beyond what each does"))
-    for missing in (b for b in found.between if b.value is None):
-        lines.append(Text(f"  {'+'.join(missing.sources)} does not run: {missing.reason}"))
+    lines += [Text(f"  {line}") for line in _not_run(found)]
     simulated = ["+".join(b.sources) for b in found.between if b.simulated and b.value is not None]
     if simulated:
         lines.append(Text(f"  simulated: {', '.join(simulated)}", style="dim"))
@@ -176,6 +174,16 @@ def _remarks(found: Attribution) -> list[RenderableType]:
         run, whole = found.orders
         lines.append(Text(f"  shares are means over the {run} of {whole} orders that run"))
     return lines
+
+
+def _not_run(found: Attribution) -> Iterator[str]:
+    """Yield each reason once, with the kernels between both sides that do not run for it."""
+    about: dict[str | None, list[str]] = {}
+    for between in found.between:
+        if between.value is None:
+            about.setdefault(between.reason, []).append("+".join(between.sources))
+    for reason, names in about.items():
+        yield f"{', '.join(names)} {'does' if len(names) == 1 else 'do'} not run: {reason}"
 
 
 def _candidate(candidate: Candidate) -> Iterable[Text]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kcdsl.verdict.beside import domains_in_words
-from kcdsl.verdict.quantities import UNREACHED, quantity
+from kcdsl.verdict.quantities import UNREACHED, quantity, scale, stated, told
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
 
@@ -21,7 +21,7 @@ def beside_parts(report: Report) -> Iterator[RenderableType]:
     if not rows:
         return
     reasons: dict[str, int] = {}
-    yield _table(rows, reasons)
+    yield _table(rows, reasons, report.unit)
     numerics: Any = report.bounding.get("numerics")
     if numerics and any(row.beside and row.beside.certified for row in rows):
         yield Text(
@@ -36,13 +36,15 @@ def beside_parts(report: Report) -> Iterator[RenderableType]:
         yield Text(f" [{number}] {why}", style="dim")
 
 
-def _table(rows: Iterable[ClauseResult], reasons: dict[str, int]) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
-    table.title = "\nmeasured beside certified (requests by their worst token)"
+def _table(rows: Iterable[ClauseResult], reasons: dict[str, int], unit: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title_justify="left")
+    table.title = f"\nmeasured beside certified ({unit}s by their worst token)"
     table.add_column("clause", no_wrap=True, max_width=16, overflow="ellipsis")
     table.add_column("slice", no_wrap=True, max_width=12, overflow="ellipsis")
-    for name in ("p50", "p99", "worst", "certified", "clause asks", "noise floor"):
+    for name in ("p50", "p99", "worst"):
         table.add_column(name, justify="right", no_wrap=True)
+    for name, widest in (("certified", 9), ("clause asks", 9), ("noise floor", 9)):
+        table.add_column(name, justify="right", min_width=widest)
     for row in rows:
         table.add_row(*map(Text, _cells(row, reasons)))
     return table
@@ -52,21 +54,23 @@ def _cells(row: ClauseResult, reasons: dict[str, int]) -> list[str]:
     assert row.beside is not None
     assert row.beside.measured is not None
     measured, certified, floor = row.beside.measured, row.beside.certified, row.beside.floor
-    shown = [quantity(value, row.unit) for value in (measured.p50, measured.p99, measured.worst)]
+    unit = scale(row.unit, row.threshold)
+    spread = (measured.p50, measured.p99, measured.worst)
+    shown = [told(value, row.threshold, unit) for value in spread]
     bound = UNREACHED
     if certified is not None:
-        bound = quantity(certified.value, row.unit)
+        bound = told(certified.value, row.threshold, unit)
         if certified.value is None:
             known = "no bound"
             if certified.partial is not None:
                 part = f"{certified.requests}/{certified.of}"
-                known = f"{quantity(certified.partial, row.unit)} on {part}"
+                known = f"{quantity(certified.partial, unit)} on {part}"
             bound = known + _mark(certified.reason, reasons)
     noise = UNREACHED
     if floor is not None:
-        noise = quantity(floor.value, row.unit) + _mark(floor.reason, reasons)
+        noise = told(floor.value, row.threshold, unit) + _mark(floor.reason, reasons)
         noise += " !" if floor.above else ""
-    limit = f"{row.op} {quantity(row.threshold, row.unit)}"
+    limit = f"{row.op} {stated(row.threshold, row.unit)}"
     return [row.clause, row.slice, *shown, bound, limit, noise]
 
 

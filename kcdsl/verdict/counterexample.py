@@ -146,7 +146,8 @@ def unusable(path: Path, why: str) -> Refusal:
     return refuse(
         COUNTEREXAMPLE_FILE,
         f"{path} is no usable counterexample: {why}",
-        help="`kcdsl verify` writes one beside its certificate for every clause that is violated",
+        help="`kcdsl verify` writes one beside its certificate for every clause that is violated; "
+        "an evaluation is replayed from its trace.parquet",
     )
 
 

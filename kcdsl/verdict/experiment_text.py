@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kcdsl.verdict.console import print_on
 from kcdsl.verdict.experiment_rows import (
     Column,
     Entry,
@@ -21,14 +22,12 @@ from kcdsl.verdict.experiment_rows import (
 )
 from kcdsl.verdict.names import SHOWN
 
-WIDTH = 100
 NARROW = "*"
 
 
 def print_experiment(document: Mapping[str, Any], stream: TextIO) -> None:
     """Print the document; colours only where the stream is a terminal."""
-    console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
-    console.print(_render(document))
+    print_on(stream, _render(document))
 
 
 def _render(document: Mapping[str, Any]) -> RenderableType:

@@ -65,6 +65,7 @@ def goal_json(
         "functional": functional_text(outcome),
         "threshold": threshold,
         **outcome.numbers(),
+        **({"margin": _finite(outcome.margin)} if goal.functional == "no_flip" else {}),
         "verdict": verdict_name(verdict),
         "reason": reason,
         "counterexample": getattr(verdict, "counterexample", None),
@@ -83,6 +84,7 @@ def goal_json(
                 "attack": case.attack,
                 "stable": case.stable,
                 "reason": case.reason,
+                **({"margin": _finite(case.margin)} if goal.functional == "no_flip" else {}),
                 **({} if case.alpha is None else {"alpha": case.alpha}),
                 **_links_json(case),
             }
@@ -93,6 +95,10 @@ def goal_json(
         "peak_bytes": outcome.peak_bytes,
         "certificate": certificate,
     }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _links_json(case: CaseOutcome) -> dict[str, Any]:
@@ -150,6 +156,15 @@ def number_text(value: float | None) -> str:
     return "–" if value is None or not math.isfinite(value) else f"{value:.3g}"
 
 
+def _goal_lines(outcome: GoalOutcome) -> list[str]:
+    """Return what a goal says, a line for each part of its region, and the margin of an order."""
+    goal, margin = outcome.goal, _finite(outcome.margin)
+    lines = [functional_text(outcome), f"x in {region_text(goal.region)}"]
+    lines += [f"states within {real_text(goal.states)}"] if goal.states else []
+    lines += [f"weights within {real_text(goal.weights)}"] if goal.weights else []
+    return lines + ([] if margin is None else [f"margin {number_text(margin)}"])
+
+
 def goal_table(outcomes: Sequence[GoalOutcome]) -> Table:
     """Return the terminal table of `kcdsl verify`; `ratio` is bound / attack."""
     from rich.table import Table
@@ -168,12 +183,7 @@ def goal_table(outcomes: Sequence[GoalOutcome]) -> Table:
         limit = None if outcome.goal.threshold is None else float(outcome.goal.threshold)
         table.add_row(
             _name(outcome.goal.clause),
-            f"{functional_text(outcome)}\nx in {region_text(outcome.goal.region)}"
-            + (
-                f"\nweights within {real_text(outcome.goal.weights)}"
-                if outcome.goal.weights
-                else ""
-            ),
+            "\n".join(_goal_lines(outcome)),
             number_text(outcome.bound),
             number_text(limit),
             number_text(outcome.attack),

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kcdsl.verdict.console import print_on
 from kcdsl.verdict.plan import Plan, PlanRow
 from kcdsl.verdict.result import share_above
 
-WIDTH = 100
 _NONE = "–"
 _STATES = {
     "enough": ("✓ enough", "green"),
@@ -26,8 +26,7 @@ _STATES = {
 
 def print_plan(plan: Plan, stream: TextIO) -> None:
     """Print the plan; colours only where the stream is a terminal."""
-    console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
-    console.print(render(plan))
+    print_on(stream, render(plan))
 
 
 def render(plan: Plan) -> RenderableType:
@@ -120,8 +119,13 @@ def _notes(rows: Iterable[PlanRow]) -> Iterator[Text]:
 def _remarks(row: PlanRow) -> Iterator[str]:
     if row.state == "enough" and row.may_exceed is not None:
         yield f"held if at most {row.may_exceed} of {row.have} {row.unit} are beyond"
-    if row.state == "too_few" and row.without_any is not None and row.have is not None:
-        yield f"{row.without_any - row.have} more {row.unit}, none of them beyond, would show it"
+    if row.state == "too_few" and row.have is not None:
+        if row.allowed is not None and row.without_any is not None:
+            more = row.without_any - row.have
+            yield f"{more} more {row.unit}, none of them beyond, would show it"
+        elif row.pilot is not None and (row.pilot.needed or 0) > row.have:
+            more = (row.pilot.needed or 0) - row.have
+            yield f"about {more} more {row.unit}, like those of the pilot, would show it"
     if row.note and row.state != "census":
         yield row.note
 

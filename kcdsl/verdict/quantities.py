@@ -1,4 +1,8 @@
-"""Values in base units as people read them."""
+"""Values in base units as people read them.
+
+What is printed beside a threshold is printed in its unit, and with as many digits as tell it from
+the threshold: 0.05001 is not 0.05, and 99.999 % is not 100 %.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,65 @@ import math
 
 UNREACHED = "–"
 """Stands where there is no value."""
+DIGITS, MORE, STATED = 3, (6, 10, 17), 10
+"""Significant digits of a value, what may be needed instead, and those of a stated threshold."""
+_SMALL = 1e-4
+"""Shares below this are no percentages to people."""
 
 
-def quantity(value: float | None, unit: str) -> str:
-    """Return a value in base units as people read it: 12.3 ms, 1.5 GB, 99.2%, 4.1e-05."""
+def quantity(value: float | None, unit: str, digits: int = DIGITS) -> str:
+    """Return a value in base units as people read it: 12.3 ms, 1.5 GB, 99.2%, 4.1e-05.
+
+    `unit` may be "%" for a share that is a percentage however small it is.
+    """
     if value is None or not math.isfinite(value):
         return UNREACHED
     match unit:
         case "s":
-            return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+            return f"{value * 1e3:.{digits}g} ms" if abs(value) < 1 else f"{value:.{digits}g} s"
         case "B":
-            return f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
+            large = value >= 1e9
+            return f"{value / 1e9:.{digits}g} GB" if large else f"{value / 1e6:.{digits}g} MB"
         case "tok/s":
-            return f"{value:.0f} tok/s" if value >= 10 else f"{value:.3g} tok/s"
-        case "ratio" if value == 0 or abs(value) >= 1e-4:
-            return f"{value * 100:.4g}%"
+            whole = digits == DIGITS and value >= 10
+            return f"{value:.0f} tok/s" if whole else f"{value:.{digits}g} tok/s"
+        case "%":
+            return _percent(value, digits)
+        case "ratio" if value == 0 or abs(value) >= _SMALL:
+            return _percent(value, digits)
         case _:
-            return f"{value:.3g}"
+            return f"{value:.{digits}g}"
+
+
+def _percent(value: float, digits: int) -> str:
+    """Return a share in percent; 100% only where it is 1."""
+    for enough in range(min(17, digits + (abs(value) >= 0.01)), 18):
+        text = f"{value * 100:.{enough}g}"
+        if value == 1 or float(text) != 100:
+            break
+    return f"{text}%"
+
+
+def stated(threshold: float | None, unit: str) -> str:
+    """Return a threshold as its author stated it, which no rounding changes."""
+    return quantity(threshold, unit, STATED)
+
+
+def told(value: float | None, threshold: float | None, unit: str) -> str:
+    """Return a value so that it is read as another than a threshold that it is not."""
+    if value is None or threshold is None or not math.isfinite(threshold):
+        return quantity(value, unit)
+    if value == threshold:
+        return stated(threshold, unit)
+    for digits in (DIGITS, *MORE):
+        text = quantity(value, unit, digits)
+        if text != quantity(threshold, unit, digits):
+            break
+    return text
+
+
+def scale(unit: str, threshold: float | None) -> str:
+    """Return the unit of everything beside a threshold: a share is a percentage where that is."""
+    if unit != "ratio" or threshold is None:
+        return unit
+    return "1" if 0 < abs(threshold) < _SMALL else "%"

@@ -8,35 +8,34 @@ from collections.abc import Iterable, Iterator
 from io import StringIO
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kcdsl.ir.buckets import is_bucket
 from kcdsl.verdict.beside_text import beside_parts
+from kcdsl.verdict.console import WIDTH, HarmlessConsole, print_on
 from kcdsl.verdict.model import Violated, verdict_name
 from kcdsl.verdict.names import SHOWN
 from kcdsl.verdict.quantities import UNREACHED as _UNREACHED
-from kcdsl.verdict.quantities import quantity
+from kcdsl.verdict.quantities import quantity, scale, stated, told
 from kcdsl.verdict.report import CrossCheck, Report, SliceSummary, Statistics
 from kcdsl.verdict.result import ClauseResult, reason
-
-WIDTH = 100
 
 _FONT = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 
 
 def print_report(report: Report, stream: TextIO) -> None:
     """Print the report; colours only where the stream is a terminal."""
-    terminal = stream.isatty()
-    console = Console(file=stream, width=None if terminal else WIDTH, highlight=False)
-    console.print(render(report))
+    print_on(stream, render(report))
 
 
 def svg(report: Report) -> str:
     """Return the report as an SVG picture that fetches nothing: no font from elsewhere."""
     # with a height too, as rich takes terminals called "dumb" to be 80 columns wide else
-    console = Console(record=True, width=WIDTH, height=50, file=StringIO(), force_terminal=True)
+    console = HarmlessConsole(
+        record=True, width=WIDTH, height=50, file=StringIO(), force_terminal=True
+    )
     console.print(render(report))
     picture = console.export_svg(title=f"kcdsl evaluate · {report.contract['name']}")
     return _FONT.sub("", picture)
@@ -50,7 +49,7 @@ def render(report: Report) -> RenderableType:
     if report.crosschecks:
         parts.append(_crosscheck_table(report.crosschecks))
     if any(s.statistics for s in report.slices):
-        parts.append(_slice_table(report.slices))
+        parts.append(_slice_table(report.slices, report.unit))
     parts += list(_remarks(report))
     parts.append(_conclusion(report))
     return Group(*parts)
@@ -98,12 +97,13 @@ def _clause_table(clauses: Iterable[ClauseResult]) -> Table:
     table.add_column("verdict", no_wrap=True)
     for row in rows:
         word, style = SHOWN[verdict_name(row.verdict)]
+        unit = scale(row.unit, row.threshold)
         cells = (
             f"{row.clause} {row.level}",
             row.slice,
             requirement(row) + (" (held out)" if row.holdout else ""),
-            quantity(row.value, row.unit),
-            quantity(_worse_limit(row), row.unit),
+            told(row.value, row.threshold, unit),
+            told(_worse_limit(row), row.threshold, unit),
             f"{row.evidence} {beyond(row)}",
         )
         table.add_row(*map(Text, cells), Text(word, style=style))
@@ -115,7 +115,7 @@ def requirement(row: ClauseResult) -> str:
     if row.threshold is None or row.metric.startswith("coverage("):
         return row.requirement
     budget = "" if row.budget is None else f", up to {row.budget}"
-    return f"{row.metric} {row.op} {quantity(row.threshold, row.unit)}{budget}"
+    return f"{row.metric} {row.op} {stated(row.threshold, row.unit)}{budget}"
 
 
 def beyond(row: ClauseResult) -> str:
@@ -155,9 +155,9 @@ def _crosscheck_table(checks: Iterable[CrossCheck]) -> Table:
     return table
 
 
-def _slice_table(slices: Iterable[SliceSummary]) -> Table:
+def _slice_table(slices: Iterable[SliceSummary], unit: str) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
-    table.title = "\ndrift by slice (each request by its worst token; mean over tokens)"
+    table.title = f"\ndrift by slice (each {unit} by its worst token; mean over tokens)"
     table.add_column("slice")
     table.add_column("metric")
     for name in ("mean", "p50", "p95", "p99", "worst"):

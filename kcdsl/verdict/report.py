@@ -188,6 +188,11 @@ class Report:
     """The data of the charts: plain JSON of bounded size."""
 
     @property
+    def unit(self) -> str:
+        """Return what one sampling unit is called: "request", or "prompt" of recorded rollouts."""
+        return str(self.environment.get("unit", "request"))
+
+    @property
     def verdict(self) -> str:
         """Return violated, else invalid_evidence, else inconclusive, else held."""
         return overall(self.clauses)[0]

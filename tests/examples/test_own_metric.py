@@ -79,3 +79,24 @@ def test_a_function_that_fails_is_invalid_evidence(cli: Cli, folder: Path) -> No
     assert found["S-RANK", "safety"]["verdict"] == "invalid_evidence"
     assert "OSError" in json.dumps(found["S-RANK", "safety"])
     assert found["S-ENTROPY-MEAN", "safety"]["verdict"] == "held"
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_what_its_functions_print_is_no_part_of_the_report(
+    cli_process: Cli, folder: Path, jobs: str
+) -> None:
+    module = folder / "drift_metrics.py"
+    text = module.read_text("utf-8").replace(
+        "    return entropy(infer_logits",
+        "    print('from the function')\n    return entropy(infer_logits",
+    )
+    module.write_text(text + "\nprint('from the module')\n", encoding="utf-8")
+    prompts = folder.parent / "tiny_lm" / "prompts.jsonl"
+    rows_ = [r for r in prompts.read_text("utf-8").splitlines(keepends=True) if "safety" in r]
+    prompts.write_text("".join(rows_[:2]), encoding="utf-8")
+    ran = cli_process(
+        "evaluate", "--json", "--bound-seconds", "0", "--jobs", jobs, "-o", "out", cwd=folder
+    )
+    assert json.loads(ran.stdout)["schema"] == "kcdsl.report/1"
+    assert "from the function" in ran.stderr
+    assert "from the module" in ran.stderr

@@ -138,6 +138,8 @@ def test_no_eigenvalue_is_larger(name: str, scale: float) -> None:
     for found in (one, two):
         assert truth * (1 - 1e-13) <= found <= trace * (1 + 1e-12)
     assert two <= max(truth * 1.001, 0.0)
+    assert one <= max(truth * 1.001, 0.0)
+    assert two <= one * (1 + 1e-12), "a reader finds no more than a writer"
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])

@@ -249,6 +249,9 @@ PLANTED: Mapping[str, Planted] = {
     "top-k": Planted(
         "truncation_mass", _pair(lambda k: after(k, lambda z: top_k(z, 20))), "top-k 20 "
     ),
+    "top-k on bfloat16": Planted(
+        "truncation_mass", _coarse_pair(lambda k: after(k, lambda z: top_k(z, 20))), "top-k 20 "
+    ),
     "no causal mask": Planted(
         "mask_provenance", _pair(lambda k: masked(k, lambda r, c: r >= 0 * c)), "infer sees token"
     ),

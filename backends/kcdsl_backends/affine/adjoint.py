@@ -45,6 +45,12 @@ class Adjoint:
         return all(stop - start == 1 for start, stop in self.window[:-1])
 
     @property
+    def one_row(self) -> bool:
+        """Say whether the functionals read one row of the last two dimensions, in any heads."""
+        start, stop = self.window[-2]
+        return stop - start == 1
+
+    @property
     def first(self) -> tuple[int, ...]:
         """Return the index of the window's first element."""
         return tuple(start for start, _ in self.window)

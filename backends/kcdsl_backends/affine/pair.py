@@ -99,7 +99,8 @@ class Both:
         if self._as_stored and self._at_a_point:
             return None
         low, high = torch.empty_like(one.reference), torch.empty_like(one.reference)
-        for i, start, stop, functionals in unit_functionals(one.shape, low.device):
+        by_row = any(end.by_row for end in self.ends)
+        for i, start, stop, functionals in unit_functionals(one.shape, low.device, by_row=by_row):
             found = self.errors(functionals)
             low[i].view(-1)[start:stop] = found.lo
             high[i].view(-1)[start:stop] = found.hi
@@ -174,7 +175,8 @@ def _stored(run: KernelRun, output: str) -> Box:
     entry = output_entry(run, output)
     formed = entry.before
     low, high = torch.empty_like(entry.reference), torch.empty_like(entry.reference)
-    for i, start, stop, functionals in unit_functionals(entry.shape, low.device):
+    each = unit_functionals(entry.shape, low.device, by_row=entry.by_row)
+    for i, start, stop, functionals in each:
         found = run.tape.bound(run.computed[output], functionals, formed=formed)
         between = found.with_region(run.tape.radius)
         low[i].view(-1)[start:stop], high[i].view(-1)[start:stop] = between

@@ -25,14 +25,21 @@ Row = tuple[int, ...]
 
 
 def unit_functionals(
-    shape: tuple[int, ...], device: torch.device
+    shape: tuple[int, ...], device: torch.device, *, by_row: bool = False
 ) -> Iterator[tuple[int, int, int, Adjoint]]:
     """Yield (first index, start, stop, functionals) that read single elements of a tensor.
 
-    Elements start to stop of the flattened rest [i, ...] of the tensor; together all of them.
+    Elements start to stop of the flattened rest [i, ...] of the tensor; together all of them. With
+    `by_row` no functionals of two rows of the last dimension come together.
     """
     rest, count = shape[1:], math.prod(shape[1:])
-    for i in range(shape[0]):  # one row at a time, so that windows stay small
+    if by_row:
+        unit = torch.eye(shape[-1], dtype=torch.float64, device=device)
+        for row in rows(shape):
+            start = sum(k * math.prod(shape[axis + 2 :]) for axis, k in enumerate(row[1:]))
+            yield row[0], start, start + shape[-1], on_row(unit, row, shape)
+        return
+    for i in range(shape[0]):  # so that windows stay small
         for start in range(0, count, BATCH):
             stop = min(count, start + BATCH)
             values = torch.zeros(stop - start, count, dtype=torch.float64, device=device)
@@ -50,7 +57,8 @@ def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tens
     """
     entry = tape.entries[index]
     found = entry.reach.clone(memory_format=torch.contiguous_format)
-    for i, start, stop, functionals in unit_functionals(entry.shape, found.device):
+    each = unit_functionals(entry.shape, found.device, by_row=entry.by_row)
+    for i, start, stop, functionals in each:
         if bool(needed[i].any()):
             bounds = tape.bound(index, functionals, floor)
             found[i].view(-1)[start:stop] = bounds.magnitude(tape.radius)

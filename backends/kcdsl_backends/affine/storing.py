@@ -17,7 +17,7 @@ from kcdsl_backends.affine.independent import Roundings
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.reaches import elements, norms
 from kcdsl_backends.affine.remainder import Remainder
-from kcdsl_backends.affine.tape import SAFE, Amplified, Apart, Curved, Entry, Pull
+from kcdsl_backends.affine.tape import SAFE, Amplified, Apart, Curved, Entry, OneRow, Pull
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding, power_of_two, stepped, toward_zero
@@ -47,6 +47,7 @@ class Result:
     cases: Cases | None = None
     roundings: Roundings | None = None
     early: Early | None = None
+    one_row: OneRow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Ent
         result.curved,
         result.amplified,
         roundings=parts,
+        one_row=result.one_row,
     )
 
 
@@ -244,6 +246,7 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
         together=None if cases is None else _together(cases, reference, stairs, radius),
         before=entry,
         roundings=None if parts is None else parts.where(~stairs, gap * SAFE),
+        one_row=None if entry.one_row is None else entry.one_row.where(keep),
     )
 
 

@@ -22,7 +22,9 @@ from kcdsl_backends.affine.ellipsoids import Ellipsoids, reached
 from kcdsl_backends.affine.independent import Chance, Parts, Roundings
 from kcdsl_backends.interval.box import gamma
 
-Pull = Callable[[Adjoint], Sequence[tuple[int, Adjoint]]]
+Pulled = Sequence[tuple[int, Adjoint]]
+"""Functionals of the errors of operands."""
+Pull = Callable[[Adjoint], Pulled]
 """Lᵀ: the functionals of the operands' errors that a functional of the result's error is."""
 
 SAFE = 1.0 + 2.0**-40
@@ -61,6 +63,24 @@ class Curved:
 
 
 @dataclass(frozen=True, slots=True)
+class OneRow:
+    """Another way to take functionals of one row of a product.
+
+    `curved` and `pull` stand for those of the entry; what an operand adds of its own is part of
+    `curved`, and `pull` leaves it out. `nearer` says that bounds are less for it, not sooner only.
+    """
+
+    curved: Curved
+    pull: Pull
+    nearer: bool = False
+
+    def where(self, keep: Tensor) -> OneRow:
+        """Return the same of keep∘e."""
+        pull = self.pull
+        return OneRow(self.curved.where(keep), lambda a: pull(a.times(keep)), self.nearer)
+
+
+@dataclass(frozen=True, slots=True)
 class Amplified:
     """A remainder that is a multiple of the linear part of a functional (section 5).
 
@@ -92,7 +112,8 @@ class Entry:
     `ends`, `cases` and, of a softmax, `choices` say more of the stored value than the reach does,
     `together` more of o than the radius, which holds as well; `before` is a result as it was
     formed, before a cast to nearest or, of the output, a free one. `roundings` take the radius
-    apart for bounds by chance, `apart` for others.
+    apart for bounds by chance, `apart` for others. `balance` [..., 1] bounds |Σ e| of every row of
+    probabilities; `one_row` is for functionals of one row of a product.
     """
 
     name: str
@@ -113,6 +134,13 @@ class Entry:
     before: Entry | None = None
     roundings: Roundings | None = None
     apart: Apart | None = None
+    balance: Tensor | None = None
+    one_row: OneRow | None = None
+
+    @property
+    def by_row(self) -> bool:
+        """Say whether functionals of one row each have nearer bounds."""
+        return self.one_row is not None and self.one_row.nearer
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -244,10 +272,13 @@ class Tape:
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
             elif entry.radius is not None:
                 spread = spread + functional.magnitude(entry.radius)
-            if entry.curved is not None:
-                low, high = entry.curved.between(functional)
+            curved, pull = entry.curved, entry.pull
+            if entry.one_row is not None and self.chance is None and functional.one_row:
+                curved, pull = entry.one_row.curved, entry.one_row.pull
+            if curved is not None:
+                low, high = curved.between(functional)
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
-            pulled = entry.pull(functional)
+            pulled = pull(functional)
             if entry.amplified is not None:
                 if not pending and functional.single_row and len(pulled) == 1:
                     rest = self._bound(dict(pulled), count, floor)

@@ -62,8 +62,9 @@ def run_of(record: Mapping[str, Any], simulators: Mapping[str, Simulator]) -> Ru
     """Return the run of a record, on the device of the kernels' parameters.
 
     Raises:
-        Unusable: an array is damaged or has another shape, a number is not finite, a symbol is not
-            in [-1, 1], or names what the kernel does not round; an order that there is not.
+        Unusable: an array is damaged or has another shape, a number is not finite, an input is not
+            float32, a symbol is not in [-1, 1], or names what the kernel does not round; an order
+            that there is not.
     """
     graph = simulators["train"].graph
     device = simulators["train"].parameters.device
@@ -71,13 +72,22 @@ def run_of(record: Mapping[str, Any], simulators: Mapping[str, Simulator]) -> Ru
     if (x is None) != (graph.input_shape is None):
         raise Unusable("`input` does not fit the block")
     return Run(
-        None if x is None else unpack(x, tuple(graph.input_shape or ()), "input").to(device),
+        None
+        if x is None
+        else _single(unpack(x, tuple(graph.input_shape or ()), "input")).to(device),
         {
             side: {name: value.to(device) for name, value in _symbols(record, side, one).items()}
             for side, one in simulators.items()
         },
         {side: _orders(record, side, one) for side, one in simulators.items()},
     )
+
+
+def _single(x: Tensor) -> Tensor:
+    """Return an input; refuse one that no kernel can be given."""
+    if not torch.equal(x, x.to(torch.float32).to(torch.float64)):
+        raise Unusable("`input` holds numbers that are not float32")
+    return x
 
 
 def _symbols(record: Mapping[str, Any], side: str, simulator: Simulator) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ def decide_batch(
         _attack(crew, batch, told)
         _measure_slack(crew, batch, told)
     for one in batch:
-        one.verdict = verdict_of(one.goal, one.outcomes, one.strongest)
+        one.verdict = verdict_of(one.goal, one.outcomes, one.strongest, chain=chain)
         if isinstance(one.verdict, Held):
             _prove(station, one)
     if confirm:

@@ -11,8 +11,14 @@ from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.attack.runs import Attack
 
 
-def verdict_of(goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None) -> Verdict:
-    """Return the verdict that bounds and attacks of all cases give; no case is no evidence."""
+def verdict_of(
+    goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None, *, chain: bool = False
+) -> Verdict:
+    """Return the verdict that bounds and attacks of all cases give; no case is no evidence.
+
+    Where a clause admits what is likely and that was not asked, as it never is of a `chain`, a run
+    whose roundings were chosen refutes nothing.
+    """
     if not cases:
         return InvalidEvidence("there is no case")
     for case in cases:
@@ -31,6 +37,11 @@ def verdict_of(goal: Goal, cases: Sequence[CaseOutcome], found: Attack | None) -
         return _stability(cases)
     refuted = [case for case in cases if _refutes(goal, case)]
     if found is not None and refuted:
+        if goal.alpha is not None and (chain or "affine" not in (goal.domains or ("affine",))):
+            return Inconclusive(
+                f"{refuted[0].name}: a run exceeds the threshold, and how likely such runs are was "
+                "not asked: affine forms of whole blocks say that"
+            )
         return Violated(counterexample(cases, found))
     open_cases = [case for case in cases if not goal.admits(case.bound)]
     if not open_cases:

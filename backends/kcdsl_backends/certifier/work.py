@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kcdsl.diagnostics import Diagnostic, Refusal, codes
+from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
 from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import Model, load_model
@@ -28,7 +28,7 @@ from kcdsl.model.graph import array_digest
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
-from kcdsl_backends.attack.recording import run_of
+from kcdsl_backends.attack.recording import attained, run_of
 from kcdsl_backends.attack.runs import Attack, attack_of
 from kcdsl_backends.certifier.attacking import attack_case
 from kcdsl_backends.certifier.bounding import Bounded, bound_case
@@ -248,7 +248,9 @@ def _believable(station: Station, goal: Goal, case: Case, value: Any) -> Attack 
         return None
     with one_thread():
         again = attack_of(run, train, infer, goal.functional)
-    return kept if again is not None and goal.refuted_by(again.value) else None
+    if again is None or not goal.refuted_by(again.value):
+        return None
+    return kept if kept.record.get("attained") == attained(again) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,16 +325,24 @@ def open_station(setting: Setting, model: Model | None = None) -> Station:
     """Return what a process needs to work: the loaded model and an empty workshop.
 
     Raises:
-        Refusal: the model cannot be loaded.
-        RuntimeError: it is not the model, or this is not the program, that gave out the work.
+        Refusal: the model cannot be loaded, or it is not the model, or this is not the program,
+            that gave out the work.
     """
     loaded = load_model(setting.program.model, setting.base) if model is None else model
     if loaded.checkpoint.sha256 != setting.checkpoint:
-        raise RuntimeError("the checkpoint changed during the run, or differs between machines")
+        raise _changed("the checkpoint")
     if rules_version() != setting.rules:
-        raise RuntimeError("the program changed during the run, or differs between machines")
+        raise _changed("the program (kcdsl, torch or numpy)")
     train, infer = resolve(setting.program.train), resolve(setting.program.infer)
     return Station(setting, Workshop(loaded, train, infer, torch.device(setting.device)))
+
+
+def _changed(what: str) -> Refusal:
+    return refuse(
+        codes.CHANGED_MEANWHILE,
+        f"{what} changed while the command ran, or differs between machines",
+        help="run it again; every machine needs the same version of kcdsl and the same files",
+    )
 
 
 def work(setting: bytes, task: bytes) -> bytes:

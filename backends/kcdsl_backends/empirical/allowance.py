@@ -1,13 +1,16 @@
 """What share of its units a clause allows to be beyond its threshold, where it speaks of that.
 
 `p99(m) <= τ` says that at most 1 % of the requests exceed τ, `budget: 1% of requests` on `max(m)`
-says the same, and a maximum alone says that none does. A mean speaks of no unit.
+says the same, and a maximum alone says that none does. `failure_rate` and `determinism` are shares
+of requests themselves. A mean speaks of no unit, and neither does a rate over tokens, which is one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 
+from kcdsl.check.metrics import METRICS
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -91,8 +94,14 @@ def _of_term(term: Term, op: str, tau: Fraction) -> Fraction | None:
             return 1 - q
         case Statistic("quantile", _, Fraction() as q) if op in _LOWER:
             return q
-        case Statistic("rate") if op in _UPPER and 0 <= tau < 1:
+        case Statistic("rate", Metric(name)) if op in _UPPER and 0 <= tau < 1:
+            return tau if _per_request(name) else None
+        case Metric("failure_rate") if op in _UPPER and 0 <= tau < 1:
             return tau
+        case Metric("determinism") if op in _LOWER and 0 < tau <= 1:
+            return 1 - tau
+        case Statistic("aggregate", of):
+            return _of_term(of, op, tau)
         case Norm():
             return Fraction(0)
         case _:
@@ -100,13 +109,54 @@ def _of_term(term: Term, op: str, tau: Fraction) -> Fraction | None:
 
 
 def is_mean(clause: Clause) -> bool:
-    """Say whether a clause compares one mean of values (or its magnitude) with a number."""
+    """Say whether a clause compares one mean of values (or its magnitude) with a number; a rate
+    over tokens is one."""
     comparison = main_comparison(clause.require)
     found = None if comparison is None else sides(comparison)
     if found is None or clause.budget is not None:
         return False
     term = found[0].of if isinstance(found[0], Abs) else found[0]
-    return isinstance(term, Statistic) and term.kind == "mean" and _pointwise(term.of)
+    match term:
+        case Statistic("mean", of):
+            return _pointwise(of)
+        case Statistic("rate", Metric(name)):
+            return not _per_request(name)
+        case _:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A mean of values in a range: its good end, and how far along the range from there the
+    threshold lies (0 to 1)."""
+
+    best: float
+    share: Fraction
+
+
+def bounded_mean(clause: Clause) -> Bounded | None:
+    """Return the range of a mean of one metric; None for others, for a range that is open at an
+    end, and for a threshold outside of it."""
+    comparison = main_comparison(clause.require)
+    found = None if comparison is None else sides(comparison)
+    if found is None or not is_mean(clause):
+        return None
+    term, op, tau = found
+    inner = term.of if isinstance(term, Statistic) else None
+    definition = METRICS.get(inner.name) if isinstance(inner, Metric) else None
+    if definition is None or definition.lower is None or definition.upper is None or op == "==":
+        return None
+    best, room = definition.lower, tau - definition.lower
+    if op in _LOWER:
+        best, room = definition.upper, definition.upper - tau
+    share = room / (definition.upper - definition.lower)
+    return Bounded(float(best), share) if 0 < share < 1 else None
+
+
+def _per_request(name: str) -> bool:
+    """Say whether a metric has one value of each request, as far as that is known."""
+    definition = METRICS.get(name)
+    return definition is not None and definition.counted == "request"
 
 
 def _pointwise(term: Term) -> bool:

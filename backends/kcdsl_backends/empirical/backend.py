@@ -13,6 +13,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.verdict.report import Report
 from kcdsl_backends.empirical.conclusion import conclude
 from kcdsl_backends.empirical.evidence import Evidence, records
+from kcdsl_backends.empirical.foreign import prints_aside
 from kcdsl_backends.empirical.gathering import Progress, gather
 from kcdsl_backends.empirical.journal import Journal
 from kcdsl_backends.empirical.preparing import prepare
@@ -32,8 +33,9 @@ class EmpiricalBackend:
 
     name = "empirical"
 
-    prepare = staticmethod(prepare)
+    prepare = staticmethod(prints_aside(prepare))
 
+    @prints_aside
     def gather(
         self,
         setting: Setting | RecordedSetting,
@@ -99,6 +101,7 @@ class EmpiricalBackend:
         same_functions(program, base, trace.evidence)
         return under(program, trace)
 
+    @prints_aside
     def experiment(
         self, kind: str, program: Program, base: Path, folder: Path, **wishes: Any
     ) -> dict[str, Any]:

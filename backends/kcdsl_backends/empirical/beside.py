@@ -7,13 +7,13 @@ bounds of its values, since all of them grow with every value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 
-from kcdsl.ir.terms import Abs, Clause, Compare, Metric, Norm, Number, Statistic, Term
+from kcdsl.ir.terms import Abs, Arith, Clause, Compare, Metric, Norm, Number, Statistic, Term
 from kcdsl.ir.walk import subterms
 from kcdsl.verdict.beside import Beside, Certified, Measured, NoiseFloor
 from kcdsl.verdict.result import ClauseResult
@@ -45,14 +45,14 @@ def beside(clause: Clause, row: ClauseResult, data: SliceData, evidence: Evidenc
     if comparison is None:
         return Beside(narrow=narrow)
     term, op = _oriented(comparison)
-    name = _name_of(_inner(term))
-    if name is None or _is_timed(name, data):
+    names = _names_of(_inner(term))
+    if not names or any(_is_timed(name, data) for name in names):
         return Beside(narrow=narrow)
     side: Side = "lower" if op in (">=", ">") else "upper"
     return Beside(
         measured(_inner(term), data, side),
-        certified(term, name, data, side, evidence),
-        floor(term, name, side, row.threshold, evidence),
+        certified(term, names, data, side, evidence),
+        floor(term, names, side, row.threshold, evidence),
         narrow,
     )
 
@@ -77,13 +77,16 @@ def measured(term: Term, data: SliceData, side: Side) -> Measured | None:
 
 
 def certified(
-    term: Term, name: str, data: SliceData, side: Side, evidence: Evidence
+    term: Term, names: Sequence[str], data: SliceData, side: Side, evidence: Evidence
 ) -> Certified | None:
     """Return the statistic of the certified bounds; None for what no drift of logits bounds."""
     bounded = [evidence.certified.get(unit.key) for unit in data.requests]
     every = len(bounded)
     if every == 0:
         return None
+    if _combines(_inner(term)):
+        return Certified(None, 0, every, reason="values made of others have no bound of their own")
+    (name,) = names
     lower = name in LOWER_BOUNDS
     wrong = lower != (side == "lower") or (name in MAGNITUDES and not _of_size(term))
     if wrong:
@@ -97,8 +100,9 @@ def certified(
         else np.array([_UNBOUNDED[lower]])
         for unit in bounded
     ]
-    partial = _statistic(term, name, [unit.values[name] for unit in known], side, data)
-    value = partial if len(known) == every else _statistic(term, name, values, side, data)
+    partial = _statistic(term, [{name: unit.values[name]} for unit in known], side, data)
+    whole = [{name: one} for one in values]
+    value = partial if len(known) == every else _statistic(term, whole, side, data)
     finite = value is not None and bool(np.isfinite(value))
     reason = None if finite else _why(name, bounded, evidence)
     domains = _domains(term, {unit.key for unit in known}, evidence)
@@ -142,17 +146,18 @@ def _of_whole_model(unit: Unit) -> bool:
 
 
 def floor(
-    term: Term, name: str, side: Side, threshold: float | None, evidence: Evidence
+    term: Term, names: Sequence[str], side: Side, threshold: float | None, evidence: Evidence
 ) -> NoiseFloor:
     """Return the statistic of the drift of the training kernel from itself."""
     units = [evidence.floor[r.key] for r in evidence.requests if r.key in evidence.floor]
     if not units:
         why = "the training kernel was not batched, or takes no batches"
         return NoiseFloor(None, 0, reason=why)
-    values = [unit.values[name] for unit in units if name in unit.values]
-    if len(values) < len(units):
-        return NoiseFloor(None, 0, reason=f"{name} was not measured between batchings")
-    found = _statistic(term, name, values, side, None)
+    missing = next((name for name in names for u in units if name not in u.values), None)
+    if missing is not None:
+        return NoiseFloor(None, 0, reason=f"{missing} was not measured between batchings")
+    values = [{name: unit.values[name] for name in names} for unit in units]
+    found = _statistic(term, values, side, None)
     if found is None:
         return NoiseFloor(None, len(units), reason="the noise is not a number")
     beyond = threshold is not None and (found > threshold if side == "upper" else found < threshold)
@@ -190,20 +195,34 @@ def _oriented(comparison: Compare) -> tuple[Term, str]:
 
 
 def _inner(term: Term) -> Term:
-    return term.of if isinstance(term, Statistic) else term
-
-
-def _name_of(term: Term) -> str | None:
-    """Return the name of the values behind a term, None where it is made of several."""
+    """Return the values behind a statistic; their sizes behind the magnitude of a mean."""
     match term:
-        case Metric(name):
-            return name
-        case Abs(of):
-            return _name_of(of)
-        case Norm() if term.of.measured:
-            return norm_name(term.of.block, term.kind)
+        case Statistic(_, of):
+            return of
+        case Abs(Statistic("mean", of)):
+            return of if isinstance(of, Abs) else Abs(of)
         case _:
-            return None
+            return term
+
+
+def _names_of(term: Term) -> tuple[str, ...]:
+    """Return the names of the values that a term is made of, none where it is no such term."""
+    found: dict[str, None] = {}
+    for part in subterms(term):
+        match part:
+            case Metric(name):
+                found[name] = None
+            case Norm() if part.of.measured:
+                found[norm_name(part.of.block, part.kind)] = None
+            case Abs() | Arith() | Number():
+                pass
+            case _:
+                return ()
+    return tuple(found)
+
+
+def _combines(term: Term) -> bool:
+    return any(isinstance(part, Arith) for part in subterms(term))
 
 
 def _of_size(term: Term) -> bool:
@@ -217,17 +236,15 @@ def _is_timed(name: str, data: SliceData) -> bool:
 
 
 def _statistic(
-    term: Term, name: str, values: Sequence[Array], side: Side, data: SliceData | None
+    term: Term, values: Sequence[Mapping[str, Array]], side: Side, data: SliceData | None
 ) -> float | None:
-    """Form the statistic of a term from other values of its metric; infinite where one is."""
-    infinite = [bool(np.isinf(v).any()) for v in values]
+    """Form the statistic of a term from other values of its metrics; infinite where one is."""
     kind = term.kind if isinstance(term, Statistic) else "aggregate"
-    if any(infinite):
+    if any(bool(np.isinf(v).any()) for unit in values for v in unit.values()):
         if kind != "quantile":
             return float("inf") if side == "upper" else float("-inf")
-        limit = np.finfo(np.float64).max
-        values = [np.nan_to_num(v, nan=np.nan, posinf=limit, neginf=-limit) for v in values]
-    units = tuple(Unit(str(i), v.size, {name: v}) for i, v in enumerate(values))
+        values = [{name: _finite(v) for name, v in unit.items()} for unit in values]
+    units = tuple(Unit(str(i), max(v.size for v in u.values()), u) for i, u in enumerate(values))
     made = SliceData("", units) if data is None else replace(data, requests=units, reduced=None)
     try:
         found, _ = evaluate(term, made, side, _POINT)
@@ -237,3 +254,9 @@ def _statistic(
     if abs(value) >= np.finfo(np.float64).max:
         return float("inf") if value > 0 else float("-inf")
     return value
+
+
+def _finite(values: Array) -> Array:
+    limit = np.finfo(np.float64).max
+    found: Array = np.nan_to_num(values, nan=np.nan, posinf=limit, neginf=-limit)
+    return found

@@ -58,11 +58,13 @@ def main_comparison(formula: Formula) -> Compare | None:
 
 
 def statistic_count(formula: Formula) -> int:
-    """Return how many estimates a formula compares, at least 1."""
+    """Return how many estimates a formula compares, at least 1; those that are to equal something
+    count twice, since they may miss it on either side."""
     estimates = 0
     for part in walk(formula):
         if isinstance(part, Compare):
-            estimates += _estimates(part.left) + _estimates(part.right)
+            both = 2 if part.op == "==" else 1
+            estimates += both * (_estimates(part.left) + _estimates(part.right))
     return max(1, estimates)
 
 

@@ -21,6 +21,7 @@ from kcdsl_backends.empirical.evidence import Evidence, records
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics.measures import Measure
 from kcdsl_backends.empirical.reporting import build_report
+from kcdsl_backends.empirical.sampling_units import sampling_unit
 from kcdsl_backends.empirical.user_metrics import measures_of
 
 PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
@@ -92,6 +93,7 @@ def _on_slice(
         timing.peak_memory,
         tuple(written[key] for key in keys),
         measures,
+        unit=sampling_unit(evidence.program),
     )
 
 

@@ -37,11 +37,10 @@ from kcdsl_backends.empirical.reduced import Reduced
 from kcdsl_backends.empirical.reduced_counts import beyond_of
 from kcdsl_backends.empirical.statistics import Confidence, Exceedance, NotMeasurable
 from kcdsl_backends.empirical.term_values import Side, value_range
-from kcdsl_backends.empirical.windows import windows
+from kcdsl_backends.empirical.windows import NO_WINDOW_HAS, windows
 
-_SLICE_WIDE = frozenset({"ece_gap", "peak_memory", "determinism"})
-"""Metrics that one request by itself does not have."""
-
+_OF_MANY = frozenset({"ece_gap"})
+"""Metrics that one request by itself does not have, and a window of them does."""
 
 _Records = Sequence[Mapping[str, Any]]
 
@@ -103,7 +102,7 @@ class Judge:
         else:
             rows = [self.on(unit).outcome(body, negated) for unit in self.data.requests]
         if not rows:
-            raise NotMeasurable("there are no requests")
+            raise NotMeasurable(f"there are no {self.data.unit}s")
         found = _and(rows) if quantifier == "forall" else _not(_and([_not(r) for r in rows]))
         settled: Outcome = "violated" if quantifier == "forall" else "held"
         return found if not self.sample or found == settled else "unknown"
@@ -176,7 +175,7 @@ def count(clause: Clause, judge: Judge) -> Counted | None:
     known = judge.data.measures
     timed = {known[m].tier == "E" and m != "failure_rate" for m in metrics if m in known}
     per_window = clause.budget is not None and clause.budget.unit == "windows"
-    if timed == {True, False} or (metrics & _SLICE_WIDE and not per_window):
+    if timed == {True, False} or metrics & NO_WINDOW_HAS or (metrics & _OF_MANY and not per_window):
         return None
     body = clause.require.body if isinstance(clause.require, Quantified) else clause.require
     if isinstance(body, HasFields):
@@ -185,13 +184,13 @@ def count(clause: Clause, judge: Judge) -> Counted | None:
         return Counted("records", (), beyond)
     if judge.data.reduced is not None:
         return Counted(
-            "windows" if per_window else "requests",
+            "windows" if per_window else f"{judge.data.unit}s",
             (),
             judge.beyond(body, judge.data.reduced, per_window=per_window),
         )
     runs = timed == {True}
     units = judge.data.runs if runs else judge.data.requests
-    of = "windows" if per_window else "timed runs" if runs else "requests"
+    of = "windows" if per_window else "timed runs" if runs else f"{judge.data.unit}s"
     if not units:
         raise NotMeasurable(f"there are no {of}")
     groups = windows(units) if per_window else tuple((u,) for u in units)

@@ -5,6 +5,7 @@ Fractions hold every float64 exactly, so a comparison with a threshold never rou
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -44,15 +45,26 @@ class Interval:
             None if self.low is None else -self.low,
         )
 
-    def magnitude(self) -> Interval:
-        """Return the interval of the absolute value."""
+    def magnitude(self, surer: Interval) -> Interval:
+        """Return the interval of the absolute value.
+
+        `surer` is the same number with limits at half the error: chance may lead away from 0 on
+        either side, so that two limits are asked whether the number lies beyond it. The upper limit
+        needs no correction: it fails only where the limit on the side of the number does.
+        """
+        low = Fraction(0)
+        if surer.low is not None and surer.low > 0:
+            low = surer.low
+        if surer.high is not None and surer.high < 0:
+            low = -surer.high
+        ends = [end for end in (self.low, self.high) if end is not None]
         if self.low is not None and self.low >= 0:
-            return self
-        if self.high is not None and self.high <= 0:
-            return self.negate()
-        open_end = self.low is None or self.high is None
-        high = None if open_end else max(-_known(self.low), _known(self.high))
-        return Interval(abs(self.value), Fraction(0), high)
+            high = self.high
+        elif self.high is not None and self.high <= 0:
+            high = None if self.low is None else -self.low
+        else:
+            high = max(map(abs, ends)) if len(ends) == 2 else None
+        return Interval(abs(self.value), low, high)
 
     def combine(self, op: str, other: Interval) -> Interval:
         """Return `self op other`; raises `NotMeasurable` for a division by what may be zero."""
@@ -72,21 +84,35 @@ class Interval:
         raise ValueError(f"unknown operation {op!r}")
 
     def _times(self, other: Interval) -> Interval:
-        value = self.value * other.value
-        ends = (self.low, self.high, other.low, other.high)
-        if any(end is None for end in ends):
-            return Interval(value, None, None)
-        corners = [
-            _known(a) * _known(b) for a in (self.low, self.high) for b in (other.low, other.high)
-        ]
-        return Interval(value, min(corners), max(corners))
+        corners = [_product(a, b) for a in self._ends() for b in other._ends()]
+        low, high = min(corners), max(corners)
+        return Interval(self.value * other.value, _end(low), _end(high))
+
+    def _ends(self) -> tuple[Fraction | float, Fraction | float]:
+        """Return both limits, infinite where there is none."""
+        return (
+            -math.inf if self.low is None else self.low,
+            math.inf if self.high is None else self.high,
+        )
 
     def _inverse(self) -> Interval:
         if self.value == 0:
             raise NotMeasurable("division by zero")
-        if self.low is None or self.high is None or self.low <= 0 <= self.high:
-            return Interval(1 / self.value, None, None)
-        return Interval(1 / self.value, 1 / self.high, 1 / self.low)
+        if self.low is not None and self.low > 0:
+            least = Fraction(0) if self.high is None else 1 / self.high
+            return Interval(1 / self.value, least, 1 / self.low)
+        if self.high is not None and self.high < 0:
+            return self.negate()._inverse().negate()
+        return Interval(1 / self.value, None, None)
+
+
+def _product(a: Fraction | float, b: Fraction | float) -> Fraction | float:
+    """Return a product of limits; 0 times any number, however large, is 0."""
+    return Fraction(0) if a == 0 or b == 0 else a * b
+
+
+def _end(limit: Fraction | float) -> Fraction | None:
+    return limit if isinstance(limit, Fraction) else None
 
 
 def compare(left: Interval, op: str, right: Interval) -> Outcome:
@@ -134,8 +160,3 @@ def _sum(a: Fraction | None, b: Fraction | None) -> Fraction | None:
 
 def _fraction(limit: float | None) -> Fraction | None:
     return None if limit is None else Fraction(limit)
-
-
-def _known(limit: Fraction | None) -> Fraction:
-    assert limit is not None
-    return limit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,14 @@ class Settings:
 
     seed: int
     confidence: Confidence | None
+
+    def halved(self) -> Settings:
+        """Return the same with half the error: for limits of which either may be missed."""
+        return (
+            self
+            if self.confidence is None
+            else replace(self, confidence=self.confidence.divided(2))
+        )
 
 
 def mean_of(of: Term, data: SliceData, settings: Settings) -> Estimate:

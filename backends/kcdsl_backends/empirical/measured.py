@@ -79,6 +79,8 @@ class SliceData:
     """How each metric is measured, the user's own included."""
     reduced: Reduced | None = None
     """The requests of a token table, instead of `requests`."""
+    unit: str = "request"
+    """What one of `requests` is called: "prompt" where a unit is all rollouts of one."""
 
     @property
     def size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,12 +16,12 @@ from scipy import stats
 
 from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.ir.terms import Abs, Clause, Compare, Metric, Number, Statistic, Term
+from kcdsl.ir.terms import Abs, Clause, Metric, Statistic
 from kcdsl.source.files import read_source
-from kcdsl_backends.empirical.allowance import allowed_rate
-from kcdsl_backends.empirical.clauses import main_comparison
+from kcdsl_backends.empirical.allowance import allowed_rate, bounded_mean, is_mean, sides
+from kcdsl_backends.empirical.clauses import label, main_comparison
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
-from kcdsl_backends.empirical.statistics.vocabulary import Array
+from kcdsl_backends.empirical.statistics.vocabulary import Array, rounded_sum
 
 _SIZE_LIMIT = 2**30
 _REPORT, _TRACE = "kcdsl.report/1", "kcdsl.trace/1"
@@ -29,13 +30,14 @@ _REPORT, _TRACE = "kcdsl.report/1", "kcdsl.trace/1"
 @dataclass(frozen=True, slots=True)
 class Observed:
     """n units; `k` of them beyond the threshold and the worst value of each, or the mean `value`
-    and the `variance` of one unit."""
+    and the `variance` of one unit, and how many have another mean than the best of `away`."""
 
     n: int
     k: int | None = None
     value: float | None = None
     variance: float | None = None
     worst: Array | None = None
+    away: int | None = None
 
 
 class Pilot(Protocol):
@@ -65,8 +67,11 @@ def read_pilot(path: Path) -> Pilot:
     except RecursionError:
         raise _unusable(path, "it is nested too deeply") from None
     try:
-        if isinstance(document, dict) and document.get("schema") == _REPORT:
+        known = document.get("schema") if isinstance(document, dict) else None
+        if known == _REPORT:
             return _report(document)
+        if known not in (None, _TRACE):
+            raise ValueError(f"its schema is {known}")
         return _trace(text.splitlines())
     except Refusal:
         raise
@@ -94,26 +99,92 @@ class _ReportPilot:
         if position >= len(rows) or rows[position]["verdict"] == "invalid_evidence":
             return None
         row = rows[position]
+        if not _of_the_same(row, part):
+            return None
         if allowed_rate(part) is not None:
-            counted = row["exceedance"]
-            return None if counted is None else Observed(int(counted["n"]), int(counted["k"]))
+            return _units_of(row)
         limit = row["low"] if row["op"] in (">=", ">") else row["high"]
         value, n = row["value"], int(row["n"])
         if value is None or limit is None or row["confidence"] is None or n < 1:
             return None
         z = float(stats.norm.ppf(float(row["confidence"])))
-        return Observed(
-            n, value=float(value), variance=n * ((float(limit) - float(value)) / z) ** 2
-        )
+        variance = n * ((float(limit) - float(value)) / z) ** 2
+        return Observed(n, value=float(value), variance=variance, away=_away(row, part))
+
+
+def _units_of(row: Mapping[str, Any]) -> Observed | None:
+    """Return n and k of a row; of `determinism`, which counts no single units, by its value."""
+    counted, n = row["exceedance"], row["n"]
+    if counted is not None:
+        return Observed(counted["n"], counted["k"])
+    if row["metric"] != "determinism" or row["value"] is None or not _is_count(0, n):
+        return None
+    equal = round(row["value"] * n)
+    return Observed(n, n - equal) if 0 <= equal <= n else None
+
+
+def _away(row: Mapping[str, Any], part: Clause) -> int:
+    """Return how many requests lie away from the good end of their range, at least as a report
+    shows: the half of them, or those beyond the threshold."""
+    n, counted, beside = int(row["n"]), row["exceedance"], row.get("beside") or {}
+    median, bounded = (beside.get("measured") or {}).get("p50"), bounded_mean(part)
+    if bounded is None or (median is not None and median != bounded.best):
+        return (n + 1) // 2
+    return max(1, 0 if counted is None else counted["k"])
+
+
+def _of_the_same(row: Mapping[str, Any], part: Clause) -> bool:
+    """Say whether a row decided what the part asks for: the contract may have changed since.
+
+    Units beyond another threshold, or counted otherwise, are no units beyond this one; a mean is
+    the same mean whatever it was compared with.
+    """
+    comparison = main_comparison(part.require)
+    found = None if comparison is None else sides(comparison)
+    if found is None:
+        return bool(row["requirement"] == (part.text or part.id))
+    term, op, tau = found
+    if row["metric"] != label(term):
+        return False
+    if allowed_rate(part) is None:
+        return True
+    windows = part.budget is not None and part.budget.unit == "windows"
+    by_window = str(row["budget"] or "").endswith("windows")
+    return bool((row["op"], row["threshold"], by_window) == (op, float(tau), windows))
 
 
 def _report(document: Mapping[str, Any]) -> Pilot:
     rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in document["clauses"]:
-        for name in ("verdict", "exceedance", "low", "high", "value", "n", "op", "confidence"):
+        for name in _FIELDS:
             row[name]
+        for name in ("value", "low", "high", "threshold", "confidence"):
+            if row[name] is not None and not _is_finite(row[name]):
+                raise ValueError(f"{row['clause']} has a {name} that is no number")
+        if not _is_count(0, row["n"]) and row["n"] != 0:
+            raise ValueError(f"{row['clause']} has {row['n']} units")
+        if row["confidence"] is not None and not 0.5 < row["confidence"] < 1:
+            raise ValueError(f"{row['clause']} has a confidence of {row['confidence']}")
+        counted = row["exceedance"]
+        if counted is not None and not _is_count(counted["k"], counted["n"]):
+            raise ValueError(f"{row['clause']} has {counted['k']} of {counted['n']} units beyond")
         rows.setdefault((str(row["clause"]), str(row["slice"])), []).append(row)
     return _ReportPilot(rows)
+
+
+_FIELDS = (
+    *("verdict", "exceedance", "low", "high", "value", "n", "op", "confidence"),
+    *("metric", "threshold", "budget", "requirement"),
+)
+_MOST = 10**15
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _is_count(k: object, n: object) -> bool:
+    return type(k) is type(n) is int and 0 <= k <= n <= _MOST and n > 0
 
 
 # --- traces ---------------------------------------------------------------------------------
@@ -125,53 +196,76 @@ class _TracePilot:
 
     def observe(self, part: Clause, position: int, slice_name: str) -> Observed | None:
         comparison = main_comparison(part.require)
-        if comparison is None:
-            return None
+        found = None if comparison is None else sides(comparison)
         own = [record for record in self.records if slice_name in record["slices"]]
-        split = _metric_and_threshold(comparison)
-        if split is None or not own or any(record["failure"] for record in own):
+        if found is None or not own:
             return None
-        kind, name, magnitude, tau, op = split
-        if part.budget is not None and (part.budget.unit == "windows" or kind == "mean"):
+        term, op, tau = found
+        failed = sum(bool(record["failure"]) for record in own)
+        if label(term) == "failure_rate":
+            return Observed(len(own), failed)
+        if failed:
             return None
-        if kind == "mean":
-            return None if magnitude else _mean_of(own, name)
-        worst = _worst_of(own, name, magnitude, upper=op in ("<=", "<"))
-        if worst is None or allowed_rate(part) is None:
+        if is_mean(part):
+            inner = term.of if isinstance(term, Abs) else term
+            of = inner.of if isinstance(inner, Statistic) else None
+            upward = op in (">=", ">")
+            return _mean_of(own, of.name, upward=upward) if isinstance(of, Metric) else None
+        windows = part.budget is not None and part.budget.unit == "windows"
+        if windows or allowed_rate(part) is None or not isinstance(term, Statistic):
+            return None
+        magnitude = isinstance(term.of, Abs)
+        of = term.of.of if isinstance(term.of, Abs) else term.of
+        if not isinstance(of, Metric) or term.kind == "mean" or op == "==":
+            return None
+        worst = _worst_of(own, of.name, magnitude, upper=op in ("<=", "<"))
+        if worst is None:
             return None
         beyond = sum(not _keeps(value, op, tau) for value in worst)
+        if term.kind == "rate":  # its threshold is a share, and no value
+            return Observed(len(worst), beyond)
         return Observed(len(worst), beyond, worst=np.array(worst, dtype=np.float64))
-
-
-_FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
 
 
 def _trace(lines: Sequence[str]) -> Pilot:
     records = []
     for number, line in enumerate(lines, 1):
-        record = json.loads(line)
-        if not isinstance(record, dict) or record.get("schema") != _TRACE:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            raise ValueError(f"line {number} is no JSON") from None
+        if not _is_record(record):
             raise ValueError(f"line {number} is no record of a trace")
-        for name in ("slices", "failure", "values", "latency_s"):
-            record[name]
         records.append(record)
     if not records:
         raise ValueError("it has no records")
     return _TracePilot(records)
 
 
-def _metric_and_threshold(
-    comparison: Compare,
-) -> tuple[str, str, bool, Fraction, str] | None:
-    left, right, op = comparison.left, comparison.right, comparison.op
-    if isinstance(left, Number):
-        left, right, op = right, left, _FLIPPED[op]
-    if not isinstance(left, Statistic) or not isinstance(right, Number) or op == "==":
-        return None
-    of: Term = left.of.of if isinstance(left.of, Abs) else left.of
-    if not isinstance(of, Metric):
-        return None
-    return left.kind, of.name, isinstance(left.of, Abs), right.value, op
+def _is_record(record: object) -> bool:
+    """Say whether a line is one of `trace.jsonl`, as far as it is read here."""
+    match record:
+        case {
+            "schema": "kcdsl.trace/1",
+            "slices": [*slices],
+            "failure": None | str(),
+            "values": dict(values),
+            "latency_s": [*latencies],
+        }:
+            summaries = [v for v in values.values() if v is not None]
+            named = all(isinstance(name, str) for name in slices)
+            return named and all(map(_is_finite, latencies)) and all(map(_is_summary, summaries))
+        case _:
+            return False
+
+
+def _is_summary(found: object) -> bool:
+    match found:
+        case {"n": n, "sum": total, "min": least, "max": most}:
+            numbers = [v for v in (total, least, most) if v is not None]
+            return (n == 0 or _is_count(0, n)) and all(map(_is_finite, numbers))
+        case _:
+            return False
 
 
 def _worst_of(
@@ -192,7 +286,8 @@ def _worst_of(
     return found
 
 
-def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> Observed | None:
+def _mean_of(records: Sequence[Mapping[str, Any]], name: str, *, upward: bool) -> Observed | None:
+    """Return the mean over all tokens; `upward` says that a larger one is better."""
     sums, sizes = [], []
     for record in records:
         summary = record["values"].get(name)
@@ -203,9 +298,13 @@ def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> Observed | None
     n = len(sums)
     if n < 2:
         return None
-    value = math.fsum(sums) / math.fsum(sizes)
+    value = rounded_sum(np.array(sums)) / math.fsum(sizes)
+    if not math.isfinite(value):
+        return None
     error = linear_error(np.array(sums), np.array(sizes), value)
-    return Observed(n, value=value, variance=n * error**2)
+    means = np.array(sums) / np.array(sizes)
+    away = int(np.count_nonzero(means != (means.max() if upward else means.min())))
+    return Observed(n, value=value, variance=n * error**2, away=away)
 
 
 def _keeps(value: float, op: str, tau: Fraction) -> bool:

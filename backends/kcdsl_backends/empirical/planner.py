@@ -27,6 +27,7 @@ from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.allowance import (
     allowed_rate,
     better_of,
+    bounded_mean,
     is_mean,
     requirement_text,
     sides,
@@ -40,9 +41,10 @@ from kcdsl_backends.empirical.clauses import (
     statistic_count,
 )
 from kcdsl_backends.empirical.pilot import Observed, read_pilot
+from kcdsl_backends.empirical.sampling_units import sampling_unit
 from kcdsl_backends.empirical.statistics import CONFIDENCE, FEWEST_CLUSTERS, Confidence
 from kcdsl_backends.empirical.statistics.rates import most_exceedances
-from kcdsl_backends.empirical.windows import WINDOW, window_count
+from kcdsl_backends.empirical.windows import NO_WINDOW_HAS, WINDOW, window_count
 from kcdsl_backends.requests import RequestFile, load_requests, select
 
 _PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
@@ -89,7 +91,8 @@ def plan(
                 continue
             for position, part in enumerate(conjuncts(clause)):
                 seen = None if earlier is None else earlier.observe(part, position, name)
-                case = _Case(part, clause, name, counted[name], seen)
+                timed = "timing" in _needs(part, program)
+                case = _Case(part, clause, name, counted[name], timed, earlier is not None, seen)
                 rows.append(_row(case, program, confidence, power))
     if not rows:
         raise refuse(
@@ -123,7 +126,16 @@ class _Case:
     whole: Clause
     slice: str
     requests: int | None
+    timed: bool
+    piloted: bool
     seen: Observed | None
+
+    @property
+    def unseen(self) -> str:
+        """Return what is to be said where nothing is known of an earlier run."""
+        if self.piloted:
+            return "the pilot says nothing of it"
+        return "a pilot tells how many (--pilot FILE)"
 
 
 def _row(case: _Case, program: Program, confidence: Confidence, power: float) -> PlanRow:
@@ -135,20 +147,26 @@ def _row(case: _Case, program: Program, confidence: Confidence, power: float) ->
         requirement=requirement_text(part, case.whole),
         evidence="sample",
         state="unknown",
-        unit=_unit(part, needs),
-        have=None if "timing" in needs else _units(part, case.requests),
+        unit=_unit(part, needs, program),
+        have=None if case.timed else _units(part, case.requests),
         allowed=allowed,
         note=f"a window is {WINDOW} units in a row" if _by_window(part) else "",
     )
     if part.budget is None:
         confidence = confidence.divided(statistic_count(part.require))
+    whole = metrics_of(part.require) & NO_WINDOW_HAS
+    if whole and _by_window(part):
+        note = f"one window by itself has no {', '.join(sorted(whole))}"
+        return replace(bare, state="never", note=note)
     varies = needs & NOISY or (_drawn(program) and metrics_of(part.require) - {"kv_memory"})
     if part.evidence is not EvidenceKind.SAMPLE and not varies:
         return _census(bare)
     if part.evidence is EvidenceKind.CENSUS:
         return replace(bare, state="never", note="a census of values that vary from run to run")
     if allowed is None:
-        return _mean(bare, case, confidence, power) if is_mean(part) else _other(bare)
+        if not is_mean(part):
+            return replace(bare, note="what it needs depends on the values")
+        return _mean(bare, case, confidence, power)
     if allowed == 0:
         return replace(
             bare,
@@ -166,10 +184,6 @@ def _census(row: PlanRow) -> PlanRow:
     return replace(row, evidence="census", state="census", note=note)
 
 
-def _other(row: PlanRow) -> PlanRow:
-    return replace(row, note="what it needs depends on the values")
-
-
 def _rate(
     row: PlanRow, case: _Case, allowed: Fraction, confidence: Confidence, power: float
 ) -> PlanRow:
@@ -180,10 +194,10 @@ def _rate(
         at_half=statistics.units_at_rate(allowed, allowed / 2, confidence),
         with_power=statistics.units_with_power(allowed, allowed / 2, power, confidence),
         pilot=_rate_pilot(case, allowed, confidence, power),
+        note=row.note or (case.unseen if case.piloted and case.seen is None else ""),
     )
     if row.have is None:
-        timed = row.unit == "timed runs"
-        note = "as many runs as the time allows" if timed else "the data is not here yet"
+        note = "as many runs as the time allows" if case.timed else "the data is not here yet"
         return replace(found, note=note)
     return replace(
         found,
@@ -214,13 +228,28 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
         return replace(row, state="never", note=why)
     if row.have is not None and row.have < FEWEST_CLUSTERS:
         row = replace(row, state="too_few", note=f"below {FEWEST_CLUSTERS} a mean has no limits")
+    comparison = main_comparison(case.part.require)
+    if comparison is not None and comparison.op == "==":
+        return replace(row, note="no number of units shows that a mean is equal to a number")
+    bounded = bounded_mean(case.part)
+    if bounded is not None:
+        row = replace(row, without_any=statistics.units_for_budget(bounded.share, confidence))
     if seen is None or seen.value is None or seen.variance is None:
-        return row if row.note else replace(row, note="a pilot tells how many (--pilot FILE)")
+        return row if row.note else replace(row, note=case.unseen)
     distance = _room(case.part, seen.value)
     needed = statistics.units_for_mean(seen.variance, distance, power, confidence)
+    why = "the mean of the pilot is not within the threshold"
+    if bounded is not None and seen.value == bounded.best:
+        needed = row.without_any
+    elif needed is not None and seen.variance == 0:
+        needed, why = None, "every request of the pilot is alike, which shows nothing of others"
+    elif needed is not None and bounded is not None:
+        away = min(Fraction(1), Fraction(seen.away or 1, seen.n))
+        some = statistics.units_with_some(away, power, confidence)
+        needed = None if some is None else max(needed, some)
     row = replace(row, pilot=document.Pilot(seen.n, value=seen.value, needed=needed))
     if needed is None:
-        return replace(row, note=row.note or "the mean of the pilot is not within the threshold")
+        return replace(row, note=row.note or why)
     if row.have is None:
         return row
     return replace(row, state="enough" if row.have >= needed else "too_few")
@@ -261,12 +290,13 @@ def _by_window(part: Clause) -> bool:
     return part.budget is not None and part.budget.unit == "windows"
 
 
-def _unit(part: Clause, needs: frozenset[str]) -> str:
+def _unit(part: Clause, needs: frozenset[str], program: Program) -> str:
     if _by_window(part):
         return "windows"
     if "timing" in needs:
         return "timed runs"
-    return "records" if any(isinstance(f, HasFields) for f in walk(part.require)) else "requests"
+    fields = any(isinstance(f, HasFields) for f in walk(part.require))
+    return "records" if fields else f"{sampling_unit(program)}s"
 
 
 def _units(part: Clause, requests: int | None) -> int | None:

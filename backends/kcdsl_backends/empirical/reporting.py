@@ -13,12 +13,13 @@ from kcdsl.verdict.health import assess, recommend
 from kcdsl.verdict.report import Report, SliceSummary, Statistics, Warned
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.charts import charts_of
+from kcdsl_backends.empirical.charts.buckets import mean
 from kcdsl_backends.empirical.evidence import SUMMARY_METRICS, Evidence
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.results import called
+from kcdsl_backends.empirical.sampling_units import sampling_unit
 from kcdsl_backends.empirical.statistics import CONFIDENCE, quantile_rank
-from kcdsl_backends.empirical.user_metrics import prompts_are_units
 
 
 def build_report(
@@ -42,7 +43,7 @@ def build_report(
             **evidence.environment,
             "seed": evidence.seed,
             "confidence": CONFIDENCE,
-            "unit": "prompt" if prompts_are_units(evidence.program) else "request",
+            "unit": sampling_unit(evidence.program),
         },
         clauses=results,
         slices=tuple(
@@ -95,7 +96,7 @@ def summarise_slice(data: SliceData, encoder: bool) -> SliceSummary:
         if higher:
             worst = worst[::-1]
         joined = np.concatenate(values)
-        rows[name] = {"mean": float(joined.mean())}
+        rows[name] = {"mean": mean(joined)}
         for percent in (50, 95, 99):
             rank = quantile_rank(worst.size, Fraction(percent, 100))
             rows[name][f"p{percent}"] = float(worst[rank - 1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from kcdsl.ir.terms import Clause, EvidenceKind, HasFields, Level, Program
+from kcdsl.ir.terms import Budget, Clause, EvidenceKind, HasFields, Level, Program
 from kcdsl.verdict.health import deviation
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, Shown
@@ -169,13 +169,13 @@ def _row(
         low=figures.low,
         high=figures.high,
         n=figures.n,
-        counted=exceedance.of if exceedance is not None else "requests",
+        counted=exceedance.of if exceedance is not None else f"{data.unit}s",
         threshold=figures.threshold,
         verdict=verdict,
         evidence=evidence_kind(clause, data.measures).value,
         confidence=shared.share,
         exceedance=exceedance,
-        budget=None if budget is None else f"{float(budget.rate) * 100:g}% of {budget.unit}",
+        budget=None if budget is None else _budget(budget, data.unit),
         action=action_of(clause, program) if broken else None,
         deviation=_deviation(clause, figures, verdict, exceedance),
         estimators=tuple(
@@ -187,6 +187,11 @@ def _row(
         shown=shows,
         needed=enough,
     )
+
+
+def _budget(budget: Budget, unit: str) -> str:
+    units = f"{unit}s" if budget.unit == "requests" else budget.unit
+    return f"{float(budget.rate) * 100:g}% of {units}"
 
 
 def action_of(clause: Clause, program: Program) -> str:

@@ -164,7 +164,7 @@ def _measure(
         _offer(inputs, plan, "hidden", states)
     if plan.needs_logits:
         logits = _both(request, "logits", train.logits, infer.logits, digests)
-        nonfinite += sum(int((s.isnan() | s.isposinf()).sum()) for s in logits)
+        nonfinite += sum(_undefined(side) for side in logits)
         found, confidences, drawn = _policy_values(request, logits, plan, seed)
         values.update(found)
         if "noise_ratio" in plan.metrics:
@@ -178,6 +178,12 @@ def _measure(
             values[norm_name(block, kind)] = _array(_row_norm(drift, kind))
     own, problems = _user_values(request, plan, inputs) if not nonfinite else ({}, {})
     return {**values, **own}, confidences, nonfinite, problems
+
+
+def _undefined(logits: Tensor) -> int:
+    """Count what no policy is formed from: NaN, +inf, and rows [V] that are -inf all over."""
+    excluded = logits.amax(dim=-1).isneginf()
+    return int((logits.isnan() | logits.isposinf()).sum()) + int(excluded.sum())
 
 
 def _noise_ratio(

@@ -69,11 +69,20 @@ def why_open(
         return "it has no limit that holds at every look; plan the looks, or give it a budget"
     if figures.value is None or figures.threshold is None:
         return "the limits of the sample do not decide it"
+    if figures.low is None and figures.high is None:
+        return _no_limits(clause, figures.n)
     more = "" if enough is None else f"; about {enough} would decide it if they are alike"
     return (
         f"the threshold {figures.threshold:g} lies between the limits "
         f"[{_end(figures.low)}, {_end(figures.high)}] of {figures.n} units{more}"
     )
+
+
+def _no_limits(clause: Clause, n: int) -> str:
+    fewest = statistics.FEWEST_CLUSTERS
+    if is_mean(clause) and n < fewest:
+        return f"{n} units are too few for a limit of their mean: it takes {fewest}"
+    return f"its {n} units give no limit"
 
 
 def _what_decides(

@@ -93,15 +93,20 @@ def _magnitude(name: str, data: SliceData, settings: Settings) -> Estimate:
     array, bounds = MAGNITUDES[name]
     values = [recorded(array, unit) for unit in data.requests]
     statistics.check_values(np.concatenate(values) if values else [], name)
-    mean = statistics.clustered_ratio(
-        [math.fsum(v) for v in values],
-        [float(v.size) for v in values],
-        seed=settings.seed,
-        confidence=settings.confidence,
-        bounds=bounds,
-        what=name,
-    )
-    limits = Interval.of(mean).magnitude()
+    sums, sizes = [statistics.rounded_sum(v) for v in values], [float(v.size) for v in values]
+
+    def mean_at(level: Settings) -> Estimate:
+        return statistics.clustered_ratio(
+            sums,
+            sizes,
+            seed=level.seed,
+            confidence=level.confidence,
+            bounds=bounds,
+            what=name,
+        )
+
+    mean = mean_at(settings)
+    limits = Interval.of(mean).magnitude(Interval.of(mean_at(settings.halved())))
     return replace(
         mean,
         value=abs(mean.value),

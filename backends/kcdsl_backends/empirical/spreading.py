@@ -23,6 +23,7 @@ from kcdsl.diagnostics.model import Diagnostic, Refusal
 from kcdsl.ir.terms import Program
 from kcdsl_backends.certifier.distributed import Ray, WorkerLost
 from kcdsl_backends.certifier.processes import Processes
+from kcdsl_backends.empirical.foreign import prints_aside
 from kcdsl_backends.empirical.measured import Run
 from kcdsl_backends.requests import Request
 
@@ -164,6 +165,7 @@ def _checked(
 _LOADED: dict[str, tuple[Callable[[str], Run], Mapping[str, str]]] = {}
 
 
+@prints_aside
 def run_piece(recipe: bytes, keys: tuple[str, ...]) -> bytes:
     """Run some requests of a contract; it is loaded once by each worker."""
     name = hashlib.sha256(recipe).hexdigest()

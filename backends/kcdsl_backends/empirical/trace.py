@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kcdsl_backends.empirical.measured import Array, Run, Unit
+from kcdsl_backends.empirical.statistics.vocabulary import rounded_sum
 from kcdsl_backends.requests import Request
 
 TRACE_SCHEMA = "kcdsl.trace/1"
@@ -49,11 +50,13 @@ def trace_record(
 
 
 def summary(values: Array) -> dict[str, float | int | None]:
-    """Return what percentiles, maxima and means of a request need: n, sum, smallest, largest."""
+    """Return what percentiles, maxima and means of a request need: n, sum, smallest, largest; None
+    for what is not finite."""
     finite = bool(np.isfinite(values).all()) and values.size > 0
+    total = rounded_sum(values) if finite else math.inf
     return {
         "n": int(values.size),
-        "sum": math.fsum(values) if finite else None,
+        "sum": total if math.isfinite(total) else None,
         "min": float(values.min()) if finite else None,
         "max": float(values.max()) if finite else None,
     }

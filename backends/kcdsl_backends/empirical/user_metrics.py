@@ -68,13 +68,6 @@ def measures_of(program: Program) -> Mapping[str, Measure]:
     return {name: replace(measure, noisy=name != "kv_memory") for name, measure in found.items()}
 
 
-def prompts_are_units(program: Program) -> bool:
-    """Say whether rollouts are read from a file: those of one prompt are one sampling unit, and a
-    slice with some of them has a unit of its own."""
-    recordings = (kernel.recording for kernel in (program.train, program.infer))
-    return any(found is not None and found.format != LOGITS for found in recordings)
-
-
 def _measure(metric: UserMetric) -> Measure:
     sampled = "sampled" in metric.needs
     source: Source = "sampled" if sampled else "logits" if "logits" in metric.needs else "user"

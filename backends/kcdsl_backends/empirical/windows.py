@@ -9,6 +9,8 @@ _Unit = TypeVar("_Unit")
 
 WINDOW = 16
 """Consecutive units that form one window."""
+NO_WINDOW_HAS = frozenset({"peak_memory", "determinism"})
+"""Metrics that are one number of a whole slice: no window by itself was measured."""
 
 
 def windows(units: Sequence[_Unit], size: int = WINDOW) -> tuple[tuple[_Unit, ...], ...]:

@@ -8,6 +8,7 @@ from typing import Any
 from kcdsl.verdict.html.figure import Figure, thinned, with_unit
 from kcdsl.verdict.html.svg import (
     Frame,
+    drawable,
     element,
     logarithmic,
     picture,
@@ -30,8 +31,9 @@ def certified(chart: Mapping[str, Any], number: int) -> Figure:
         body = text(frame.width / 2, frame.height / 2, words, text_anchor="middle", class_="ax")
     else:
         measured = [p["measured"] for p in points]
-        low, high = min(every) / 2, max(every) * 2
-        left, right = min(measured) / 2, max(max(measured) * 2, min(measured) * 20)
+        low, high = min(every) / 2 or min(every), drawable(max(every) * 2)
+        left = min(measured) / 2 or min(measured)
+        right = drawable(max(max(measured) * 2, min(measured) * 20))
         x, y = logarithmic(left, right, frame.x), logarithmic(low, high, frame.y)
         unit = chart.get("unit")
         body = y_axis(frame, y, powers(low, high, 5), with_unit("certified", unit))

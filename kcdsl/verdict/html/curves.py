@@ -9,6 +9,7 @@ from typing import Any
 from kcdsl.verdict.html.figure import Figure, left_out, range_of, short, thinned, with_unit
 from kcdsl.verdict.html.svg import (
     Frame,
+    drawable,
     element,
     linear,
     logarithmic,
@@ -61,8 +62,8 @@ def disagreement(curves: Sequence[Mapping[str, Any]], k: int) -> Figure | None:
     described = said or "; ".join(f"{s}: {100 * _share(p):.3g} % at the end" for s, p in last)
     caption = (
         "A text has disagreed from the first position on at which the kernels do not put the same "
-        f"{k} tokens first. Texts count as long as they last (product-limit estimate); drawn while "
-        f"at least {_SUPPORT} do. {said}"
+        f"{'token' if k == 1 else f'{k} tokens'} first. Texts count as long as they last "
+        f"(product-limit estimate); drawn while at least {_SUPPORT} do. {said}"
         + left_out(
             sum(c.get("outside", 0) for c in own), "texts with values that are no numbers are"
         )
@@ -167,11 +168,11 @@ def drift_by(chart: Mapping[str, Any], number: int) -> Figure:
     low = min(positive, default=0.0) if log else 0.0
     high = max(positive, default=1.0)
     if log:
-        low, high = low / 1.4, high * 1.4
+        low, high = low / 1.4 or low, drawable(high * 1.4)
         y = logarithmic(low, high, frame.y)
         axis = y_axis(frame, y, powers(low, high, 5), up)
     else:
-        y = linear(low, high * 1.05, frame.y)
+        y = linear(low, drawable(high * 1.05), frame.y)
         axis = y_axis(frame, y, ticks(low, high, 4), up)
     places = [
         frame.x[0] + (i + 0.5) * (frame.x[1] - frame.x[0]) / len(points) for i in range(len(points))

@@ -18,7 +18,7 @@ from kcdsl.verdict.experiment_rows import (
 )
 from kcdsl.verdict.html.experiment_maps import maps, told
 from kcdsl.verdict.html.svg import element
-from kcdsl.verdict.html.words import VERDICTS, shown
+from kcdsl.verdict.html.words import VERDICTS, against
 
 _TITLES = {
     "e1": "E1: one change at a time",
@@ -122,7 +122,7 @@ def _rate(found: Entry | None) -> str:
     if found is None:
         return '<td class="rate v-none">–</td>'
     row = found.row
-    value = "" if row["value"] is None else shown(row["value"], row["unit"])
+    value = "" if row["value"] is None else against(row["value"], row)
     narrow = " narrow" if found.narrow else ""
     return (
         f'<td class="rate v-{found.verdict}{narrow}" title="{escape(told(found), quote=True)}">'

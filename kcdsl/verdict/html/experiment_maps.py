@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 from kcdsl.verdict.experiment_rows import Column, Entry, columns, entry, rate_text
 from kcdsl.verdict.html.svg import Frame, element, picture, text
-from kcdsl.verdict.html.words import VERDICTS, shown
+from kcdsl.verdict.html.words import VERDICTS, against
 from kcdsl.verdict.names import SIGNS
 
 _CELL, _HIGH, _LEFT, _TOP, _GAP = 86.0, 44.0, 58.0, 62.0, 26.0
-_HEAD, _FOOT = 30.0, 50.0
+_FOOT = 50.0
+_LINE, _WIDE = 18.0, 8.2
+"""The height of a line of the title, and the width of its widest usual letter."""
 _INK = {"light": "#000000", "dark": "#ffffff"}
 """The ink on light and on dark colours: one of them has a contrast of 4.5 on any."""
 _STYLE = (
@@ -75,12 +78,15 @@ def _map(document: Mapping[str, Any], column: Column, name: str, title: str) -> 
     across = len(axes["concurrency"])
     wide = _panel(axes)
     high = _TOP + _HIGH * len(axes["length"]) + 18
-    frame = Frame(width=_width(axes), height=_HEAD + len(axes["device"]) * high + _FOOT)
+    lines = wrap(title, int((_width(axes) - 20) / _WIDE))
+    head = 12 + _LINE * len(lines)
+    frame = Frame(width=_width(axes), height=head + len(axes["device"]) * high + _FOOT)
     content = element("style", _STYLE)
     content += element("rect", class_="bg", width=frame.width, height=frame.height)
-    content += text(10, 20, title, style="font-size:14px;font-weight:600")
+    for number, words in enumerate(lines):
+        content += text(10, 20 + _LINE * number, words, style="font-size:14px;font-weight:600")
     for i, (device, streams) in enumerate(panels):
-        x, y = (i % across) * wide + 8, _HEAD + (i // across) * high
+        x, y = (i % across) * wide + 8, head + (i // across) * high
         words = f"{device}, {streams} {'stream' if streams == 1 else 'streams'}"
         content += text(x + _LEFT, y + 20, words, style="font-weight:600")
         content += text(x + _LEFT, y + 37, "requests in a batch", class_="soft")
@@ -143,7 +149,7 @@ def _told(row: Mapping[str, Any]) -> str:
         ends = ["–" if end is None else rate_text(end) for end in (row["low"], row["high"])]
         words.append(f"95 % limits {' to '.join(ends)}")
     if row["value"] is not None:
-        words.append(f"{row['metric']} = {shown(row['value'], row['unit'])}")
+        words.append(f"{row['metric']} = {against(row['value'], row)}")
     return "; ".join([*words, *row["narrow"], *([row["reason"]] if row["reason"] else [])])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kcdsl.verdict.html.words import VERDICTS, shown
+from kcdsl.verdict.html.words import VERDICTS, against
 from kcdsl.verdict.names import WORST_FIRST
 
 
@@ -97,7 +97,7 @@ def _cell(parts: Sequence[Mapping[str, Any]]) -> Cell:
         sign,
         word,
         "" if rate is None else _percent(rate),
-        shown(row["value"], row["unit"]),
+        against(row["value"], row),
         f"{row['n']} {row['counted']}" if counted is None else f"{counted['n']} {counted['of']}",
         tuple(beside.get("narrow") or ()),
     )

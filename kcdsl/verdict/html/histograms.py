@@ -9,6 +9,7 @@ from kcdsl.verdict.html.figure import Cells, Figure, left_out, short, with_unit
 from kcdsl.verdict.html.svg import (
     Frame,
     Scale,
+    drawable,
     element,
     linear,
     logarithmic,
@@ -27,8 +28,9 @@ _STRIPS = 8
 """The most slices that one picture shows; the table has all."""
 
 
-def histogram(chart: Mapping[str, Any], number: int) -> Figure:
-    """Draw how requests are spread, a strip for each slice, with the thresholds of clauses."""
+def histogram(chart: Mapping[str, Any], number: int, called: str) -> Figure:
+    """Draw how units, `called` requests or prompts, are spread: a strip for each slice, with the
+    thresholds of clauses."""
     unit, rows = chart["unit"], chart["slices"]
     name = f"|{chart['metric']}|" if chart.get("magnitude") else chart["metric"]
     drawn = rows[:_STRIPS]
@@ -42,20 +44,21 @@ def histogram(chart: Mapping[str, Any], number: int) -> Figure:
     parts += _thresholds(chart, scale, low, high, frame)
     at = powers(low, high) if chart["scale"] == "log" else ticks(low, high)
     worse = "smallest" if chart["better"] == "higher" else "largest"
-    parts.append(x_axis(frame, scale, at, f"{with_unit(name, unit)}, {worse} of each request"))
+    parts.append(x_axis(frame, scale, at, f"{with_unit(name, unit)}, {worse} of each {called}"))
     title = f"{name} by slice"
     zeros, outside = (sum(row[key] for row in rows) for key in ("zeros", "outside"))
     caption = (
-        f"Requests by their {worse} {name}"
+        f"{called.capitalize()}s by their {worse} {name}"
         + (f" = {chart['formula']}" if chart["formula"] else "")
         + f"; {'logarithmic' if chart['scale'] == 'log' else 'linear'} axis."
-        + " A bar counts requests; that of most is as high in every slice, with its count beside n."
+        + f" A bar counts {called}s; that of most is as high in every slice, with its count"
+        + " beside n."
         + " Long marks: the median and the 99th percentile."
         + (" Grey, at the left: zeros." if zeros else "")
         + left_out(outside, "that are not finite are")
         + left_out(max(0, len(chart["limits"]) - _LIMITS), "more thresholds are")
     )
-    head = ("slice", "requests", "zero", "not finite", "p50", "p90", "p95", "p99", "worst")
+    head = ("slice", f"{called}s", "zero", "not finite", "p50", "p90", "p95", "p99", "worst")
     table = tuple(_spread(row, unit) for row in rows)
     described = "; ".join(f"{row[0]}: median {row[4]}, worst {row[8]}" for row in table[:_STRIPS])
     return Figure(
@@ -71,18 +74,19 @@ def _reach(chart: Mapping[str, Any], frame: Frame) -> tuple[float, float, Scale]
     if chart["scale"] == "log":
         near = [v for v in limits if v > 0 and low / 1e3 <= v <= high * 1e3]
         low, high = min([low, *near]), max([high, *near])
-        low, high = low / 1.3, high * 1.3
+        low, high = low / 1.3 or low, drawable(high * 1.3)
         return low, high, logarithmic(low, high, frame.x)
     if chart["unit"] == "ratio" and low == high:
         low, high = min(0.0, low), max(1.0, high)
-    width = (high - low) or abs(high) or 1.0
+    width = drawable(high - low) or abs(high) or 1.0
     near = [v for v in limits if low - 3 * width <= v <= high + 3 * width]
     low, high = min([low, *near]), max([high, *near])
-    room = 0.04 * ((high - low) or abs(high) or 1.0)
+    room = 0.04 * (drawable(high - low) or abs(high) or 1.0)
     inside = (frame.x[0] + 6, frame.x[1] - 6)
     if chart["unit"] == "ratio":
         return low, high, linear(low, high, inside)
-    return low - room, high + room, linear(low - room, high + room, frame.x)
+    low, high = drawable(low - room), drawable(high + room)
+    return low, high, linear(low, high, frame.x)
 
 
 def _strip(

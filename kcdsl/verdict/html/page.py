@@ -20,14 +20,15 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    report = in_sampling_units(report)
     folder = files("kcdsl.verdict.html")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["picture"] = Markup  # made by svg.py, which escapes
     environment.globals["shown"] = words.shown
+    environment.globals["against"] = words.against
     environment.globals["brief"] = words.brief
     template = environment.from_string(folder.joinpath("page.html.j2").read_text(encoding="utf-8"))
     charts = report.get("charts") or {}
+    unit = str(report["environment"].get("unit", "request"))
     beside, reasons = _beside(report["clauses"])
     return template.render(
         report=report,
@@ -44,33 +45,14 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
         numerics=_numerics(report),
         domains=domains_in_words(report.get("bounding") or {}),
         limit_of=words.limit_of,
-        sections=_sections(charts, attribution),
+        sections=_sections(charts, attribution, unit),
+        unit=unit,
         what_if=charts.get("what_if") or [],
         attribution=attribution,
         prechecks=sorted(report["prechecks"], key=_by_outcome),
         statistics=report.get("statistics"),
         fingerprints=_fingerprints(report["kernels"]),
     )
-
-
-def in_sampling_units(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a report whose requests are called what they are: prompts, of recorded rollouts."""
-    unit = report["environment"].get("unit", "request")
-    if unit == "request":
-        return report
-
-    def named(row: Mapping[str, Any]) -> dict[str, Any]:
-        counted, budget = row.get("exceedance"), row.get("budget")
-        if counted:
-            counted = {**counted, "of": counted["of"].replace("requests", f"{unit}s")}
-        return {
-            **row,
-            "counted": row["counted"].replace("requests", f"{unit}s"),
-            "exceedance": counted,
-            "budget": budget and budget.replace("requests", f"{unit}s"),
-        }
-
-    return {**report, "clauses": [named(row) for row in report["clauses"]]}
 
 
 def _by_outcome(check: Mapping[str, Any]) -> int:
@@ -93,7 +75,7 @@ def _beside(clauses: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
 
     for row in clauses:
         beside = row.get("beside") or {}
-        spread, unit = beside.get("measured"), row["unit"]
+        spread = beside.get("measured")
         if spread is None:
             continue
         certified, floor = beside.get("certified"), beside.get("noise_floor")
@@ -103,17 +85,17 @@ def _beside(clauses: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
                 "slice": row["slice"],
                 "verdict": row["verdict"],
                 "metric": row["metric"],
-                **{name: words.shown(spread[name], unit) for name in ("p50", "p99", "worst")},
-                "value": words.shown(row["value"], unit),
-                "threshold": f"{row['op']} {words.shown(row['threshold'], unit)}",
+                **{name: words.against(spread[name], row) for name in ("p50", "p99", "worst")},
+                "value": words.against(row["value"], row),
+                "threshold": words.threshold_of(row),
                 "certified": "–"
                 if certified is None
                 else "no bound"
                 if certified["value"] is None
-                else words.shown(certified["value"], unit),
-                "partial": _partial(certified, unit),
+                else words.against(certified["value"], row),
+                "partial": _partial(certified, row),
                 "certified_note": note(certified),
-                "floor": words.shown((floor or {}).get("value"), unit),
+                "floor": words.against((floor or {}).get("value"), row),
                 "floor_note": note(floor),
                 "above": bool((floor or {}).get("above")),
             }
@@ -121,11 +103,11 @@ def _beside(clauses: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
     return found, reasons
 
 
-def _partial(certified: Mapping[str, Any] | None, unit: str) -> str:
+def _partial(certified: Mapping[str, Any] | None, row: Mapping[str, Any]) -> str:
     if certified is None or certified["value"] is not None or certified["partial"] is None:
         return ""
     part = f"{certified['requests']} of {certified['of']}"
-    return f"{words.shown(certified['partial'], unit)} on {part}"
+    return f"{words.against(certified['partial'], row)} on {part}"
 
 
 def _numerics(report: Mapping[str, Any]) -> str:
@@ -136,7 +118,7 @@ def _numerics(report: Mapping[str, Any]) -> str:
 
 
 def _sections(
-    charts: Mapping[str, Any], attribution: Mapping[str, Any] | None
+    charts: Mapping[str, Any], attribution: Mapping[str, Any] | None, unit: str
 ) -> list[tuple[str, str, list[Figure]]]:
     """Return the chart sections: (id, title, figures), those without figures left out."""
     disagreement = charts.get("disagreement") or []
@@ -145,7 +127,10 @@ def _sections(
         (
             "distributions",
             "Spread",
-            [histograms.histogram(c, n) for n, c in enumerate(charts.get("histograms") or [])],
+            [
+                histograms.histogram(c, n, unit)
+                for n, c in enumerate(charts.get("histograms") or [])
+            ],
         ),
         (
             "agreement",

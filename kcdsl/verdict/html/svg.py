@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -74,13 +75,17 @@ def picture(name: str, title: str, description: str, frame: Frame, content: str)
 
 # --- scales --------------------------------------------------------------------------------------
 
+_LEAST, _MOST = 1e-300, 1e300
+"""Steps of ticks beyond these are not round numbers of float64."""
+
 
 def linear(low: float, high: float, ends: tuple[float, float]) -> Scale:
     """Map [low, high] onto `ends`; a single value onto the middle."""
     start, end = ends
-    if not high > low:
+    width = high / 2 - low / 2  # high - low may be beyond float64
+    if not width > 0:
         return lambda value: (start + end) / 2
-    return lambda value: start + (value - low) / (high - low) * (end - start)
+    return lambda value: start + (value / 2 - low / 2) / width * (end - start)
 
 
 def logarithmic(low: float, high: float, ends: tuple[float, float]) -> Scale:
@@ -89,15 +94,22 @@ def logarithmic(low: float, high: float, ends: tuple[float, float]) -> Scale:
     return lambda value: inner(math.log10(value))
 
 
+def drawable(value: float) -> float:
+    """Return the end of an axis, or the nearest one that a float64 is where it lies beyond."""
+    return max(-sys.float_info.max, min(sys.float_info.max, value))
+
+
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Return round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten, half of
     that where two ticks would have to tell the scale."""
     if not high > low:
         return [low]
-    raw = (high - low) / max(1, wanted)
+    raw = high / max(1, wanted) - low / max(1, wanted)
+    if not _LEAST < raw < _MOST:
+        return [low, high]
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * (1 - 1e-9))
-    if (high - low) / step < 2:
+    if high / step - low / step < 2:
         step /= 2
     first = math.ceil(low / step - 1e-9)
     found: list[float] = []
@@ -111,7 +123,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 def powers(low: float, high: float, most: int = 7) -> list[float]:
     """Return round numbers from `low` to `high` for a logarithmic axis, about `most` of them:
     powers of ten, between them 2 and 5 times these where there are few, else even steps."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    first, last = math.floor(math.log10(low)), min(308, math.ceil(math.log10(high)))
     tens = [10.0**n for n in range(first, last + 1) if low <= 10.0**n <= high]
     if len(tens) > 2:
         return tens[:: math.ceil(len(tens) / most)]

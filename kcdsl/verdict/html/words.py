@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kcdsl.verdict.names import HELD, SIGNS, WORST_FIRST
-from kcdsl.verdict.quantities import quantity
+from kcdsl.verdict.quantities import quantity, scale, stated, told
 
 _WORDS = {
     "held": "held",
@@ -37,6 +37,8 @@ def brief(value: float) -> str:
     """Return a number in a few characters: 0.25, 1.2e-6, 12k."""
     if value == 0:
         return "0"
+    if not math.isfinite(value):
+        return _NONE if math.isnan(value) else "∞" if value > 0 else "-∞"
     size = abs(value)
     if 1e-3 <= size < 1e4:
         return f"{value:.3g}" if size < 1000 else f"{value:.4g}"
@@ -46,7 +48,21 @@ def brief(value: float) -> str:
 
 def shown(value: float | None, unit: str) -> str:
     """Return a value with its unit; a dash where there is none."""
-    text = quantity(value, unit)
+    return _with_unit(quantity(value, unit), unit)
+
+
+def threshold_of(row: Mapping[str, Any]) -> str:
+    """Return what a row asks for, as it was stated: <= 0.1 nat."""
+    return f"{row['op']} {_with_unit(stated(row['threshold'], row['unit']), row['unit'])}"
+
+
+def against(value: float | None, row: Mapping[str, Any]) -> str:
+    """Return a value of a row with its unit, told from its threshold."""
+    unit = scale(row["unit"], row["threshold"])
+    return _with_unit(told(value, row["threshold"], unit), unit)
+
+
+def _with_unit(text: str, unit: str) -> str:
     return f"{text} {unit}" if unit in ("nat", "tok") and text != _NONE else text
 
 
@@ -133,14 +149,14 @@ def how_far(row: Mapping[str, Any]) -> str:
     """Return by how much a clause fails, or why it is not decided."""
     if row["verdict"] != "violated":
         return str(row.get("reason") or "")
-    value, threshold, unit = row["value"], row["threshold"], row["unit"]
+    value, threshold = row["value"], row["threshold"]
     counted = row.get("exceedance")
     if row.get("budget") and counted:
         beyond = share(counted["k"], counted["n"])
         return f"{beyond} of the {counted['of']} are beyond, {row['budget']} may be"
     if value is None or threshold is None:
         return "the requirement does not hold"
-    text = f"{shown(value, unit)} instead of {row['op']} {shown(threshold, unit)}"
+    text = f"{against(value, row)} instead of {threshold_of(row)}"
     if threshold and value and row["op"] in ("<=", "<") and value / threshold >= 1.005:
         text += f", {brief(float(f'{value / threshold:.3g}'))} times the limit"
     return text

@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -354,3 +355,13 @@ def test_parts_that_are_counted_apart_add_up(
     assert whole["chat", "kl"].rows + whole["code", "kl"].rows == n
     with pytest.raises(Refusal, match="there is no file"), ThreadPoolExecutor(2) as executor:
         count_shards(executor, [files[:2], [tmp_path / "lost.parquet"]], limits)
+
+
+def test_names_of_slices_are_text(cli: Any, tmp_path: Path) -> None:
+    """Neither markup, of which `[/b]` alone would be an error, nor orders to a terminal."""
+    names = ["[/b]", "[red]x", "\x1b[31my"]
+    Rows(["a", "b", "c"], names, {"kl": [0.1, 0.2, 0.3]}).write(tmp_path)
+    ran = cli("aggregate", str(tmp_path))
+    assert ran.code == 0
+    for shown in ("[/b]", "[red]x", "\N{REPLACEMENT CHARACTER}[31my"):
+        assert shown in ran.stdout

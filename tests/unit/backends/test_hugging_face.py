@@ -190,8 +190,16 @@ def test_weights_that_are_missing_or_left_over_are_refused(
     def add(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(48, 32)
 
+    def reshape(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.weight"] = torch.ones(16)
+
     folder = saved("llama")
-    for change, words in ((forget, "missing keys"), (add, "unexpected keys")):
+    shaped = "mismatched keys model.norm.weight ([16] in the files, [32] by config.json)"
+    for change, words in (
+        (forget, "missing keys"),
+        (add, "unexpected keys"),
+        (reshape, shaped),
+    ):
         with pytest.raises(Refusal) as caught:
             digests(folder, copied(folder, tmp_path / words.split()[0], change))
         first = caught.value.diagnostics[0]

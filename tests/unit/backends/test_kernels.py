@@ -302,8 +302,9 @@ def test_an_unknown_adapter_is_refused_with_a_suggestion(tiny: Model) -> None:
 
 
 def test_a_kernel_that_cannot_run_here_is_refused(tiny: Model) -> None:
-    with refused(KERNEL_FAILED, "torch.sdpa.efficient", "cpu"):
-        load_kernel(kernel("torch.sdpa.efficient"), tiny, "cpu")
+    for name in ("torch.sdpa.efficient", "torch.sdpa.cudnn"):
+        with refused(KERNEL_NUMERICS, f"{name} runs on cuda, not on cpu", "--device cuda"):
+            load_kernel(kernel(name), tiny, "cpu")
     if not torch.cuda.is_available():
         with refused(NO_DEVICE, "no CUDA device"):
             load_kernel(kernel("torch.eager"), tiny, "cuda")
@@ -375,6 +376,16 @@ def test_a_module_that_would_not_be_served_is_refused(
     with refused(KERNEL_NUMERICS, *words):
         load_kernel(ref, model, "cpu")
     assert load_kernel(kernel("torch.eager"), model, "cpu").logits(IDS).shape[0] == len(IDS)
+
+
+def test_a_module_that_the_kernel_cannot_run_is_refused(tmp_path: Path) -> None:
+    """The flash kernel takes batches of heads; what takes no batch has no kernel there."""
+    body = "return nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]"
+    (tmp_path / "without_batch.py").write_text(BY_HAND.replace("{body}", body))
+    model = user_model(tmp_path, "without_batch")
+    with refused(KERNEL_FAILED, "torch.sdpa.flash", "cpu", "other adapters"):
+        load_kernel(kernel("torch.sdpa.flash"), model, "cpu")
+    assert load_kernel(kernel("torch.sdpa"), model, "cpu").logits(IDS).shape[0] == len(IDS)
 
 
 def test_settings_that_cheat_are_off_while_a_kernel_runs() -> None:

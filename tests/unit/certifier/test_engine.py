@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics import Refusal, codes
 from kcdsl.model.architecture import load_model
 from kcdsl.route.execution import Execution
 from kcdsl_backends.certifier import engine
@@ -127,12 +127,15 @@ def test_workers_with_another_program_refuse(station: Station) -> None:
     from dataclasses import replace
 
     for changed, words in (
-        (replace(station.setting, rules="0" * 64), "program changed"),
-        (replace(station.setting, checkpoint="0" * 64), "checkpoint changed"),
+        (replace(station.setting, rules="0" * 64), "the program"),
+        (replace(station.setting, checkpoint="0" * 64), "the checkpoint"),
     ):
         other = Station(changed, station.shop)
-        with Crew(other, Execution(jobs=2)) as crew, pytest.raises(DefectInWork, match=words):
+        with Crew(other, Execution(jobs=2)) as crew, pytest.raises(Refusal) as refused:
             crew.run([Say("a"), Say("b")])
+        (found,) = refused.value.diagnostics
+        assert found.code == codes.CHANGED_MEANWHILE
+        assert found.message.startswith(words)
 
 
 def test_workers_that_cannot_start_are_an_error(

@@ -288,9 +288,15 @@ def test_runs_that_refute_are_simulated_again(
         none: dict[str, Any] = {"train": {}, "infer": {}}
         return replace(attack, record={**record, "symbols": none, "orders": none})
 
+    def boasting(attack: Attack) -> Attack:
+        record = dict(attack.record or {})
+        more = {**record["attained"], "value": (1.0).hex()}
+        return replace(attack, record={**record, "attained": more})
+
     for change in (
         elsewhere,
         without_symbols,
+        boasting,
         without_roundings,
         lambda attack: replace(attack, value=float("nan")),
         lambda attack: replace(attack, record=None),

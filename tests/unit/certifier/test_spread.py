@@ -176,7 +176,7 @@ def test_claims_must_settle_the_goal_themselves(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bound beside a proof that claims more than the limit is not held by it."""
-    monkeypatch.setattr(deciding, "verdict_of", lambda goal, cases, found: Held())
+    monkeypatch.setattr(deciding, "verdict_of", lambda *given, chain: Held())
     found = decided(folder, Execution(jobs=1), attacks=False)
     assert isinstance(found[1].verdict, Inconclusive)
     assert found[1].proof is None

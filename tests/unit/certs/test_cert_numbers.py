@@ -221,7 +221,18 @@ def test_numbers_admit(changes: dict[str, Any], admitted: str) -> None:
         ({"budget": Fraction(-1, 10)}, "clause/budget"),
         ({**_PROVED, "bound": 0.1, "budget": Fraction(1, 10)}, "clause/budget"),
         ({**_PROVED, "proof": None}, "clause/proof-missing"),
-        ({"evidence": Evidence.PROBABILISTIC}, "clause/assumption-unnamed"),
+        (
+            {
+                "evidence": Evidence.PROBABILISTIC,
+                "bound": 0.1,
+                "assumptions": ("independent roundings",),
+            },
+            "clause/proof-missing",
+        ),
+        (
+            {"evidence": Evidence.PROBABILISTIC, "proof": _PROVED["proof"]},
+            "clause/assumption-unnamed",
+        ),
         ({**_PROVED, "bound": 0.1, "low": 0.2}, "clause/attack-beyond-bound"),
         ({**_PROVED, "bound": 0.6, "high": 0.55, "op": ">="}, "clause/attack-beyond-bound"),
         ({"value": 0.1, "slice_digest": None}, "clause/census-not-pinned"),

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference
-from kcdsl_certs.proofs import Outcome, Rechecker
+from kcdsl_certs.proofs import SOME_MARGIN, Outcome, Rechecker
 from kcdsl_certs.statement import Predicate
 
 
@@ -62,6 +62,7 @@ def recheck(
 
 
 Recheck = Callable[..., tuple[Outcome, str]]
+NOT_CONFIRMED = (Outcome.FAILED, "proof/bound-not-confirmed")
 
 
 def radius(value: float) -> dict[str, object]:
@@ -130,10 +131,43 @@ def test_a_margin_is_shown_by_the_order_alone(recheck: Recheck) -> None:
     def about_flips(k: int) -> Callable[[dict[str, Any]], object]:
         return lambda p: p.update(functional={"kind": "no_flip", "k": k})
 
-    flip: dict[str, Any] = {"quantity": "no_flip(attn_0, x, 1)", "op": ">", "bound": 0.5}
+    flip: dict[str, Any] = {
+        "quantity": "no_flip(attn_0, x, 1)", "op": ">", "tau": Fraction(0), "bound": SOME_MARGIN,
+    }  # fmt: skip
     held = _Rederived(bound="held")
     assert recheck(about_flips(1), held, **flip) == (Outcome.OK, "")
     assert recheck(about_flips(2), held, **flip) == (Outcome.FAILED, "proof/functional-mismatch")
+    for more in (2 * SOME_MARGIN, 0.5, None):
+        stated = {**flip, "bound": more}
+        assert recheck(about_flips(1), held, **stated) == NOT_CONFIRMED
+    drift = _Rederived(bound=(0.0).hex())
+    assert recheck(about_flips(1), drift, **flip) == NOT_CONFIRMED
+
+
+@pytest.mark.parametrize("op", [">=", ">", "=="])
+def test_a_drift_that_is_bounded_from_above_is_not_bounded_from_below(
+    op: str, recheck: Recheck
+) -> None:
+    """Whatever is stated: a bound of 0.03 does not show that the drift is at least 0.01."""
+    for stated in (0.01, 0.02, 0.03, 1.0):
+        assert recheck(op=op, tau=Fraction(1, 100), bound=stated) == NOT_CONFIRMED
+
+
+def test_hulls_are_as_many_as_are_stated(recheck: Recheck) -> None:
+    """One for each length of the requests: a length less is a slice that nobody looked at."""
+
+    def hulls(number: int) -> Callable[[dict[str, Any]], object]:
+        def edit(proof: dict[str, Any]) -> None:
+            case = proof["cases"][0]
+            case["region"].update(kind="hull")
+            proof["cases"] = [{**case, "name": f"hull-{length}"} for length in range(number)]
+
+        return edit
+
+    hull: dict[str, Any] = {"region": "hull(all, 0.05)"}
+    assert recheck(hulls(2), **hull, n=2) == (Outcome.OK, "")
+    for n in (1, 3, None):
+        assert recheck(hulls(2), **hull, n=n) == (Outcome.FAILED, "proof/region-mismatch")
 
 
 def test_a_proof_is_rederived_once_for_all_clauses(

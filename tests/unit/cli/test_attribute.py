@@ -108,6 +108,19 @@ def test_alone_leaves_out_the_batch(cli: Cli, folder: Path, tmp_path: Path) -> N
     assert len(document["between"]) == 8
 
 
+def test_states_of_a_language_model_are_split_among_the_blocks_before_its_head(
+    cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    done = cli("attribute", "--metric", "hidden_l2", "--json", "-o", tmp_path, cwd=folder)
+    assert done.code == 0, done.stderr
+    document = json.loads(done.stdout)
+    gains = {row["block"]: row["gain"] for row in document["layers"]}
+    assert list(gains) == ["norm_0", "attn_0", "norm_1", "mlp_0", "norm_2"]
+    total = sum(gains.values()) + document["layer_outside"]
+    assert total == pytest.approx(document["layer_total"], rel=1e-9)
+    assert abs(document["layer_outside"]) < 0.05 * document["layer_total"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -117,7 +130,7 @@ def test_alone_leaves_out_the_batch(cli: Cli, folder: Path, tmp_path: Path) -> N
         (("--slice", "al"), None, "did you mean 'all'"),
         (("--slice", "none"), "KC690", "there are no requests"),
         (("--statistic", "median"), None, "invalid choice"),
-        (("--batch", "0"), None, "must be at least 1"),
+        (("--batch", "0"), None, "of at least 1"),
     ],
 )
 def test_what_cannot_be_attributed_is_refused(

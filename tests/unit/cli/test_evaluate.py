@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kcdsl.cli import evaluate
 from kcdsl.verdict.report import report_schema
 from tests.support.small_models import DECODER, ENCODER, write_model
 
@@ -235,6 +236,29 @@ def test_a_violation_is_certified_as_such(cli: Any, write: Write) -> None:
     assert cli("check", path, "--key", "own.key.pub", cwd=folder).code == 4
 
 
+def test_files_that_change_meanwhile_get_no_certificate(
+    cli: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training writes its next checkpoint to the same place while the last one is measured."""
+    folder = write(KL)
+    cli("keygen", "-o", folder / "kcdsl.key")
+    certificate = evaluate._certificate
+
+    def overtaken(*given: Any) -> bytes:
+        content = bytearray((folder / "model.safetensors").read_bytes())
+        content[-1] ^= 1
+        (folder / "model.safetensors").write_bytes(content)
+        return certificate(*given)
+
+    monkeypatch.setattr(evaluate, "_certificate", overtaken)
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 2
+    assert "KC608" in ran.stderr
+    assert "the checkpoint changed" in ran.stderr
+    assert not (folder / "out" / "evaluate.cert.json").exists()
+    assert not (folder / "out" / "report.json").exists()
+
+
 def test_a_conjunction_has_a_row_and_a_result_for_each_part(cli: Any, write: Write) -> None:
     folder = write("{require: p99(kl) <= 1 and mean(tv) <= 1e-12, slices: [all], level: L2}")
     cli("keygen", "-o", folder / "kcdsl.key")
@@ -388,8 +412,7 @@ def test_an_unwritable_folder_leaves_nothing_behind(cli: Any, write: Write) -> N
     assert "Traceback" not in ran.stderr
     ran = cli("evaluate", "-o", "made", "--svg", "no/such/folder.svg", cwd=folder)
     assert ran.code == 2
-    # what was measured is kept, so that the next run only writes
-    assert [path.name for path in (folder / "made").iterdir()] == ["evaluate.journal"]
+    assert not (folder / "made").exists()
 
 
 def test_the_command_is_described(cli: Any) -> None:

@@ -9,6 +9,8 @@ import pytest
 from kcdsl.check.metrics import ALIASES, METRICS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Cli
 
 
@@ -34,3 +36,38 @@ def test_with_a_contract_the_clause_is_meant(cli: Cli) -> None:
     found = cli("explain", "kl", "nowhere.yaml")
     assert found.code == 2
     assert "nowhere.yaml" in found.stderr
+
+
+@pytest.mark.parametrize("name", ["w_log_w", "k3", "chi2_token", "mult_prob_error", "log_ratio"])
+def test_symbols_keep_their_case(cli: Cli, name: str) -> None:
+    """W is the weight of a sequence, w that of a token."""
+    assert f"\n{METRICS[name].summary}.\n" in cli("explain", name).stdout
+
+
+@pytest.mark.parametrize("name", ["tv", "chi2_infer_train", "rbo10", "token_kl_max"])
+def test_words_begin_a_sentence(cli: Cli, name: str) -> None:
+    summary = METRICS[name].summary
+    assert f"\n{summary[0].upper()}{summary[1:]}.\n" in cli("explain", name).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [("p99_kl", "kl"), ("mean_abs_log_ratio", "log_ratio"), ("p95_latency_ms", "latency")],
+)
+def test_names_of_the_record_form(cli: Cli, name: str, metric: str) -> None:
+    assert cli("explain", name).stdout == cli("explain", metric).stdout
+
+
+def test_a_metric_of_the_user(cli: Cli, repository: Path) -> None:
+    found = cli("explain", "entropy_rise", cwd=repository / "examples" / "own_metric")
+    assert found.code == 0
+    assert found.stdout.startswith("entropy_rise: Real[nats] per token\n")
+
+
+@pytest.mark.parametrize(("name", "help"), [("kll", "`kl`"), ("zzzzzz", "docs/metrics.md")])
+def test_no_metric_and_no_contract(cli: Cli, tmp_path: Path, name: str, help: str) -> None:
+    found = cli("explain", name, cwd=tmp_path)
+    assert (found.code, found.stdout) == (2, "")
+    assert "KC471" in found.stderr
+    assert f"`{name}` is no code and no metric" in found.stderr
+    assert help in found.stderr

@@ -36,8 +36,20 @@ CLAUSES = {
     "TRACE": "{require: 'has(trace, [rng_seed])', level: L1}",
     "GAP": "{require: ece_gap <= 1%, evidence: sample, level: L1}",
     "NOISY": "{require: mean(k3) <= 1e-3, evidence: census, level: L1}",
+    "FLIPS": "{require: rate(top1_flip) <= 1%, evidence: sample, level: L1}",
+    "TOP1": "{require: mean(top1_agreement) >= 99%, evidence: sample, level: L1}",
+    "FAILED": "{require: failure_rate <= 5%, evidence: sample, level: L1}",
+    "SAME": "{require: determinism >= 90%, evidence: sample, level: L1}",
+    "SPEED": "{require: throughput >= 9 tok/s, budget: 10% of windows, level: L1}",
+    "PEAK": "{require: peak_memory <= 9 GiB, budget: 10% of windows, level: L1}",
+    "EXACT": "{require: mean(kl) == 0, evidence: sample, level: L1}",
+    "SIZE": "{require: abs(mean(log_ratio)) <= 1e-2, level: L1}",
     "PROVED": "{require: p99(kl) <= 1e-3, evidence: proof, level: L1}",
 }
+USUAL = (
+    *("P99", "MAX", "SOFT", "WINDOWS", "MEAN", "LATENCY", "CENSUS", "TRACE", "GAP", "NOISY"),
+    "PROVED",
+)
 Write = Callable[..., Path]
 
 
@@ -46,7 +58,7 @@ def write(tmp_path: Path) -> Write:
     """Return a function that writes a contract and n rows, every third of them long."""
 
     def contract(n: int | None, *names: str) -> Path:
-        chosen = {name: CLAUSES[name] for name in names or CLAUSES}
+        chosen = {name: CLAUSES[name] for name in names or USUAL}
         lines = "\n".join(f"  {name}: {text}" for name, text in chosen.items())
         (tmp_path / "contract.yaml").write_text(CONTRACT % lines)
         (tmp_path / "model.safetensors").write_bytes(b"")
@@ -153,6 +165,31 @@ def test_one_slice(write: Write, planned: Any, cli: Any) -> None:
     assert "long" in ran.stderr
 
 
+def test_windows_of_times_wait_for_runs_and_some_metrics_have_none(
+    write: Write, planned: Any
+) -> None:
+    found = planned(write(320, "SPEED", "PEAK"))
+    assert (found["SPEED all"]["have"], found["SPEED all"]["without_any"]) == (None, 29)
+    assert found["SPEED all"]["note"] == "as many runs as the time allows"
+    assert found["PEAK all"]["state"] == "never"
+    assert found["PEAK all"]["note"] == "one window by itself has no peak_memory"
+
+
+def test_shares_of_requests_are_planned_like_budgets(write: Write, planned: Any) -> None:
+    """`failure_rate` and `determinism` are decided by the binomial tail, so they are planned by it;
+    a rate over tokens is a mean, of which only the best case can be counted."""
+    found = planned(write(60, "FAILED", "SAME", "FLIPS", "TOP1", "EXACT"))
+    failed, same = found["FAILED all"], found["SAME all"]
+    assert (failed["allowed"], failed["without_any"], failed["state"]) == ("1/20", 59, "enough")
+    assert (same["allowed"], same["without_any"], same["may_exceed"]) == ("1/10", 29, 1)
+    for name in ("FLIPS all", "TOP1 all"):
+        row = found[name]
+        assert (row["allowed"], row["without_any"], row["at_half"]) == (None, 299, None)
+        assert (row["state"], row["may_exceed"]) == ("unknown", None)
+        assert "a pilot tells how many" in row["note"]
+    assert "equal to a number" in found["EXACT all"]["note"]
+
+
 # --- pilots --------------------------------------------------------------------------------------
 
 
@@ -220,12 +257,187 @@ def test_a_mean_beyond_its_threshold_is_not_planned_for(write: Write, planned: A
     assert "not within the threshold" in row["note"]
 
 
+def flipped(i: int, flips: int) -> str:
+    """Return the record of a request of 50 tokens with so many of another first token."""
+    one = {"n": 50, "sum": float(flips), "min": 0.0, "max": float(flips > 0)}
+    same = {"n": 50, "sum": 50.0 - flips, "min": float(flips == 0), "max": 1.0}
+    return record(i, 0.0, values={"top1_flip": one, "top1_overlap": same})
+
+
+@pytest.mark.parametrize("every", [8, 15, 40])
+def test_rare_flips_are_shown_about_as_often_as_planned(
+    write: Write, planned: Any, every: int
+) -> None:
+    """Requests drawn from the pilot, as many as it names, hold the clause about 80 % of the time:
+    too few have no flips to resample, and such a sample shows nothing."""
+    import numpy as np
+
+    from kcdsl_backends.empirical.statistics import clustered_ratio
+
+    flips = np.array([float(i % every == 0) for i in range(240)])
+    folder = write(300, "FLIPS", "TOP1")
+    lines = [flipped(i, int(n)) for i, n in enumerate(flips)]
+    (folder / "pilot.jsonl").write_text("".join(lines))
+    found = planned(folder, "--pilot", "pilot.jsonl")
+    needed = found["FLIPS all"]["pilot"]["needed"]
+    assert found["TOP1 all"]["pilot"]["needed"] == needed
+    generator, runs, held = np.random.default_rng(every), 120, 0
+    for run in range(runs):
+        drawn = flips[generator.integers(0, flips.size, needed)]
+        limit = clustered_ratio(drawn, np.full(needed, 50.0), seed=run, bounds=(0.0, 1.0)).high
+        held += limit is not None and limit <= 0.01
+    assert 0.65 <= held / runs <= 0.95
+
+
+def test_a_pilot_without_any_flip_needs_what_equal_draws_show(write: Write, planned: Any) -> None:
+    """1 - 0.05^(1/n) <= 1 % takes 299 requests; of an open range equal values show nothing."""
+    folder = write(300, "FLIPS", "MEAN")
+    same = {"n": 50, "sum": 0.0, "min": 0.0, "max": 0.0}
+    values = {"top1_flip": same, "kl": same}
+    (folder / "pilot.jsonl").write_text("".join(record(i, 0, values=values) for i in range(40)))
+    found = planned(folder, "--pilot", "pilot.jsonl")
+    assert found["FLIPS all"]["pilot"]["needed"] == 299
+    assert found["FLIPS all"]["state"] == "enough"
+    assert found["MEAN all"]["pilot"]["needed"] is None
+    assert "shows nothing of others" in found["MEAN all"]["note"]
+
+
+def test_failures_and_magnitudes_of_a_trace(write: Write, planned: Any) -> None:
+    folder = write(300, "FAILED", "SIZE", "P99")
+    rng = [(-1) ** i * 1e-2 + 1e-3 for i in range(100)]
+    lines = [
+        record(i, 0, values={"log_ratio": {"n": 2, "sum": 2 * v, "min": v, "max": v}})
+        for i, v in enumerate(rng)
+    ]
+    (folder / "pilot.jsonl").write_text("".join(lines))
+    size = planned(folder, "--pilot", "pilot.jsonl")["SIZE all"]
+    assert size["pilot"]["value"] == pytest.approx(1e-3)
+    assert size["state"] == "enough"
+    (folder / "pilot.jsonl").write_text("".join(lines) + record(100, 0, failure="out of memory"))
+    found = planned(folder, "--pilot", "pilot.jsonl")
+    assert (found["FAILED all"]["pilot"]["k"], found["FAILED all"]["pilot"]["n"]) == (1, 101)
+    assert found["SIZE all"]["pilot"] is None
+    assert found["P99 all"]["note"] == "the pilot says nothing of it"
+
+
+def reported(**changes: Any) -> dict[str, Any]:
+    """Return one row of report.json, as far as a plan reads it."""
+    found = {
+        "clause": "P99", "slice": "all", "requirement": "p99(kl) <= 1e-3", "metric": "p99(kl)",
+        "verdict": "inconclusive", "op": "<=", "threshold": 1e-3, "value": 5e-4, "low": 1e-4,
+        "high": None, "n": 200, "confidence": 0.95, "budget": None,
+        "exceedance": {"k": 1, "n": 200, "of": "requests"},
+    }  # fmt: skip
+    return {**found, **changes}
+
+
+def by_report(folder: Path, planned: Any, **changes: Any) -> Any:
+    document = {"schema": "kcdsl.report/1", "clauses": [reported(**changes)]}
+    (folder / "report.json").write_text(json.dumps(document))
+    return planned(folder, "--pilot", "report.json")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"threshold": 1e-2}, {"metric": "p99(tv)"}, {"metric": "p95(kl)"}, {"op": ">="},
+        {"budget": "10% of windows"}, {"clause": "OTHER"}, {"slice": "long"},
+        {"verdict": "invalid_evidence"}, {"exceedance": None},
+    ],
+)  # fmt: skip
+def test_units_beyond_another_threshold_are_no_pilot(
+    write: Write, planned: Any, changed: dict[str, Any]
+) -> None:
+    """The contract may have changed since: k of n was counted against what stood there then."""
+    folder = write(300, "P99")
+    assert by_report(folder, planned)["P99 all"]["pilot"]["k"] == 1
+    row = by_report(folder, planned, **changed)["P99 all"]
+    assert (row["pilot"], row["note"]) == (None, "the pilot says nothing of it")
+
+
+def test_a_mean_is_the_same_whatever_it_was_compared_with(write: Write, planned: Any) -> None:
+    folder = write(300, "MEAN")
+    mean = {"clause": "MEAN", "metric": "mean(kl)", "high": 6e-4, "exceedance": None}
+    first = by_report(folder, planned, **mean)["MEAN all"]["pilot"]
+    assert first["needed"] >= 20
+    assert by_report(folder, planned, **mean, threshold=0.5)["MEAN all"]["pilot"] == first
+    other = by_report(folder, planned, **{**mean, "metric": "mean(tv)"})["MEAN all"]
+    assert other["pilot"] is None
+
+
+def test_equal_repeats_of_a_report(write: Write, planned: Any) -> None:
+    folder = write(300, "SAME")
+    row = {"clause": "SAME", "metric": "determinism", "op": ">=", "threshold": 0.9, "value": 0.98}
+    found = by_report(folder, planned, **row, n=50, exceedance=None)["SAME all"]["pilot"]
+    assert (found["k"], found["n"]) == (1, 50)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"exceedance": {"k": 2, "n": 0}}, {"exceedance": {"k": -1, "n": 5}},
+        {"exceedance": {"k": 6, "n": 5}}, {"exceedance": {"k": 1.0, "n": 5}},
+        {"exceedance": {"k": True, "n": 5}}, {"exceedance": {"k": 1, "n": 10**300}},
+        {"exceedance": {"k": 1}}, {"exceedance": "1 of 5"}, {"value": "x"}, {"high": []},
+        {"low": float("nan")}, {"value": float("inf")}, {"value": 10**400}, {"n": "x"},
+        {"confidence": 1.5}, {"confidence": 0}, {"n": -1},
+    ],
+)  # fmt: skip
+def test_a_report_with_impossible_numbers_is_no_pilot(
+    cli: Any, write: Write, changed: dict[str, Any]
+) -> None:
+    folder = write(300, "P99", "MEAN")
+    rows = [reported(**changed), reported(clause="MEAN", metric="mean(kl)", high=6e-4) | changed]
+    document = {"schema": "kcdsl.report/1", "clauses": rows}
+    (folder / "report.json").write_text(json.dumps(document))
+    ran = cli("plan", "--pilot", "report.json", cwd=folder)
+    assert ran.code == 2
+    assert "error[KC629]" in ran.stderr
+    assert ran.stdout == ""
+
+
+SUMS: dict[str, Any] = {"n": 2, "sum": 1.0, "min": 0.0, "max": 1.0}
+NO_SUMS: tuple[dict[str, Any], ...] = (
+    {"n": -1}, {"n": "x"}, {"n": 10**20}, {"sum": "x"}, {"sum": float("inf")},
+    {"max": float("nan")}, {"max": 10**400}, {"min": []},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"slices": 1}, {"slices": [1]}, {"slices": "all"}, {"failure": 1}, {"failure": []},
+        {"values": []}, {"values": {"kl": 3}}, {"values": {"kl": {"n": 1}}}, {"latency_s": None},
+        {"latency_s": ["x"]}, {"latency_s": [float("nan")]}, {"latency_s": [10**400]},
+        *({"values": {"kl": SUMS | one}} for one in NO_SUMS),
+    ],
+)  # fmt: skip
+def test_a_trace_with_impossible_records_is_no_pilot(
+    cli: Any, write: Write, changed: dict[str, Any]
+) -> None:
+    folder = write(300, "P99", "MEAN", "LATENCY")
+    (folder / "pilot.jsonl").write_text(record(0, 1.0) + record(1, 1.0, **changed))
+    ran = cli("plan", "--pilot", "pilot.jsonl", cwd=folder)
+    assert ran.code == 2
+    assert "error[KC629]" in ran.stderr
+    assert "line 2" in ran.stderr
+    assert ran.stdout == ""
+
+
+def test_a_mean_beyond_every_number_says_nothing(write: Write, planned: Any) -> None:
+    folder = write(300, "MEAN")
+    huge = {"kl": {"n": 1, "sum": 1.7e308, "min": 1.7e308, "max": 1.7e308}}
+    lines = [record(i, 0, values=huge) for i in range(30)]
+    (folder / "pilot.jsonl").write_text("".join(lines))
+    assert planned(folder, "--pilot", "pilot.jsonl")["MEAN all"]["pilot"] is None
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "", "{}", "[]", "null", "NaN", "[" * 100_000, '{"schema": "kcdsl.report/1"}',
         '{"schema": "kcdsl.report/1", "clauses": [{}]}', '{"schema": "kcdsl.trace/1"}',
-        '{"schema": "kcdsl.trace/1"', "\x00",
+        '{"schema": "kcdsl.trace/1"', "\x00", '{"schema": "kcdsl.kernels/1"}', "kcdsl: 1",
     ],
 )  # fmt: skip
 def test_other_files_are_no_pilots(cli: Any, write: Write, text: str) -> None:

@@ -245,6 +245,7 @@ def test_what_is_not_admitted_is_refused_whoever_made_the_digest_fit(
 ) -> None:
     ball, point = document("BALL"), document("POINT")
     x = _values(ball["input"], "<f4")
+    between = np.nextafter(x.astype("<f8"), 0.0)
     outside = x.copy()
     outside[0, 0] += np.float32(3e-3)
     symbols = copy.deepcopy(ball["symbols"])
@@ -264,6 +265,7 @@ def test_what_is_not_admitted_is_refused_whoever_made_the_digest_fit(
         (forged(ball, input=_packed(outside, "float32", "<f4")), "outside of the region"),
         (forged(ball, symbols=symbols), "leaves [-1, 1]"),
         (forged(ball, symbols=signs), "leaves [-1, 1]"),
+        (forged(ball, input=_packed(between, "float64", "<f8")), "not float32"),
         (forged(ball, region=wide), "radius is not that of the clause"),
         (forged(ball, region=elsewhere, input=_packed(centre, "float32", "<f4")), "away from"),
         (forged(point, input=_packed(moved, "float32", "<f4")), "away from that of the case"),

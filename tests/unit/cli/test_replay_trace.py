@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kcdsl.cli import evaluate
 from kcdsl.model.llama import build
 from kcdsl_backends.empirical.journal import _frames
 from tests.support.commands import run_here
@@ -322,9 +323,22 @@ def test_another_seed_starts_anew(cli: Any, folder: Path) -> None:
     assert "resumed" not in cli(*EVALUATE, "--seed", "1", cwd=folder).stderr
 
 
-def test_where_nothing_could_be_written_what_was_measured_is_kept(cli: Any, folder: Path) -> None:
-    ran = cli(*EVALUATE, "-o", "made", "--svg", "no/such/folder.svg", cwd=folder)
+def test_where_nothing_could_be_written_what_was_measured_is_kept(
+    cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the picture is there when the evaluation begins, and gone at its end."""
+    (folder / "there").mkdir()
+    write = evaluate._write
+
+    def late(*given: Any) -> list[str]:
+        (folder / "there").rmdir()
+        return write(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluate, "_write", late)
+        ran = cli(*EVALUATE, "-o", "made", "--svg", "there/x.svg", cwd=folder)
     assert ran.code == 2
+    assert "there is no folder there" in ran.stderr
     assert [path.name for path in (folder / "made").iterdir()] == ["evaluate.journal"]
     again = cli(*EVALUATE, "-o", "made", cwd=folder)
     assert f"resumed: {len(ROWS)} of {len(ROWS)} requests" in again.stderr

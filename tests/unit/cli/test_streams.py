@@ -42,6 +42,25 @@ def test_a_closed_stream_changes_no_exit_code(redirection: str, tmp_path: Path) 
     assert b"error" not in linted.stderr
 
 
+@pytest.mark.parametrize("arguments", [("explain",), ("backends",), ("doctor",)])
+def test_a_reader_that_has_read_enough_is_no_error(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As `kcdsl check … | head -1` leaves it: plain prints and tables alike say nothing."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(
+        [sys.executable, "-c", ENTRY, *arguments],
+        cwd=tmp_path,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=60,
+    )
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (2, b"")
+
+
 def test_a_full_disc_is_an_answer(tmp_path: Path) -> None:
     ran = run(">/dev/full", "explain", folder=tmp_path)
     assert ran.returncode == 2

@@ -389,6 +389,7 @@ def test_a_transfer_is_no_base_and_proofs_must_be_there(cli: Any, folder: Path) 
         *("--contract", str(folder / "contract.yaml"), "-o", str(folder / "out" / "two.json")),
     )
     assert from_transfer.code == 4
+    assert "carry over the certificate that it names" in from_transfer.stdout
     proof = folder / "out" / "N-0.proof.json"
     kept = proof.read_bytes()
     proof.unlink()

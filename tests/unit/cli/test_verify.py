@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -12,6 +18,8 @@ import jsonschema
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kcdsl.cli import verify
+from kcdsl_certs.proofs import SOME_MARGIN
 from tests.support.small_models import write_model
 
 CONTRACT = """\
@@ -237,3 +245,123 @@ def test_numerics_that_no_adapter_keeps_are_named(cli: Any, write: Write, folder
     (goal,) = goals(ran.stdout)
     assert any("never run here" in text for text in goal["evidence"]["assumptions"])
     assert "never run here" in cli("verify", cwd=folder).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.safetensors", "the checkpoint changed"),
+        ("config.json", "the config of the checkpoint changed"),
+        ("prompts.jsonl", "prompts.jsonl changed"),
+    ],
+)
+def test_files_that_change_meanwhile_get_no_certificate(
+    cli: Any,
+    write: Write,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    words: str,
+) -> None:
+    """Training writes its next checkpoint to the same place while the last one is being proved."""
+    write(HELD)
+    decide = verify._decide
+
+    def overtaken(*given: Any) -> Any:
+        outcomes = decide(*given)
+        content = bytearray((folder / name).read_bytes())
+        if name.endswith(".safetensors"):
+            content[-1] ^= 1
+        (folder / name).write_bytes(content + b"\n" * ("json" in name))
+        return outcomes
+
+    monkeypatch.setattr(verify, "_decide", overtaken)
+    ran = cli("verify", "--attack", "off", cwd=folder)
+    assert ran.code == 2
+    assert "KC608" in ran.stderr
+    assert words in ran.stderr
+    assert not (folder / "out").exists()
+
+
+def test_a_checkpoint_that_no_certificate_can_name_is_refused_at_once(
+    cli: Any, write: Write, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(HELD)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    (folder / "model.safetensors").symlink_to("weights.safetensors")
+    monkeypatch.setattr(verify, "_decide", lambda *given: pytest.fail("hours of proving"))
+    ran = cli("verify", cwd=folder)
+    assert (ran.code, "KC648" in ran.stderr) == (2, True)
+
+
+def test_of_an_order_a_certificate_states_no_more_than_is_shown(
+    cli: Any, write: Write, folder: Path
+) -> None:
+    """How far nothing is from flipping is shown to people; a proof shows that it does not flip."""
+    write("forall x in points(all): no_flip(head, x, 3)")
+    cli("keygen", "-o", folder / "kcdsl.key")
+    ran = cli("verify", "--json", cwd=folder)
+    (goal,) = goals(ran.stdout)
+    assert (ran.code, goal["verdict"]) == (0, "held")
+    assert goal["margin"] == min(case["margin"] for case in goal["cases"]) > 0
+    bundle = json.loads((folder / "out" / "verify.cert.json").read_text())
+    statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+    (result,) = statement["predicate"]["clauses"]
+    assert result["verdict"] == "PASSED"
+    assert float.fromhex(result["bound"]["hex"]) == SOME_MARGIN
+    checked = cli("check", folder / "out" / "verify.cert.json", "--recheck", cwd=folder)
+    assert checked.code == 0, checked.stdout
+    assert "margin" in cli("verify", cwd=folder).stdout
+
+
+def test_names_of_requests_do_not_move_the_cursor(cli: Any, write: Write, folder: Path) -> None:
+    rows = [{"id": "a\x1b[2Jb\u202ec", "text": "hello"}]
+    (folder / "prompts.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    middle = HELD.replace("0.01", "1e-9")
+    write(middle, middle.replace("norm_inf", "norm_2").replace("1e-9", "1e-5"))
+    told = cli("verify", cwd=folder)
+    (folder / "out" / "N-0.counterexample.json").stat()
+    told_again = cli("replay", folder / "out" / "N-0.counterexample.json", cwd=folder)
+    chained = cli("verify", "--chain", "--attack", "off", cwd=folder)
+    assert (told.code, told_again.code, chained.code) == (1, 1, 3)
+    for ran in (told, told_again, chained):
+        assert "a\N{REPLACEMENT CHARACTER}[2Jb" in ran.stdout
+        assert not {"\x1b", "\u202e"} & set(ran.stdout + ran.stderr)
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file", "read only"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+    cli: Any, write: Write, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    write(HELD)
+    (folder / "taken").write_text("")
+    output = {"a file": "taken", "below a file": "taken/out", "read only": "other/out"}[place]
+    (folder / "other").mkdir(mode=0o555)
+    if place == "read only":
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != folder / "other")
+    monkeypatch.setattr(verify, "_decide", lambda *given: pytest.fail("hours of proving"))
+    ran = cli("verify", "-o", output, cwd=folder)
+    assert (ran.code, "KC602" in ran.stderr) == (2, True)
+
+
+def test_a_narrow_terminal_loses_no_column(write: Write, folder: Path) -> None:
+    write(HELD)
+    ours, theirs = pty.openpty()
+    entry = "import sys; from kcdsl.cli import main; sys.exit(main(sys.argv[1:]))"
+    ran = subprocess.run(
+        [sys.executable, "-c", entry, "verify", "--attack", "off", "--cache", "off"],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "40", "NO_COLOR": "1", "TERM": "dumb"},
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        timeout=120,
+        check=False,
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # a terminal that nobody writes to any more
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert ran.returncode == 0
+    assert "norm_inf(drift(" in shown.decode()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kcdsl.route.goals import goals
-from kcdsl.verdict.model import Held, InvalidEvidence, Violated
+from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.attack.runs import Attack
 from kcdsl_backends.certifier.verdicts import verdict_of
@@ -149,6 +149,33 @@ def test_links_of_a_chain_leave_nothing_to_chance(
     (goal,) = document["goals"]
     assert goal["evidence"]["kind"] == "proof"
     assert goal["verdict"] == "inconclusive"
+
+
+def test_what_is_likely_is_refuted_only_where_it_was_asked(folder: Path) -> None:
+    """A clause that holds with all likelihood is not violated because an option asked less."""
+    program = write_contract(folder, LAYER % 0.5, evidence="probabilistic")
+    (goal,) = goals(program)
+    found, worst = Attack(0.7, (0,), 0, 0.0, 0.7), CaseOutcome("p0", 5, 0.8, 0.7)
+    for asked, chain in (
+        (goal, True),
+        (replace(goal, domains=("interval", "planes")), False),
+    ):
+        verdict = verdict_of(asked, [worst], found, chain=chain)
+        assert isinstance(verdict, Inconclusive)
+        assert "was not asked" in verdict.reason
+        surely = replace(asked, alpha=None)
+        assert isinstance(verdict_of(surely, [worst], found, chain=chain), Violated)
+    for asked in (goal, replace(goal, domains=("affine",))):
+        assert isinstance(verdict_of(asked, [worst], found), Violated)
+
+
+def test_an_option_makes_no_violation_of_what_is_likely(verify: Callable[..., Any]) -> None:
+    document, _ = verify(LAYER % 1e-9)
+    attack = document["goals"][0]["attack"]
+    for options in (("--chain",), ("--domains", "interval,planes")):
+        document, code = verify(LAYER % (attack / 2), options=options)
+        (goal,) = document["goals"]
+        assert (code, goal["verdict"], goal["counterexample"]) == (3, "inconclusive", None)
 
 
 def test_it_implies_nothing(cli: Any, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from io import StringIO
 
 import jsonschema
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from kcdsl.ir.terms import Abs, Arith, Compare, Metric, Number, Statistic
 from kcdsl.verdict.beside_text import beside_parts
 from kcdsl.verdict.report import Report, report_schema
 from kcdsl.verdict.result import ClauseResult
@@ -156,6 +158,57 @@ def test_a_bound_of_the_size_is_none_of_the_signed_value() -> None:
         assert certified.reason == "no bound on this side is known"
 
 
+def test_the_magnitude_of_a_mean_has_the_bound_of_the_sizes() -> None:
+    """|mean(x)| is at most the mean of the bounds of |x|; sizes stand beside it, and its floor."""
+    size = Abs(Statistic("mean", Metric("log_ratio"), None))
+    bare = clause("N-BIAS", "mean", "log_ratio", "1")
+    bias = replace(bare, require=Compare("<=", size, Number(Fraction(1))))
+    found = evidence((bias, clause("N-SIZE", "max", "log_ratio", "1", magnitude=True)))
+    limits = {
+        key: Unit(key, 0, {"log_ratio": 3 * np.abs(run.unit.values["log_ratio"])})
+        for key, run in found.runs.items()
+    }
+    report = conclude(replace(found, certified=limits))
+    beside, sizes = row_of(report, "N-BIAS").beside, row_of(report, "N-SIZE").beside
+    assert beside is not None
+    assert sizes is not None
+    assert beside.measured == sizes.measured
+    every = np.concatenate([unit.values["log_ratio"] for unit in limits.values()])
+    assert beside.certified is not None
+    assert beside.certified.value == pytest.approx(float(every.mean()), rel=1e-12)
+    noise = np.concatenate([unit.values["log_ratio"] for unit in found.floor.values()])
+    assert beside.floor is not None
+    assert beside.floor.value == pytest.approx(abs(float(noise.mean())), rel=1e-12)
+
+
+def test_sums_of_metrics_are_measured_and_have_a_floor_and_no_bound() -> None:
+    summed = Statistic("quantile", Arith("+", Metric("kl"), Metric("tv")), Fraction(1, 2))
+    bare = clause("N-SUM", "mean", "kl", "1")
+    found = evidence((replace(bare, require=Compare("<=", summed, Number(Fraction(1)))),))
+    beside = row_of(conclude(bounded(found, 3.0)), "N-SUM").beside
+    assert beside is not None
+    worst = sorted(
+        float((run.unit.values["kl"] + run.unit.values["tv"]).max()) for run in found.runs.values()
+    )
+    assert beside.measured is not None
+    assert (beside.measured.p50, beside.measured.worst) == (worst[29], worst[-1])
+    assert beside.certified is not None
+    assert beside.certified.value is None
+    assert beside.certified.reason == "values made of others have no bound of their own"
+    noise = sorted(
+        float((unit.values["kl"] + unit.values["tv"]).max()) for unit in found.floor.values()
+    )
+    assert beside.floor is not None
+    assert beside.floor.value == noise[3]
+    lacking = {
+        key: replace(unit, values={"kl": unit.values["kl"]}) for key, unit in found.floor.items()
+    }
+    without = row_of(conclude(replace(found, floor=lacking)), "N-SUM").beside
+    assert without is not None
+    assert without.floor is not None
+    assert without.floor.reason == "tv was not measured between batchings"
+
+
 def test_a_threshold_below_the_noise_floor_is_named() -> None:
     report = conclude(evidence())
     below = {(w.code, w.clause) for w in report.warnings}
@@ -245,7 +298,7 @@ def test_the_table_says_of_how_many_requests_a_bound_is() -> None:
     }
     domains = {"numerics": {"train": "a", "infer": "b"}, "domains": {"affine forms": kept}}
     part = conclude(replace(found, certified=some, bounding=domains))
-    rows = [line for line in table_of(part).splitlines() if line.startswith((" N-", " S-"))]
+    rows = [line for line in table_of(part).splitlines() if line.lstrip().startswith(("N-", "S-"))]
     assert rows
     assert all("[" in line for line in rows)
     (of_all,) = (line for line in rows if line.split()[:2] == ["N-MAX", "all"])
@@ -254,4 +307,4 @@ def test_the_table_says_of_how_many_requests_a_bound_is() -> None:
     assert "2 by affine forms" in table_of(part)
     whole = table_of(conclude(found))
     assert " on " not in whole
-    assert "[" not in next(line for line in whole.splitlines() if line.startswith(" N-MAX"))
+    assert "[" not in next(line for line in whole.splitlines() if line.lstrip().startswith("N-MAX"))

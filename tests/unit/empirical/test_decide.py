@@ -174,6 +174,23 @@ def test_paper_defect_3_a_budget_of_windows_counts_windows(lab: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(("name", "op"), [("peak_memory", "<="), ("determinism", ">=")])
+@pytest.mark.parametrize("evidence", [None, EvidenceKind.SAMPLE])
+def test_one_number_of_a_slice_is_not_one_of_each_window(
+    lab: Any, name: str, op: str, evidence: EvidenceKind | None
+) -> None:
+    """Counted window by window, one peak of memory would be as many windows that keep the limit."""
+    runs = tuple(Unit(f"r{i}", 1, {"latency": np.array([0.1])}) for i in range(640))
+    measured = {"runs": runs, "repeats": (640, 640), "peak_memory": 1.0}
+    data = lab.slice_data({"kl": [[0.0]] * 640}, **measured)
+    clause = lab.clause(Metric(name), op, "1", budget=("1/10", "windows"), evidence=evidence)
+    row = decided(lab, clause, data)
+    assert isinstance(row.verdict, InvalidEvidence)
+    assert "a single one of the windows has no value" in row.verdict.reason
+    alone = decided(lab, lab.clause(Metric(name), op, "1", evidence=evidence), data)
+    assert not isinstance(alone.verdict, InvalidEvidence)
+
+
 def test_windows_cover_every_unit_once() -> None:
     units = [Unit(str(i), 1) for i in range(40)]
     found = windows(units, 16)

@@ -68,6 +68,9 @@ def test_the_repair_that_leaves_least_is_the_cause() -> None:
         (lambda z: top_p(z, 0.8), "top-p 0.8 "),
         (lambda z: top_k(z, 7), "top-k 7 "),
         (lambda z: top_k(z, 1), "top-k 1 "),
+        (lambda z: top_k(z + 0.1 * torch.sin(1e3 * z), 20), "top-k 20 "),
+        (lambda z: top_k(z + 1.0 * torch.arange(50), 47), "top-k 47 "),
+        (lambda z: torch.where(torch.arange(50) > 46, -torch.inf, z), "a mask of 3 token ids"),
         (lambda z: min_p(z, 0.05), "min-p 0.05 "),
         (lambda z: torch.where(torch.arange(50) == 3, -torch.inf, z), "a mask of 1 token ids"),
         (lambda z: torch.where(torch.arange(50) < 3, -1e30, z), "a mask of 3 token ids"),
@@ -75,7 +78,7 @@ def test_the_repair_that_leaves_least_is_the_cause() -> None:
 )
 def test_filters_are_told_apart(change: Any, words: str) -> None:
     found = truncation_mass([probe(change)], 1.0)
-    assert found.explains
+    assert found.explains or found.seen
     assert words in found.detail
     assert found.value is not None
     assert found.value > 0
@@ -84,8 +87,30 @@ def test_filters_are_told_apart(change: Any, words: str) -> None:
 def test_a_filter_and_more_is_no_filter_alone() -> None:
     found = truncation_mass([probe(lambda z: top_k(z.roll(1, -1), 20))], 1.0)
     assert not found.explains
-    assert not truncation_mass([probe(lambda z: z)], 1.0).explains
+    assert found.seen
+    clean = truncation_mass([probe(lambda z: z)], 1.0)
+    assert not clean.explains
+    assert not clean.seen
     assert truncation_mass([], 1.0).left is None
+
+
+@pytest.mark.parametrize("mask", [-torch.inf, -1e4, torch.finfo(torch.float32).min])
+def test_excluded_tokens_are_seen_however_little_they_weigh(mask: float) -> None:
+    def excluded(z: torch.Tensor) -> torch.Tensor:
+        least = z <= z.topk(45, -1).values[..., -1:]
+        return torch.where(least, mask, z + 0.3 * torch.sin(1e3 * z))
+
+    found = truncation_mass([probe(excluded)], 1.0)
+    assert found.seen
+    assert found.value is not None
+    assert found.value < 0.1
+    assert not truncation_mass([probe(lambda z: z - 300 * (z > z.mean()))], 1.0).seen
+
+
+def test_positions_that_cannot_be_compared_pass_nothing() -> None:
+    lost = probe(lambda z: torch.full_like(z, torch.nan))
+    short = replace(lost, train=lost.train[:3], infer=lost.train[:3])
+    assert deviating_run([lost, short], None, 1.0).left is None
 
 
 def test_noise_is_no_temperature() -> None:
@@ -124,12 +149,28 @@ def test_a_run_without_a_reference_needs_a_wide_contrast() -> None:
 
 def test_few_requests_are_no_sign_of_missing_mass() -> None:
     drawn = np.random.default_rng(0).normal(1.0, 0.05, 30)
-    for ratios in ([drawn], [drawn[:3]], [drawn[:1]], [drawn[:10], drawn[10:]]):
+    for ratios in ([drawn], [drawn[:10], drawn[10:]]):
         assert support_check(ratios).outcome == "passed"
     assert support_check([drawn - 0.2]).outcome == "failed"
     assert support_check([np.full(100, 0.99)]).outcome == "failed"
     assert support_check([np.array([1.0, math.nan])]).outcome == "failed"
     assert support_check([]).outcome == "not_applicable"
+    assert support_check([np.zeros(0)]).outcome == "not_applicable"
+
+
+def test_a_mean_of_too_few_ratios_is_not_said_to_be_one() -> None:
+    """Up to 25 tokens none can lie five standard errors off: a pass would say nothing."""
+    worst = [[np.full(n, 100.0)] for n in (1, 3, 25)]
+    assert {support_check(ratios).outcome for ratios in worst} == {"not_applicable"}
+    assert support_check([np.full(26, 100.0)]).outcome == "failed"
+
+
+@pytest.mark.parametrize("w", [1e90, 1e150, 1e308])
+def test_ratios_that_overflow_are_judged_as_others_are(w: float) -> None:
+    assert support_check([np.full(30, w)]).outcome == "failed"
+    assert support_check([np.array([w, *[1.0] * 29])]).outcome == "passed"
+    lost = support_check([np.array([math.inf, *[1.0] * 29])])
+    assert (lost.outcome, lost.value) == ("failed", math.inf)
 
 
 def test_only_numbers_that_are_not_finite_block() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +81,26 @@ def test_values_of_a_request_are_those_of_the_pass_over_its_logits(lab: Lab) -> 
     assert run.unit.values["token_kl_max"].tolist() == [expected["kl"].max()]
     composed = 1 - np.prod(1 - expected["tv"])
     assert run.unit.values["sequence_tv"].tolist() == pytest.approx([composed])
+
+
+def _same(logits: torch.Tensor, tokens: Any) -> torch.Tensor:
+    return logits
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_position_without_any_token_is_no_policy(lab: Lab, side: int) -> None:
+    """One -inf excludes a token; all of them leave nothing to compare, and no rank either."""
+    sides: list[Any] = [lab.kernel(), lab.kernel(lab.drifting(0.1), name="infer")]
+    request = lab.requests(1, length=9)[0]
+    for places, lost in (((4, slice(2)), 0), ((4, slice(None)), 1)):
+        whole = sides[side].logits(request.tokens).clone()
+        whole[places] = -torch.inf
+        kernels = list(sides)
+        kernels[side] = lab.kernel(partial(_same, whole))
+        train, infer = kernels
+        run = run_request(request, train, infer, plan("top1_overlap"), lambda r, b: torch.ones(1))
+        assert run.nonfinite == lost
+        assert (run.unit.failure is not None) == bool(lost)
 
 
 def test_the_gradient_bound_comes_from_the_same_total_variation(lab: Lab) -> None:

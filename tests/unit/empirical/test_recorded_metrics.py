@@ -41,6 +41,22 @@ def test_sequences_have_their_closed_forms() -> None:
     assert sequences.max_token_kl([0.0, 0.2, 0.1]) == 0.2
 
 
+def test_what_leaves_the_range_of_float64_is_infinite_and_never_a_failure() -> None:
+    assert sequences.geo_ratio([9999.0, 0.0]) == math.inf
+    assert sequences.geo_ratio([-9999.0, 0.0]) == 0
+    assert sequences.ppl_ratio([-9999.0, -1.0], [-1.0, -1.0]) == math.inf
+    assert sequences.seq_log_ratio([1e308, 1e308]) == math.inf
+    with pytest.raises(Unmeasured, match="not finite"):
+        sequences.ess_sequences([[1e308, 1e308], [0.0, 0.0]])
+
+
+def test_the_rounding_of_equal_values_is_no_correlation() -> None:
+    values = [[709.4900000000001] * n for n in (3, 2, 7)]
+    with pytest.raises(Unmeasured, match="never vary"):
+        sequences.intraclass_correlation(values)
+    assert sequences.intraclass_correlation([[1.0, 1.0], [1.0 + 1e-9] * 2]) == 1
+
+
 def test_the_sign_of_perplexities_is_train_minus_inference() -> None:
     train, infer = [-2.0, -3.0], [-1.0, -3.0]
     assert sequences.log_ppl_diff(train, infer) == 0.5

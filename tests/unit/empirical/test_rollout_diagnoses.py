@@ -87,6 +87,30 @@ def test_54_clean_recordings_are_not_accused() -> None:
     assert accused == []
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_too_few_tokens_show_no_temperature(count: int) -> None:
+    """What cannot be seen is not said to be fine."""
+    few = recordings.rollouts()[:count]
+    assert sum(r.counted for r in few) < 64
+    assert prechecks(few)["temperature_fit"].outcome == "not_applicable"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Semantics("raw", temperature=0),
+        Semantics("processed", temperature=0),
+        Semantics("raw", top_k=1),
+        Semantics("processed", top_k=1),
+    ],
+)
+def test_the_likeliest_token_is_no_sample(said: Semantics) -> None:
+    checks = prechecks(recordings.rollouts(), semantics=(said, said))
+    assert checks["sampling_law"].outcome == "failed"
+    assert "no sample of any law" in checks["sampling_law"].detail
+    assert "constants" not in checks["logprob_semantics"].detail
+
+
 # --- planted in the numbers ----------------------------------------------------------------------
 
 Plant = Callable[[], Sequence[Rollout]]

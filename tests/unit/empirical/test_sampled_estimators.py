@@ -155,6 +155,25 @@ def test_a_sampled_token_that_training_excludes_has_its_limit_or_is_infinite() -
         assert found[name] == pytest.approx(limit), name
 
 
+def test_a_token_next_to_impossible_in_training_has_the_limit() -> None:
+    delta = torch.tensor([-600.0, -699.0, -701.0, -9999.0, -math.inf], dtype=torch.float64)
+    assert sampled.w_log_w_minus(delta).tolist() == pytest.approx([1.0] * 5, rel=1e-15)
+
+
+def test_correlations_of_large_numbers_are_no_certainty() -> None:
+    x = [-1e200, -2e200, -3e200, -1e199]
+    assert weights.pearson(x, [1.0, 3.0, 2.0, 5.0]) == pytest.approx(
+        float(np.corrcoef(np.array(x) / 1e200, [1, 3, 2, 5])[0, 1])
+    )
+    assert abs(weights.pearson(x, [1e200, -1e200, -1e200, 1e200])) < 0.9
+
+
+def test_weights_whose_sum_overflows_have_no_finite_mean() -> None:
+    rows = rejection.what_if([709.5, 709.5, 0.0], [3])
+    assert {row.mean_raw for row in rows} == {math.inf}
+    assert next(row.mean_weight for row in rows if row.rule.name == "tis") == pytest.approx(5 / 3)
+
+
 def test_nan_is_never_counted_as_inside_a_band() -> None:
     broken = torch.tensor([math.nan], dtype=torch.float64)
     for name, function in SAMPLED_FUNCTIONS.items():

@@ -146,8 +146,6 @@ def test_fields_of_a_sample_of_records_show_no_more_than_a_maximum(lab: Any) -> 
         ("min", None, ">=", Fraction(0)),
         ("max", None, ">=", None),
         ("mean", None, "<=", None),
-        ("rate", None, "<=", Fraction(1, 50)),
-        ("rate", None, ">=", None),
     ],
 )
 def test_the_share_that_a_clause_allows(
@@ -159,6 +157,37 @@ def test_the_share_that_a_clause_allows(
     swapped = Compare(turned, Number(Fraction(1, 50)), lab.statistic(kind, "kl", q))
     assert allowed_rate(lab.clause(swapped)) == wanted
     assert is_mean(clause) == (kind == "mean")
+
+
+def test_the_share_that_a_rate_allows(lab: Any) -> None:
+    """Of requests, where each has one value; a rate over tokens is a mean of them."""
+    of_requests = lab.clause(lab.statistic("rate", "refusal_flip"), limit="1/50")
+    assert allowed_rate(of_requests) == Fraction(1, 50)
+    assert not is_mean(of_requests)
+    of_tokens = lab.clause(lab.statistic("rate", "top1_flip"), limit="1/50")
+    assert allowed_rate(of_tokens) is None
+    assert is_mean(of_tokens)
+    assert allowed_rate(lab.clause(lab.statistic("rate", "refusal_flip"), ">=", "1/50")) is None
+    for name, op, limit, wanted in (
+        ("failure_rate", "<=", "1/50", Fraction(1, 50)),
+        ("failure_rate", "<=", "0", Fraction(0)),
+        ("failure_rate", ">=", "1/50", None),
+        ("determinism", ">=", "9/10", Fraction(1, 10)),
+        ("determinism", ">=", "1", Fraction(0)),
+        ("determinism", "<=", "9/10", None),
+    ):
+        assert allowed_rate(lab.clause(Metric(name), op, limit)) == wanted
+
+
+def test_flips_of_tokens_are_not_counted_as_requests(lab: Any) -> None:
+    """2 flips of 4000 tokens on 40 requests say nothing of a rate of requests: the row names its
+    limits, and how many requests would do, as a mean does."""
+    flips = [[1.0 if i < 2 and t == 0 else 0.0 for t in range(100)] for i in range(40)]
+    clause = lab.clause(lab.statistic("rate", "top1_flip"), limit="1/100", evidence=SAMPLE)
+    row = decided(lab, clause, lab.slice_data({"top1_flip": flips}))
+    assert row.value == 2 / 4000
+    assert row.shown is None
+    assert "requests beyond" not in getattr(row.verdict, "reason", "")
 
 
 def test_other_forms_allow_nothing_that_is_known(lab: Any) -> None:

@@ -287,6 +287,47 @@ def test_the_command_writes_everything(cli: Cli, folder: Path, tmp_path: Path) -
     assert "cpu 8 tokens x2 /1" in shown.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("e1", "--length", "8"), "--length is for e2"),
+        (("e1", "--concurrency", "2"), "--concurrency is for e2"),
+        (("e2", "--only", "precision"), "--only is for e1"),
+        (("e1", "--device", "cpu", "--device", "cuda"), "e1 runs on one device"),
+    ],
+)
+def test_options_of_the_other_experiment_are_refused(
+    cli: Cli, folder: Path, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    kind, *options = words
+    out = tmp_path / "out"
+    ran = cli("experiment", kind, str(folder / "contract.yaml"), *options, "-o", str(out))
+    assert ran.code == 2
+    assert said in ran.stderr
+    assert not out.exists()
+
+
+def test_a_long_title_is_shown_whole(grid: dict[str, Any]) -> None:
+    """It takes as many lines as it needs, and moves the cells down."""
+    slice_ = "a_slice_of_many_words" * 8
+    cells = [
+        {**cell, "rows": [{**row, "slice": slice_} for row in cell["rows"]]}
+        for cell in grid["cells"]
+        if cell["status"] == "ran"
+    ]
+    short, long = (maps({**grid, "cells": found})[0] for found in (grid["cells"], cells))
+    drawn = ElementTree.fromstring(long.svg)
+    bold = [e for e in drawn.iter("text") if "14px" in e.get("style", "")]
+    assert "".join(e.text or "" for e in bold).replace(" ", "") == long.title.replace(" ", "")
+    assert len(bold) > 1
+    assert all(len(e.text or "") * 8 < long.width for e in bold)
+    down = 18 * (len(bold) - 1)
+    tall = [
+        float(ElementTree.fromstring(m.svg).get("viewBox", "").split()[3]) for m in (short, long)
+    ]
+    assert tall[1] == tall[0] + down
+
+
 def test_what_a_precondition_blocks_is_invalid_in_every_cell(folder: Path, tmp_path: Path) -> None:
     """A kernel with other weights than the file's: every cell names what `evaluate` would."""
     program = load_program(folder / "contract.yaml")

@@ -17,6 +17,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import (
     Compare,
     Connective,
+    EvidenceKind,
     Formula,
     HasFields,
     Metric,
@@ -28,9 +29,14 @@ from kcdsl.ir.terms import (
     RegionKind,
 )
 from kcdsl.release.issue import issue, results_for, weakened
+from kcdsl.release.proved import proof_reference, proved_clauses
 from kcdsl.release.requirements import alternatives, required_clauses
 from kcdsl.release.triple import build_triple
+from kcdsl.route.goals import goals
 from kcdsl.source.writing import write_bytes
+from kcdsl.verdict.model import Evidence as ProvedBy
+from kcdsl.verdict.model import Held
+from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
 from kcdsl_certs.envelope import parse_bundle
 from kcdsl_certs.keys import SigningKey, ed25519_from_seed
@@ -245,3 +251,24 @@ def test_keygen_with_a_password(cli: Cli, tmp_path: Path) -> None:
     assert cli(*words, cwd=tmp_path, env={"KEY_WORD": "geheim"}).code == 0
     assert b"ENCRYPTED" in (tmp_path / "kcdsl.key").read_bytes()
     assert b"geheim" not in (tmp_path / "kcdsl.key").read_bytes()
+
+
+@pytest.mark.parametrize("kind", [EvidenceKind.PROOF, EvidenceKind.PROOF_REAL])
+def test_a_proof_over_real_numbers_is_certified_as_that(
+    kind: EvidenceKind, program: Program, folder: Path
+) -> None:
+    """As any backend may find one: what it says it rests on stands in the certificate."""
+    (goal,) = goals(program)
+    outcome = GoalOutcome(
+        goal=goal,
+        verdict=Held(),
+        evidence=ProvedBy(kind, n=1, assumptions=("roundings are small",)),
+        backend="reals",
+        cases=(CaseOutcome("1", 5, 0.01),),
+        seconds=0.1,
+        peak_bytes=1,
+        proof=b"{}",
+    )
+    reference = {goal.clause.id: proof_reference(goal.clause.id, b"{}")}
+    (result,) = proved_clauses(program, folder, (outcome,), reference)
+    assert (result.evidence.value, result.verdict) == (kind.value, Verdict.PASSED)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.writing import NewFile, refuse_targets, write_bytes, write_together
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -54,3 +54,46 @@ def test_what_is_no_file_takes_the_data_and_stays(tmp_path: Path) -> None:
 def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="is a folder"):
         write_bytes(tmp_path, b"one")
+
+
+def test_a_link_to_a_pipe_takes_the_data(tmp_path: Path) -> None:
+    """As the shell's >(command): a name below /dev/fd leads to a pipe that has no name."""
+    reading, writing = os.pipe()
+    try:
+        write_bytes(Path(f"/dev/fd/{writing}"), b"data")
+    finally:
+        os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        assert stream.read() == b"data"
+
+
+def test_of_several_files_links_and_pipes_stay_too(tmp_path: Path) -> None:
+    real, link, pipe, read = tmp_path / "real", tmp_path / "link", tmp_path / "pipe", []
+    link.symlink_to(real)
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    write_together([NewFile(link, b"one", 0o644), NewFile(pipe, b"two", 0o644)], replace=True)
+    reader.join(10)
+    assert link.is_symlink()
+    assert real.read_bytes() == b"one"
+    assert read == [b"two"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "real"]
+
+
+@pytest.mark.parametrize("second", ["a", "./b/../a", "link"])
+def test_no_file_is_written_twice(tmp_path: Path, second: str) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    files = [NewFile(tmp_path / name, b"x", 0o644) for name in ("a", second)]
+    with pytest.raises(Refusal, match="written twice"):
+        write_together(files, replace=True)
+    assert not (tmp_path / "a").exists()
+
+
+def test_targets_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    refuse_targets([tmp_path / "a", tmp_path / "new" / "b"], made=[tmp_path / "new"])
+    for wrong in (tmp_path, tmp_path / "new" / "b"):
+        with pytest.raises(Refusal, match="folder"):
+            refuse_targets([tmp_path / "a", wrong])

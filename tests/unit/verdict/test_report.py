@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ import jsonschema
 import pytest
 
 from kcdsl.exits import Exit
+from kcdsl.verdict.beside import Beside, Certified, Measured, NoiseFloor
+from kcdsl.verdict.html import page
 from kcdsl.verdict.model import InvalidEvidence, Violated
 from kcdsl.verdict.quantities import quantity
 from kcdsl.verdict.render import print_report, svg
@@ -137,3 +140,54 @@ def test_the_picture_is_an_svg_of_the_same_report() -> None:
 )
 def test_quantities_have_the_units_of_people(value: float | None, unit: str, text: str) -> None:
     assert quantity(value, unit) == text
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "80", "100", "160"])
+def test_no_number_is_cut_short_on_a_narrow_terminal(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("NO_COLOR", "1")
+    beside = Beside(
+        Measured(1.23e-10, 4.56e-10, 7.89e-10),
+        Certified(None, 1, 48, 0.000123, "there is no time left"),
+        NoiseFloor(9.87e-11, 8),
+    )
+    stream = Terminal()
+    row = replace(ROW, value=0.0200001, threshold=0.02, beside=beside, verdict=VERDICTS[1])
+    print_report(report(row), stream)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    for number in (
+        "0.0200001",
+        "1.23e-10",
+        "4.56e-10",
+        "7.89e-10",
+        "0.000123",
+        "9.87e-11",
+        "0/48",
+        "<= 0.02",
+    ):
+        assert number in text, number
+    assert not re.search(r"\d…", text)
+
+
+def test_a_clause_near_its_threshold_is_quoted_and_told_apart() -> None:
+    row = replace(
+        ROW,
+        unit="ratio",
+        op=">=",
+        metric="mean(top1_overlap)",
+        requirement="mean(top1_overlap) >= 99.999%",
+        threshold=0.99999,
+        value=0.999985,
+        verdict=Violated({}),
+    )
+    text = shown(report(row))
+    assert "mean(top1_overlap) >= 99.999%" in " ".join(text.split())
+    assert "99.9985%" in text
+    assert "100%" not in text
+    assert "99.9985% instead of &gt;= 99.999%" in page(json.loads(report(row).dumps()))

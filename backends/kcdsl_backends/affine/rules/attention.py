@@ -13,9 +13,11 @@ from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.cases import SCORES, Cases, choices, of_product, split
 from kcdsl_backends.affine.kernel import KernelRun, Operand
 from kcdsl_backends.affine.reaches import deviations
-from kcdsl_backends.affine.rules.linear import Heads, Pulled, heads, product
+from kcdsl_backends.affine.rules.heads import Heads, heads
+from kcdsl_backends.affine.rules.linear import product
+from kcdsl_backends.affine.rules.one_row import of_values, through
 from kcdsl_backends.affine.storing import Result, refuse_overflow, store, stored_format
-from kcdsl_backends.affine.tape import PASS, SAFE, Curved, Entry
+from kcdsl_backends.affine.tape import PASS, SAFE, Curved, Entry, Pulled
 from kcdsl_backends.interval.box import Box, gamma, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules import softmax as interval
@@ -67,6 +69,7 @@ def softmax(run: KernelRun, node: Node) -> None:
     moved = p * torch.maximum(torch.expm1(c) * (1 + 4 * off), 1 - least) * SAFE
     moved = torch.minimum(moved + _LOST, torch.ones_like(p))
     gathered = numerator + p * numerator.sum(-1, keepdim=True)
+    lost = 2 * trust * run.tape.entries[first].reach.sum(-1, keepdim=True)
     own = 4 * trust * (p + gathered) + gamma(columns + PASS) * gathered + _LOST
 
     def project(a: Adjoint) -> Pulled:
@@ -81,6 +84,7 @@ def softmax(run: KernelRun, node: Node) -> None:
         theta = _theta(run, box, mask)
         inside = torch.where(mask, theta * high + 2.0**-120, 0.0)
         place = store(run, node, Result(p, project, moved, (own + inside) * SAFE))
+        _balance(run, place, lost)
         _choose(run, place, scores, mask, inside)
         return
     total = Box(torch.zeros_like(high), high)
@@ -88,6 +92,16 @@ def softmax(run: KernelRun, node: Node) -> None:
     entry = Entry(node.name, p, (moved + rounding) * SAFE, project, None, rounding)
     refuse_overflow(node.name, entry.size, stored_format(run, node))
     run.computed[node.name] = run.tape.add(entry)
+    _balance(run, run.computed[node.name], lost)
+
+
+def _balance(run: KernelRun, place: int, lost: Tensor) -> None:
+    """Note how far the sum of a row of probabilities may move: by what is rounded, and by `lost`,
+    as the numbers of the projection sum up to 1 but nearly."""
+    entry = run.tape.entries[place]
+    if entry.kept and entry.centre is None and entry.radius is not None:
+        balance = (entry.radius.sum(-1, keepdim=True) + lost) * SAFE
+        run.tape.entries[place] = replace(entry, balance=balance)
 
 
 def _mask(run: KernelRun, node: Node, scores: Entry) -> Tensor:
@@ -126,35 +140,28 @@ def context(run: KernelRun, node: Node) -> None:
     values = heads(run, node, 1)
     matters = second.sum() > run.negligible * result.reference.abs().sum()
     rows = torch.ones_like(v.reach[..., :1], dtype=torch.bool) & matters
-    if values is None or v.index is None or not run.passing(node, v.index, "product", rows):
-        internal, parts = (result.internal + second) * SAFE, result.roundings
-        plain = Result(
-            result.reference,
-            result.pull,
-            result.linear,
-            internal,
-            cases=cases,
-            roundings=None if parts is None else parts.beside(second),
-        )
-        store(run, node, plain, accumulates=True, tight=tight)
-        return
-    curved = _second_order(p.reach, values)
-    store(
-        run,
-        node,
-        Result(
-            result.reference,
-            result.pull,
-            result.linear,
-            result.internal,
-            curved=curved,
-            extra=second,
-            cases=cases,
-            roundings=result.roundings,
-        ),
-        accumulates=True,
-        tight=tight,
+    curved = None
+    if values is not None and v.index is not None and run.passing(node, v.index, "product", rows):
+        curved = _second_order(p.reach, values)
+    internal, parts = result.internal, result.roundings
+    if curved is None:
+        internal = (internal + second) * SAFE
+        parts = None if parts is None else parts.beside(second)
+    one_row = None
+    if values is not None:
+        one_row = of_values(run, p, values, v.reference, second_order=curved is not None)
+    formed = Result(
+        result.reference,
+        result.pull,
+        result.linear,
+        internal,
+        curved=curved,
+        extra=None if curved is None else second,
+        cases=cases,
+        roundings=parts,
+        one_row=one_row,
     )
+    store(run, node, formed, accumulates=True, tight=tight)
 
 
 def _in_cases(run: KernelRun, p: Operand, v: Operand, error: Tensor) -> Cases | None:
@@ -185,21 +192,15 @@ def _choose(run: KernelRun, place: int, scores: Entry, mask: Tensor, error: Tens
 
 def _second_order(moved: Tensor, values: Heads) -> Curved:
     """Bound Σ_j moved[h, t, j]·|a·e_v[h, j]| with e_v[h, j] = W_h e_x[j] + o[h, j]."""
-    width = values.weight.shape[1]
-    inexact = gamma(width + PASS) * values.carried
-    exact = not bool(values.reach.any())  # then all that the values are off by is their own
+    beyond = through(values)
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
-        window = (*a.window[:-1], (0, width))
-        (first, last), (start, stop), _ = window
-        functional = a.on(window)
-        total = functional.new_zeros(functional.shape[0])
+        (first, last), (row, end), (start, stop) = a.window
+        total = a.values.new_zeros(a.values.shape[0])
         for h in range(first, last):
-            part = functional[:, h - first]  # [B, rows, d]
-            size = part.abs() @ (values.own[h] + inexact[h]).T  # [B, rows, keys]
-            if not exact:
-                size = size + (part @ values.weight[h]).abs() @ values.reach.T
-            total = total + (size * moved[h, start:stop]).flatten(1).sum(-1)
+            size = a.values[:, h - first].abs() @ values.own[h, :, start:stop].T
+            size = size + beyond(a, h)  # [B, rows, keys]
+            total = total + (size * moved[h, row:end]).flatten(1).sum(-1)
         total = total * SAFE
         return -total, total
 

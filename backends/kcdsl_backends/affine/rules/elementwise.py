@@ -14,9 +14,9 @@ from kcdsl_backends.affine.independent import Roundings
 from kcdsl_backends.affine.kernel import KernelRun, Operand
 from kcdsl_backends.affine.reaches import norms, tighten
 from kcdsl_backends.affine.remainder import Remainder
-from kcdsl_backends.affine.rules.linear import Pulled, before_linear, sharpen
+from kcdsl_backends.affine.rules.linear import before_linear, sharpen
 from kcdsl_backends.affine.storing import Result, refuse_overflow, store
-from kcdsl_backends.affine.tape import PASS, SAFE, Entry
+from kcdsl_backends.affine.tape import PASS, SAFE, Entry, Pulled
 from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.elementwise import (

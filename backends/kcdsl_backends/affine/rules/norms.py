@@ -20,10 +20,9 @@ from kcdsl_backends.affine.reaches import (
     norms,
     surround,
 )
-from kcdsl_backends.affine.rules.linear import Pulled
 from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.storing import Result, store
-from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry, Tape
+from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry, Pulled, Tape
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.norms import LEAST_VARIANCE, MOST_SQUARES

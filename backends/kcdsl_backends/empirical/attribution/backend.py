@@ -36,6 +36,7 @@ from kcdsl_backends.empirical.backend import BACKEND
 from kcdsl_backends.empirical.diagnoses import blocking
 from kcdsl_backends.empirical.diagnoses.model import POSITIONS, PROBES
 from kcdsl_backends.empirical.diagnoses.probing import chosen
+from kcdsl_backends.empirical.foreign import prints_aside
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.empirical.measured import Unit
 from kcdsl_backends.empirical.metrics.measure import Measure
@@ -59,6 +60,7 @@ LENGTH = 32
 """Their tokens at most; all have the same number, so that a block is exported once."""
 
 
+@prints_aside
 def attribute(
     program: Program,
     base: Path,
@@ -183,12 +185,14 @@ def _apart(run: str, side: str) -> Refusal:
 def _layers(
     subject: Subject, statistic: Statistic, progress: Progress
 ) -> tuple[Layers | None, str | None]:
-    pair = subject.pair
+    pair, plan = subject.pair, subject.plan
+    if subject.metric in STATE_FUNCTIONS:  # of a language model too the states are all that is read
+        plan = replace(plan, encoder=True)
     question = Question(
         pair.model,
         pair.train,
         pair.infer,
-        subject.plan,
+        plan,
         subject.metric,
         subject.better,
         statistic,

@@ -19,7 +19,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.verdict.attribution import Layer, Layers, Mismatch
 from kcdsl_backends.empirical.attribution.mismatch import first_operation
 from kcdsl_backends.empirical.attribution.runs import Known
-from kcdsl_backends.empirical.attribution.swaps import Swapper, swapper
+from kcdsl_backends.empirical.attribution.swaps import NoSwap, Swapper, swapper
 from kcdsl_backends.empirical.attribution.values import Array, Statistic, Table, column
 from kcdsl_backends.empirical.diagnoses.distances import size
 from kcdsl_backends.empirical.run import Kernel, Plan, run_request
@@ -60,6 +60,8 @@ class _Seen:
 def swap_layers(question: Question, progress: Progress = lambda stage, done, total: None) -> Layers:
     """Swap every block. Raises NoSwap, or what a kernel raises, where that cannot be done."""
     q = question
+    if q.plan.needs_logits and q.plan.needs_hidden:
+        raise NoSwap(f"{q.metric} reads states and logits, of which one pass gives one")
     swaps = swapper(q.model, q.train, q.plan.encoder)
     seen: list[_Seen] = []
     for done, request in enumerate(q.requests, 1):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.model.architecture import Model
+from kcdsl_backends.empirical.attribution.envelopes import HEAD
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
 from kcdsl_backends.empirical.engines.programs import as_it_is
 from kcdsl_backends.empirical.kernels import TorchKernel
@@ -74,17 +75,19 @@ class Swapper:
         )
 
 
-def swapper(model: Model, train: Kernel, encoder: bool) -> Swapper:
-    """Return what swaps blocks of the training kernel. Raises NoSwap where nothing can."""
+def swapper(model: Model, train: Kernel, states: bool) -> Swapper:
+    """Return what swaps blocks of the training kernel on the way to its logits, or to the last
+    `states`, which do not pass through the head. Raises NoSwap where nothing can."""
     if not isinstance(train, TorchKernel) or train.engine is not as_it_is:
         raise NoSwap("the training kernel runs as one program, whose blocks cannot be exchanged")
     blocks: Mapping[str, nn.Module] = getattr(train.module, "blocks", dict)()
-    names = tuple(name for name in own_blocks(model) if name in blocks)
+    passed = (name for name in own_blocks(model) if name in blocks)
+    names = tuple(name for name in passed if not (states and name == HEAD))
     if not names:
         raise NoSwap("the model names no blocks")
     entries = {**blocks, **getattr(train.module, "block_entries", dict)()}
     exits = {**blocks, **getattr(train.module, "block_exits", dict)()}
-    forward = train.hidden if encoder else train.logits
+    forward = train.hidden if states else train.logits
     return Swapper(train, forward, names, entries, exits)
 
 

@@ -27,7 +27,8 @@ from kcdsl_backends.empirical.figures import unit_of
 from kcdsl_backends.empirical.measured import Array, SliceData, Unit
 from kcdsl_backends.empirical.metrics.measure import Measure
 from kcdsl_backends.empirical.metrics.rejection import what_if
-from kcdsl_backends.empirical.user_metrics import measures_of, prompts_are_units
+from kcdsl_backends.empirical.sampling_units import prompts_are_units
+from kcdsl_backends.empirical.user_metrics import measures_of
 
 SLICES, METRICS, PAIRS = 12, 12, 200
 """The most slices, metrics, and pairs of measured and certified drift that are drawn."""

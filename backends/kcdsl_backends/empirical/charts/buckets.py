@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -44,13 +45,24 @@ def by_doubling(keys: Array) -> Iterator[tuple[float, float, Chosen]]:
         start, size = (1, 1) if start == 0 else (start + size, 2 * size)
 
 
+def mean(values: Array) -> float:
+    """Return the mean of values, of which there is one; finite where all are, though their sum may
+    be beyond the largest float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = float(values.mean())
+        if math.isfinite(found) or not bool(np.isfinite(values).all()):
+            return found
+        parts = float((values / values.size).sum())
+    return min(max(parts, float(values.min())), float(values.max()))
+
+
 def summary(values: Array, *, higher_is_better: bool = False) -> dict[str, float | int] | None:
     """Return n, mean, p50, p95 and the worst of values; None where none is finite."""
     finite = values[np.isfinite(values)]
     if finite.size == 0:
         return None
     ordered = np.sort(finite)[::-1] if higher_is_better else np.sort(finite)
-    found: dict[str, float | int] = {"n": int(finite.size), "mean": float(finite.mean())}
+    found: dict[str, float | int] = {"n": int(finite.size), "mean": mean(finite)}
     for percent in (50, 95):
         rank = quantile_rank(ordered.size, Fraction(percent, 100))
         found[f"p{percent}"] = float(ordered[rank - 1])

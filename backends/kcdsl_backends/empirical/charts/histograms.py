@@ -29,12 +29,13 @@ def edges_of(values: Array, bins: int = BINS) -> tuple[str, list[float]]:
     low, high = float(finite.min()), float(finite.max())
     positive = finite[finite > 0]
     if low >= 0 and positive.size and high >= WIDE * float(positive.min()):
-        ends = np.geomspace(float(positive.min()), high, bins + 1)
+        with np.errstate(over="ignore"):  # of the last one, which is stated exactly below
+            ends = np.geomspace(float(positive.min()), high, bins + 1)
         ends[0], ends[-1] = float(positive.min()), high
         return "log", [float(end) for end in ends]
     if low == high:
         return "linear", [low, high]
-    ends = np.linspace(low, high, bins + 1)
+    ends = 4 * np.linspace(low / 4, high / 4, bins + 1)  # high - low may be beyond float64
     ends[0], ends[-1] = low, high
     return "linear", [float(end) for end in np.unique(ends)]
 

@@ -76,6 +76,8 @@ class Repair:
     detail: str
     left: float | None
     value: float | None = None
+    seen: bool = False
+    """Whether the mistake is seen by itself, whatever it explains of the deviation."""
 
     @property
     def explains(self) -> bool:

@@ -91,7 +91,8 @@ def run_prechecks(subject: Subject, units: Sequence[Unit]) -> tuple[Precheck, ..
     repairs = _repairs(subject, probes, noise)
     cause = cause_of(repairs)
     told = [_told(repair, cause) for repair in repairs]
-    known = cause.name if cause is not None else ("weights_checksum" if named else None)
+    shown = [repair.name for repair in repairs if repair is cause or repair.seen]
+    known = shown[0] if shown else ("weights_checksum" if named else None)
     localised = None if known else _localised(subject, probes, noise)
     found = [
         *void,
@@ -121,7 +122,7 @@ def _repairs(subject: Subject, probes: Sequence[Probe], noise: Noise | None) -> 
     t = subject.temperature
     simple = [alignment_shift(probes, t), temperature_fit(probes, t), truncation_mass(probes, t)]
     span = deviating_run(probes, noise, t)
-    if cause_of([*simple, sides, span]) is None:
+    if cause_of([*simple, sides, span]) is None and not any(repair.seen for repair in simple):
         span = _masks(subject, probes, noise) or span
     return [*simple, span, sides]
 
@@ -151,7 +152,8 @@ def _localised(subject: Subject, probes: Sequence[Probe], noise: Noise | None) -
 def _told(repair: Repair, cause: Repair | None) -> Precheck:
     if repair.left is None:
         return not_applicable(repair.name, repair.detail)
-    return outcome(repair.name, repair is not cause, repair.detail, repair.value)
+    good = repair is not cause and not repair.seen
+    return outcome(repair.name, good, repair.detail, repair.value)
 
 
 def _explained(name: str, cause: str) -> Precheck:

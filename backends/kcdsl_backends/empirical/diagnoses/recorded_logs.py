@@ -234,8 +234,10 @@ def _shaped(ratios: Ratios) -> Repair:
     """
     name = "temperature_fit"
     delta = ratios.delta
-    if delta.size < _FEWEST or not float(np.abs(delta).mean()) > SMALLEST:
-        return Repair(name, "too few ln-ratios to see their shape", 1.0)
+    if delta.size < _FEWEST:
+        return Repair(name, "too few ln-ratios to see their shape", None)
+    if not float(np.abs(delta).mean()) > SMALLEST:
+        return Repair(name, "the sides do not differ", 1.0)
     sides = [_bent(delta, ratios.infer), _bent(-delta, ratios.train)]
     left, log_t = min(sides)
     if left > _SHAPED or abs(ratios.one_sided) >= 0.9:

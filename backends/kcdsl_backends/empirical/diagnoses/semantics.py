@@ -133,6 +133,8 @@ def _differ(train: Law, infer: Law) -> str | None:
 
 
 def _not_the_policy(law: Law, temperature: float) -> str | None:
+    if law.temperature == 0:
+        return "at temperature 0 the likeliest token has all the mass, and no policy is compared"
     if law.filters:
         return (
             f"both sides are cut off ({law.filters}): mass that one of them cut is seen by no ratio"
@@ -170,6 +172,12 @@ def sampling_law(subject: Recorded) -> Precheck:
     if said is None:
         return not_applicable(name, "nothing states how tokens were drawn")
     law, drawn = said.law, said.drawn
+    if drawn.temperature == 0 or drawn.top_k == 1:
+        detail = (
+            f"tokens were drawn at {drawn}, which takes the likeliest: they are no sample of any "
+            "law; draw at a temperature above 0 and without top_k 1"
+        )
+        return outcome(name, False, detail, blocking=True)
     if abs(law.temperature - drawn.temperature) > _NEAR or law.filters != drawn.filters:
         detail = (
             f"tokens were drawn at {drawn}, and the log-probabilities are raw: means over these "
@@ -198,7 +206,8 @@ def _finite(rollouts: Sequence[Rollout]) -> Precheck:
     name = "finite"
     bad = [r for r in rollouts if (d := r.delta()) is not None and not np.isfinite(d).all()]
     if not rollouts:
-        return outcome(name, False, "no rollout has log-probabilities of both sides", blocking=True)
+        detail = "no rollout has a token that counts with log-probabilities of both sides"
+        return outcome(name, False, detail, blocking=True)
     detail = f"{len(bad)} of {len(rollouts)} rollouts have ln-ratios that are not finite"
     if bad:
         detail += f"; first {bad[0].place} ({bad[0].key})"

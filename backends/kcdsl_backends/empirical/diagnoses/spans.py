@@ -11,6 +11,7 @@ from kcdsl_backends.empirical.diagnoses.distances import mean, row_size, total_v
 from kcdsl_backends.empirical.diagnoses.model import BEYOND, SMALLEST, Probe, Repair
 from kcdsl_backends.empirical.diagnoses.noise import Noise
 
+_SHORTEST = 4
 _WIDEST = 0.8
 """Largest share of the positions that a run may cover, unless it goes on to the end: other weights
 or formats move the first positions too."""
@@ -27,14 +28,17 @@ def deviating_run(probes: Sequence[Probe], noise: Noise | None, temperature: flo
     both claims explain; without one, where they differ a thousand times as much as elsewhere.
     """
     name = "mask_provenance"
-    found = []
+    found, looked = [], 0
     for p in probes:
         gaps = row_size(p.train, p.infer)
-        if len(gaps) < 4 or not bool(torch.isfinite(gaps).all()):
+        if len(gaps) < _SHORTEST or not bool(torch.isfinite(gaps).all()):
             continue
+        looked += 1
         off = _deviating(gaps, noise)
         if bool(off.any()):
             found.append((p, gaps, off))
+    if not looked:
+        return Repair(name, f"no request with {_SHORTEST} positions of finite differences", None)
     runs = [(p, run) for p, gaps, off in found if (run := _run(gaps, off)) is not None]
     if not runs or 2 * len(runs) < len(found):
         return Repair(name, "the deviation is not that of one run of positions", 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from decimal import Decimal
 
@@ -13,12 +14,18 @@ from kcdsl_backends.empirical.diagnoses.model import SIDES, SMALLEST, Probe, Rep
 
 _NOTHING = -80.0
 """ln p below which a probability counts as zero mass."""
+_TIES = 4
+"""So many tokens more a filter may keep where they have the same logit as its last one."""
+_EXCLUDED = -1000.0
+"""ln p below which a token is excluded: masks write -inf, the least number of a format, or -1e4."""
 
 
 def truncation_mass(probes: Sequence[Probe], temperature: float) -> Repair:
     """Does one side give no mass to tokens that the other can draw? Name the filter and its value.
 
-    The value is the mean of -ln of the mass that survives, in nats.
+    The value is the mean of -ln of the mass that survives, in nats. Tokens that are excluded are
+    seen as such, however little they explain: no rounding excludes a token, and where q does not
+    cover p, no drawn token shows it.
     """
     name = "truncation_mass"
     if not probes:
@@ -41,12 +48,13 @@ def truncation_mass(probes: Sequence[Probe], temperature: float) -> Repair:
         shares.append(share)
         kept.append(~gone)
     left = mean(parts) / before if before > SMALLEST else 1.0
+    seen = any(_excluded(p, side, gone) for p, gone in zip(probes, chosen, strict=True))
     lost = mean(surviving)
     detail = (
         f"{_filter(torch.cat(shares), torch.cat(kept))} on the side of {SIDES[side]}: {rows[side]} "
         f"of {sum(len(s) for s in shares)} positions lose {lost:.3g} nats on average"
     )
-    return Repair(name, detail, left, lost)
+    return Repair(name, detail, left, lost, seen)
 
 
 def _cut(probe: Probe, side: int, temperature: float) -> Tensor:
@@ -56,6 +64,12 @@ def _cut(probe: Probe, side: int, temperature: float) -> Tensor:
     return (own < _NOTHING) & (other > _NOTHING)
 
 
+def _excluded(probe: Probe, side: int, gone: Tensor) -> bool:
+    """Say whether a token that was cut off [T, V] has a logit of -inf, or as good as that."""
+    own = torch.log_softmax(probe.side(side), -1)
+    return bool(((own < _EXCLUDED) & gone).any())
+
+
 def _filter(shares: Tensor, kept: Tensor) -> str:
     """Name the filter that keeps these tokens [N, V] of policies [N, V]."""
     counts = kept.sum(-1)
@@ -63,11 +77,14 @@ def _filter(shares: Tensor, kept: Tensor) -> str:
     masses = ordered.cumsum(-1)
     smallest = shares.masked_fill(~kept, torch.inf).amin(-1)
     largest = shares.masked_fill(kept, -torch.inf).amax(-1)
-    if bool((smallest < largest * (1 - 1e-3)).any()):
-        always = int((~kept).all(0).sum())
-        return f"a mask of {always} token ids" if always else "a filter of its own"
+    gone, passed = (~kept).any(0), (kept & (shares > math.exp(_NOTHING))).any(0)
+    if not bool((gone & passed).any()):  # cut off at one position, at all of them
+        return f"a mask of {int(gone.sum())} token ids"
     if int(counts.min()) == int(counts.max()):
         return f"top-k {int(counts[0])}"
+    if bool((smallest < largest * (1 - 1e-3)).any()):
+        few = int(counts.max() - counts.min()) <= _TIES
+        return f"about top-k {int(counts.min())}" if few else "a filter of its own"
     at = (counts - 1).clamp_min(0)[:, None]
     reached = masses.gather(-1, at)[:, 0]
     short = torch.where(counts > 1, masses.gather(-1, (at - 1).clamp_min(0))[:, 0], 0.0)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kcdsl_backends.empirical.metrics.evidence import Array, Unmeasured, column
+from kcdsl_backends.empirical.statistics.vocabulary import rounded_sum
 
 CLIP = 0.2
 """The half width of the clip band that `clipfrac0` uses unless told otherwise."""
@@ -110,7 +111,8 @@ def _apply(values: Array, lengths: Sequence[int], rule: Rule) -> WhatIf:
     lower, upper = _logarithms(rule.low, rule.high)
     below, above = values < lower, values > upper
     outside = below | above
-    weights = np.exp(values)
+    with np.errstate(over="ignore"):
+        weights = np.exp(values)
     match rule.does:
         case "truncate":
             kept, left = 1.0, np.exp(np.clip(values, lower, upper))
@@ -128,9 +130,15 @@ def _apply(values: Array, lengths: Sequence[int], rule: Rule) -> WhatIf:
         int(np.count_nonzero(above)),
         values.size,
         kept,
-        math.fsum(left) / values.size,
-        math.fsum(weights) / values.size,
+        _mean(left),
+        _mean(weights),
     )
+
+
+def _mean(weights: Array) -> float:
+    """Return a mean of weights, infinite where one of them is, or where their sum overflows."""
+    whole = bool(np.isfinite(weights).all())
+    return rounded_sum(weights) / weights.size if whole else math.inf
 
 
 def what_if_table(rows: Sequence[WhatIf]) -> list[Mapping[str, float | str]]:

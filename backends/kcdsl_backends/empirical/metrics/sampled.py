@@ -36,6 +36,8 @@ from kcdsl_backends.empirical.metrics.distribution import bregman, kl
 from kcdsl_backends.empirical.metrics.policies import PolicyPair
 
 _NEAR, _LARGE = 1e-3, 300.0
+_FAR = 700.0
+"""w ln w - w of |delta| beyond this is no part of 1 in float64, and e^-delta soon overflows."""
 
 
 def request_seed(seed: int, request: str) -> int:
@@ -83,8 +85,8 @@ def w_log_w(delta: Tensor) -> Tensor:
 
 
 def w_log_w_minus(delta: Tensor) -> Tensor:
-    """Return w ln w - w + 1 = e^delta (e^-delta - 1 + delta), 1 where w = 0."""
-    return torch.where(torch.isneginf(delta), 1.0, delta.exp() * bregman(-delta))
+    """Return w ln w - w + 1 = e^delta (e^-delta - 1 + delta), 1 where w is next to nothing."""
+    return torch.where(delta < -_FAR, 1.0, delta.exp() * bregman(-delta))
 
 
 def tv_is(delta: Tensor) -> Tensor:

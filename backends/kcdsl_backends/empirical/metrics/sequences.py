@@ -16,17 +16,23 @@ from numpy.typing import ArrayLike
 
 from kcdsl_backends.empirical.metrics.evidence import Unmeasured, column, sequences
 from kcdsl_backends.empirical.metrics.weights import ess_fraction
+from kcdsl_backends.empirical.statistics.vocabulary import rounded_sum
+
+_ROUNDING = 2.0**-51
+"""How far the mean of equal values may lie from them, as a share."""
+_LARGEST = 709.0
+"""Exponents below this have an exponential in float64."""
 
 
 def seq_log_ratio(delta: ArrayLike) -> float:
     """Return the sum of delta: ln w of the sequence."""
-    return math.fsum(column(delta, "ln w"))
+    return rounded_sum(column(delta, "ln w"))
 
 
 def geo_ratio(delta: ArrayLike) -> float:
     """Return e^(mean delta), the geometric mean of the ratios."""
     values = column(delta, "ln w")
-    return math.exp(math.fsum(values) / values.size)
+    return _exponential(rounded_sum(values) / values.size)
 
 
 def seq_max_abs(delta: ArrayLike) -> float:
@@ -38,7 +44,7 @@ def seq_k3(delta: ArrayLike) -> float:
     """Return W - 1 - ln W of the sequence weight W; its mean estimates KL(infer || train) of
     sequences, +inf where W leaves the range of float64."""
     total = seq_log_ratio(delta)
-    return math.expm1(total) - total if total < 709 else math.inf
+    return math.expm1(total) - total if total < _LARGEST else math.inf
 
 
 def log_ppl_diff(train_log: ArrayLike, infer_log: ArrayLike) -> float:
@@ -49,25 +55,30 @@ def log_ppl_diff(train_log: ArrayLike, infer_log: ArrayLike) -> float:
     train, infer = column(train_log, "ln p"), column(infer_log, "ln q")
     if train.size != infer.size:
         raise Unmeasured(f"{train.size} and {infer.size} tokens")
-    return -math.fsum(train - infer) / train.size
+    return -rounded_sum(train - infer) / train.size
 
 
 def ppl_ratio(train_log: ArrayLike, infer_log: ArrayLike) -> float:
     """Return PPL_train / PPL_infer."""
-    return math.exp(log_ppl_diff(train_log, infer_log))
+    return _exponential(log_ppl_diff(train_log, infer_log))
 
 
 def ess_sequences(deltas: Sequence[ArrayLike]) -> float:
     """Return ESS/n of the weights of n sequences, raw."""
-    return ess_fraction([math.fsum(d) for d in sequences(deltas, "sequences")])
+    return ess_fraction([rounded_sum(d) for d in sequences(deltas, "sequences")])
 
 
 def tail_mass_sequences(deltas: Sequence[ArrayLike], threshold: float = 2.0) -> float:
     """Return the share of sequences whose weight lies outside [1/threshold, threshold]."""
     if not threshold > 1:
         raise ValueError(f"the threshold must be above 1, not {threshold}")
-    sums = np.array([math.fsum(d) for d in sequences(deltas, "sequences")])
+    sums = np.array([rounded_sum(d) for d in sequences(deltas, "sequences")])
     return float(np.mean(np.abs(sums) > math.log(threshold)))
+
+
+def _exponential(exponent: float) -> float:
+    """Return e^exponent, +inf where it leaves the range of float64."""
+    return math.exp(exponent) if exponent < _LARGEST else math.inf
 
 
 def max_token_kl(kl: ArrayLike) -> float:
@@ -146,6 +157,7 @@ def intraclass_correlation(values: Sequence[ArrayLike]) -> float:
     )
     typical = (n - math.fsum(sizes * sizes) / n) / (count - 1)
     total = between + (typical - 1) * within
-    if not total > 0:
+    rounding = max(float(np.abs(g).max()) for g in groups) * _ROUNDING
+    if not total > rounding * rounding:
         raise Unmeasured("values that never vary have no correlation")
     return (between - within) / total

@@ -24,6 +24,7 @@ def ess_fraction(log_weights: ArrayLike) -> float:
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
     """Return the correlation of two columns; raises Unmeasured where one of them is constant."""
     a, b = columns(2, x=x, y=y)
+    a, b = (np.ldexp(v, -math.frexp(float(np.abs(v).max()))[1]) for v in (a, b))  # no square is inf
     a, b = a - math.fsum(a) / a.size, b - math.fsum(b) / b.size
     spread = math.sqrt(math.fsum(a * a)) * math.sqrt(math.fsum(b * b))
     if not spread > 0:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kcdsl.diagnostics import Refusal
 from kcdsl.ir.buckets import Gap
 from kcdsl.ir.kernels import LogProbabilities
 from kcdsl.ir.terms import Program, Slice
@@ -131,11 +132,11 @@ def prepare_recorded(
         name: {f"{name}:{r.key}": r for r in found.rollouts} for name, found in recordings.items()
     }
     rows = {
-        s.name: tuple(by_key[data_of[s.name]][q.key] for q in select(files[data_of[s.name]], s))
+        s.name: tuple(by_key[data_of[s.name]][q.key] for q in _selected(files[data_of[s.name]], s))
         for s in chosen
     }
     spoiled = spoiled_slices(
-        (gap, select(files[data_of[gap.slice.name]], gap.slice)) for gap in missed
+        (gap, _selected(files[data_of[gap.slice.name]], gap.slice)) for gap in missed
     )
     every = {id(r): r for found in rows.values() for r in found}
     idle = sum(bool(r.tokens) and r.counted == 0 for r in every.values())
@@ -156,6 +157,21 @@ def prepare_recorded(
         stated, recordings, rows, data_of, spoiled, train, said,
         left_out=idle, notes=notes, **settings,
     )  # fmt: skip
+
+
+def _selected(file: RequestFile, slice_: Slice) -> tuple[Request, ...]:
+    """Return the rows that a slice selects. A recording is shown by the number of a row alone: its
+    rows are no lines of a text that could be shown."""
+    try:
+        return select(file, slice_)
+    except Refusal as refusal:
+        first = refusal.diagnostics[0]
+        if first.span is None:
+            raise
+        number = file.source.position(first.span.start).line
+        word = "line" if file.name.endswith(".jsonl") else "row"
+        message = f"{file.name}, {word} {number}: {first.message}"
+        raise Refusal(replace(first, message=message, source=None, span=None)) from refusal
 
 
 def _as_requests(found: Recording) -> RequestFile:
@@ -185,7 +201,7 @@ def units_available(program: Program, base: Path) -> dict[str, int | None]:
             continue
         recording = load_recordings(program, base, [name], vocabulary)[name]
         by_key = {f"{name}:{r.key}": r for r in recording.rollouts}
-        rows = [by_key[q.key] for q in select(_as_requests(recording), slice_)]
+        rows = [by_key[q.key] for q in _selected(_as_requests(recording), slice_)]
         usable = [r for r in rows if counts(r)]
         found[slice_.name] = len(groups_of(name, recording.rollouts, usable))
     return found

@@ -6,6 +6,7 @@ that were sampled (tier C), and perhaps those of the k likeliest tokens at each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +18,11 @@ Array = NDArray[np.float64]
 
 ROUNDING = 1e-4
 """How far a log-probability may lie above 0 by its rounding."""
+LOWEST = -1e100
+"""No softmax gives a finite log-probability below this."""
+LEAST = math.log(math.ulp(0.0))
+"""The log-probability of the least float64, about -744.4: what lies below is drawn by nothing, and
+is what engines write for -inf, such as -9999."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +153,8 @@ class Rollout:
 def problem_of(rollout: Rollout, vocabulary: int | None = None) -> tuple[str, str] | None:
     """Return (column, what is wrong) of a rollout that cannot be used, None where it can.
 
-    Lengths that differ, token ids out of range, NaN, +inf, a drawn token of probability 0 and
-    probabilities above 1 beyond rounding.
+    Lengths that differ, token ids out of range, NaN, +inf, a drawn token whose probability float64
+    holds as 0 and probabilities above 1 beyond rounding.
     """
     length = len(rollout.tokens)
     if rollout.mask.shape != (length,):
@@ -169,16 +175,18 @@ def problem_of(rollout: Rollout, vocabulary: int | None = None) -> tuple[str, st
             column, what = said
             return f"{side}_{column}", what
         if side == "infer":
-            never = np.flatnonzero(np.isneginf(found.logs) & rollout.mask)
+            never = np.flatnonzero((found.logs < LEAST) & rollout.mask)
             if never.size:
-                return "infer_logs", f"a token with probability 0 was drawn at position {never[0]}"
+                value = float(found.logs[never[0]])
+                what = f"a token with probability 0 was drawn at position {never[0]} ({value:g})"
+                return "infer_logs", what
     return None
 
 
 def _problem_of_side(side: Side, length: int, mask: NDArray[np.bool_]) -> tuple[str, str] | None:
     if side.logs.shape != (length,):
         return "logs", f"{side.logs.size} values for {length} tokens"
-    bad = np.flatnonzero((np.isnan(side.logs) | (side.logs > ROUNDING)) & mask)
+    bad = np.flatnonzero(_absurd(side.logs) & mask)
     if bad.size:
         value = float(side.logs[bad[0]])
         return "logs", f"{value:g} at position {bad[0]} is no log-probability"
@@ -190,8 +198,14 @@ def _problem_of_side(side: Side, length: int, mask: NDArray[np.bool_]) -> tuple[
     ordered = np.sort(top.ids, axis=1)
     if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
         return "top_ids", "a token stands twice in the list of one position"
-    if bool(np.isnan(top.logs).any()) or bool((top.logs > ROUNDING).any()):
+    if bool(_absurd(top.logs).any()):
         return "top_logs", "a value is no log-probability"
     if bool((np.exp(top.logs).sum(axis=1) > 1 + 10 * ROUNDING).any()):
         return "top_logs", "the probabilities of a position sum to more than 1"
     return None
+
+
+def _absurd(logs: Array) -> NDArray[np.bool_]:
+    """Say which numbers are no log-probabilities."""
+    low: NDArray[np.bool_] = np.isfinite(logs) & (logs < LOWEST)
+    return np.isnan(logs) | (logs > ROUNDING) | low

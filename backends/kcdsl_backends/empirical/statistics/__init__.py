@@ -31,6 +31,7 @@ from kcdsl_backends.empirical.statistics.planning import (
     units_for_budget,
     units_for_mean,
     units_with_power,
+    units_with_some,
 )
 from kcdsl_backends.empirical.statistics.ranks import (
     largest,
@@ -104,4 +105,5 @@ __all__ = [
     "units_for_budget",
     "units_for_mean",
     "units_with_power",
+    "units_with_some",
 ]

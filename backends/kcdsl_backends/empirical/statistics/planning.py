@@ -66,6 +66,20 @@ def units_for_mean(
     return None if needed > MOST_UNITS else max(FEWEST_CLUSTERS, math.ceil(needed))
 
 
+def units_with_some(share: Fraction, power: float, confidence: Confidence = ONE_LOOK) -> int | None:
+    """Return the fewest requests of which, with the probability `power`, enough lie away from the
+    end of their range for resampling to show a limit, where a share of them does.
+
+    A resample that lacks all of k such requests comes with the chance e^-k, and shows no spread: no
+    limit is left where that is more often than the error. None for more than `MOST_UNITS`.
+    """
+    fewest = math.ceil(-math.log(float(confidence.error)))
+    if share * MOST_UNITS < fewest:
+        return None
+    chance = float(share)
+    return _least(fewest, lambda n: float(stats.binom.sf(fewest - 1, n, chance)) >= power)
+
+
 def shown_by(n: int, confidence: Confidence = ONE_LOOK, *, k: int = 0) -> float:
     """Return the rate that n units, k of them beyond, show not to be exceeded."""
     return limits(k, n, confidence)[1]

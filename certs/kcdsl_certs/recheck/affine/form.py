@@ -26,13 +26,15 @@ class Origin:
     """The linear an operand was moved from: e = W e_x + o, `index` says which output is where.
 
     `weight` is [outputs, inputs], `source` the node x, `rest` ≥ |o| [rows, outputs]; `index` holds
-    row·outputs + output for every element of the operand.
+    row·outputs + output for every element of the operand. `plain` says that nothing else is known
+    of o, and that it is around zero.
     """
 
     weight: Floats
     source: str
     rest: Floats
     index: NDArray[np.int64]
+    plain: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Form:
     steps: Steps | None = None
     uncast: Uncast | None = None
     cases: Cases | None = None
+    balance: Floats | None = None  # a softmax: how far the sums of rows may move, [..., 1]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from kcdsl_certs.recheck.affine.independent import Split, only_sure
 from kcdsl_certs.recheck.affine.lengths import length
 from kcdsl_certs.recheck.affine.reaches import room, rows
 from kcdsl_certs.recheck.affine.remainder import Remainder
-from kcdsl_certs.recheck.affine.tape import FAINT, Apart, Curve, Entry, Pull, Share
+from kcdsl_certs.recheck.affine.tape import FAINT, Apart, Averaged, Curve, Entry, Pull, Share
 from kcdsl_certs.recheck.box import Bools, Floats
 from kcdsl_certs.recheck.document import Pass
 from kcdsl_certs.recheck.errors import Rejection
@@ -43,9 +43,9 @@ class Formed:
 
     `reference` is f̃, `carried` the reach of the linear part, `radius` all that is known element by
     element (remainders, float64 errors and the error inside the operation), `bent` an elementwise
-    bound of the parts that `curved` and `share` bound for functionals. `within`, where given,
-    bounds |v - f̃| as well; `sure` says where v is f̃ whatever came in; `split` takes the radius
-    apart. `early` is a free cast before the last operation, which the radius counts.
+    bound of the parts that `curved`, `averaged` and `share` bound for functionals. `within`, where
+    given, bounds |v - f̃| as well; `sure` says where v is f̃ whatever came in; `split` takes the
+    radius apart. `early` is a free cast before the last operation, which the radius counts.
     """
 
     reference: Floats
@@ -61,6 +61,7 @@ class Formed:
     cases: Cases | None = None  # of the result before it is stored
     split: Split | None = None
     early: Early | None = None
+    averaged: Averaged | None = None
 
     @property
     def still(self) -> Bools:
@@ -163,8 +164,9 @@ def settle(
     _finite(reference, size, most=_LARGEST)
     centre = formed.centre
     operands, curved, share = formed.operands, formed.curved, formed.share
+    averaged = formed.averaged
     if kept is not None and not kept.any():
-        kept, operands, centre, curved, share = None, (), None, (), None
+        kept, operands, centre, curved, share, averaged = None, (), None, (), None, None
     elif kept is not None and kept.all():
         kept = None
     if kept is not None and centre is not None:
@@ -180,6 +182,7 @@ def settle(
         together=together,
         split=split,
         apart=apart,
+        averaged=averaged,
     )
     found = None if steps is None else steps.cases
     place = walk.tape.add(entry)
@@ -253,6 +256,7 @@ def _unstored(walk: Walk, formed: Formed) -> Entry:
         formed.curved,
         formed.share,
         split=_split(walk, formed),
+        averaged=formed.averaged,
     )
     return walk.tape.counted(entry)
 

@@ -52,6 +52,15 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Averaged:
+    """What stands for the curved parts and operands of a product of probabilities with values, in
+    functionals of one of its rows: the values' own errors are part of the curve."""
+
+    curve: Curve
+    operands: tuple[tuple[int, Pull], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Apart:
     """The radius of an entry in two parts: a smaller radius, and a rest with known sums of rows."""
 
@@ -80,6 +89,7 @@ class Entry:
     ellipsoids: Ellipsoids = field(default_factory=dict)
     split: Split | None = None  # the radius, taken apart; None: all of it is sure
     apart: Apart | None = None  # for functionals, instead of the radius
+    averaged: Averaged | None = None
 
     @property
     def nearest(self) -> Floats:
@@ -226,6 +236,9 @@ class Tape:
                 rest = reached(entry.ellipsoids, entry.nearest, adjoint)
                 frames[-1].radius = frames[-1].radius + rest
                 continue
+            if entry.averaged is not None and self.budget is None and adjoint.extent[-2] == 1:
+                other = entry.averaged
+                entry = replace(entry, curved=(other.curve,), operands=other.operands)
             self._own(entry, adjoint, frames, not pending)
             kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
             for operand, pull in entry.operands:

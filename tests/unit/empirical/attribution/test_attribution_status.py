@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from io import StringIO
+
 import numpy as np
 import pytest
 
 from kcdsl.exits import Exit
-from kcdsl.verdict.attribution import Attribution
+from kcdsl.verdict.attribution import Attribution, Between
+from kcdsl.verdict.attribution_text import print_attribution
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.assembling import Frame, assemble
 from kcdsl_backends.empirical.attribution.measuring import Coalition, Measured
@@ -64,3 +68,21 @@ def test_a_source_of_all_requests_is_attributed() -> None:
     assert found.status == "attributed"
     assert found.sources[0].share == 1.0
     assert document(ALL, "max").status == "inconclusive"
+
+
+def test_each_reason_why_kernels_do_not_run_is_said_once() -> None:
+    found = document(ALL, "mean")
+    lacking = (
+        Between(("operator",), None, "no such kernel"),
+        Between(("weights",), 1.0),
+        Between(("operator", "batch"), None, "no such kernel"),
+        Between(("weights", "batch"), None, "too large"),
+    )
+    source = replace(found.sources[0], reason="operator does not run: no such kernel")
+    stream = StringIO()
+    print_attribution(replace(found, between=lacking, sources=(source,)), stream)
+    lines = [line for line in stream.getvalue().splitlines() if "not run" in line]
+    assert lines == [
+        "  operator, operator+batch do not run: no such kernel",
+        "  weights+batch does not run: too large",
+    ]

@@ -256,6 +256,16 @@ def test_an_encoder_is_swapped_by_its_states(tmp_path: Path) -> None:
     assert abs(found.outside) < 0.6 * found.total
 
 
+def test_states_and_logits_are_not_read_off_one_pass() -> None:
+    """A metric of the user's that needs both has no blocks, which is said, and no defect."""
+    model = small_model()
+    pair = pair_of(model, EAGER, ref("torch.eager", "bfloat16"))
+    plan = Plan(frozenset({"kl", "hidden_l2"}), 1.0, 0, encoder=False)
+    question = Question(model, pair.train, pair.infer, plan, "kl", "lower", "mean", REQUESTS)
+    with pytest.raises(NoSwap, match="states and logits"):
+        swap_layers(question)
+
+
 def test_a_compiled_kernel_shows_no_blocks() -> None:
     with pytest.raises(NoSwap, match="one program"):
         swapped(EAGER, train=ref("onnxruntime.float32"))

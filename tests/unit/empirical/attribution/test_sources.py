@@ -61,7 +61,8 @@ def test_every_kernel_between_keeps_its_claim(run: str, compute: str) -> None:
         for taken in combinations(own, count):
             between = mixed(EAGER, infer, taken)
             numerics = resolve(between)
-            refuse_unserved(between.run, ADAPTERS[between.run], numerics, "cpu")
+            adapter = ADAPTERS[between.run]
+            refuse_unserved(between.run, adapter, numerics, adapter.devices[0])
             assert between.run == (run if "operator" in taken else "torch.eager")
             assert numerics.compute == (compute if "precision" in taken else "float32")
             weights = stored(numerics)

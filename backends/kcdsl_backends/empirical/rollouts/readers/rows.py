@@ -67,9 +67,9 @@ class Rows:
         if isinstance(found, np.ndarray) and found.dtype.kind in "fiu":
             numbers = found
         else:
-            place = _first_null(found)
-            if place is not None:
-                raise self.refusal(row, column, f"null at position {place}")
+            bad = _no_number(found)
+            if bad is not None:
+                raise self.refusal(row, column, f"{bad[1]} at position {bad[0]}")
             try:
                 numbers = np.asarray(found)
             except (ValueError, TypeError, OverflowError):
@@ -77,7 +77,9 @@ class Rows:
         if numbers.size == 0 and numbers.ndim <= dimensions:
             numbers = np.zeros((0,) * dimensions)
         if numbers.dtype.kind not in "fiu":
-            raise self.refusal(row, column, "holds something else than numbers")
+            raise self.refusal(
+                row, column, "holds something else than numbers, or numbers beyond 64 bits"
+            )
         if numbers.ndim != dimensions:
             shape = "a number" if dimensions == 0 else f"a list of {dimensions} dimensions"
             raise self.refusal(row, column, f"must be {shape}, not {numbers.ndim}-dimensional")
@@ -125,16 +127,17 @@ class Rows:
         return found
 
 
-def _first_null(value: Any) -> str | None:
-    """Return the place of the first null in nested lists, such as "3, 0"."""
+def _no_number(value: Any) -> tuple[str, str] | None:
+    """Return the place, such as "3, 0", and the word of the first item of nested lists that would
+    become a number without being one: null, or a truth value."""
     if not isinstance(value, list | tuple):
         return None
     for i, item in enumerate(value):
-        if item is None:
-            return str(i)
-        inner = _first_null(item)
+        if item is None or isinstance(item, bool):
+            return str(i), "null" if item is None else f"the truth value {str(item).lower()}"
+        inner = _no_number(item)
         if inner is not None:
-            return f"{i}, {inner}"
+            return f"{i}, {inner[0]}", inner[1]
     return None
 
 

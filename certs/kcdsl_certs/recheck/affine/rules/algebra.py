@@ -24,10 +24,11 @@ from kcdsl_certs.recheck.affine.form import (
 from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
 from kcdsl_certs.recheck.affine.reaches import until
 from kcdsl_certs.recheck.affine.rules import straight
+from kcdsl_certs.recheck.affine.rules.averages import averages
 from kcdsl_certs.recheck.affine.rules.moves import around
 from kcdsl_certs.recheck.affine.rules.quantised import quantised
 from kcdsl_certs.recheck.affine.storing import Early, Formed, settle
-from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Entry, Pull
+from kcdsl_certs.recheck.affine.tape import FAINT, Averaged, Curve, Entry, Pull
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats
 from kcdsl_certs.recheck.errors import Rejection
@@ -96,7 +97,8 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     rest = raised(straight.radius_of(entry))
     index = np.arange(form.reference.size).reshape(form.shape)
     rest = rest.reshape(-1, weight.shape[0])
-    return replace(form, origin=Origin(weight, node.inputs[0], rest, index))
+    plain = entry.centre is None and entry.apart is None
+    return replace(form, origin=Origin(weight, node.inputs[0], rest, index, plain))
 
 
 def _spread(walk: Walk, key: str, weight: Floats) -> Floats | None:
@@ -168,7 +170,7 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = a.reference @ b.reference
     left, right = np.abs(a.reference), np.abs(b.reference)
     own = product_up(left, right) * gamma(n + 4, UNIT) + FAINT
-    rest, curved = _remainder(walk, node, context)
+    rest, curved, averaged = _remainder(walk, node, context)
     a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
     by_a = product_up(a.reach, right) if a.place is not None else np.zeros(reference.shape)
     by_b = product_up(left, b.reach) if b.place is not None else np.zeros(reference.shape)
@@ -200,6 +202,7 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         raised(radius if curved else radius + rest),
         bent=rest if curved else None,
         curved=curved,
+        averaged=averaged,
         cases=_in_cases(a, b, raised(own + error)) if context else None,
         split=split.with_sure(mapped if curved else mapped + rest),
     )
@@ -218,25 +221,29 @@ def _in_cases(p: Form, v: Form, error: Floats) -> Cases | None:
     return cases.product(cases.chosen(choices, worth, left), v.box, error)
 
 
-def _remainder(walk: Walk, node: Node, context: bool) -> tuple[Floats, tuple[Curve, ...]]:
-    """Return an elementwise bound of e_a e_b, and a bound of its functionals where there is one."""
+def _remainder(
+    walk: Walk, node: Node, context: bool
+) -> tuple[Floats, tuple[Curve, ...], Averaged | None]:
+    """Return an elementwise bound of e_a e_b, and bounds of its functionals where there are any:
+    of all, and of those of one row with the own errors of the values."""
     a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     if a.place is None or b.place is None:
-        return np.zeros(shape), ()
+        return np.zeros(shape), (), None
     if context:
         rest = product_up(a.reach, b.reach)
         values = straight.values(walk, b, shape)
         if values is not None and walk.chosen(node, node.inputs[1], "product").any():
-            return rest, (straight.context_curve(a.reach, values, rest),)
-        return rest, ()
+            curve = straight.context_curve(a.reach, values, rest)
+            return rest, (curve,), averages(walk, a, b, values)
+        return rest, (), None
     finer = straight.scores(walk, node, shape) if node.role == "scores" else None
     if finer is None:
         for name in node.inputs:
             until(walk, node, name)
     a, b = numeric(walk.forms[node.inputs[0]]), numeric(walk.forms[node.inputs[1]])
     rest = product_up(a.reach, b.reach)
-    return (rest if finer is None else np.minimum(rest, finer)), ()
+    return (rest if finer is None else np.minimum(rest, finer)), (), None
 
 
 def _left(b: Floats, shape: tuple[int, ...]) -> Pull:

@@ -77,7 +77,20 @@ def softmax(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     fused = walk.kernel.fused
     form = settle(walk, formed, walk.kernel.probabilities, walk.kernel.inner, rounds=not fused)
     steps = None if form.steps is None else _chosen(scores, form, form.steps, allowed, error)
-    return replace(form, allowed=allowed, steps=steps)
+    # the map Π leaves Σ num·(1 - Σp) of a row, where p sums up to 1 but for what is wrong with it
+    lost = 2 * wrong[..., :1] * _row(numerator_reach)
+    balance = _balance(walk, form, lost)
+    return replace(form, allowed=allowed, steps=steps, balance=balance)
+
+
+def _balance(walk: Walk, form: Form, lost: Floats) -> Floats | None:
+    """Return how far the sums of rows may be from those of the reference; None where a cast forgot
+    which errors belong together."""
+    entry = None if form.place is None else walk.tape.entries[form.place]
+    if entry is None or entry.kept is not None or not entry.operands or entry.centre is not None:
+        return None
+    own = np.zeros(form.shape) if entry.radius is None else entry.radius
+    return raised(_row(own) + lost) + FAINT
 
 
 def _chosen(scores: Form, form: Form, steps: Steps, allowed: Bools, error: Floats) -> Steps:

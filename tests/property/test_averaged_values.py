@@ -1,0 +1,265 @@
+"""A row of probabilities times values: what the values are off by is averaged, not added up.
+
+Both implementations, against products formed from probabilities and errors at their extremes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.propagate import write
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.kernel import walk
+from kcdsl_certs.recheck.document import Pass, parse
+from kcdsl_certs.recheck.inexact import Doubles
+from kcdsl_certs.recheck.safetensors import read
+from tests.support import proofs
+from tests.support.affine_rules import RULES
+from tests.support.prover import block, parameters
+
+N = proofs.numerics
+KERNELS: dict[str, Any] = {
+    "free casts": N("bfloat16", "any"),
+    "casts to nearest, fused": N("float32", "nearest", style="fused"),
+    "free casts, fused": N("float16", "any", style="fused", scores="float32"),
+    "casts toward zero": N("float16", "any_toward_zero"),
+}
+RULE = "context straight from a linear"
+HEADS, ROWS, WIDTH, INPUTS = 2, 3, 3, 6
+Array = np.ndarray
+Claim = Callable[[Array, int], tuple[float, Array, Array]]
+"""Of one functional [heads, d] of a row: the bound of what is not pulled back, and the functionals
+of the errors of the probabilities [heads, T] and of the inputs [T, D]."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The product's operands: p̃ and ρ_p [heads, T, T], how far sums of rows may move [heads, T],
+    ṽ and |o| [heads, T, d], W [heads, d, D], ρ_x [T, D]."""
+
+    p: Array
+    moved: Array
+    balance: Array
+    v: Array
+    own: Array
+    weight: Array
+    reach: Array
+    claim: Claim
+
+
+@dataclass(frozen=True)
+class Names:
+    """The nodes of the product, its operands, the linear behind its values and the input."""
+
+    product: str
+    p: str
+    v: str
+    linear: str
+    x: str
+
+    @staticmethod
+    def of(graph: Any) -> Names:
+        inputs = {node["name"]: node["inputs"] for node in graph.nodes}
+        ops = {node["name"]: node["op"] for node in graph.nodes}
+        p, v = inputs[graph.output]
+        linear = v
+        while ops[linear] != "linear":
+            (linear,) = inputs[linear]
+        return Names(graph.output, p, v, linear, inputs[linear][0])
+
+
+def written(graph: Any, record: Any, centre: Array, radius: float) -> KernelRun:
+    """Return the run of a kernel that takes the casts of no linear apart."""
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    x = torch.from_numpy(centre)
+    return write(block(graph), parameters(graph, record), x, spread, 2.0**-60)
+
+
+def prover(graph: Any, record: Any, centre: Array, radius: float, _: Path) -> Product:
+    names, run = Names.of(graph), written(graph, record, centre, radius)
+    last, p, v, linear, x = (
+        run.tape.entries[run.computed[name]]
+        for name in (names.product, names.p, names.v, names.linear, names.x)
+    )
+    assert last.one_row is not None
+    assert p.balance is not None
+    assert linear.radius is not None
+    one_row = last.one_row
+
+    def claim(alpha: Array, row: int) -> tuple[float, Array, Array]:
+        values = torch.from_numpy(alpha)[None, :, None, :]
+        window = ((0, HEADS), (row, row + 1), (0, WIDTH))
+        a = ProverAdjoint(values, window, last.shape)
+        low, high = one_row.curved.between(a)
+        assert float(low) == -float(high)
+        found = dict(one_row.pull(a))
+        of_p = found[run.computed[names.p]].values[0, :, 0]
+        of_x = found.get(run.computed[names.x])
+        still = torch.zeros_like(x.reach) if of_x is None else of_x.values[0]
+        return float(high), of_p.numpy(), still.numpy()
+
+    own = linear.radius.reshape(ROWS, HEADS, WIDTH).permute(1, 0, 2)
+    node = next(node for node in run.graph.nodes if node.name == names.linear)
+    weight = run.parameters.linear(run.source(node, 1))
+    return Product(
+        p.reference.numpy(),
+        p.reach.numpy(),
+        p.balance[..., 0].numpy(),
+        v.reference.numpy(),
+        own.numpy(),
+        weight.reshape(HEADS, WIDTH, INPUTS).numpy(),
+        x.reach.numpy(),
+        claim,
+    )
+
+
+def checker(graph: Any, record: Any, centre: Array, radius: float, folder: Path) -> Product:
+    path = folder / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    proof = parse(proofs.dump(proofs.document(graph, record, record, sha256, centre, radius)))
+    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    made = written(graph, record, centre, radius).passes.to_json()
+    hints = {Pass(p["at"], p["of"], p["kind"], p["stop"]): tuple(p["rows"]) for p in made}
+    with np.errstate(all="ignore"):
+        found = walk(scene, scene.train, hints)
+    forms: Any = found.forms
+    names = Names.of(graph)
+    p, v, x, last = (forms[name] for name in (names.p, names.v, names.x, names.product))
+    averaged = found.tape.entries[last.place].averaged
+    assert averaged is not None
+
+    def claim(alpha: Array, row: int) -> tuple[float, Array, Array]:
+        a = Adjoint(alpha[None, :, None, :], (0, row, 0))
+        low, high = averaged.curve.between(a)
+        assert float(low[0]) == -float(high[0])
+        pulled = {place: pull(a) for place, pull in averaged.operands}
+        return float(high[0]), pulled[p.place].values[0, :, 0], pulled[x.place].values[0]
+
+    own = v.origin.rest.reshape(ROWS, HEADS, WIDTH).transpose(1, 0, 2)
+    weight = v.origin.weight.reshape(HEADS, WIDTH, INPUTS)
+    return Product(
+        p.reference, p.reach, p.balance[..., 0], v.reference, own, weight, x.reach, claim
+    )
+
+
+def extreme(product: Product, head: int, row: int, rng: np.random.Generator) -> Array:
+    """Return errors of a row of probabilities at the ends of their boxes, of an admitted sum."""
+    reach = product.moved[head, row]
+    error = reach * rng.choice([-1.0, 1.0], size=reach.size)
+    for _ in range(8):  # take what is too much off where there is room
+        excess = error.sum() - np.clip(
+            error.sum(), *(product.balance[head, row] * np.array([-1, 1]))
+        )
+        room = (reach + error) if excess > 0 else (reach - error)
+        if excess == 0 or room.sum() == 0:
+            break
+        error = error - np.sign(excess) * room * min(1.0, abs(excess) / room.sum())
+    return error
+
+
+def largest(
+    product: Product, alpha: Array, row: int, rng: np.random.Generator
+) -> tuple[float, float]:
+    """Return how much of an extreme run is not pulled back, and the bound of that."""
+    bound, of_p, of_x = product.claim(alpha, row)
+    e_x = product.reach * rng.choice([-1.0, 1.0], size=product.reach.shape)
+    total = -(of_x * e_x).sum()
+    for h in range(HEADS):
+        e_p = extreme(product, h, row, rng)
+        p = product.p[h, row] + e_p
+        own = product.own[h] * np.sign(alpha[h]) * np.where(p >= 0, 1.0, -1.0)[:, None]
+        e_v = e_x @ product.weight[h].T + own
+        formed = p @ (product.v[h] + e_v) - product.p[h, row] @ product.v[h]
+        total += alpha[h] @ formed - of_p[h] @ e_p
+    return float(total), bound
+
+
+@pytest.mark.parametrize("implementation", [prover, checker])
+@pytest.mark.parametrize("radius", [0.0, 2.0**-9, 2.0**-7])
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_row_exceeds_its_bound_and_some_are_near(
+    tmp_path: Path, implementation: Callable[..., Product], radius: float, name: str
+) -> None:
+    rng = np.random.default_rng([list(KERNELS).index(name), int(radius * 512)])
+    nearest = 0.0
+    for _ in range(4):
+        graph = RULES[RULE](rng)
+        centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
+        product = implementation(graph, KERNELS[name], centre, radius, tmp_path)
+        # values whose own errors are large beside all others: what is averaged counts
+        for _ in range(60):
+            alpha = rng.standard_normal((HEADS, WIDTH)) * rng.choice([0.0, 1.0], size=(HEADS, 1))
+            total, bound = largest(product, alpha, int(rng.integers(ROWS)), rng)
+            assert total <= bound * (1 + 2.0**-40) + 2.0**-60
+            nearest = max(nearest, total / bound if bound else 0.0)
+    assert nearest > 0.5
+
+
+@pytest.mark.parametrize("missing", ["balance", "below", "around"])
+def test_a_bound_without_one_of_its_parts_is_exceeded(tmp_path: Path, missing: str) -> None:
+    """The runs above are extreme enough to see that each part is needed."""
+    rng = np.random.default_rng(3)
+    exceeded = 0
+    for _ in range(2000):
+        reach = rng.uniform(0, 1, ROWS) * (2.0 if missing == "below" else 0.5)
+        p = rng.dirichlet(np.ones(ROWS))
+        own, balance = rng.uniform(0.5, 1, ROWS), 0.3 * rng.uniform()
+        if missing != "below":
+            reach = np.minimum(reach, p)
+        one = Product(
+            p[None, None],
+            reach[None, None],
+            np.array([[balance]]),
+            v=np.zeros(0),
+            own=np.zeros(0),
+            weight=np.zeros(0),
+            reach=np.zeros(0),
+            claim=_never,
+        )
+        error = extreme(one, 0, 0, rng)
+        if abs(error.sum()) > balance + 2.0**-40:
+            continue
+        m = float(np.median(own))
+        parts = {
+            "balance": m * balance,
+            "below": own @ (2 * np.maximum(reach - p, 0)),
+            "around": np.abs(own - m) @ reach,
+        }
+        largest = np.abs(p + error) @ own
+        assert largest <= p @ own + sum(parts.values()) + 2.0**-40
+        exceeded += largest > p @ own + sum(v for k, v in parts.items() if k != missing) + 2.0**-40
+    assert exceeded > 0
+
+
+def _never(alpha: Array, row: int) -> tuple[float, Array, Array]:
+    raise AssertionError
+
+
+def test_the_other_way_is_never_wider(tmp_path: Path) -> None:
+    rng = np.random.default_rng(11)
+    gained = 0.0
+    for record in KERNELS.values():
+        graph = RULES[RULE](rng)
+        centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
+        run = written(graph, record, centre, 0.0)
+        place = run.computed[graph.output]
+        entry = run.tape.entries[place]
+        for row in range(ROWS):
+            values = torch.from_numpy(rng.standard_normal((16, HEADS, 1, WIDTH)))
+            a = ProverAdjoint(values, ((0, HEADS), (row, row + 1), (0, WIDTH)), entry.shape)
+            run.tape.entries[place] = entry
+            near = run.tape.bound(place, a).magnitude(run.tape.radius)
+            run.tape.entries[place] = replace(entry, one_row=None)
+            wide = run.tape.bound(place, a).magnitude(run.tape.radius)
+            assert bool((near <= wide * (1 + 2.0**-30)).all())
+            gained = max(gained, float((wide / near).max()))
+    assert gained > 1.001

@@ -1,0 +1,135 @@
+"""Two places of a proof exchange what stands there, and several changes are made at a time.
+
+`test_proof_fields.py` changes one place. Who forges a proof may also put what is right in one place
+into another one: numerics of one kernel into the other, a region, an array, a digest or a witness
+of one case or node into that of another. What comes of it is rejected, or it is a statement of its
+own, within which simulated runs must stay.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl_certs.recheck import recheck
+from tests.support.mutation.bases import BASES, made, repaired
+from tests.support.mutation.changes import DIGEST, HEX_REAL, at, field_of, places
+from tests.support.mutation.trying import every_change, exceeded
+
+Document = dict[str, Any]
+Place = tuple[str | int, ...]
+Made = Callable[[str], tuple[Document, Path]]
+EACH = 4
+"""How many pairs of each kind are tried of a proof."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Return a function that makes a proof, once."""
+    folder = tmp_path_factory.mktemp("bases")
+    known: dict[str, tuple[Document, Path]] = {}
+
+    def make(name: str) -> tuple[Document, Path]:
+        if name not in known:
+            known[name] = made(name, folder)[:2]
+        return known[name]
+
+    return make
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value is alike: values of one kind may stand in each other's places."""
+    match value:
+        case {"dtype": dtype, "shape": shape, "data": _}:
+            return f"array {dtype} {shape}"
+        case dict():
+            return f"object {sorted(value)}"
+        case list():
+            return f"list {sorted({type(item).__name__ for item in value})}"
+        case str() if HEX_REAL.match(value):
+            return "real"
+        case str() if DIGEST.match(value):
+            return "digest"
+        case _:
+            return type(value).__name__
+
+
+def exchanges(document: Document) -> dict[str, list[tuple[Place, Place]]]:
+    """Return all pairs of places with other values of one kind, neither inside of the other."""
+    found: defaultdict[str, list[tuple[Place, Any]]] = defaultdict(list)
+    for place, value in places(document):
+        if place and place[-1] not in ("data", "schema"):
+            found[kind_of(value)].append((place, value))
+    return {
+        kind: pairs
+        for kind, some in found.items()
+        if (
+            pairs := [
+                (one, two)
+                for number, (one, a) in enumerate(some)
+                for two, b in some[number + 1 :]
+                if a != b and one != two[: len(one)] and two != one[: len(two)]
+            ]
+        )
+    }
+
+
+def exchanged(document: Document, one: Place, two: Place) -> Document:
+    """Return a copy in which two places have each other's values, its digests put right."""
+    changed = copy.deepcopy(document)
+    first, second = at(changed, one), at(changed, two)
+    at(changed, one[:-1])[one[-1]], at(changed, two[:-1])[two[-1]] = second, first
+    return repaired(changed, constants=True)
+
+
+def sound(document: Document, path: Path, words: str) -> bool:
+    """Say whether a document is accepted; fail where the checker or a run fails."""
+    outcome = recheck(json.dumps(document).encode(), path)
+    assert outcome.reason != "internal", (words, outcome.detail)
+    if outcome.ok:
+        assert exceeded(document, path, runs=4) == "", words
+    return outcome.ok
+
+
+def chosen(pairs: dict[str, list[tuple[Place, Place]]], seed: int) -> Iterator[tuple[Place, Place]]:
+    rng = random.Random(seed)
+    for kind in sorted(pairs):
+        yield from rng.sample(pairs[kind], min(EACH, len(pairs[kind])))
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_is_exchanged_is_rejected_or_true(name: str, base: Made) -> None:
+    document, path = base(name)
+    tried, accepted = 0, 0
+    for one, two in chosen(exchanges(document), list(BASES).index(name)):
+        words = f"{field_of(one)} and {field_of(two)}: {one}, {two}"
+        tried += 1
+        accepted += sound(exchanged(document, one, two), path, words)
+    assert tried > 20
+    assert accepted < tried / 2
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_changes_at_a_time_are_rejected_or_true(name: str, base: Made) -> None:
+    """Such as a smaller region, which is accepted by itself, with a claim that is lowered."""
+    document, path = base(name)
+    rng = random.Random(list(BASES).index(name))
+    alone = [
+        c for c in every_change(document) if c.kind in ("lower", "raise", "other", "reordered")
+    ]
+    for _ in range(4 * EACH):
+        some = rng.sample(alone, 2)
+        changed = copy.deepcopy(document)
+        try:
+            for change in some:
+                change.apply(changed)
+        except (KeyError, IndexError, TypeError):  # the first took the second one's place away
+            continue
+        sound(repaired(changed, constants=True), path, " and ".join(map(str, some)))

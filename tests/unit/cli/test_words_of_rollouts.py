@@ -1,0 +1,86 @@
+"""Whatever shows an evaluation of recorded rollouts counts prompts, and none of it requests."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONTRACT = """\
+kcdsl: 1
+contract: rollouts
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama}
+kernels:
+  train: {run: recorded, logprobs: {values: raw}}
+  infer: {run: recorded, logprobs: {values: raw}}
+data: rollouts.jsonl
+slices: {all: {}}
+clauses:
+  N-MEAN: {require: mean(k3) <= 1, slices: [all], level: L2}
+  N-RANK: {require: p50(abs(seq_log_ratio)) <= 5, slices: [all], level: L2}
+  N-SOFT: {require: max(k3) <= 1, budget: 5% of requests, slices: [all], level: L2}
+  N-BAD: {require: max(k3) <= 1e-9, budget: 5% of requests, slices: [all], level: L2}
+"""
+ROLLOUTS = """\
+{"id": "a", "prompt": [5], "tokens": [1, 2], "train_logs": [-0.5, -1], "infer_logs": [-0.6, -1.1]}
+{"id": "b", "prompt": [5], "tokens": [3, 1], "train_logs": [-0.9, -0.3], "infer_logs": [-1, -0.2]}
+{"id": "c", "prompt": [7], "tokens": [4, 4], "train_logs": [-0.1, -0.3], "infer_logs": [-0.2, -1]}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "contract.yaml").write_text(CONTRACT)
+    (tmp_path / "rollouts.jsonl").write_text(ROLLOUTS)
+    return tmp_path
+
+
+def test_prompts_are_counted_wherever_units_are(cli: Any, folder: Path) -> None:
+    formats = ("sarif", "junit", "github", "concise", "html")
+    words = [word for name in formats for word in ("--format", f"{name}={name}.out")]
+    ran = cli("evaluate", *words, cwd=folder)
+    assert ran.code == 1
+    assert "measured beside certified (prompts by their worst token)" in ran.stdout
+    assert "0 of 2 prompts beyond" in ran.stdout
+    assert "up to 5% of" in ran.stdout
+    assert "too few for a limit of their mean: it takes 20" in ran.stdout
+    shown = {"text": ran.stdout}
+    for name in formats:
+        shown[name] = (folder / f"{name}.out").read_text()
+    results = json.loads(shown["sarif"])["runs"][0]["results"]
+    shown["sarif"] = "\n".join(result["message"]["text"] for result in results)
+    shown["page"] = (folder / "out" / "report.html").read_text()
+    for name in ("sarif", "junit", "github", "concise"):
+        assert re.search(
+            r"\(2 of 2\) of the prompts are beyond, 5%(25)? of prompts may be", shown[name]
+        )
+    assert "A bar counts prompts" in shown["page"]
+    assert "2 prompts" in shown["page"]
+    counted = re.compile(r"\d+ (more )?requests|of requests|each request|(the|Re)quests (by|are)")
+    own = re.compile("when requests are batched otherwise|requires .*")
+    for name, text in shown.items():
+        assert counted.search(own.sub("", text)) is None, name
+
+    report = json.loads((folder / "out" / "report.json").read_text())
+    assert {row["counted"] for row in report["clauses"]} == {"prompts"}
+    assert {row["exceedance"]["of"] for row in report["clauses"]} == {"prompts"}
+    assert {row["budget"] for row in report["clauses"]} == {None, "5% of prompts"}
+    assert cli("replay", "out/trace.parquet", cwd=folder).code == 1
+
+
+def test_a_plan_counts_prompts_too(cli: Any, folder: Path) -> None:
+    ran = cli("plan", cwd=folder)
+    assert "57 more prompts, none of them beyond, would show it" in ran.stdout
+
+
+def test_a_certificate_of_an_earlier_evaluation_is_named(cli: Any, folder: Path) -> None:
+    """It stays, and nobody takes it for one of the report beside it."""
+    assert "earlier" not in cli("evaluate", cwd=folder).stderr
+    (folder / "out" / "evaluate.cert.json").write_text("{}")
+    ran = cli("evaluate", cwd=folder)
+    assert "out/evaluate.cert.json is of an earlier evaluation" in ran.stderr
+    assert (folder / "out" / "evaluate.cert.json").read_text() == "{}"
