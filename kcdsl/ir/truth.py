@@ -16,6 +16,7 @@ from kcdsl.ir.walk import subterms
 from kcdsl.ir.world import Measured, Pair, Unit, World
 
 Side = Literal["largest", "smallest"]
+SIDES: tuple[Side, Side] = ("largest", "smallest")
 Inputs = Mapping[str, str]
 """The input that each variable stands for, by its key."""
 Runs = Mapping[tuple[str, str], Pair]
@@ -118,7 +119,8 @@ class Scope:
     def value(self, term: ir.Term, side: Side, at: Inputs, runs: Runs = NO_RUNS) -> Length:
         """Return the value of a term; raises Undefined.
 
-        `side` is that of the tokens that stand for their request, where a single one must.
+        `side` is that of the tokens that stand for their request, where a single one must. Where a
+        sign decides which of them make the term large, all readings are tried.
         """
         match term:
             case ir.Number(value):
@@ -137,12 +139,17 @@ class Scope:
                     raise Undefined(f"no run of {run[0]} on {run[1]} was observed")
                 return norm(kind, difference(pair))
             case ir.Abs(of):
-                inner = self.value(of, side, at, runs)
-                return abs(inner) if isinstance(inner, Fraction) else inner
-            case ir.Arith(op, left, right):
-                other = _other(side) if op in "-/" else side
+                return _magnitude([self.value(of, one, at, runs) for one in SIDES], side)
+            case ir.Arith("+" | "-" as op, left, right):
+                other = _other(side) if op == "-" else side
                 first = self.value(left, side, at, runs)
                 return calculated(op, first, self.value(right, other, at, runs))
+            case ir.Arith(op, left, right):
+                lefts, rights = (
+                    [self.value(part, one, at, runs) for one in SIDES] for part in (left, right)
+                )
+                found = [_rational(calculated(op, a, b)) for a in lefts for b in rights]
+                return max(found) if side == "largest" else min(found)
             case ir.TableValue(name):
                 raise Undefined(f"the table {name} was not written out")
             case _:
@@ -232,6 +239,16 @@ def calculated(op: str, left: Length, right: Length) -> Length:
             return a / b
         case _:
             raise ValueError(f"unknown operation {op!r}")
+
+
+def _magnitude(readings: Sequence[Length], side: Side) -> Length:
+    """Return the largest or the smallest magnitude of what lies between readings of a number."""
+    numbers = [reading for reading in readings if isinstance(reading, Fraction)]
+    if len(numbers) < len(readings):  # the length of a drift, which has one reading
+        return readings[0]
+    if side == "largest":
+        return max(map(abs, numbers))
+    return Fraction(0) if min(numbers) <= 0 <= max(numbers) else min(map(abs, numbers))
 
 
 def _compared(op: str, left: Length, right: Length) -> bool:

@@ -108,7 +108,11 @@ class Interval:
 
 def _product(a: Fraction | float, b: Fraction | float) -> Fraction | float:
     """Return a product of limits; 0 times any number, however large, is 0."""
-    return Fraction(0) if a == 0 or b == 0 else a * b
+    if a == 0 or b == 0:
+        return Fraction(0)
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return a * b
+    return math.inf if (a > 0) == (b > 0) else -math.inf
 
 
 def _end(limit: Fraction | float) -> Fraction | None:

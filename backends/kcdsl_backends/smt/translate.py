@@ -20,9 +20,10 @@ a table that was not, nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import reduce
 
 import z3
 
@@ -270,24 +271,40 @@ class Translator:
             case TableValue():
                 raise ValueError("a table stands alone on one side of a comparison")
             case Abs(of):
-                inner = self._term(of, name, at, side)
-                return z3.If(inner >= 0, inner, -inner)
-            case Arith(op, left, right):
-                a = self._term(left, name, at, side)
-                b = self._term(right, name, at, _other(side) if op in "-/" else side)
-                match op:
-                    case "+":
-                        return a + b
-                    case "-":
-                        return a - b
-                    case "*":
-                        return a * b
-                    case "/":
-                        if not isinstance(right, Number) or right.value == 0:
-                            self._divisors.append(b)
-                        return a / b
-                    case _:
-                        raise ValueError(f"{op!r} is no operation")
+                readings = self._readings(of, name, at)
+                size = _worst([z3.If(inner >= 0, inner, -inner) for inner in readings], side)
+                if side == SMALLEST and len(readings) > 1:
+                    one, two = readings
+                    apart = z3.Or(z3.And(one > 0, two > 0), z3.And(one < 0, two < 0))
+                    return z3.If(apart, size, real(Fraction(0), self.context))
+                return size
+            case Arith("+", left, right):
+                return self._term(left, name, at, side) + self._term(right, name, at, side)
+            case Arith("-", left, right):
+                return self._term(left, name, at, side) - self._term(right, name, at, _other(side))
+            case Arith("*" | "/" as op, left, right):
+                lefts = self._factor(left, right, name, at, side)
+                rights = self._factor(right, left if op == "*" else None, name, at, side)
+                if op == "/" and (not isinstance(right, Number) or right.value == 0):
+                    self._divisors += rights
+                found = [a * b if op == "*" else a / b for a in lefts for b in rights]
+                return _worst(found, side)
+            case Arith(op):
+                raise ValueError(f"{op!r} is no operation")
+
+    def _readings(self, term: Term, name: str, at: Environment) -> list[Expression]:
+        """Return a term by its largest and by its smallest tokens; one where both are the same."""
+        one, two = (self._term(term, name, at, side) for side in (LARGEST, SMALLEST))
+        return [one] if one.eq(two) else [one, two]
+
+    def _factor(
+        self, term: Term, by: Term | None, name: str, at: Environment, side: Side
+    ) -> list[Expression]:
+        """Return the readings of a term that is multiplied or divided by another; the sign of a
+        number says which one makes the result large."""
+        if not isinstance(by, Number) or by.value == 0:
+            return self._readings(term, name, at)
+        return [self._term(term, name, at, side if by.value > 0 else _other(side))]
 
     def quantity(self, term: Metric | Statistic, name: str, side: Side) -> Quantity:
         """Return what a measured term on a slice is, on the given side where it has two."""
@@ -341,6 +358,13 @@ def region_inside(inner: Region, outer: Region, inside: Inside) -> bool:
     if inner.kind is RegionKind.POINTS:
         return True
     return inner.kind is outer.kind and inner.radius <= outer.radius
+
+
+def _worst(readings: Sequence[Expression], side: Side) -> Expression:
+    """Return the largest or the smallest of several readings of a term."""
+    if side == LARGEST:
+        return reduce(lambda a, b: z3.If(a >= b, a, b), readings)
+    return reduce(lambda a, b: z3.If(a <= b, a, b), readings)
 
 
 def _other(side: Side) -> Side:

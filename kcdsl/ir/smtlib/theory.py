@@ -15,9 +15,10 @@ statement is not true; so `holds` demands of every divisor that it is not zero.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import reduce
 from typing import Literal, assert_never
 
 from kcdsl.ir import terms as ir
@@ -31,6 +32,7 @@ from kcdsl.ir.walk import subterms, terms_of, walk
 from kcdsl.ir.words import formula_text, region_text, term_text
 
 Side = Literal["largest", "smallest"]
+SIDES: tuple[Side, Side] = ("largest", "smallest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,18 +253,38 @@ class _Translation:
                 name = f"{term_text(term)} for x = {_input(place)}"
                 return self.theory.real(NormAt(kind, drift.block, place), name)
             case ir.Abs(of):
-                inner = self.term(of, at, side)
-                return f"(ite (>= {inner} 0.0) {inner} (- {inner}))"
+                readings = self._readings(of, at)
+                sizes = [f"(ite (>= {inner} 0.0) {inner} (- {inner}))" for inner in readings]
+                if side == "smallest" and len(readings) > 1:
+                    one, two = readings
+                    above = f"(and (> {one} 0.0) (> {two} 0.0))"
+                    below = f"(and (< {one} 0.0) (< {two} 0.0))"
+                    return f"(ite (or {above} {below}) {_worst(sizes, side)} 0.0)"
+                return _worst(sizes, side)
+            case ir.Arith("+" | "-" as op, left, right):
+                other = _other(side) if op == "-" else side
+                return f"({op} {self.term(left, at, side)} {self.term(right, at, other)})"
             case ir.Arith(op, left, right):
-                a = self.term(left, at, side)
-                b = self.term(right, at, _other(side) if op in "-/" else side)
+                lefts = self._factor(left, right, at, side)
+                rights = self._factor(right, left if op == "*" else None, at, side)
                 if op == "/" and not (isinstance(right, ir.Number) and right.value):
-                    self.divisors.append(b)
-                return f"({op} {a} {b})"
+                    self.divisors.extend(rights)
+                return _worst([f"({op} {a} {b})" for a in lefts for b in rights], side)
             case ir.TableValue(name):
                 raise ValueError(f"the table {name} was not written out")
             case _:
                 assert_never(term)
+
+    def _readings(self, term: ir.Term, at: Environment) -> list[str]:
+        """Return a term by its largest and by its smallest tokens; one where both are the same."""
+        return list(dict.fromkeys(self.term(term, at, side) for side in SIDES))
+
+    def _factor(self, term: ir.Term, by: ir.Term | None, at: Environment, side: Side) -> list[str]:
+        """Return the readings of a term that is multiplied or divided by another; the sign of a
+        number says which one makes the result large."""
+        if not isinstance(by, ir.Number) or not by.value:
+            return self._readings(term, at)
+        return [self.term(term, at, side if by.value > 0 else _other(side))]
 
     def _of(self, term: ir.Metric | ir.Statistic, side: Side) -> Quantity:
         stored = self.theory.store.term(_plain(term))
@@ -340,6 +362,12 @@ def extreme_name(extreme: Extreme) -> str:
     norm = ir.Norm(extreme.kind, ir.Drift(extreme.block, "x", extreme.measured))
     where = f", {extreme.unit}" if extreme.unit else ""
     return f"{extreme.end} {term_text(norm)} for x in {region_text(extreme.region)}{where}"
+
+
+def _worst(readings: Sequence[str], side: Side) -> str:
+    """Return the largest or the smallest of several readings of a term."""
+    order = ">=" if side == "largest" else "<="
+    return reduce(lambda a, b: f"(ite ({order} {a} {b}) {a} {b})", readings)
 
 
 def _other(side: Side) -> Side:

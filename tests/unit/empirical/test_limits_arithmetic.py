@@ -84,3 +84,13 @@ def test_unknown_operators_are_defects() -> None:
         compare(point, "!=", point)
     with pytest.raises(ValueError, match="operation"):
         point.combine("%", point)
+
+
+def test_products_beyond_all_doubles_keep_open_ends() -> None:
+    """A product of two values may be larger than any double; an end that is missing stays so."""
+    large = Interval.point(Fraction(10) ** 300)
+    product = large.combine("*", large)
+    assert product.value == Fraction(10) ** 600
+    some = Interval(Fraction(1), Fraction(1), None)
+    assert product.combine("*", some) == Interval(product.value, product.value, None)
+    assert product.negate().combine("*", some) == Interval(-product.value, None, -product.value)

@@ -89,6 +89,30 @@ def test_the_worst_token_depends_on_what_harms() -> None:
     assert truth(ir.Not(at_most(median, "1", ">")), *units) is Truth.FALSE
 
 
+def test_where_a_sign_decides_which_token_harms_all_are_looked_at() -> None:
+    """Medians are 3 by the largest and 1 by the smallest tokens, of the second metric 2 and -4."""
+    units = [
+        Unit(key, {}, {"kl": (F(a), F(b)), "ln_w": (F(c), F(d))}, {})
+        for key, a, b, c, d in (("a", 1, 9, -4, 2), ("b", 2, 3, -1, 5))
+    ]
+    kl, other = stat("quantile", q="1/2"), stat("quantile", ir.Metric("ln_w"), q="1/2")
+    minus, half = ir.Number(F(-1)), ir.Number(F(1, 2))
+    for term in (ir.Arith("*", minus, kl), ir.Arith("*", kl, minus), ir.Arith("/", kl, minus)):
+        assert truth(at_most(term, "-3", ">="), *units) is Truth.TRUE
+        assert truth(at_most(term, "-2", ">="), *units) is Truth.FALSE
+        assert truth(at_most(term, "-1"), *units) is Truth.TRUE
+        assert truth(at_most(term, "-2"), *units) is Truth.FALSE
+    assert truth(at_most(ir.Arith("*", half, kl), "3/2"), *units) is Truth.TRUE
+    assert truth(at_most(ir.Abs(other), "4"), *units) is Truth.TRUE
+    assert truth(at_most(ir.Abs(other), "3"), *units) is Truth.FALSE
+    assert truth(at_most(ir.Abs(other), "1/100", ">="), *units) is Truth.FALSE  # 0 lies between
+    product = ir.Arith("*", kl, other)  # 3·2 and 3·-4 are the ends
+    assert truth(at_most(product, "6"), *units) is Truth.TRUE
+    assert truth(at_most(product, "5"), *units) is Truth.FALSE
+    assert truth(at_most(product, "-12", ">="), *units) is Truth.TRUE
+    assert truth(at_most(product, "-11", ">="), *units) is Truth.FALSE
+
+
 @pytest.mark.parametrize(
     ("percent", "n", "above"), [(99, 100, 1), (99, 99, 0), (50, 7, 3), (90, 19, 1)]
 )
