@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kcdsl.diagnostics import Diagnostic, Severity
+from kcdsl.ir.smtlib import implication
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
@@ -34,6 +35,7 @@ from kcdsl.source.text import SourceFile
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt.predicates import emptiness, implies
 from kcdsl_backends.smt.solving import Outcome, Solver
+from tests.support.contracts import ask_z3
 
 Build = Any
 
@@ -512,3 +514,22 @@ def test_what_is_taken_away_stands_by_its_other_tokens(build: Build, op: str, li
     mean = build.stat("mean", "kl")  # has no sides
     plain = build.clause("A", build.compare(Arith("-", mean, mean), "<=", "0"))
     assert ids(consistent(build.program(plain))) == ["KC413"]
+
+
+@pytest.mark.parametrize("op", ["*", "/"])
+def test_a_negative_factor_turns_the_tokens_that_harm(build: Build, op: str) -> None:
+    """p99(kl) * -1 >= -t says p99(kl) <= t, for z3's translation and for the exported script."""
+    tail, minus = build.p(99, "kl"), Number(Fraction(-1))
+    turned = build.clause("A", build.compare(Arith(op, tail, minus), ">=", "-0.01"))
+    plain = build.clause("B", build.compare(tail, "<=", "0.01"))
+    for one, other in ((turned, plain), (plain, turned)):
+        program = build.program(one, other)
+        assert ask_z3(implication(program, other.id)) == "unsat"
+        found = {d.code.id for d in BACKEND.consistency(program)}
+        assert found == {d.code.id for d in BACKEND.consistency(build.program(plain, again(plain)))}
+        assert found
+
+
+def again(clause: Clause) -> Clause:
+    """Return the same clause under another name."""
+    return replace(clause, id="C")
