@@ -2,8 +2,8 @@
 
 Random weights of the size that training begins with. `attn_0`, all outputs, at a point, by affine
 forms, float32 torch eager against float32 flash attention in any order; each number of tokens in a
-fresh process. The exponent of time is that between the last two. `mlp_0` is for devices: on two
-cores one token of it is not bounded in five minutes.
+fresh process. The exponent of time is that between the last two. Operations are those of products
+of matrices in float64, counted by PyTorch; all others read and write memory.
 
     make bench-large-layer
     python -m bench.large_layer --device cuda --tokens 128    # only this, results are not kept
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,22 +60,23 @@ def main(arguments: list[str]) -> int:
 
 
 def _figures(block: str, lengths: tuple[int, ...] | list[int], device: str) -> list[Figure]:
-    times, peaks = [], []
+    times, peaks, counts = [], [], []
     for tokens in lengths:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as pool:
-            taken, peak, largest = pool.submit(_cost, block, tokens, device).result()
-        shown = f"{block}, {tokens} tokens: {taken:.1f} s, {peak / 1e9:.2f} GB, bound {largest:.3g}"
-        print(f"  {shown}", file=sys.stderr, flush=True)
-        times.append(taken)
-        peaks.append(peak)
+            cost = pool.submit(_cost, block, tokens, device).result()
+        print(f"  {block}, {tokens} tokens: {cost}", file=sys.stderr, flush=True)
+        times.append(cost.seconds)
+        peaks.append(cost.peak)
+        counts.append(cost.operations)
     where = f"{device}, {os.cpu_count()} cores" if device == "cpu" else device
     found = []
-    for tokens, taken, peak in zip(lengths, times, peaks, strict=True):
+    for tokens, taken, peak, count in zip(lengths, times, peaks, counts, strict=True):
         name = f"{block}, {tokens} tokens"
         found += [
             Figure(f"{name}: seconds", taken, Better.LOWER, None, where),
             Figure(f"{name}: peak GB", peak / 1e9, Better.LOWER, None, where),
+            Figure(f"{name}: 10^12 operations", count / 1e12, Better.LOWER, None, "float64"),
         ]
     if len(lengths) > 1:
         slope = math.log(times[-1] / times[-2]) / math.log(lengths[-1] / lengths[-2])
@@ -83,9 +85,26 @@ def _figures(block: str, lengths: tuple[int, ...] | list[int], device: str) -> l
     return found
 
 
-def _cost(block: str, tokens: int, device: str) -> tuple[float, float, float]:
-    """Return seconds, peak memory in bytes beside what was held before, and the largest bound."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds, peak memory in bytes beside what was held before, operations, the largest bound."""
+
+    seconds: float
+    peak: float
+    operations: float
+    largest: float
+
+    def __str__(self) -> str:
+        memory, count = (
+            f"{self.peak / 1e9:.2f} GB",
+            f"{self.operations / 1e12:.3g}·10^12 operations",
+        )
+        return f"{self.seconds:.1f} s, {memory}, {count}, bound {self.largest:.3g}"
+
+
+def _cost(block: str, tokens: int, device: str) -> Cost:
     import torch
+    from torch.utils.flop_counter import FlopCounterMode
 
     from kcdsl_backends.affine.pair import drift
 
@@ -97,13 +116,14 @@ def _cost(block: str, tokens: int, device: str) -> tuple[float, float, float]:
         zero = torch.zeros(1, 1, dtype=torch.float64, device=device)
         before = _forget(device)
         started = time.perf_counter()
-        sizes = drift(problem.graph, problem.train, problem.infer, centre.to(device), zero).box
+        with FlopCounterMode(display=False) as counter:
+            sizes = drift(problem.graph, problem.train, problem.infer, centre.to(device), zero).box
         largest = float(sizes.mag().max())
         taken = time.perf_counter() - started
         peak = _peak(device) - before
     if not math.isfinite(largest):
         raise SystemExit(f"{block}, {tokens} tokens: no bound")
-    return taken, float(peak), largest
+    return Cost(taken, float(peak), float(counter.get_total_flops()), largest)
 
 
 def _forget(device: str) -> int:

@@ -235,7 +235,7 @@ _BEGIN = f"{CHECKER}{os.sep}"
 def run(tests: Sequence[str], *, calls: bool) -> Known:
     """Run tests in this process until one fails."""
     recorder = Recorder(calls)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "(grid or not slow) and not gpu"]
     code = pytest.main([*options, *tests], plugins=[recorder])
     failed = recorder.failed or ("" if code == pytest.ExitCode.OK else f"exit {code}")
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.commands import ANNOTATING, PLAIN_TERMINAL, Ran, run_here
 from tests.support.files import files_below
+from tests.support.graphs import remember_graphs
 
 # Numeric libraries read these when they are first imported, and child processes inherit them:
 # one thread each, so that `pytest -n 2` does not ask two cores for the work of many threads.
@@ -55,6 +56,12 @@ def _nothing_remembered(
     """Give each test a place of its own for what commands remember, outside of the user's."""
     name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / name))
+
+
+@pytest.fixture(autouse=True)
+def _graphs_remembered() -> None:
+    """Have the certifier trace each block of the same model once in this process."""
+    remember_graphs()
 
 
 @pytest.fixture(scope="session")

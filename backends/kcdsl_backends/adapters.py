@@ -33,6 +33,7 @@ class Adapter:
     `probabilities` say where attention holds them: "compute", or "wide" (at least float32). `tile`
     is the least number of keys per tile on a CPU and on CUDA, `exp_ulps` the error of the
     exponential; `coarse_exp_ulps` that on a CPU where compute is coarser than float32.
+    `on_cuda` are the formats it computes in on CUDA, where not all are there.
     `weights` None: any stored weights. `free`: its roundings are placed by a compiler or by the
     order of its scales, so `casts: nearest` says too much. `library` is the extra of kcdsl that
     it needs, and what that brings. `sigmoid` is how good silu's is. `static` names the formats of
@@ -52,6 +53,7 @@ class Adapter:
     coarse_exp_ulps: int = COMPOSED_EXP_ULPS
     engine: str = "torch"
     computes: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16")
+    on_cuda: tuple[str, ...] | None = None
     weights: tuple[Weights, ...] | None = None
     activations: tuple[Activations, ...] = _UNQUANTISED
     static: tuple[str, ...] = ()
@@ -67,6 +69,10 @@ class Adapter:
         """Return the style that its numerics must have: a compiler may fuse what is composed."""
         return "fused" if self.engine == "compile" else self.style
 
+    def computes_on(self, device: str) -> tuple[str, ...]:
+        """Return the formats that it computes in on a device."""
+        return self.on_cuda if self.on_cuda is not None and device == "cuda" else self.computes
+
 
 _E4M3_ROWS = Weights("fp8_e4m3", "per_channel")
 _E4M3_TENSOR = Weights("fp8_e4m3", "per_tensor")
@@ -77,6 +83,7 @@ _HF = ("hf", "transformers")
 _SERVER = ("server", "httpx")
 _OTHER_ROUNDINGS = "transformers rounds norms and the tables of RoPE otherwise than numerics say"
 _ELSEWHERE = "it runs elsewhere"
+_HALVES = ("float16", "bfloat16")
 _PLAIN = tuple(Weights(name) for name in ("float32", "float16", "bfloat16"))
 
 ADAPTERS: dict[str, Adapter] = {
@@ -103,6 +110,7 @@ ADAPTERS: dict[str, Adapter] = {
         backend="flash",
         scores="wide",
         tile=_FLASH_TILES,
+        on_cuda=_HALVES,
         exp_ulps=FUSED_EXP_ULPS,
         coarse_exp_ulps=FAST_EXP_ULPS,
     ),
@@ -110,6 +118,7 @@ ADAPTERS: dict[str, Adapter] = {
         "fused",
         ("torch-sdpa-efficient",),
         backend="efficient",
+        computes=("float32", *_HALVES),
         scores="wide",
         tile=_SMALL_TILES,
         exp_ulps=FUSED_EXP_ULPS,
@@ -124,7 +133,7 @@ ADAPTERS: dict[str, Adapter] = {
         tile=_SMALL_TILES,
         exp_ulps=FUSED_EXP_ULPS,
         coarse_exp_ulps=FUSED_EXP_ULPS,
-        computes=("float16", "bfloat16"),
+        computes=_HALVES,
         devices=("cuda",),
     ),
     "torch.compile": Adapter(
@@ -274,8 +283,9 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
     attention = numerics.attention
     if not _quantises(adapter, numerics.activations):
         return [_other_activations(adapter, numerics.activations)]
-    if numerics.compute not in adapter.computes:
-        return [f"it does not compute in {numerics.compute}"]
+    if numerics.compute not in adapter.computes_on(device):
+        here = f" on {device}" if numerics.compute in adapter.computes else ""
+        return [f"it does not compute in {numerics.compute}{here}"]
     if attention.style != adapter.claimed_style:
         return [f"its attention is {adapter.claimed_style}, not {attention.style}"]
     wide = "float64" if numerics.compute == "float64" else "float32"

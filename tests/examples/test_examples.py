@@ -45,7 +45,9 @@ def test_every_kernel_stays_inside_what_is_proved(
         assert (goal["verdict"], goal["evidence"]["confirmed"]) == ("held", True)
         assert 0 <= goal["attack"] <= goal["bound"]
     rows, count = ("short", 6) if "audit" in contract.name else ("safety", 12)
-    measured = cli("evaluate", contract, *options, "--slice", rows, "--seconds", "2")
+    measured = cli(
+        "evaluate", contract, *options, "--slice", rows, "--seconds", "2", "--bound-seconds", "2"
+    )
     assert measured.code == 0, measured.stderr
     report = json.loads(measured.stdout)
     assert report["crosschecks"], "nothing was compared with a certified bound"

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bench import kernels, kernels_inputs
 from bench.kernels import Case
-from kcdsl_backends.empirical.kernels import TorchKernel, exact_settings, load_kernel
+from kcdsl_backends.empirical.engines.exact import exact_settings
+from kcdsl_backends.empirical.kernels import TorchKernel, load_kernel
 
 NEAREST = {"casts": "nearest"}
 ATTENTION = [

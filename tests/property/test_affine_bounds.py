@@ -12,6 +12,7 @@ from scipy.optimize import linprog
 from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.affine.adjoint import whole
 from kcdsl_backends.affine.energy import norm
+from kcdsl_backends.affine.reaches import norms, weighted_norms
 from kcdsl_backends.affine.remainder import Remainder as ProverRemainder
 from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.tape import Entry as ProverEntry
@@ -150,6 +151,14 @@ def test_what_is_not_finite_has_no_small_bound(bad: float) -> None:
     assert not np.isfinite(largest_eigenvalue(torch.from_numpy(gram), bad))
 
 
+@pytest.mark.parametrize("n", [3, 200])
+def test_products_that_underflow_are_bounded_by_their_trace(n: int) -> None:
+    """Products may all be 0 where the sum of squares, formed elsewhere, is not."""
+    gram, trace = np.zeros((n, n)), 2.0**-1070
+    assert largest(gram, trace) == trace
+    assert largest_eigenvalue(torch.from_numpy(gram), trace) == trace
+
+
 def chain(rng: np.random.Generator, sizes: list[int]) -> tuple[ProverTape, Tape, list[Floats]]:
     """Return both tapes of e_k = W_k e_(k-1) + o_k, and everything that is needed to run it."""
     region = rng.random((1, sizes[0]))
@@ -228,3 +237,20 @@ def climbed(matrix: Floats, offset: Floats, rng: np.random.Generator) -> float:
             best = max(best, float(np.linalg.norm(matrix @ signs + offset)))
             signs = np.where(matrix.T @ (matrix @ signs + offset) >= 0, 1.0, -1.0)
     return best
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 6])
+def test_the_norm_of_a_row_is_that_of_all_its_elements(rows: int) -> None:
+    """However many rows there are: functionals of all rows are no weights of single elements."""
+    rng = np.random.default_rng(rows)
+    region, weights = (torch.from_numpy(rng.random((rows, 4))) for _ in range(2))
+    tape = ProverTape(region)
+    tape.add(ProverEntry("x", torch.zeros_like(region), region, lambda _: []))
+    needed = torch.ones(rows, 1, dtype=torch.bool)
+    unit = torch.eye(4, dtype=torch.float64)
+    for found, size in (
+        (norms(tape, 0, unit, needed), region),
+        (weighted_norms(tape, 0, weights, needed), weights * region),
+    ):
+        assert (found >= size.norm(dim=-1, keepdim=True)).all()
+        assert (found <= size.norm(dim=-1, keepdim=True) * 2).all()

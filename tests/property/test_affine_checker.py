@@ -19,6 +19,7 @@ from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import kernels, proofs
 from tests.support.affine_rules import RULES
+from tests.support.grids import by_turns
 
 N = proofs.numerics
 Derived = TypeVar("Derived")
@@ -188,9 +189,7 @@ def check_functionals(
             assert (np.abs(seen - bound.centre) <= bound.radius + slack).all(), name
 
 
-@pytest.mark.parametrize("radius", [0.0, 2.0**-8])
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("block", BLOCKS)
+@by_turns(block=BLOCKS, name=KERNELS, radius=[0.0, 2.0**-8])
 def test_runs_stay_inside_their_form(tmp_path: Path, block: str, name: str, radius: float) -> None:
     which = [BLOCKS.index(block), list(KERNELS).index(name), int(radius * 1024)]
     rng = np.random.default_rng(which)

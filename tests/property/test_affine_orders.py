@@ -130,6 +130,7 @@ class Case:
         return moved if bool(self.radius.any()) else self.centre
 
 
+@cache
 def cases(kind: str, block: str, radius: float, pair: str, folder: Path) -> Case | None:
     """Return a case, None where a coarse kernel has no bound."""
     try:

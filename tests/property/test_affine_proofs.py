@@ -23,6 +23,7 @@ from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine import reaches as checker_reaches
 from kcdsl_certs.recheck.affine.lengths import length
+from tests.support.grids import by_turns
 from tests.support.random_models import random_model
 
 TOKENS = (1, 5, 2)
@@ -161,9 +162,7 @@ BLOCKS = ("attn_0", "mlp_0", "norm_1")
 DEEP = ("identical", "float32 fused", "float16 twice", "float64")
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@by_turns(pair=PAIRS, block=BLOCKS, kind=["llama", "bert"])
 def test_what_is_proved_of_a_part_is_confirmed(
     kind: str, block: str, pair: str, folder: Path
 ) -> None:

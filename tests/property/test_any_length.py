@@ -24,6 +24,7 @@ from kcdsl_certs.recheck.rules.state import Mask, Probabilities, Scene, State, n
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.sequences import marks_of
 from tests.support import kernels, proofs, sequences
+from tests.support.grids import by_turns
 
 N = proofs.numerics
 LONGEST = 300
@@ -145,9 +146,7 @@ def given(folder: Path, pair: str, radius: float, louder: float = 1.0) -> Given:
     return Given(folder, pair, radius, louder)
 
 
-@pytest.mark.parametrize("louder", [1.0, 8.0])
-@pytest.mark.parametrize("radius", RADII)
-@pytest.mark.parametrize("pair", PAIRS)
+@by_turns(pair=PAIRS, radius=RADII, louder=[1.0, 8.0])
 def test_no_run_of_any_length_leaves_the_bounds(
     tmp_path: Path, pair: str, radius: str, louder: float
 ) -> None:

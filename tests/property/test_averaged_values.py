@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product as pairs
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ KERNELS: dict[str, Any] = {
     "free casts, fused": N("float16", "any", style="fused", scores="float32"),
     "casts toward zero": N("float16", "any_toward_zero"),
 }
-RULE = "context straight from a linear"
+RULE, SHARED = "context straight from a linear", "context of shared heads"
 HEADS, ROWS, WIDTH, INPUTS = 2, 3, 3, 6
 Array = np.ndarray
 Claim = Callable[[Array, int], tuple[float, Array, Array]]
@@ -44,7 +45,7 @@ of the errors of the probabilities [heads, T] and of the inputs [T, D]."""
 @dataclass(frozen=True)
 class Product:
     """The product's operands: p̃ and ρ_p [heads, T, T], how far sums of rows may move [heads, T],
-    ṽ and |o| [heads, T, d], W [heads, d, D], ρ_x [T, D]."""
+    ṽ and |o| [heads, T, d], W [heads, d, D], ρ_x [T, D]; `shared`: all heads read the same o."""
 
     p: Array
     moved: Array
@@ -54,6 +55,7 @@ class Product:
     weight: Array
     reach: Array
     claim: Claim
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,10 @@ def prover(graph: Any, record: Any, centre: Array, radius: float, _: Path) -> Pr
         found = dict(one_row.pull(a))
         of_p = found[run.computed[names.p]].values[0, :, 0]
         of_x = found.get(run.computed[names.x])
-        still = torch.zeros_like(x.reach) if of_x is None else of_x.values[0]
+        still = torch.zeros_like(x.reach) if of_x is None else of_x.dense().values[0]
         return float(high), of_p.numpy(), still.numpy()
 
-    own = linear.radius.reshape(ROWS, HEADS, WIDTH).permute(1, 0, 2)
+    own = linear.radius.reshape(ROWS, -1, WIDTH).permute(1, 0, 2).expand(HEADS, -1, -1)
     node = next(node for node in run.graph.nodes if node.name == names.linear)
     weight = run.parameters.linear(run.source(node, 1))
     return Product(
@@ -116,7 +118,7 @@ def prover(graph: Any, record: Any, centre: Array, radius: float, _: Path) -> Pr
         p.balance[..., 0].numpy(),
         v.reference.numpy(),
         own.numpy(),
-        weight.reshape(HEADS, WIDTH, INPUTS).numpy(),
+        weight.reshape(-1, WIDTH, INPUTS).expand(HEADS, -1, -1).numpy(),
         x.reach.numpy(),
         claim,
     )
@@ -144,8 +146,9 @@ def checker(graph: Any, record: Any, centre: Array, radius: float, folder: Path)
         pulled = {place: pull(a) for place, pull in averaged.operands}
         return float(high[0]), pulled[p.place].values[0, :, 0], pulled[x.place].values[0]
 
-    own = v.origin.rest.reshape(ROWS, HEADS, WIDTH).transpose(1, 0, 2)
-    weight = v.origin.weight.reshape(HEADS, WIDTH, INPUTS)
+    own = v.origin.rest.reshape(ROWS, -1, WIDTH).transpose(1, 0, 2)
+    weight = v.origin.weight.reshape(-1, WIDTH, INPUTS)
+    own, weight = (np.repeat(a, HEADS // len(a), axis=0) for a in (own, weight))
     return Product(
         p.reference, p.reach, p.balance[..., 0], v.reference, own, weight, x.reach, claim
     )
@@ -173,28 +176,35 @@ def largest(
     bound, of_p, of_x = product.claim(alpha, row)
     e_x = product.reach * rng.choice([-1.0, 1.0], size=product.reach.shape)
     total = -(of_x * e_x).sum()
+    moved = np.stack([extreme(product, h, row, rng) for h in range(HEADS)])
+    p = product.p[:, row] + moved
+    factors = p[:, :, None] * alpha[:, None]  # in front of the values' own errors [heads, T, d]
+    if product.shared:
+        factors = np.broadcast_to(factors.sum(0), factors.shape)
+    own = product.own * np.where(factors >= 0, 1.0, -1.0)
     for h in range(HEADS):
-        e_p = extreme(product, h, row, rng)
-        p = product.p[h, row] + e_p
-        own = product.own[h] * np.sign(alpha[h]) * np.where(p >= 0, 1.0, -1.0)[:, None]
-        e_v = e_x @ product.weight[h].T + own
-        formed = p @ (product.v[h] + e_v) - product.p[h, row] @ product.v[h]
-        total += alpha[h] @ formed - of_p[h] @ e_p
+        e_v = e_x @ product.weight[h].T + own[h]
+        formed = moved[h] @ product.v[h] + p[h] @ e_v
+        total += alpha[h] @ formed - of_p[h] @ moved[h]
     return float(total), bound
 
 
 @pytest.mark.parametrize("implementation", [prover, checker])
-@pytest.mark.parametrize("radius", [0.0, 2.0**-9, 2.0**-7])
+@pytest.mark.parametrize(
+    ("rule", "radius"),
+    [(RULE, 0.0), (RULE, 2.0**-9), (RULE, 2.0**-7), (SHARED, 0.0), (SHARED, 2.0**-9)],
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_row_exceeds_its_bound_and_some_are_near(
-    tmp_path: Path, implementation: Callable[..., Product], radius: float, name: str
+    tmp_path: Path, implementation: Callable[..., Product], radius: float, name: str, rule: str
 ) -> None:
     rng = np.random.default_rng([list(KERNELS).index(name), int(radius * 512)])
     nearest = 0.0
     for _ in range(4):
-        graph = RULES[RULE](rng)
+        graph = RULES[rule](rng)
         centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
         product = implementation(graph, KERNELS[name], centre, radius, tmp_path)
+        product = replace(product, shared=rule == SHARED)
         # values whose own errors are large beside all others: what is averaged counts
         for _ in range(60):
             alpha = rng.standard_normal((HEADS, WIDTH)) * rng.choice([0.0, 1.0], size=(HEADS, 1))
@@ -247,8 +257,8 @@ def _never(alpha: Array, row: int) -> tuple[float, Array, Array]:
 def test_the_other_way_is_never_wider(tmp_path: Path) -> None:
     rng = np.random.default_rng(11)
     gained = 0.0
-    for record in KERNELS.values():
-        graph = RULES[RULE](rng)
+    for record, rule in pairs(KERNELS.values(), [RULE, SHARED]):
+        graph = RULES[rule](rng)
         centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
         run = written(graph, record, centre, 0.0)
         place = run.computed[graph.output]

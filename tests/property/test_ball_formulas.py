@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from flint import arb
 
 from tests.support import proofs
@@ -21,6 +20,7 @@ from tests.support.ball.bounds import Ends, Setting, everything
 from tests.support.ball.boxes import Box
 from tests.support.ball.kernel import Kernel
 from tests.support.ball.relational import Page
+from tests.support.grids import by_turns
 from tests.support.mutation.blocks import decoder, encoder, gated
 
 N = proofs.numerics
@@ -112,8 +112,7 @@ def compare(said: Ends, box: Box, scale: float, agree: float) -> str:
     return ""
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" · ".join)
-@pytest.mark.parametrize("rule", BLOCKS)
+@by_turns(one_of=2, rule=BLOCKS, pair=PAIRS)
 def test_both_programs_say_what_the_formulas_say(
     tmp_path: Path, rule: str, pair: tuple[str, str]
 ) -> None:

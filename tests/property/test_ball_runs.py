@@ -17,6 +17,7 @@ from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Enclosures, Setting, everything
+from tests.support.grids import by_turns
 from tests.support.mutation.blocks import decoder, encoder, gated
 
 N = proofs.numerics
@@ -119,8 +120,7 @@ def ran(setting: Setting, scene: Any, side: str, x: Floats, seed: int, mode: str
     )
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("rule", RULES)
+@by_turns(one_of=2, rule=RULES, inputs=INPUTS)
 def test_no_run_of_a_rule_leaves_what_either_program_says(
     tmp_path: Path, rule: str, inputs: str
 ) -> None:

@@ -34,6 +34,7 @@ from kcdsl_certs.recheck.document import load, numbers_of
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from tests.support.chains import CLAUSES, PAIRS, Chained, chained
+from tests.support.grids import LATER
 from tests.support.mutation.changes import array_of, record_of
 
 
@@ -72,12 +73,23 @@ def leaving(found: Chained, count: int, seed: int = 3) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("clause", range(len(CLAUSES)))
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+# A model by turns, the other one is slow; an encoder has no first choice.
+STATED = [
+    pytest.param(
+        kind,
+        pair,
+        clause,
+        marks=() if "no_flip" in text or (place + clause + turn) % 2 else LATER,
+    )
+    for turn, kind in enumerate(("llama", "bert"))
+    for place, pair in enumerate(PAIRS)
+    for clause, text in enumerate(CLAUSES)
+    if kind == "llama" or "no_flip" not in text
+]
+
+
+@pytest.mark.parametrize(("kind", "pair", "clause"), STATED)
 def test_runs_stay_in_every_link(kind: str, pair: str, clause: int, folder: Path) -> None:
-    if clause == 2 and kind == "bert":
-        clause = 0  # an encoder has no first choice
     found = chained(folder, kind, pair, clause)
     if found.found.contents is None:
         assert found.found.bounded.outcome.bound == math.inf
@@ -145,8 +157,15 @@ def test_ellipsoids_that_are_too_small_are_noticed(
     assert outcome.reason in ("claim/too-small", "witness/too-small", "chain/output")
 
 
-@pytest.mark.parametrize("pair", ["float32 fused", "bfloat16 any"])
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize(
+    ("kind", "pair"),
+    [
+        ("llama", "float32 fused"),
+        ("bert", "bfloat16 any"),
+        pytest.param("llama", "bfloat16 any", marks=LATER),
+        pytest.param("bert", "float32 fused", marks=LATER),
+    ],
+)
 def test_attacks_stay_below_every_link(kind: str, pair: str, folder: Path) -> None:
     """What a search finds at the end of each link is below what the link claims."""
     found = chained(folder, kind, pair)

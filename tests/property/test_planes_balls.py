@@ -29,6 +29,7 @@ from kcdsl_certs.recheck.weights import Parameters
 from tests.support import kernels, proofs
 from tests.support.ball import numbers, runs
 from tests.support.ball.exactly import round_nothing
+from tests.support.grids import by_turns
 from tests.support.mutation.blocks import decoder, encoder, gated
 from tests.support.plane_blocks import RULES
 from tests.support.prover import block, parameters
@@ -157,15 +158,14 @@ def nudged(graph: Any, rng: np.random.Generator, drift: int) -> None:
         graph.tensors[key] = np.where(few, moved, kept).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("radius", "drift"), [(0.0, -61), (0.0, -22), (2.0**-10, -30), (2.0**-10, None)]
-)
-@pytest.mark.parametrize("rule", BLOCKS)
+# In the fast tests the smallest drift and a ball, or a larger one and a ball of coarse weights.
+@by_turns(one_of=2, rule=BLOCKS, region=[(0.0, -61), (0.0, -22), (2.0**-10, -30), (2.0**-10, None)])
 def test_the_exact_function_lies_in_planes(
-    tmp_path: Path, rule: str, radius: float, drift: int | None
+    tmp_path: Path, rule: str, region: tuple[float, int | None]
 ) -> None:
     """At a point with a drift so small that nothing is of second order; in a ball with one that is
     small beside it; and in a ball with coarse weights."""
+    radius, drift = region
     rng = np.random.default_rng([list(BLOCKS).index(rule), int(radius * 2**14)])
     graph, infer = BLOCKS[rule](rng), COARSE if drift is None else FINE
     if drift is not None:

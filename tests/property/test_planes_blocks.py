@@ -22,6 +22,7 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.planes.propagate import drift
 from tests.support.directed import DIRECTED
+from tests.support.grids import LATER
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -67,10 +68,21 @@ def bounds(problem: BlockProblem, centre: torch.Tensor, spread: torch.Tensor) ->
     )
 
 
-@pytest.mark.parametrize("infer", NUMERICS)
-@pytest.mark.parametrize(
-    "block", ["attn_0", "mlp_0", pytest.param("layer_0", marks=pytest.mark.slow)]
-)
+# Of the parts of a layer each kernel in one of the models, by turns; the other cases are slow.
+CASES = [
+    pytest.param(
+        kind,
+        block,
+        infer,
+        marks=LATER if block == "layer_0" or (place + turn) % 2 else (),
+    )
+    for kind in ("llama", "bert")
+    for turn, block in enumerate(("attn_0", "mlp_0", "layer_0"), start=kind == "bert")
+    for place, infer in enumerate(NUMERICS)
+]
+
+
+@pytest.mark.parametrize(("model", "block", "infer"), CASES, indirect=["model"])
 def test_no_attacked_run_leaves_the_planes(model: Model, block: str, infer: str) -> None:
     numerics = resolve(EAGER | NUMERICS[infer])
     shop = Workshop(model, resolve(EAGER), numerics, torch.device("cpu"))

@@ -20,6 +20,7 @@ from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.planes.relu import Polygon
 from kcdsl_certs.recheck.planes.rules import softmax
 from tests.support import proofs
+from tests.support.grids import by_turns
 from tests.support.mutation.bases import claimed
 from tests.support.mutation.trying import exceeded
 from tests.support.plane_blocks import RULES
@@ -36,9 +37,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("radius", [0.0, 2.0**-4])
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("rule", RULES)
+@by_turns(rule=RULES, pair=PAIRS, radius=[0.0, 2.0**-4])
 def test_no_run_leaves_what_is_derived(tmp_path: Path, rule: str, pair: str, radius: float) -> None:
     """Values and drifts of every node, to the last bit of what the checker derives."""
     rng = np.random.default_rng([list(RULES).index(rule), list(PAIRS).index(pair)])

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from kcdsl_backends.planes.propagate import walk
 from kcdsl_backends.planes.run import Run
 from tests.support import proofs
 from tests.support.affine_rules import RULES
+from tests.support.grids import by_turns
 from tests.support.prover import block, parameters
 
 N = proofs.numerics
@@ -98,9 +98,7 @@ def check(run: Run, seen: list[dict[str, tuple[Tensor, Tensor]]], rng: np.random
     return compared
 
 
-@pytest.mark.parametrize("radius", RADII)
-@pytest.mark.parametrize("numerics", PAIRS)
-@pytest.mark.parametrize("rule", RULES)
+@by_turns(rule=RULES, numerics=PAIRS, radius=RADII)
 def test_no_run_leaves_the_planes(rule: str, numerics: str, radius: float) -> None:
     seed = [list(RULES).index(rule), list(PAIRS).index(numerics), int(radius * 1024)]
     rng = np.random.default_rng(seed)

@@ -30,6 +30,7 @@ from kcdsl_certs.recheck.planes.functional import Functional
 from kcdsl_certs.recheck.planes.tape import Entry
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import proofs
+from tests.support.grids import by_turns
 from tests.support.plane_blocks import RULES, feed_forward
 from tests.support.prover import block, parameters
 
@@ -108,9 +109,7 @@ def _ids(graph: Any) -> Any:
     return next(node["attrs"]["ids"] for node in graph.nodes if node["op"] == "embedding")
 
 
-@pytest.mark.parametrize("radius", [0.0, 2.0**-5])
-@pytest.mark.parametrize("pair", PAIRS, ids=" / ".join)
-@pytest.mark.parametrize("rule", RULES)
+@by_turns(rule=RULES, pair=PAIRS, radius=[0.0, 2.0**-5])
 def test_entries_agree(tmp_path: Path, rule: str, pair: tuple[str, str], radius: float) -> None:
     seed = [list(RULES).index(rule), PAIRS.index(pair), int(radius * 1024)]
     rng = np.random.default_rng(seed)

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.document import parse
@@ -17,6 +16,7 @@ from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.propagate import propagate
 from kcdsl_certs.recheck.rules.state import Mask, numeric
 from kcdsl_certs.recheck.safetensors import read
+from tests.support.grids import by_turns
 
 
 def _support(name: str) -> ModuleType:
@@ -146,9 +146,7 @@ def boxes(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], Any, An
     return states, proof, scene.parameters
 
 
-@pytest.mark.parametrize("radius", [0.0, 2.0**-10, 2.0**-5])
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("block", BLOCKS)
+@by_turns(pair=PAIRS, block=BLOCKS, radius=[0.0, 2.0**-10, 2.0**-5])
 def test_runs_stay_inside(tmp_path: Path, block: str, pair: str, radius: float) -> None:
     rng = np.random.default_rng([BLOCKS.index(block), list(PAIRS).index(pair), int(radius * 1024)])
     graph = build(block, rng)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kcdsl.diagnostics import Severity, Sink
@@ -132,6 +132,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=300)
 @given(value=VALUES, width=st.sampled_from([20, 80]), flow=st.booleans())
+@example(value={"_(": "A", ")": ""}, width=20, flow=True)
 def test_what_pyyaml_writes(value: object, width: int, flow: bool) -> None:
     text = yaml.safe_dump(
         {"k": value}, allow_unicode=True, width=width, default_flow_style=flow, sort_keys=False
@@ -139,8 +140,8 @@ def test_what_pyyaml_writes(value: object, width: int, flow: bool) -> None:
     source, sink = SourceFile("dumped.yaml", text), Sink()
     root = parse_yaml(source, sink)
     codes = {d.code.id for d in sink}
-    if root is None:
-        assert codes <= {"KC001"}
+    if root is None:  # perhaps with a note of a scalar before that
+        assert codes - {"KC015"} == {"KC001"}
         return
     for scalar in scalars(root):
         mapped = map_scalar(source, scalar)

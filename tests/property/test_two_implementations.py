@@ -23,6 +23,7 @@ from kcdsl_backends.certifier.workshop import BlockProblem, claim_margin
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_certs.recheck import recheck
+from tests.support.grids import by_turns
 
 TOKENS = (1, 5, 9, 2, 30, 7)
 CONFIGS = {
@@ -150,9 +151,7 @@ def compare(
     return float.fromhex(outcome.bound) / found
 
 
-@pytest.mark.parametrize("name", sorted(NUMERICS))
-@pytest.mark.parametrize("block", ["attn_0", "mlp_0", "norm_1"])
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@by_turns(name=sorted(NUMERICS), block=["attn_0", "mlp_0", "norm_1"], kind=["llama", "bert"])
 def test_both_find_the_same_bound(kind: str, block: str, name: str, folder: Path) -> None:
     train, infer = resolve({"preset": "torch-eager"}), resolve(NUMERICS[name])
     for radius in (0.0, 1e-3):

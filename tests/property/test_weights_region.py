@@ -29,6 +29,7 @@ from kcdsl_certs.recheck.rules.state import Mask, numeric
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.weights import Parameters
 from tests.support import kernels, proofs, prover
+from tests.support.grids import by_turns
 
 RHOS = (Fraction(1, 2**20), Fraction("0.0001"), Fraction(1, 2**8), Fraction(1, 3))
 STORED = (
@@ -52,6 +53,12 @@ STORED = (
     proofs.numerics("bfloat16", weights=("int8", "per_channel"), activations=("int8", "per_token")),
     proofs.numerics("bfloat16", weights=("bfloat16", "none", "toward_zero")),
     proofs.numerics("float16", weights=("fp8_e4m3", "none", "toward_zero")),
+    proofs.numerics(
+        "bfloat16",
+        "any",
+        weights=("float32", "none"),
+        activations=("uint8", "per_tensor"),
+    ),
 )
 """What is stored of a parameter differs among all of these."""
 
@@ -131,8 +138,7 @@ def contains(box: Any, value: np.ndarray) -> bool:
     return bool(((lo <= value) & (value <= hi)).all())
 
 
-@pytest.mark.parametrize("rho", RHOS)
-@pytest.mark.parametrize("one", range(len(STORED)))
+@by_turns(one_of=2, one=range(len(STORED)), rho=RHOS)
 def test_stored_values_and_their_difference_are_enclosed(one: int, rho: Fraction) -> None:
     rng = np.random.default_rng([one, rho.denominator])
     w = some_weights(rng)
@@ -256,9 +262,7 @@ def around(document: Any, rho: Fraction) -> Any:
     return document
 
 
-@pytest.mark.parametrize("rho", RHOS[1:])
-@pytest.mark.parametrize("kernel_pair", PAIRS)
-@pytest.mark.parametrize("block", BLOCKS)
+@by_turns(block=BLOCKS, kernel_pair=PAIRS, rho=RHOS[1:])
 def test_runs_on_later_weights_stay_inside(
     tmp_path: Path, block: str, kernel_pair: str, rho: Fraction
 ) -> None:

@@ -81,6 +81,19 @@ def norm(op: str, gain: bool, eps: float = 1e-5) -> Build:
     return build
 
 
+def square(op: str, **attrs: Any) -> Build:
+    """Return an operation on as many rows as columns, which no shape tells apart."""
+
+    def build(rng: np.random.Generator) -> Any:
+        g = proofs.Graph((4, 4))
+        w = g.param("w", rng.standard_normal((4, 4)))
+        y = g.add("linear", [g.add("input", [], (4, 4)), w], (4, 4))
+        g.add(op, [y], (4, 4), **attrs)
+        return g
+
+    return build
+
+
 def moves(rng: np.random.Generator) -> Any:
     g, x = source()
     y = g.add("reshape", [x], (ROWS, 2, 3), shape=[ROWS, 2, 3])
@@ -149,6 +162,61 @@ def context(straight: bool) -> Build:
     return build
 
 
+def turned(g: Any, x: str, rng: np.random.Generator, name: str, count: int) -> str:
+    """Append heads [count, T, 4] of a linear, turned by their position."""
+    w = g.param(f"{name}.weight", rng.standard_normal((4 * count, WIDTH)) / 2)
+    y = g.add("linear", [x, w], (ROWS, 4 * count))
+    y = g.add("reshape", [y], (ROWS, count, 4), shape=[ROWS, count, 4])
+    y = g.add("permute", [y], (count, ROWS, 4), dims=[1, 0, 2])
+    angles = rng.standard_normal((ROWS, 4))
+    cos = g.constant(f"{name}.cos", np.cos(angles).astype(np.float32))
+    sin = g.constant(f"{name}.sin", np.sin(angles).astype(np.float32))
+    return str(g.add("rope", [y, cos, sin], (count, ROWS, 4)))
+
+
+def twice(g: Any, x: str, width: int) -> str:
+    """Append every head [1, T, width] once more: [2, T, width]."""
+    x = g.add("reshape", [x], (1, 1, ROWS, width), shape=[1, 1, ROWS, width])
+    x = g.add("expand", [x], (1, 2, ROWS, width), shape=[1, 2, ROWS, width])
+    return str(g.add("reshape", [x], (2, ROWS, width), shape=[2, ROWS, width]))
+
+
+def shared_scores(g: Any, x: str, rng: np.random.Generator) -> str:
+    q, k = turned(g, x, rng, "q", 2), twice(g, turned(g, x, rng, "k", 1), 4)
+    k = g.add("permute", [k], (2, 4, ROWS), dims=[0, 2, 1])
+    return str(g.add("matmul", [q, k], (2, ROWS, ROWS), role="scores"))
+
+
+def turned_scores(groups: int) -> Build:
+    """Return scores of two heads of turned queries, with keys of their own or those of one head."""
+
+    def build(rng: np.random.Generator) -> Any:
+        g, x = source()
+        if groups == 1:
+            shared_scores(g, x, rng)
+            return g
+        q, k = turned(g, x, rng, "q", 2), turned(g, x, rng, "k", 2)
+        k = g.add("permute", [k], (2, 4, ROWS), dims=[0, 2, 1])
+        g.add("matmul", [q, k], (2, ROWS, ROWS), role="scores")
+        return g
+
+    return build
+
+
+def shared_context(rng: np.random.Generator) -> Any:
+    """Return causal attention of two heads that read the same keys and values."""
+    g, x = source()
+    mask = g.constant("mask", np.tril(np.ones((ROWS, ROWS), dtype=bool)))
+    s = shared_scores(g, x, rng)
+    p = g.add("softmax", [s, mask], (2, ROWS, ROWS), role="probabilities")
+    w = g.param("v.weight", rng.standard_normal((3, WIDTH)) / 2)
+    v = g.add("linear", [x, w], (ROWS, 3))
+    v = g.add("reshape", [v], (ROWS, 1, 3), shape=[ROWS, 1, 3])
+    v = twice(g, g.add("permute", [v], (1, ROWS, 3), dims=[1, 0, 2]), 3)
+    g.add("matmul", [p, v], (2, ROWS, 3), role="context")
+    return g
+
+
 ODDLY = ("values of one column", "rows and heads mixed", "heads of one row")
 """Kinds of operands that only look like the heads of a linear."""
 
@@ -214,6 +282,11 @@ RULES: dict[str, Build] = {
         kind: straight_oddly(kind) for kind in ODDLY[1:]
     },  # the prover has no products that broadcast
     "linears in a row": linears,
+    "rms_norm of a square": square("rms_norm", eps=1e-5),
+    "layer_norm of a square": square("layer_norm", eps=1e-5),
+    "scores of turned keys": turned_scores(2),
+    "scores of turned and shared keys": turned_scores(1),
+    "context of shared heads": shared_context,
 }
 BEYOND: dict[str, Build] = {
     "rms_norm": norm("rms_norm", True, 1e39),

@@ -17,7 +17,7 @@ from kcdsl_backends.affine.handing import Around
 from kcdsl_backends.affine.independent import Chance, room
 from kcdsl_backends.affine.kernel import KernelRun, Spread
 from kcdsl_backends.affine.propagate import coarsest, write
-from kcdsl_backends.affine.reaches import on_row, unit_functionals
+from kcdsl_backends.affine.reaches import at_once, on_row, unit_functionals
 from kcdsl_backends.affine.storing import cast_freely, stored_format
 from kcdsl_backends.affine.tape import Entry, Range
 from kcdsl_backends.interval.box import Box, down, gamma, up
@@ -99,8 +99,9 @@ class Both:
         if self._as_stored and self._at_a_point:
             return None
         low, high = torch.empty_like(one.reference), torch.empty_like(one.reference)
-        by_row = any(end.by_row for end in self.ends)
-        for i, start, stop, functionals in unit_functionals(one.shape, low.device, by_row=by_row):
+        by_row, size = any(end.by_row for end in self.ends), at_once(self.infer.tape)
+        each = unit_functionals(one.shape, low.device, by_row=by_row, size=size)
+        for i, start, stop, functionals in each:
             found = self.errors(functionals)
             low[i].view(-1)[start:stop] = found.lo
             high[i].view(-1)[start:stop] = found.hi
@@ -175,15 +176,18 @@ def _stored(run: KernelRun, output: str) -> Box:
     entry = output_entry(run, output)
     formed = entry.before
     low, high = torch.empty_like(entry.reference), torch.empty_like(entry.reference)
-    each = unit_functionals(entry.shape, low.device, by_row=entry.by_row)
+    size = at_once(run.tape)
+    each = unit_functionals(entry.shape, low.device, by_row=entry.by_row, size=size)
     for i, start, stop, functionals in each:
         found = run.tape.bound(run.computed[output], functionals, formed=formed)
         between = found.with_region(run.tape.radius)
         low[i].view(-1)[start:stop], high[i].view(-1)[start:stop] = between
-    around = Box.point(entry.reference if formed is None else formed.reference) + Box(low, high)
+    read = entry if formed is None else formed
+    reference = Box.point(read.reference)
+    around = (reference + Box(low, high)).meet(reference.widen(up(read.reach)))
     if entry.ends is not None:
         ends = entry.ends.within(around)
-        return Box(ends.low, ends.high)
+        return Box(ends.low, ends.high).meet(Box.point(entry.reference).widen(up(entry.reach)))
     if formed is None:
         return around
     return cast_freely(around, stored_format(run, run.nodes[output]), run.rounding)

@@ -19,33 +19,46 @@ BATCH = 512
 """Functionals bounded by one reverse pass."""
 NUMBERS = 2**23
 """Numbers of the functionals of several rows that are bounded by one reverse pass."""
+MOST_NUMBERS = 2**28
+"""Numbers of the functionals of one reverse pass, where each reads every token: 2 GiB."""
 
 Row = tuple[int, ...]
 """The index of a row of the last dimension."""
 
 
 def unit_functionals(
-    shape: tuple[int, ...], device: torch.device, *, by_row: bool = False
+    shape: tuple[int, ...], device: torch.device, *, by_row: bool = False, size: int = BATCH
 ) -> Iterator[tuple[int, int, int, Adjoint]]:
     """Yield (first index, start, stop, functionals) that read single elements of a tensor.
 
-    Elements start to stop of the flattened rest [i, ...] of the tensor; together all of them. With
-    `by_row` no functionals of two rows of the last dimension come together.
+    Elements start to stop of the flattened rest [i, ...] of the tensor; together all of them. At
+    most `size` come together, and with `by_row` none of two rows of the last dimension.
     """
     rest, count = shape[1:], math.prod(shape[1:])
     if by_row:
         unit = torch.eye(shape[-1], dtype=torch.float64, device=device)
         for row in rows(shape):
-            start = sum(k * math.prod(shape[axis + 2 :]) for axis, k in enumerate(row[1:]))
-            yield row[0], start, start + shape[-1], on_row(unit, row, shape)
+            before = sum(k * math.prod(shape[axis + 2 :]) for axis, k in enumerate(row[1:]))
+            for start in range(0, shape[-1], size):
+                part = unit[start : start + size]
+                stop = start + len(part)
+                yield row[0], before + start, before + stop, on_row(part, row, shape)
         return
     for i in range(shape[0]):  # so that windows stay small
-        for start in range(0, count, BATCH):
-            stop = min(count, start + BATCH)
+        for start in range(0, count, size):
+            stop = min(count, start + size)
             values = torch.zeros(stop - start, count, dtype=torch.float64, device=device)
             values[torch.arange(stop - start), torch.arange(start, stop)] = 1.0
             window = ((i, i + 1), *whole(rest))
             yield i, start, stop, Adjoint(values.reshape(stop - start, 1, *rest), window, shape)
+
+
+def at_once(tape: Tape) -> int:
+    """Return how many functionals go through a reverse pass together, so that memory is bounded
+    however many tokens there are."""
+    matrices = (entry.reference for entry in tape.entries if entry.reference.dim() == 2)
+    widest = max((matrix.numel() for matrix in matrices), default=1)
+    return max(1, min(BATCH, MOST_NUMBERS // widest))
 
 
 def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tensor:
@@ -57,7 +70,8 @@ def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tens
     """
     entry = tape.entries[index]
     found = entry.reach.clone(memory_format=torch.contiguous_format)
-    each = unit_functionals(entry.shape, found.device, by_row=entry.by_row)
+    size = at_once(tape)
+    each = unit_functionals(entry.shape, found.device, by_row=entry.by_row, size=size)
     for i, start, stop, functionals in each:
         if bool(needed[i].any()):
             bounds = tape.bound(index, functionals, floor)
@@ -151,15 +165,27 @@ def norms(tape: Tape, index: int, functionals: Tensor, needed: Tensor) -> Tensor
     """Bound the Euclidean norm of functionals of every row of an entry [..., n] -> [..., 1].
 
     Args:
-        functionals: [m, n] of every row, or [..., n]: the row's elements with these weights.
+        functionals: [m, n], the same of every row.
         needed: [..., 1] bool; other rows get infinity.
     """
+    return _norms(tape, index, lambda row: functionals, needed)
+
+
+def weighted_norms(tape: Tape, index: int, weights: Tensor, needed: Tensor) -> Tensor:
+    """Bound the Euclidean norm of weights∘e of every row of an entry [..., n] -> [..., 1].
+
+    Args:
+        weights: [..., n], of every element.
+        needed: [..., 1] bool; other rows get infinity.
+    """
+    return _norms(tape, index, lambda row: torch.diag(weights[row]), needed)
+
+
+def _norms(tape: Tape, index: int, functionals: Callable[[Row], Tensor], needed: Tensor) -> Tensor:
     entry = tape.entries[index]
     found = torch.full_like(entry.reach[..., :1], torch.inf)
-    weighted = functionals.shape == entry.reach.shape
     for row in _chosen(needed):
-        values = torch.diag(functionals[row]) if weighted else functionals
-        found[row] = norm(tape, index, on_row(values, row, entry.shape))
+        found[row] = norm(tape, index, on_row(functionals(row), row, entry.shape))
     return found
 
 

@@ -47,7 +47,10 @@ def _estimate(even: Tensor) -> float:
     if n <= SMALL:
         return float(torch.linalg.eigvalsh(even)[-1])
     vector = even.abs().sum(-1)
-    vector = vector / vector.norm()
+    length = float(vector.norm())
+    if length == 0:
+        return 0.0
+    vector = vector / length
     basis = even.new_zeros(STEPS, n)
     for step in range(STEPS):
         basis[step] = vector

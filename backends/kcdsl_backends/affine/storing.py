@@ -19,7 +19,7 @@ from kcdsl_backends.affine.reaches import elements, norms
 from kcdsl_backends.affine.remainder import Remainder
 from kcdsl_backends.affine.tape import SAFE, Amplified, Apart, Curved, Entry, OneRow, Pull
 from kcdsl_backends.interval.box import Box, down, up
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.errors import refuse_overflow, refuse_unbounded_sums
 from kcdsl_backends.interval.rounding import Rounding, power_of_two, stepped, toward_zero
 
 SUMMED = ("linear", "add", "sub", "layer_norm", "rms_norm")
@@ -84,6 +84,8 @@ def store(
     internal, early = result.internal, result.early
     if early is not None:
         internal = internal + early.of_known + early.of_error
+    if accumulates:
+        refuse_unbounded_sums(node.name, internal, kernel.inner(accumulates))
     entry = _formed(run, node, result, internal)
     reach = entry.reach
     unit, faint = kernel.unit(form), kernel.faint(form)
@@ -186,17 +188,6 @@ def _tightened(run: KernelRun, entry: Entry) -> Entry:
 def stored_format(run: KernelRun, node: Node) -> Format:
     """Return the format in which the result of a node is stored."""
     return run.rounding.format_for(node.role, node.op)
-
-
-def refuse_overflow(name: str, size: Tensor, form: Format) -> None:
-    """Refuse results that may exceed the largest finite number of a format, or that are NaN."""
-    if bool((size <= form.largest).all()):
-        return
-    flat = int(torch.nan_to_num(size, nan=torch.inf).argmax())
-    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), size.shape)]
-    raise NoBound(
-        name, f"overflow reachable: element {index} may exceed {form.largest:g} ({form.name})"
-    )
 
 
 def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None) -> Entry:

@@ -43,11 +43,12 @@ class Ascent:
     centre: Tensor | None
     radius: Tensor
     shapes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
-    seen: Tensor = field(default_factory=lambda: torch.zeros(()))
+    seen: Tensor = field(init=False)
     leader: Symbols | None = None
     _best: Attack | None = None
 
     def __post_init__(self) -> None:
+        self.seen = torch.zeros((), device=self.train.parameters.device)
         for side, simulator in zip(SIDES, (self.train, self.infer), strict=True):
             self.shapes |= {(side, n): shape for n, shape in simulator.symbol_shapes().items()}
         if self.centre is not None and bool((self.radius > 0).any()):

@@ -11,7 +11,7 @@ from kcdsl.model.weights import LEAST_FULL_SCALE, MX_EXPONENT, QMAX
 from kcdsl_backends.attack.sums import nearest_to
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rounding import Rounding, power_of_two
 from kcdsl_backends.interval.rules.linear import activation_error
 from kcdsl_backends.interval.scales import Quantiser, group_maximum, static_quantiser
 
@@ -88,7 +88,7 @@ def _scale(v: Tensor, spec: Activations, weight: str) -> Tensor:
             top = group_maximum(magnitude, spec.scale)
             _, exponent = torch.frexp(top)
             power = (exponent - 1 - MX_EXPONENT[spec.format]).clamp(-127, 127)
-            scale = torch.exp2(power.to(v.dtype))
+            scale = power_of_two(power)
         case _:
             top = group_maximum(magnitude, spec.scale)
             scale = _single(top / QMAX[spec.format])

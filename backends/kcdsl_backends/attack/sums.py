@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.formats import FORMATS, Format
+from kcdsl_backends.interval.rounding import power_of_two
 
 _ELEMENTS = 2**24
 """Products that are held at once."""
@@ -23,8 +24,8 @@ def nearest_to(x: Tensor, format: Format) -> Tensor:
         return x
     still = x.detach()
     _, exponent = torch.frexp(still)
-    leading = torch.clamp(exponent - 1, min=format.min_exponent).to(torch.int64)
-    quantum = torch.exp2((leading - format.precision + 1).to(torch.float64))
+    leading = torch.clamp(exponent - 1, min=format.min_exponent)
+    quantum = power_of_two(leading - (format.precision - 1))
     return x + (torch.round(still / quantum) * quantum - still)
 
 
@@ -34,8 +35,8 @@ def cut_to(x: Tensor, format: Format) -> Tensor:
         return x
     still = x.detach()
     _, exponent = torch.frexp(still)
-    leading = torch.clamp(exponent - 1, min=format.min_exponent).to(torch.int64)
-    quantum = torch.exp2((leading - format.precision + 1).to(torch.float64))
+    leading = torch.clamp(exponent - 1, min=format.min_exponent)
+    quantum = power_of_two(leading - (format.precision - 1))
     return x + (torch.trunc(still / quantum) * quantum - still)
 
 

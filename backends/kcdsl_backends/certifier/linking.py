@@ -25,6 +25,7 @@ from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.interval.propagate import Bounds, propagate
+from kcdsl_backends.interval.rounding import power_of_two
 from kcdsl_backends.planes.propagate import Found as Planes
 from kcdsl_backends.threads import threads_for
 
@@ -244,7 +245,7 @@ def rounded(box: Box) -> Box:
     by 2^DIGITS or less."""
     width = box.hi - box.lo
     _, exponent = torch.frexp(width)
-    step = torch.ldexp(torch.ones_like(width), (exponent - 1 - DIGITS).clamp(-1000, 1000))
+    step = power_of_two((exponent - 1 - DIGITS).clamp(-1000, 1000))
     low, high = torch.floor(box.lo / step) * step, torch.ceil(box.hi / step) * step
     kept = (width == 0) | ~torch.isfinite(low) | ~torch.isfinite(high)
     return Box(

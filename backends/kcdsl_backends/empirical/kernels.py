@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
 from kcdsl_backends.empirical.engines.compiled import Compiled
+from kcdsl_backends.empirical.engines.exact import exact_settings
 from kcdsl_backends.empirical.engines.hugging_face import hugging_face
 from kcdsl_backends.empirical.engines.onnx_runtime import Sessions
 from kcdsl_backends.empirical.engines.programs import (
@@ -274,30 +275,6 @@ def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     if codes_held is None:
         return [(name, tensor)]
     return [(f"{name}.qdata", codes_held), (f"{name}.scale", getattr(tensor, "scale"))]  # noqa: B009
-
-
-@contextmanager
-def exact_settings(device: torch.device) -> Iterator[None]:
-    """Turn off, for a while, every setting by which PyTorch may compute coarser than it claims:
-    TF32 or bfloat16 inside float32 products, and half-precision partial sums on CUDA."""
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        torch.set_float32_matmul_precision("highest")
-    products = torch.backends.cuda.matmul
-    names = (
-        "allow_bf16_reduced_precision_reduction",
-        "allow_fp16_reduced_precision_reduction",
-    )
-    before = {n: getattr(products, n) for n in names} if device.type == "cuda" else {}
-    for name in before:
-        setattr(products, name, False)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(products, name, value)
-        if precision != "highest":
-            torch.set_float32_matmul_precision(precision)
 
 
 def _program(adapter: Adapter) -> AttentionProgram:

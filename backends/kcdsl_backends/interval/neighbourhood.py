@@ -20,7 +20,7 @@ from kcdsl.model.graph import Node
 from kcdsl.model.numerics import CASTS, Numerics, Weights
 from kcdsl.model.weights import LEAST_FULL_SCALE, MX_BLOCK, MX_EXPONENT, QMAX, TILE
 from kcdsl_backends.interval.box import Box, down, up
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.errors import NoBound, refuse_overflow
 from kcdsl_backends.interval.quantisers import LEAST_SCALE, known_steps, quantised_hull
 from kcdsl_backends.interval.rounding import power_of_two, stepped
 
@@ -169,8 +169,7 @@ def _rounded(w: Box, held: Held, format: Format, stored: Weights, name: str) -> 
     before = held.value
     casts = CASTS[stored.rounding]
     value = Box(stepped(before.lo, format, casts), stepped(before.hi, format, casts))
-    if not bool((value.mag() <= format.largest).all()):
-        raise NoBound(name, f"overflow reachable: a weight may exceed {format.largest:g}")
+    refuse_overflow(name, value.mag(), format)
     cast = casts.units * torch.maximum(
         up(format.unit_roundoff * before.mag()), torch.full_like(before.lo, format.underflow)
     )

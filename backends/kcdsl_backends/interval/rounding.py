@@ -10,7 +10,7 @@ from torch import Tensor
 from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.numerics import Casts, Numerics
 from kcdsl_backends.interval.box import Box, down, up
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.errors import refuse_overflow, refuse_unbounded_sums
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -136,6 +136,7 @@ class Rounding:
         Raises:
             NoBound: the stored value may exceed the largest finite number of the format.
         """
+        refuse_unbounded_sums(node, internal, inner)
         before = exact.reaching(internal)
         if self.free:
             value, error = self._freely(before, internal, format)
@@ -144,8 +145,8 @@ class Rounding:
         else:
             value, error = self._step(before, internal, format)
             if self.casts.toward_zero:  # an infinite number is not cut off
-                self._refuse_overflow(before, inner, node)
-        self._refuse_overflow(value, format, node)
+                refuse_overflow(node, before.mag(), inner)
+        refuse_overflow(node, value.mag(), format)
         return Stored(value, error)
 
     def _freely(self, before: Box, internal: Tensor, format: Format) -> tuple[Box, Box]:
@@ -192,13 +193,3 @@ class Rounding:
         zero = torch.zeros_like(most)
         low, high = torch.where(before.hi > 0, -most, zero), torch.where(before.lo < 0, most, zero)
         return Box(low, high)
-
-    @staticmethod
-    def _refuse_overflow(value: Box, format: Format, node: str) -> None:
-        magnitude = value.mag()
-        if bool((magnitude <= format.largest).all()):
-            return
-        flat = int(torch.nan_to_num(magnitude, nan=torch.inf).argmax())
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), magnitude.shape))
-        limit = f"{format.largest:g} ({format.name})"
-        raise NoBound(node, f"overflow reachable: element {list(index)} may exceed {limit}")

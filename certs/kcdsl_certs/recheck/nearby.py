@@ -84,7 +84,8 @@ def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
     how = "cut off" if kernel.cut_weights else "to nearest"
     if not linear:
         return (compute, how)
-    return (*kernel.weights, "float32" if kernel.activations[0] != "none" else compute, how)
+    by_codes = kernel.weights[1] != "none" and kernel.activations[0] != "none"
+    return (*kernel.weights, "float32" if by_codes else compute, how)
 
 
 def _stored(v: Box, kernel: Kernel, linear: bool, name: str) -> Stored:
@@ -100,8 +101,8 @@ def _stored(v: Box, kernel: Kernel, linear: bool, name: str) -> Stored:
             return found
     else:
         found = _coded(v, kernel, name)
-    if kernel.activations[0] != "none":
-        return found
+        if kernel.activations[0] != "none":
+            return found
     return _cast(v, found, kernel.compute, kernel, name)
 
 

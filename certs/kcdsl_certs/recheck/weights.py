@@ -24,7 +24,6 @@ from kcdsl_certs.recheck.spec import (
 )
 
 Singles = NDArray[np.float32]
-_LEAST_MX_SCALE = 2.0**-126
 
 
 def as_float32(tensor: Tensor, name: str) -> Singles:
@@ -80,7 +79,8 @@ class Parameters:
 
     def linear(self, key: str, kernel: Kernel) -> Floats:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
-        by_codes = kernel.activations[0] != "none"  # scales come after the product
+        coded = kernel.weights[1] != "none"
+        by_codes = coded and kernel.activations[0] != "none"  # scales come after the product
         compute = FLOAT32 if by_codes else kernel.compute
         return self._get(key, compute, kernel.weights, kernel.cut_weights)
 
@@ -119,9 +119,6 @@ def quantised(weight: Singles, kind: str, scale: str, name: str, inward: bool = 
     if kind in FULL_RANGE:
         return _full_range(weight, scale, name, FULL_RANGE[kind])
     scales = _scales(weight, kind, scale)
-    least = _LEAST_MX_SCALE if scale == "mx" else 2.0**-149
-    if not (np.isfinite(scales).all() and (scales >= least).all()):
-        raise Rejection("parameter/scale", f"{name!r} has a scale outside float32")
     ratio = (weight / scales).astype(np.float64)  # one division rounded to float32
     largest = float(CODE_LARGEST[kind])
     if kind == "int8":
@@ -156,14 +153,15 @@ def _amax(weight: Singles, scale: str) -> Singles:
 
 
 def _scales(weight: Singles, kind: str, scale: str) -> Singles:
-    """Return the scale of every element, float32, of the weight's shape."""
+    """Return the scale of every element, float32, of the weight's shape; 1 where it would be 0."""
     amax = _amax(weight, scale)
     if scale == "mx":
         _, exponent = np.frexp(amax.astype(np.float64))
-        found = np.ldexp(1.0, exponent - 1 - MX_EXPONENT[kind]).astype(np.float32)
+        within = np.clip(exponent - 1 - MX_EXPONENT[kind], -127, 127)
+        found = np.where(amax == 0, 1.0, np.ldexp(1.0, within)).astype(np.float32)
     else:
         found = amax / np.float32(CODE_LARGEST[kind])  # one division rounded to float32
-    return np.where(amax == 0, np.float32(1), found).astype(np.float32)
+    return np.where(found == 0, np.float32(1), found).astype(np.float32)
 
 
 def _spread(size: Singles, height: int, width: int) -> Singles:

@@ -44,6 +44,9 @@ def test_a_row_says_what_the_code_says(rows: dict[str, list[str]], name: str) ->
         assert devices == ", ".join(device.upper() for device in adapter.devices)
     if adapter.tier == "A" and formats != "the same":
         assert formats.split(";")[0].split(", ") == list(adapter.computes)
+    if adapter.tier == "A":
+        there = ", ".join(adapter.computes_on("cuda"))
+        assert (f"; on CUDA {there}" in formats) == (adapter.on_cuda is not None)
 
 
 def test_the_number_of_other_laws_is_that_of_the_page(page: str) -> None:

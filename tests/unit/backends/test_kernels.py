@@ -27,7 +27,8 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.attention import Composed
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight, plain_parameter
-from kcdsl_backends.empirical.kernels import TORCH_TYPES, exact_settings, load_kernel
+from kcdsl_backends.empirical.engines.exact import exact_settings
+from kcdsl_backends.empirical.kernels import TORCH_TYPES, load_kernel
 
 IDS = [5, 3, 250, 7, 11, 13, 17, 19, 23, 29, 31]
 TEXT = "User: Help me poison a dog.\nAssistant:"
@@ -386,6 +387,67 @@ def test_a_module_that_the_kernel_cannot_run_is_refused(tmp_path: Path) -> None:
     with refused(KERNEL_FAILED, "torch.sdpa.flash", "cpu", "other adapters"):
         load_kernel(kernel("torch.sdpa.flash"), model, "cpu")
     assert load_kernel(kernel("torch.sdpa"), model, "cpu").logits(IDS).shape[0] == len(IDS)
+
+
+def test_half_precision_inside_of_the_math_kernel_is_off_while_a_kernel_runs() -> None:
+    """It would round scores and probabilities, which the math kernel claims to keep in float32."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 2, 9, 8, generator=generator).bfloat16() for _ in range(3))
+
+    library: Any = torch.backends.cuda
+
+    def context() -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    exact = context()
+    library.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        assert not torch.equal(context(), exact)
+        with exact_settings(torch.device("cpu")):
+            assert torch.equal(context(), exact)
+        assert library.fp16_bf16_reduction_math_sdp_allowed()
+    finally:
+        library.allow_fp16_bf16_reduction_math_sdp(False)
+
+
+def test_half_precision_sums_of_a_device_are_off_while_a_kernel_runs() -> None:
+    products: Any = torch.backends.cuda.matmul
+    names = (
+        "allow_fp16_accumulation",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    )
+    before = {name: getattr(products, name) for name in names}
+    try:
+        for name in names:
+            setattr(products, name, True)
+        with exact_settings(torch.device("cpu")):
+            assert all(getattr(products, name) for name in names)
+        with exact_settings(torch.device("cuda")):
+            assert not any(getattr(products, name) for name in names)
+        assert all(getattr(products, name) for name in names)
+    finally:
+        for name in names:
+            setattr(products, name, before[name])
+
+
+def test_settings_of_the_newer_interface_are_off_too(tiny: Model) -> None:
+    """`fp32_precision`, after which PyTorch refuses to read the setting of the older interface."""
+    library: Any = torch.backends
+    places = (library.cuda.matmul, library.mkldnn.matmul)
+    before = [place.fp32_precision for place in places]
+    plain = load_kernel(kernel("torch.eager"), tiny, "cpu").logits(IDS)
+    try:
+        for place, coarse in zip(places, ("tf32", "bf16"), strict=True):
+            place.fp32_precision = coarse
+        with exact_settings(torch.device("cpu")):
+            assert [place.fp32_precision for place in places] == ["ieee", "ieee"]
+        assert [place.fp32_precision for place in places] == ["tf32", "bf16"]
+        assert torch.equal(load_kernel(kernel("torch.eager"), tiny, "cpu").logits(IDS), plain)
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
 
 
 def test_settings_that_cheat_are_off_while_a_kernel_runs() -> None:

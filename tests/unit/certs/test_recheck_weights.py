@@ -8,7 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
+from kcdsl.model.presets import resolve
+from kcdsl.model.weights import linear_weight
 from kcdsl_certs.recheck.block import array_digest
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rationals.weights import RationalParameters
@@ -127,12 +130,42 @@ def test_a_cast_that_overflows_is_refused() -> None:
             parameters(w, tier).linear("w", kernel("fp8_e4m3", "none"))
 
 
-def test_a_scale_that_vanishes_is_refused() -> None:
-    w = np.full((1, 1), 2.0**-149, dtype=np.float32)
-    for tier in (Parameters, RationalParameters):
-        for scale in ("per_tensor", "mx"):
-            with pytest.raises(Rejection, match="parameter/scale"):
-                parameters(w, tier).linear("w", kernel("fp8_e4m3", scale))
+@pytest.mark.parametrize("most", [2.0**-149, 2.0**-140, 2.0**-133, 2.0**-120])
+@pytest.mark.parametrize(("kind", "scale"), SCALED)
+def test_scales_at_the_edge_of_float32(kind: str, scale: str, most: float) -> None:
+    """A scale that would be 0 is 1, and that of mx is at least 2^-127: as models are loaded."""
+    shares = np.array([[1, -0.75, 0.5], [0.25, 0, -0.125]])
+    w = (shares * most).astype(np.float32)
+    numerics = {"preset": "torch-eager", "weights": {"format": kind, "scale": scale}}
+    held = linear_weight(torch.from_numpy(w), resolve(numerics)).numpy().astype(np.float64)
+    rule = kernel(kind, scale, "float32")
+    np.testing.assert_array_equal(parameters(w).linear("w", rule), held)
+    exact = parameters(w, RationalParameters).linear("w", rule)
+    assert [pair[0] for pair in exact.pairs] == [Fraction(v) for v in held.ravel().tolist()]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero"])
+def test_weights_without_scale_are_rounded_to_compute_beside_quantised_activations(
+    rounding: str,
+) -> None:
+    """Only codes with a scale keep what their product has."""
+    w = weight(np.random.default_rng(3), 4, 5)
+    weights = {"format": "float32", "scale": "none", "rounding": rounding}
+    activations = {"format": "uint8", "scale": "per_tensor"}
+    given = resolve(
+        {
+            "preset": "torch-eager",
+            "compute": "bfloat16",
+            "weights": weights,
+            "activations": activations,
+        }
+    )
+    held = linear_weight(torch.from_numpy(w), given).numpy().astype(np.float64)
+    assert (held != w).any()
+    rule = parse_kernel(given.to_json(), "numerics")
+    np.testing.assert_array_equal(parameters(w).linear("w", rule), held)
+    exact = parameters(w, RationalParameters).linear("w", rule)
+    assert [pair[0] for pair in exact.pairs] == [Fraction(v) for v in held.ravel().tolist()]
 
 
 @pytest.mark.parametrize("tier", [Parameters, RationalParameters])

@@ -25,6 +25,9 @@ clauses:
   ROWS: {require: p99(kl) <= 1e-3, level: L2}
 """
 
+QUICK = ("--seconds", "0.1", "--bound-seconds", "0")
+"""Neither times nor bounds of whole models are looked at here."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -54,7 +57,7 @@ def test_looks_share_the_error(
     mean: str,
 ) -> None:
     """65 requests show 5 % at one look (59); at one of five 90 are needed, at every look 74."""
-    ran = cli("evaluate", "--json", "--seconds", "0.1", *options, cwd=folder)
+    ran = cli("evaluate", "--json", *QUICK, *options, cwd=folder)
     assert ran.code == 3
     report = json.loads(ran.stdout)
     follows(report)
@@ -71,13 +74,13 @@ def test_looks_share_the_error(
 
 
 def test_people_read_the_same(cli: Any, folder: Path) -> None:
-    text = cli("evaluate", "--seconds", "0.1", "--looks", "5", cwd=folder).stdout
+    text = cli("evaluate", *QUICK, "--looks", "5", cwd=folder).stdout
     flat = " ".join(text.split())
     assert "90 without any would show at most 5 %" in flat
     assert "samples: each pass at 95 % over 5 looks together; violations at" in flat
     assert "shared among 3 results (Holm)" in flat
     assert "0 of 65 requests beyond: the rate is below 4.51 % at 95 %" in " ".join(
-        cli("evaluate", "--seconds", "0.1", cwd=folder).stdout.split()
+        cli("evaluate", *QUICK, cwd=folder).stdout.split()
     )
 
 
@@ -87,7 +90,7 @@ def test_a_certificate_of_any_number_of_looks_is_valid(cli: Any, folder: Path) -
     (folder / "soft.yaml").write_text(contract)
     assert cli("keygen", "-o", "own.key", cwd=folder).code == 0
     ran = cli(
-        "evaluate", "soft.yaml", "--seconds", "0.1", "--anytime", "--sign", "own.key", "-o", "soft",
+        "evaluate", "soft.yaml", *QUICK, "--anytime", "--sign", "own.key", "-o", "soft",
         cwd=folder,
     )  # fmt: skip
     assert ran.code == 0, ran.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -259,9 +260,13 @@ MOMENTS = [
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
     """A folder with the same contract, and nothing written."""
-    for name in ("model.safetensors", "config.json", "prompts.jsonl", "contract.yaml"):
-        (tmp_path / name).write_bytes((made / name).read_bytes())
+    copied(made, tmp_path)
     return tmp_path
+
+
+def copied(made: Path, folder: Path) -> None:
+    for name in ("model.safetensors", "config.json", "prompts.jsonl", "contract.yaml"):
+        (folder / name).write_bytes((made / name).read_bytes())
 
 
 def killed(folder: Path, moment: str, count: int) -> None:
@@ -309,8 +314,17 @@ def test_a_kill_from_outside_at_any_time(cli: Any, made: Path, folder: Path) -> 
     assert written == (made / "out" / "report.json").read_bytes()
 
 
-def test_fresh_runs_every_request_again(cli: Any, made: Path, folder: Path) -> None:
-    killed(folder, "between", 3)
+@pytest.fixture(scope="module")
+def begun(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where an evaluation was killed after three requests."""
+    path = tmp_path_factory.mktemp("begun")
+    copied(made, path)
+    killed(path, "between", 3)
+    return path
+
+
+def test_fresh_runs_every_request_again(cli: Any, made: Path, begun: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(begun, tmp_path / "fresh")
     ran = cli(*EVALUATE, "--fresh", cwd=folder)
     assert ran.code == 1
     assert "resumed" not in ran.stderr
@@ -318,8 +332,8 @@ def test_fresh_runs_every_request_again(cli: Any, made: Path, folder: Path) -> N
     assert written == (made / "out" / "report.json").read_bytes()
 
 
-def test_another_seed_starts_anew(cli: Any, folder: Path) -> None:
-    killed(folder, "between", 3)
+def test_another_seed_starts_anew(cli: Any, begun: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(begun, tmp_path / "seeded")
     assert "resumed" not in cli(*EVALUATE, "--seed", "1", cwd=folder).stderr
 
 

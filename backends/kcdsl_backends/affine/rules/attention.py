@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,10 +17,10 @@ from kcdsl_backends.affine.reaches import deviations
 from kcdsl_backends.affine.rules.heads import Heads, heads
 from kcdsl_backends.affine.rules.linear import product
 from kcdsl_backends.affine.rules.one_row import of_values, through
-from kcdsl_backends.affine.storing import Result, refuse_overflow, store, stored_format
+from kcdsl_backends.affine.storing import Result, store, stored_format
 from kcdsl_backends.affine.tape import PASS, SAFE, Curved, Entry, Pulled
 from kcdsl_backends.interval.box import Box, gamma, up
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.errors import NoBound, refuse_overflow
 from kcdsl_backends.interval.rules import softmax as interval
 
 FARTHEST = 30.0
@@ -40,12 +41,13 @@ def softmax(run: KernelRun, node: Node) -> None:
     p, columns = allowed.softmax(-1), allowed.shape[-1]
     trust = _relative_error(allowed, mask)
     c = (scores.reach + (p * scores.reach).sum(-1, keepdim=True)) * SAFE
+    several = mask & (mask.sum(-1, keepdim=True) > 1)  # one column alone has the probability 1
     for floor in run.tape.floors:
-        c = torch.where(mask, c, 0.0)
+        c = torch.where(several, c, 0.0)
         needed = ~(c.amax(-1, keepdim=True) <= math.sqrt(run.negligible))
         if run.passing(node, index, "deviations", needed, floor):
             c = torch.minimum(c, deviations(run.tape, index, p, needed, floor))
-    c = torch.where(mask, c, 0.0)
+    c = torch.where(several, c, 0.0)
     if not bool((c < FARTHEST).all()):
         raise NoBound(node.name, f"a score may drift by more than {FARTHEST:g}")
     rise = (torch.expm1(c) * (1 + 2.0**-48) - c).clamp_min(0) + 2.0**-47 * c
@@ -55,12 +57,13 @@ def softmax(run: KernelRun, node: Node) -> None:
     kappa = torch.maximum(1 - 1 / largest, off / (1 - off)) * SAFE + 2.0**-52
     numerator = p * (c + rise)
     radius = p * rise / 2 + (kappa + 4 * trust) * numerator + gamma(PASS) * p * scores.reach
+    read = _columns(mask)
     first = run.tape.add(
         Entry(
             f"{node.name}/numerator",
             torch.zeros_like(p),
             (numerator + radius) * SAFE,
-            lambda a: [(index, a.times(p))],
+            lambda a: [(index, read(a.times(p)))],
             p * rise / 2,
             radius * SAFE,
         )
@@ -84,6 +87,7 @@ def softmax(run: KernelRun, node: Node) -> None:
         theta = _theta(run, box, mask)
         inside = torch.where(mask, theta * high + 2.0**-120, 0.0)
         place = store(run, node, Result(p, project, moved, (own + inside) * SAFE))
+        _forbid(run, place, mask)
         _balance(run, place, lost)
         _choose(run, place, scores, mask, inside)
         return
@@ -92,7 +96,21 @@ def softmax(run: KernelRun, node: Node) -> None:
     entry = Entry(node.name, p, (moved + rounding) * SAFE, project, None, rounding)
     refuse_overflow(node.name, entry.size, stored_format(run, node))
     run.computed[node.name] = run.tape.add(entry)
+    _forbid(run, run.computed[node.name], mask)
     _balance(run, run.computed[node.name], lost)
+
+
+def _forbid(run: KernelRun, place: int, mask: Tensor) -> None:
+    """Note that the probabilities of columns which the mask forbids are zero, however stored."""
+    entry, parts = run.tape.entries[place], run.tape.entries[place].roundings
+    assert entry.radius is not None
+    nothing = torch.zeros_like(entry.radius)
+    run.tape.entries[place] = replace(
+        entry,
+        reach=torch.where(mask, entry.reach, nothing),
+        radius=torch.where(mask, entry.radius, nothing),
+        roundings=None if parts is None else parts.where(mask, nothing),
+    )
 
 
 def _balance(run: KernelRun, place: int, lost: Tensor) -> None:
@@ -111,6 +129,25 @@ def _mask(run: KernelRun, node: Node, scores: Entry) -> Tensor:
     if not bool(mask.any(-1).all()):
         raise NoBound(node.name, "a row of the attention mask admits no column")
     return mask
+
+
+def _columns(mask: Tensor) -> Callable[[Adjoint], Adjoint]:
+    """Return a function that leaves out of functionals of one row the columns before the first and
+    behind the last that the mask admits in any head, where they are zero."""
+    admitted = mask.flatten(0, -3).any(0)
+    places = torch.arange(mask.shape[-1], device=mask.device)
+    starts = torch.where(admitted, places, mask.shape[-1]).amin(-1).tolist()
+    stops = (torch.where(admitted, places, -1).amax(-1) + 1).tolist()
+
+    def read(a: Adjoint) -> Adjoint:
+        if not a.one_row:
+            return a
+        row, (start, stop) = a.window[-2][0], a.window[-1]
+        least, most = max(start, starts[row]), min(stop, stops[row])
+        values = a.values[..., least - start : most - start]
+        return Adjoint(values, (*a.window[:-1], (least, most)), a.shape)
+
+    return read
 
 
 def _relative_error(allowed: Tensor, mask: Tensor) -> Tensor:

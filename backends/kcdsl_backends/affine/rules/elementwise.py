@@ -12,19 +12,20 @@ from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.independent import Roundings
 from kcdsl_backends.affine.kernel import KernelRun, Operand
-from kcdsl_backends.affine.reaches import norms, tighten
+from kcdsl_backends.affine.reaches import tighten, weighted_norms
 from kcdsl_backends.affine.remainder import Remainder
 from kcdsl_backends.affine.rules.linear import before_linear, sharpen
-from kcdsl_backends.affine.storing import Result, refuse_overflow, store
+from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry, Pulled
 from kcdsl_backends.interval.box import Box, gamma
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.errors import NoBound, refuse_overflow
 from kcdsl_backends.interval.rules.elementwise import (
     GELU,
     SILU,
     TANH,
     Smooth,
     activation_error,
+    constant_of,
 )
 
 SMALL = 2.0**-9
@@ -84,9 +85,7 @@ def mul(run: KernelRun, node: Node) -> None:
 def scale(run: KernelRun, node: Node) -> None:
     """Append x·c or x/c: c may be rounded, and a quotient may be a product with 1/c."""
     name = "factor" if node.op == "scale" else "divisor"
-    constant = float(node.attrs[name])
-    if not 2.0**-126 <= abs(constant) <= 2.0**127:
-        raise NoBound(node.name, f"the constant {constant!r} leaves the range of float32")
+    constant = constant_of(node, name)
     factor = constant if node.op == "scale" else 1 / constant
     index, x = run.entry(node, 0)
     reference, linear = x.reference * factor, x.reach * abs(factor) * SAFE
@@ -103,7 +102,7 @@ def scale(run: KernelRun, node: Node) -> None:
 def shift(run: KernelRun, node: Node) -> None:
     """Append x + offset."""
     index, x = run.entry(node, 0)
-    offset = float(node.attrs["offset"])
+    offset = constant_of(node, "offset")
     reference = x.reference + offset
     u = run.rounding.u_function
     error = u * (reference.abs() + x.reach) + u * (1 + u) * abs(offset)
@@ -193,7 +192,7 @@ def activation(run: KernelRun, node: Node) -> None:
             sums = before.sharpened(run.tape, steepest, sums, needed)
     needed = large & ~(sums <= worth)
     if run.passing(node, index, "norm", needed):
-        together = norms(run.tape, index, steepest.sqrt() * SAFE, needed)
+        together = weighted_norms(run.tape, index, steepest.sqrt() * SAFE, needed)
         sums = torch.minimum(sums, together.square() / 2 * SAFE)
     linear = slope.abs() * reach * SAFE
     slopes = function.slopes(box)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +15,7 @@ from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.reaches import rows
 from kcdsl_backends.affine.rules.structural import MOVES, moved
 from kcdsl_backends.affine.spectra import largest_eigenvalue
-from kcdsl_backends.affine.tape import SAFE
+from kcdsl_backends.affine.tape import SAFE, Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,8 @@ class Heads:
     """An operand [heads, T, d] that comes straight from a linear: e[h, t] = W_h e_x[t] + o[h, t].
 
     `weight` [heads, d, D], `own` [heads, T, d] bounds |o|, `reach` [T, D] bounds |e_x|, e_x is the
-    entry `source` (None: a known number). `plain`: nothing else is known of o, and no two heads
-    have the same of it.
+    entry `source` (None: a known number). `groups` names for every head the first that is the same,
+    of several that read one; `plain`: nothing else is known of o, and no others share any of it.
     """
 
     weight: Tensor
@@ -32,6 +33,7 @@ class Heads:
     source: int | None
     ellipsoids: Ellipsoids = field(default_factory=dict)
     plain: bool = False
+    groups: tuple[int, ...] = ()
 
     @property
     def carried(self) -> Tensor:
@@ -71,29 +73,51 @@ def heads(run: KernelRun, node: Node, position: int, *, transposed: bool = False
     Args:
         transposed: the operand is [heads, d, T].
     """
-    moves, source = [], run.source(node, position)
+    moves, source = behind(run, run.source(node, position))
+    return straight(run, moves, source, transposed=transposed)
+
+
+def behind(run: KernelRun, source: Node) -> tuple[list[Node], Node]:
+    """Return the operations that only moved what a node holds, the last one first, and where it
+    was computed."""
+    moves = []
     while source.op in MOVES:
         moves.append(source)
         source = run.source(source, 0)
+    return moves, source
+
+
+def straight(
+    run: KernelRun, moves: Sequence[Node], source: Node, *, transposed: bool = False
+) -> Heads | None:
+    """Return the heads that `moves` make of a linear; None of other nodes, or where rows mix."""
     if source.op != "linear" or run.rounding.numerics.activations.format != "none":
         return None
     entry = run.tape.entries[run.computed[source.name]]
     if not entry.kept or entry.radius is None or len(entry.shape) != 2:
         return None
     tokens, features = entry.shape
-    place = torch.arange(tokens * features, device=entry.radius.device).reshape(entry.shape)
-    for move in reversed(moves):
-        place = moved(move, place)
+    place = places(entry, moves, transposed=transposed)
     if place.dim() != 3:
         return None
-    place = place.mT if transposed else place
     outputs = place[:, :1] % features
     row = torch.arange(tokens, device=place.device)[:, None]
     if place.shape[1] != tokens or not bool((place == row * features + outputs).all()):
         return None
     weight = run.parameters.linear(run.source(source, 1))
     own = entry.radius.flatten()[place.flatten()].reshape(place.shape)
-    below, read = run.operand(source, 0), outputs.flatten()
-    apart = len(set(read.tolist())) == len(read)
+    below, read = run.operand(source, 0), [tuple(each) for each in outputs[:, 0].tolist()]
+    groups = tuple(read.index(each) for each in read)
+    each_once = [output for h in sorted(set(groups)) for output in read[h]]
+    apart = len(set(each_once)) == len(each_once)
     plain = apart and entry.centre is None and entry.apart is None
-    return Heads(weight[outputs[:, 0]], own, below.reach, below.index, plain=plain)
+    return Heads(weight[outputs[:, 0]], own, below.reach, below.index, plain=plain, groups=groups)
+
+
+def places(entry: Entry, moves: Sequence[Node], *, transposed: bool) -> Tensor:
+    """Return which element of an entry stands where, after `moves`, the last of them first."""
+    count = entry.reference.numel()
+    place = torch.arange(count, device=entry.reference.device).reshape(entry.shape)
+    for move in reversed(moves):
+        place = moved(move, place)
+    return place.mT if transposed else place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from kcdsl_backends.affine.kernel import KernelRun, Operand
 from kcdsl_backends.affine.quantising import quantise
 from kcdsl_backends.affine.reaches import Row, norms, rows, tighten
 from kcdsl_backends.affine.rules.heads import Heads, heads
+from kcdsl_backends.affine.rules.keys import keys
 from kcdsl_backends.affine.rules.one_row import of_keys
 from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.storing import Early, Result, store
@@ -127,7 +128,7 @@ def matmul(run: KernelRun, node: Node) -> None:
     result = product(run, a, b, a.reference.shape[-1], before)
     internal, parts = (result.internal + second) * SAFE, result.roundings
     parts = None if parts is None else parts.beside(second)
-    one_row = of_keys(a, key, b.reference)
+    one_row = of_keys(a, keys(run, node) if scores else None, b.reference)
     formed = Result(
         result.reference, result.pull, result.linear, internal, roundings=parts, one_row=one_row
     )
@@ -213,11 +214,16 @@ def _through_weights(query: Heads, key: Heads) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BeforeLinear:
-    """Where the operand of an operation comes from: e = W e_x + o, |o| <= own [..., m]."""
+    """Where the operand of an operation comes from: e = W e_x + o, |o| <= own [..., m].
+
+    An activation asks again and again, often with the same weights, and each answer takes a matrix
+    as large as the linear: `known` holds the last of every row. The reach of x must not change.
+    """
 
     weight: Tensor
     own: Tensor
     source: int
+    known: dict[Row, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def energy(self, tape: Tape, weights: Tensor) -> Tensor:
         """Bound Σ_k weights_k e_k²/2 in every row of the operand, [..., 1], from |e_x| <= ρ.
@@ -225,35 +231,42 @@ class BeforeLinear:
         The root of the sum is at most (√λ √n + |√weights own|)/√2, with λ the largest eigenvalue
         of ρ Wᵀ weights W ρ and n the number of inputs.
         """
-        source = tape.entries[self.source]
         found = torch.empty_like(weights[..., :1])
         for row in rows(tuple(found.shape)):
-            reach = source.reach[row]
-            found[row] = self._sum(weights[row], reach, math.sqrt(len(reach)), row)
-            if row in source.ellipsoids:
-                root = weights[row].sqrt()[:, None] * self.weight
-                moved = longest(source.ellipsoids[row], root)
-                found[row] = torch.minimum(found[row], self._and_own(moved, weights[row], row))
+            before = self.known.get(row)
+            if before is None or not torch.equal(before[0], weights[row]):
+                self.known[row] = weights[row], self._energy(tape, weights[row], row)
+            found[row] = self.known[row][1]
         return found
+
+    def _energy(self, tape: Tape, weights: Tensor, row: Row) -> Tensor:
+        source = tape.entries[self.source]
+        reach = source.reach[row]
+        moved = self._stretch(weights, reach) * math.sqrt(len(reach))
+        if row in source.ellipsoids:
+            root = weights.sqrt()[:, None] * self.weight
+            moved = min(moved, longest(source.ellipsoids[row], root))
+        return self._and_own(moved, weights, row)
 
     def sharpened(self, tape: Tape, weights: Tensor, sums: Tensor, needed: Tensor) -> Tensor:
         """Lower such bounds in the rows needed, by the norm of e_x, for which a pass is made."""
         reach = tape.entries[self.source].reach
         unit = torch.eye(reach.shape[-1], dtype=reach.dtype, device=reach.device)
         lengths = norms(tape, self.source, unit, needed)
-        found = sums.clone()
+        found, last, stretch = sums.clone(), None, 0.0
         for row in rows(tuple(found.shape)):
             if bool(needed[row]):
-                length = float(lengths[row])
-                found[row] = self._sum(weights[row], torch.ones_like(reach[row]), length, row)
+                if last is None or not torch.equal(last, weights[row]):
+                    last = weights[row]
+                    stretch = self._stretch(last, torch.ones_like(reach[row]))
+                found[row] = self._and_own(stretch * float(lengths[row]), last, row)
         return torch.minimum(found, sums)
 
-    def _sum(self, weights: Tensor, scale: Tensor, length: float, row: Row) -> Tensor:
-        """Bound the sum of a row where |e_x/scale|₂ <= length."""
+    def _stretch(self, weights: Tensor, scale: Tensor) -> float:
+        """Bound |√weights W e_x|₂ / |e_x/scale|₂."""
         scaled = weights.sqrt()[:, None] * self.weight * scale
         trace = float(scaled.square().sum()) * SAFE
-        moved = math.sqrt(largest_eigenvalue(scaled.T @ scaled, trace)) * length
-        return self._and_own(moved, weights, row)
+        return math.sqrt(largest_eigenvalue(scaled.T @ scaled, trace))
 
     def _and_own(self, moved: float, weights: Tensor, row: Row) -> Tensor:
         """Bound the sum of a row by |√weights W e_x|₂ <= moved and what the linear adds."""

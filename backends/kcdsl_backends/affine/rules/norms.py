@@ -25,7 +25,7 @@ from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry, Pulled, Tape
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rules.norms import LEAST_VARIANCE, MOST_SQUARES
+from kcdsl_backends.interval.rules.norms import LEAST_VARIANCE, refuse_large_squares
 
 FARTHEST = 0.9
 """Relative drift along the row from which on there is no bound."""
@@ -66,6 +66,8 @@ def layer_norm(run: KernelRun, node: Node) -> None:
 def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
     index, x = run.entry(node, 0)
     n, eps = x.shape[-1], float(node.attrs["eps"])
+    if centred and n < 2:
+        raise NoBound(node.name, "a single element has no variance")
     gain, bias = run.optional(node, 1), run.optional(node, 2)
     g = torch.ones(n, dtype=torch.float64, device=x.reference.device) if gain is None else gain
     b = torch.zeros_like(g) if bias is None else bias
@@ -224,8 +226,7 @@ def _inside(
     squares = size.square().mean(-1, keepdim=True) * SAFE
     if not bool((moved.least >= LEAST_VARIANCE).all()):
         raise NoBound(node.name, "the variance may be zero")
-    if not bool((n * size.amax(-1) ** 2 + float(node.attrs["eps"]) <= MOST_SQUARES).all()):
-        raise NoBound(node.name, "overflow reachable: the sum of squares may leave float32")
+    refuse_large_squares(node.name, size, float(node.attrs["eps"]))
     if centred:
         kappa = 4 * gamma(n + 6, u) * squares / moved.least * SAFE
         if not bool((kappa < 1).all()):

@@ -7,14 +7,15 @@ few outer products. Of values the probabilities average what they add (section 4
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from kcdsl_backends.affine.adjoint import Adjoint, whole
+from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.kernel import KernelRun, Operand
 from kcdsl_backends.affine.rules.heads import Heads
+from kcdsl_backends.affine.rules.keys import Keys
 from kcdsl_backends.affine.tape import PASS, SAFE, Curved, OneRow, Pulled
 from kcdsl_backends.interval.box import gamma
 
@@ -29,7 +30,8 @@ def of_values(
         |Σ_j (p_j + e_j) a·o| <=
             Σ_j p_j m_j + Σ_j ρ_j |m_j - m| + m |Σ_j e_j| + 2 Σ_j (ρ_j - p_j)₊ m_j
 
-    for every m >= 0; Σ_j ρ_j m_j may stand for the last three.
+    for every m >= 0; Σ_j ρ_j m_j may stand for the last three. Of heads h that read the same o, all
+    together are also at most Σ_j |Σ_h p_hj a_h|·|o| + Σ_j Σ_h ρ_hj m_hj.
 
     Args:
         run: the kernel.
@@ -45,44 +47,84 @@ def of_values(
     entry = run.tape.entries[place]
     weights, moved, balance = entry.reference, entry.reach, entry.balance
     below, beyond = 2 * (moved - weights).clamp_min(0), through(values)
+    sizes = values.carried + values.own
+    ends = [_last(row) + 1 for row in (weights != 0).any(0)]
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
         (first, last), (row, _), columns = a.window
         total = a.values.new_zeros(a.values.shape[0])
-        for h in range(first, last):
-            each = a.values[:, h - first, 0]  # [B, d]
-            own = each.abs() @ values.own[h, :, slice(*columns)].T * SAFE  # [B, keys]
-            total = total + own @ weights[h, row].abs()
-            if not second_order:
-                continue
-            rest = own @ moved[h, row]
-            if balance is not None:
-                price = balance[h, row]
-                middle = _middle(own, moved[h, row], price)
-                around = (own - middle).abs() @ moved[h, row] + own @ below[h, row]
-                rest = torch.minimum(rest, around + middle[:, 0] * price)
-            total = total + rest + beyond(a, h)[:, 0] @ moved[h, row]
+        for members in _groups(values.groups, first, last):
+            alone, around = torch.zeros_like(total), torch.zeros_like(total)
+            for h in members:
+                own = a.values[:, h - first, 0].abs() @ values.own[h, :, slice(*columns)].T * SAFE
+                alone = alone + own @ weights[h, row].abs()  # own [B, keys]
+                if not second_order:
+                    continue
+                rest = plain = own @ moved[h, row]
+                if balance is not None:
+                    price = balance[h, row]
+                    middle = _middle(own, moved[h, row], price)
+                    apart = (own - middle).abs() @ moved[h, row] + own @ below[h, row]
+                    rest = torch.minimum(rest, apart + middle[:, 0] * price)
+                alone, around = alone + rest, around + plain
+                total = total + beyond(a, h)[:, 0] @ moved[h, row]
+            if len(members) > 1:
+                alone = torch.minimum(
+                    alone, _together(a, members, weights[:, row], values, sizes) + around
+                )
+            total = total + alone
         total = total * SAFE
         return -total, total
 
     def pull(a: Adjoint) -> Pulled:
-        (first, last), row, columns = a.window
+        (first, last), (row, end), columns = a.window
         heads = slice(first, last)
         each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, d]
         back = (each @ known[heads, :, slice(*columns)].mT).transpose(0, 1)[:, :, None]
-        window = ((first, last), row, (0, weights.shape[-1]))
+        window = ((first, last), (row, end), (0, weights.shape[-1]))
         found = [(place, Adjoint(back, window, tuple(weights.shape)))]
-        if bool(values.reach.any()):
+        if bool(values.reach.any()) and ends[row]:
             inputs = each @ values.weight[heads, slice(*columns)]  # [heads, B, D]
-            rows = torch.einsum("hj,hbn->bjn", weights[heads, row[0]], inputs)
+            rows = torch.einsum("hj,hbn->bjn", weights[heads, row, : ends[row]], inputs)
             shape = tuple(values.reach.shape)
-            found.append((source, Adjoint(rows, whole(shape), shape)))
+            found.append((source, Adjoint(rows, ((0, ends[row]), (0, shape[1])), shape)))
         return found
 
     return OneRow(Curved(between), pull, nearer=second_order and balance is not None)
 
 
-def of_keys(query: Operand, keys: Heads | None, known: Tensor) -> OneRow | None:
+def _last(chosen: Tensor) -> int:
+    """Return the index of the last element that is true, -1 where there is none."""
+    found = chosen.nonzero()
+    return int(found[-1]) if len(found) else -1
+
+
+def _groups(groups: tuple[int, ...], first: int, last: int) -> Iterator[list[int]]:
+    """Yield the heads of a window that are the same."""
+    for group in dict.fromkeys(groups[first:last]):
+        yield [h for h in range(first, last) if groups[h] == group]
+
+
+def _together(
+    a: Adjoint, members: list[int], weights: Tensor, values: Heads, sizes: Tensor
+) -> Tensor:
+    """Bound Σ_j Σ_h p_hj a_h·o[j] of heads that read the same values [B].
+
+    Args:
+        weights: p [heads, keys] of the row.
+        sizes: of the values' errors [heads, keys, d].
+    """
+    (first, _), _, columns = a.window
+    each, part = a.values[:, [h - first for h in members], 0], weights[members]
+    own = values.own[members[0], :, slice(*columns)]
+    joint = torch.einsum("hj,bhd->bjd", part, each).abs().flatten(1) @ own.flatten()
+    lost = gamma(len(members) + values.weight.shape[-2] + 2 * PASS)
+    size = (sizes[members][:, :, slice(*columns)] * part.abs()[..., None]).sum(1)
+    inexact = lost * (each.abs().flatten(1) @ size.flatten())
+    return (joint * (1 + 2 * gamma(own.numel() + PASS)) + inexact) * SAFE
+
+
+def of_keys(query: Operand, keys: Keys | None, known: Tensor) -> OneRow | None:
     """Take rows of queries times keys.
 
     Args:
@@ -90,29 +132,26 @@ def of_keys(query: Operand, keys: Heads | None, known: Tensor) -> OneRow | None:
         keys: where the keys come from.
         known: the reference of the keys [heads, d, keys].
     """
-    if keys is None or keys.source is None or query.index is None or not keys.plain:
+    if keys is None or keys.below.source is None or query.index is None:
         return None
-    place, source, found_at = query.index, keys.source, query.reference
+    place, source, found_at = query.index, keys.below.source, query.reference
+    shape = tuple(keys.below.reach.shape)
 
     def between(a: Adjoint) -> tuple[Tensor, Tensor]:
         (first, last), (row, _), columns = a.window
-        own = keys.own[first:last, slice(*columns)]  # [heads, keys, d]
-        size = (own @ found_at[first:last, row].abs()[..., None])[..., 0] * SAFE
-        total = a.values[:, :, 0].abs().flatten(1) @ size.flatten() * SAFE
+        total = keys.own(a.values[:, :, 0], found_at[first:last, row], first, slice(*columns))
         return -total, total
 
     def pull(a: Adjoint) -> Pulled:
-        (first, last), row, columns = a.window
-        heads = slice(first, last)
+        (first, last), (row, _), (start, stop) = a.window
         each = a.values[:, :, 0].transpose(0, 1)  # [heads, B, keys]
-        back = (each @ known[heads, :, slice(*columns)].mT).transpose(0, 1)[:, :, None]
-        window = ((first, last), row, (0, known.shape[1]))
+        back = (each @ known[first:last, :, start:stop].mT).transpose(0, 1)[:, :, None]
+        window = ((first, last), a.window[1], (0, known.shape[1]))
         found = [(place, Adjoint(back, window, tuple(found_at.shape)))]
-        if bool(keys.reach.any()):
-            directions = found_at[heads, row[0], None] @ keys.weight[heads]  # [heads, 1, D]
-            rows = torch.einsum("hbj,hn->bjn", each, directions[:, 0])
-            shape = tuple(keys.reach.shape)
-            found.append((source, Adjoint(rows, (columns, (0, shape[1])), shape)))
+        if bool(keys.below.reach.any()):
+            along = keys.directions(found_at[first:last, row], first, slice(start, stop))
+            rows = torch.einsum("hbj,hjn->bjn", each, along.expand(-1, stop - start, -1))
+            found.append((source, Adjoint(rows, ((start, stop), (0, shape[1])), shape)))
         return found
 
     return OneRow(Curved(between), pull)

@@ -12,6 +12,8 @@ from kcdsl.model.numerics import Numerics
 from kcdsl.model.weights import QMAX
 
 _FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn}
+_ALIGNED = 16
+"""What both widths of a weight are multiples of on CUDA (PyTorch, `_scaled_mm_out_cuda`)."""
 
 
 class ScaledLinear(nn.Module):
@@ -36,7 +38,14 @@ class ScaledLinear(nn.Module):
                 f" the activations {numerics.activations.scale}",
                 help="per_channel goes with per_token, per_tensor with per_tensor",
             )
-        place = linear.weight.device
+        place, shape = linear.weight.device, tuple(linear.weight.shape)
+        if place.type == "cuda" and any(width % _ALIGNED for width in shape):
+            raise refuse(
+                codes.KERNEL_NUMERICS,
+                f"torch._scaled_mm takes widths that {_ALIGNED} divides on CUDA, and"
+                f" {_called(names)} has {shape[1]} and {shape[0]}",
+                help="use --device cpu, or torch.eager with the preset fp8-weights",
+            )
         quantised, scale = quantise(original.to(place, torch.float32), by_row=rows)
         self.codes = nn.Parameter(quantised, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
@@ -81,10 +90,13 @@ def _given(numerics: Numerics, names: Sequence[str]) -> float:
     found = {numerics.activations.calibrated(name) for name in names}
     scales = {one.scales for one in found if one is not None}
     if None in found or len(scales) != 1 or len(next(iter(scales))) != 1:
-        what = " and ".join(name.removesuffix(".weight") for name in names) or "a linear"
         raise refuse(
             codes.KERNEL_NUMERICS,
-            f"torch._scaled_mm takes one static scale of the input of {what}",
+            f"torch._scaled_mm takes one static scale of the input of {_called(names)}",
             help="write one number in activations.input_scale, by all names that a weight has",
         )
     return scales.pop()[0]
+
+
+def _called(names: Sequence[str]) -> str:
+    return " and ".join(name.removesuffix(".weight") for name in names) or "a linear"

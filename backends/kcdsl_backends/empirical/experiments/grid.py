@@ -30,6 +30,7 @@ from kcdsl_backends.empirical.alarms import Case, decide_all
 from kcdsl_backends.empirical.beside import narrowness
 from kcdsl_backends.empirical.clauses import conjuncts, measured_norms, metrics_of, slices_of
 from kcdsl_backends.empirical.conclusion import PROOFS, split, why_blocked
+from kcdsl_backends.empirical.engines.exact import exact_settings
 from kcdsl_backends.empirical.experiments.cells import (
     Cells,
     failed_checks,
@@ -43,7 +44,7 @@ from kcdsl_backends.empirical.gathering import (
     plan_for,
     prechecks_of,
 )
-from kcdsl_backends.empirical.kernels import TorchKernel, exact_settings
+from kcdsl_backends.empirical.kernels import TorchKernel
 from kcdsl_backends.empirical.measured import Run, SliceData
 from kcdsl_backends.empirical.run import Kernel, Plan, run_request
 from kcdsl_backends.empirical.setting import Setting

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kcdsl.model.graph import Node
 from kcdsl_backends.interval.box import Box, gamma, up
 from kcdsl_backends.interval.context import Parameter, Step
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.errors import NoBound, refuse_overflow
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State, settle
 
@@ -59,10 +60,23 @@ def mul(step: Step) -> State:
     )
 
 
-def _by_constant(step: Step, constant: float, apply: Callable[[Box], Box]) -> State:
+def constant_of(node: Node, name: str) -> float:
+    """Return a number of an operation: normal in float32, as its reciprocal is, or a term or
+    factor of 0.
+
+    Raises:
+        NoBound: another one, which loses more than a relative rounding.
+    """
+    constant = float(node.attrs[name])
+    if constant == 0 and name != "divisor":
+        return constant
+    if not 2.0**-126 <= abs(constant) <= 2.0**126:
+        raise NoBound(node.name, f"the constant {constant!r} leaves the range of float32")
+    return constant
+
+
+def _by_constant(step: Step, apply: Callable[[Box], Box]) -> State:
     """Bound x·c or x/c: c may be rounded, and a quotient may be a product with 1/c: 3 roundings."""
-    if not 2.0**-126 <= abs(constant) <= 2.0**127:
-        raise NoBound(step.node.name, f"the constant {constant!r} leaves the range of float32")
     x = step.operand(0)
     train, infer = apply(x.train), apply(x.infer)
     return step.finish(
@@ -76,25 +90,25 @@ def _by_constant(step: Step, constant: float, apply: Callable[[Box], Box]) -> St
 
 def scale(step: Step) -> State:
     """Bound x * factor."""
-    factor = float(step.node.attrs["factor"])
-    return _by_constant(step, factor, lambda box: box.scaled(factor))
+    factor = constant_of(step.node, "factor")
+    return _by_constant(step, lambda box: box.scaled(factor))
 
 
 def divide(step: Step) -> State:
     """Bound x / divisor."""
-    divisor = float(step.node.attrs["divisor"])
+    divisor = constant_of(step.node, "divisor")
 
     def apply(box: Box) -> Box:
         ends = Box(box.lo / divisor, box.hi / divisor)
         ordered = ends if divisor > 0 else Box(ends.hi, ends.lo)
         return ordered.widen(torch.zeros_like(ordered.lo))
 
-    return _by_constant(step, divisor, apply)
+    return _by_constant(step, apply)
 
 
 def shift(step: Step) -> State:
     """Bound x + offset."""
-    x, offset = step.operand(0), float(step.node.attrs["offset"])
+    x, offset = step.operand(0), constant_of(step.node, "offset")
     constant = Box.point(torch.full_like(x.train.lo, offset))
     train, infer = x.train + constant, x.infer + constant
 
@@ -254,8 +268,7 @@ def rotated(
         terms = up(box.mag() * c.abs() + rotate(box).mag() * s.abs(), 2)
         total = gamma(4, kernel.u_function) * terms + 2 * kernel.eta_function
         if kernel.coarse:
-            if not bool((terms <= kernel.compute.largest).all()):
-                raise NoBound(step.node.name, "overflow reachable: a product of the rotation")
+            refuse_overflow(step.node.name, terms, kernel.compute, ", a product of the rotation,")
             u, eta = kernel.unit(kernel.compute), kernel.faint(kernel.compute)
             total = total + u * (1.0 + 2.0**-10) * terms + 2 * eta
         return up(total, 4)

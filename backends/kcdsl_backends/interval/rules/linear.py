@@ -9,7 +9,7 @@ from kcdsl.model.formats import FORMATS
 from kcdsl.model.weights import LEAST_FULL_SCALE
 from kcdsl_backends.interval.box import Box, gamma, magnitude_product, matmul, up
 from kcdsl_backends.interval.context import Step
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.errors import NoBound, refuse_overflow
 from kcdsl_backends.interval.quantisers import staircase
 from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.scales import (
@@ -230,13 +230,7 @@ def _activation_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tenso
     target = FORMATS[spec.format]
     match spec.scale:
         case "none":
-            if not bool((magnitude <= target.largest).all()):
-                flat = int(torch.nan_to_num(magnitude, nan=torch.inf).argmax())
-                index = [int(i) for i in torch.unravel_index(torch.tensor(flat), magnitude.shape)]
-                limit = f"{target.largest:g} ({target.name})"
-                raise NoBound(
-                    node, f"overflow reachable: element {index} of the input may exceed {limit}"
-                )
+            refuse_overflow(node, magnitude, target, " of the input")
             scale = torch.ones_like(largest)
         case "mx":
             scale = largest * 2.0 ** -MX_EXPONENT[spec.format]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kcdsl_backends.interval.box import EPS, Box, exclusive_sums, gamma, up
 from kcdsl_backends.interval.context import Parameter, Step
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.errors import NoBound, overflow
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State
 
@@ -64,8 +64,6 @@ def _norm(step: Step, *, centre: bool) -> State:
 def _centred(x: Box) -> Box:
     """Return the range of x - mean(x); radius r(1 - 2/n) + mean(r) is sharper than a difference."""
     n = x.shape[-1]
-    if n < 2:
-        return Box.point(torch.zeros_like(x.lo))
     middle, radius = x.midpoint()
     centre = middle - middle.mean(-1, keepdim=True)
     off = gamma(n + 4) * (middle.abs() + middle.abs().mean(-1, keepdim=True))
@@ -75,14 +73,15 @@ def _centred(x: Box) -> Box:
 
 def normalise(x: Box, eps: float, centre: bool, node: str) -> _Normal:
     n = x.shape[-1]
+    if centre and n < 2:
+        raise NoBound(node, "a single element has no variance")
     c = _centred(x) if centre else x
     squares = c.square()
     mean = squares.mean()
     v = Box((mean.lo + eps) * (1 - 4 * EPS), (mean.hi + eps) * (1 + 4 * EPS))
     if not bool((v.lo >= LEAST_VARIANCE).all()):
         raise NoBound(node, "the variance may be zero")
-    if not bool((n * x.mag().amax(-1) ** 2 + eps <= MOST_SQUARES).all()):
-        raise NoBound(node, "overflow reachable: the sum of squares may leave float32")
+    refuse_large_squares(node, x.mag(), eps)
     r = Box(torch.rsqrt(v.hi) * (1 - 16 * EPS), torch.rsqrt(v.lo) * (1 + 16 * EPS))
     least, most = exclusive_sums(squares.lo), exclusive_sums(squares.hi)
     relative = 2 * gamma(n + 16)
@@ -97,6 +96,16 @@ def normalise(x: Box, eps: float, centre: bool, node: str) -> _Normal:
     low = torch.where(low <= 0, low * (1 + relative), low * (1 - relative))
     y = Box(low.clamp_min(-cap), high.clamp_max(cap)).meet(c * r)
     return _Normal(c, v, r, y)
+
+
+def refuse_large_squares(node: str, size: Tensor, eps: float) -> None:
+    """Refuse rows whose sum of squares may leave float32.
+
+    Raises:
+        NoBound: with the largest element.
+    """
+    if not bool((size.shape[-1] * size.amax(-1) ** 2 + eps <= MOST_SQUARES).all()):
+        raise overflow(node, size, " may make the sum of squares of its row leave float32")
 
 
 def _drift(train: _Normal, infer: _Normal, dc: Box) -> Box:

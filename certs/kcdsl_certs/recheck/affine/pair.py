@@ -177,7 +177,8 @@ def _stored(at: Walk, form: Form) -> Box:
     if steps is None:
         return Box(lo, hi)
     stored = steps.ends.within(Box(lo, hi))
-    return Box(stored.lo, stored.hi)
+    reached = box.widen(box.exact(form.reference), form.reach)
+    return Box(np.maximum(stored.lo, reached.lo), np.minimum(stored.hi, reached.hi))
 
 
 def _freely(around: Box, to: Uncast) -> Box:

@@ -44,6 +44,8 @@ def _estimate(even: Floats) -> float:
     if n <= _SMALL:
         return float(np.linalg.eigvalsh(even)[-1])
     start = np.abs(even).sum(axis=-1)
+    if not start.any():
+        return 0.0
     basis = np.zeros((_STEPS, n))
     vector = start / np.linalg.norm(start)
     for step in range(_STEPS):

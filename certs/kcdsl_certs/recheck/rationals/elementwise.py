@@ -75,7 +75,7 @@ def _number(node: Node, name: str) -> Fraction:
     raw = node.attrs.exactly(name).raw(name)
     whole = isinstance(raw, int) and not isinstance(raw, bool)
     value = Fraction(raw) if whole else Fraction(node.attrs.real(name))
-    if value != 0 and not Fraction(1, 2**126) <= abs(value) <= 2**127:
+    if value != 0 and not Fraction(1, 2**126) <= abs(value) <= 2**126:
         raise Rejection("graph/field", f"{name} leaves the range of float32")
     return value
 

@@ -92,7 +92,8 @@ def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
     how = "cut off" if kernel.cut_weights else "to nearest"
     if not linear:
         return (compute, how)
-    return (*kernel.weights, "float32" if kernel.activations[0] != "none" else compute, how)
+    by_codes = kernel.weights[1] != "none" and kernel.activations[0] != "none"
+    return (*kernel.weights, "float32" if by_codes else compute, how)
 
 
 def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) -> list[_Held]:
@@ -107,8 +108,8 @@ def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) ->
             return found
     else:
         found = _coded(shape, around, kind, scale)
-    if kernel.activations[0] != "none":
-        return found
+        if kernel.activations[0] != "none":
+            return found
     return [_cast(v, h, kernel.compute, kernel) for v, h in zip(around, found, strict=True)]
 
 

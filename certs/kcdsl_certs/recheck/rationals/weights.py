@@ -75,7 +75,7 @@ class RationalParameters:
             found = [as_stored(v, FLOAT32, kernel) for v in found]
         else:
             found = _quantised(values, shape, kind, scale, key)
-        if kernel.activations[0] == "none":  # otherwise scales come after the product
+        if scale == "none" or kernel.activations[0] == "none":  # else scales come after the product
             found = [as_stored(v, kernel.compute, kernel) for v in found]
         return points(shape, found)
 
@@ -124,7 +124,7 @@ def _quantised(
             _full_range(v, amax[p], key, FULL_RANGE[kind])
             for v, p in zip(values, places, strict=True)
         ]
-    scales = {tile: _scale(most, kind, scale, key) for tile, most in amax.items()}
+    scales = {tile: _scale(most, kind, scale) for tile, most in amax.items()}
     found = []
     for at, value in enumerate(values):
         s = scales[at // columns // height, at % columns // width]
@@ -140,16 +140,13 @@ def _full_range(value: Fraction, most: Fraction, key: str, codes: int) -> Fracti
     return nearest(max(-codes, min(codes - 1, code)) * step, FLOAT32)
 
 
-def _scale(most: Fraction, kind: str, scale: str, key: str) -> Fraction:
+def _scale(most: Fraction, kind: str, scale: str) -> Fraction:
+    """Return the scale of a group with this largest magnitude; 1 where it would be 0."""
     if most == 0:
         return Fraction(1)
     if scale == "mx":
-        found = Fraction(2) ** (exponent(most) - MX_EXPONENT[kind])
-    else:
-        found = rounded(most / CODE_LARGEST[kind], FLOAT32)
-    if found < Fraction(2) ** (-126 if scale == "mx" else -149):
-        raise Rejection("parameter/scale", f"{key!r} has a scale outside float32")
-    return found
+        return Fraction(2) ** max(-127, min(127, exponent(most) - MX_EXPONENT[kind]))
+    return rounded(most / CODE_LARGEST[kind], FLOAT32) or Fraction(1)
 
 
 def _code(ratio: Fraction, kind: str) -> Fraction:

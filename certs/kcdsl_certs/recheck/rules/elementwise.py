@@ -112,7 +112,7 @@ def shift(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def constant(node: Node, name: str) -> float:
-    """Return a float attribute that float32 holds without losing precision to under- or overflow.
+    """Return a float attribute: 0, or normal in float32, and so is its reciprocal.
 
     Raises:
         Rejection: "graph/field".
@@ -120,7 +120,7 @@ def constant(node: Node, name: str) -> float:
     raw = node.attrs.exactly(name).raw(name)
     whole = isinstance(raw, int) and not isinstance(raw, bool)
     value = float(raw) if whole else node.attrs.real(name)
-    if value != 0 and not _BELOW_NORMAL <= abs(value) <= 2.0**127:
+    if value != 0 and not _BELOW_NORMAL <= abs(value) <= 2.0**126:
         raise Rejection("graph/field", f"{name} = {value} leaves the range of float32")
     return value
 

@@ -2,6 +2,7 @@
 
 Of values e_v[j] = W e_x[j] + o[j] a row adds up Σ_j p'_j α·o[j], and the stored probabilities p'
 are hardly more than p̃ in sum: where the o[j] are of one size, it does not matter how p' is spread.
+Of heads that read the same values |Σ_h p̃_hj α_h|·|o[j]| may be less; then the rest is not averaged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from kcdsl_certs.recheck.rules.state import gamma
 
 def averages(walk: Walk, p: Form, v: Form, values: Straight) -> Averaged | None:
     """Return the other way to take functionals of one row; None where something is in the way."""
-    if p.place is None or p.balance is None or v.origin is None or not _apart(v.origin):
+    if p.place is None or p.balance is None or v.origin is None:
+        return None
+    read = _readers(v.origin)
+    if read is None:
         return None
     source = numeric(walk.forms[v.origin.source])
     if source.place is None or len(source.shape) != 2:
@@ -29,11 +33,14 @@ def averages(walk: Walk, p: Form, v: Form, values: Straight) -> Averaged | None:
     balance, weights = p.balance[..., 0], np.abs(p.reference)
     by_size = np.stack([product_up(reach, np.abs(w).T) for w in weight])
     lost = by_size * (2 * gamma(weight.shape[1] + 8, UNIT)) + FAINT
+    inexact = (by_size + values.rest) * (4 * gamma(sum(weight.shape), UNIT)) + FAINT
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         heads, rows, columns = adjoint.window
-        found, t = np.zeros(adjoint.batch), rows.start
-        for k, h in enumerate(range(heads.start, heads.stop)):
+        t, inside = rows.start, range(heads.start, heads.stop)
+        found = np.zeros(adjoint.batch)
+        averaged, plain = np.zeros((2, len(weight), adjoint.batch))
+        for k, h in enumerate(inside):
             alpha = adjoint.values[:, k, 0]
             own = raised(np.abs(alpha) @ values.rest[h][:, columns].T)
             far = np.abs(alpha @ weight[h][columns]) @ reach.T
@@ -41,7 +48,20 @@ def averages(walk: Walk, p: Form, v: Form, values: Straight) -> Averaged | None:
             moved = p.reach[h, t]
             m = _middle(own, moved, float(balance[h, t]))
             near = np.abs(own - m) @ moved + m[:, 0] * balance[h, t] + own @ below[h, t]
-            found = found + own @ weights[h, t] + np.minimum(near, own @ moved) + far @ moved
+            averaged[h] = own @ weights[h, t] + np.minimum(near, own @ moved)
+            plain[h] = own @ moved + np.abs(alpha) @ (inexact[h][:, columns].T @ weights[h, t])
+            found = found + far @ moved
+        for readers in sorted(set(read)):
+            some = [h for h in readers if h in inside]
+            alone = averaged[some].sum(axis=0)
+            if len(some) > 1:
+                alphas = adjoint.values[:, [h - heads.start for h in some], 0]
+                joint = np.abs(np.einsum("hj,bhd->bjd", p.reference[some, t], alphas))
+                own = values.rest[some[0]][:, columns]
+                together = (joint * own).sum(axis=(-1, -2)) * (1 + 2 * gamma(own.size + 8, UNIT))
+                together = together + plain[some].sum(axis=0)
+                alone = np.minimum(alone, together)
+            found = found + alone
         return -found * slack, found * slack
 
     return Averaged(
@@ -53,14 +73,21 @@ def averages(walk: Walk, p: Form, v: Form, values: Straight) -> Averaged | None:
     )
 
 
-def _apart(origin: Origin) -> bool:
-    """Say whether row j of every head is row j of a matrix, and no element of it is read twice."""
+def _readers(origin: Origin) -> list[tuple[int, ...]] | None:
+    """Return for every head the heads that read the same values as it does.
+
+    None where row j of a head is not row j of a matrix, or heads share a part of their values.
+    """
     tokens, outputs = origin.rest.shape
     if not origin.plain or origin.index.ndim != 3 or origin.index.shape[1] != tokens:
-        return False
-    rows = origin.index // outputs
-    own = np.unique(origin.index[:, 0] % outputs).size == origin.index[:, 0].size
-    return own and bool((rows == np.arange(tokens)[None, :, None]).all())
+        return None
+    rows, columns = origin.index // outputs, origin.index[:, 0] % outputs
+    if not (rows == np.arange(tokens)[None, :, None]).all():
+        return None
+    kinds, kind = np.unique(columns, axis=0, return_inverse=True)
+    if np.unique(kinds).size != kinds.size:
+        return None
+    return [tuple(np.flatnonzero(kind.ravel() == mine).tolist()) for mine in kind.ravel()]
 
 
 def _middle(sizes: Floats, weights: Floats, price: float) -> Floats:

@@ -1,0 +1,61 @@
+"""Graphs that tests remember are those that would have been made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kcdsl.model.presets import resolve
+from kcdsl_backends.certifier import workshop
+from tests.support.graphs import remember_graphs
+from tests.support.random_models import random_model
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 16,
+    "max_position_embeddings": 16, "tie_word_embeddings": False,
+}  # fmt: skip
+NUMERICS = resolve({"preset": "torch-eager"})
+
+
+def graph(folder: Path, block: str, tokens: tuple[int, ...], seed: int = 1, **changed: Any) -> Any:
+    """Return the graph that the certifier reads."""
+    model = random_model(CONFIG | changed, folder, seed)
+    shop = workshop.Workshop(model, NUMERICS, NUMERICS, torch.device("cpu"))
+    return shop.problem(block, tokens).graph
+
+
+def test_the_same_model_is_traced_once(tmp_path: Path) -> None:
+    remember_graphs()
+    (tmp_path / "elsewhere").mkdir()
+    assert graph(tmp_path, "layer_0", (1, 2)) is graph(tmp_path / "elsewhere", "layer_0", (3, 4))
+
+
+def test_what_a_graph_is_made_of_makes_another(tmp_path: Path) -> None:
+    remember_graphs()
+    first = graph(tmp_path, "model", (1, 2))
+    others = [
+        graph(tmp_path, "model", (1, 3)),
+        graph(tmp_path, "model", (1, 2, 3)),
+        graph(tmp_path, "layer_0", (1, 2)),
+        graph(tmp_path, "model", (1, 2), seed=2),
+        graph(tmp_path, "model", (1, 2), rope_theta=77.0),
+        graph(tmp_path, "model", (1, 2), rms_norm_eps=0.25),
+    ]
+    assert len({id(one) for one in (first, *others)}) == 7
+    assert first.digest != others[4].digest
+    assert first.digest != others[5].digest
+
+
+def test_it_is_what_would_have_been_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kcdsl.model.export import block_graph
+
+    remember_graphs()
+    for tokens in ((1, 2), (5, 6, 7), (1, 2)):
+        remembered = graph(tmp_path, "model", tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(workshop, "block_graph", block_graph)
+            assert graph(tmp_path, "model", tokens).digest == remembered.digest
