@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kcdsl.check.compile import compile_source
+from kcdsl.check.compile import analyse
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.render.concise import render_concise
 from kcdsl.diagnostics.render.full import render_full
@@ -19,6 +19,7 @@ from kcdsl.source.text import SourceFile
 
 CORPUS = Path(__file__).resolve().parents[2] / "grammar" / "corpus"
 TEXTS = [p.read_text(encoding="utf-8") for p in sorted(CORPUS.glob("*/*.kc.yaml"))]
+LIBRARY = next(text for text in TEXTS if "\nlibrary:" in text)
 PIECES = [
     "", " ", "\n", "\t", "\r\n", ":", ": ", "- ", "{", "}", "[", "]", "(", ")", ",", "'", '"', "#",
     "&a ", "*a", "!!x ", "|", ">-", "1e-3", "-1", ".inf", "null", "on", "0",
@@ -38,11 +39,13 @@ def damaged(text: str, seed: int, cuts: int) -> str:
 
 
 @settings(max_examples=400)
+@example(LIBRARY, 213, 1)
 @given(st.sampled_from(TEXTS), st.integers(0, 2**32), st.integers(1, 4))
 def test_no_damage_crashes_the_compiler(text: str, seed: int, cuts: int) -> None:
     source, sink = SourceFile("damaged.kc.yaml", damaged(text, seed, cuts)), Sink()
-    program = compile_source(source, sink)
-    assert (program is None) == sink.has_errors
+    analysis = analyse(source, sink)
+    program = analysis.program
+    assert (program is None and analysis.library is None) == sink.has_errors
     for diagnostic in sink:
         assert diagnostic.span is not None
         assert 0 <= diagnostic.span.start <= diagnostic.span.end <= len(source.text)

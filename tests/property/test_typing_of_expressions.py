@@ -388,9 +388,10 @@ def families_named(expression: ast.Expression) -> set[str]:
 GRID = [Fraction(n) for n in ("0", "1/5000", "1/800", "1/4", "3/5", "1", "7/4", "5/2", "4", "400")]
 
 
-def steps(metric: MetricDefinition) -> list[Fraction]:
-    """Return values of a metric from good to bad, over all of its range."""
-    low = metric.lower if metric.lower is not None else Fraction(0)
+def steps(metric: MetricDefinition, *, magnitudes: bool = False) -> list[Fraction]:
+    """Return values of a metric from good to bad: over all of its range, or those of one sign, as
+    the magnitude of one that has both is larger on either side."""
+    low = metric.lower if metric.lower is not None and not magnitudes else Fraction(0)
     found = [low + n for n in GRID if metric.upper is None or low + n <= metric.upper]
     return found if metric.better == "lower" else found[::-1]
 
@@ -411,10 +412,12 @@ def test_no_requirement_is_met_because_a_metric_got_worse(
     if not judged(clause.require):
         return
     event("judged")
+    magnitudes = "abs(" in print_expression(expression)
+    values = {name: steps(METRICS[name], magnitudes=magnitudes) for name in used}
     for _ in range(6):
-        given = {name: random.choice(steps(METRICS[name])) for name in used}
+        given = {name: random.choice(values[name]) for name in used}
         for name in used:
-            met = [met_with(clause.require, {**given, name: v}) for v in steps(METRICS[name])]
+            met = [met_with(clause.require, {**given, name: v}) for v in values[name]]
             known = [truth for truth in met if truth is not None]
             worse = [not a and b for a, b in pairwise(known)]
             assert not any(worse), (print_expression(expression), given, name)

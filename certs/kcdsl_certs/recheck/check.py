@@ -190,8 +190,13 @@ def _compare(case: Case, bound: float, sizes: Sizes) -> None:
         )
     for witness in case.witness:
         value, drift = sizes[witness.node]
-        if not (value <= witness.value + _FAINT and drift <= witness.drift + _FAINT):
+        if not (_holds(witness.value, value) and _holds(witness.drift, drift)):
             raise Rejection(
                 "witness/too-small",
                 f"node {witness.node[:80]!r} has value {value.hex()} and drift {drift.hex()}",
             )
+
+
+def _holds(witness: float, derived: float) -> bool:
+    """Say whether a witness bounds what was derived, or both are nothing but zeros."""
+    return witness >= 0 and derived <= witness + _FAINT

@@ -60,7 +60,7 @@ def refused(code: object, *words: str) -> Any:
 def test_an_adapter_serves_its_own_preset_and_those_it_names(run: str) -> None:
     adapter = ADAPTERS[run]
     for preset in (ADAPTER_PRESETS[run], *adapter.presets):
-        refuse_unserved(run, adapter, resolve({"preset": preset}), adapter.devices[-1])
+        refuse_unserved(run, adapter, resolve({"preset": preset}), adapter.devices[0])
 
 
 @pytest.mark.parametrize("run", ADAPTER_PRESETS)
@@ -69,7 +69,7 @@ def test_casts_of_any_direction_admit_what_rounds_to_nearest(run: str) -> None:
     adapter = ADAPTERS[run]
     if adapter.activations[0].format != "none":
         return
-    given, device = {"preset": ADAPTER_PRESETS[run]}, adapter.devices[-1]
+    given, device = {"preset": ADAPTER_PRESETS[run]}, adapter.devices[0]
     refuse_unserved(run, adapter, resolve({**given, "casts": "any_direction"}), device)
     for casts in ("toward_zero", "any_toward_zero"):
         with refused(KERNEL_NUMERICS, "it rounds to nearest", f"`{casts}`"):

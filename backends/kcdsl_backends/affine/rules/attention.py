@@ -143,7 +143,8 @@ def _columns(mask: Tensor) -> Callable[[Adjoint], Adjoint]:
         if not a.one_row:
             return a
         row, (start, stop) = a.window[-2][0], a.window[-1]
-        least, most = max(start, starts[row]), min(stop, stops[row])
+        least = min(max(start, starts[row]), stop)
+        most = max(least, min(stop, stops[row]))
         values = a.values[..., least - start : most - start]
         return Adjoint(values, (*a.window[:-1], (least, most)), a.shape)
 
