@@ -1,0 +1,76 @@
+"""However few functionals go through a reverse pass together, the bounds are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.affine import reaches
+from kcdsl_backends.affine.adjoint import Adjoint
+from kcdsl_backends.affine.pair import drift
+from kcdsl_backends.affine.propagate import write
+from tests.support import proofs
+from tests.support.affine_rules import RULES
+from tests.support.prover import block, parameters
+
+N = proofs.numerics
+PAIRS: list[tuple[Any, Any]] = [
+    (N("float32", "any"), N("bfloat16", "any")),
+    (N("float32", "any"), N("bfloat16", "nearest")),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("radius", [0.0, 2.0**-9])
+@pytest.mark.parametrize("rule", ["context straight from a linear", "context of shared heads"])
+def test_bounds_do_not_depend_on_how_many_come_together(
+    rule: str, radius: float, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng([len(rule), int(radius * 512)])
+    graph = RULES[rule](rng)
+    centre = torch.from_numpy(np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10)
+    spread = torch.full((1, 1), radius, dtype=torch.float64)
+    built = block(graph)
+    train, infer = (parameters(graph, record) for record in pair)
+    many = drift(built, train, infer, centre, spread).box
+    widest = centre.numel()
+    for most in (widest, 2 * widest, 5 * widest, 1):
+        monkeypatch.setattr(reaches, "MOST_NUMBERS", most)
+        few = drift(built, train, infer, centre, spread).box
+        noise = 2.0**-40 * (1 + many.mag())
+        assert bool(((few.lo - many.lo).abs() <= noise).all())
+        assert bool(((few.hi - many.hi).abs() <= noise).all())
+
+
+def test_as_many_come_together_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = RULES["linear"](np.random.default_rng(1))
+    side, zero = parameters(graph, PAIRS[0][0]), torch.zeros(1, 1, dtype=torch.float64)
+    run = write(block(graph), side, torch.zeros(graph.input_shape, dtype=torch.float64), zero, 0.0)
+    widest = max(e.reference.numel() for e in run.tape.entries)
+    assert reaches.at_once(run.tape) == reaches.BATCH
+    for most, expected in ((3 * widest, 3), (3 * widest - 1, 2), (1, 1)):
+        monkeypatch.setattr(reaches, "MOST_NUMBERS", most)
+        assert reaches.at_once(run.tape) == expected
+
+
+def test_columns_that_the_mask_forbids_carry_nothing() -> None:
+    """Functionals of a row of probabilities before they are projected, read outside of the mask."""
+    rng = np.random.default_rng(4)
+    graph = RULES["context of shared heads"](rng)
+    centre = torch.from_numpy(np.rint(rng.standard_normal(graph.input_shape) * 8) / 8)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    run = write(block(graph), parameters(graph, PAIRS[0][1]), centre, zero, 0.0)
+    tape = run.tape
+    place = next(i for i, e in enumerate(tape.entries) if e.name.endswith("/numerator"))
+    shape = tape.entries[place].shape
+    for row, columns, nothing in ((0, (2, 3), True), (0, (0, 3), False), (2, (2, 3), False)):
+        values = torch.ones(1, 2, 1, columns[1] - columns[0], dtype=torch.float64)
+        a = Adjoint(values, ((0, 2), (row, row + 1), columns), shape)
+        size = float(tape.bound(place, a).magnitude(tape.radius))
+        assert (size < 2.0**-200) == nothing
+    stored = tape.entries[place + 1]
+    assert not bool(stored.reach[:, 0, 1:].any())
+    assert bool((stored.reach[:, 2] > 0).all())
