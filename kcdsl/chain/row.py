@@ -241,12 +241,12 @@ def _top1_stable(
         return stable_under_span(worst, round_up(Fraction(s) * temperature))
     if p is not None:
         first, second = sorted(require_finite(p, "p", at_least=2))[:-3:-1]
-        if second <= 0.0:
-            return first > 0.0
-        return math.log(first / second) * (1.0 - 1e-12) - 1e-15 > s
+        return math.log(first / max(second, _FAINT)) * (1.0 - 1e-12) - 1e-15 > s
     return None
 
 
+_FAINT = 2.0**-1000
+"""Probabilities below it, and those of zero, may be roundings of any that are not above it."""
 _SHARPENED = (
     *("tv", "kl", "jeffreys", "chi2", "js", "hellinger2"),
     *("abs_log_ratio", "w_log_w"),

@@ -27,6 +27,7 @@ KERNELS: dict[str, Any] = {
     "free casts": N("bfloat16", "any"),
     "casts to nearest": N("bfloat16", "nearest"),
     "casts toward zero": N("float16", "any_toward_zero"),
+    "only rotations cast": N("float32", "nearest", results={"rope": "bfloat16"}),
 }
 TURNED = ("scores of turned keys", "scores of turned and shared keys")
 WINDOWS = [((0, 2), (0, 3)), ((1, 2), (0, 3)), ((0, 2), (1, 3)), ((0, 1), (2, 3))]

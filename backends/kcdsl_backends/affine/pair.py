@@ -236,8 +236,8 @@ def both(
     first, second = (None, None) if spreads is None else spreads
     grain = max(grain, coarsest(graph, train, infer))
     chances = [None if alpha is None else Chance(alpha, room(graph)) for _ in (train, infer)]
-    before = None if drift is None else Box(torch.zeros_like(drift.lo), torch.zeros_like(drift.lo))
-    one = write(graph, train, centre, radius, grain, before, first, chance=chances[0])
+    stored, chance = drift is not None, chances[0]
+    one = write(graph, train, centre, radius, grain, None, first, chance=chance, stored=stored)
     two = one
     if drift is not None or not _same(train, infer):
         two = write(graph, infer, centre, radius, grain, drift, second, handed, chances[1])

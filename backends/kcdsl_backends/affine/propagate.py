@@ -64,6 +64,8 @@ def write(
     spread: Spread | None = None,
     handed: Around | None = None,
     chance: Chance | None = None,
+    *,
+    stored: bool = False,
 ) -> KernelRun:
     """Return the reference run of a kernel on the centre of a region, with the tape of its errors.
 
@@ -78,6 +80,7 @@ def write(
         spread: how far parameters may be from those stored; None where they are these.
         handed: ellipsoids around the rows of that drift, beside its box.
         chance: with what probability bounds hold; None: in the worst case.
+        stored: the states of the region were stored by another block, and are read as they are.
 
     Raises:
         NoBound: some result has no finite bound.
@@ -92,7 +95,7 @@ def write(
         if node.op in ("param", "constant"):
             continue
         if node.op == "input":
-            _input(run, node, centre, drift, handed)
+            _input(run, node, centre, drift, handed, stored=stored)
         elif node.op == "matmul" and node.role == "context":
             attention.context(run, node)
         else:
@@ -106,8 +109,11 @@ def _input(
     centre: Tensor | None,
     drift: Box | None,
     handed: Around | None,
+    *,
+    stored: bool,
 ) -> None:
-    """Append what a kernel makes of the input: kernels coarser than float32 store it."""
+    """Append what a kernel makes of the input: kernels coarser than float32 store it, unless
+    another block did."""
     if centre is None or tuple(centre.shape) != tuple(node.shape):
         raise NoBound(node.name, "the region does not have the shape of the block's input")
     if drift is not None:
@@ -116,7 +122,7 @@ def _input(
     reach = run.tape.radius
     zero = torch.zeros_like(centre)
     result = Result(centre, lambda a: [(0, a)], reach, 2.0**-52 * reach)
-    if stored_format(run, node).precision < FORMATS["float32"].precision:
+    if not stored and stored_format(run, node).precision < FORMATS["float32"].precision:
         store(run, node, result)
         return
     entry = Entry(node.name, centre, reach, result.pull, None, zero)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kcdsl_backends.affine.adjoint import Adjoint, meet
+from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.cases import Cases, Ends, Together
 from kcdsl_backends.affine.ellipsoids import Ellipsoids, reached
 from kcdsl_backends.affine.independent import Chance, Parts, Roundings
@@ -289,7 +289,11 @@ class Tape:
                     together = _beside(parts, rest.parts)
                     return Range(low, high, rest.region, together, self.chance)
                 spread = spread + functional.magnitude(entry.amplified.loose)
-            meet(pending, pulled)
+            for source, part in pulled:
+                if source in pending:  # the sum is rounded
+                    part = pending[source].plus(part)
+                    spread = spread + 2.0**-52 * part.magnitude(self.entries[source].reach)
+                pending[source] = part
         return self._range(middle, spread, terms, None, parts)
 
     def _range(

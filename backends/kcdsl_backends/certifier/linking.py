@@ -7,6 +7,7 @@ stays in, and a box of how far the inference kernel's state may be from it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -31,6 +32,8 @@ from kcdsl_backends.threads import threads_for
 
 NOISE = 2.0**-36
 """More than the roundings of both programs come to, relative to the largest number of a state."""
+FAINT = 2.0**-500
+"""More than either program has left of a number that is zero whatever comes in."""
 REACHES = 2.0**-7
 """Of the width of the training value, by how much it is claimed to be wider: without reverse passes
 of the output both programs follow it in ways of their own, and little comes of it."""
@@ -209,8 +212,9 @@ def link_case(
     (record,) = builder.contents().cases
     stated = {key: part for key, part in record.items() if key not in ("name", "graph", "region")}
     noise = float(train.mag().amax()) * NOISE
+    known = math.inf if bounds is None else float(bounds.output.drift.mag().amax())
     one = _claimed(train, max(margin, 1 + REACHES), noise, REACHES)
-    two = _claimed(drift, margin, noise)
+    two = _claimed(drift, margin, noise, faint=FAINT if known > FAINT else 0.0)
     held = around(forms) if ellipsoids and forms is not None else None
     return Linked(claim, Output((one.lo, one.hi), (two.lo, two.hi), held), stated)
 
@@ -227,17 +231,20 @@ def box_record(low: Tensor, high: Tensor) -> dict[str, Any]:
     return {"low": encode_array(low.cpu().numpy()), "high": encode_array(high.cpu().numpy())}
 
 
-def _claimed(box: Box, margin: float, noise: float, share: float = 2.0**-10) -> Box:
+def _claimed(
+    box: Box, margin: float, noise: float, share: float = 2.0**-10, faint: float = FAINT
+) -> Box:
     """Return a box that is wider by the margin of claims, so that both programs agree on it.
 
     A large margin is for what is as small as the programs' own roundings; beyond these, `noise`, a
-    box needs no more than any claim does, a share of its width.
+    box needs no more than any claim does, a share of its width. Of a number that is zero whatever
+    comes in, as behind a norm without gain, `faint` is more than either program has left.
     """
     middle, spread = box.midpoint()
     if box.is_point:
         return box
     wider = torch.minimum(spread * margin, spread * (1 + share) + noise)
-    return Box.point(middle).widen(up(wider + middle.abs() * 2.0**-51, 2))
+    return Box.point(middle).widen(up(wider + middle.abs() * 2.0**-51 + faint, 2))
 
 
 def rounded(box: Box) -> Box:

@@ -118,7 +118,7 @@ def _together(
     each, part = a.values[:, [h - first for h in members], 0], weights[members]
     own = values.own[members[0], :, slice(*columns)]
     joint = torch.einsum("hj,bhd->bjd", part, each).abs().flatten(1) @ own.flatten()
-    lost = gamma(len(members) + values.weight.shape[-2] + 2 * PASS)
+    lost = gamma(a.values.shape[1] + values.weight.shape[-2] + 2 * PASS)
     size = (sizes[members][:, :, slice(*columns)] * part.abs()[..., None]).sum(1)
     inexact = lost * (each.abs().flatten(1) @ size.flatten())
     return (joint * (1 + 2 * gamma(own.numel() + PASS)) + inexact) * SAFE

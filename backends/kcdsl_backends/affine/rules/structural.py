@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from kcdsl_backends.affine.adjoint import Adjoint, permuted, reshaped
 from kcdsl_backends.affine.cases import Cases
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.tape import Entry
+from kcdsl_backends.interval.box import gamma
 
 Back = Callable[[Adjoint, tuple[int, ...]], Adjoint]
 
@@ -47,18 +49,23 @@ def _moved_cases(node: Node, cases: Cases | None) -> Cases | None:
             return None
 
 
-def _move(run: KernelRun, node: Node, back: Back) -> None:
-    """Append a rearrangement of one operand; of a known number it is a known number."""
+def _move(run: KernelRun, node: Node, back: Back, copies: int = 1) -> None:
+    """Append a rearrangement of one operand; of a known number it is a known number.
+
+    Functionals of several copies are added up, which rounds.
+    """
     x = run.operand(node, 0)
     if x.index is None:
         run.known[node.name] = moved(node, x.reference)
         return
     index, shape = x.index, tuple(x.reference.shape)
+    reach = moved(node, x.reach)
     entry = Entry(
         node.name,
         moved(node, x.reference),
-        moved(node, x.reach),
+        reach,
         lambda a: [(index, back(a, shape))],
+        radius=None if copies == 1 else gamma(copies) * reach,
         cases=_moved_cases(node, run.tape.entries[index].cases),
     )
     run.computed[node.name] = run.tape.add(entry)
@@ -99,7 +106,8 @@ def expand(run: KernelRun, node: Node) -> None:
             window[d - added] = (0, 1)
         return Adjoint(values, tuple(window), shape)
 
-    _move(run, node, back)
+    before = run.operand(node, 0).reference.numel()
+    _move(run, node, back, math.prod(node.shape) // max(1, before))
 
 
 def slice_(run: KernelRun, node: Node) -> None:
