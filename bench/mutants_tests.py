@@ -69,6 +69,8 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     HINTS: ("tests/unit/certs/test_recheck_planes.py",),
     PLANES: (
+        "tests/property/test_ball_planes.py",
+        "tests/property/test_ball_projections.py",
         "tests/unit/certs/test_recheck_planes.py",
         "tests/property/test_planes_balls.py",
         "tests/property/test_planes_checker.py",
@@ -78,6 +80,7 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tests/unit/certs/test_recheck_handing.py",
         "tests/unit/certs/test_chain_documents.py",
         "tests/property/test_chained_links.py",
+        "tests/property/test_links_and_norms.py",
         "tests/unit/certifier/test_chaining.py",
     ),
     EXACT: (
@@ -93,6 +96,7 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
     MOVED: ("tests/unit/cli/test_transfer.py",),
     INTERVAL: (
         "tests/property/test_ball_formulas.py",
+        "tests/property/test_stored_exactly.py",
         "tests/unit/certs/test_recheck_rules.py",
         "tests/unit/certs/test_recheck_document.py",
         "tests/unit/certs/test_recheck_formats.py",
@@ -115,6 +119,11 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     AFFINE: (
         "tests/property/test_ball_references.py",
+        "tests/property/test_averages_of_any_errors.py",
+        "tests/property/test_ball_functionals.py",
+        "tests/property/test_ball_projections.py",
+        "tests/property/test_drift_of_both.py",
+        "tests/property/test_domains_meet.py",
         "tests/unit/certs/test_recheck_affine.py",
         "tests/property/test_affine_checker.py",
         "tests/property/test_affine_remainders.py",

@@ -367,6 +367,13 @@ PAIRS = [
 ]
 
 
+# Of the drift, whose reaches have been met with boxes: what is collected in other ways is a larger
+# share of what is left.
+LESS = 2.0**-6
+# References of results cast toward zero follow reaches, which are lower where eigenvalues are.
+NORMS_AGREE = 2.0**-14
+
+
 @by_turns(
     whole=LOOSER_OF,
     rule=RULES,
@@ -385,9 +392,9 @@ def test_drifts_agree(
     found, derived = drifts(tmp_path, graph, records, centre, radius, alpha)
     wide = found.hi - found.lo
     noise = 2.0**-42 * float(1 + np.abs(found.lo).max() + np.abs(found.hi).max())
-    least = wide * AGREE + noise
+    least = wide * (NORMS_AGREE if "norm" in rule else AGREE) + noise
     assert (derived.lo >= found.lo - least).all()
     assert (derived.hi <= found.hi + least).all()
-    some, looser = wide > 2.0**-20, wide * LOOSER_OF.get(rule, LOOSER) + noise
+    some, looser = wide > 2.0**-20, wide * max(LESS, LOOSER_OF.get(rule, LOOSER)) + noise
     assert (derived.lo <= found.lo + looser)[some].all()
     assert (derived.hi >= found.hi - looser)[some].all()

@@ -11,6 +11,7 @@ from torch import Tensor
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.affine.passes import Kind, Passes
 from kcdsl_backends.affine.tape import INPUT, SAFE, Entry, Tape
+from kcdsl_backends.interval.context import Kernels
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
 
@@ -22,6 +23,16 @@ class Spread:
 
     linear: Callable[[Node], Tensor]
     plain: Callable[[Node], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Nearby:
+    """A region around the weights: how far the parameters of either kernel may be from those
+    stored, and both kernels as the interval domain reads them there."""
+
+    train: Spread
+    infer: Spread
+    kernels: Kernels
 
 
 NEGLIGIBLE = 2.0**-3

@@ -15,13 +15,15 @@ from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.energy import norm
 from kcdsl_backends.affine.handing import Around
 from kcdsl_backends.affine.independent import Chance, room
-from kcdsl_backends.affine.kernel import KernelRun, Spread
+from kcdsl_backends.affine.kernel import KernelRun, Nearby
 from kcdsl_backends.affine.propagate import coarsest, write
 from kcdsl_backends.affine.reaches import at_once, on_row, unit_functionals
 from kcdsl_backends.affine.storing import cast_freely, stored_format
 from kcdsl_backends.affine.tape import Entry, Range
 from kcdsl_backends.interval.box import Box, down, gamma, up
+from kcdsl_backends.interval.context import Kernels
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.propagate import boxes
 from kcdsl_backends.parameters import StoredParameters
 
 IGNORED = 2.0**-12
@@ -88,6 +90,8 @@ class Both:
             stored = self._stored()
             box = stored if box is None else box.meet(stored)
         assert box is not None
+        one, two = self.ends
+        box = box.meet(self.known.widen(up(one.reach + two.reach)))
         if not bool((torch.isfinite(box.lo) & torch.isfinite(box.hi)).all()):
             raise NoBound(self.output, "a bound is not finite")
         return box
@@ -205,7 +209,7 @@ def both(
     centre: Tensor | None,
     radius: Tensor,
     drift: Box | None = None,
-    spreads: tuple[Spread, Spread] | None = None,
+    nearby: Nearby | None = None,
     handed: Around | None = None,
     alpha: Fraction | None = None,
     grain: float = 0.0,
@@ -222,8 +226,8 @@ def both(
         radius: broadcastable to [T, D], float64, >= 0.
         drift: [T, D], how far the state that the inference kernel reads may be from that of the
             training kernel; None where both read the same.
-        spreads: of a region around the weights, how far the parameters of either kernel may be
-            from those stored. That both hold the same ones is not made use of.
+        nearby: a region around the weights; None where they are those stored. That both kernels
+            hold the same ones is not made use of.
         handed: ellipsoids around the rows of the drift, beside its box.
         alpha: take roundings as independent; all bounds together then hold but for a share of at
             most `alpha` of the runs on any one input.
@@ -233,14 +237,16 @@ def both(
     Raises:
         NoBound: some result has no finite bound.
     """
-    first, second = (None, None) if spreads is None else spreads
+    first, second = (None, None) if nearby is None else (nearby.train, nearby.infer)
+    kernels = Kernels.of(train, infer) if nearby is None else nearby.kernels
+    met = boxes(graph, kernels, centre, radius, drift)
     grain = max(grain, coarsest(graph, train, infer))
     chances = [None if alpha is None else Chance(alpha, room(graph)) for _ in (train, infer)]
-    stored, chance = drift is not None, chances[0]
-    one = write(graph, train, centre, radius, grain, None, first, chance=chance, stored=stored)
+    region, apart = (centre, radius, grain), drift is not None
+    one = write(graph, train, *region, spread=first, chance=chances[0], boxes=met[0], stored=apart)
     two = one
-    if drift is not None or not _same(train, infer):
-        two = write(graph, infer, centre, radius, grain, drift, second, handed, chances[1])
+    if apart or not _same(train, infer):
+        two = write(graph, infer, *region, drift, second, handed, chances[1], met[1])
     if graph.output not in one.computed or graph.output not in two.computed:
         raise NoBound(graph.output, "the output does not depend on the input")
     return Both(graph.output, one, two)

@@ -15,7 +15,7 @@ from kcdsl_backends.affine.kernel import KernelRun, Spread
 from kcdsl_backends.affine.rules import attention, elementwise, linear, norms, structural
 from kcdsl_backends.affine.storing import Result, store, stored_format
 from kcdsl_backends.affine.tape import SAFE, Entry, Tape
-from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
@@ -64,6 +64,7 @@ def write(
     spread: Spread | None = None,
     handed: Around | None = None,
     chance: Chance | None = None,
+    boxes: Mapping[str, Box] | None = None,
     *,
     stored: bool = False,
 ) -> KernelRun:
@@ -80,6 +81,7 @@ def write(
         spread: how far parameters may be from those stored; None where they are these.
         handed: ellipsoids around the rows of that drift, beside its box.
         chance: with what probability bounds hold; None: in the worst case.
+        boxes: where another domain says that results of this kernel lie, by node.
         stored: the states of the region were stored by another block, and are read as they are.
 
     Raises:
@@ -100,7 +102,16 @@ def write(
             attention.context(run, node)
         else:
             RULES[node.op](run, node)
+        if boxes is not None and node.name in boxes and node.name in run.computed:
+            _meet(run, node, boxes[node.name])
     return run
+
+
+def _meet(run: KernelRun, node: Node, box: Box) -> None:
+    """Lower the reach of a result to the farthest end of its box."""
+    index = run.computed[node.name]
+    reference = run.tape.entries[index].reference
+    run.tape.tighten(index, up(torch.maximum(box.hi - reference, reference - box.lo)))
 
 
 def _input(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl_backends.affine.kernel import Spread
+from kcdsl_backends.affine.kernel import Nearby, Spread
 from kcdsl_backends.affine.pair import Both, both
 from kcdsl_backends.certifier.sequences import SequenceProblem
 from kcdsl_backends.certifier.workshop import BlockProblem
@@ -48,12 +48,12 @@ class NearbyProblem:
         if isinstance(self.problem, SequenceProblem):
             raise NoBound(self.graph.output, "no region is of any length and around the weights")
         train, infer = self.problem.train, self.problem.infer
-        spreads = (
+        one, two = (
             Spread(*(_spread(stored, self.around, side, use) for use in _USES))
             for stored, side in ((train, 0), (infer, 1))
         )
-        one, two = spreads
-        return both(self.graph, train, infer, centre, radius, spreads=(one, two), alpha=alpha)
+        nearby = Nearby(one, two, self._kernels(self.problem))
+        return both(self.graph, train, infer, centre, radius, nearby=nearby, alpha=alpha)
 
     def planes(self, centre: Tensor | None, radius: Tensor, *_: object) -> Planes:
         """Planes are of one checkpoint; raises NoBound."""
@@ -68,9 +68,19 @@ class NearbyProblem:
         if isinstance(self.problem, SequenceProblem):
             raise NoBound(self.graph.output, "no region is of any length and around the weights")
         with threads_for(self.problem.size):
-            return propagate(
-                self.graph, _kernels(self.problem.kernels(), self.around), centre, radius
-            )
+            return propagate(self.graph, self._kernels(self.problem), centre, radius)
+
+    def _kernels(self, problem: BlockProblem) -> Kernels:
+        """Return both kernels as the rules read them: parameters are boxes."""
+        known, around = problem.kernels(), self.around
+
+        def plain(node: Node) -> Parameter:
+            return _around(known.plain(node), node, around.plain)
+
+        def linear(node: Node) -> Parameter:
+            return _around(known.linear(node), node, around.linear)
+
+        return replace(known, plain=plain, linear=linear, around_weights=True)
 
 
 _USES = ("linear", "plain")
@@ -88,18 +98,6 @@ def _spread(stored: StoredParameters, around: Neighbourhood, side: int, use: str
         return up(torch.maximum(box.hi - centre, centre - box.lo).clamp_min(0))
 
     return distance
-
-
-def _kernels(known: Kernels, around: Neighbourhood) -> Kernels:
-    """Return both kernels as the rules read them: parameters are boxes."""
-
-    def plain(node: Node) -> Parameter:
-        return _around(known.plain(node), node, around.plain)
-
-    def linear(node: Node) -> Parameter:
-        return _around(known.linear(node), node, around.linear)
-
-    return replace(known, plain=plain, linear=linear, around_weights=True)
 
 
 def _around(known: Parameter, node: Node, moved: Reader) -> Parameter:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kcdsl.model.architecture import Model
 from kcdsl.model.export import block_graph
-from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.graph import BlockGraph
 from kcdsl.model.numerics import Numerics
 from kcdsl_backends.affine.pair import Both, Drift, both, drift
 from kcdsl_backends.attack.simulate import Simulator
 from kcdsl_backends.certifier.sequences import SequenceProblem, sequence_graph, stored_tables
-from kcdsl_backends.interval.context import Kernels, Parameter, Rows
+from kcdsl_backends.interval.context import Kernels, Rows
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.neighbourhood import Neighbourhood
 from kcdsl_backends.interval.propagate import Bounds, propagate
@@ -65,18 +65,7 @@ class BlockProblem:
 
     def kernels(self) -> Kernels:
         """Return both kernels as the rules read them."""
-        return Kernels(
-            Rounding(self.train.numerics),
-            Rounding(self.infer.numerics),
-            lambda node: self._pair(node, "plain"),
-            lambda node: self._pair(node, "linear"),
-            self.train.mask,
-        )
-
-    def _pair(self, node: Node, use: str) -> Parameter:
-        if use == "plain":
-            return Parameter(self.train.plain(node), self.infer.plain(node))
-        return Parameter(self.train.linear(node), self.infer.linear(node))
+        return Kernels.of(self.train, self.infer)
 
     def bound(self, centre: Tensor | None, radius: Tensor) -> Bounds:
         """Propagate the region through the graph; see `propagate`."""

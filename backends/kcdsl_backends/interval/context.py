@@ -13,6 +13,7 @@ from kcdsl_backends.interval.neighbourhood import Moved, at_rows
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.sequences import Axes
 from kcdsl_backends.interval.state import Known, State, combine
+from kcdsl_backends.parameters import StoredParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,17 @@ class Kernels:
     """What is known beside where the graph stands for any number of rows."""
     around_weights: bool = False
     """Whether parameters lie in a region around those of the checkpoint (`Parameter.moved`)."""
+
+    @staticmethod
+    def of(train: StoredParameters, infer: StoredParameters) -> Kernels:
+        """Return two kernels by what they store; their numerics are the kernels'."""
+        return Kernels(
+            Rounding(train.numerics),
+            Rounding(infer.numerics),
+            lambda node: Parameter(train.plain(node), infer.plain(node)),
+            lambda node: Parameter(train.linear(node), infer.linear(node)),
+            train.mask,
+        )
 
 
 @dataclass(frozen=True, slots=True)

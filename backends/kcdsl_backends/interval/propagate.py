@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -86,23 +86,60 @@ def propagate(
     Raises:
         NoBound: no finite bound exists (overflow reachable, variance may vanish, ...).
     """
+    witness: dict[str, tuple[float, float]] = {}
+    output: State | None = None
+    for node, state in _states(graph, kernels, centre, radius, drift):
+        witness[node.name] = _magnitudes(node, state)
+        if node.name == graph.output:
+            output = state
+    assert output is not None
+    return Bounds(output, witness)
+
+
+def boxes(
+    graph: BlockGraph,
+    kernels: Kernels,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box | None = None,
+) -> tuple[dict[str, Box], dict[str, Box]]:
+    """Return where the training and the inference kernel's results lie, by node.
+
+    Nodes from the first on that has no bound are left out; arguments are those of `propagate`.
+    """
+    train: dict[str, Box] = {}
+    infer: dict[str, Box] = {}
+    try:
+        for node, state in _states(graph, kernels, centre, radius, drift):
+            _magnitudes(node, state)
+            train[node.name], infer[node.name] = state.train, state.infer
+    except NoBound:
+        pass
+    return train, infer
+
+
+def _states(
+    graph: BlockGraph,
+    kernels: Kernels,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box | None,
+) -> Iterator[tuple[Node, State]]:
+    """Yield every computed node with its state; what nobody reads any more is dropped."""
     nodes = {node.name: node for node in graph.nodes}
     known: dict[str, Known] = {}
-    witness: dict[str, tuple[float, float]] = {}
     last_use = _last_uses(graph)
     for position, node in enumerate(graph.nodes):
         if node.op in ("param", "constant"):
             continue
         if node.op == "input":
-            state: Known = _input(node, kernels, centre, radius, drift)
+            found: Known = _input(node, kernels, centre, radius, drift)
         else:
-            state = _result(Step(node, kernels, nodes, known))
-        known[node.name] = state
-        witness[node.name] = _magnitudes(node, state)
+            found = _result(Step(node, kernels, nodes, known))
+        known[node.name] = found
+        yield node, found if isinstance(found, State) else found.collapse()
         for name in last_use.get(position, ()):
             known.pop(name, None)
-    output = known[graph.output]
-    return Bounds(output if isinstance(output, State) else output.collapse(), witness)
 
 
 def _result(step: Step) -> Known:
@@ -178,9 +215,8 @@ def block_input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Ten
     return combine(node.name, Box(zero, zero), taken(kernels.train), taken(kernels.infer))
 
 
-def _magnitudes(node: Node, state: Known) -> tuple[float, float]:
-    plain = state if isinstance(state, State) else state.collapse()
-    value, drift = float(plain.train.mag().amax()), float(plain.drift.mag().amax())
+def _magnitudes(node: Node, state: State) -> tuple[float, float]:
+    value, drift = float(state.train.mag().amax()), float(state.drift.mag().amax())
     if not (value < torch.inf and drift < torch.inf):
         raise NoBound(node.name, "a bound is not finite")
     return value, drift

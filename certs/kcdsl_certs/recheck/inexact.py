@@ -22,9 +22,6 @@ from kcdsl_certs.recheck.safetensors import Tensor
 from kcdsl_certs.recheck.sequences import marks_of
 from kcdsl_certs.recheck.weights import Parameters
 
-# Of the interval domain, beside which the affine one stands by itself.
-_BOUNDLESS = ("bound/not-finite", "bound/overflow")
-
 
 class Doubles:
     """Derives the cases of one proof."""
@@ -76,16 +73,15 @@ class Doubles:
                 forms = pair(scene, case.passes)
                 t, d, sizes = forms.t.box, forms.output(), forms.sizes()
                 handed_on = handed(forms) if wanted else None
-                known = _bounded(scene)
-                if known is not None:
-                    t = box.checked(box.meet(t, known.t), "the training value")
-                    d = box.checked(box.meet(d, known.d), "the drift")
+                if forms.known is not None:
+                    t = box.checked(box.meet(t, forms.known.t), "the training value")
+                    d = box.checked(box.meet(d, forms.known.d), "the drift")
             return of_drift("inf", d), sizes, (*_ends(t), *_ends(d)), handed_on
 
     def _affine(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return what affine forms say beside the interval domain, where that has a bound."""
         forms = pair(scene, case.passes, case.chance)
-        return self._by_forms(case, forms, _bounded(scene)), dict(forms.sizes())
+        return self._by_forms(case, forms, forms.known), dict(forms.sizes())
 
     def _planes(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return what planes say, which read the interval domain, with affine forms if asked."""
@@ -136,16 +132,6 @@ class Doubles:
             for name, array in case.region.tables.items()
         }
         return Rows(case.region.longest, marks_of(block), tables)
-
-
-def _bounded(scene: Scene) -> State | None:
-    """Return the output's boxes in the interval domain; None where it has no bound."""
-    try:
-        return _intervals(scene)[0]
-    except Rejection as rejection:
-        if rejection.reason not in _BOUNDLESS:
-            raise
-        return None
 
 
 def _ends(part: Box) -> tuple[list[float], list[float]]:

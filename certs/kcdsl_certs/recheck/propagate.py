@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules import (
     attention,
@@ -21,6 +23,9 @@ from kcdsl_certs.recheck.rules import (
 from kcdsl_certs.recheck.rules.state import Mask, Probabilities, Scene, State, Value, numeric
 
 Rule = Callable[[Scene, Node, list[Value]], Value]
+
+# Reasons to have no bound, beside which other domains stand by themselves.
+_BOUNDLESS = ("bound/not-finite", "bound/overflow")
 
 _OPS_OF_ROLE = {"probabilities": ("softmax",), "context": ("matmul",)}
 
@@ -74,6 +79,40 @@ def propagate(scene: Scene) -> Iterator[tuple[Node, Value]]:
             waiting[name] -= 1
             if not waiting[name]:
                 values.pop(name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Enclosed:
+    """Where the results of the training and the inference kernel lie, by node, from the first to
+    the last before one without a bound; `output` is None where that is one of these."""
+
+    train: Mapping[str, Box]
+    infer: Mapping[str, Box]
+    output: State | None
+
+
+def enclosed(scene: Scene) -> Enclosed:
+    """Return the boxes of all nodes as far as there are any.
+
+    Raises:
+        Rejection: for what no rule admits.
+    """
+    train: dict[str, Box] = {}
+    infer: dict[str, Box] = {}
+    output: State | None = None
+    try:
+        for node, value in propagate(scene):
+            if isinstance(value, Mask):
+                continue
+            state = numeric(value)
+            train[node.name], infer[node.name] = state.t, state.i
+            if node.name == scene.block.output:
+                output = state
+    except Rejection as rejection:
+        if rejection.reason not in _BOUNDLESS:
+            raise
+        output = None
+    return Enclosed(train, infer, output)
 
 
 def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:

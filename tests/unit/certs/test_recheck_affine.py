@@ -166,7 +166,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "coarser compute": (put(*NUMERICS, "compute", to="fp8_e4m3"), "claim/too-small"),
     "coarser weights": (
         put(*NUMERICS, "weights", to={"format": "int8", "scale": "per_tensor"}),
-        "claim/too-small",
+        "witness/too-small",
     ),
     "quantised activations": (
         put(*NUMERICS, "activations", to={"format": "int8", "scale": "per_token"}),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from kcdsl_certs.recheck.affine.form import Operand, Walk
+from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.affine.form import Form, Operand, Walk
 from kcdsl_certs.recheck.affine.independent import Budget
 from kcdsl_certs.recheck.affine.passes import Passes
+from kcdsl_certs.recheck.affine.reaches import kept
 from kcdsl_certs.recheck.affine.rules import (
     activations,
     algebra,
@@ -19,9 +21,10 @@ from kcdsl_certs.recheck.affine.rules import (
 )
 from kcdsl_certs.recheck.affine.tape import Entry, Tape
 from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.document import Hints
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rules.state import Scene
+from kcdsl_certs.recheck.rules.state import Mask, Scene
 from kcdsl_certs.recheck.spec import Kernel
 
 Rule = Callable[[Walk, Node, list[Operand]], Operand]
@@ -65,12 +68,13 @@ def walk(
     hints: Hints | None = None,
     moved: bool = False,
     budget: Budget | None = None,
+    boxes: Mapping[str, Box] | None = None,
 ) -> Walk:
     """Return the forms of every node in one kernel, and their tape.
 
     Reverse passes are those that the hints name, all that there are without hints. `moved` says
     that the kernel reads the block input with the drift of the region, where that has one. With a
-    budget roundings are independent.
+    budget roundings are independent. `boxes` are those of the interval domain, by node.
 
     Raises:
         Rejection: naming the node.
@@ -83,10 +87,21 @@ def walk(
     found.tape.add(Entry(np.zeros((1,)) if region is None else region))
     for node in scene.block.nodes:
         try:
-            found.forms[node.name] = _apply(found, node)
+            form = found.forms[node.name] = _apply(found, node)
+            if boxes is not None and node.name in boxes and not isinstance(form, Mask):
+                _meet(found, node.name, form, boxes[node.name])
         except Rejection as rejection:
             raise rejection.at(f"node {node.name[:80]!r}") from None
     return found
+
+
+def _meet(at: Walk, name: str, form: Form, within: Box) -> None:
+    """Lower the reach of a node to the farthest end of its box."""
+    if form.place is None or form.place == 0:
+        return
+    above = box.add_up(within.hi, -form.reference)
+    below = box.add_up(form.reference, -within.lo)
+    kept(at, name, np.minimum(form.reach, np.maximum(above, below)))
 
 
 def _apply(at: Walk, node: Node) -> Operand:

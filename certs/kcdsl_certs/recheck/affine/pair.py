@@ -17,7 +17,8 @@ from kcdsl_certs.recheck.affine.reaches import room
 from kcdsl_certs.recheck.affine.tape import Bound
 from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.document import Hints
-from kcdsl_certs.recheck.rules.state import Mask, Scene, shrunk
+from kcdsl_certs.recheck.propagate import enclosed
+from kcdsl_certs.recheck.rules.state import Mask, Scene, State, shrunk
 
 Row = tuple[int, ...]
 
@@ -34,12 +35,14 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The walks of both kernels and the forms of their outputs."""
+    """The walks of both kernels and the forms of their outputs; `known` are the boxes of the output
+    in the interval domain, None where it has no bound."""
 
     train: Walk
     infer: Walk
     t: Form
     i: Form
+    known: State | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,12 +123,15 @@ def pair(
         Rejection: naming the node.
     """
     first, second = (None, None) if hints is None else hints
-    train = walk(scene, scene.train, first, budget=_budget(chance))
+    within = enclosed(scene)
+    train = walk(scene, scene.train, first, budget=_budget(chance), boxes=within.train)
     infer = train
     if scene.infer != scene.train or scene.drift is not None:
-        infer = walk(scene, scene.infer, second, moved=True, budget=_budget(chance))
+        infer = walk(
+            scene, scene.infer, second, moved=True, budget=_budget(chance), boxes=within.infer
+        )
     t, i = numeric(train.forms[scene.block.output]), numeric(infer.forms[scene.block.output])
-    return Pair(train, infer, t, i)
+    return Pair(train, infer, t, i, within.output)
 
 
 def _budget(chance: tuple[Fraction, int] | None) -> Budget | None:
