@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,12 @@ class StoredParameters:
     device: torch.device
     _cache: dict[tuple[str, str, str], Tensor] = field(default_factory=dict, repr=False)
 
+    def under(self, numerics: Numerics) -> StoredParameters:
+        """Return what another kernel stores of the same parameters; one copy serves both where they
+        store alike."""
+        alike = _storing(numerics) == _storing(self.numerics)
+        return replace(self, numerics=numerics, _cache=self._cache if alike else {})
+
     def plain(self, node: Node) -> Tensor:
         """Return the value of a param or float constant node outside of linear weights."""
         return self._value(node, "plain")
@@ -56,3 +62,8 @@ class StoredParameters:
             stored = store(source.detach().to("cpu", torch.float32), self.numerics, key[1])
             self._cache[key] = stored.to(self.device, torch.float64)
         return self._cache[key]
+
+
+def _storing(numerics: Numerics) -> tuple[object, ...]:
+    """Return all of a kernel's numerics that decides what it stores (kcdsl.model.weights)."""
+    return numerics.weights, numerics.compute, numerics.activations.format != "none"

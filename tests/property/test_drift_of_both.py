@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from kcdsl_backends.affine.pair import both
-from kcdsl_backends.parameters import StoredParameters
 from kcdsl_certs.recheck.affine import pair
 from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.inexact import Doubles
@@ -43,7 +42,7 @@ def prover(
 ) -> tuple[Floats, Floats, Floats]:
     one, other = (parameters(graph, record) for record in records)
     # both kernels read the same tensors
-    two = StoredParameters(one.tensors, one.constants, other.numerics, one.device)
+    two = one.under(other.numerics)
     wide = torch.full((1, 1), radius).double()
     forms = both(block(graph), one, two, torch.from_numpy(centre), wide)
     box, witness = forms.box(), forms.witness()[graph.output]

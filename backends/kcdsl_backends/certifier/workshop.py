@@ -169,11 +169,8 @@ class Workshop:
     def problem_of_graph(self, graph: BlockGraph) -> BlockProblem:
         """Return the problem of a graph of the model, such as a part of a block."""
         tensors = self.model.checkpoint.tensors
-        return BlockProblem(
-            graph,
-            StoredParameters(tensors, graph.constants, self.train, self.device),
-            StoredParameters(tensors, graph.constants, self.infer, self.device),
-        )
+        train = StoredParameters(tensors, graph.constants, self.train, self.device)
+        return BlockProblem(graph, train, train.under(self.infer))
 
     def centre(self, block: str, tokens: tuple[int, ...]) -> Tensor | None:
         """Return what enters the block in the training kernel, float64 [T, D]; None for `model`."""

@@ -146,19 +146,40 @@ def _sum_up(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(rest > 0, up(total), total)
 
 
-def matmul(a: Box, b: Box) -> Box:
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """The right factor of products of matrices, all tensors z with |z - middle| <= radius: prepared
+    once for every product that reads it.
+
+    `radius` is None for one tensor alone; `size` is at least |z|, and |z| where there is one alone.
+    """
+
+    middle: Tensor
+    radius: Tensor | None
+    size: Tensor
+
+    @staticmethod
+    def of(box: Box) -> Factor:
+        """Return the factor that lies in a box."""
+        if box.is_point:
+            return Factor(box.lo, None, box.lo.abs())
+        middle, radius = box.midpoint()
+        return Factor(middle, radius, up(middle.abs() + radius))
+
+
+def matmul(a: Box, b: Box | Factor) -> Box:
     """Return a box around every product A @ B with A in a and B in b (last two dimensions)."""
+    right = b if isinstance(b, Factor) else Factor.of(b)
     a_mid, a_rad = a.midpoint()
-    b_mid, b_rad = b.midpoint()
     terms = a.shape[-1]
     a_abs = a_mid.abs()
-    magnitude = (a_abs + a_rad) @ (b_mid.abs() + b_rad)
+    magnitude = (a_abs + a_rad) @ right.size
     radius = gamma(terms + 8) * magnitude + terms * 4 * TINY
-    if not b.is_point:
-        radius = radius + a_abs @ b_rad
+    if right.radius is not None:
+        radius = radius + a_abs @ right.radius
     if not a.is_point:
-        radius = radius + a_rad @ (b_mid.abs() + b_rad)
-    return Box.point(a_mid @ b_mid).widen(up(radius * (1.0 + 16 * EPS), 2))
+        radius = radius + a_rad @ right.size
+    return Box.point(a_mid @ right.middle).widen(up(radius * (1.0 + 16 * EPS), 2))
 
 
 def magnitude_product(a: Tensor, b: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
@@ -28,6 +29,16 @@ class Parameter:
     infer: Tensor
     moved: Moved | None = None
 
+    @staticmethod
+    def held(train: Tensor, infer: Tensor) -> Parameter:
+        """Return what both kernels hold of a parameter; one tensor where that is the same."""
+        return Parameter(train, train if torch.equal(train, infer) else infer)
+
+    @property
+    def alike(self) -> bool:
+        """Say whether both kernels hold the same known numbers."""
+        return self.moved is None and self.train is self.infer
+
     @property
     def boxes(self) -> tuple[Box, Box]:
         """Return where the training and the inference kernel's values lie."""
@@ -40,7 +51,7 @@ class Parameter:
         """Return inference minus training; exact subtraction up to one outward ulp."""
         if self.moved is not None:
             return self.moved.difference
-        if self.train is self.infer:
+        if self.alike:
             zero = self.train * 0
             return Box(zero, zero)
         return Box.point(self.infer) - Box.point(self.train)
@@ -88,8 +99,8 @@ class Kernels:
         return Kernels(
             Rounding(train.numerics),
             Rounding(infer.numerics),
-            lambda node: Parameter(train.plain(node), infer.plain(node)),
-            lambda node: Parameter(train.linear(node), infer.linear(node)),
+            lambda node: Parameter.held(train.plain(node), infer.plain(node)),
+            lambda node: Parameter.held(train.linear(node), infer.linear(node)),
             train.mask,
         )
 

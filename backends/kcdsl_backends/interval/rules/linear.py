@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.weights import LEAST_FULL_SCALE
-from kcdsl_backends.interval.box import Box, gamma, magnitude_product, matmul, up
-from kcdsl_backends.interval.context import Step
+from kcdsl_backends.interval.box import Box, Factor, gamma, magnitude_product, matmul, up
+from kcdsl_backends.interval.context import Parameter, Step
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow
 from kcdsl_backends.interval.quantisers import staircase
 from kcdsl_backends.interval.rounding import Rounding, Stored
@@ -44,12 +44,12 @@ def linear(step: Step) -> State:
         x_infer, drift_in = quantised_infer.value, drift_in + quantised_infer.error
     if quantised_train is not None or quantised_infer is not None:
         drift_in = drift_in.meet(x_infer - x_train)
-    weight_train, weight_infer = (_transposed(box) for box in weight.boxes)
+    weight_train, weight_infer = _factors(weight)
     train = product_train = matmul(x_train, weight_train)
     infer = product_infer = matmul(x_infer, weight_infer)
-    difference = weight.difference
-    transposed = Box(difference.lo.T, difference.hi.T)
-    drift = matmul(drift_in, weight_infer) + matmul(x_train, transposed)
+    drift = matmul(drift_in, weight_infer)
+    if not weight.alike:
+        drift = drift + matmul(x_train, _transposed(weight.difference))
     added: tuple[Tensor | None, Tensor | None] = (None, None)
     if bias is not None:
         bias_train, bias_infer = bias.boxes
@@ -80,15 +80,22 @@ def _quantised(x: Box, kernel: Rounding, node: str, weight: str) -> Stored | Non
     return known or Stored(x.widen(error), Box.around(error))
 
 
-def _transposed(box: Box) -> Box:
-    return Box.point(box.lo.T) if box.lo is box.hi else Box(box.lo.T, box.hi.T)
+def _factors(weight: Parameter) -> tuple[Factor, Factor]:
+    """Return the weight [in, out] of both kernels; one and the same where they hold the same."""
+    train, infer = weight.boxes
+    one = _transposed(train)
+    return one, one if weight.alike else _transposed(infer)
+
+
+def _transposed(box: Box) -> Factor:
+    return Factor.of(Box.point(box.lo.T) if box.lo is box.hi else Box(box.lo.T, box.hi.T))
 
 
 def _linear_error(
     x: Box,
     product: Box,
     result: Box,
-    weight: Box,
+    weight: Factor,
     bias: Tensor | None,
     kernel: Rounding,
     key: str,
@@ -97,7 +104,7 @@ def _linear_error(
 
     `weight` is [in, out] and has the name `key`, `bias` is a magnitude.
     """
-    size = weight.mag()
+    size = weight.size
     total = magnitude_product(x.mag(), size)
     if bias is not None:
         total = up(total + bias)

@@ -1,0 +1,67 @@
+"""What two kernels store of the same parameters: one copy where that is the same."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from kcdsl.model.graph import Node
+from kcdsl.model.presets import PRESETS, resolve
+from kcdsl_backends.interval.context import Kernels, Parameter
+from kcdsl_backends.parameters import StoredParameters
+
+WEIGHT = Node("w", "param", (), (128, 256), {"key": "w.weight"})
+SPECS: list[dict[str, Any]] = [
+    *({"preset": name} for name in PRESETS if "static" not in str(PRESETS[name])),
+    {"compute": "float64", "accumulate": "float64"},
+    {"compute": "bfloat16", "casts": "any"},
+    {"compute": "float16"},
+    {"weights": {"format": "bfloat16"}},
+    {"weights": {"format": "bfloat16", "rounding": "toward_zero"}},
+    {"weights": {"format": "int8", "scale": "per_tensor"}},
+    {"weights": {"format": "fp8_e4m3", "scale": "block_128"}},
+    {"weights": {"format": "fp8_e5m2", "scale": "mx"}, "compute": "bfloat16"},
+]
+
+
+def stored(tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> StoredParameters:
+    return StoredParameters(
+        tensors, {}, resolve({"preset": "torch-eager", **spec}), torch.device("cpu")
+    )
+
+
+def test_another_kernel_stores_its_own() -> None:
+    tensors = {"w.weight": torch.randn(128, 256, generator=torch.Generator().manual_seed(5))}
+    shared = 0
+    for one, two in product(SPECS, SPECS):
+        first, alone = stored(tensors, one), stored(tensors, two)
+        held = first.plain(WEIGHT), first.linear(WEIGHT)
+        other = first.under(alone.numerics)
+        assert torch.equal(other.plain(WEIGHT), alone.plain(WEIGHT)), (one, two)
+        assert torch.equal(other.linear(WEIGHT), alone.linear(WEIGHT)), (one, two)
+        assert first.plain(WEIGHT) is held[0]
+        assert first.linear(WEIGHT) is held[1]
+        shared += other.linear(WEIGHT) is held[1]
+    assert len(SPECS) < shared < len(SPECS) ** 2
+
+
+@pytest.mark.parametrize("apart", [0.0, 2.0**-24])
+def test_weights_are_alike_where_every_number_is(apart: float) -> None:
+    tensors = {"w.weight": torch.full((128, 256), 0.5)}, {"w.weight": torch.full((128, 256), 0.5)}
+    tensors[1]["w.weight"][-1, -1] += apart
+    between = (tensors[1]["w.weight"] - tensors[0]["w.weight"]).double()
+    kernels = Kernels.of(*(stored(each, {"compute": "float32"}) for each in tensors))
+    for held in (kernels.linear(WEIGHT), kernels.plain(WEIGHT)):
+        found = held.difference
+        assert bool(((found.lo <= between) & (between <= found.hi)).all())
+        assert held.alike == (apart == 0.0)
+        assert held.alike == (not found.mag().any())
+
+
+def test_numbers_of_either_sign_of_zero_are_alike() -> None:
+    zero = torch.zeros(2, 2, dtype=torch.float64)
+    assert Parameter.held(zero, -zero).alike
+    assert not Parameter.held(zero, torch.full_like(zero, torch.nan)).alike
