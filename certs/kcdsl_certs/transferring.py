@@ -183,12 +183,7 @@ def compare_weights(
 ) -> str:
     """Compare what the proofs read in both checkpoints; nothing that is stated is believed."""
     weights = Weights(earlier.checkpoint, earlier.later)
-    if weights.digests != (
-        base.triple.checkpoint.root_digest,
-        carried.triple.checkpoint.root_digest,
-    ):
-        detail = "these are not the weights that are named, or they changed while they were read"
-        raise Reject("transfer/changed", detail)
+    weights.refuse_others(base.triple, carried.triple)
     moved = {(item.id, item.slice): item for item in stated}
     found = []
     for clause in carried.clauses:
@@ -243,6 +238,14 @@ class Weights:
         pair = self._earlier.sha256, self._later.sha256
         one, two = (hashlib.sha256(bytes.fromhex(digest)).hexdigest() for digest in pair)
         return one, two
+
+    def refuse_others(self, earlier: Triple, later: Triple) -> None:
+        """Raise Reject `transfer/changed` unless what was read are the weights of both triples."""
+        if self.digests != (earlier.checkpoint.root_digest, later.checkpoint.root_digest):
+            detail = (
+                "these are not the weights that are named, or they changed while they were read"
+            )
+            raise Reject("transfer/changed", detail)
 
     def farthest(self, keys: frozenset[str], rho: Fraction) -> Any:
         """Return the element of these tensors that moved most, one outside of ρ if there is one

@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     try:
         with in_contract(contract):
             weights = Weights(earlier, later)
+            weights.refuse_others(report.predicate.triple, triple)
             regions = _regions(program, base, later)
             found = plan(report.predicate, path.parent, weights, regions)
     except Reject as error:

@@ -19,7 +19,7 @@ from kcdsl_backends.affine.order import margins
 from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of, widened
 from kcdsl_backends.certifier.proof import ProofBuilder
-from kcdsl_backends.certifier.workshop import Workshop, claim_margin
+from kcdsl_backends.certifier.workshop import Claims, Workshop
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound, top_margin
@@ -47,8 +47,8 @@ def bound_case(shop: Workshop, goal: Goal, case: Case, builder: ProofBuilder) ->
     """Bound a case by the interval domain, and by others where that is not enough."""
     problem, region = problem_of(shop, goal, case), region_of(shop, goal, case)
     case = widened(goal, case)
-    margin = claim_margin(shop.train, shop.infer, problem.graph)
-    return bound_stated(Stated(goal, case, problem, builder, region, margin))
+    claims = Claims.of(shop.train, shop.infer, problem.graph)
+    return bound_stated(Stated(goal, case, problem, builder, region, claims))
 
 
 def bound_stated(stated: Stated) -> Bounded:
@@ -90,14 +90,19 @@ class Problem(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A case with what is needed to state a bound of it; `margin` is the factor of claims."""
+    """A case with what is needed to state a bound of it."""
 
     goal: Goal
     case: Case
     problem: Problem
     builder: ProofBuilder
     region: Mapping[str, Any]
-    margin: float
+    claims: Claims
+
+    @property
+    def margin(self) -> float:
+        """Return the factor of claims."""
+        return self.claims.factor
 
     def by_intervals(self, bound: float, witness: Mapping[str, tuple[float, float]]) -> None:
         """Add the case to the proof, with a bound of the interval domain alone."""
@@ -190,18 +195,18 @@ def _drift(stated: Stated, bounds: Bounds | None, reason: str | None) -> Bounded
 
 def _drifts(stated: Stated, bounds: Bounds | None) -> Iterator[_Found]:
     """Yield the bounds of a functional of the drift, the cheapest domain first."""
-    goal, margin = stated.goal, stated.margin
+    goal, claim = stated.goal, stated.claims.claim
     known: Box | None = None
     if bounds is not None:
         known, witness = bounds.output.drift, bounds.witness
-        found = drift_bound(known, goal.functional) * margin
+        found = claim(drift_bound(known, goal.functional), witness)
         yield _Found(found, lambda: stated.by_intervals(found, witness), _places(known))
     forms, box = _boxed(stated.forms())
     if forms is not None and box is not None:
         yield from _by_forms(stated, forms, _met(box, known), lambda b: stated.by_forms(b, forms))
     planes = stated.planes()
     if planes is not None:
-        alone, every = drift_bound(planes.box, goal.functional) * margin, planes
+        alone, every = claim(drift_bound(planes.box, goal.functional), planes.witness), planes
         yield _Found(alone, lambda: stated.by_planes(alone, every), _places(planes.box))
         if forms is not None and box is not None:
             met = box.meet(planes.box)
@@ -227,11 +232,13 @@ def _by_forms(
     stated: Stated, forms: Both, drift: Box, add: Callable[[float], None]
 ) -> Iterator[_Found]:
     """Yield the bound by affine forms, on a box of the drift; nothing where there is none."""
-    goal, margin = stated.goal, stated.margin
+    goal, witness = stated.goal, forms.witness()
     try:
-        bound = margin * functional_bound(
-            forms, drift, goal.functional, lambda value: goal.admits(value * margin)
+        found = functional_bound(
+            *(forms, drift, goal.functional),
+            lambda value: goal.admits(stated.claims.claim(value, witness)),
         )
+        bound = stated.claims.claim(found, witness)
         yield _Found(bound, lambda: add(bound), _places(drift), alpha=_alpha(forms))
     except NoBound:
         return

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import secrets
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -28,9 +29,14 @@ from torch import Tensor
 
 ENTRY_SCHEMA = "kcdsl.cache-entry/1"
 LARGEST_ENTRY = 64 * 2**20
+_KINDS = frozenset({"bool", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
+_MOST_UNPACKED = 1040
+"""Of one byte zlib makes 1032 at most."""
 
-
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error)
+DAMAGE = (
+    *(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError),
+    zlib.error,
+)
 """What reading a file that is not a whole entry may raise."""
 
 
@@ -45,14 +51,16 @@ class Found(StrEnum):
 @cache
 def rules_version() -> str:
     """Return the digest (hex) of all that decides what a bound is beside a case: every source file
-    of `kcdsl` and `kcdsl_backends`, and the versions of torch and numpy.
+    of `kcdsl`, `kcdsl_backends` and `kcdsl_certs`, and the versions of torch and numpy.
 
     Any change of the program makes what it found before count no more.
     """
     import kcdsl
     import kcdsl_backends
+    import kcdsl_certs
 
-    roots = [Path(str(package.__file__)).parent for package in (kcdsl, kcdsl_backends)]
+    packages = (kcdsl, kcdsl_backends, kcdsl_certs)
+    roots = [Path(str(package.__file__)).parent for package in packages]
     return sources_digest(roots, f"torch {torch.__version__} numpy {np.__version__}")
 
 
@@ -201,12 +209,15 @@ def _encode_tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def _decode_tensor(stored: Mapping[str, Any]) -> Tensor:
-    kind, shape = np.dtype(stored["dtype"]), [int(n) for n in stored["shape"]]
-    if kind.kind not in "bif" or any(n < 0 for n in shape):
+    if stored["dtype"] not in _KINDS:
         raise ValueError("not a tensor of the cache")
+    kind, shape = np.dtype(stored["dtype"]), [int(n) for n in stored["shape"]]
+    packed = base64.b64decode(stored["zlib"], validate=True)
     size = math.prod(shape) * kind.itemsize
+    if any(not 0 <= n <= sys.maxsize for n in shape) or size > _MOST_UNPACKED * len(packed):
+        raise ValueError("not a tensor of the cache")
     unpacked = zlib.decompressobj()
-    data = unpacked.decompress(base64.b64decode(stored["zlib"], validate=True), size + 1)
+    data = unpacked.decompress(packed, size + 1)
     if len(data) != size or unpacked.unconsumed_tail:
         raise ValueError("not a tensor of the cache")
     return torch.from_numpy(np.frombuffer(data, kind.newbyteorder("<")).astype(kind).reshape(shape))

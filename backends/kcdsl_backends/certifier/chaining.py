@@ -16,10 +16,11 @@ from kcdsl_backends.certifier.bounding import Bounded, Stated, bound_stated
 from kcdsl_backends.certifier.cache import DAMAGE, ENTRY_SCHEMA, Found, decode, encode, key_of
 from kcdsl_backends.certifier.cases import Case, region_of
 from kcdsl_backends.certifier.cutting import links_of, partitions
+from kcdsl_backends.certifier.kept import refuse_apart, refuse_subject, stated_of
 from kcdsl_backends.certifier.linking import Interface, Linked, LinkProblem, Output, link_case
 from kcdsl_backends.certifier.proof import Contents, ProofBuilder
 from kcdsl_backends.certifier.work import BoundedCase, Station
-from kcdsl_backends.certifier.workshop import claim_margin
+from kcdsl_backends.certifier.workshop import Claims
 from kcdsl_backends.interval.errors import NoBound
 
 
@@ -219,9 +220,9 @@ class _Walk:
             return linked
         problem = LinkProblem(shop.problem_of_graph(graph), entering.box, entering.around)
         builder = replace(self._builder, functional="inf", k=1)
-        margin = claim_margin(shop.train, shop.infer)
+        claims = Claims.of(shop.train, shop.infer)
         linked = link_case(
-            graph.block, problem, entering, builder, margin, ellipsoids=self.ellipsoids
+            graph.block, problem, entering, builder, claims, ellipsoids=self.ellipsoids
         )
         self._keep(graph, entering, asked, linked)
         self.outcomes.append(LinkOutcome(graph.block, linked.output.largest))
@@ -243,13 +244,9 @@ class _Walk:
         problem = LinkProblem(shop.problem_of_graph(graph), entering.box, entering.around)
         builder = self._builder
         case = Case(graph.block, self.case.tokens, entering.centre, entering.radius)
-        margin = claim_margin(shop.train, shop.infer)
-        bounded = bound_stated(Stated(goal, case, problem, builder, {}, margin))
-        contents = builder.contents()
-        stated, claim = None, 0.0
-        if contents.cases:
-            (record,), (claim,) = contents.cases, contents.claims
-            stated = {k: v for k, v in record.items() if k not in ("name", "graph", "region")}
+        claims = Claims.of(shop.train, shop.infer)
+        bounded = bound_stated(Stated(goal, case, problem, builder, {}, claims))
+        claim, stated = stated_of(builder.contents())
         self._keep(graph, entering, asked, (bounded, claim, stated))
         self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound))
         return bounded, claim, stated
@@ -295,7 +292,7 @@ class _Walk:
             return None
         try:
             kept = decode(value, kinds)
-            _refuse_strange(kept, graph)
+            _refuse_strange(kept, self.goal, graph)
         except DAMAGE:
             self.damaged = True
             return None
@@ -308,7 +305,7 @@ class _Walk:
             self.station.cache.write(self._key(graph, entering, asked), encode(value))
 
 
-def _refuse_strange(kept: Any, graph: BlockGraph) -> None:
+def _refuse_strange(kept: Any, goal: Goal, graph: BlockGraph) -> None:
     """Raise ValueError unless an entry has the form of what is kept of a link.
 
     What it says may still be false: the checker derives every proof anew.
@@ -322,14 +319,10 @@ def _refuse_strange(kept: Any, graph: BlockGraph) -> None:
             tuple(held.middle.shape) != shape or tuple(held.shapes.shape) != (*shape, shape[-1])
         ):
             raise ValueError("other ellipsoids")
-        if not isinstance(kept.stated, dict):
-            raise ValueError("nothing is stated")
+        refuse_subject(kept.stated)
         return
     bounded, claim, stated = kept
-    if not isinstance(bounded, Bounded) or type(bounded.outcome.bound) is not float:
-        raise ValueError("no bound")
-    if type(claim) is not float or not isinstance(stated, dict | None):
-        raise ValueError("no claim")
+    refuse_apart(goal, bounded, claim, stated)
 
 
 def _on(output: Output, station: Station) -> Output:

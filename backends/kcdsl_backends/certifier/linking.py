@@ -21,7 +21,7 @@ from kcdsl_backends.affine.handing import Around
 from kcdsl_backends.affine.outgoing import around
 from kcdsl_backends.affine.pair import Both, both, output_entry
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, encode_array
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.workshop import LEAST_CLAIM, BlockProblem, Claims
 from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
@@ -32,8 +32,6 @@ from kcdsl_backends.threads import threads_for
 
 NOISE = 2.0**-36
 """More than the roundings of both programs come to, relative to the largest number of a state."""
-FAINT = 2.0**-500
-"""More than either program has left of a number that is zero whatever comes in."""
 REACHES = 2.0**-7
 """Of the width of the training value, by how much it is claimed to be wider: without reverse passes
 of the output both programs follow it in ways of their own, and little comes of it."""
@@ -168,7 +166,7 @@ def link_case(
     problem: LinkProblem,
     entering: Interface,
     builder: ProofBuilder,
-    margin: float,
+    claims: Claims,
     *,
     ellipsoids: bool = False,
 ) -> Linked:
@@ -177,7 +175,7 @@ def link_case(
     Args:
         name: what the link is called in the proof.
         builder: an empty proof about the largest drift.
-        margin: the factor of claims.
+        claims: how bounds become claims.
         ellipsoids: find such around the rows of the drift too, where there are affine forms.
 
     Raises:
@@ -199,22 +197,22 @@ def link_case(
     if forms is None:
         assert bounds is not None
         train, drift = bounds.output.train, bounds.output.drift
-        claim = drift_bound(drift, "inf") * margin
+        claim = claims.claim(drift_bound(drift, "inf"), bounds.witness)
         builder.add(name, problem.graph, {}, claim, bounds.witness)
     else:
         end = output_entry(forms.train, forms.output)
         train, drift = Box.point(end.reference).widen(end.reach), found
         if bounds is not None:
             train, drift = train.meet(bounds.output.train), drift.meet(bounds.output.drift)
-        claim = drift_bound(drift, "inf") * margin
         witness = forms.witness()
+        claim = claims.claim(drift_bound(drift, "inf"), witness)
         builder.add(name, problem.graph, {}, claim, witness, "affine", forms.passes)
     (record,) = builder.contents().cases
     stated = {key: part for key, part in record.items() if key not in ("name", "graph", "region")}
-    noise = float(train.mag().amax()) * NOISE
+    margin, noise = claims.factor, float(train.mag().amax()) * NOISE
     known = math.inf if bounds is None else float(bounds.output.drift.mag().amax())
     one = _claimed(train, max(margin, 1 + REACHES), noise, REACHES)
-    two = _claimed(drift, margin, noise, faint=FAINT if known > FAINT else 0.0)
+    two = _claimed(drift, margin, noise, faint=LEAST_CLAIM if known > 0 else 0.0)
     held = around(forms) if ellipsoids and forms is not None else None
     return Linked(claim, Output((one.lo, one.hi), (two.lo, two.hi), held), stated)
 
@@ -232,7 +230,7 @@ def box_record(low: Tensor, high: Tensor) -> dict[str, Any]:
 
 
 def _claimed(
-    box: Box, margin: float, noise: float, share: float = 2.0**-10, faint: float = FAINT
+    box: Box, margin: float, noise: float, share: float = 2.0**-10, faint: float = LEAST_CLAIM
 ) -> Box:
     """Return a box that is wider by the margin of claims, so that both programs agree on it.
 

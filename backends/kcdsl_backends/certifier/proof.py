@@ -15,7 +15,7 @@ from torch import Tensor
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph, array_digest
 from kcdsl.model.numerics import Numerics
-from kcdsl_backends.certifier.workshop import claim_margin
+from kcdsl_backends.certifier.workshop import LEAST_CLAIM, claim_margin
 
 PROOF_SCHEMA = "kcdsl.interval-proof/1"
 CHAIN_SCHEMA = "kcdsl.chain-proof/1"
@@ -81,6 +81,10 @@ class ProofBuilder:
         `chance` says in what share of all runs the claim may fail, where roundings are independent.
         """
         margin = claim_margin(self.train, self.infer)
+
+        def wider(size: float) -> str:
+            return (max(size * margin, LEAST_CLAIM) if size else 0.0).hex()
+
         stated = {
             "claim": "held" if self.functional == "no_flip" else claim.hex(),
             **({} if domain == "interval" else {"domain": domain}),
@@ -88,7 +92,7 @@ class ProofBuilder:
             **({} if planes is None else {"planes": plain(planes)}),
             **({} if chance is None else {"chance": chance}),
             "witness": [
-                {"node": node, "value": (v * margin).hex(), "drift": (d * margin).hex()}
+                {"node": node, "value": wider(v), "drift": wider(d)}
                 for node, (v, d) in witness.items()
             ],
         }

@@ -6,7 +6,6 @@ setting: not on which process works, nor on what it did before.
 
 from __future__ import annotations
 
-import math
 import pickle
 import resource
 import sys
@@ -43,6 +42,7 @@ from kcdsl_backends.certifier.cache import (
     rules_version,
 )
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of
+from kcdsl_backends.certifier.kept import refuse_apart, stated_of
 from kcdsl_backends.certifier.proof import Contents, ProofBuilder
 from kcdsl_backends.certifier.workshop import Workshop
 from kcdsl_backends.threads import one_thread
@@ -181,7 +181,7 @@ class BoundTask:
             if found is Found.HIT:
                 try:
                     bounded, claim, stated = decode(value, (Bounded, CaseOutcome))
-                    _refuse_apart(self.goal, bounded, claim, stated)
+                    refuse_apart(self.goal, bounded, claim, stated)
                     named = replace(bounded, outcome=replace(bounded.outcome, name=case.name))
                     if stated is None:
                         return BoundedCase(named, None), found
@@ -192,7 +192,7 @@ class BoundTask:
                 except DAMAGE:
                     found = Found.DAMAGED
             fresh = self._bounded(station, case)
-            claim, stated = _stated(fresh.contents)
+            claim, stated = stated_of(fresh.contents)
             station.cache.write(key, encode((fresh.bounded, claim, stated)))
             return fresh, found
 
@@ -289,30 +289,6 @@ def _dependencies(station: Station, goal: Goal, case: Case) -> dict[str, Any]:
         "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
         "goal": {**stated, "evidence": str(goal.clause.evidence)},
     }
-
-
-def _refuse_apart(goal: Goal, bounded: Any, claim: Any, stated: Any) -> None:
-    """Raise ValueError unless what is said of a case is what its proof claims."""
-    if not isinstance(bounded, Bounded) or type(bounded.outcome.bound) is not float:
-        raise ValueError("no bound")
-    outcome = bounded.outcome
-    if stated is None:
-        if outcome.bound != math.inf or outcome.stable:
-            raise ValueError("a bound without a proof")
-        return
-    said = "held" if goal.functional == "no_flip" else outcome.bound.hex()
-    if type(claim) is not float or claim != outcome.bound or stated["claim"] != said:
-        raise ValueError("the proof claims something else")
-    if outcome.alpha != (stated["chance"]["alpha"] if "chance" in stated else None):
-        raise ValueError("the proof leaves something else to chance")
-
-
-def _stated(contents: Contents | None) -> tuple[float, dict[str, Any] | None]:
-    """Return the claim of a case, and what its proof states beside name, graph and region."""
-    if contents is None:
-        return 0.0, None
-    (record,), (claim,) = contents.cases, contents.claims
-    return claim, {k: v for k, v in record.items() if k not in ("name", "graph", "region")}
 
 
 # --- doing the work -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -33,7 +34,12 @@ from kcdsl_backends.threads import threads_for
 LARGEST = 2**24
 """Elements of one result up to which a block is bounded beside a measurement: about 4 GB."""
 _COARSE = 2.0**-12
-"""Unit roundoff of a result beside which float64 roundings are negligible in any case."""
+"""Unit roundoff of a result beside which float64 roundings are negligible, where it counts."""
+_NOISE = 2.0**-36
+"""More than the roundings of both programs come to, relative to the largest number of a block."""
+LEAST_CLAIM = 2.0**-300
+"""The least claim above zero: more than either program leaves of products that underflow float64
+(it lifts them to 2^-500), however large the weights behind them are."""
 
 
 def claim_margin(train: Numerics, infer: Numerics, graph: BlockGraph | None = None) -> float:
@@ -53,6 +59,30 @@ def claim_margin(train: Numerics, infer: Numerics, graph: BlockGraph | None = No
             if kernel.format_for(node.role, node.op).unit_roundoff >= _COARSE:
                 return small
     return 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """How bounds become claims that both programs confirm: `factor` times the bound.
+
+    A coarse result may say nothing in the end, as the probability of a single column does, and then
+    a bound is as small as the programs' own roundings: up to these it is claimed `most` times.
+    """
+
+    factor: float
+    most: float
+
+    @classmethod
+    def of(cls, train: Numerics, infer: Numerics, graph: BlockGraph | None = None) -> Claims:
+        """Return the claims about a block; see `claim_margin`."""
+        return cls(claim_margin(train, infer, graph), claim_margin(train, infer))
+
+    def claim(self, bound: float, witness: Mapping[str, tuple[float, float]]) -> float:
+        """Return what is claimed of a bound, given the largest numbers of every node."""
+        if bound == 0:
+            return 0.0
+        noise = _NOISE * max((value for value, _ in witness.values()), default=0.0)
+        return max(min(bound * self.most, bound * self.factor + noise), LEAST_CLAIM)
 
 
 @dataclass(frozen=True, slots=True)

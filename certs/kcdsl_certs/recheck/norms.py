@@ -77,13 +77,20 @@ def _moved(key: str, one: Floats, two: Floats, rho: Fraction) -> Moved:
     factor = float(rho)
     low = np.nextafter(factor, 0.0) if Fraction(factor) > rho else factor
     # The product is exact where ρ has few bits; elements at the very end of it are common then.
-    limit = low * size if low == rho and low * 2.0**29 % np.spacing(low) == 0 else down(low * size)
+    limit = low * size if low == rho and _few_bits(low) else down(low * size)
     sure = (apart == 0) | (apart <= limit)
     inside = bool(sure.all())
     if not inside:
         inside = all(_inside(one[tuple(at)], two[tuple(at)], rho) for at in np.argwhere(~sure))
     place = tuple(int(n) for n in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     return Moved(key, place, float(one[place]), float(two[place]), float(ratio[place]), inside)
+
+
+def _few_bits(factor: float) -> bool:
+    """Say whether the products of a double with all float32 numbers are doubles: whether it has 29
+    bits at most, and is not so small that products are cut off."""
+    numerator, denominator = factor.as_integer_ratio()
+    return numerator < 2**29 and denominator <= 2**512
 
 
 def _inside(one: float, two: float, rho: Fraction) -> bool:

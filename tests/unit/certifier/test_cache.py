@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,12 @@ def test_records_come_back_if_their_class_is_known() -> None:
         {"tensor": {"dtype": "float64", "shape": [-1], "zlib": ""}},
         {"tensor": {"dtype": "float64", "shape": [0], "zlib": "!"}},
         {"tensor": {"dtype": "none", "shape": [0], "zlib": ""}},
-        {"tensor": {}}, {},
+        {"tensor": {"dtype": "float64", "shape": [2**70], "zlib": ""}},
+        {"tensor": {"dtype": "float64", "shape": [2**30, 2**30], "zlib": ""}},
+        {"tensor": {"dtype": "float64", "shape": [0, 2**70], "zlib": "eJwDAAAAAAE="}},
+        {"tensor": {"dtype": "i4,,", "shape": [0], "zlib": "eJwDAAAAAAE="}},
+        {"tensor": {"dtype": ["float64"], "shape": [0], "zlib": "eJwDAAAAAAE="}},
+        {"float": "0x1p99999"}, {"tensor": {}}, {},
     ],
 )  # fmt: skip
 def test_what_is_no_value_is_refused(value: Any) -> None:
@@ -188,3 +193,17 @@ def test_the_version_of_the_rules_is_that_of_every_source(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="no source files"):
         sources_digest([tmp_path / "p" / "sub"], "")
     assert len(rules_version()) == 64
+
+
+def test_the_rules_are_of_every_package_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shares of what is left to chance, too, which are those of `kcdsl_certs.tails`."""
+    seen: list[str] = []
+
+    def digest(roots: Sequence[Path], beside: str) -> str:
+        seen.extend(root.name for root in roots)
+        assert all((root / "__init__.py").is_file() for root in roots)
+        return beside
+
+    monkeypatch.setattr(module, "sources_digest", digest)
+    assert torch.__version__ in rules_version.__wrapped__()
+    assert seen == ["kcdsl", "kcdsl_backends", "kcdsl_certs"]

@@ -312,6 +312,49 @@ def test_entries_that_lie_are_not_believed(decide: Decide, folder: Path) -> None
     assert found.proof is None
 
 
+@pytest.mark.parametrize("place", ["name", "graph", "region"])
+def test_entries_do_not_say_what_their_links_are_about(
+    decide: Decide, folder: Path, place: str
+) -> None:
+    (first,) = decide(BALL, attacks=False)
+    assert first.proof is not None
+    told = json.loads(first.proof)["cases"][0][place]
+
+    def subject(value: Any) -> Any:
+        match value:
+            case Linked(claim, output, stated):
+                return Linked(claim, output, {**stated, place: told})
+            case (Bounded() as bounded, float(claim), dict(stated)):
+                return bounded, claim, {**stated, place: told}
+            case _:
+                return None
+
+    assert rewritten(folder, subject) == 4
+    (found,) = decide(BALL, attacks=False)
+    assert found.verdict == Held()
+    assert found.proof == first.proof
+    assert known(found) == [False, False]
+    assert any("damaged" in note for note in found.notes)
+
+
+def test_the_bound_of_the_last_link_is_what_its_proof_claims(decide: Decide, folder: Path) -> None:
+    """A lower one beside a proof of the honest one would stand in the result."""
+    (first,) = decide(BALL, attacks=False)
+
+    def lower(value: Any) -> Any:
+        match value:
+            case (Bounded(outcome) as bounded, claim, stated):
+                return replace(bounded, outcome=replace(outcome, bound=0.0)), claim, stated
+            case _:
+                return None
+
+    assert rewritten(folder, lower) == 2
+    (found,) = decide(BALL, attacks=False)
+    assert (found.verdict, found.bound) == (Held(), first.bound)
+    assert first.bound > 0
+    assert any("damaged" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("value", [1, "text", (), (1.0, 2.0), {"a": 1}])
 def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
     (first,) = decide(BALL, attacks=False)

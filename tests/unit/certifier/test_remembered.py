@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from kcdsl.ir.terms import Program
+from kcdsl.model.architecture import load_model
+from kcdsl.model.numerics import TensorCore, Unit
+from kcdsl.model.presets import resolve
 from kcdsl.route.execution import Execution
 from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
@@ -23,7 +27,9 @@ from kcdsl_backends.certifier import cache as cache_module
 from kcdsl_backends.certifier import work
 from kcdsl_backends.certifier.backend import BACKEND
 from kcdsl_backends.certifier.bounding import Bounded
-from kcdsl_backends.certifier.cache import Cache, decode, encode
+from kcdsl_backends.certifier.cache import Cache, decode, encode, key_of
+from kcdsl_backends.certifier.cases import Case
+from kcdsl_backends.certifier.work import Setting, open_station
 from tests.support.small_models import write_contract, write_model
 
 HELD = "forall x in points(all): norm_inf(drift(%s, x)) <= 0.01"
@@ -162,6 +168,69 @@ def test_other_tokens_numerics_rules_and_tables_are_other_keys(
     assert version() != "0" * 64
 
 
+def test_every_bit_of_a_weight_is_in_the_key(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    before = load_file(path)
+    one, other = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo")
+    assert before[one].shape == before[other].shape == (16, 16)
+    before[one][0, 0] = 0.0
+
+    def key(**changed: torch.Tensor) -> str:
+        save_file({**before, **changed}, path)
+        program = write_contract(folder, HELD % "attn_0")
+        (goal,) = goals(program)
+        model = load_model(program.model, folder)
+        rules = cache_module.rules_version()
+        setting = Setting(program, folder, "cpu", 1, model.checkpoint.sha256, rules, None)
+        case = Case(
+            "p0", (1, 2), torch.zeros(2, 16, dtype=torch.float64), torch.zeros(1, 1).double()
+        )
+        return key_of(work._dependencies(open_station(setting, model), goal, case))
+
+    def with_first(value: float) -> torch.Tensor:
+        changed = before[one].clone()
+        changed[0, 0] = value
+        return changed
+
+    first = key()
+    assert key() == first
+    keys = [
+        first,
+        key(**{one: with_first(-0.0)}),
+        key(**{one: with_first(2.0**-149)}),
+        key(**{one: before[one].T.contiguous()}),
+        key(**{one: before[other], other: before[one]}),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_every_field_of_the_numerics_is_in_the_key() -> None:
+    numerics = resolve({"preset": "torch-eager"})
+    unit = Unit(1, 2, 3, 4)
+    start = replace(numerics, tensor_core=TensorCore(unit, unit))
+    found = [numerics, start, *_changed(start)]
+    assert len({key_of(one.to_json()) for one in found}) == len(found)
+    assert len(found) > 20
+
+
+def _changed(record: Any) -> list[Any]:
+    """Return a record of data classes with one field after another changed."""
+    pairs = {
+        "results": (("input", "float32"),),
+        "input_scale": (("*", (0.5,)),),
+        "input_zero_point": (("*", 3),),
+    }
+    found = []
+    for part in fields(record):
+        value = getattr(record, part.name)
+        if is_dataclass(value):
+            found += [replace(record, **{part.name: inner}) for inner in _changed(value)]
+        else:
+            other = pairs.get(part.name, value + 1 if isinstance(value, int) else f"not {value}")
+            found.append(replace(record, **{part.name: other}))
+    return found
+
+
 def test_names_of_requests_do_not_count(folder: Path) -> None:
     """The same region under another name: found, and named as it is now, in the proof too."""
     program = write_contract(folder, HELD % "attn_0")
@@ -219,6 +288,36 @@ def test_a_lowered_bound_is_not_believed(decide: Decide, folder: Path) -> None:
     assert not unconfirmed.confirmed
 
 
+@pytest.mark.parametrize("place", ["region", "graph", "name"])
+def test_an_entry_does_not_say_what_its_proof_is_about(
+    decide: Decide, folder: Path, place: str
+) -> None:
+    """A true proof of another region: the checker confirms it, and it shows nothing of the goal."""
+    ball = "forall x in ball(all, %s): norm_inf(drift(attn_0, x)) <= %r"
+    (narrow,) = decide(ball % ("1e-6", 1.0), attacks=False, cache=False)
+    limit = 2 * narrow.bound
+    (honest,) = decide(ball % ("0.5", limit), attacks=False)
+    assert isinstance(honest.verdict, Inconclusive)
+    assert narrow.proof is not None
+    told = json.loads(narrow.proof)["cases"]
+    proved = {case["region"]["centre"]["shape"][0]: case for case in told}
+
+    def lie(value: Any) -> Any:
+        bounded, _, _ = value
+        case = proved[bounded.outcome.length]
+        stated = {k: v for k, v in case.items() if k not in ("name", "graph", "region")}
+        claim = float.fromhex(case["claim"])
+        lied = replace(bounded, outcome=replace(bounded.outcome, bound=claim))
+        return lied, claim, {**stated, place: case[place]}
+
+    for path in entries(folder):
+        rewrite(path, lie)
+    (found,) = decide(ball % ("0.5", limit), attacks=False)
+    assert isinstance(found.verdict, Inconclusive)
+    assert found.cached == 0
+    assert "damaged" in found.notes[0]
+
+
 def test_a_claim_apart_from_its_bound_is_damage(decide: Decide, folder: Path) -> None:
     """A bound that meets the limit beside a proof of something else."""
     limit = (HELD % "attn_0").replace("0.01", "1e-6")
@@ -231,6 +330,26 @@ def test_a_claim_apart_from_its_bound_is_damage(decide: Decide, folder: Path) ->
     (found,) = decide(limit, attacks=False)
     assert found.cached == 0
     assert found.verdict == honest.verdict
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attack": []}, {"attack": 1e-9}, {"length": "3"}, {"reason": 1}, {"margin": "0x1p-9"},
+        {"stable": 1}, {"links": None}, {"alpha": 0.5}, {"bound": 0},
+    ],
+)  # fmt: skip
+def test_what_is_kept_of_a_case_has_its_form(
+    decide: Decide, folder: Path, fields: dict[str, Any]
+) -> None:
+    """A run that no entry has found is not shown beside the bound, and nothing of it breaks."""
+    (honest,) = decide(HELD % "attn_0", attacks=False)
+    for path in entries(folder):
+        rewrite(path, lambda v: (replace(v[0], outcome=replace(v[0].outcome, **fields)), *v[1:]))
+    (found,) = decide(HELD % "attn_0", attacks=False)
+    assert found.cached == 0
+    assert found.cases == honest.cases
+    assert found.proof == honest.proof
 
 
 def test_what_is_likely_is_not_remembered_as_sure(folder: Path) -> None:

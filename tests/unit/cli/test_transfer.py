@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -256,6 +259,62 @@ def test_zero_stays_zero_and_the_end_of_the_region_is_in_it(tmp_path: Path) -> N
         moved(one, tensors("b", before / 0), ["w"], parse_real("0.5"))
     with pytest.raises(Rejection, match="transfer/tensors"):
         moved(one, one, ["v"], parse_real("0.5"))
+
+
+@pytest.mark.parametrize("which", ["later", "earlier"])
+def test_weights_that_change_meanwhile_are_refused(
+    cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """What is compared are the weights that were verified and are named, not others by then."""
+    from kcdsl.cli import transfer as command
+
+    path = later(folder)
+    honest = command._verified
+    changing = path if which == "later" else folder / "model.safetensors"
+
+    def verified(*given: Any) -> Any:
+        found = honest(*given)
+        tensors = load_file(changing)
+        first = min(tensors)
+        tensors[first] = tensors[first] * (1 + 2.0**-20)
+        save_file(tensors, changing)
+        return found
+
+    monkeypatch.setattr(command, "_verified", verified)
+    found = run(cli, folder, path)
+    assert found.code == 2, found.stdout
+    assert "KC665" in found.stderr
+    assert "transfer/changed" in found.stderr
+    assert not (folder / "out" / "verify.transfer.json").exists()
+
+
+def test_the_edge_of_the_region_is_exact() -> None:
+    """One step of a double below what an element moved by is too small a region, one above is not:
+    also where the product of both would round up to the distance."""
+    from kcdsl_certs.recheck.norms import moved
+    from kcdsl_certs.recheck.safetensors import Tensor as Stored
+
+    def stored(values: Any) -> Mapping[str, Stored]:
+        return {"w": Stored("F32", values.shape, memoryview(values.tobytes()))}
+
+    generator = np.random.default_rng(7)
+    size = np.exp2(generator.integers(-149, 127, 400)).astype(np.float32)
+    one = (size * generator.uniform(1, 2, 400)).astype(np.float32)
+    by = generator.uniform(-0.49, 0.49, 400) * np.exp2(-generator.integers(0, 22, 400))
+    two = (one * (1 + by)).astype(np.float32)
+    decided = set()
+    for before, after in zip(one, two, strict=True):
+        exact = abs(Fraction(float(after)) - Fraction(float(before))) / Fraction(float(before))
+        if not 0 < exact < Fraction(1, 2):
+            continue
+        nearest = float(exact)
+        steps = (nearest, math.nextafter(nearest, 0.0), math.nextafter(nearest, 1.0))
+        for rho in (exact, *map(Fraction, steps), Fraction(f"{nearest:.3g}")):
+            (found,) = moved(stored(before[None]), stored(after[None]), ["w"], rho)
+            assert found.inside is (exact <= rho), (before, after, rho)
+            assert Fraction(found.ratio) >= exact
+            decided.add((found.inside, exact == rho))
+    assert decided == {(True, True), (True, False), (False, False)}
 
 
 def signed(folder: Path, transfer: Transfer) -> None:
