@@ -1,0 +1,72 @@
+"""Functionals that come to a node on two ways are added, which rounds: planes pay for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.interval.box import Box as ProverBox
+from kcdsl_backends.planes import functional as prover_functional
+from kcdsl_backends.planes import tape as prover
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.box import Box
+from kcdsl_certs.recheck.planes import functional as checker_functional
+from kcdsl_certs.recheck.planes import tape as checker
+
+ONE, SMALL = np.array([[1.0, -1.0]]), np.array([[2.0**-54, 0.0]])
+"""Their sum is rounded to the first; of two equal numbers the first makes nothing, both make
+2^-54 of them."""
+
+
+def test_the_checker_pays() -> None:
+    unit, none = Box(np.full(2, -1.0), np.full(2, 1.0)), Box(np.zeros(2), np.zeros(2))
+    zero = np.zeros(2), np.zeros(2)
+    tape = checker.Tape()
+
+    def part(values: np.ndarray) -> checker_functional.Functional:
+        return checker_functional.Functional(Adjoint(values, (0,)), None)
+
+    def copied(f: checker_functional.Functional) -> list[tuple[int, checker_functional.Functional]]:
+        assert f.e is not None
+        return [(0, part(f.e.values.sum(axis=-1, keepdims=True)))]
+
+    one = Box(unit.lo[:1], unit.hi[:1])
+    alone = np.zeros(1), np.zeros(1)
+    still = Box(np.zeros(1), np.zeros(1))
+    tape.add(checker.Entry(np.zeros(1), one, still, lambda _: [], alone, (np.ones(1), np.zeros(1))))
+    tape.add(checker.Entry(np.zeros(2), unit, none, copied, zero, zero))
+    tape.add(
+        checker.Entry(
+            np.zeros(1), one, still, lambda _: [(1, part(ONE)), (1, part(SMALL))], alone, alone
+        )
+    )
+    low, high = tape.between(2, part(np.ones((1, 1))))
+    assert low[0] <= -(2.0**-54)
+    assert high[0] >= 2.0**-54
+    assert high[0] <= 2.0**-48
+
+
+def test_the_prover_pays() -> None:
+    tape = prover.Tape()
+
+    def part(values: np.ndarray) -> prover_functional.Functional:
+        return prover_functional.Functional(ProverAdjoint.full(torch.from_numpy(values)), None)
+
+    def copied(f: prover_functional.Functional) -> list[tuple[int, prover_functional.Functional]]:
+        assert f.deviation is not None
+        return [(0, part(f.deviation.dense().values.sum(-1, keepdim=True).numpy()))]
+
+    def entry(size: int, pull: prover.Pull, noise: prover.Noise | None = None) -> None:
+        zero = torch.zeros(size, dtype=torch.float64)
+        unit = ProverBox(zero - 1, zero + 1)
+        tape.add(prover.Entry("", zero, unit, ProverBox(zero, zero), pull, noise))
+
+    single = torch.ones(1, dtype=torch.float64)
+    entry(1, lambda _: [], prover.Noise(single, 0 * single))
+    entry(2, copied)
+    entry(1, lambda _: [(1, part(ONE)), (1, part(SMALL))])
+    low, high = tape.bound(2, part(np.ones((1, 1))))
+    assert float(low[0]) <= -(2.0**-54)
+    assert float(high[0]) >= 2.0**-54
+    assert float(high[0]) <= 2.0**-48
