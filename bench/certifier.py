@@ -23,6 +23,7 @@ from typing import Any
 
 from bench.common import Better, Figure, forget_peak, peak_bytes, report, seconds
 from bench.minilm import workshop
+from kcdsl.verdict.quantities import quantity
 
 SHORT = "A cat sleeps."
 MIDDLE = "The quick brown fox jumps over the lazy dog near the big river bank."
@@ -279,7 +280,9 @@ def growth() -> Figure:
 
         times.append(seconds(work, repeat=1, warmup=0))
     exponent = math.log(times[-1] / times[0]) / math.log(LENGTHS[-1] / LENGTHS[0])
-    where = ", ".join(f"{n} tokens {t:.2g} s" for n, t in zip(LENGTHS, times, strict=True))
+    where = ", ".join(
+        f"{n} tokens {quantity(t, 's', 2)}" for n, t in zip(LENGTHS, times, strict=True)
+    )
     return Figure("attn_0: growth with tokens, exponent", exponent, Better.LOWER, None, where)
 
 

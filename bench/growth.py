@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.common import Better, Figure, forget_peak, peak_bytes, report
 from bench.no_flip import EXAMPLE
+from kcdsl.verdict.quantities import quantity
 
 if TYPE_CHECKING:
     from kcdsl_backends.certifier.workshop import Workshop
@@ -71,7 +72,7 @@ def width() -> list[Figure]:
         print(f"  width {size}: {taken:.2f} s, {peak / 1e6:.0f} MB", file=sys.stderr, flush=True)
     times, peaks = zip(*found, strict=True)
     cores = f"{TOKENS} tokens, {os.cpu_count()} cores"
-    shown = ", ".join(f"{n}: {t:.2g} s" for n, t in zip(WIDTHS, times, strict=True))
+    shown = ", ".join(f"{n}: {quantity(t, 's', 2)}" for n, t in zip(WIDTHS, times, strict=True))
     sizes = ", ".join(f"{n}: {p / 1e6:.0f} MB" for n, p in zip(WIDTHS, peaks, strict=True))
     return [
         _exponent("attention: growth with the width, exponent of time", times, f"{shown}; {cores}"),

@@ -20,7 +20,7 @@ from kcdsl.config import shown
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
-from kcdsl.source.files import read_source
+from kcdsl.source.files import MARK, MARKED, UNMARKED, read_source
 from kcdsl.source.text import SourceFile, Span
 
 SIZE_LIMIT = 256 * 2**20
@@ -110,6 +110,8 @@ def _read_row(
     def refusal(message: str, help: str | None = None) -> Refusal:
         return _refuse_line(codes.MALFORMED_REQUEST, message, source, number, help)
 
+    if number == 1 and line.startswith(MARK):
+        raise refusal(MARKED, UNMARKED)
     try:
         row = json.loads(
             line,

@@ -98,7 +98,10 @@ def run(arguments: argparse.Namespace) -> Exit:
             for one in maps(document)
         ]
     make_folder(folder)
+    before = _pictures(folder / f"{kind}.json")
     write_together(files, replace=True)
+    for stale in before - {file.path.name for file in files}:
+        (folder / stale).unlink(missing_ok=True)
     if arguments.json:
         sys.stdout.write(text)
     else:
@@ -122,6 +125,23 @@ def _refuse_foreign(kind: str, arguments: argparse.Namespace) -> None:
             raise refuse(USAGE, f"--{name} is for {other}", help=f"`kcdsl experiment {other}`")
     if kind == "e1" and len(arguments.device or ()) > 1:
         raise refuse(USAGE, "e1 runs on one device", help="give --device once")
+
+
+def _pictures(path: Path) -> set[str]:
+    """Return the names of the pictures that an earlier run wrote beside its document.
+
+    Nothing else in the folder is ours. Of a document that is damaged nothing is known.
+    """
+    import json
+
+    from kcdsl.verdict.html.experiment_maps import names
+
+    try:
+        document = json.loads(path.read_bytes())
+        found = names(document) if document["experiment"] == "e2" else ()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+    return {f"{name}.svg" for name in found}
 
 
 def _standalone(svg: str) -> str:

@@ -25,10 +25,11 @@ def quantity(value: float | None, unit: str, digits: int = DIGITS) -> str:
         return UNREACHED
     match unit:
         case "s":
-            return f"{value * 1e3:.{digits}g} ms" if abs(value) < 1 else f"{value:.{digits}g} s"
+            short = 0 < abs(value) < 1
+            return f"{value * 1e3:.{digits}g} ms" if short else f"{_plain(value, digits)} s"
         case "B":
             large = value >= 1e9
-            return f"{value / 1e9:.{digits}g} GB" if large else f"{value / 1e6:.{digits}g} MB"
+            return f"{_plain(value / 1e9, digits)} GB" if large else f"{value / 1e6:.{digits}g} MB"
         case "tok/s":
             whole = digits == DIGITS and value >= 10
             return f"{value:.0f} tok/s" if whole else f"{value:.{digits}g} tok/s"
@@ -38,6 +39,12 @@ def quantity(value: float | None, unit: str, digits: int = DIGITS) -> str:
             return _percent(value, digits)
         case _:
             return f"{value:.{digits}g}"
+
+
+def _plain(value: float, digits: int) -> str:
+    """Return a number without an exponent, whole where it has more places than digits: 1,234."""
+    text = f"{value:,.{digits}g}"
+    return f"{value:,.0f}" if "e+" in text else text
 
 
 def _percent(value: float, digits: int) -> str:

@@ -21,6 +21,7 @@ from kcdsl.chain.exact import excess
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.verdict.model import InvalidEvidence
+from kcdsl.verdict.quantities import quantity, stated
 from kcdsl_backends.empirical.measured import Array, Unit
 from kcdsl_backends.requests import Request
 
@@ -142,8 +143,8 @@ class _Search:
         left, expected = self.ends - before, cost * (1.0 if slower is None else slower)
         if expected > left:
             self.reasons[key] = (
-                f"it would take about {expected:.2g} s, and {max(left, 0):.2g} s of "
-                f"{self.seconds:g} s are left"
+                f"it would take about {quantity(expected, 's', 2)}, and "
+                f"{quantity(max(left, 0), 's', 2)} of {stated(self.seconds, 's')} are left"
             )
             return slower
         box = self.model.bound(request, level)

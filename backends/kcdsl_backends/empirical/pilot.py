@@ -17,7 +17,7 @@ from scipy import stats
 from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import Abs, Clause, Metric, Statistic
-from kcdsl.source.files import read_source
+from kcdsl.source.files import MARK, MARKED, read_source
 from kcdsl_backends.empirical.allowance import allowed_rate, bounded_mean, is_mean, sides
 from kcdsl_backends.empirical.clauses import label, main_comparison
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
@@ -60,6 +60,8 @@ def read_pilot(path: Path) -> Pilot:
 
         return _TracePilot(tuple(records(read_trace(path).evidence).values()))
     text = read_source(shown(path), _SIZE_LIMIT).text
+    if text.startswith(MARK):
+        raise _unusable(path, MARKED)
     try:
         document = json.loads(text)
     except ValueError:

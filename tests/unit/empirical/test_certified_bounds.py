@@ -185,6 +185,12 @@ def test_the_cheapest_come_first_until_the_time_is_spent() -> None:
     assert found["r:9"].failure == "it would take about 9 s, and 1 s of 10 s are left"
 
 
+def test_long_times_are_written_plainly() -> None:
+    found = sought(Fixed(1e-3, price=173.4), (2, 9), seconds=1800)
+    said = "it would take about 1,561 s, and 1,453 s of 1,800 s are left"
+    assert found["r:9"].failure == said
+
+
 def test_what_takes_longer_than_expected_makes_the_rest_wait() -> None:
     found = sought(Fixed(1e-3, slower=3.0), (2, 3, 4), seconds=10)
     assert [key for key, unit in found.items() if unit.failure is None] == ["r:2"]

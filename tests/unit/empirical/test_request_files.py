@@ -85,6 +85,18 @@ def test_malformed_lines_are_refused_with_their_line(tmp_path: Path, line: str) 
     assert (code, number) == ("KC620", 2)
 
 
+def test_a_byte_order_mark_is_named_with_its_way_out(tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as caught:
+        load(tmp_path, '\ufeff{"id": "a", "text": "x"}')
+    found = caught.value.diagnostics[0]
+    assert found.code == codes.MALFORMED_REQUEST
+    assert found.message == "the file begins with a byte order mark, and JSON does not"
+    assert found.help == "save the file as UTF-8 without a byte order mark"
+    assert found.source is not None
+    assert found.span is not None
+    assert found.source.position(found.span.start).line == 1
+
+
 def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     code, number, message = refused(
         tmp_path, '{"id": "1", "text": "x"}', '{"id": "b", "text": "x"}', '{"id": 1, "text": "y"}'

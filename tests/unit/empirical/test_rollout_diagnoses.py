@@ -11,7 +11,7 @@ import torch
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.diagnoses.recorded_logs import alignment, ratios_of
+from kcdsl_backends.empirical.diagnoses.recorded_logs import alignment, ratios_of, truncation
 from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
 from kcdsl_backends.empirical.rollouts.record import Law, Rollout, Semantics
 from kcdsl_backends.empirical.rollouts.scoring import Policy, score
@@ -385,6 +385,21 @@ def test_ratios_that_are_not_finite_block() -> None:
     assert failed(checks) == {"finite"}
     assert "(r3)" in checks["finite"].detail
     assert blocked(checks)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize(("log", "said"), [(-400.0, "mean w = "), (-1e4, "mean w > e^9,99")])
+def test_ratios_beyond_float64_are_told_without_one(log: float, said: str) -> None:
+    """Infer gives every other token a finite log that stands for an excluded one."""
+    found = []
+    for r in recordings.rollouts():
+        assert r.infer is not None
+        gone = np.arange(len(r.infer.logs)) % 2 == 0
+        found.append(recordings.with_logs(r, "infer", np.where(gone, log, r.infer.logs)))
+    told = truncation(found, (), 1.0, False)
+    assert told.left is not None
+    assert told.left < 1
+    assert said in told.detail
 
 
 def test_the_share_of_masked_tokens_is_told() -> None:

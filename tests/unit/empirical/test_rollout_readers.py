@@ -283,6 +283,11 @@ def test_one_prompt_that_is_counted_is_refused_where_chance_does_not_explain_it(
     [
         ("empty.jsonl", b"", "has no rows"),
         ("cut.jsonl", b'{"id": "a", "tok', "line 1: not a JSON object"),
+        (
+            "mark.jsonl",
+            b'\xef\xbb\xbf{"id": "a"}\n',
+            "line 1: the file begins with a byte order mark",
+        ),
         ("list.jsonl", b"[1, 2]\n", "a row is a JSON object, not list"),
         ("twice.jsonl", b'{"id": "a", "id": "b"}\n', "'id' comes twice"),
         ("bytes.jsonl", b'{"id": "\xff"}\n', "cannot be read"),

@@ -287,6 +287,26 @@ def test_the_command_writes_everything(cli: Cli, folder: Path, tmp_path: Path) -
     assert "cpu 8 tokens x2 /1" in shown.stdout
 
 
+def test_pictures_of_clauses_that_are_gone_go_too(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    """A picture of the user, or beside a document that cannot be read, stays."""
+    words = ["--device", "cpu", "--length", "8", "--batch", "2", "--concurrency", "1"]
+    for name in ("model.safetensors", "config.json", "prompts.jsonl"):
+        shutil.copy(folder / name, tmp_path / name)
+    contract, out = tmp_path / "contract.yaml", tmp_path / "out"
+
+    def pictures(text: str) -> list[str]:
+        contract.write_text(text)
+        assert cli("experiment", "e2", str(contract), *words, "-o", str(out)).code == 0
+        return sorted(file.name for file in out.glob("*.svg"))
+
+    fewer = "".join(line for line in _CONTRACT.splitlines(True) if "N-LINF" not in line)
+    assert pictures(_CONTRACT) == ["N-KL-all.svg", "N-KL-safety.svg", "N-LINF-all.svg"]
+    (out / "mine.svg").write_text("<svg/>")
+    assert pictures(fewer) == ["N-KL-all.svg", "N-KL-safety.svg", "mine.svg"]
+    (out / "e2.json").write_text("[")
+    assert "N-KL-safety.svg" in pictures(fewer.replace("[all, safety]", "[all]"))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -19,7 +19,7 @@ def read(text: str) -> Fraction:
     """Return the value that a reader takes from a text, in base units."""
     number, _, word = text.removesuffix("%").partition(" ")
     factors = {"ms": Fraction(1, 1000), "MB": Fraction(10**6), "GB": Fraction(10**9)}
-    value = Fraction(number) * factors.get(word, Fraction(1))
+    value = Fraction(number.replace(",", "")) * factors.get(word, Fraction(1))
     return value / 100 if text.endswith("%") else value
 
 
@@ -29,6 +29,8 @@ def read(text: str) -> Fraction:
         (0.99999, "ratio", "99.999%"),
         (0.001234, "nat", "0.001234"),
         (1e-6, "s", "0.001 ms"),
+        (1800.0, "s", "1,800 s"),
+        (86_400.5, "s", "86,400.5 s"),
         (0.07, "ratio", "7%"),
         (1234.5, "tok/s", "1234.5 tok/s"),
         (1.2345e9, "B", "1.2345 GB"),
@@ -53,6 +55,12 @@ def test_a_threshold_is_quoted_as_it_was_stated(threshold: float, unit: str, tex
         (None, 0.05, "nat", UNREACHED),
         (math.nan, 0.05, "nat", UNREACHED),
         (0.0123, None, "s", "12.3 ms"),
+        (0.0, None, "s", "0 s"),
+        (1543.21, None, "s", "1,543 s"),
+        (999.9, None, "s", "1,000 s"),
+        (1543.21, 1543.0, "s", "1,543.21 s"),
+        (12_345.0, 1800.0, "s", "12,345 s"),
+        (2.5e12, None, "B", "2,500 GB"),
     ],
 )
 def test_a_value_is_told_from_its_threshold(

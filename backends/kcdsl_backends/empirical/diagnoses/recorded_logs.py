@@ -32,6 +32,8 @@ _DEEPEST = 256
 """How many tokens of a rollout are looked at for positions that it shares with others."""
 _ONE_SIDED = 0.5
 """-sum ln w / sum |ln w|, from which on deviations lie on one side."""
+_LARGEST_LOG = 700.0
+"""Below ln of the largest float64."""
 _FIRM = 5.0
 """Standard errors from which on a mean ratio is not 1."""
 _ROUNDING = 1e-4
@@ -292,10 +294,16 @@ def truncation(
         return Repair(name, f"{lost:.3g} nats are what a softmax in float32 may be off by", 1.0)
     what = "" if side == 0 or not policies else _filter(policies, stated)
     detail = (
-        f"{SIDES[side]} was cut off{what}: mean w = {float(np.exp(delta).mean()):.6g}, "
+        f"{SIDES[side]} was cut off{what}: mean w {_mean_weight(delta)}, "
         f"{lost:.3g} nats of mass are lost on average"
     )
     return Repair(name, detail, 0.05 + (1 - one_sided) / 4, lost)
+
+
+def _mean_weight(delta: Array) -> str:
+    """Return "= …", the mean of e^delta, or what it exceeds where it leaves float64."""
+    log = float(np.logaddexp.reduce(delta)) - math.log(delta.size)
+    return f"= {math.exp(log):.6g}" if log < _LARGEST_LOG else f"> e^{math.floor(log):,}"
 
 
 def _filter(policies: Sequence[Policy], stated: float) -> str:

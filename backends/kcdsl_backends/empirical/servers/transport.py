@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.verdict.quantities import stated
 
 if TYPE_CHECKING:
     import httpx
@@ -118,13 +119,15 @@ class Transport:
                     if size > self.limits.size:
                         raise _NoAnswer(f"the answer has more than {self.limits.size} bytes", True)
                     if self.clock() - started > self.limits.answer:
-                        raise _NoAnswer(f"no whole answer in {self.limits.answer:g} s", True)
+                        raise _NoAnswer(
+                            f"no whole answer in {stated(self.limits.answer, 's')}", True
+                        )
                     parts.append(part)
                 return reply.status_code, b"".join(parts).decode("utf-8", errors="replace")
         except httpx.TimeoutException as error:
             slow = not isinstance(error, httpx.ConnectTimeout)
             seconds = self.limits.answer if slow else self.limits.connect
-            raise _NoAnswer(f"no answer in {seconds:g} s", slow) from None
+            raise _NoAnswer(f"no answer in {stated(seconds, 's')}", slow) from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise _NoAnswer(self._hidden(f"{type(error).__name__}: {error}"), False) from None
 

@@ -15,6 +15,7 @@ from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.model.files import file_digest
+from kcdsl.source.files import MARK, MARKED, UNMARKED
 from kcdsl_backends.empirical.rollouts.readers.rows import Rows
 
 SUFFIXES = (".jsonl", ".parquet", ".safetensors")
@@ -82,6 +83,8 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
             raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} comes twice")
         return row
 
+    if number == 1 and line.startswith(MARK):
+        raise refuse(codes.MALFORMED_ROLLOUT, f"{shown(path)}, line 1: {MARKED}", help=UNMARKED)
     try:
         row = json.loads(line, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
