@@ -52,6 +52,7 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     NEARBY: (
         "tests/property/test_weights_region.py",
+        "tests/property/test_shared_weights.py",
         "tests/unit/interval/test_neighbourhood.py",
         "tests/unit/certs/test_proof_fields.py",
     ),
@@ -130,6 +131,7 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tests/property/test_domains_meet.py",
         "tests/property/test_inputs_of_links.py",
         "tests/property/test_moves_of_functionals.py",
+        "tests/property/test_shared_weights.py",
         "tests/unit/certs/test_recheck_affine.py",
         "tests/property/test_affine_checker.py",
         "tests/property/test_affine_remainders.py",

@@ -1,9 +1,9 @@
 """What a region around the weights costs: bounds as a function of ρ.
 
 The largest elementwise bound at one sentence (hidden states at a point), by the interval domain and
-met with affine forms, the training kernel float32 torch eager, for all weights within ρ of those of
-the checkpoint. Beside it the drift of a run found at the checkpoint itself. The figures are
-bound(ρ) / bound(0).
+met with affine forms, for all weights within ρ of those of the checkpoint. The training kernel is
+torch eager, in float32 unless the case says otherwise. Beside it the drift of a run found at the
+checkpoint itself. The figures are bound(ρ) / bound(0).
 
     make bench-weights
 """
@@ -24,6 +24,9 @@ RHOS = ("1e-6", "1e-5", "1e-4", "1e-3")
 SENTENCE = "The quick brown fox jumps over the lazy dog near the big river bank."
 PROMPT = "the cat sat on"
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny_lm"
+_EAGER = {"preset": "torch-eager"}
+_HALF = {"preset": "torch-eager", "compute": "float16"}
+_HALF_FUSED = {"preset": "torch-sdpa-flash", "compute": "float16"}
 _NEAREST = {"preset": "torch-eager", "compute": "bfloat16", "casts": "nearest"}
 _FLOAT8 = {"preset": "fp8-weights", "casts": "nearest"}
 _FLOAT32 = {"preset": "torch-sdpa-flash", "compute": "float32"}
@@ -37,15 +40,19 @@ class Case:
     block: str
     numerics: dict[str, Any] = field(hash=False)
     tiny: bool
+    train: dict[str, Any] = field(hash=False, default_factory=lambda: _EAGER)
 
 
 CASES = (
     Case("tiny LM attn_0, float32 fused", "attn_0", _FLOAT32, True),
+    Case("tiny LM layer_0, float32 fused", "layer_0", _FLOAT32, True),
+    Case("tiny LM attn_0, float16 fused against float16", "attn_0", _HALF_FUSED, True, _HALF),
     Case("tiny LM attn_0, bfloat16", "attn_0", _NEAREST, True),
     Case("tiny LM attn_0, fp8 weights", "attn_0", _FLOAT8, True),
     Case("tiny LM mlp_0, bfloat16", "mlp_0", _NEAREST, True),
     Case("tiny LM mlp_0, fp8 weights", "mlp_0", _FLOAT8, True),
     Case("MiniLM attn_0, float32 fused", "attn_0", _FLOAT32, False),
+    Case("MiniLM attn_0, float16 fused against float16", "attn_0", _HALF_FUSED, False, _HALF),
     Case("MiniLM attn_0, bfloat16", "attn_0", _NEAREST, False),
     Case("MiniLM attn_0, fp8 weights", "attn_0", _FLOAT8, False),
 )
@@ -59,8 +66,8 @@ def main() -> int:
     return report("weights", figures)
 
 
-def tiny_lm(infer: dict[str, Any]) -> Any:
-    """Return the trained example between float32 torch eager and an inference kernel."""
+def tiny_lm(infer: dict[str, Any], train: dict[str, Any]) -> Any:
+    """Return the trained example between a training and an inference kernel."""
     import torch
 
     from kcdsl.check.compile import load_program
@@ -70,8 +77,7 @@ def tiny_lm(infer: dict[str, Any]) -> Any:
 
     program = load_program(TINY / "contract.yaml")
     model = load_model(program.model, TINY)
-    first = resolve({"preset": "torch-eager"})
-    return Workshop(model, first, resolve(infer), torch.device("cpu"))
+    return Workshop(model, resolve(train), resolve(infer), torch.device("cpu"))
 
 
 def measure(case: Case) -> list[Figure]:
@@ -81,7 +87,8 @@ def measure(case: Case) -> list[Figure]:
     from kcdsl_backends.attack.search import attack
     from kcdsl_backends.certifier.nearby import NearbyProblem
 
-    shop = tiny_lm(case.numerics) if case.tiny else minilm(case.numerics)
+    make = tiny_lm if case.tiny else minilm
+    shop = make(case.numerics, case.train)
     tokens = tuple(shop.model.tokenizer.encode(PROMPT if case.tiny else SENTENCE))
     problem, centre = shop.problem(case.block, tokens), shop.centre(case.block, tokens)
     zero = torch.zeros(1, 1, dtype=torch.float64)

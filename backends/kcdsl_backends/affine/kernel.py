@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.affine.passes import Kind, Passes
-from kcdsl_backends.affine.tape import INPUT, SAFE, Entry, Tape
+from kcdsl_backends.affine.tape import INPUT, SAFE, Entry, Shared, Tape
 from kcdsl_backends.interval.context import Kernels
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
@@ -19,10 +19,13 @@ from kcdsl_backends.parameters import StoredParameters
 @dataclass(frozen=True, slots=True)
 class Spread:
     """How far what a kernel stores of a parameter may be from what it stores of the checkpoint's,
-    element by element, for a param node that is a linear weight or anything else."""
+    element by element, for a param node that is a linear weight or anything else; and whether both
+    kernels store it in one way, so that what it is off by is the same in both."""
 
     linear: Callable[[Node], Tensor]
     plain: Callable[[Node], Tensor]
+    linear_alike: Callable[[Node], bool]
+    plain_alike: Callable[[Node], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,9 @@ class KernelRun:
     """The entry of the block input where it is not rounded: its errors are those of the region."""
     spread: Spread | None = None
     """Of a region around the weights; None: the parameters are those of the checkpoint."""
+    common: dict[str, Tensor] = field(default_factory=dict)
+    """What operations with weights read in the first kernel that is run, at the centre: what both
+    kernels make of other weights is taken at these numbers."""
 
     @property
     def negligible(self) -> float:
@@ -102,7 +108,7 @@ class KernelRun:
         name = node.inputs[position]
         source = self.source(node, position)
         if self.spread is not None and source.op == "param" and name not in self.computed:
-            self.moving(name, self.parameters.plain(source), self.spread.plain(source))
+            self.moving(name, source, self.parameters.plain(source), self.spread.plain(source))
         if name in self.computed:
             index = self.computed[name]
             entry = self.tape.entries[index]
@@ -114,10 +120,13 @@ class KernelRun:
         )
         return Operand(None, reference, torch.zeros_like(reference))
 
-    def moving(self, name: str, reference: Tensor, radius: Tensor) -> None:
-        """Append numbers that may be anywhere around those known, and nothing else is known of."""
+    def moving(self, name: str, source: Node, reference: Tensor, radius: Tensor) -> None:
+        """Append numbers of a parameter, which may be anywhere around those known."""
         own = (radius * SAFE).contiguous()
-        self.computed[name] = self.tape.add(Entry(name, reference, own, lambda a: [], None, own))
+        entry = Entry(name, reference, own, lambda a: [], None, own)
+        if self.spread is not None and self.spread.plain_alike(source):
+            entry = replace(entry, shared=Shared(own, torch.zeros_like(own)))
+        self.computed[name] = self.tape.add(entry)
 
     def around(self, node: Node, position: int) -> Tensor | None:
         """Return how far a parameter input may be from `optional`; None where it does not move."""

@@ -66,9 +66,26 @@ class Both:
         """Bound a·e_infer - a·e_train for functionals of the output [B]."""
         b = self.infer.tape.bound(self.infer.computed[self.output], functionals)
         a = b if self.infer is self.train else self._training(functionals, b)
-        moved = _region_difference(a, b, self.train.tape.radius)
+        found = self._apart(a, b)
+        return found.meet(self._with_shared(functionals)) if self.sharing else found
+
+    def _with_shared(self, functionals: Adjoint) -> Box:
+        """Bound the same with what is one and the same in both kernels taken as such."""
+        sides = [self.train] if self.infer is self.train else [self.train, self.infer]
+        found = [s.tape.bound(s.computed[self.output], functionals, shared=True) for s in sides]
+        return self._apart(found[0], found[-1])
+
+    def _apart(self, a: Range, b: Range) -> Box:
+        """Bound what functionals of both errors are apart."""
+        moved = _difference(a, b, self.train.tape.radius)
         low, high = b.with_parts(a)  # both kernels round by themselves
         return Box(down(low - a.high - moved), up(high - a.low + moved))
+
+    @property
+    def sharing(self) -> bool:
+        """Say whether weights around those of the checkpoint are off alike in both kernels."""
+        entries = self.train.tape.entries
+        return self.train.tape.chance is None and any(e.shared is not None for e in entries)
 
     def _training(self, functionals: Adjoint, infer: Range) -> Range:
         """Bound a·e_train: by the reach, where that is next to nothing beside the other kernel."""
@@ -85,7 +102,7 @@ class Both:
         Raises:
             NoBound: a bound is not finite.
         """
-        box = self._apart()
+        box = self._element_by_element()
         if self._as_stored:
             stored = self._stored()
             box = stored if box is None else box.meet(stored)
@@ -96,11 +113,11 @@ class Both:
             raise NoBound(self.output, "a bound is not finite")
         return box
 
-    def _apart(self) -> Box | None:
-        """Bound the drift by what both kernels know of the input's region; None at a point where
-        one of them rounds its output, which says more."""
+    def _element_by_element(self) -> Box | None:
+        """Bound the drift by what both kernels know of the input's region and of weights; None at a
+        point where one of them rounds its output, which says more."""
         one = self.ends[0]
-        if self._as_stored and self._at_a_point:
+        if self._as_stored and self._at_a_point and not self.sharing:
             return None
         low, high = torch.empty_like(one.reference), torch.empty_like(one.reference)
         by_row, size = any(end.by_row for end in self.ends), at_once(self.infer.tape)
@@ -246,7 +263,7 @@ def both(
     one = write(graph, train, *region, spread=first, chance=chances[0], boxes=met[0], stored=apart)
     two = one
     if apart or not _same(train, infer):
-        two = write(graph, infer, *region, drift, second, handed, chances[1], met[1])
+        two = write(graph, infer, *region, drift, second, handed, chances[1], met[1], one.common)
     if graph.output not in one.computed or graph.output not in two.computed:
         raise NoBound(graph.output, "the output does not depend on the input")
     return Both(graph.output, one, two)
@@ -270,22 +287,33 @@ def _same(train: StoredParameters, infer: StoredParameters) -> bool:
     return stored and replace(infer.numerics, preset=train.numerics.preset) == train.numerics
 
 
-def _region_difference(a: Range, b: Range, radius: Tensor) -> Tensor:
-    """Bound |(α_infer - α_train)·(x - centre)|: the input is the same for both kernels."""
-    zero = torch.zeros_like(a.low)
-    if a is b or not bool((radius > 0).any()):
-        return zero
-    match a.region, b.region:
-        case None, None:
-            return zero
-        case Adjoint() as one, None:
-            both, sizes = one, one.magnitude(radius)
-        case None, Adjoint() as one:
-            both, sizes = one, one.magnitude(radius)
-        case Adjoint() as one, Adjoint() as two:
-            both = one.times(-1.0).plus(two)
-            sizes = one.magnitude(radius) + two.magnitude(radius)
-        case _:
-            raise AssertionError("a region is an adjoint or None")
+def _difference(a: Range, b: Range, radius: Tensor) -> Tensor:
+    """Bound Σ |(α_infer - α_train)·s|: the input x - centre is the same s for both kernels, as is
+    what other weights make of known numbers."""
+    total = torch.zeros_like(a.low)
+    if a is b:
+        return total
+    apart = [
+        (_functional(a, name), _functional(b, name), size)
+        for name, (_, size) in {**a.shared, **b.shared}.items()
+    ]
+    if bool((radius > 0).any()):
+        apart.append((a.region, b.region, radius))
+    for first, second, size in apart:
+        total = total + _functionals_apart(first, second, size)
+    return total
+
+
+def _functional(found: Range, name: str) -> Adjoint | None:
+    return found.shared[name][0] if name in found.shared else None
+
+
+def _functionals_apart(one: Adjoint | None, two: Adjoint | None, size: Tensor) -> Tensor | float:
+    """Bound |(two - one)·s| for |s| <= size, the rounding of the difference included."""
+    each = [adjoint for adjoint in (one, two) if adjoint is not None]
+    if not each:
+        return 0.0
+    both = each[0] if one is None or two is None else one.times(-1.0).plus(two)
+    sizes = sum(adjoint.magnitude(size) for adjoint in each)
     terms = both.values[0].numel() + 8
-    return both.magnitude(radius) * (1 + 2 * gamma(terms)) + 2.0**-52 * sizes
+    return both.magnitude(size) * (1 + 2 * gamma(terms)) + 2.0**-52 * sizes

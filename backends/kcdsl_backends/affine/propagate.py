@@ -65,6 +65,7 @@ def write(
     handed: Around | None = None,
     chance: Chance | None = None,
     boxes: Mapping[str, Box] | None = None,
+    common: dict[str, Tensor] | None = None,
     *,
     stored: bool = False,
 ) -> KernelRun:
@@ -82,6 +83,7 @@ def write(
         handed: ellipsoids around the rows of that drift, beside its box.
         chance: with what probability bounds hold; None: in the worst case.
         boxes: where another domain says that results of this kernel lie, by node.
+        common: what the other kernel's operations with weights read (`KernelRun.common`).
         stored: the states of the region were stored by another block, and are read as they are.
 
     Raises:
@@ -92,6 +94,7 @@ def write(
     nodes = {node.name: node for node in graph.nodes}
     rounding = Rounding(parameters.numerics)
     run = KernelRun(graph, rounding, parameters, tape, nodes, grain, spread=spread)
+    run.common.update(common or {})
     tape.add(Entry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
     for node in graph.nodes:
         if node.op in ("param", "constant"):

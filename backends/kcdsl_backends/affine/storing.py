@@ -17,7 +17,7 @@ from kcdsl_backends.affine.independent import Roundings
 from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.reaches import elements, norms
 from kcdsl_backends.affine.remainder import Remainder
-from kcdsl_backends.affine.tape import SAFE, Amplified, Apart, Curved, Entry, OneRow, Pull
+from kcdsl_backends.affine.tape import SAFE, Amplified, Apart, Curved, Entry, OneRow, Pull, Shared
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import refuse_overflow, refuse_unbounded_sums
 from kcdsl_backends.interval.rounding import Rounding, power_of_two, stepped, toward_zero
@@ -32,8 +32,8 @@ class Result:
 
     `linear` is the reach of L e; `internal` bounds what stands in o (remainders, roundings inside,
     float64 errors); `extra` is the reach of what stands in `centre`, `curved` and `amplified`.
-    `cases` hold v; `roundings` take `internal` apart. `early` was a free cast before the last
-    operation, its error not counted in `internal`.
+    `cases` hold v; `roundings` take `internal` apart, as does `shared` between both kernels.
+    `early` was a free cast before the last operation, its error not counted in `internal`.
     """
 
     reference: Tensor
@@ -48,6 +48,7 @@ class Result:
     roundings: Roundings | None = None
     early: Early | None = None
     one_row: OneRow | None = None
+    shared: Shared | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ def store(
     internal, early = result.internal, result.early
     if early is not None:
         internal = internal + early.of_known + early.of_error
+        result = replace(result, shared=_more(result.shared, early.of_known + early.of_error))
     if accumulates:
         refuse_unbounded_sums(node.name, internal, kernel.inner(accumulates))
     entry = _formed(run, node, result, internal)
@@ -108,6 +110,7 @@ def store(
             roundings=parts,
             before=entry if final and worst else None,
             apart=apart,
+            shared=_more(entry.shared, own),
         )
     elif form.precision < max(24, kernel.inner(accumulates).precision):
         if tight:
@@ -144,7 +147,13 @@ def _formed(run: KernelRun, node: Node, result: Result, internal: Tensor) -> Ent
         result.amplified,
         roundings=parts,
         one_row=result.one_row,
+        shared=_more(result.shared, torch.zeros_like(internal)),
     )
+
+
+def _more(shared: Shared | None, own: Tensor) -> Shared | None:
+    """Return a part that both kernels have in common, with more beside it."""
+    return None if shared is None else replace(shared, rest=(shared.rest + own) * SAFE)
 
 
 def _apart(run: KernelRun, node: Node, result: Result, form: Format) -> Apart | None:
@@ -218,6 +227,9 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
     reference = torch.where(stairs, low / 2 + high / 2, reference)
     radius, parts = (entry.radius + cast) * SAFE, entry.roundings
     parts = None if parts is None else replace(parts, sure=(parts.sure + cast) * SAFE)
+    shared = _more(entry.shared, cast)
+    if shared is not None:
+        shared = Shared(shared.size, torch.where(stairs, gap * SAFE, shared.rest), keep)
 
     def kept(adjoint: Adjoint) -> Sequence[tuple[int, Adjoint]]:
         return pull(adjoint.times(keep))
@@ -238,6 +250,7 @@ def _stepped(entry: Entry, form: Format, kernel: Rounding, formed: Cases | None)
         before=entry,
         roundings=None if parts is None else parts.where(~stairs, gap * SAFE),
         one_row=None if entry.one_row is None else entry.one_row.where(keep),
+        shared=shared,
     )
 
 

@@ -10,7 +10,7 @@ so a functional a·e_n is bounded by one reverse pass: Σ over entries of adjoin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -102,6 +102,24 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """A part s of o that is one and the same in both kernels: what weights of a region around those
+    of the checkpoint make of a number that is known.
+
+    `size` bounds |s| and `rest` what o is beside s, element by element; where `keep` is 0 there is
+    no s in o, and all of it is in the rest. The radius of the entry bounds both together.
+    """
+
+    size: Tensor
+    rest: Tensor
+    keep: Tensor | None = None
+
+    def of(self, functional: Adjoint) -> Adjoint:
+        """Return the functional of s that a functional of o is."""
+        return functional if self.keep is None else functional.times(self.keep)
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One line of the recurrence.
 
@@ -112,8 +130,9 @@ class Entry:
     `ends`, `cases` and, of a softmax, `choices` say more of the stored value than the reach does,
     `together` more of o than the radius, which holds as well; `before` is a result as it was
     formed, before a cast to nearest or, of the output, a free one. `roundings` take the radius
-    apart for bounds by chance, `apart` for others. `balance` [..., 1] bounds |Σ e| of every row of
-    probabilities; `one_row` is for functionals of one row of a product.
+    apart for bounds by chance, `apart` for others, `shared` for those of both kernels together.
+    `balance` [..., 1] bounds |Σ e| of every row of probabilities; `one_row` is for functionals of
+    one row of a product.
     """
 
     name: str
@@ -136,6 +155,7 @@ class Entry:
     apart: Apart | None = None
     balance: Tensor | None = None
     one_row: OneRow | None = None
+    shared: Shared | None = None
 
     @property
     def by_row(self) -> bool:
@@ -160,9 +180,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds [B] of functionals: low <= a·e - region·(x - centre) - d <= high.
+    """Bounds [B] of functionals: low <= a·e - region·(x - centre) - Σ shared·s - d <= high.
 
-    d is what independent `parts` add (None: there are none, and it is zero).
+    d is what independent `parts` add (None: there are none, and it is zero). `shared` holds
+    functionals of what is one and the same in both kernels, with its size, by entry.
     """
 
     low: Tensor
@@ -170,6 +191,7 @@ class Range:
     region: Adjoint | None
     parts: Parts | None = None
     chance: Chance | None = None
+    shared: Mapping[str, tuple[Adjoint, Tensor]] = field(default_factory=dict)
 
     def with_parts(self, other: Range | None = None) -> tuple[Tensor, Tensor]:
         """Return bounds with d in them; `other` adds parts of its own."""
@@ -182,10 +204,12 @@ class Range:
     def with_region(self, radius: Tensor) -> tuple[Tensor, Tensor]:
         """Return bounds of a·e for every input of the region."""
         low, high = self.with_parts()
-        if self.region is None:
-            return low, high
-        moved = self.region.magnitude(radius) * (1 + 2 * gamma(self.region.values[0].numel() + 8))
-        return low - moved, high + moved
+        known = list(self.shared.values())
+        known += [] if self.region is None else [(self.region, radius)]
+        for functional, size in known:
+            moved = functional.magnitude(size) * (1 + 2 * gamma(functional.values[0].numel() + 8))
+            low, high = low - moved, high + moved
+        return low, high
 
     def magnitude(self, radius: Tensor) -> Tensor:
         """Return a bound of |a·e| for every input of the region."""
@@ -228,28 +252,41 @@ class Tape:
         self.entries[index] = replace(self.entries[index], ellipsoids=ellipsoids)
 
     def bound(
-        self, index: int, adjoint: Adjoint, floor: int = INPUT, formed: Entry | None = None
+        self,
+        index: int,
+        adjoint: Adjoint,
+        floor: int = INPUT,
+        formed: Entry | None = None,
+        *,
+        shared: bool = False,
     ) -> Range:
         """Bound functionals of the error of one entry by a reverse pass.
 
         What arrives at the entry `floor` or before is bounded by the reaches there. `formed` stands
-        for the entry: the same result before its cast.
+        for the entry: the same result before its cast. With `shared`, what is the same in both
+        kernels is kept apart; this costs what is known of single rows of products.
         """
-        return self._bound({index: adjoint}, adjoint.values.shape[0], floor, formed)
+        return self._bound({index: adjoint}, adjoint.values.shape[0], floor, formed, shared=shared)
 
     def _bound(
-        self, pending: dict[int, Adjoint], count: int, floor: int, formed: Entry | None = None
+        self,
+        pending: dict[int, Adjoint],
+        count: int,
+        floor: int,
+        formed: Entry | None = None,
+        *,
+        shared: bool,
     ) -> Range:
         middle = torch.zeros(count, dtype=torch.float64, device=self.radius.device)
         spread, parts = torch.zeros_like(middle), None
         if self.chance is not None:
             self.chance.ask(count)
-        terms = 8
+        terms, common = 8, dict[str, tuple[Adjoint, Tensor]]()
         while pending:
             index = max(pending)
             functional = pending.pop(index)
             if index == INPUT:
-                return self._range(middle, spread, terms, functional, parts)
+                return self._range(middle, spread, terms, functional, parts, common)
             entry, formed = formed or self.entries[index], None
             terms += functional.values[0].numel()
             if index <= floor:
@@ -258,7 +295,10 @@ class Tape:
             if entry.centre is not None:
                 middle = middle + functional.against(entry.centre)
                 spread = spread + 2.0**-30 * functional.magnitude(entry.centre.abs())
-            if entry.together is not None:
+            if shared and entry.shared is not None:
+                common[entry.name] = entry.shared.of(functional), entry.shared.size
+                spread = spread + functional.magnitude(entry.shared.rest)
+            elif entry.together is not None:
                 low, high = entry.together.cases.between(functional)
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE
                 spread = spread + functional.magnitude(entry.together.rest)
@@ -273,7 +313,8 @@ class Tape:
             elif entry.radius is not None:
                 spread = spread + functional.magnitude(entry.radius)
             curved, pull = entry.curved, entry.pull
-            if entry.one_row is not None and self.chance is None and functional.one_row:
+            single = self.chance is None and functional.one_row and not shared
+            if entry.one_row is not None and single:
                 curved, pull = entry.one_row.curved, entry.one_row.pull
             if curved is not None:
                 low, high = curved.between(functional)
@@ -281,20 +322,21 @@ class Tape:
             pulled = pull(functional)
             if entry.amplified is not None:
                 if not pending and functional.single_row and len(pulled) == 1:
-                    rest = self._bound(dict(pulled), count, floor)
+                    rest = self._bound(dict(pulled), count, floor, shared=shared)
                     factor = entry.amplified.factor.expand(entry.shape)[functional.first]
                     spread = spread + factor * rest.magnitude(self.radius)
-                    own = self._range(middle, spread, terms, None, parts)
+                    own = self._range(middle, spread, terms, None, parts, common)
                     low, high = own.low + rest.low, own.high + rest.high
                     together = _beside(parts, rest.parts)
-                    return Range(low, high, rest.region, together, self.chance)
+                    common.update(rest.shared)
+                    return Range(low, high, rest.region, together, self.chance, common)
                 spread = spread + functional.magnitude(entry.amplified.loose)
             for source, part in pulled:
                 if source in pending:  # the sum is rounded
                     part = pending[source].plus(part)
                     spread = spread + 2.0**-52 * part.magnitude(self.entries[source].reach)
                 pending[source] = part
-        return self._range(middle, spread, terms, None, parts)
+        return self._range(middle, spread, terms, None, parts, common)
 
     def _range(
         self,
@@ -303,6 +345,7 @@ class Tape:
         terms: int,
         region: Adjoint | None,
         parts: Parts | None,
+        shared: Mapping[str, tuple[Adjoint, Tensor]],
     ) -> Range:
         """Return the bounds, with the float64 errors of sums of `terms` products.
 
@@ -310,7 +353,7 @@ class Tape:
         middle.
         """
         spread = spread * (1 + 2 * gamma(terms)) + middle.abs() * 2.0**-50
-        return Range(middle - spread, middle + spread, region, parts, self.chance)
+        return Range(middle - spread, middle + spread, region, parts, self.chance, shared)
 
 
 def _beside(one: Parts | None, two: Parts | None) -> Parts | None:

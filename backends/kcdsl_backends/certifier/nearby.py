@@ -48,12 +48,18 @@ class NearbyProblem:
         if isinstance(self.problem, SequenceProblem):
             raise NoBound(self.graph.output, "no region is of any length and around the weights")
         train, infer = self.problem.train, self.problem.infer
-        one, two = (
-            Spread(*(_spread(stored, self.around, side, use) for use in _USES))
-            for stored, side in ((train, 0), (infer, 1))
-        )
-        nearby = Nearby(one, two, self._kernels(self.problem))
+        spreads = self._spread(train, 0), self._spread(infer, 1)
+        nearby = Nearby(*spreads, self._kernels(self.problem))
         return both(self.graph, train, infer, centre, radius, nearby=nearby, alpha=alpha)
+
+    def _spread(self, stored: StoredParameters, side: int) -> Spread:
+        around = self.around
+        return Spread(
+            _distance(stored.linear, around.linear, side),
+            _distance(stored.plain, around.plain, side),
+            lambda node: around.linear(node).alike,
+            lambda node: around.plain(node).alike,
+        )
 
     def planes(self, centre: Tensor | None, radius: Tensor, *_: object) -> Planes:
         """Planes are of one checkpoint; raises NoBound."""
@@ -83,17 +89,11 @@ class NearbyProblem:
         return replace(known, plain=plain, linear=linear, around_weights=True)
 
 
-_USES = ("linear", "plain")
-
-
-def _spread(stored: StoredParameters, around: Neighbourhood, side: int, use: str) -> Distance:
+def _distance(stored: Callable[[Node], Tensor], around: Reader, side: int) -> Distance:
     """Return how far what a kernel stores may be from what it stores of θ."""
 
     def distance(node: Node) -> Tensor:
-        if use == "linear":
-            centre, moved = stored.linear(node), around.linear(node)
-        else:
-            centre, moved = stored.plain(node), around.plain(node)
+        centre, moved = stored(node), around(node)
         box = (moved.train, moved.infer)[side]
         return up(torch.maximum(box.hi - centre, centre - box.lo).clamp_min(0))
 

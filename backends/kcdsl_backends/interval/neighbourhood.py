@@ -46,6 +46,11 @@ class Moved:
     infer: Box
     difference: Box
 
+    @property
+    def alike(self) -> bool:
+        """Say whether both kernels store it in one way, and so hold the same number of every θ'."""
+        return self.train is self.infer
+
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhood:

@@ -73,9 +73,14 @@ def both(
     """
     v = surrounding(weight, rho)
     t, i = (_stored(v, kernel, linear, name) for kernel in kernels)
-    if _way(kernels[0], linear) == _way(kernels[1], linear):
+    if alike(kernels, linear):
         return t.value, t.value, box.exact(np.zeros(weight.shape))
     return t.value, i.value, box.meet(box.sub(i.off, t.off), box.sub(i.value, t.value))
+
+
+def alike(kernels: tuple[Kernel, Kernel], linear: bool) -> bool:
+    """Say whether two kernels store a parameter in one way, and so the same number of every θ'."""
+    return _way(kernels[0], linear) == _way(kernels[1], linear)
 
 
 def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:

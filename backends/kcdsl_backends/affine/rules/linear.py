@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.ellipsoids import longest
 from kcdsl_backends.affine.independent import Roundings, of_sums
-from kcdsl_backends.affine.kernel import KernelRun, Operand
+from kcdsl_backends.affine.kernel import KernelRun, Operand, Spread
 from kcdsl_backends.affine.quantising import quantise
 from kcdsl_backends.affine.reaches import Row, norms, rows, tighten
 from kcdsl_backends.affine.rules.heads import Heads, heads
@@ -21,7 +21,7 @@ from kcdsl_backends.affine.rules.keys import keys
 from kcdsl_backends.affine.rules.one_row import of_keys
 from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.storing import Early, Result, store
-from kcdsl_backends.affine.tape import PASS, SAFE, Entry, Pulled, Tape
+from kcdsl_backends.affine.tape import PASS, SAFE, Entry, Pulled, Shared, Tape
 from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.linear import (
@@ -40,9 +40,10 @@ def linear(run: KernelRun, node: Node) -> None:
     reference = product if bias is None else product + bias
     reach = x.reach @ absolute * SAFE
     shift = None if bias is None else bias.abs()
-    moved, pushed = None, None
+    moved, pushed, shared = None, None, None
     if run.spread is not None:  # all that other weights make of x̂ is an error of this result
         spread, more = run.spread.linear(run.source(node, 1)).T, run.around(node, 2)
+        shared = _shared(run, run.spread, node, x, spread, more)
         absolute, moved = (absolute + spread) * SAFE, x.size @ spread * SAFE
         pushed = moved if more is None else (moved + more) * SAFE
         shift = shift if shift is None or more is None else (shift + more) * SAFE
@@ -61,6 +62,8 @@ def linear(run: KernelRun, node: Node) -> None:
         early = Early(unit, (unit * product.abs() + faint) * SAFE, unit * off * SAFE)
         parts = parts.cast(unit * (product.abs() + off) * SAFE, faint, kernel.casts)
     own = gamma(terms + 4) * total + gamma(max(weight.shape) + PASS) * reach
+    if shared is not None:
+        shared = replace(shared, rest=(error + own + shared.rest) * SAFE)
     own = own if pushed is None else (own + pushed) * SAFE
 
     still = not bool(x.reach.any())  # an input that is exactly known has nothing to pull back to
@@ -73,8 +76,30 @@ def linear(run: KernelRun, node: Node) -> None:
         return [(index, Adjoint(values, (*a.window[:-1], (0, terms)), (*a.shape[:-1], terms)))]
 
     internal, parts = (error + own) * SAFE, parts.beside(own)
-    result = Result(reference, pull, reach, internal, roundings=parts, early=early)
+    result = Result(reference, pull, reach, internal, roundings=parts, early=early, shared=shared)
     store(run, node, result, accumulates=True)
+
+
+def _shared(
+    run: KernelRun, spread: Spread, node: Node, x: Entry, weights: Tensor, bias: Tensor | None
+) -> Shared | None:
+    """Return what other weights make of x̂ in both kernels alike; None where they store in two ways.
+
+    Of Δx̂ that is Δc, c what the first kernel reads at the centre. Here x̂ is off from c by what the
+    references are apart, and by its error; the rest is what this and an unlike bias add.
+
+    Args:
+        weights: [in, out], bounds |Δ|.
+        bias: [out], how far the bias may be from that of the checkpoint.
+    """
+    if not spread.linear_alike(run.source(node, 1)):
+        return None
+    known = run.common.setdefault(node.name, x.reference)
+    size = known.abs() @ weights * SAFE
+    away = (((x.reference - known).abs() + x.reach) * SAFE) @ weights * SAFE
+    if bias is not None and spread.plain_alike(run.source(node, 2)):
+        return Shared((size + bias) * SAFE, away)
+    return Shared(size, away if bias is None else (away + bias) * SAFE)
 
 
 def _quantised(run: KernelRun, node: Node) -> tuple[int, Entry]:

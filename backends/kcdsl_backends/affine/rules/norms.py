@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from kcdsl_backends.affine.reaches import (
 )
 from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.storing import Result, store
-from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry, Pulled, Tape
+from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry, Pulled, Shared, Tape
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.norms import LEAST_VARIANCE, refuse_large_squares
@@ -79,12 +79,16 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
     steep = g * y
     linear = g.abs() * (r * moved.reach + y.abs() * moved.mean) * SAFE
     loose = moved.factor * linear * SAFE
-    inside, cast, flat, along = _inside(run, node, x, y, r, moved, g, b, centred=centred)
+    inside, cast, flat, along, formed = _inside(run, node, x, y, r, moved, g, b, centred=centred)
     along = (along + moved.shrink / 2) * SAFE
     h = x.reference.abs()
     h = h + h.mean(-1, keepdim=True) if centred else h
     own = gamma(n + 32) * (linear + steep.abs() + b.abs() + r * h * g.abs())
     centre = steep * (-moved.shrink / 2)
+    others, shared = _others(run, node, y, formed, gamma(n + 32) * (y.abs() + r * h))
+    if shared is not None:
+        shared = replace(shared, rest=(inside + cast + own + shared.rest) * SAFE)
+    inside = (inside + others) * SAFE
 
     def pull(a: Adjoint) -> Pulled:
         window = (*a.window[:-1], (0, n))
@@ -119,6 +123,7 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
             amplified=Amplified(moved.factor, loose),
             extra=extra * SAFE,
             roundings=Roundings.one((inside + own) * SAFE, cast, run.rounding.casts),
+            shared=shared,
         ),
     )
     if not centred:
@@ -217,9 +222,9 @@ def _inside(
     b: Tensor,
     *,
     centred: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the roundings inside: of each element [..., n] and of a cast before the gain, of mean
-    and of root [..., 1]."""
+    and of root [..., 1]; and a bound of what the gain is multiplied with."""
     kernel, n, size = run.rounding, x.shape[-1], x.size
     u, lost = kernel.u_function, kernel.eta_function
     average = size.mean(-1, keepdim=True) * SAFE
@@ -249,12 +254,40 @@ def _inside(
         each = each + kernel.faint(form)
     steep, formed = g.abs(), (magnitude + shifted + each + cast) * SAFE
     scaled = 3 * u * (formed * steep + b.abs())
-    for position, factor in ((1, formed), (2, torch.ones_like(magnitude))):
-        around = run.around(node, position)  # other gains and biases, and their roundings
-        if around is not None:
-            scaled = scaled + around * (factor * (1 + 4 * u) + lost) * SAFE
     underflow = lost * (1 + steep + 3 * size.amax(-1, keepdim=True))
     second = theta * grown * r * moved.reach
     inside = (each * steep + scaled + underflow + second * steep) * SAFE
     along = theta * (1 + grown * moved.mean + moved.shrink)
-    return inside, cast * steep * SAFE, shifted, along
+    return inside, cast * steep * SAFE, shifted, along, formed
+
+
+def _others(
+    run: KernelRun, node: Node, y: Tensor, formed: Tensor, inexact: Tensor
+) -> tuple[Tensor, Shared | None]:
+    """Return what other gains and biases add, with their roundings, and what of it is the same in
+    both kernels: Δ_g c + Δ_b, c the normalised numbers of the first at the centre.
+
+    `formed` bounds the normalised numbers before the gain, `inexact` what y is off by in float64.
+    """
+    spread, kernel = run.spread, run.rounding
+    total, size, rest = torch.zeros_like(y), torch.zeros_like(y), torch.zeros_like(y)
+    if spread is None:
+        return total, None
+    known = run.common.setdefault(node.name, y)
+    away = (
+        (y - known).abs() + (formed - y.abs()).clamp_min(0) + inexact + 2.0**-50 * formed
+    ) * SAFE
+    each = (
+        (formed, known.abs(), away),
+        (torch.ones_like(y), torch.ones_like(y), torch.zeros_like(y)),
+    )
+    for position, (whole, first, apart) in enumerate(each, 1):
+        around = run.around(node, position)
+        if around is None:
+            continue
+        rounded = 4 * kernel.u_function * whole + kernel.eta_function
+        total = total + around * (whole + rounded) * SAFE
+        if spread.plain_alike(run.source(node, position)):
+            size, whole = size + around * first * SAFE, apart
+        rest = rest + around * (whole + rounded) * SAFE
+    return total * SAFE, Shared(size * SAFE, rest * SAFE) if bool(size.any()) else None

@@ -165,6 +165,7 @@ def embedding(run: KernelRun, node: Node) -> None:
     ids = torch.tensor(node.attrs["ids"], device=table.device)
     found, around = table[ids].reshape(node.shape), run.around(node, 0)
     if around is not None:
-        run.moving(node.name, found, around[ids].reshape(node.shape))
+        moved = around[ids].reshape(node.shape)
+        run.moving(node.name, run.source(node, 0), found, moved)
         return
     run.known[node.name] = found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,6 +111,9 @@ class Walk:
     softmaxes: frozenset[str]
     passes: Passes
     moved: bool = False  # whether this kernel reads the input with its drift
+    first: dict[str, Floats] = field(default_factory=dict)
+    """What the kernel that was walked first multiplies with weights, by node: there the part that
+    both kernels have in common is taken."""
 
     def chosen(self, node: Node, name: str, kind: str, floor: int = 0) -> Bools:
         """Return the rows [..., 1] of a node in which an operation is to make reverse passes.

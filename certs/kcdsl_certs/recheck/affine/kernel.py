@@ -69,12 +69,14 @@ def walk(
     moved: bool = False,
     budget: Budget | None = None,
     boxes: Mapping[str, Box] | None = None,
+    before: Walk | None = None,
 ) -> Walk:
     """Return the forms of every node in one kernel, and their tape.
 
     Reverse passes are those that the hints name, all that there are without hints. `moved` says
     that the kernel reads the block input with the drift of the region, where that has one. With a
-    budget roundings are independent. `boxes` are those of the interval domain, by node.
+    budget roundings are independent. `boxes` are those of the interval domain, by node; `before` is
+    the walk of the other kernel.
 
     Raises:
         Rejection: naming the node.
@@ -84,6 +86,7 @@ def walk(
         region = np.broadcast_to(scene.radius, scene.centre.shape).astype(np.float64)
     softmaxes = frozenset(node.name for node in scene.block.nodes if node.op == "softmax")
     found = Walk(scene, kernel, Tape(region, budget=budget), {}, softmaxes, Passes(hints), moved)
+    found.first.update({} if before is None else before.first)
     found.tape.add(Entry(np.zeros((1,)) if region is None else region))
     for node in scene.block.nodes:
         try:

@@ -67,7 +67,8 @@ class Pair:
         point = region is None or not region.any()
         steps = any(form.steps is not None for form in (self.t, self.i))
         free = point and any(form.uncast is not None for form in (self.t, self.i))
-        rows = () if point and (steps or free) else self.shape[:-1]
+        stored_says_all = point and (steps or free) and not self.sharing
+        rows = () if stored_says_all else self.shape[:-1]
         for row in np.ndindex(*rows) if rows else ():
             for first in range(0, self.shape[-1], self.step):
                 count = min(self.step, self.shape[-1] - first)
@@ -85,14 +86,28 @@ class Pair:
         found = [self._errors(adjoint) for adjoint in in_row(row, functionals, self.step)]
         return Box(np.concatenate([b.lo for b in found]), np.concatenate([b.hi for b in found]))
 
+    @property
+    def sharing(self) -> bool:
+        """Say whether other weights do to some known number the same in both kernels."""
+        tape = self.train.tape
+        return tape.budget is None and any(entry.shared is not None for entry in tape.entries)
+
     def _errors(self, functionals: Adjoint) -> Box:
-        t = bound(self.train, self.t, functionals)
-        i = t if self.infer is self.train else bound(self.infer, self.i, functionals)
+        found = self._both(functionals, apart=False)
+        return box.meet(found, self._both(functionals, apart=True)) if self.sharing else found
+
+    def _both(self, functionals: Adjoint, *, apart: bool) -> Box:
+        t = bound(self.train, self.t, functionals, apart)
+        i = t if self.infer is self.train else bound(self.infer, self.i, functionals, apart)
         middle = box.sub(box.exact(i.centre), box.exact(t.centre))
         wide = raised(t.wide(i) + i.radius)
         region = self.train.tape.region
         if region is not None and i is not t and region.any():
-            wide = raised(wide + _apart(t, i, region, functionals.batch))
+            wide = raised(wide + _apart(t.input, i.input, region))
+        if i is not t:
+            for name, (_, size) in {**t.shared, **i.shared}.items():
+                one, two = (found.shared.get(name, (None,))[0] for found in (t, i))
+                wide = raised(wide + _apart(one, two, size))
         return box.widen(middle, wide)
 
     def settle(self) -> None:
@@ -127,9 +142,8 @@ def pair(
     train = walk(scene, scene.train, first, budget=_budget(chance), boxes=within.train)
     infer = train
     if scene.infer != scene.train or scene.drift is not None:
-        infer = walk(
-            scene, scene.infer, second, moved=True, budget=_budget(chance), boxes=within.infer
-        )
+        budget = _budget(chance)
+        infer = walk(scene, scene.infer, second, True, budget, within.infer, before=train)
     t, i = numeric(train.forms[scene.block.output]), numeric(infer.forms[scene.block.output])
     return Pair(train, infer, t, i, within.output)
 
@@ -148,11 +162,11 @@ def drift(scene: Scene, hints: tuple[Hints, Hints] | None = None) -> Drift:
     return Drift(both.output(), both.sizes())
 
 
-def bound(at: Walk, form: Form, functionals: Adjoint) -> Bound:
-    """Return bounds of functionals of a node's error in one kernel."""
+def bound(at: Walk, form: Form, functionals: Adjoint, apart: bool = False) -> Bound:
+    """Return bounds of functionals of a node's error in one kernel; see `Tape.bound`."""
     if form.place is None:
         return Bound(np.zeros(functionals.batch), np.zeros(functionals.batch), None)
-    return at.tape.bound(form.place, functionals)
+    return at.tape.bound(form.place, functionals, apart=apart)
 
 
 def _stored(at: Walk, form: Form) -> Box:
@@ -203,14 +217,17 @@ def in_row(row: Row, functionals: Floats, step: int) -> list[Adjoint]:
     return [Adjoint(part.reshape(len(part), *ones, -1), (*row, 0)) for part in parts]
 
 
-def _apart(t: Bound, i: Bound, region: Floats, count: int) -> Floats:
-    """Return Σ |α_i - α_t|·radius of the region, the sums of float64 included."""
-    if t.input is None or i.input is None:
-        one = t.input or i.input
-        return np.zeros(count) if one is None else one.sizes(region) * (1 + region.size * 2.0**-51)
-    minus = type(t.input)(-t.input.values, t.input.start)
-    apart = merged(i.input, minus)
-    return apart.sizes(region) * (1 + (region.size + 8) * 2.0**-51)
+def _apart(t: Adjoint | None, i: Adjoint | None, size: Floats) -> Floats | float:
+    """Return Σ |α_i - α_t|·size for what both kernels have in common, the sums of float64 included.
+
+    A difference of two adjoints is off by half a unit in the last place of either.
+    """
+    if t is None or i is None:
+        one = t or i
+        return 0.0 if one is None else one.sizes(size) * (1 + (size.size + 8) * 2.0**-51)
+    apart = merged(i, Adjoint(-t.values, t.start))
+    rounding = (t.sizes(size) + i.sizes(size)) * 2.0**-52
+    return apart.sizes(size) * (1 + (size.size + 8) * 2.0**-51) + rounding
 
 
 def _sizes(train: Walk, infer: Walk, name: str) -> tuple[float, float]:

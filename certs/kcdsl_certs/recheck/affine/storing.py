@@ -15,7 +15,16 @@ from kcdsl_certs.recheck.affine.independent import Split, only_sure
 from kcdsl_certs.recheck.affine.lengths import length
 from kcdsl_certs.recheck.affine.reaches import room, rows
 from kcdsl_certs.recheck.affine.remainder import Remainder
-from kcdsl_certs.recheck.affine.tape import FAINT, Apart, Averaged, Curve, Entry, Pull, Share
+from kcdsl_certs.recheck.affine.tape import (
+    FAINT,
+    Apart,
+    Averaged,
+    Curve,
+    Entry,
+    Pull,
+    Share,
+    Shared,
+)
 from kcdsl_certs.recheck.box import Bools, Floats
 from kcdsl_certs.recheck.document import Pass
 from kcdsl_certs.recheck.errors import Rejection
@@ -62,6 +71,7 @@ class Formed:
     split: Split | None = None
     early: Early | None = None
     averaged: Averaged | None = None
+    shared: Shared | None = None  # its rest is the radius without what both kernels share
 
     @property
     def still(self) -> Bools:
@@ -104,6 +114,7 @@ def settle(
     radius, split = raised(formed.radius) + FAINT, _split(walk, formed)
     kept, reach, steps, together, uncast, apart = None, deviation, None, None, None, None
     kernel, largest = walk.kernel, np.full(reference.shape, np.inf)
+    beside = None if formed.shared is None else raised(formed.shared.rest) + FAINT
     u, eta = kernel.off(form)
     if rounds and not kernel.stepped:
         if walk.tape.budget is None:
@@ -119,6 +130,7 @@ def settle(
             if sums is not None and walk.tape.budget is None:
                 apart = _apart(walk, formed, form, sums)
         radius, reach = raised(radius + cast), raised(deviation + cast)
+        beside = None if beside is None else raised(beside + cast)
     elif rounds and form.precision < max(FLOAT32.precision, inner.precision):
         if tight:
             formed = replace(formed, within=_tight(walk, formed))
@@ -150,6 +162,7 @@ def settle(
         wide = raised(radius + step)
         split = None if split is None else _known_where(split.with_sure(step), kept, half)
         radius = np.where(kept, wide, half)
+        beside = None if beside is None else np.where(kept, raised(beside + step), half)
         reach = np.where(kept, raised(deviation + step), half)
         reference = np.where(kept, moved, middle)
         if found is not None:
@@ -167,10 +180,14 @@ def settle(
     averaged = formed.averaged
     if kept is not None and not kept.any():
         kept, operands, centre, curved, share, averaged = None, (), None, (), None, None
+        beside = None
     elif kept is not None and kept.all():
         kept = None
     if kept is not None and centre is not None:
         centre = np.where(kept, centre, 0.0)
+    shared = None
+    if formed.shared is not None and beside is not None and formed.sure is None:
+        shared = replace(formed.shared, rest=beside)
     entry = Entry(
         reach,
         operands,
@@ -183,6 +200,7 @@ def settle(
         split=split,
         apart=apart,
         averaged=averaged,
+        shared=shared,
     )
     found = None if steps is None else steps.cases
     place = walk.tape.add(entry)
@@ -257,6 +275,7 @@ def _unstored(walk: Walk, formed: Formed) -> Entry:
         formed.share,
         split=_split(walk, formed),
         averaged=formed.averaged,
+        shared=formed.shared,
     )
     return walk.tape.counted(entry)
 

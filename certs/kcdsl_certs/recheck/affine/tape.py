@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -69,6 +69,20 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """A part s of o that both kernels have in common, |s| ≤ size: what weights near those of the
+    checkpoint make of a known number at the node `name`.
+
+    `rest` bounds |o - s|, the radius of the entry all of o. Where an entry was not `kept` there is
+    no s, and the rest is all of o.
+    """
+
+    name: str
+    size: Floats
+    rest: Floats
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One line e = Σ L e_m + o of the form.
 
@@ -90,6 +104,7 @@ class Entry:
     split: Split | None = None  # the radius, taken apart; None: all of it is sure
     apart: Apart | None = None  # for functionals, instead of the radius
     averaged: Averaged | None = None
+    shared: Shared | None = None  # for functionals of both kernels, instead of the radius
 
     @property
     def nearest(self) -> Floats:
@@ -101,7 +116,8 @@ class Entry:
 class Bound:
     """a·e ∈ centre ± radius + α·(x - centre of the region), each [B]; `input` is α.
 
-    With a budget the roundings of `likely` come on top of the radius.
+    With a budget the roundings of `likely` come on top of the radius, and so does what is `shared`
+    with the other kernel: functionals of it and its size, by node.
     """
 
     centre: Floats
@@ -109,6 +125,7 @@ class Bound:
     input: Adjoint | None
     likely: Likely | None = None
     budget: Budget | None = None
+    shared: Mapping[str, tuple[Adjoint, Floats]] = field(default_factory=dict)
 
     def wide(self, other: Bound | None = None) -> Floats:
         """Return the radius with its roundings; those of `other` are counted with them."""
@@ -142,6 +159,7 @@ class _Frame:
     radius: Floats
     ratio: float
     likely: Likely | None
+    shared: Floats | float = 0.0
 
 
 @dataclass(slots=True)
@@ -187,10 +205,13 @@ class Tape:
             if together is not None:
                 together = replace(together, rest=together.rest + slack)
             split = None if entry.split is None else entry.split.with_sure(slack)
-            apart = entry.apart
+            apart, shared = entry.apart, entry.shared
             if apart is not None:
                 apart = replace(apart, radius=apart.radius + slack)
-            entry = replace(entry, radius=radius, together=together, split=split, apart=apart)
+            if shared is not None:
+                shared = replace(shared, rest=shared.rest + slack)
+            entry = replace(entry, radius=radius, together=together, split=split)
+            entry = replace(entry, apart=apart, shared=shared)
         self._terms += 1 + 2 * entry.reach.size
         self._total += float(entry.reach.sum())
         return entry
@@ -210,12 +231,18 @@ class Tape:
         self.entries[place] = replace(self.entries[place], ellipsoids=ellipsoids)
 
     def bound(
-        self, place: int, functionals: Adjoint, floor: int = 0, formed: Entry | None = None
+        self,
+        place: int,
+        functionals: Adjoint,
+        floor: int = 0,
+        formed: Entry | None = None,
+        apart: bool = False,
     ) -> Bound:
         """Return bounds of functionals of the error of one entry, by one reverse pass.
 
         What arrives at `floor` or before is bounded by what is known of the error there. `formed`
-        is read in the place of the entry: the same before its cast.
+        is read in the place of the entry: the same before its cast. `apart`: what is shared with
+        the other kernel is not counted but named, and rows of products are not averaged.
 
         Raises:
             Rejection: "bound/not-finite".
@@ -223,6 +250,7 @@ class Tape:
         frames = [self._frame(functionals.batch, 0.0)]
         pending = {place: functionals}
         alpha: Adjoint | None = None
+        shared: dict[str, tuple[Adjoint, Floats]] | None = {} if apart else None
         while pending:
             at = max(pending)
             adjoint = pending.pop(at)
@@ -236,10 +264,11 @@ class Tape:
                 rest = reached(entry.ellipsoids, entry.nearest, adjoint)
                 frames[-1].radius = frames[-1].radius + rest
                 continue
-            if entry.averaged is not None and self.budget is None and adjoint.extent[-2] == 1:
+            one_row = self.budget is None and not apart and adjoint.extent[-2] == 1
+            if entry.averaged is not None and one_row:
                 other = entry.averaged
                 entry = replace(entry, curved=(other.curve,), operands=other.operands)
-            self._own(entry, adjoint, frames, not pending)
+            self._own(entry, adjoint, frames, not pending, shared)
             kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
             for operand, pull in entry.operands:
                 if self._still[operand]:
@@ -247,7 +276,7 @@ class Tape:
                 pulled = pull(kept)
                 if pulled is not None:
                     self._meet(pending, operand, pulled, frames[-1])
-        return self._closed(frames, alpha)
+        return replace(self._closed(frames, alpha), shared=shared or {})
 
     def _frame(self, batch: int, ratio: float) -> _Frame:
         """Return the sums of functionals of which nothing has been found, and count them."""
@@ -257,10 +286,22 @@ class Tape:
             likely = Likely.nothing(batch)
         return _Frame(zero, zero, ratio, likely)
 
-    def _own(self, entry: Entry, adjoint: Adjoint, frames: list[_Frame], alone: bool) -> None:
-        """Count what an entry adds by itself."""
+    def _own(
+        self,
+        entry: Entry,
+        adjoint: Adjoint,
+        frames: list[_Frame],
+        alone: bool,
+        shared: dict[str, tuple[Adjoint, Floats]] | None,
+    ) -> None:
+        """Count what an entry adds by itself; in `shared`, if given, what it has in common."""
         frame = frames[-1]
-        if entry.together is not None:
+        if shared is not None and entry.shared is not None:
+            common = adjoint if entry.kept is None else adjoint.times(entry.kept)
+            shared[entry.shared.name] = common, entry.shared.size
+            frame.shared = frame.shared + common.sizes(entry.shared.size)
+            frame.radius = frame.radius + adjoint.sizes(entry.shared.rest)
+        elif entry.together is not None:
             low, high = entry.together.cases.between(adjoint)
             frame.centre = frame.centre + (low / 2 + high / 2)
             rounding = 2.0**-40 * (np.abs(low) + np.abs(high))
@@ -311,15 +352,15 @@ class Tape:
             reached = alpha.sizes(self.region) * slack
         last = frames.pop()
         centre, radius = last.centre, last.radius * slack
-        ratio, likely = last.ratio, last.likely
+        ratio, likely, shared = last.ratio, last.likely, last.shared
         while frames:
             frame = frames.pop()
-            more = ratio * (np.abs(centre) + radius + reached)
+            more = ratio * (np.abs(centre) + radius + reached + shared * slack)
             if likely is not None and frame.likely is not None and self.budget is not None:
                 more = more + ratio * likely.bound(self.budget) * slack
                 likely = frame.likely.plus(likely)
             centre, radius = frame.centre + centre, frame.radius * slack + radius + more
-            ratio = frame.ratio
+            ratio, shared = frame.ratio, frame.shared + shared
         radius = box.up(radius + 2.0**-800 * self._total, 64)
         if not (np.isfinite(centre).all() and np.isfinite(radius + reached).all()):
             raise Rejection("bound/not-finite", "a functional has no finite bound")

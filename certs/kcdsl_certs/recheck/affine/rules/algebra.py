@@ -28,10 +28,11 @@ from kcdsl_certs.recheck.affine.rules.averages import averages
 from kcdsl_certs.recheck.affine.rules.moves import around
 from kcdsl_certs.recheck.affine.rules.quantised import quantised
 from kcdsl_certs.recheck.affine.storing import Early, Formed, settle
-from kcdsl_certs.recheck.affine.tape import FAINT, Averaged, Curve, Entry, Pull
+from kcdsl_certs.recheck.affine.tape import FAINT, Averaged, Curve, Entry, Pull, Shared
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules.linear import (
     check_product,
     product_roundings,
@@ -66,8 +67,10 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     total = terms if bias is None else raised(terms + np.abs(bias) + around_bias)
     reference = product if bias is None else product + bias
     own = raised(total * gamma(n + 4, UNIT)) + FAINT
+    alone, shared = own, None
     if spread is not None:  # all that other weights and biases make of the input
         own = raised(own + pushed + around_bias)
+        shared = _shared(walk, node, x, spread, around_bias)
     result = raised(np.abs(reference) + carried + own)
     factors, sizes = (x.size, box.lifted(size_all).T), (box.lifted(total), box.lifted(result))
     dynamic = kernel.activations[0] != "none"
@@ -90,6 +93,9 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         split=split.with_sure(own + terms_back * carried),
         early=early,
     )
+    if shared is not None:
+        rest = raised(alone + shared.rest + terms_back * carried + error)
+        formed = replace(formed, shared=replace(shared, rest=rest))
     form = settle(walk, formed, target(kernel, node), kernel.accumulate, sums=node.name)
     entry = None if form.place is None else walk.tape.entries[form.place]
     if entry is None or entry.kept is not None or not entry.operands or x is not before:
@@ -99,6 +105,25 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     rest = rest.reshape(-1, weight.shape[0])
     plain = entry.centre is None and entry.apart is None
     return replace(form, origin=Origin(weight, node.inputs[0], rest, index, plain))
+
+
+def _shared(
+    walk: Walk, node: Node, x: Form, spread: Floats, around_bias: Floats | float
+) -> Shared | None:
+    """Return what other weights make of x in both kernels alike, Δc + Δ_bias, and what is beside.
+
+    c is the reference of the kernel that was walked first. None where weights are stored in two
+    ways; a bias of two ways is beside it.
+    """
+    kernels = walk.scene.train, walk.scene.infer
+    if not alike(kernels, linear=True):
+        return None
+    c = walk.first.setdefault(node.name, x.reference)
+    size = product_up(np.abs(c), spread.T)
+    rest = product_up(raised(np.abs(x.reference - c) + x.reach), spread.T)
+    if alike(kernels, linear=False):
+        return Shared(node.name, raised(size + around_bias), rest)
+    return Shared(node.name, size, raised(rest + around_bias))
 
 
 def _spread(walk: Walk, key: str, weight: Floats) -> Floats | None:

@@ -15,10 +15,11 @@ from kcdsl_certs.recheck.affine.adjoint import part, permuted, reshaped, spread,
 from kcdsl_certs.recheck.affine.drifting import symbol
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, known, numeric, raised
 from kcdsl_certs.recheck.affine.storing import Formed, settle
-from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
+from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull, Shared
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules import structural
 from kcdsl_certs.recheck.rules.state import Mask, State, gamma, target
 from kcdsl_certs.recheck.spec import FLOAT32
@@ -89,7 +90,10 @@ def leaf(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     if not isinstance(wide, State):
         raise Rejection("internal", "a leaf without a value")
     radius = around(found, wide.t if first else wide.i)
-    return Form(found, radius, walk.tape.add(Entry(radius, (), radius)))
+    shared = None
+    if alike((walk.scene.train, walk.scene.infer), linear=False):
+        shared = Shared(node.name, radius, np.zeros(radius.shape))
+    return Form(found, radius, walk.tape.add(Entry(radius, (), radius, shared=shared)))
 
 
 def around(centre: Floats, wide: Box) -> Floats:

@@ -12,10 +12,11 @@ from kcdsl_certs.recheck.affine.ellipsoids import extent_along, longest
 from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
 from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.storing import Formed, settle
-from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Pull, Share
+from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Pull, Share, Shared
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Floats
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules.elementwise import underflow
 from kcdsl_certs.recheck.rules.norms import LEAST_VARIANCE, MOST_SQUARES, root_error
 from kcdsl_certs.recheck.rules.state import gamma, target
@@ -100,11 +101,19 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     tiny = underflow(walk.kernel)
     largest = x.size.max(axis=-1, keepdims=True)
     last = last + tiny * (1 + size_g + 3 * largest)
+    cast = raised(size_g * inner.cast)
+    shared = None
     if walk.scene.rho:  # what other gains and biases make of the normalised number, rounded
         others = raised(y_mag + whole) * around_gain + around_bias
-        last = raised(last + others * (1 + 4 * walk.kernel.inner.u) + tiny * around_gain)
+        rounded = 4 * walk.kernel.inner.u * others + tiny * around_gain
+        if alike((walk.scene.train, walk.scene.infer), linear=False):
+            c = walk.first.setdefault(node.name, at.y)
+            away = raised(np.abs(at.y - c) + at.wrong_y + step + whole) * around_gain
+            beside = raised(own + element + size_g * inner.element + last + FAINT)
+            size = raised(np.abs(c) * around_gain + around_bias)
+            shared = Shared(node.name, size, raised(beside + away + rounded + cast))
+        last = raised(last + others + rounded)
     others = raised(own + element + size_g * inner.element + last + FAINT)
-    cast = raised(size_g * inner.cast)
     share = Share(raised(moved.chi), raised(size_g * tangent * moved.chi))
     bent = raised(size_g * (size_y * by_y + inner.mean) + share.otherwise)
     centre = at.y * gain * (-moved.shrink / 2)
@@ -121,6 +130,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         (_scalars(scales),),
         None if x.place is None else share,
         split=only_sure(others).with_cast(walk.kernel, cast, 0.0),
+        shared=shared,
     )
     form = settle(walk, formed, target(walk.kernel, node), walk.kernel.inner, sums=node.name)
     place = form.place if centred else x.place
