@@ -100,6 +100,7 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     MOVED: ("tests/unit/cli/test_transfer.py",),
     INTERVAL: (
+        "tests/property/test_casts_before_sums.py",
         "tests/property/test_ball_formulas.py",
         "tests/property/test_stored_exactly.py",
         "tests/unit/certs/test_recheck_rules.py",
@@ -131,6 +132,7 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tests/property/test_domains_meet.py",
         "tests/property/test_inputs_of_links.py",
         "tests/property/test_moves_of_functionals.py",
+        "tests/property/test_casts_before_sums.py",
         "tests/property/test_shared_weights.py",
         "tests/unit/certs/test_recheck_affine.py",
         "tests/property/test_affine_checker.py",

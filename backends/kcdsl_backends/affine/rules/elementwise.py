@@ -250,7 +250,8 @@ def rope(run: KernelRun, node: Node) -> None:
     if kernel.coarse:
         refuse_overflow(node.name, terms, kernel.compute)
         early = kernel.compute
-        cast, faint = kernel.unit(early) * (1.0 + 2.0**-10) * terms, 2 * kernel.faint(early)
+        again = 1.0 + 2.0**-10  # the sum of both is rounded too
+        cast, faint = again * kernel.unit(early) * terms, 2 * again * kernel.faint(early)
         error, parts = error + cast + faint, parts.cast(cast, faint, kernel.casts)
 
     def pull(adjoint: Adjoint) -> Pulled:

@@ -57,7 +57,8 @@ def linear(run: KernelRun, node: Node) -> None:
     parts = of_sums(x.size, absolute, total, value, error, kernel, quantised=dynamic)
     early = None
     if bias is not None and kernel.free and kernel.coarse:
-        unit, faint = kernel.unit(kernel.compute), kernel.faint(kernel.compute)
+        again = 1.0 + 2.0 * kernel.u_accumulate  # the sum with the bias is rounded too
+        unit, faint = again * kernel.unit(kernel.compute), again * kernel.faint(kernel.compute)
         off = reach + error if moved is None else reach + error + moved
         early = Early(unit, (unit * product.abs() + faint) * SAFE, unit * off * SAFE)
         parts = parts.cast(unit * (product.abs() + off) * SAFE, faint, kernel.casts)

@@ -270,7 +270,7 @@ def rotated(
         if kernel.coarse:
             refuse_overflow(step.node.name, terms, kernel.compute, ", a product of the rotation,")
             u, eta = kernel.unit(kernel.compute), kernel.faint(kernel.compute)
-            total = total + u * (1.0 + 2.0**-10) * terms + 2 * eta
+            total = total + (u * terms + 2 * eta) * (1.0 + 2.0**-10)
         return up(total, 4)
 
     drift = turned(x.drift, cos.infer, sin.infer) + (

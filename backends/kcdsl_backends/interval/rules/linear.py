@@ -115,7 +115,8 @@ def _linear_error(
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
         cast = kernel.unit(stored) * (product.mag() + error) + kernel.faint(stored)
-        error = error + up(cast, 4)
+        # the sum with the bias, which is rounded, is off by that as well
+        error = error + up(cast * (1.0 + 2.0 * kernel.u_accumulate), 6)
     return up(error, 4)
 
 

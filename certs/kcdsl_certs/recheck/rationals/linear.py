@@ -97,7 +97,8 @@ def _linear_error(
     if early is None or kernel.stepped or not kernel.coarse:
         return errors
     u, least = kernel.units * Fraction(kernel.compute.u), kernel.units * eta(kernel.compute)
-    return [e + u * (m + e) + least for e, m in zip(errors, early.mags, strict=True)]
+    again = 1 + 2 * Fraction(kernel.accumulate.u)  # the sum with the bias is rounded too
+    return [e + again * (u * (m + e) + least) for e, m in zip(errors, early.mags, strict=True)]
 
 
 def _flushed(

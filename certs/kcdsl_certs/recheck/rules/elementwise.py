@@ -331,6 +331,6 @@ def rope_error(kernel: Kernel, x: Box, turned: Box, cos: Floats, sin: Floats) ->
         if not bool((np.maximum(*parts) * (1 + 2.0**-10) <= kernel.compute.largest).all()):
             raise Rejection("bound/overflow", f"a product may overflow {kernel.compute.name}")
         u, eta = kernel.off(kernel.compute)
-        cast = u * (1 + 2.0**-10) * size + 2 * eta
+        cast = (1 + 2.0**-10) * (u * size + 2 * eta)
         error = box.up(error + cast)
     return error

@@ -96,7 +96,8 @@ def _error(
     if early is not None and not kernel.stepped and kernel.coarse:
         u, eta = kernel.off(kernel.compute)
         cast = u * box.up(box.mag(early) + error) + eta
-        error = box.up(error + cast)
+        # what the bias is added to is off by it, and so is the rounding of that sum
+        error = box.up(error + box.up(cast * (1 + 2 * kernel.accumulate.u)))
     return error
 
 

@@ -79,7 +79,8 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     terms_back = gamma(weight.shape[0] + 8, UNIT)  # the reverse pass sums over the outputs
     early = None
     if bias is not None and not kernel.stepped and kernel.coarse:
-        u, eta = kernel.off(kernel.compute)
+        # the rounding of the sum with the bias is of numbers that are off by this cast
+        u, eta = ((1 + 2 * kernel.accumulate.u) * part for part in kernel.off(kernel.compute))
         cast = raised(u * (np.abs(product) + carried + own + error))
         of_known, bare = raised(u * np.abs(product)) + eta, own + terms_back * carried + error
         early = Early(u, of_known, raised(bare))

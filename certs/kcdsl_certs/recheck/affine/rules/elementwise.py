@@ -127,7 +127,7 @@ def rope(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         inside = raised(gamma(4, kernel.inner.u) * terms) + 2 * underflow(kernel)
         u, eta = kernel.off(kernel.compute)
         cast = raised(u * (1 + 2.0**-10) * terms)
-        split = only_sure(own + inside).with_cast(kernel, cast, 2 * eta)
+        split = only_sure(own + inside).with_cast(kernel, cast, 2 * (1 + 2.0**-10) * eta)
     operands = _operands((x, _turned(c, s)))
     return _settled(
         walk, node, Formed(reference, carried, operands, raised(own + error), split=split)

@@ -1,0 +1,83 @@
+"""What an early cast is off by is rounded once more with the sum that it goes into.
+
+All numbers are as good as zero, so that only the subnormals of casts are left: the first cast is off
+by η, the sum's rounding makes (1 + u)η of it, the last cast (1 + u_c)(1 + u)η + η.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_certs.recheck.affine.pair import pair
+from kcdsl_certs.recheck.document import parse
+from kcdsl_certs.recheck.exact import Rational
+from kcdsl_certs.recheck.inexact import Doubles
+from kcdsl_certs.recheck.propagate import propagate
+from kcdsl_certs.recheck.safetensors import read
+from tests.support import proofs
+from tests.support.prover import block, parameters
+
+UNIT, FAINT = 2.0**-11, 2.0**-25
+SUMS = {"bfloat16": 2.0**-8, "tfloat32": 2.0**-11, "float32": 2.0**-24}
+TURNS = 2.0**-24
+
+
+def biased() -> Any:
+    g = proofs.Graph((1, 2))
+    inputs = [g.add("input", [], (1, 2)), g.param("w", np.full((2, 2), 2.0**-100))]
+    g.add("linear", [*inputs, g.param("b", np.zeros(2))], (1, 2))
+    return g
+
+
+def turned() -> Any:
+    g = proofs.Graph((1, 2))
+    w = g.param("w", np.full((2, 2), 2.0**-100))
+    x = g.add("linear", [g.add("input", [], (1, 2)), w], (1, 2))
+    tables = (g.constant(name, np.full((1, 2), 0.5, dtype=np.float32)) for name in ("cos", "sin"))
+    g.add("rope", [x, *tables], (1, 2))
+    return g
+
+
+def sizes(graph: Any, record: Any, folder: Path) -> dict[str, float]:
+    """Return how far the output may be from zero, by every domain that knows the block."""
+    exact = proofs.numerics("float64", accumulate="float64", weights=("float64", "none"))
+    centre, path = np.ones((1, 2)), folder / "model.safetensors"
+    problem = BlockProblem(block(graph), parameters(graph, exact), parameters(graph, record))
+    x, zero = torch.from_numpy(centre), torch.zeros(1, 1, dtype=torch.float64)
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    proof = parse(proofs.dump(proofs.document(graph, exact, record, sha256, centre)))
+    scene = Doubles(proof, read(path).tensors).scene(proof.cases[0])
+    with np.errstate(all="ignore"):
+        states = {node.name: value for node, value in propagate(scene)}
+        walked = pair(scene).i
+    found = {
+        "intervals": float(problem.bound(x, zero).output.infer.mag().min()),
+        "forms": float(problem.forms(x, zero).ends[1].size.min()),
+        "intervals again": float(states[graph.output].i.hi.min()),
+        "forms again": float((np.abs(walked.reference) + walked.reach).min()),
+    }
+    if not any(node["op"] == "rope" for node in graph.nodes):
+        exactly = Rational(proof, read(path).tensors).derive(proof.cases[0])[1]
+        found["exact"] = float(exactly[graph.output][1])
+    return found
+
+
+@pytest.mark.parametrize("accumulate", SUMS)
+def test_the_sum_with_a_bias_is_rounded_after_the_cast(tmp_path: Path, accumulate: str) -> None:
+    record = proofs.numerics("float16", accumulate=accumulate)
+    most = FAINT * (1 + SUMS[accumulate]) * (1 + UNIT) + FAINT
+    for domain, size in sizes(biased(), record, tmp_path).items():
+        assert most <= size <= most * (1 + 2.0**-5), domain
+
+
+def test_the_sum_of_a_rotation_is_rounded_after_both_casts(tmp_path: Path) -> None:
+    """What is rotated is off by η already, half of it in either product."""
+    most = (FAINT + 2 * FAINT) * (1 + TURNS) * (1 + UNIT) + FAINT
+    for domain, size in sizes(turned(), proofs.numerics("float16"), tmp_path).items():
+        assert most <= size <= most * (1 + 2.0**-5), domain
