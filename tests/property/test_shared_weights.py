@@ -190,6 +190,44 @@ def test_a_known_step_hides_the_weights(tmp_path: Path, program: Program, turned
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_known_step_beside_an_open_one(tmp_path: Path, program: Program, turned: bool) -> None:
+    """The first result is 1.125 whatever the weights are, the second one may be many numbers."""
+    g, rho = proofs.Graph((1, 2)), Fraction(1, 2**12)
+    weights = np.array([[1.5, 0.0], [1.5, -1.5 + 2.0**-6]])
+    g.add("linear", [g.add("input", [], (1, 2)), g.param("w", weights)], (1, 2))
+    records = (exact("nearest", linear="bfloat16"), exact("nearest"))
+    if turned:
+        records = records[::-1]
+    lo, hi = program(g, records, np.array([[0.75, 0.75]]), rho, tmp_path)
+    away = 1.125 * float(rho)
+    for end in (hi[0, 0], -lo[0, 0]):
+        assert away <= end <= away * (1 + 2.0**-20)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_bias_of_two_ways_beside_weights_of_one(
+    tmp_path: Path, program: Program, turned: bool
+) -> None:
+    """Weights are codes in both kernels; a bias is 1.5 in bfloat16, or what it is."""
+    g, rho = proofs.Graph((1, 2)), Fraction(1, 2**12)
+    inputs = [g.add("input", [], (1, 2)), g.param("w", np.zeros((1, 2)))]
+    g.add("linear", [*inputs, g.param("b", np.array([1.5]))], (1, 1))
+    codes: dict[str, Any] = {
+        "weights": ("int8", "per_channel"),
+        "activations": ("int8", "per_token"),
+    }
+    one = proofs.numerics("float32", "nearest", **codes)
+    two = {**proofs.numerics("bfloat16", "nearest", **codes), "results": {"linear": "float32"}}
+    records = (two, one) if turned else (one, two)
+    lo, hi = program(g, records, np.array([[0.75, -0.5]]), rho, tmp_path)
+    away = 1.5 * float(rho)
+    for end in (hi.max(), -lo.min()):
+        assert away * (1 - 2.0**-10) <= end <= away * (1 + 2.0**-8)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 def test_gains_and_biases_are_the_same_in_both(
