@@ -19,6 +19,7 @@ from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.exact import Rational
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.propagate import propagate
+from kcdsl_certs.recheck.rules.state import numeric
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import proofs
 from tests.support.prover import block, parameters
@@ -59,7 +60,7 @@ def sizes(graph: Any, record: Any, folder: Path) -> dict[str, float]:
     found = {
         "intervals": float(problem.bound(x, zero).output.infer.mag().min()),
         "forms": float(problem.forms(x, zero).ends[1].size.min()),
-        "intervals again": float(states[graph.output].i.hi.min()),
+        "intervals again": float(numeric(states[graph.output]).i.hi.min()),
         "forms again": float((np.abs(walked.reference) + walked.reach).min()),
     }
     if not any(node["op"] == "rope" for node in graph.nodes):
