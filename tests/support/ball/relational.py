@@ -153,7 +153,7 @@ class Page:
             if biased and kernel.free and kernel.coarse:
                 u, eta = kernel.cast(kernel.compute)
                 cast = u * (product.mag + error) + eta
-                error = error + cast
+                error = error + cast * (1 + 2 * kernel.u(kernel.accumulate))
             errors.append(error)
         return self.settle(node, (*y, d), errors, sums=True)
 
@@ -267,7 +267,7 @@ class Page:
             error = gamma(4, kernel.u_f) * p + 2 * kernel.eta_f
             if kernel.coarse:
                 u, eta = kernel.cast(kernel.compute)
-                error = error + u * (1 + numbers.power(-10)) * p + 2 * eta
+                error = error + (1 + numbers.power(-10)) * (u * p + 2 * eta)
             errors.append(error)
         return self.settle(node, (*y, d), errors)
 
