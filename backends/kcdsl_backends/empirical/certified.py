@@ -143,7 +143,7 @@ class _Search:
         left, expected = self.ends - before, cost * (1.0 if slower is None else slower)
         if expected > left:
             self.reasons[key] = (
-                f"it would take about {quantity(expected, 's', 2)}, and "
+                f"it would take about {quantity(float(f'{expected:.2g}'), 's', 2)}, and "
                 f"{quantity(max(left, 0), 's', 2)} of {stated(self.seconds, 's')} are left"
             )
             return slower

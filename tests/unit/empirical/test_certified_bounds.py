@@ -187,7 +187,7 @@ def test_the_cheapest_come_first_until_the_time_is_spent() -> None:
 
 def test_long_times_are_written_plainly() -> None:
     found = sought(Fixed(1e-3, price=173.4), (2, 9), seconds=1800)
-    said = "it would take about 1,561 s, and 1,453 s of 1,800 s are left"
+    said = "it would take about 1,600 s, and 1,453 s of 1,800 s are left"
     assert found["r:9"].failure == said
 
 
