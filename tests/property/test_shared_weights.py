@@ -141,9 +141,14 @@ def test_weights_meet_inputs_that_are_known_to_differ(
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_parameter_that_is_added_is_the_same_in_both(tmp_path: Path, program: Program) -> None:
+@pytest.mark.parametrize("shape", [(1, 1), (1,)])
+def test_a_parameter_that_is_added_is_the_same_in_both(
+    tmp_path: Path, program: Program, shape: tuple[int, ...]
+) -> None:
     graph, x = chain(1.5), 0.75
-    graph.add("add", [graph.output, graph.param("p", np.array([[2.0]]))], (1, 1))
+    found, added = graph.output, graph.param("p", np.full(shape, 2.0))
+    added = graph.add("reshape", [added], (1, 1), shape=[1, 1])
+    graph.add("add", [found, added], (1, 1))
     lo, hi = program(graph, (exact(), exact(input="bfloat16")), np.array([[x]]), RHO, tmp_path)
     largest = 1.5 * x * 2.0**-8 * (1 + float(RHO))
     for end in (hi.max(), -lo.min()):

@@ -313,9 +313,9 @@ class Tape:
             elif entry.radius is not None:
                 spread = spread + functional.magnitude(entry.radius)
             curved, pull = entry.curved, entry.pull
-            single = self.chance is None and functional.one_row and not shared
-            if entry.one_row is not None and single:
-                curved, pull = entry.one_row.curved, entry.one_row.pull
+            other = None if self.chance is not None or shared else entry.one_row
+            if other is not None and functional.one_row:
+                curved, pull = other.curved, other.pull
             if curved is not None:
                 low, high = curved.between(functional)
                 middle, spread = middle + (low + high) / 2, spread + (high - low) / 2 * SAFE

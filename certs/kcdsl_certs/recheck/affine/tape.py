@@ -264,9 +264,8 @@ class Tape:
                 rest = reached(entry.ellipsoids, entry.nearest, adjoint)
                 frames[-1].radius = frames[-1].radius + rest
                 continue
-            one_row = self.budget is None and not apart and adjoint.extent[-2] == 1
-            if entry.averaged is not None and one_row:
-                other = entry.averaged
+            other = None if self.budget is not None or apart else entry.averaged
+            if other is not None and adjoint.extent[-2] == 1:
                 entry = replace(entry, curved=(other.curve,), operands=other.operands)
             self._own(entry, adjoint, frames, not pending, shared)
             kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
