@@ -156,6 +156,20 @@ def test_gradient_bias_has_its_closed_forms() -> None:
             function([0.0, 0.0], [1.0, 0.0])
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_gradient_bias_of_ratios_beyond_float64() -> None:
+    mean = reinforcement.adv_weighted_mean
+    assert mean([800.0, 0.0], [1.0, 1.0]) == math.inf
+    assert mean([800.0, 0.0], [-1.0, 1.0]) == -math.inf
+    assert mean([800.0, math.log(2)], [0.0, 1.0]) == pytest.approx(0.5)
+    assert mean([709.5, 709.5], [1.0, 1.0]) == pytest.approx(math.exp(709.5))
+    with pytest.raises(Unmeasured, match="both sides"):
+        mean([800.0, 800.0], [1.0, -1.0])
+    assert reinforcement.is_variance_inflation([800.0, 0.0]) == math.inf
+    near = [709.5 / 2] * 2
+    assert reinforcement.is_variance_inflation(near) == pytest.approx(math.exp(709.5))
+
+
 # --- routes --------------------------------------------------------------------------------------
 
 

@@ -402,6 +402,18 @@ def test_ratios_beyond_float64_are_told_without_one(log: float, said: str) -> No
     assert said in told.detail
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_support_is_checked_beyond_float64() -> None:
+    found = list(recordings.rollouts())
+    assert found[3].infer is not None
+    logs = found[3].infer.logs.copy()
+    logs[2] = -1e4
+    found[3] = recordings.with_logs(found[3], "infer", logs)
+    checks = prechecks(found)
+    assert "support_check" in failed(checks)
+    assert checks["support_check"].detail == "the largest w is beyond float64"
+
+
 def test_the_share_of_masked_tokens_is_told() -> None:
     found = [replace(r, mask=np.arange(len(r.tokens)) % 4 != 0) for r in recordings.rollouts()]
     check = prechecks(found)["masked_share"]

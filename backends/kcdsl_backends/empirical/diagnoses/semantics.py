@@ -91,12 +91,13 @@ def _told(repair: Repair, cause: Repair | None) -> Precheck:
 
 
 def _ratios(rollouts: Sequence[Rollout]) -> list[Array]:
-    """Return w of the tokens of each sampling unit."""
+    """Return w of the tokens of each sampling unit, infinite beyond float64."""
     units: dict[str, list[Array]] = {}
     for r in rollouts:
         delta = r.delta()
         if delta is not None and bool(np.isfinite(delta).all()):
-            units.setdefault(r.unit, []).append(np.exp(delta))
+            with np.errstate(over="ignore"):
+                units.setdefault(r.unit, []).append(np.exp(delta))
     return [np.concatenate(parts) for parts in units.values()]
 
 

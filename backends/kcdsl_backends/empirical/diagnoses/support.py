@@ -32,7 +32,8 @@ def support_check(ratios: Sequence[Array]) -> Precheck:
         return not_applicable(name, "no clause reads sampled tokens")
     largest = float(np.max([r.max() for r in ratios if r.size]))
     if not math.isfinite(largest):
-        return outcome(name, False, f"the largest w is {largest:g}", largest)
+        said = "beyond float64" if largest == math.inf else f"{largest:g}"
+        return outcome(name, False, f"the largest w is {said}", largest)
     scale = largest if largest > _SQUARED else 1.0
     scaled = [r / scale for r in ratios]
     sums = np.array([math.fsum(r) for r in scaled])

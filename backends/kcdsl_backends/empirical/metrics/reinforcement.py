@@ -23,16 +23,24 @@ def adv_weighted_bias(delta: ArrayLike, advantages: ArrayLike) -> float:
 
 
 def adv_weighted_mean(delta: ArrayLike, advantages: ArrayLike) -> float:
-    """Return mean((w - 1) A); delta = ln w."""
+    """Return mean((w - 1) A); delta = ln w.
+
+    Raises:
+        Unmeasured: terms beyond float64 stand on both sides of zero.
+    """
     ratios, values = columns(delta=delta, advantages=advantages)
-    return math.fsum(np.expm1(ratios) * values) / ratios.size
+    with np.errstate(over="ignore", invalid="ignore"):
+        terms = np.where(values == 0, 0.0, np.expm1(ratios) * values)
+    if terms.max() == math.inf and terms.min() == -math.inf:
+        raise Unmeasured("(w - 1) A goes beyond float64 on both sides of zero")
+    return math.fsum(terms / ratios.size)
 
 
 def is_variance_inflation(delta: ArrayLike) -> float:
     """Return mean w^2 = 1 + chi2, by which importance weighting multiplies a variance."""
     values = column(delta, "ln w")
     with np.errstate(over="ignore"):
-        return math.fsum(np.exp(2 * values)) / values.size
+        return math.fsum(np.exp(2 * values) / values.size)
 
 
 def grad_cosine(train: ArrayLike, infer: ArrayLike) -> float:
