@@ -73,6 +73,38 @@ def test_a_block_without_attention_needs_no_tables(tmp_path: Path, follows: Any)
     shorter = sequences.changed(document)
     region(shorter)["longest"] = 1
     assert recheck(proofs.dump(shorter), path).ok
+    more = sequences.changed(document)
+    region(more)["tables"] = {}
+    assert recheck(proofs.dump(more), path).reason == "document/region"
+
+
+@pytest.mark.parametrize("longest", [1, 2, 9])
+def test_tables_of_constants_that_are_no_floats_are_rejected(longest: int, tmp_path: Path) -> None:
+    """The bytes of the constants are those of the tables; as doubles they are other numbers."""
+    graph, long = decoder(2), decoder(longest)
+    tables = sequences.tables_of(graph, long)
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    known = {node["name"]: node["attrs"]["key"] for node in graph.nodes if node["name"] in tables}
+    for name, key in known.items():
+        constant = graph.constants[key]
+        raw = (tables[name].tobytes() + bytes(2 * constant.nbytes))[: 2 * constant.nbytes]
+        graph.constants[key] = np.frombuffer(raw, np.float64).reshape(constant.shape)
+    document = sequences.document(graph, tables, KERNELS, sha256, np.zeros((1, 8)), 0.5, longest)
+    assert recheck(proofs.dump(document), path).reason == "document/region"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_constants_of_other_than_two_positions_are_rejected(rows: int, tmp_path: Path) -> None:
+    graph, long = decoder(2), decoder(9)
+    tables = sequences.tables_of(graph, long)
+    for node in graph.nodes:
+        if node["name"] in tables:
+            graph.constants[node["attrs"]["key"]] = tables[node["name"]][:rows]
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    document = sequences.document(graph, tables, KERNELS, sha256, np.zeros((1, 8)), 0.5, 9)
+    assert recheck(proofs.dump(document), path).reason == "document/region"
 
 
 def test_longer_sequences_need_a_larger_claim(tmp_path: Path) -> None:
@@ -125,6 +157,11 @@ def lowered_witness(document: Document) -> None:
     last["drift"] = (float.fromhex(last["drift"]) * (1 - 2.0**-20)).hex()
 
 
+def bytes_of_floats(values: np.ndarray) -> np.ndarray:
+    """Return a table of doubles that begins with the bytes of one of floats."""
+    return np.frombuffer(values.tobytes() + bytes(values.nbytes), np.float64).reshape(values.shape)
+
+
 EDITS: dict[str, tuple[Callable[[Document], object], str]] = {
     "no longest": (lambda d: region(d).pop("longest"), "document/region"),
     "longest 0": (lambda d: region(d).update(longest=0), "document/region"),
@@ -145,6 +182,7 @@ EDITS: dict[str, tuple[Callable[[Document], object], str]] = {
     "a position more": (with_table(lambda v: np.concatenate([v, v[:1]])), "document/region"),
     "a narrower table": (with_table(lambda v: v[:, :-1].copy()), "document/region"),
     "a table of doubles": (with_table(lambda v: v.astype(np.float64)), "document/region"),
+    "a table of doubles, of the same bytes": (with_table(bytes_of_floats), "document/region"),
     "another first position": (put(0, 0.5), "document/region"),
     "another second position": (put(1, 0.25), "document/region"),
     "a position that is no number": (put(5, float("nan")), "parameter/not-finite"),

@@ -170,6 +170,136 @@ def rotation_by_parameters() -> Any:
     return g
 
 
+def linear_by_rows() -> Any:
+    g, x = rows_of()
+    g.add("linear", [x, x], (2, 2))
+    return g
+
+
+def norm_of_pairs() -> Any:
+    g, x, s = scored()
+    s = g.add("reshape", [s], (2, 2, 1), shape=[2, 2, 1])
+    s = g.add("rms_norm", [s], (2, 2, 1), eps=1e-6)
+    s = g.add("reshape", [s], (2, 2), shape=[2, 2])
+    p = g.add("softmax", [s], (2, 2), role="probabilities")
+    g.add("matmul", [p, x], (2, WIDTH), role="context")
+    return g
+
+
+def pairs_by_row(g: Any, s: str) -> str:
+    """Return the scores as [asked row, asking row, 1]."""
+    s = g.add("permute", [s], (2, 2), dims=[1, 0])
+    return str(g.add("reshape", [s], (2, 2, 1), shape=[2, 2, 1]))
+
+
+def scores_of_scores() -> Any:
+    g, x, s = scored()
+    y = g.add("slice", [x], (2, 1), dim=1, start=0, stop=1, step=1)
+    y = g.add("permute", [y], (1, 2), dims=[1, 0])
+    s = g.add("matmul", [pairs_by_row(g, s), y], (2, 2, 2), role="scores")
+    p = g.add("softmax", [s], (2, 2, 2), role="probabilities")
+    g.add("matmul", [p, x], (2, 2, WIDTH), role="context")
+    return g
+
+
+def attended(g: Any, x: str, s: str) -> Any:
+    p = g.add("softmax", [s], (2, 2), role="probabilities")
+    g.add("matmul", [p, x], (2, WIDTH), role="context")
+    return g
+
+
+def unnamed_scores() -> Any:
+    g, x = rows_of()
+    k = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    return attended(g, x, g.add("matmul", [x, k], (2, 2)))
+
+
+def features_named_scores() -> Any:
+    """Sums over rows, named as if they were sums over features."""
+    g, x = rows_of(width=2)
+    y = g.add("permute", [x], (2, 2), dims=[1, 0])
+    s = g.add("matmul", [y, x], (2, 2), role="scores")
+    p = g.add("softmax", [s], (2, 2), role="probabilities")
+    g.add("matmul", [p, x], (2, 2), role="context")
+    return g
+
+
+def unnamed_context() -> Any:
+    g, x, s = scored()
+    p = g.add("softmax", [s], (2, 2), role="probabilities")
+    g.add("matmul", [p, x], (2, WIDTH))
+    return g
+
+
+def context_over_features() -> Any:
+    g, x = rows_of()
+    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    p = g.add("softmax", [x], (2, WIDTH))
+    g.add("matmul", [p, y], (2, 2), role="context")
+    return g
+
+
+def sum_of_rows() -> Any:
+    g, x = rows_of()
+    y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
+    y = g.add("matmul", [y, g.param("ones", np.ones((2, 1)))], (WIDTH, 1))
+    y = g.add("permute", [y], (1, WIDTH), dims=[1, 0])
+    g.add("add", [x, y], (2, WIDTH))
+    return g
+
+
+def columns_and_rows() -> Any:
+    g, x = rows_of(width=2)
+    y = g.add("permute", [x], (2, 2), dims=[1, 0])
+    g.add("add", [y, x], (2, 2))
+    return g
+
+
+def masked_features() -> Any:
+    g, x = rows_of()
+    mask = g.constant("mask", np.tril(np.ones((2, WIDTH), dtype=bool)))
+    g.add("softmax", [x, mask], (2, WIDTH))
+    return g
+
+
+def rotation_of_features() -> Any:
+    g, x = rows_of(width=2)
+    table = g.constant("cos", np.ones((2, 2), np.float32))
+    y = g.add("permute", [x], (2, 2), dims=[1, 0])
+    y = g.add("rope", [y, table, table], (2, 2))
+    g.add("permute", [y], (2, 2), dims=[1, 0])
+    return g
+
+
+def rotation_of_pairs() -> Any:
+    g, x, s = scored()
+    table = g.constant("cos", np.ones((2, 2), np.float32))
+    y = g.add("expand", [pairs_by_row(g, s)], (2, 2, 2), shape=[2, 2, 2])
+    y = g.add("rope", [y, table, table], (2, 2, 2))
+    y = g.add("slice", [y], (2, 2, 1), dim=2, start=0, stop=1, step=1)
+    y = g.add("reshape", [y], (2, 2), shape=[2, 2])
+    return attended(g, x, g.add("permute", [y], (2, 2), dims=[1, 0]))
+
+
+def doubled_rows() -> Any:
+    g, x = rows_of()
+    g.add("concat", [x, x], (4, WIDTH), dim=0)
+    return g
+
+
+def rows_beside_features() -> Any:
+    g, x = rows_of(width=2)
+    y = g.add("permute", [x], (2, 2), dims=[1, 0])
+    g.add("concat", [x, y], (2, 4), dim=1)
+    return g
+
+
+def no_row() -> Any:
+    g, _ = rows_of()
+    g.param("table", np.ones((2, WIDTH)))
+    return g
+
+
 def three_rows() -> Any:
     return rows_of(3)[0]
 
@@ -200,6 +330,21 @@ MIXING: tuple[Callable[[], Any], ...] = (
     gram_of_features,
     rotation_by_features,
     rotation_by_parameters,
+    linear_by_rows,
+    norm_of_pairs,
+    scores_of_scores,
+    unnamed_scores,
+    features_named_scores,
+    unnamed_context,
+    context_over_features,
+    sum_of_rows,
+    columns_and_rows,
+    masked_features,
+    rotation_of_features,
+    rotation_of_pairs,
+    doubled_rows,
+    rows_beside_features,
+    no_row,
     three_rows,
     of_tokens,
 )
@@ -215,6 +360,77 @@ def test_what_mixes_rows_is_refused_by_both(build: Callable[[], Any]) -> None:
         marks_of(parsed(graph))
     assert rejection.value.reason == "graph/rows"
     assert rejection.value.detail
+
+
+def of_nothing() -> Any:
+    g, _ = rows_of()
+    g.add("silu", [], (2, WIDTH))
+    return g
+
+
+def of_no_dimension() -> Any:
+    g, x = rows_of()
+    g.add("silu", [x], ())
+    return g
+
+
+def of_another_rank() -> Any:
+    g, x = rows_of()
+    y = g.add("silu", [x], (2, WIDTH, 1))
+    g.add("reshape", [y], (2, WIDTH), shape=[2, WIDTH])
+    return g
+
+
+def of_three_dimensions() -> Any:
+    g = proofs.Graph((2, WIDTH))
+    x = g.add("input", [], (2, WIDTH, 1))
+    g.add("reshape", [x], (2, WIDTH), shape=[2, WIDTH])
+    return g
+
+
+def one_dimension_twice() -> Any:
+    g, x = rows_of(width=2)
+    g.add("permute", [x], (2, 2), dims=[0, 0])
+    return g
+
+
+def a_dimension_beyond() -> Any:
+    g, x = rows_of()
+    g.add("concat", [x, x], (2, 2 * WIDTH), dim=2)
+    return g
+
+
+def a_product_of_three() -> Any:
+    g, x, s = scored()
+    p = g.add("softmax", [s], (2, 2), role="probabilities")
+    g.add("matmul", [p, x, x], (2, WIDTH), role="context")
+    return g
+
+
+def rows_repeated() -> Any:
+    g, x = rows_of()
+    y = g.add("expand", [x], (4, WIDTH), shape=[4, WIDTH])
+    g.add("slice", [y], (4, 2), dim=1, start=0, stop=2, step=1)
+    return g
+
+
+MALFORMED: dict[Callable[[], Any], str] = {
+    of_nothing: "graph/rows",
+    of_no_dimension: "graph/rows",
+    of_another_rank: "graph/shape",
+    of_three_dimensions: "graph/rows",
+    one_dimension_twice: "graph/field",
+    a_dimension_beyond: "graph/field",
+    a_product_of_three: "graph/field",
+    rows_repeated: "graph/rows",
+}
+
+
+@pytest.mark.parametrize("build", MALFORMED, ids=lambda build: build.__name__)
+def test_what_no_exporter_writes_is_rejected(build: Callable[[], Any]) -> None:
+    with pytest.raises(Rejection) as rejection:
+        marks_of(parsed(build()))
+    assert rejection.value.reason == MALFORMED[build]
 
 
 def gated_rows() -> Any:
