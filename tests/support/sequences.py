@@ -96,3 +96,20 @@ def masks(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:
 def changed(value: Document) -> Document:
     """Return a copy that may be changed."""
     return copy.deepcopy(value)
+
+
+WIDTH = 4
+"""Numbers in a row of graphs that are built by hand."""
+
+
+def rows_of(rows: int = 2, width: int = WIDTH) -> tuple[Any, str]:
+    """Return the graph of a number of rows, and the name of its input."""
+    graph = proofs.Graph((rows, width))
+    return graph, graph.add("input", [], (rows, width))
+
+
+def scored(rows: int = 2) -> tuple[Any, str, str]:
+    """Return a graph, its rows, and their scores with one another."""
+    g, x = rows_of(rows)
+    k = g.add("permute", [x], (WIDTH, rows), dims=[1, 0])
+    return g, x, g.add("matmul", [x, k], (rows, rows), role="scores")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from kcdsl_backends.affine import handing as prover
 from kcdsl_backends.affine import outgoing
 from kcdsl_backends.affine.adjoint import Adjoint as Functionals
 from kcdsl_backends.affine.tape import Tape as Pages
+from kcdsl_backends.interval.box import Box as Boxes
 from kcdsl_certs.recheck.affine import drifting, handing
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.tape import Tape
+from kcdsl_certs.recheck.box import Box
 
 
 class Walk:
@@ -73,7 +76,7 @@ def test_a_ball_is_as_long_as_the_diagonal(seed: int) -> None:
 
 
 def entered(middle: Any, shapes: Any, box: Any, half: Any, reference: Any) -> list[Any]:
-    """Return the symbols that both programs make of a drift of one row."""
+    """Return the symbols that both programs make of a drift."""
     first, second = Tape(np.zeros((1, len(half)))), Pages(torch.zeros(1, len(half)))
     walk: Any = Walk(first)
     place = drifting.symbol(walk, (middle, shapes), box, half, reference)
@@ -142,3 +145,50 @@ def test_a_symbol_is_bounded_by_the_box_and_by_the_ellipsoid() -> None:
         if half == 1.0:
             assert curve.together(Adjoint(values, (0, 0))) >= longest
             assert two.curved.together(functionals) >= longest
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_handed_on_holds_the_box_of_what_is_known_of_the_drift(seed: int) -> None:
+    """Any drift in the box of h̃_i - h̃_t, and errors in boxes of their own beside it."""
+    rng = np.random.default_rng(seed)
+    middle, wide = rng.standard_normal((2, 4)), np.abs(rng.standard_normal((2, 4)))
+    low, high = middle - wide, middle + wide
+    reaches = [np.abs(rng.standard_normal((2, 4))) * scale for scale in (0.5, 1e-9)]
+    t, i = (SimpleNamespace(reach=reach, place=None) for reach in reaches)
+    pair: Any = SimpleNamespace(
+        shape=(2, 4), apart=Box(low, high), train=None, infer=None, t=t, i=i
+    )
+    found = handing.handed(pair)
+    assert found is not None
+    ends = [SimpleNamespace(reach=torch.tensor(reach), ellipsoids={}) for reach in reaches]
+    known = Boxes(torch.tensor(low), torch.tensor(high))
+    forms: Any = SimpleNamespace(shape=(2, 4), known=known, ends=ends, output="y")
+    forms.train, forms.infer = ends
+
+    def error(run: Any, output: str, row: int) -> torch.Tensor:
+        return outgoing._box(run.reach[row])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outgoing, "_error", error)
+        around = outgoing.around(forms)
+    assert around is not None
+    for centre, shapes in (found, (around.middle.numpy(), around.shapes.numpy())):
+        for row, signs in product(range(2), product((-1, 1), repeat=4)):
+            a = np.array(signs) * rng.random(4)
+            corner = np.where(a > 0, high[row], low[row]) + np.sign(a) * (
+                reaches[0][row] + reaches[1][row]
+            )
+            assert a @ (corner - centre[row]) <= np.sqrt(a @ shapes[row] @ a) * (1 + 1e-12)
+
+
+def test_the_norm_of_functionals_counts_every_row() -> None:
+    """Drifts of two rows may point the same way."""
+    n, small = 5, 1e-3
+    nothing, half = np.zeros((2, n)), np.full((2, n), 1.0)
+    values = np.random.default_rng(7).standard_normal((1, 2, n))
+    one, two = entered(nothing, np.stack([np.eye(n)] * 2) * small**2, nothing, half, nothing + 1)
+    together = small * np.linalg.norm(values[0], axis=-1).sum()
+    (curve,) = one.curved
+    functionals = Functionals(torch.tensor(values), ((0, 2), (0, n)), (2, n))
+    for found in (curve.together(Adjoint(values, (0, 0))), two.curved.together(functionals)):
+        assert together <= found <= together * 1.01

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.certifier.sequences import SequenceProblem, compare
+from kcdsl_backends.certifier.sequences import SequenceProblem
 from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.sequences import FixedLength, row_axes
@@ -18,8 +18,8 @@ from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.sequences import KEY, ROW, marks_of
 from tests.support import proofs, prover, sequences
+from tests.support.sequences import WIDTH, rows_of, scored
 
-WIDTH = 4
 FLOAT32 = proofs.numerics("float32", "any")
 
 
@@ -29,17 +29,6 @@ def parsed(graph: Any) -> Any:
     ids = [1] if graph.input_shape is None else None
     document = proofs.document(graph, *region, ids=ids)
     return parse(proofs.dump(document)).graphs[graph.digest]
-
-
-def rows_of(rows: int = 2, width: int = WIDTH) -> tuple[Any, str]:
-    graph = proofs.Graph((rows, width))
-    return graph, graph.add("input", [], (rows, width))
-
-
-def scored(rows: int = 2) -> tuple[Any, str, str]:
-    g, x = rows_of(rows)
-    k = g.add("permute", [x], (WIDTH, rows), dims=[1, 0])
-    return g, x, g.add("matmul", [x, k], (rows, rows), role="scores")
 
 
 def pooling() -> Any:
@@ -239,6 +228,13 @@ def context_over_features() -> Any:
     return g
 
 
+def unnamed_probabilities() -> Any:
+    g, x, s = scored()
+    p = g.add("softmax", [s], (2, 2))
+    g.add("matmul", [p, x], (2, WIDTH), role="context")
+    return g
+
+
 def sum_of_rows() -> Any:
     g, x = rows_of()
     y = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
@@ -336,6 +332,7 @@ MIXING: tuple[Callable[[], Any], ...] = (
     unnamed_scores,
     features_named_scores,
     unnamed_context,
+    unnamed_probabilities,
     context_over_features,
     sum_of_rows,
     columns_and_rows,
@@ -477,32 +474,6 @@ def test_both_place_the_rows_alike(build: Callable[[], Any]) -> None:
     for name, own in marks.items():
         assert axes[name] == tuple(own.index(mark) for mark in (ROW, KEY) if mark in own), name
     assert any(len(found) == 2 for found in axes.values()) == (build is not gated_rows)
-
-
-def test_a_block_that_is_another_one_at_another_length_is_refused() -> None:
-    def mean(rows: int) -> Any:
-        g, x = rows_of(rows)
-        return g, g.add("scale", [x], (rows, WIDTH), factor=1.0 / rows)
-
-    short, long = (prover.block(mean(rows)[0]) for rows in (2, 3))
-    axes = row_axes(short)
-    compare(short, axes, short, 2)
-    with pytest.raises(FixedLength, match="not the same at 3 rows"):
-        compare(short, axes, long, 3)
-
-
-def test_parts_that_are_no_rows_are_told_apart_by_another_length() -> None:
-    """[T, 4] as [2, T, 2]: at two rows that looks like [T, 2, 2]."""
-
-    def folded(rows: int) -> Any:
-        g, x = rows_of(rows)
-        y = g.add("reshape", [x], (2, rows, 2), shape=[2, rows, 2])
-        g.add("reshape", [y], (rows, WIDTH), shape=[rows, WIDTH])
-        return g
-
-    short, long = (prover.block(folded(rows)) for rows in (2, 3))
-    with pytest.raises(FixedLength):
-        compare(short, row_axes(short), long, 3)
 
 
 def test_no_other_domain_reads_any_length() -> None:
