@@ -24,6 +24,7 @@ from tests.support.affine_rules import RULES, Build, scores, source, turned
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting
 from tests.support.ball.exactly import round_nothing
+from tests.support.ball.points import corner
 from tests.support.mutation.blocks import decoder, encoder, gated
 from tests.support.prover import block, parameters
 
@@ -177,7 +178,7 @@ def test_the_exact_error_of_a_row_lies_in_its_reverse_pass(
     def stored(key: str) -> Floats:
         return np.asarray(graph.tensors[key].astype(np.float64))
 
-    for x in (setting.centre + radius * rng.choice([-1.0, 1.0], graph.input_shape) for _ in "12"):
+    for x in (corner(setting.centre, radius, rng) for _ in range(2)):
         values = runs.run(graph, RECORD, x, stored, stored, 0, "up", exact=True)
         moved = numbers.balls(x) - numbers.balls(setting.centre)
         for name, reference in references.items():

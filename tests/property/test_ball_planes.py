@@ -22,6 +22,7 @@ from tests.support import proofs
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting
 from tests.support.ball.exactly import round_nothing
+from tests.support.ball.points import corner
 from tests.support.plane_blocks import RULES
 
 Floats = np.ndarray
@@ -81,7 +82,7 @@ def test_exact_deviations_and_drifts_lie_within_planes(
     with np.errstate(all="ignore"):
         course = walk(scene)
     compared = 0
-    for x in (centre + radius * rng.choice([-1.0, 1.0], centre.shape) for _ in range(2)):
+    for x in (corner(centre, radius, rng) for _ in range(2)):
         t, i = exactly(graph, scene, x)
         for name, place in course.places.items():
             if name not in t:

@@ -21,6 +21,7 @@ from tests.support.affine_rules import RULES
 from tests.support.ball import numbers, runs
 from tests.support.ball.bounds import Setting, everything
 from tests.support.ball.exactly import round_nothing
+from tests.support.ball.points import corner
 from tests.support.mutation.blocks import decoder, encoder, gated
 
 BLOCKS: dict[str, Any] = {**RULES, "decoder": decoder, "encoder": encoder, "gated": gated}
@@ -50,7 +51,7 @@ def test_the_exact_function_lies_in_what_float64_covers(
     compared = 0
     for radius in (0.0, scale * 2.0**-14):
         setting = Setting(graph, RECORD, RECORD, centre, radius)
-        points = [centre + radius * rng.choice([-1.0, 1.0], centre.shape) for _ in range(3)]
+        points = [corner(centre, radius, rng) for _ in range(3)]
         values = [exactly(setting, x) for x in points]
         for said in everything(setting, tmp_path):
             for ends in (said.train, said.infer):
@@ -80,7 +81,7 @@ def test_functionals_of_the_exact_error_lie_in_their_reverse_pass(
     scene = setting.scene(tmp_path)
     with np.errstate(all="ignore"):
         found = walk(scene, scene.train)
-    x = centre + radius * rng.choice([-1.0, 1.0], centre.shape)
+    x = corner(centre, radius, rng)
     values, moved = exactly(setting, x), numbers.balls(x) - numbers.balls(centre)
     for name, form in found.forms.items():
         if not isinstance(form, Form) or form.place is None:

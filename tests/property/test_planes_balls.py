@@ -29,6 +29,7 @@ from kcdsl_certs.recheck.weights import Parameters
 from tests.support import kernels, proofs
 from tests.support.ball import numbers, runs
 from tests.support.ball.exactly import round_nothing
+from tests.support.ball.points import corner
 from tests.support.grids import by_turns
 from tests.support.mutation.blocks import decoder, encoder, gated
 from tests.support.plane_blocks import RULES
@@ -175,7 +176,7 @@ def test_the_exact_function_lies_in_planes(
     both: list[Checker | Prover] = [checker, Prover(graph, infer, centre, radius)]
     points = [centre]
     if centre is not None and radius:
-        points += [centre + radius * rng.choice([-1.0, 1.0], centre.shape) for _ in range(2)]
+        points += [corner(centre, radius, rng) for _ in range(2)]
     values = [exactly(graph, x, checker) for x in points]
     compared = 0
     for name in values[0][0]:
