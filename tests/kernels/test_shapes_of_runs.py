@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from bench import kernels, kernels_inputs
 from bench.kernels import Case
+from kcdsl.ir.terms import ModelRef
+from kcdsl.model.architecture import Model, load_model
 from kcdsl_backends.empirical.engines.exact import exact_settings
 from kcdsl_backends.empirical.kernels import TorchKernel, load_kernel
 
@@ -43,8 +46,14 @@ def states(model: str, block: str, count: int, length: int) -> list[Tensor]:
 
 def inside(case: Case, model: str, block: str, x: Tensor, out: Tensor, affine: bool = True) -> None:
     """Assert that a run on x ended no further from the training run than is certified."""
-    shop = kernels.workshop(kernels_inputs.loaded(model), case)
-    drift = (out - kernels.eager(model).block(block, x)).abs()
+    near(case, kernels_inputs.loaded(model), block, x, out, kernels.eager(model), affine)
+
+
+def near(
+    case: Case, model: Model, block: str, x: Tensor, out: Tensor, train: TorchKernel, affine: bool
+) -> None:
+    shop = kernels.workshop(model, case)
+    drift = (out - train.block(block, x)).abs()
     bounds = kernels.bound(shop, block, x, affine)
     assert bool(torch.isfinite(bounds).any())
     assert float(kernels.quotients(drift, bounds).max()) <= 1
@@ -89,13 +98,33 @@ def test_lengths_around_the_tiles(case: Case, length: int) -> None:
     inside(case, "MiniLM", "attn_0", x, out, affine=False)
 
 
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Return the tiny LM with rotations for 2,048 positions."""
+    folder = kernels_inputs.ROOT / "examples" / "tiny_lm"
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    path = tmp_path_factory.mktemp("longer") / "config.json"
+    path.write_text(json.dumps(config | {"max_position_embeddings": 2048}), encoding="utf-8")
+    ref = ModelRef("model.safetensors", architecture="llama", tokenizer="bytes", config=str(path))
+    return load_model(ref, folder)
+
+
+@pytest.mark.parametrize("case", ATTENTION[6:], ids=lambda c: c.name)
+def test_more_keys_than_a_tile_has(case: Case, longer: Model) -> None:
+    """The CPU flash kernel takes 512 keys at once: here it rescales."""
+    with_rows(600, case, longer)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
-def test_more_keys_than_a_tile_has(case: Case) -> None:
-    """The CPU flash kernel takes 512 keys at once: here it rescales."""
-    x = torch.randn(1030, 384, generator=torch.Generator().manual_seed(1))
-    running = load_kernel(case.ref(), kernels_inputs.loaded("MiniLM"), "cpu")
-    inside(case, "MiniLM", "attn_0", x, running.block("attn_0", x), affine=False)
+def test_more_keys_than_two_tiles_have(case: Case, longer: Model) -> None:
+    with_rows(1030, case, longer)
+
+
+def with_rows(count: int, case: Case, model: Model) -> None:
+    x = torch.randn(count, 96, generator=torch.Generator().manual_seed(1))
+    running, train = (load_kernel(c.ref(), model, "cpu") for c in (case, kernels.TRAIN))
+    near(case, model, "attn_0", x, running.block("attn_0", x), train, affine=False)
 
 
 @pytest.fixture(params=[1, 2])
