@@ -46,10 +46,10 @@ def states(model: str, block: str, count: int, length: int) -> list[Tensor]:
 
 def inside(case: Case, model: str, block: str, x: Tensor, out: Tensor, affine: bool = True) -> None:
     """Assert that a run on x ended no further from the training run than is certified."""
-    near(case, kernels_inputs.loaded(model), block, x, out, kernels.eager(model), affine)
+    stays_inside(case, kernels_inputs.loaded(model), block, x, out, kernels.eager(model), affine)
 
 
-def near(
+def stays_inside(
     case: Case, model: Model, block: str, x: Tensor, out: Tensor, train: TorchKernel, affine: bool
 ) -> None:
     shop = kernels.workshop(model, case)
@@ -124,7 +124,7 @@ def test_more_keys_than_two_tiles_have(case: Case, longer: Model) -> None:
 def with_rows(count: int, case: Case, model: Model) -> None:
     x = torch.randn(count, 96, generator=torch.Generator().manual_seed(1))
     running, train = (load_kernel(c.ref(), model, "cpu") for c in (case, kernels.TRAIN))
-    near(case, model, "attn_0", x, running.block("attn_0", x), train, affine=False)
+    stays_inside(case, model, "attn_0", x, running.block("attn_0", x), train, affine=False)
 
 
 @pytest.fixture(params=[1, 2])

@@ -31,6 +31,13 @@ def parsed(graph: Any) -> Any:
     return parse(proofs.dump(document)).graphs[graph.digest]
 
 
+def attended(g: Any, x: str, s: str, width: int = WIDTH) -> Any:
+    """Finish attention whose scores are s and whose values are x."""
+    p = g.add("softmax", [s], (2, 2), role="probabilities")
+    g.add("matmul", [p, x], (2, width), role="context")
+    return g
+
+
 def pooling() -> Any:
     g, x, s = scored()
     g.add("matmul", [s, x], (2, WIDTH))
@@ -52,9 +59,7 @@ def weights_per_position() -> Any:
 def bias_by_distance() -> Any:
     g, x, s = scored()
     s = g.add("add", [s, g.constant("alibi", np.ones((2, 2), np.float32))], (2, 2), role="scores")
-    p = g.add("softmax", [s], (2, 2), role="probabilities")
-    g.add("matmul", [p, x], (2, WIDTH), role="context")
-    return g
+    return attended(g, x, s)
 
 
 def joined_rows() -> Any:
@@ -125,9 +130,7 @@ def softmax_over_rows() -> Any:
 def norm_of_scores() -> Any:
     g, x, s = scored()
     s = g.add("rms_norm", [s], (2, 2), eps=1e-6)
-    p = g.add("softmax", [s], (2, 2), role="probabilities")
-    g.add("matmul", [p, x], (2, WIDTH), role="context")
-    return g
+    return attended(g, x, s)
 
 
 def rows_and_columns() -> Any:
@@ -170,9 +173,7 @@ def norm_of_pairs() -> Any:
     s = g.add("reshape", [s], (2, 2, 1), shape=[2, 2, 1])
     s = g.add("rms_norm", [s], (2, 2, 1), eps=1e-6)
     s = g.add("reshape", [s], (2, 2), shape=[2, 2])
-    p = g.add("softmax", [s], (2, 2), role="probabilities")
-    g.add("matmul", [p, x], (2, WIDTH), role="context")
-    return g
+    return attended(g, x, s)
 
 
 def pairs_by_row(g: Any, s: str) -> str:
@@ -191,12 +192,6 @@ def scores_of_scores() -> Any:
     return g
 
 
-def attended(g: Any, x: str, s: str) -> Any:
-    p = g.add("softmax", [s], (2, 2), role="probabilities")
-    g.add("matmul", [p, x], (2, WIDTH), role="context")
-    return g
-
-
 def unnamed_scores() -> Any:
     g, x = rows_of()
     k = g.add("permute", [x], (WIDTH, 2), dims=[1, 0])
@@ -208,9 +203,7 @@ def features_named_scores() -> Any:
     g, x = rows_of(width=2)
     y = g.add("permute", [x], (2, 2), dims=[1, 0])
     s = g.add("matmul", [y, x], (2, 2), role="scores")
-    p = g.add("softmax", [s], (2, 2), role="probabilities")
-    g.add("matmul", [p, x], (2, 2), role="context")
-    return g
+    return attended(g, x, s, width=2)
 
 
 def unnamed_context() -> Any:
