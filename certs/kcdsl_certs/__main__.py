@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for text in report.assumptions:
                 print(f"assumed: {text if text.isprintable() else ascii(text)}")
         print(report.verdict)
+        if report.accepted and options.signature_only:
+            print("looked at: the signed statement alone, no proof and no evidence beside it")
     return VALID if report.accepted else INVALID
 
 
@@ -97,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--recheck", action="store_true", help="re-derive every proof")
     check.add_argument(
+        "--signature-only",
+        action="store_true",
+        help="look at the signed statement alone: not at proofs and evidence beside it",
+    )
+    check.add_argument(
         "--refuse-suppressions",
         action="store_true",
         help="refuse contracts some of whose findings were accepted by comments",
@@ -106,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> Combined:
+    if options.signature_only and (options.recheck or options.complete):
+        detail = "--signature-only looks at nothing that --recheck and --complete demand"
+        raise Reject("options/contradict", detail)
     if options.recheck and find_spec("numpy") is None:
         raise Reject("recheck/no-numpy", "--recheck needs numpy: pip install numpy")
     bundles = [_read(path) for path in options.certificates]
@@ -127,9 +137,11 @@ def _check(options: argparse.Namespace) -> Combined:
     several = len(bundles) > 1
 
     def run(path: Path, bundle: bytes) -> Report:
-        proofs: ProofChecker = PresentProofs(path.parent)
+        proofs: ProofChecker | None = PresentProofs(path.parent)
         if options.recheck:
             proofs = Rechecker(path.parent, options.checkpoint)
+        elif options.signature_only:
+            proofs = None
         return verify(
             bundle,
             trusted=trusted,
@@ -142,6 +154,7 @@ def _check(options: argparse.Namespace) -> Combined:
             partial=several or not options.complete,
             expected_inputs=expectation.inputs,
             refuse_suppressions=options.refuse_suppressions,
+            signature_only=options.signature_only,
             earlier=None
             if options.base is None
             else Earlier(path.parent, options.base, options.checkpoint, options.recheck),

@@ -47,6 +47,8 @@ WIDEST = Fraction(1, 2)
 UPPER, LOWER = ("<=", "<"), (">=", ">")
 OPERATORS = (*UPPER, *LOWER, "==")
 IMPLIED = "bound-chain/1"
+DOMAINS = frozenset({"affine", "interval", "planes"})
+"""In which a case of a proof, or a link of one, is derived."""
 
 
 @dataclass(frozen=True, slots=True)

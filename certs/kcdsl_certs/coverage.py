@@ -34,17 +34,20 @@ def check_clauses(
         check_verdict(clause)
         _numerics(clause, predicate.triple)
         _weights(clause)
-        results.setdefault((clause.id, clause.slice), []).append(clause)
+        known = results.setdefault((clause.id, clause.slice), [])
+        if any(_comparison(other) == _comparison(clause) for other in known):
+            raise Reject("clause/duplicate", f"{clause.label} {clause.quantity} is stated twice")
+        known.append(clause)
     if stated is not predicate.verdict:
         detail = f"{stated} is stated, the clauses say {predicate.verdict}"
         raise Reject("verdict/contradicts-clauses", detail)
-    known = {(r.id, r.slice): r for r in required}
+    demands = {(r.id, r.slice): r for r in required}
     for key, found in results.items():
-        if key not in known:
+        if key not in demands:
             raise Reject("clause/unknown", f"the contract has no clause {key[0]} on {key[1]}")
         for clause in found:
-            check_implied(clause, known[key], predicate.clauses)
-    scope = _scope(predicate, known.keys())
+            check_implied(clause, demands[key], predicate.clauses)
+    scope = _scope(predicate, demands.keys())
     demanded = [r for r in required if not partial or (r.id, r.slice) in scope]
     if not demanded:
         raise Reject("clause/nothing-covered", "the certificate covers no clause of the contract")
@@ -69,6 +72,10 @@ def around_weights(clauses: tuple[CertifiedClause, ...]) -> str:
     )
 
 
+def _comparison(clause: CertifiedClause) -> tuple[str, str, Fraction]:
+    return clause.quantity, clause.op, clause.tau
+
+
 def _weights(clause: CertifiedClause) -> None:
     """A region around the weights is of proofs alone, and of a size that proofs know."""
     if clause.weights is None:
@@ -81,6 +88,8 @@ def _weights(clause: CertifiedClause) -> None:
 
 def _scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> set[tuple[str, str | None]]:
     scope = set(predicate.scope.covers)
+    if len(scope) != len(predicate.scope.covers):
+        raise Reject("scope/inconsistent", "it names a clause and a slice twice")
     stray = sorted(c.label for c in predicate.clauses if (c.id, c.slice) not in scope)
     if stray:
         raise Reject("scope/inconsistent", f"{', '.join(stray)} lies outside the scope it states")

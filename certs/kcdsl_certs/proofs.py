@@ -75,6 +75,9 @@ def load_proof(folder: Path, clause: CertifiedClause) -> bytes:
     if clause.proof is None:
         raise Reject("proof/missing", f"{clause.label} names no proof")
     path = folder / clause.proof.path
+    if not path.is_file():
+        detail = f"{clause.label}: there is no file {clause.proof.path} beside the certificate"
+        raise Reject("proof/missing", detail)
     try:
         with path.open("rb") as file:
             proof = file.read(LARGEST_PROOF + 1)
@@ -91,19 +94,18 @@ def load_proof(folder: Path, clause: CertifiedClause) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PresentProofs:
-    """Checks the digests of the proof files that lie in the folder, without re-deriving them."""
+    """Checks that proof files are there, are what was signed, and are about their clauses, without
+    re-deriving them."""
 
     folder: Path
 
     def __call__(self, clause: CertifiedClause, triple: Triple) -> ProofResult:
-        """Check one proof file; one that is not there is not run."""
+        """Check one proof file; one that is not there is a failure."""
         try:
-            load_proof(self.folder, clause)
+            bind(strict_load(load_proof(self.folder, clause), LARGEST_PROOF), clause, triple)
         except Reject as error:
-            missing = error.reason == "proof/missing"
-            outcome = Outcome.NOT_RUN if missing else Outcome.FAILED
-            return ProofResult(outcome, error.reason, error.detail)
-        detail = f"{clause.label}: digest matches, not re-derived (--recheck does)"
+            return ProofResult(Outcome.FAILED, error.reason, error.detail)
+        detail = f"{clause.label}: what was signed, not re-derived (--recheck does)"
         return ProofResult(Outcome.NOT_RUN, "proof/not-rederived", detail)
 
 
@@ -191,6 +193,25 @@ def bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
             "proof/checkpoint-mismatch", f"{clause.label}: the proof is about other weights"
         )
     _bind_regions(proof, clause)
+    used = method_of(document)
+    if clause.method != used:
+        detail = f"{clause.label}: {clause.method} is stated, the proof uses {used}"
+        raise Reject("proof/method-mismatch", detail)
+
+
+def method_of(document: Any) -> str:
+    """Return the method of a proof object: the domains in which its cases, or their links, are
+    derived, and `chain` where it goes link by link, in order and joined."""
+    parts: set[str] = set()
+    for item in Fields.of(document, "proof").items("cases"):
+        case = Fields.of(item, "case")
+        links = [case]
+        if "links" in case.record:
+            parts.add("chain")
+            links = [Fields.of(link, "link") for link in case.items("links")]
+        for link in links:
+            parts.update((link.text_or_none("domain") or "interval").split("+"))
+    return "+".join(sorted(parts)) + "/1"
 
 
 def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:

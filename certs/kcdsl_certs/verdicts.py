@@ -5,13 +5,30 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from kcdsl_certs.clauses import LOWER, UPPER, CertifiedClause, Evidence, Verdict, holds
+from kcdsl_certs.clauses import (
+    DOMAINS,
+    IMPLIED,
+    LOWER,
+    UPPER,
+    CertifiedClause,
+    Evidence,
+    Verdict,
+    holds,
+)
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.tails import certifies
 
 METHODS_OF_RATES = ("clopper-pearson/1",)
 """Methods whose sampled PASSED this package can re-derive from (exceed, n, budget, alpha)."""
+ATTACK = "attack/1"
+"""The method of a result that rests on concrete runs of a region alone."""
+MEASURED = ("census/1", "one-sided-limits/1", *METHODS_OF_RATES)
+"""The methods of results that measuring gave."""
+METHODS = {
+    Evidence.CENSUS: ("census/1",),
+    Evidence.SAMPLE: ("one-sided-limits/1", *METHODS_OF_RATES, ATTACK),
+}
 LARGEST_ALPHA, LEAST_ALPHA = Fraction(1, 20), Fraction(1, 10**30)
 
 
@@ -40,14 +57,53 @@ _EVERY_UNIT = re.compile(
 """Quantities that speak of every unit, so that no sample bounds them."""
 
 
+_BY_PROOF = re.compile(
+    r"(?:norm_(?:inf|2)|span)\(drift\(\w+, \w+\)\)|no_flip\(\w+, \w+, [1-9][0-9]*\)", re.ASCII
+)
+"""Quantities that proof objects speak of."""
+
+
+def _evidence_fits(clause: CertifiedClause) -> None:
+    """Refuse a kind of evidence without what it must bring, and one that no such clause can have.
+
+    What claims to be shown for every input has a proof object about a drift or an order, or
+    follows from one; what is measured has neither. So no proof is of times or of traces.
+    """
+    named, follows = clause.proof is not None, clause.implied_by is not None
+    if not clause.evidence.is_proof:
+        if named or follows:
+            detail = f"{clause.label}: {clause.evidence} evidence has no proof"
+            raise Reject("clause/evidence-kind", detail)
+        if clause.method not in METHODS[clause.evidence]:
+            detail = f"{clause.label}: {clause.method!r} is no method of {clause.evidence} evidence"
+            raise Reject("clause/method", detail)
+        return
+    if not named and not follows:
+        raise Reject("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
+    if named and follows:
+        raise Reject("clause/evidence-kind", f"{clause.label} is proved, or it follows: not both")
+    if named and _BY_PROOF.fullmatch(clause.quantity) is None:
+        detail = f"{clause.label}: no proof object speaks of {clause.quantity}"
+        raise Reject("clause/evidence-kind", detail)
+    if follows != (clause.method == IMPLIED) or (named and not is_method_of_proofs(clause.method)):
+        detail = f"{clause.label}: {clause.method!r} is no method of such a proof"
+        raise Reject("clause/method", detail)
+
+
+def is_method_of_proofs(method: str) -> bool:
+    """Say whether a method is of the form that proof objects have: their parts in order."""
+    name, version = method.removesuffix("/1"), method.endswith("/1")
+    parts = name.split("+")
+    domains = set(parts) - {"chain"}
+    return version and parts == sorted(set(parts)) and bool(domains) and domains <= DOMAINS
+
+
 def _consistent(clause: CertifiedClause) -> None:
     if clause.n is not None and clause.exceed is not None and clause.exceed > clause.n:
         raise Reject("clause/counts", f"{clause.label}: {clause.exceed} of {clause.n} exceed")
     if clause.budget is not None and not 0 <= clause.budget < 1:
         raise Reject("clause/budget", f"{clause.label}: a budget of {real_text(clause.budget)}")
-    derived = clause.evidence in (Evidence.PROOF, Evidence.PROBABILISTIC)
-    if derived and clause.proof is None and clause.implied_by is None:
-        raise Reject("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
+    _evidence_fits(clause)
     if clause.evidence in (Evidence.PROOF_REAL, Evidence.PROBABILISTIC) and not clause.assumptions:
         raise Reject("clause/assumption-unnamed", f"{clause.label} rests on {clause.evidence}")
     if clause.evidence is Evidence.PROBABILISTIC and clause.proof is not None:

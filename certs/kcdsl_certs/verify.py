@@ -64,12 +64,14 @@ def verify(
     revoked: frozenset[str] = frozenset(),
     refuse_suppressions: bool = False,
     earlier: Earlier | None = None,
+    signature_only: bool = False,
 ) -> Report:
     """Verify a certificate against what is about to be deployed; never raises for bad input.
 
     `required_clauses` is what the contract in force names. With `partial` only those within the
     signed scope are demanded, and the rest is reported as `outside`; a release gate leaves it off.
-    `proofs` re-derives proof clauses; without it that step is not run.
+    `proofs` looks at the proof of each clause; without it a certificate that names proofs is
+    refused, unless `signature_only` says that what lies beside the statement is not of interest.
     `revoked` holds certificate identities (sha256 of the payload, hex). With `refuse_suppressions`
     a contract some of whose findings were accepted is refused. `earlier` is what a weights transfer
     is compared with; without it none is accepted.
@@ -130,7 +132,7 @@ def verify(
     log.run("contract", lambda: _contract(predicate, expected_triple, refuse_suppressions))
     log.run("clauses", lambda: _clauses(state, required, partial))
     log.run("stage", lambda: _stage(state, stage, trusted.threshold))
-    log.run("proofs", lambda: _proofs(predicate, proofs))
+    log.run("proofs", lambda: _proofs(predicate, proofs, signature_only))
     return Report(
         log.finish(),
         certificate_id(payload),
@@ -330,12 +332,15 @@ def _stage(state: _State, stage: str | None, threshold: int) -> str:
     return stated
 
 
-def _proofs(predicate: Predicate, proofs: ProofChecker | None) -> str:
+def _proofs(predicate: Predicate, proofs: ProofChecker | None, signature_only: bool) -> str:
     claimed = [c for c in predicate.clauses if c.proof is not None]
     if not claimed:
         return "no clause rests on a proof object"
     if proofs is None:
-        raise NotRun("proof/not-rederived", f"{len(claimed)} proof(s) not looked at")
+        detail = f"{len(claimed)} proof(s) not looked at"
+        if signature_only:
+            raise NotRun("proof/not-looked-at", f"{detail}: only the signature was asked for")
+        raise Reject("proof/not-looked-at", detail)
     results = [proofs(clause, predicate.triple) for clause in claimed]
     for wanted in (Outcome.FAILED, Outcome.NOT_RUN):
         found = [r for r in results if r.outcome is wanted]

@@ -15,7 +15,7 @@ from golden import (
     sha,
 )
 
-from kcdsl_certs.clauses import Evidence, Verdict
+from kcdsl_certs.clauses import IMPLIED, Evidence, Verdict
 from kcdsl_certs.statement import Input, Predicate, Scope
 from kcdsl_certs.triple import Kernel
 
@@ -103,10 +103,17 @@ def results(body: Predicate) -> list[Vector]:
     )
     stray = replace(body, clauses=(*body.clauses, replace(body.clauses[1], slice="night")))
     implied = replace(
-        body.clauses[1], evidence=Evidence.PROOF, implied_by="R-LAT", bound=0.001, value=None
+        body.clauses[1],
+        evidence=Evidence.PROOF,
+        method=IMPLIED,
+        implied_by="R-LAT",
+        bound=0.001,
+        value=None,
     )
+    loose: dict[str, Any] = {"bound": 0.001, "value": None, "assumptions": ("real numbers",)}
     fails = with_result(body, 1, value=0.5, verdict=Verdict.FAILED)
-    hard_sample: dict[str, Any] = {"evidence": Evidence.SAMPLE}
+    hard_sample: dict[str, Any] = {"evidence": Evidence.SAMPLE, "method": "one-sided-limits/1"}
+    census = {"evidence": Evidence.CENSUS, "method": "census/1", "proof": None, "value": 0.0123}
     cases: list[tuple[str, str, Predicate, str]] = [
         ("missing-slice", "a slice of the contract is left out", drop_slice, "clause/missing"),
         (
@@ -216,7 +223,7 @@ def results(body: Predicate) -> list[Vector]:
         (
             "evidence-too-weak",
             "a census where a proof is demanded",
-            with_result(body, 0, evidence=Evidence.CENSUS, value=0.0123),
+            with_result(body, 0, **census),
             "clause/evidence-too-weak",
         ),
         (
@@ -256,6 +263,37 @@ def results(body: Predicate) -> list[Vector]:
             "clause/assumption-unnamed",
         ),
         (
+            "real-proof-not-named",
+            "a proof over real numbers that nobody can look at",
+            with_result(body, 1, evidence=Evidence.PROOF_REAL, **loose),
+            "clause/proof-missing",
+        ),
+        (
+            "latency-proved",
+            "a proof object for times",
+            with_result(
+                body,
+                3,
+                evidence=Evidence.PROOF_REAL,
+                budget=None,
+                proof=body.clauses[0].proof,
+                **loose,
+            ),
+            "clause/evidence-kind",
+        ),
+        (
+            "method-of-nothing",
+            "a method that nobody knows",
+            with_result(body, 1, method="inspection/1"),
+            "clause/method",
+        ),
+        (
+            "result-twice",
+            "one result twice",
+            replace(body, clauses=(*body.clauses, body.clauses[1])),
+            "clause/duplicate",
+        ),
+        (
             "implied-by-unproved",
             "follows from what is not proved",
             replace(body, clauses=(body.clauses[0], implied, *body.clauses[2:])),
@@ -263,9 +301,19 @@ def results(body: Predicate) -> list[Vector]:
         ),
     ]
     options = {"missing-clause": {"complete": True}}
+    other_domain = with_result(body, 0, method="affine/1")
     return [
-        Vector(name, text, certificate(case), "clauses", reason, options.get(name, {}))
-        for name, text, case, reason in cases
+        *(
+            Vector(name, text, certificate(case), "clauses", reason, options.get(name, {}))
+            for name, text, case, reason in cases
+        ),
+        Vector(
+            "other-domain",
+            "another domain than the proof uses",
+            certificate(other_domain),
+            "proofs",
+            "proof/method-mismatch",
+        ),
     ]
 
 

@@ -38,6 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--recheck", action="store_true", help="re-derive every proof by the independent checker"
     )
     parser.add_argument(
+        "--signature-only",
+        action="store_true",
+        help="look at the signed statement alone: not at proofs and evidence beside it",
+    )
+    parser.add_argument(
         "--complete",
         action="store_true",
         help="demand every clause of the contract, not only what the certificates cover",
@@ -76,6 +81,8 @@ def run(arguments: argparse.Namespace) -> Exit:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
     else:
         _print(report)
+        if arguments.signature_only and report.accepted:
+            print("looked at: the signed statement alone, no proof and no evidence beside it")
     return Exit.HELD if report.accepted else Exit.CERTIFICATE_INVALID
 
 
@@ -94,6 +101,8 @@ def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl_certs.transferring import Earlier
     from kcdsl_certs.verify import verify
 
+    if arguments.signature_only and (arguments.recheck or arguments.complete):
+        raise _contradiction()
     if arguments.recheck:
         _refuse_without_numpy()
     paths = [Path(name) for name in arguments.certificates]
@@ -117,9 +126,11 @@ def _report(arguments: argparse.Namespace) -> Combined:
         write_bytes(Path(arguments.write_expectation), document.encode("utf-8"))
 
     def run(path: Path, bundle: bytes) -> Report:
-        proofs: ProofChecker = PresentProofs(path.parent)
+        proofs: ProofChecker | None = PresentProofs(path.parent)
         if arguments.recheck:
             proofs = Rechecker(path.parent, checkpoint)
+        elif arguments.signature_only:
+            proofs = None
         return verify(
             bundle,
             trusted=trusted,
@@ -132,6 +143,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
             partial=len(paths) > 1 or not arguments.complete,
             expected_inputs=expectation.inputs,
             refuse_suppressions=strict,
+            signature_only=arguments.signature_only,
             earlier=None
             if arguments.base is None
             else Earlier(path.parent, Path(arguments.base), checkpoint, arguments.recheck),
@@ -139,6 +151,17 @@ def _report(arguments: argparse.Namespace) -> Combined:
 
     reports = tuple((str(p), run(p, b)) for p, b in zip(paths, bundles, strict=True))
     return Combined(reports, arguments.complete)
+
+
+def _contradiction() -> Exception:
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import USAGE
+
+    return refuse(
+        USAGE,
+        "--signature-only looks at nothing that --recheck and --complete demand",
+        help="leave it out, or leave them out",
+    )
 
 
 def _refuse_without_numpy() -> None:

@@ -137,7 +137,8 @@ def issue(
     data = data_digests(program, base)
     if before is not None:
         before.refuse_changed(Inputs.named(triple.checkpoint, data))
-    results = tuple(weakened(_with_numerics(clause, triple)) for clause in clauses)
+    # A clause may state one comparison twice; the certificate states its result once.
+    results = tuple(dict.fromkeys(weakened(_with_numerics(c, triple)) for c in clauses))
     try:
         predicate = Predicate(
             triple=triple,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from kcdsl.verdict.model import Verdict as Found
 from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.clauses import IMPLIED, CertifiedClause, Evidence, ProofReference, Verdict
-from kcdsl_certs.proofs import SOME_MARGIN
+from kcdsl_certs.proofs import SOME_MARGIN, method_of
 from kcdsl_certs.requirements import RequiredClause
+from kcdsl_certs.verdicts import ATTACK
 
 
 def proof_reference(clause: str, proof: bytes) -> ProofReference:
@@ -57,7 +59,7 @@ def _result(
     return results_for(
         required,
         evidence=Evidence.SAMPLE if proof is None else Evidence(outcome.evidence.kind.value),
-        method=f"{outcome.backend}/1",
+        method=ATTACK if proof is None else method_of(json.loads(outcome.proof or b"{}")),
         verdict=_word(verdict),
         numerics=numerics,
         bound=None if proof is None else bound,

@@ -13,6 +13,7 @@ import pytest
 
 from kcdsl_certs.envelope import bundle_bytes, sign
 from kcdsl_certs.keys import SigningKey, TrustedKey, TrustPolicy
+from kcdsl_certs.proofs import PresentProofs
 from kcdsl_certs.report import Report
 from kcdsl_certs.statement import PREDICATE_TYPE, Predicate, payload_bytes
 from kcdsl_certs.strict import parse_time
@@ -76,6 +77,7 @@ def check(golden: ModuleType, vectors_folder: Path, trusted: TrustPolicy) -> Cal
             "clock": lambda: parse_time(golden.AT),
             "required_clauses": expected.clauses,
             "expected_inputs": expected.inputs,
+            "proofs": PresentProofs(vectors_folder),
         }
         return verify(bundle, **{**filled, **options})
 

@@ -130,7 +130,7 @@ def _clause(**changes: Any) -> CertifiedClause:
         "op": "<=",
         "tau": Fraction(1, 2),
         "evidence": Evidence.CENSUS,
-        "method": "m",
+        "method": "census/1",
         "verdict": Verdict.PASSED,
         "slice": "all",
         "slice_digest": "0" * 64,
@@ -139,7 +139,12 @@ def _clause(**changes: Any) -> CertifiedClause:
     return CertifiedClause(**{**stated, **changes})
 
 
-_PROVED: dict[str, Any] = {"evidence": Evidence.PROOF, "proof": _PROOF, "n": None}
+_PROVED: dict[str, Any] = {
+    "evidence": Evidence.PROOF, "proof": _PROOF, "n": None, "method": "affine+interval/1",
+    "quantity": "norm_inf(drift(attn_0, x))",
+}  # fmt: skip
+_TIMED: dict[str, Any] = {"quantity": "p95(latency)", "bound": 0.1, "assumptions": ("a",)}
+_TRACED: dict[str, Any] = {**_TIMED, "quantity": "has(trace, [rng_seed])"}
 _SAMPLED: dict[str, Any] = {
     "evidence": Evidence.SAMPLE, "method": "clopper-pearson/1", "alpha": Fraction(1, 20),
 }  # fmt: skip
@@ -192,7 +197,7 @@ _RATE: dict[str, Any] = {**_SAMPLED, "budget": Fraction(1, 10)}
         ({**_RATE, "exceed": 0, "n": 28}, "INCONCLUSIVE"),
         ({**_RATE, "exceed": 9, "n": 100}, "INCONCLUSIVE"),
         ({**_RATE, "exceed": 11, "n": 100}, "FAILED INCONCLUSIVE"),
-        ({**_RATE, "exceed": 0, "n": 29, "method": "eyeballing/1"}, "INCONCLUSIVE"),
+        ({**_RATE, "exceed": 0, "n": 29, "method": "one-sided-limits/1"}, "INCONCLUSIVE"),
         ({**_RATE, "exceed": 0, "n": 29, "alpha": None}, "INCONCLUSIVE"),
         ({**_RATE, "exceed": None, "n": 29}, "INCONCLUSIVE"),
     ],
@@ -229,9 +234,38 @@ def test_numbers_admit(changes: dict[str, Any], admitted: str) -> None:
             },
             "clause/proof-missing",
         ),
+        ({**_PROVED, "evidence": Evidence.PROBABILISTIC}, "clause/assumption-unnamed"),
+        ({**_PROVED, "evidence": Evidence.PROOF_REAL}, "clause/assumption-unnamed"),
+        *(
+            ({**_PROVED, **what, "evidence": kind, "proof": proof}, reason)
+            for kind in (Evidence.PROOF, Evidence.PROOF_REAL, Evidence.PROBABILISTIC)
+            for what in (_TIMED, _TRACED)
+            for proof, reason in ((None, "clause/proof-missing"), (_PROOF, "clause/evidence-kind"))
+        ),
+        ({**_PROVED, "implied_by": "N"}, "clause/evidence-kind"),
+        ({"value": 0.1, "proof": _PROOF}, "clause/evidence-kind"),
+        ({"value": 0.1, "implied_by": "N"}, "clause/evidence-kind"),
+        ({"value": 0.1, "method": "census/2"}, "clause/method"),
+        ({"value": 0.1, "method": "interval/1"}, "clause/method"),
+        ({**_RATE, "exceed": 0, "n": 29, "method": "eyeballing/1"}, "clause/method"),
+        *(
+            ({**_PROVED, "bound": 0.1, "method": method}, "clause/method")
+            for method in (
+                "census/1",
+                "bound-chain/1",
+                "chain/1",
+                "interval+affine/1",
+                "affine+affine/1",
+                "affine/2",
+                "/1",
+                "+/1",
+                "affine+/1",
+                "interval/1/1",
+            )
+        ),
         (
-            {"evidence": Evidence.PROBABILISTIC, "proof": _PROVED["proof"]},
-            "clause/assumption-unnamed",
+            {**_PROVED, "bound": 0.1, "proof": None, "implied_by": "N", "method": "affine/1"},
+            "clause/method",
         ),
         ({**_PROVED, "bound": 0.1, "low": 0.2}, "clause/attack-beyond-bound"),
         ({**_PROVED, "bound": 0.6, "high": 0.55, "op": ">="}, "clause/attack-beyond-bound"),

@@ -332,7 +332,7 @@ def test_a_second_result_cannot_paint_over_a_failure(
 ) -> None:
     failed = dataclasses.replace(body.clauses[1], value=0.5, verdict=Verdict.FAILED)
     both = dataclasses.replace(body, clauses=(*body.clauses, failed))
-    assert _failures(check(certify(both))) == [("clauses", "clause/not-passed")]
+    assert _failures(check(certify(both))) == [("clauses", "clause/duplicate")]
 
 
 def test_one_alternative_of_a_disjunction_is_enough_and_a_conjunction_needs_all(
@@ -378,12 +378,15 @@ def test_a_checker_that_raises_denies(
     assert _failures(check(certify(body), proofs=broken)) == [("proofs", "internal/error")]
 
 
-def test_a_changed_proof_file_denies_and_a_missing_one_is_said(
+def test_a_changed_or_missing_proof_file_denies(
     golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle, tmp_path: Path
 ) -> None:
     missing = check(certify(body), proofs=PresentProofs(tmp_path))
-    assert missing.accepted
-    assert missing.checks[-1].reason == "proof/missing"
+    assert _failures(missing) == [("proofs", "proof/missing")]
+    assert _failures(check(certify(body), proofs=None)) == [("proofs", "proof/not-looked-at")]
+    alone = check(certify(body), proofs=None, signature_only=True)
+    assert alone.accepted
+    assert alone.checks[-1].reason == "proof/not-looked-at"
     (tmp_path / golden.PROOF_NAME).write_bytes(golden.proof())
     present = check(certify(body), proofs=PresentProofs(tmp_path))
     assert present.accepted
@@ -490,8 +493,8 @@ def test_a_trusted_but_careless_signer_cannot_leave_out_what_counts(
                 visit(value)
 
     visit(statement)
-    # `name` is that of the subject; `n` counts the cases of a proof.
-    assert accepted == {"name", "unit", "low", "n"}
+    # `name` is that of the subject.
+    assert accepted == {"name", "unit", "low"}
 
 
 def test_required_clauses_are_read_strictly() -> None:

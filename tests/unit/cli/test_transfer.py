@@ -401,7 +401,7 @@ def test_a_certificate_cannot_state_a_larger_region(cli: Any, folder: Path) -> N
     assert changed(weights="1/2") == {"proof/weights-mismatch"}
     assert "clause/weights" in changed(weights="0.6")
     assert "clause/weights" in changed(weights="0")
-    sample = {"proofDigest": None, "proofPath": None, "evidence": "sample"}
+    sample = {"proofDigest": None, "proofPath": None, "evidence": "sample", "method": "attack/1"}
     assert "clause/weights" in changed(**sample, verdict="INCONCLUSIVE")
 
 
@@ -453,7 +453,7 @@ def test_a_transfer_is_no_base_and_proofs_must_be_there(cli: Any, folder: Path) 
     kept = proof.read_bytes()
     proof.unlink()
     assert "proof/missing" in reasons(check(cli, folder, path))
-    assert run(cli, folder, path).code == 2
+    assert run(cli, folder, path).code == 4
     proof.write_bytes(kept.replace(b'"0.01"', b'"0.02"'))
     assert "proof/digest-mismatch" in reasons(check(cli, folder, path))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import struct
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import pytest
 
 from kcdsl.check.compile import load_program
 from kcdsl.ir.terms import Program
+from kcdsl.model.presets import resolve
 from kcdsl.release.issue import issue, results_for
 from kcdsl.release.proved import proof_reference
 from kcdsl.release.requirements import required_clauses
@@ -79,6 +82,32 @@ def program(folder: Path) -> Program:
     return load_program(folder / "contract.yaml")
 
 
+def stand_in(program: Program, folder: Path, **changes: Any) -> bytes:
+    """Return a document that is bound to N-ATTN-0 as a proof of it is, with nothing to derive."""
+    radius = base64.b64encode(struct.pack("<d", 0.001)).decode()
+    array = {"dtype": "float64", "shape": [1, 1], "data": radius}
+    document = {
+        "block": "attn_0",
+        "checkpoint": {
+            "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        },
+        "numerics": {
+            "train": resolve(program.train).to_json(),
+            "infer": resolve(program.infer).to_json(),
+        },
+        "functional": {"kind": "inf", "k": 1},
+        "cases": [{"name": "1", "region": {"kind": "ball", "radius": array}}],
+        **changes,
+    }
+    return json.dumps(document).encode()
+
+
+@pytest.fixture
+def proof(program: Program, folder: Path) -> bytes:
+    """Return a stand-in for the proof of N-ATTN-0."""
+    return stand_in(program, folder)
+
+
 def results(program: Program, folder: Path, proof: ProofReference) -> list[CertifiedClause]:
     """Return results that show every clause."""
     required = {(r.id, r.slice): r for r in required_clauses(program, folder)}
@@ -93,6 +122,7 @@ def results(program: Program, folder: Path, proof: ProofReference) -> list[Certi
             verdict=Verdict.PASSED,
             bound=0.03125,
             low=0.01,
+            n=1,
             proof=proof,
         ),
         results_for(required["N-KL", "all"], **census, value=0.01),
@@ -128,10 +158,10 @@ def key(folder: Path, cli: Callable[..., Any]) -> SigningKey:
 
 
 @pytest.fixture
-def certificate(folder: Path, program: Program, key: SigningKey) -> Path:
+def certificate(folder: Path, program: Program, key: SigningKey, proof: bytes) -> Path:
     """Write a certificate about everything, with a stand-in for its proof."""
-    write_bytes(folder / "out" / "N-ATTN-0.proof.json", b"{}")
-    reference = proof_reference("N-ATTN-0", b"{}")
+    write_bytes(folder / "out" / "N-ATTN-0.proof.json", proof)
+    reference = proof_reference("N-ATTN-0", proof)
     bundle = issue(
         program=program,
         base=folder,

@@ -36,15 +36,18 @@ def folder(folder: Path) -> Path:
 
 @pytest.fixture
 def certificate(
-    folder: Path, key: SigningKey, every_result: Callable[[ProofReference], list[CertifiedClause]]
+    folder: Path,
+    key: SigningKey,
+    proof: bytes,
+    every_result: Callable[[ProofReference], list[CertifiedClause]],
 ) -> Path:
     """Write a certificate about the contract."""
     program, accepted = load_contract(folder / "contract.yaml")
-    write_bytes(folder / "out" / "N-ATTN-0.proof.json", b"{}")
+    write_bytes(folder / "out" / "N-ATTN-0.proof.json", proof)
     bundle = issue(
         program=program,
         base=folder,
-        clauses=every_result(proof_reference("N-ATTN-0", b"{}")),
+        clauses=every_result(proof_reference("N-ATTN-0", proof)),
         keys=[key],
         suppressed=accepted,
     )

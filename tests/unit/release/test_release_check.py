@@ -228,9 +228,36 @@ def test_a_changed_proof_file_is_invalid(certificate: Path, check: Check) -> Non
     assert (code, _first(report)[:2]) == (4, ("proofs", "proof/digest-mismatch"))
     proof.unlink()
     code, report = check()
-    assert (code, report["checks"][-1]["reason"]) == (0, "proof/missing")
+    assert (code, _first(report)[:2]) == (4, ("proofs", "proof/missing"))
     code, report = check("--recheck")
     assert (code, _first(report)[1]) == (4, "proof/missing")
+    code, report = check("--signature-only")
+    assert (code, report["checks"][-1]["reason"]) == (0, "proof/not-looked-at")
+
+
+def test_the_signature_alone_is_looked_at_where_it_is_asked_for(
+    folder: Path, certificate: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kcdsl_certs.__main__ import main
+
+    expected = folder / "expected.json"
+    written = cli("check", certificate, "--at", AT, "--write-expectation", expected, cwd=folder)
+    assert (written.code, "looked at" in written.stdout) == (0, False)
+    words = ["check", str(certificate), "--expect", str(expected), "--at", AT]
+    words += ["--key", str(folder / "kcdsl.key.pub")]
+    words += ["--checkpoint", str(folder / "model.safetensors")]
+    (certificate.parent / "N-ATTN-0.proof.json").unlink()
+    assert cli("check", certificate, "--at", AT, cwd=folder).code == 4
+    assert main(words) == 4
+    ran = cli("check", certificate, "--at", AT, "--signature-only", cwd=folder)
+    assert (ran.code, "the signed statement alone" in ran.stdout) == (0, True)
+    capsys.readouterr()
+    assert main([*words, "--signature-only"]) == 0
+    assert "the signed statement alone" in capsys.readouterr().out
+    for more in ("--recheck", "--complete"):
+        ran = cli("check", certificate, "--signature-only", more, cwd=folder)
+        assert (ran.code, "KC901" in ran.stderr) == (2, True)
+        assert main([*words, "--signature-only", more]) == 2
 
 
 def test_a_recheck_of_something_that_is_no_proof_is_invalid(check: Check) -> None:
@@ -280,12 +307,13 @@ def test_two_certificates_cover_a_contract_together(
     folder: Path,
     program: Program,
     key: SigningKey,
+    proof: bytes,
     every_result: Results,
     cli: Cli,
     follows: Callable[..., None],
 ) -> None:
-    write_bytes(folder / "N-ATTN-0.proof.json", b"{}")
-    every = every_result(proof_reference("N-ATTN-0", b"{}"))
+    write_bytes(folder / "N-ATTN-0.proof.json", proof)
+    every = every_result(proof_reference("N-ATTN-0", proof))
     now = datetime(2026, 11, 30, 12, tzinfo=UTC)
     parts = {"formal.json": every[:1], "measured.json": every[1:], "some.json": every[1:3]}
     for name, clauses in parts.items():

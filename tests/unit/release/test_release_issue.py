@@ -78,7 +78,10 @@ def test_the_same_results_give_the_same_bytes(
         ({"value": 0.03}, Verdict.FAILED),
         ({"value": 0.01, "n": 0}, Verdict.INCONCLUSIVE),
         ({"value": None}, Verdict.INCONCLUSIVE),
-        ({"value": 0.01, "evidence": Evidence.SAMPLE}, Verdict.INCONCLUSIVE),
+        (
+            {"value": 0.01, "evidence": Evidence.SAMPLE, "method": "one-sided-limits/1"},
+            Verdict.INCONCLUSIVE,
+        ),
         ({"value": 0.01, "verdict": Verdict.INCONCLUSIVE}, Verdict.INCONCLUSIVE),
         ({"value": 0.03, "verdict": Verdict.INCONCLUSIVE}, Verdict.FAILED),
     ],
@@ -255,7 +258,7 @@ def test_keygen_with_a_password(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [EvidenceKind.PROOF, EvidenceKind.PROOF_REAL])
 def test_a_proof_over_real_numbers_is_certified_as_that(
-    kind: EvidenceKind, program: Program, folder: Path
+    kind: EvidenceKind, program: Program, folder: Path, proof: bytes
 ) -> None:
     """As any backend may find one: what it says it rests on stands in the certificate."""
     (goal,) = goals(program)
@@ -267,8 +270,8 @@ def test_a_proof_over_real_numbers_is_certified_as_that(
         cases=(CaseOutcome("1", 5, 0.01),),
         seconds=0.1,
         peak_bytes=1,
-        proof=b"{}",
+        proof=proof,
     )
-    reference = {goal.clause.id: proof_reference(goal.clause.id, b"{}")}
+    reference = {goal.clause.id: proof_reference(goal.clause.id, proof)}
     (result,) = proved_clauses(program, folder, (outcome,), reference)
     assert (result.evidence.value, result.verdict) == (kind.value, Verdict.PASSED)
