@@ -83,7 +83,20 @@ def _pairs(value: Any) -> Any:
     return tuple(sorted((key, _pairs(inner)) for key, inner in value.items()))
 
 
+def _byte_sums() -> tuple[dict[str, Any], ...]:
+    """Return what ONNX Runtime's kernels of bytes may claim of their sums on this processor."""
+    from importlib.util import find_spec
+
+    pairs = {"byte_sums": "int16_pairs"}
+    if find_spec("onnxruntime") is None:
+        return ({}, pairs)
+    from kcdsl_backends.empirical.engines.onnx_runtime import saturates
+
+    return (pairs,) if saturates() else ({}, pairs)
+
+
 _NEAREST = {"casts": "nearest"}
+BYTE_SUMS = _byte_sums()
 _INT8 = {"format": "int8", "scale": "per_tensor"}
 _MX = {"format": "fp8_e4m3", "scale": "mx"}
 TRAIN = Case("torch.eager", _NEAREST)
@@ -106,8 +119,11 @@ CASES = (
     Case("torchao.int8_weight_only"),
     Case("torchao.int8_dynamic"),
     Case("onnxruntime.float32"),
-    Case("onnxruntime.dynamic_int8"),
-    Case("onnxruntime.dynamic_int8", {"weights": {"format": "int8", "scale": "per_channel"}}),
+    *(Case("onnxruntime.dynamic_int8", claim) for claim in BYTE_SUMS),
+    Case(
+        "onnxruntime.dynamic_int8",
+        {"weights": {"format": "int8", "scale": "per_channel"}, **BYTE_SUMS[0]},
+    ),
     *(Case("torch.compile", {"compute": c}) for c in ("float32", "bfloat16", "float16")),
 )
 

@@ -206,7 +206,7 @@ ADAPTERS: dict[str, Adapter] = {
     ),
     "onnxruntime.dynamic_int8": Adapter(
         "composed",
-        ("onnxruntime-int8",),
+        ("onnxruntime-int8", "onnxruntime-int8-pairs"),
         engine="onnxruntime",
         computes=("float32",),
         weights=(Weights("int8", "per_tensor"), Weights("int8", "per_channel")),

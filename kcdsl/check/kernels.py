@@ -53,7 +53,7 @@ _UNIT = ("fraction_bits", "chunk", "result_bits", "promote")
 _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
     "": (
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
-        *("results", "tensor_core", "sigmoid"),
+        *("results", "tensor_core", "sigmoid", "byte_sums"),
     ),
     "weights": ("format", "scale", "rounding"),
     "activations": ("format", "scale", "input_scale", "input_zero_point"),

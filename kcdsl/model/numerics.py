@@ -171,6 +171,8 @@ class Numerics:
     `tensor_core` None: sums are rounded to nearest in the accumulate format.
     `sigmoid` is "relative" (the sigmoid in silu is good to some units in its last place) or
     "absolute" (to some units in the last place of 1, however small it is).
+    `byte_sums` says how linears sum products of unsigned with signed bytes: "wide" (exactly), or
+    "int16_pairs" (two products at a time in 16 bits, where they saturate).
     """
 
     preset: str
@@ -183,6 +185,7 @@ class Numerics:
     results: tuple[tuple[str, str], ...] = ()
     tensor_core: TensorCore | None = None
     sigmoid: str = "relative"
+    byte_sums: str = "wide"
 
     @property
     def cast(self) -> Casts:
@@ -205,7 +208,7 @@ class Numerics:
     def to_json(self) -> dict[str, Any]:
         """Return the record that proofs, certificates and kernel fingerprints carry.
 
-        `results`, `tensor_core` and `sigmoid` stand in it only where they say something.
+        What follows `attention` stands in it only where it says something.
         """
         record: dict[str, Any] = {
             "preset": self.preset,
@@ -228,4 +231,6 @@ class Numerics:
             record["tensor_core"] = self.tensor_core.to_json()
         if self.sigmoid != "relative":
             record["sigmoid"] = self.sigmoid
+        if self.byte_sums != "wide":
+            record["byte_sums"] = self.byte_sums
         return record

@@ -28,6 +28,7 @@ ACTIVATION_FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "uint
 ACTIVATION_SCALES = ("none", "per_tensor", "per_token", "group_128", "mx", "static")
 STYLES = ("composed", "fused")
 SIGMOIDS = ("relative", "absolute")
+BYTE_SUMS = ("wide", "int16_pairs")
 RESULTS = (
     *("input", "context", "linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift"),
     *("tanh", "silu", "gelu", "rope", "rms_norm", "layer_norm"),
@@ -104,6 +105,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weights": {"format": "int8", "scale": "per_tensor"},
         "activations": {"format": "uint8", "scale": "per_tensor"},
     },
+    "onnxruntime-int8-pairs": {
+        "sigmoid": "absolute",
+        "weights": {"format": "int8", "scale": "per_tensor"},
+        "activations": {"format": "uint8", "scale": "per_tensor"},
+        "byte_sums": "int16_pairs",
+    },
 }
 
 _HOPPER_16 = Unit(fraction_bits=25, chunk=16, result_bits=23)
@@ -171,18 +178,35 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         raise _refusal(f"accumulate {accumulate} is coarser than compute {compute}")
     activations = _activations(_merged(base, given, "activations"), compute)
     tensor_core = merged.get("tensor_core", "none")
+    weights = _weights(_merged(base, given, "weights"), compute)
     return Numerics(
         preset=preset,
         compute=compute,
         accumulate=accumulate,
         casts=_casts(merged.get("casts", "any"), activations),
-        weights=_weights(_merged(base, given, "weights"), compute),
+        weights=weights,
         activations=activations,
         attention=_attention(base, given, compute, accumulate),
         results=_results(merged.get("results", {}), compute, accumulate),
         tensor_core=_tensor_core(tensor_core, compute, accumulate, activations),
         sigmoid=_choice("sigmoid", merged.get("sigmoid", "relative"), SIGMOIDS),
+        byte_sums=_byte_sums(merged.get("byte_sums", "wide"), weights, activations),
     )
+
+
+def _byte_sums(raw: object, weights: Weights, activations: Activations) -> str:
+    """Read `byte_sums`; only products of unsigned with signed bytes are summed in pairs."""
+    found = _choice("byte_sums", raw, BYTE_SUMS)
+    signed = weights.format in ("int8", "int8_full")
+    whole = weights.scale in ("per_tensor", "per_channel")
+    if found != "wide" and not (activations.format == "uint8" and signed and whole):
+        raise _refusal(
+            f"byte_sums is {found!r}: it is for uint8 activations and int8 weights, with one scale"
+            f" per tensor or channel; these are {activations.format} and {weights.format}"
+            f" {weights.scale}",
+            ("wide",),
+        )
+    return found
 
 
 def _casts(raw: object, activations: Activations) -> str:

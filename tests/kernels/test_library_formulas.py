@@ -20,6 +20,7 @@ from kcdsl_backends.empirical.engines.torchao_linears import quantise_linear
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import activation_error
+from kcdsl_backends.interval.units import pair_loss
 
 Singles = NDArray[np.float32]
 SIZES = st.sampled_from([1e-44, 1e-40, 3e-38, 1e-30, 1e-9, 2.0**-23, 1e-5, 1.0, 300.0, 1e30])
@@ -98,9 +99,45 @@ def test_onnx_runtime_quantises_a_tensor_to_unsigned_bytes(
         assert np.array_equal(codes, expected)
 
 
-def test_this_processor_sums_bytes_in_32_bits() -> None:
-    """Where it does not, the adapter refuses, and the tests of its drift would fail."""
-    assert not saturates()
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [2, 5, 64, 130])
+def test_this_processor_sums_bytes_as_the_adapter_says(size: int, sign: int) -> None:
+    """Exactly, or within what sums of pairs in 16 bits may lose: found from extreme codes."""
+    generator = np.random.default_rng(size)
+    left = generator.integers(200, 256, (3, size)).astype(np.uint8)
+    right = (sign * generator.integers(90, 128, (size, 8))).astype(np.int8)
+    found = matmul_integer(left, right).astype(np.float64)
+    exact = left.astype(np.float64) @ right.astype(np.float64)
+    if not saturates():
+        assert np.array_equal(found, exact)
+        return
+    weight = torch.from_numpy(right.astype(np.float64)).T / 127
+    lost = pair_loss(weight, resolve({"preset": "onnxruntime-int8-pairs"})).numpy() * 127
+    assert (np.abs(found - exact) <= lost).all()
+    assert np.any(found != exact)
+
+
+def matmul_integer(left: NDArray[np.uint8], right: NDArray[np.int8]) -> NDArray[np.int32]:
+    """Return what MatMulInteger of ONNX Runtime makes of codes with zero points of 0."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    out = [len(left), right.shape[1]]
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
+        "g",
+        [
+            helper.make_tensor_value_info("x", TensorProto.UINT8, list(left.shape)),
+            helper.make_tensor_value_info("w", TensorProto.INT8, list(right.shape)),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, out)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    found: NDArray[np.int32] = session.run(None, {"x": left, "w": right})[0]
+    return found
 
 
 # --- torchao -------------------------------------------------------------------------------------

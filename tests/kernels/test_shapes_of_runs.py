@@ -28,7 +28,7 @@ BY_SEQUENCE = [
     Case("torch.scaled_mm", {"preset": "fp8-w8a8-per-tensor"}),
     Case("torchao.int8_dynamic"),
     Case("torchao.int4_weight_only"),
-    Case("onnxruntime.dynamic_int8"),
+    Case("onnxruntime.dynamic_int8", kernels.BYTE_SUMS[0]),
 ]
 
 

@@ -69,6 +69,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "int8 full range, nearest": (EAGER, {"preset": "torchao-int8-dynamic", "casts": "nearest"}),
+    "bytes in pairs": (EAGER, {"preset": "onnxruntime-int8-pairs"}),
     "uint8, nearest": (EAGER, {"preset": "onnxruntime-int8", "casts": "nearest"}),
     "fp8 static, nearest": (
         EAGER,

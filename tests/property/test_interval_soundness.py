@@ -48,6 +48,7 @@ NUMERICS: dict[str, dict[str, Any]] = {
     "fp8 w8a8": {"preset": "fp8-w8a8-per-channel", "casts": "nearest"},
     "int8 weights": {"preset": "int8-weights"},
     "int8 dynamic": {"preset": "onnxruntime-int8"},
+    "bytes in pairs": {"preset": "onnxruntime-int8-pairs"},
     "mxfp8": {"preset": "mxfp8"},
     **DIRECTED,
 }

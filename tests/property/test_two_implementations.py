@@ -80,6 +80,7 @@ NUMERICS: dict[str, dict[str, object]] = {
     "int8": {"preset": "int8-weights", "casts": "nearest"},
     "int8 dynamic": {"preset": "onnxruntime-int8"},
     "int8 dynamic nearest": {"preset": "onnxruntime-int8", "casts": "nearest"},
+    "bytes in pairs nearest": {"preset": "onnxruntime-int8-pairs", "casts": "nearest"},
     "int8 full nearest": {"preset": "torchao-int8-dynamic", "casts": "nearest"},
     "fp8 static": {
         "preset": "fp8-w8a8-per-channel",

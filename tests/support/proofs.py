@@ -55,7 +55,7 @@ def numerics(
     probabilities: str | None = None,
     tile: int = 2,
     exp_ulps: int = 2,
-    **other: Document,
+    **other: Any,
 ) -> Document:
     """Return a numerics record; `other` holds its optional parts."""
     kind, scale, *rounding = weights or (compute, "none")

@@ -1,4 +1,4 @@
-"""Sums formed by a matrix unit (section 3, Matrix units): a maximum and a sum, in any order."""
+"""Sums formed by a matrix unit, or of bytes in 16 bits (section 3), in any order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.formats import FORMATS
-from kcdsl.model.numerics import Unit
+from kcdsl.model.numerics import Numerics, Unit
 from kcdsl_backends.interval.box import up
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.scales import MX_EXPONENT, group_maximum, static_scale
@@ -18,6 +18,9 @@ _BLOCK = 2**22
 _ROUGH = 1.0 + 2.0**-10
 _WIDER = 1.0 + 2.0**-6
 """More than what a product may grow by while its operands are rounded to bfloat16."""
+_SMALL = 2.0**-20
+_LARGEST_BYTE, _LARGEST_PAIR = 255.0, 2.0**15 - 1
+_LAST_CODE = {"int8": 127.0, "int8_full": 128.0}
 
 
 def unit_of(kernel: Rounding, quantised: bool) -> Unit | None:
@@ -114,3 +117,26 @@ def truncation_error(
     )
     cut = growth * (terms * aligned + kept * torch.minimum(total, many * partial))
     return up(cut * (1 + 2.0**-40), 4)
+
+
+def pair_loss(weight: Tensor, numerics: Numerics) -> Tensor:
+    """Return [out], what sums of pairs in 16 bits lose at most, over the scale of the input.
+
+    The codes of the input, zero point included, are any of 0 to 255. Two products with weights
+    w + w' > 0 lose max(0, 255(w + w') - (2^15 - 1)s), a convex function of w + w': so the most is
+    lost where the weights are paired by size. Losses of the two signs cancel.
+
+    Args:
+        weight: the stored weight [out, in], codes times their scale.
+    """
+    last = _LAST_CODE[numerics.weights.format]
+    rows = weight.abs().amax(-1, keepdim=True)
+    step = (rows if numerics.weights.scale == "per_channel" else rows.amax()) / last
+    limit = _LARGEST_PAIR * step * (1 - _SMALL)
+    lost = torch.zeros_like(rows[:, 0])
+    for side in (weight, -weight):
+        ordered = side.clamp_min(0).sort(dim=-1, descending=True).values
+        ordered = torch.nn.functional.pad(ordered, (0, ordered.shape[-1] % 2))
+        pairs = ordered[:, 0::2] + ordered[:, 1::2]
+        lost = torch.maximum(lost, (_LARGEST_BYTE * pairs - limit).clamp_min(0).sum(-1))
+    return lost * (1 + _SMALL)

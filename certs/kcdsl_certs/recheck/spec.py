@@ -131,6 +131,7 @@ class Kernel:
     inward: bool = False  # casts go toward zero
     units: int = 1  # of u and η in one cast
     cut_weights: bool = False  # parameters are cut off toward zero
+    paired: bool = False  # linears sum two products of bytes at a time, in 16 bits
 
     def off(self, form: Format) -> tuple[float, float]:
         """Return u and η of one cast into a format: what it is off by, relatively and near zero."""
@@ -166,7 +167,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
     """
     record = Reader(value, place, "document/numerics").exactly(
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
-        optional=("results", "tensor_core", "sigmoid"),
+        optional=("results", "tensor_core", "sigmoid", "byte_sums"),
     )
     record.text("preset")
     names = tuple(FORMATS)
@@ -201,7 +202,19 @@ def parse_kernel(value: object, place: str) -> Kernel:
         inward=inward,
         units=most,
         cut_weights=_cut_weights(weights),
+        paired=_paired(record, weights, activations),
     )
+
+
+def _paired(record: Reader, weights: Reader, activations: Reader) -> bool:
+    if not record.has("byte_sums"):
+        return False
+    record.choice("byte_sums", ("int16_pairs",))
+    signed = weights.text("format") in ("int8", "int8_full")
+    simple = weights.text("scale") in ("per_tensor", "per_channel")
+    if not (signed and simple and activations.text("format") == "uint8"):
+        raise Rejection("document/numerics", "sums of bytes without codes of bytes")
+    return True
 
 
 def _results(record: Reader) -> tuple[tuple[str, Format], ...]:

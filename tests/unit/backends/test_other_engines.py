@@ -201,7 +201,41 @@ def test_a_library_that_stores_another_weight_is_refused(
         load_kernel(kernel("torchao.int8_weight_only"), tiny, "cpu")
 
 
-def test_a_session_with_another_weight_is_refused(tiny: Model) -> None:
+def on_a_processor(monkeypatch: pytest.MonkeyPatch, *, saturating: bool) -> None:
+    from kcdsl_backends.empirical.engines import onnx_runtime
+
+    monkeypatch.setattr(onnx_runtime, "saturates", lambda: saturating)
+
+
+def test_exact_sums_of_bytes_are_refused_where_they_saturate(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor without VNNI adds pairs of products in 16 bits: a claim of its own."""
+    on_a_processor(monkeypatch, saturating=True)
+    x = torch.randn(5, 96)
+    with refused(KERNEL_NUMERICS, "sums products of 8-bit numbers in 16 bits", "int8-pairs"):
+        load_kernel(kernel("onnxruntime.dynamic_int8"), tiny, "cpu").block("head", x)
+    paired = kernel("onnxruntime.dynamic_int8", preset="onnxruntime-int8-pairs")
+    found = load_kernel(paired, tiny, "cpu").block("head", x)
+    assert bool(torch.isfinite(found).all())
+
+
+def test_saturating_sums_may_be_claimed_of_exact_ones(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_processor(monkeypatch, saturating=False)
+    x = torch.randn(5, 96)
+    found = [
+        load_kernel(kernel("onnxruntime.dynamic_int8", preset=preset), tiny, "cpu").block("head", x)
+        for preset in ("onnxruntime-int8", "onnxruntime-int8-pairs")
+    ]
+    assert torch.equal(*found)
+
+
+def test_a_session_with_another_weight_is_refused(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_processor(monkeypatch, saturating=False)
     numerics = resolve({"preset": "onnxruntime-int8"})
     part = tiny.block("head")
     expected = torch.zeros(256, 96)

@@ -82,6 +82,21 @@ PAIRS = [
             proofs.static("uint8", 0.3, 127),
         )
     ),
+    *(
+        (
+            proofs.numerics("float32", "nearest"),
+            proofs.numerics(
+                *("float32", casts),
+                weights=weights,
+                activations=("uint8", "per_tensor"),
+                byte_sums="int16_pairs",
+            ),
+        )
+        for casts, weights in (
+            ("any", ("int8", "per_tensor")),
+            ("nearest", ("int8_full", "per_channel")),
+        )
+    ),
     (
         proofs.numerics("float32", "nearest"),
         proofs.numerics("bfloat16", "toward_zero", weights=("bfloat16", "none", "toward_zero")),

@@ -127,6 +127,7 @@ kernels:
     numerics:
       preset: fp8-w8a8-per-tensor
       sigmoid: absolute
+      byte_sums: wide
       tensor_core:
         linears: {fraction_bits: 13, chunk: 32, result_bits: 13, promote: 128}
         others: {fraction_bits: 25, chunk: 16, result_bits: 23}

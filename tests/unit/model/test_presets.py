@@ -53,7 +53,8 @@ def test_the_promised_presets_exist() -> None:
         "torch-eager", "torch-sdpa-math", "torch-sdpa-flash", "torch-sdpa-efficient",
         "flash-attention-2", "flash-attention-3", "fp8-weights", "fp8-w8a8-per-tensor",
         "fp8-w8a8-per-channel", "int8-weights", "mxfp8", "onnxruntime-float32",
-        "onnxruntime-int8", "torch-compile", "torch-scaled-mm", "torchao-float8-weights",
+        "onnxruntime-int8", "onnxruntime-int8-pairs", "torch-compile", "torch-scaled-mm",
+        "torchao-float8-weights",
         "torchao-int8-weights", "torchao-int8-dynamic", "torchao-int4-weights",
         "torch-sdpa-cudnn", "fp8-w8a8-blocks",
     }  # fmt: skip

@@ -26,6 +26,7 @@ from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.linear import (
     activation_error,
+    saturation_error,
     summation_error,
 )
 
@@ -55,6 +56,8 @@ def linear(run: KernelRun, node: Node) -> None:
     key = str(run.source(node, 1).attrs["key"])
     error = summation_error(x.size, absolute, total, value, kernel, quantised=dynamic, weight=key)
     parts = of_sums(x.size, absolute, total, value, error, kernel, quantised=dynamic)
+    lost = _saturated(run, node, weight, key)
+    error, parts = error + lost, parts.beside(torch.zeros_like(error) + lost)
     early = None
     if bias is not None and kernel.free and kernel.coarse:
         again = 1.0 + 2.0 * kernel.u_accumulate  # the sum with the bias is rounded too
@@ -79,6 +82,17 @@ def linear(run: KernelRun, node: Node) -> None:
     internal, parts = (error + own) * SAFE, parts.beside(own)
     result = Result(reference, pull, reach, internal, roundings=parts, early=early, shared=shared)
     store(run, node, result, accumulates=True)
+
+
+def _saturated(run: KernelRun, node: Node, weight: Tensor, key: str) -> Tensor | float:
+    """Return what sums of bytes lose, of the input before its quantisation."""
+    if run.rounding.numerics.byte_sums == "wide":
+        return 0.0
+    if run.spread is not None:
+        raise NoBound(node.name, "sums of bytes in 16 bits with weights that are not known")
+    _, x = run.entry(node, 0)
+    box = Box(x.reference - x.reach * SAFE, x.reference + x.reach * SAFE)
+    return saturation_error(box, weight, run.rounding, node.name, key)
 
 
 def _shared(

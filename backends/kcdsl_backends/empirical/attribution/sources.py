@@ -113,6 +113,7 @@ def mixed(train: KernelRef, infer: KernelRef, taken: Collection[str]) -> KernelR
         "results": dict(formats.results),
         "tensor_core": "none" if formats.tensor_core is None else formats.tensor_core.to_json(),
         "sigmoid": of[OPERATOR].sigmoid,
+        "byte_sums": _byte_sums(of[OPERATOR], of[WEIGHTS], of[ACTIVATIONS]),
         "activations": of[ACTIVATIONS].activations.to_json(),
         "weights": (stored(of[WEIGHTS]) or Weights(formats.compute)).to_json(),
     }
@@ -122,6 +123,12 @@ def mixed(train: KernelRef, infer: KernelRef, taken: Collection[str]) -> KernelR
     else:
         record["preset"] = ADAPTER_PRESETS.get(program.run, record["preset"])
     return replace(program, numerics=tuple(sorted(record.items())))
+
+
+def _byte_sums(program: Numerics, weights: Numerics, activations: Numerics) -> str:
+    """Return how the program sums bytes, where both sides of its products are its own."""
+    known = program.weights == weights.weights and program.activations == activations.activations
+    return program.byte_sums if known else "wide"
 
 
 def _casts(a: Numerics, b: Numerics) -> str:

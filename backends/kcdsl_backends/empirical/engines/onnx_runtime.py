@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -75,12 +76,13 @@ class Sessions:
         from onnx import load, numpy_helper
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
-        if saturates():
+        if self.numerics.byte_sums == "wide" and saturates():
             raise refuse(
                 codes.KERNEL_NUMERICS,
                 f"{self.run} sums products of 8-bit numbers in 16 bits on this processor, where"
-                " they saturate: no numerics admits that",
-                help="run it on a processor with VNNI instructions",
+                " they saturate",
+                help="claim `byte_sums: int16_pairs` (preset: onnxruntime-int8-pairs), or run it on"
+                " a processor with VNNI instructions",
             )
         quantised = path.with_name("quantised.onnx")
         quantize_dynamic(
@@ -112,8 +114,12 @@ class Sessions:
         return quantised
 
 
+@cache
 def saturates() -> bool:
-    """Say whether products of unsigned with signed 8-bit numbers are summed in 16 bits here."""
+    """Say whether products of unsigned with signed 8-bit numbers are summed in 16 bits here.
+
+    ONNX Runtime chooses its kernels by the processor alone, so the answer is one for a process.
+    """
     from onnx import TensorProto, helper
 
     left = helper.make_tensor_value_info("x", TensorProto.UINT8, [4, 64])

@@ -16,10 +16,17 @@ from kcdsl_backends.interval.scales import (
     MX_EXPONENT,
     STEPS_UINT8,
     group_maximum,
+    quantiser,
     static_quantiser,
 )
 from kcdsl_backends.interval.state import State
-from kcdsl_backends.interval.units import chains, largest_term, truncation_error, unit_of
+from kcdsl_backends.interval.units import (
+    chains,
+    largest_term,
+    pair_loss,
+    truncation_error,
+    unit_of,
+)
 
 _DIVISION = 1.0 + 2.0**-20
 _FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
@@ -57,18 +64,20 @@ def linear(step: Step) -> State:
         infer = infer + bias_infer
         drift = drift + bias.difference
         added = (bias_train.mag(), bias_infer.mag())
-    return step.finish(
-        train,
-        infer,
-        drift,
-        _linear_error(
-            x_train, product_train, train, weight_train, added[0], step.kernels.train, key
-        ),
-        _linear_error(
-            x_infer, product_infer, infer, weight_infer, added[1], step.kernels.infer, key
-        ),
-        accumulates=True,
-    )
+    errors = [
+        _linear_error(entering, product, result, factor, size, kernel, key, lost)
+        for entering, product, result, factor, size, kernel, lost in (
+            (
+                *(x_train, product_train, train, weight_train, added[0], step.kernels.train),
+                saturation_error(x.train, weight.boxes[0], step.kernels.train, name, key),
+            ),
+            (
+                *(x_infer, product_infer, infer, weight_infer, added[1], step.kernels.infer),
+                saturation_error(x.infer, weight.boxes[1], step.kernels.infer, name, key),
+            ),
+        )
+    ]
+    return step.finish(train, infer, drift, errors[0], errors[1], accumulates=True)
 
 
 def _quantised(x: Box, kernel: Rounding, node: str, weight: str) -> Stored | None:
@@ -99,10 +108,12 @@ def _linear_error(
     bias: Tensor | None,
     kernel: Rounding,
     key: str,
+    lost: Tensor | float,
 ) -> Tensor:
     """Return E of a linear: any order of summation, and a free cast before the bias.
 
-    `weight` is [in, out] and has the name `key`, `bias` is a magnitude.
+    `weight` is [in, out] and has the name `key`, `bias` is a magnitude. `lost` is what sums of
+    bytes lose.
     """
     size = weight.size
     total = magnitude_product(x.mag(), size)
@@ -112,12 +123,36 @@ def _linear_error(
     error = summation_error(
         x.mag(), size, total, result.mag(), kernel, quantised=quantised, weight=key
     )
+    error = error + lost
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
         cast = kernel.unit(stored) * (product.mag() + error) + kernel.faint(stored)
         # the sum with the bias, which is rounded, is off by that as well
         error = error + up(cast * (1.0 + 2.0 * kernel.u_accumulate), 6)
     return up(error, 4)
+
+
+def saturation_error(
+    x: Box, weight: Box | Tensor, kernel: Rounding, node: str, key: str
+) -> Tensor | float:
+    """Return what a linear loses where products of bytes are summed in pairs of 16 bits.
+
+    Args:
+        x: the input before its quantisation.
+        weight: [out, in], has the name `key`.
+
+    Raises:
+        NoBound: the weight is not known, or as `quantiser`.
+    """
+    numerics = kernel.numerics
+    if numerics.byte_sums == "wide":
+        return 0.0
+    if isinstance(weight, Box):
+        if weight.lo is not weight.hi:
+            raise NoBound(node, "sums of bytes in 16 bits with weights that are not known")
+        weight = weight.lo
+    scale = quantiser(x, numerics.activations, key, node).scale.hi.amax(-1, keepdim=True)
+    return up(scale * pair_loss(weight, numerics) * _DIVISION, 4)
 
 
 def summation_error(

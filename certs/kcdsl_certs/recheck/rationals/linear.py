@@ -58,8 +58,22 @@ def linear_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     )
     biased = len(inputs) == 3
     errors = (
-        _linear_error(scene.train, x_t, w_t, b_t, p_t if biased else None),
-        _linear_error(scene.infer, x_i, w_i, b_i, p_i if biased else None),
+        _linear_error(
+            scene.train,
+            x_t,
+            w_t,
+            b_t,
+            p_t if biased else None,
+            _clipped(scene.train, x.t, w_t, key),
+        ),
+        _linear_error(
+            scene.infer,
+            x_i,
+            w_i,
+            b_i,
+            p_i if biased else None,
+            _clipped(scene.infer, x.i, w_i, key),
+        ),
     )
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, exact, errors, inner)
@@ -85,7 +99,12 @@ def _bias(
 
 
 def _linear_error(
-    kernel: Kernel, x: Cells, w: Cells, b: Cells, early: Cells | None
+    kernel: Kernel,
+    x: Cells,
+    w: Cells,
+    b: Cells,
+    early: Cells | None,
+    clipped: list[Fraction],
 ) -> list[Fraction]:
     n, bias = x.shape[-1], b.mags
     sums = product(x.shape, x.mags, w.shape, w.mags)
@@ -93,12 +112,39 @@ def _linear_error(
     results = both(matmul(x, w), b, add).mags
     errors = _accumulated(kernel, sizes, results, n, 2)
     lost = _flushed(kernel, x.shape, x.mags, w.shape, w.mags)
-    errors = [e + f for e, f in zip(errors, lost, strict=True)]
+    errors = [e + f + c for e, f, c in zip(errors, lost, clipped, strict=True)]
     if early is None or kernel.stepped or not kernel.coarse:
         return errors
     u, least = kernel.units * Fraction(kernel.compute.u), kernel.units * eta(kernel.compute)
     again = 1 + 2 * Fraction(kernel.accumulate.u)  # the sum with the bias is rounded too
     return [e + again * (u * (m + e) + least) for e, m in zip(errors, early.mags, strict=True)]
+
+
+def _clipped(kernel: Kernel, x: Cells, w: Cells, key: str) -> list[Fraction]:
+    """Return what pairs of products of bytes lose in 16 bits; `w` is [in, out]."""
+    n, m = w.shape
+    count = len(x.pairs) // n
+    if not kernel.paired:
+        return [ZERO] * (count * m)
+    if any(lo != hi for lo, hi in w.pairs):
+        raise Rejection("rule/weight", "sums of bytes in 16 bits with a weight that is not known")
+    columns = [[w.pairs[i * m + j][0] for i in range(n)] for j in range(m)]
+    tops = [max(abs(v) for v in column) for column in columns]
+    if kernel.weights[1] == "per_tensor":
+        tops = [max(tops)] * m
+    last = 127 if kernel.weights[0] == "int8" else 128
+    lost = []
+    for column, top in zip(columns, tops, strict=True):
+        limit = 32767 * top / last * (1 - _SMALL)
+        sides = []
+        for sign in (1, -1):
+            falling = [*sorted((max(sign * v, ZERO) for v in column), reverse=True), ZERO]
+            two = [falling[k] + falling[k + 1] for k in range(0, n, 2)]
+            sides.append(sum((max(255 * t - limit, ZERO) for t in two), ZERO))
+        lost.append(max(sides))
+    steps = [by.scale[1] for by in quantisers(kernel, x, key)]
+    rows = [max(steps[k * n : (k + 1) * n]) for k in range(count)]
+    return [step * each * (1 + _SMALL) for step in rows for each in lost]
 
 
 def _flushed(

@@ -51,8 +51,10 @@ def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
         _size(x_i, w_i, bias[1], y_i),
     )
     biased = len(inputs) == 3
-    error_t = _error(scene.train, x_t, w_t, sizes[0], products[0] if biased else None, key)
-    error_i = _error(scene.infer, x_i, w_i, sizes[1], products[1] if biased else None, key)
+    lost_t = clipped(scene.train, x.t, weight.t, key)
+    lost_i = clipped(scene.infer, x.i, weight.i, key)
+    error_t = _error(scene.train, x_t, w_t, sizes[0], products[0] if biased else None, key, lost_t)
+    error_i = _error(scene.infer, x_i, w_i, sizes[1], products[1] if biased else None, key, lost_i)
     inner = scene.train.accumulate, scene.infer.accumulate
     return settle(scene, node, (y_t, y_i, d), (error_t, error_i), inner)
 
@@ -89,16 +91,51 @@ def _error(
     size: tuple[Floats, Floats],
     early: Box | None,
     key: str,
+    lost: Floats | float,
 ) -> Floats:
-    """Return E of a linear; `early` is the product that may be stored before a bias is added."""
+    """Return E of a linear.
+
+    `early` is the product that may be stored before a bias is added, `lost` what sums in 16 bits
+    lose.
+    """
     factors = box.mag(x), box.mag(weight)
     error = summed(kernel, factors, size, dynamic=kernel.activations[0] != "none", key=key)
+    error = box.up(error + lost)
     if early is not None and not kernel.stepped and kernel.coarse:
         u, eta = kernel.off(kernel.compute)
         cast = u * box.up(box.mag(early) + error) + eta
         # what the bias is added to is off by it, and so is the rounding of that sum
         error = box.up(error + box.up(cast * (1 + 2 * kernel.accumulate.u)))
     return error
+
+
+def clipped(kernel: Kernel, x: Box, weight: Box, key: str) -> Floats | float:
+    """Return what a linear loses where it adds products of bytes two by two in 16 bits.
+
+    A pair of products of codes 0 … 255 with codes w, w' of one sign exceeds 2^15 - 1 by at most
+    255|w + w'| - (2^15 - 1). Pairing the largest with the next largest gives the greatest sum.
+
+    Raises:
+        Rejection: "rule/weight" unless the weight is known.
+    """
+    if not kernel.paired:
+        return 0.0
+    if not weight.point:
+        raise Rejection("rule/weight", "sums of bytes in 16 bits with a weight that is not known")
+    entries = weight.lo
+    whole = np.abs(entries) if kernel.weights[1] == "per_channel" else np.abs(entries).max()
+    most = whole.max(axis=1) if whole.ndim else np.full(len(entries), whole)
+    unit = most / (127 if kernel.weights[0] == "int8" else 128)
+    losses = []
+    for part in (np.maximum(entries, 0.0), np.maximum(-entries, 0.0)):
+        falling = -np.sort(-part, axis=1)
+        if falling.shape[1] % 2:
+            falling = np.hstack([falling, np.zeros((len(falling), 1))])
+        two = falling.reshape(len(falling), -1, 2).sum(axis=2)
+        beyond = np.maximum(255 * two - 32767 * (1 - _SMALL) * unit[:, None], 0.0)
+        losses.append(beyond.sum(axis=1))
+    step = staircase.steps(kernel, x, key).scale.hi.max(axis=-1, keepdims=True)
+    return box.up(np.maximum(*losses) * step * (1 + _SMALL) * (1 + 2.0**-44))
 
 
 def flushed(

@@ -35,6 +35,7 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules.linear import (
     check_product,
+    clipped,
     product_roundings,
     quantisation,
 )
@@ -76,6 +77,11 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     dynamic = kernel.activations[0] != "none"
     error = rounding_of_sums(kernel, factors, sizes, dynamic=dynamic, key=key)
     split = of_sum(kernel, factors, sizes, error, dynamic=dynamic)
+    if kernel.paired:
+        if spread is not None:
+            raise Rejection("rule/weight", "sums of bytes with weights that are not known")
+        lost = clipped(kernel, before.box, box.exact(weight), key) + np.zeros(error.shape)
+        error, split = raised(error + lost), split.with_sure(lost)
     terms_back = gamma(weight.shape[0] + 8, UNIT)  # the reverse pass sums over the outputs
     early = None
     if bias is not None and not kernel.stepped and kernel.coarse:
