@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.weights import linear_weight, plain_parameter
+from kcdsl.model.weights import linear_weight, plain_parameter, stored_constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,16 @@ class StoredParameters:
         return torch.from_numpy(self.constants[node.attrs["key"]]).to(self.device)
 
     def _value(self, node: Node, use: str) -> Tensor:
-        key = (node.op, str(node.attrs["key"]), use)
+        name = str(node.attrs["key"])
+        key = (node.op, name, node.format or use)
         if key not in self._cache:
-            source = (
-                self.tensors[key[1]]
-                if node.op == "param"
-                else torch.from_numpy(self.constants[key[1]])
-            )
-            store = linear_weight if use == "linear" else plain_parameter
-            stored = store(source.detach().to("cpu", torch.float32), self.numerics, key[1])
+            if node.op == "param":
+                source = self.tensors[name].detach().to("cpu", torch.float32)
+                store = linear_weight if use == "linear" else plain_parameter
+                stored = store(source, self.numerics, name)
+            else:
+                source = torch.from_numpy(self.constants[name])
+                stored = stored_constant(source, node.format, self.numerics, name)
             self._cache[key] = stored.to(self.device, torch.float64)
         return self._cache[key]
 

@@ -18,6 +18,14 @@ class Format:
     min_exponent: int
     largest: float
 
+    def holds(self, other: Format) -> bool:
+        """Say whether every number of another format is one of this."""
+        return (
+            self.precision >= other.precision
+            and self.smallest_subnormal <= other.smallest_subnormal
+            and self.largest >= other.largest
+        )
+
     @property
     def unit_roundoff(self) -> float:
         """Return u = 2^-precision, the relative error of rounding to nearest."""

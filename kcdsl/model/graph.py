@@ -9,6 +9,7 @@ masks) and token ids. Nodes stand in an order in which every node comes after it
 | input | – | – | the block input, float, [T, D] |
 | param | – | key | a checkpoint tensor |
 | constant | – | key | an array of `constants` (float32, or bool for masks) |
+| cast | x | – | x, in the node's format |
 | embedding | weight | ids (list of int) | weight[ids] |
 | linear | x, weight[, bias] | – | x @ weight.T + bias |
 | matmul | a, b | – | a @ b over the last two dimensions, leading dimensions broadcast |
@@ -22,14 +23,28 @@ masks) and token ids. Nodes stand in an order in which every node comes after it
 | slice | x | dim, start, stop, step | |
 | concat | x… | dim | |
 | softmax | scores[, mask] | – | last dimension; mask is a bool constant, True = takes part |
-| rms_norm | x[, weight] | eps | x / sqrt(mean(x²) + eps) * weight, last dimension |
-| layer_norm | x[, weight, bias] | eps | (x - mean) / sqrt(var + eps) * weight + bias, likewise |
+| rms_norm | x[, weight] | eps, form, parts | x / sqrt(mean(x²) + eps) * weight, last dimension |
+| layer_norm | x[, weight, bias] | eps, form, parts | (x - mean) / sqrt(var + eps) * weight + bias |
 | rope | x, cos, sin | – | x * cos + concat(-x[…, h:], x[…, :h]) * sin, h = half the last dim |
 
 `role` marks the parts of an attention pattern, because numerics specifications speak of them:
 "scores" (the product q·kᵀ and every op between it and the softmax), "probabilities" (the softmax),
 "context" (the product with the values); otherwise "".
-Float attributes are exact doubles.
+
+`format` says in which format the result is stored: "" is the kernel's own for that operation
+(`Numerics.stored_format`); float64, float32, float16 or bfloat16 is *pinned*: the program stores it
+so whatever the kernel computes in, and computes it as a kernel of that format does
+(`Numerics.pinned`). A constant of format "" is rounded to the kernel's compute format, a pinned one
+is held exactly as it stands. Operations that only move elements store nothing, and neither do neg
+and relu: their format is not read. Parameters, embeddings and inputs have none.
+
+`form` "fused" (or absent) is one operation that rounds its result once; "written" is the same
+written out, each of its `parts` a stored result: a list of [part, format], the format as above, in
+the order of the program. silu and rope may be written too, without parts: their sigmoid and their
+products are stored in the format of the node.
+
+Float attributes are exact doubles. A kernel may round a factor, a divisor or an offset to the
+format of the result first, or not.
 """
 
 from __future__ import annotations
@@ -43,7 +58,10 @@ import numpy as np
 import rfc8785
 from numpy.typing import NDArray
 
-GRAPH_SCHEMA = "kcdsl.block-graph/1"
+PINNED = ("float64", "float32", "float16", "bfloat16")
+"""Formats that a node may name."""
+
+GRAPH_SCHEMA = "kcdsl.block-graph/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +74,7 @@ class Node:
     shape: tuple[int, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
     role: str = ""
+    format: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; floats become hexadecimal strings, so that no digit is lost."""
@@ -66,6 +85,7 @@ class Node:
             "shape": list(self.shape),
             "attrs": {k: v.hex() if isinstance(v, float) else v for k, v in self.attrs.items()},
             "role": self.role,
+            "format": self.format,
         }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from kcdsl.model.formats import FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,27 @@ class Numerics:
             return self.attention.probabilities
         named = dict(self.results)
         return named.get(role) or named.get(op) or self.compute
+
+    def pinned(self, format: str, role: str = "") -> Numerics | None:
+        """Return the numerics of an operation whose result the program stores in `format`.
+
+        They are those of a kernel that computes in it, with sums in float32 at best; "": the
+        kernel's own. A fused attention is a kernel's own program: its results have its formats,
+        where those pinned hold them, and else there is no rule (None).
+        """
+        if not format:
+            return self
+        if role and self.attention.style == "fused":
+            own = FORMATS[self.stored_format("", role)]
+            return self if FORMATS[format].holds(own) else None
+        single = self.accumulate == "float64" and format != "float64"
+        return replace(
+            self,
+            compute=format,
+            accumulate="float32" if single else self.accumulate,
+            attention=replace(self.attention, scores=format, probabilities=format),
+            results=(),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the record that proofs, certificates and kernel fingerprints carry.

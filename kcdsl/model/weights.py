@@ -38,6 +38,20 @@ def plain_parameter(w: Tensor, numerics: Numerics, name: str = "a weight") -> Te
     return _cast(w, numerics.compute, numerics, name)
 
 
+def stored_constant(
+    array: Tensor, format: str, numerics: Numerics, name: str = "a constant"
+) -> Tensor:
+    """Return a constant as the kernel holds it: pinned as it stands, else as a parameter.
+
+    Raises ValueError where it is not one of its format.
+    """
+    if not format:
+        return plain_parameter(array.to(torch.float32), numerics, name)
+    if not bool((array.to(getattr(torch, format)).to(array.dtype) == array).all()):
+        raise ValueError(f"{name} holds numbers that are not {format}")
+    return array
+
+
 def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tensor:
     """Return the weight [out, in] of a linear as the kernel uses it, as float32.
 

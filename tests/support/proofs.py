@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 Document = dict[str, Any]
-GRAPH_SCHEMA = "kcdsl.block-graph/1"
+GRAPH_SCHEMA = "kcdsl.block-graph/2"
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> str:
@@ -116,6 +116,7 @@ class Graph:
         shape: tuple[int, ...],
         /,
         role: str = "",
+        format: str = "",
         **attrs: Any,
     ) -> str:
         name = f"n{len(self.nodes)}_{op}"
@@ -128,6 +129,7 @@ class Graph:
                 "shape": list(shape),
                 "attrs": plain,
                 "role": role,
+                "format": format,
             }
         )
         self.output = name
@@ -137,9 +139,9 @@ class Graph:
         self.tensors[key] = value.astype(np.float32)
         return self.add("param", [], value.shape, key=key)
 
-    def constant(self, key: str, value: np.ndarray) -> str:
+    def constant(self, key: str, value: np.ndarray, format: str = "") -> str:
         self.constants[key] = value
-        return self.add("constant", [], value.shape, key=key)
+        return self.add("constant", [], value.shape, "", format, key=key)
 
     def json(self) -> Document:
         return {

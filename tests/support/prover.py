@@ -61,6 +61,7 @@ def block(graph: Any) -> BlockGraph:
                 for name, entry in node["attrs"].items()
             },
             node["role"],
+            node["format"],
         )
         for node in graph.nodes
     )

@@ -79,7 +79,7 @@ def problem(
     block, cpu = prover.block(graph), prover.parameters(graph, kernels[0]).device
     sides = [prover.parameters(graph, record) for record in kernels]
     train, infer = (prover.numerics(record) for record in kernels)
-    known: dict[str, Parameter] = stored_tables(tables, train, infer, cpu)
+    known: dict[str, Parameter] = stored_tables(block, tables, train, infer, cpu)
     rows = Rows(longest, row_axes(block), known)
     plain = BlockProblem(block, *sides).kernels()
     return SequenceProblem(block, replace(plain, rows=rows), dict(tables))

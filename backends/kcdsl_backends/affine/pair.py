@@ -18,7 +18,7 @@ from kcdsl_backends.affine.independent import Chance, room
 from kcdsl_backends.affine.kernel import KernelRun, Nearby
 from kcdsl_backends.affine.propagate import coarsest, write
 from kcdsl_backends.affine.reaches import at_once, on_row, unit_functionals
-from kcdsl_backends.affine.storing import cast_freely, stored_format
+from kcdsl_backends.affine.storing import cast_freely
 from kcdsl_backends.affine.tape import Entry, Range
 from kcdsl_backends.interval.box import Box, down, gamma, up
 from kcdsl_backends.interval.context import Kernels
@@ -211,7 +211,9 @@ def _stored(run: KernelRun, output: str) -> Box:
         return Box(ends.low, ends.high).meet(Box.point(entry.reference).widen(up(entry.reach)))
     if formed is None:
         return around
-    return cast_freely(around, stored_format(run, run.nodes[output]), run.rounding)
+    node = run.nodes[output]
+    kernel = run.rounding.at(node)
+    return cast_freely(around, kernel.format_for(node.role, node.op), kernel)
 
 
 def output_entry(run: KernelRun, output: str) -> Entry:

@@ -50,7 +50,8 @@ RULES: Mapping[str, Callable[[KernelRun, Node], None]] = {
 def coarsest(graph: BlockGraph, *sides: StoredParameters) -> float:
     """Return the unit roundoff of the coarsest result of these kernels."""
     nodes = [node for node in graph.nodes if node.op not in ("param", "constant")]
-    formats = [Rounding(s.numerics).format_for(n.role, n.op) for s in sides for n in nodes]
+    kernels = [Rounding(side.numerics) for side in sides]
+    formats = [kernel.at(n).format_for(n.role, n.op) for kernel in kernels for n in nodes]
     return max(form.unit_roundoff for form in formats)
 
 
@@ -99,6 +100,7 @@ def write(
     for node in graph.nodes:
         if node.op in ("param", "constant"):
             continue
+        run.rounding = rounding.at(node)
         if node.op == "input":
             _input(run, node, centre, drift, handed, stored=stored)
         elif node.op == "matmul" and node.role == "context":
@@ -107,6 +109,7 @@ def write(
             RULES[node.op](run, node)
         if boxes is not None and node.name in boxes and node.name in run.computed:
             _meet(run, node, boxes[node.name])
+    run.rounding = rounding
     return run
 
 

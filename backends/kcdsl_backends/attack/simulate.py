@@ -88,6 +88,13 @@ class Simulator:
         """Say whether roundings are symbols."""
         return self.numerics.cast.free
 
+    def _at(self, node: Node) -> Numerics:
+        """Return the numerics with which a node is computed; others where its format is pinned."""
+        numerics = self.numerics.pinned(node.format, node.role)
+        if numerics is None:
+            raise Overflowed(f"{node.name}: no run of a fused attention of that format is known")
+        return numerics
+
     def symbol_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every rounding symbol, by its kind and node: `cast NODE`, ..."""
         shapes: dict[str, tuple[int, ...]] = {}
@@ -100,9 +107,9 @@ class Simulator:
         row = (*node.shape[:-1], 1)
         if node.name in self.sums:
             found.append(("sum", node.shape))
-        if self._coarse and self._casts_early(node):
+        if self._coarse(node) and self._casts_early(node):
             found.append(("early", node.shape))
-        if self.numerics.compute != "float64":
+        if self._at(node).compute != "float64":
             if node.op == "layer_norm":
                 found.append(("mean", row))
             if node.op in NORMS:
@@ -119,9 +126,9 @@ class Simulator:
     @property
     def sums(self) -> frozenset[str]:
         """Return the nodes whose sums are formed in a format below float64."""
-        if FORMATS[self.numerics.accumulate].precision >= SIMULATED:
-            return frozenset()
-        return frozenset(node.name for node in self.graph.nodes if node.op in SUMS)
+        sums = [node for node in self.graph.nodes if node.op in SUMS]
+        formats = {node.name: FORMATS[self._at(node).accumulate] for node in sums}
+        return frozenset(name for name, form in formats.items() if form.precision < SIMULATED)
 
     @property
     def ordered(self) -> frozenset[str]:
@@ -144,9 +151,8 @@ class Simulator:
         precision = self._format(node).precision
         return not self.free and precision < max(24, self._inner(node).precision)
 
-    @property
-    def _coarse(self) -> bool:
-        return FORMATS[self.numerics.compute].precision < 24
+    def _coarse(self, node: Node) -> bool:
+        return FORMATS[self._at(node).compute].precision < 24
 
     def _casts_early(self, node: Node) -> bool:
         """Say whether a result may be stored before its bias, its gain or its sum."""
@@ -201,7 +207,7 @@ class Simulator:
         self, node: Node, order: str, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
     ) -> Tensor:
         left, right, bias = self._factors(node, nodes, values)
-        return ordered_product(left, right, bias, self.numerics.accumulate, order)
+        return ordered_product(left, right, bias, self._at(node).accumulate, order)
 
     def _factors(
         self, node: Node, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
@@ -226,26 +232,27 @@ class Simulator:
         symbol = symbols.get(f"sum {node.name}")
         if symbol is None:
             return exact
+        numerics = self._at(node)
         left, right, bias = self._factors(node, nodes, values)
         total = left.abs() @ right.abs()
         if bias is not None:
             total = total + bias.abs()
         roundings, before = left.shape[-1], 2
         if node.role == "context":
-            roundings += 2 * tiles(roundings, self.numerics) + 4
-        if node.role == "scores" and self.numerics.attention.style == "fused":
+            roundings += 2 * tiles(roundings, numerics) + 4
+        if node.role == "scores" and numerics.attention.style == "fused":
             before = 6
-        error = sum_error(total, exact, FORMATS[self.numerics.accumulate], roundings, before)
-        if self.numerics.tensor_core is not None:
+        error = sum_error(total, exact, FORMATS[numerics.accumulate], roundings, before)
+        if numerics.tensor_core is not None:
             error = summation_error(
                 left.detach().abs(),
                 right.detach().abs(),
                 total.detach(),
                 exact.detach().abs(),
-                Rounding(self.numerics),
+                Rounding(numerics),
                 extra=roundings - left.shape[-1],
                 before=before,
-                quantised=node.op == "linear" and self.numerics.activations.format != "none",
+                quantised=node.op == "linear" and numerics.activations.format != "none",
                 weight=self._weight(node),
             )
         return exact + WITHIN * symbol * error
@@ -266,6 +273,7 @@ class Simulator:
         }
         if not named:
             return value
+        numerics = self._at(node)
         read = node.inputs[:1] if node.op == "softmax" else node.inputs
         operands = [self._operand(name, nodes, values) for name in read]
         biased = node.op in (*NORMS, "linear") and len(operands) > 2
@@ -273,19 +281,19 @@ class Simulator:
         exact = value
         if "mean" in named:
             gain = operands[1] if len(operands) > 1 else 1.0
-            value = value + named["mean"] * mean_error(node, operands[0], self.numerics) * gain
+            value = value + named["mean"] * mean_error(node, operands[0], numerics) * gain
         if "root" in named:
-            theta = root_error(node, operands[0], self.numerics)
+            theta = root_error(node, operands[0], numerics)
             value = value + named["root"] * theta * (value - bias)
         if "inside" in named and node.op == "softmax":
-            theta = probability_error(self._masked(node, operands[0]), self.numerics)
+            theta = probability_error(self._masked(node, operands[0]), numerics)
             value = value + named["inside"] * theta * value
         elif "inside" in named:
             size = element_error(node, exact, operands).detach()
-            value = value + named["inside"] * unit(self.numerics) * size
+            value = value + named["inside"] * unit(numerics) * size
         if "early" in named:
             stored = turned_sizes(operands) if node.op == "rope" else value - bias
-            roundoff = FORMATS[self.numerics.compute].unit_roundoff
+            roundoff = FORMATS[numerics.compute].unit_roundoff
             if self.numerics.cast.toward_zero:  # both products of a rope lose the same share
                 value = value - roundoff * (1 + named["early"]) * (value - bias)
             else:
@@ -300,13 +308,13 @@ class Simulator:
         return scores.masked_fill(~self.parameters.mask(mask), -torch.inf)
 
     def _format(self, node: Node) -> Format:
-        return FORMATS[self.numerics.stored_format(node.op, node.role)]
+        return FORMATS[self._at(node).stored_format(node.op, node.role)]
 
     def _inner(self, node: Node) -> Format:
         """Return the format in which a result is formed; storing it as precisely is exact."""
         if node.op in SUMS:
-            return FORMATS[self.numerics.accumulate]
-        return FORMATS["float64" if self.numerics.compute == "float64" else "float32"]
+            return FORMATS[self._at(node).accumulate]
+        return FORMATS["float64" if self._at(node).compute == "float64" else "float32"]
 
     def _entered(
         self, node: Node, x: Tensor, symbol: Tensor | None, through: Through | None

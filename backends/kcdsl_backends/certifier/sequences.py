@@ -17,7 +17,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.export import block_graph
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.weights import plain_parameter
+from kcdsl.model.weights import stored_constant
 from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.interval.context import Kernels, Parameter
 from kcdsl_backends.interval.errors import NoBound
@@ -106,7 +106,8 @@ def compare(graph: BlockGraph, axes: Mapping[str, Axes], other: BlockGraph, rows
     for one, two in zip(mine, theirs, strict=True):
         shape = tuple(rows if i in axes[one.name] else n for i, n in enumerate(one.shape))
         attrs = {**one.attrs, "shape": list(shape)} if "shape" in one.attrs else dict(one.attrs)
-        same = (one.op, one.role, shape, attrs) == (two.op, two.role, two.shape, dict(two.attrs))
+        same = (one.op, one.role, one.format) == (two.op, two.role, two.format)
+        same = same and (shape, attrs) == (two.shape, dict(two.attrs))
         if not same or len(one.inputs) != len(two.inputs):
             raise FixedLength(one.name, f"not the same at {rows} rows")
         for place, (a, b) in enumerate(zip(one.inputs, two.inputs, strict=True)):
@@ -124,6 +125,8 @@ def _same_operand(
     mine, theirs = graph.constants.get(names[0]), other.constants.get(names[1])
     if mine is None or theirs is None:
         return names[0] == names[1] and mine is None and theirs is None
+    if graph.node(names[0]).format != other.node(names[1]).format:
+        return False
     free = at[0].op in ("softmax", "rope") and at[1] > 0
     return free or np.array_equal(mine, theirs)
 
@@ -169,12 +172,16 @@ def _positions(graph: BlockGraph) -> Iterator[tuple[str, int]]:
 
 
 def stored_tables(
-    tables: Mapping[str, NDArray[Any]], train: Numerics, infer: Numerics, device: torch.device
+    graph: BlockGraph,
+    tables: Mapping[str, NDArray[Any]],
+    train: Numerics,
+    infer: Numerics,
+    device: torch.device,
 ) -> dict[str, Parameter]:
-    """Return what both kernels hold of the tables of positions."""
+    """Return what both kernels hold of the tables of positions of a graph."""
 
     def stored(name: str, numerics: Numerics) -> Tensor:
-        table = torch.from_numpy(tables[name])
-        return plain_parameter(table, numerics, name).to(device, torch.float64)
+        table, format = torch.from_numpy(tables[name]), graph.node(name).format
+        return stored_constant(table, format, numerics, name).to(device, torch.float64)
 
     return {name: Parameter(stored(name, train), stored(name, infer)) for name in tables}

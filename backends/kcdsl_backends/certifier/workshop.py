@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kcdsl.model.architecture import Model
 from kcdsl.model.export import block_graph
+from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.numerics import Numerics
 from kcdsl_backends.affine.pair import Both, Drift, both, drift
@@ -50,13 +51,16 @@ def claim_margin(train: Numerics, infer: Numerics, graph: BlockGraph | None = No
     unless some result of `graph` is stored in a coarse format.
     """
     small = 1.0 + 2.0**-10
-    if "float64" not in {train.compute, train.accumulate, infer.compute, infer.accumulate}:
+    pinned = set() if graph is None else {node.format for node in graph.nodes}
+    formats = {train.compute, train.accumulate, infer.compute, infer.accumulate, *pinned}
+    if "float64" not in formats:
         return small
     for node in () if graph is None else graph.nodes:
         if node.op in ("param", "constant", "embedding"):
             continue
         for kernel in (Rounding(train), Rounding(infer)):
-            if kernel.format_for(node.role, node.op).unit_roundoff >= _COARSE:
+            form = FORMATS.get(node.format) or kernel.format_for(node.role, node.op)
+            if form.unit_roundoff >= _COARSE:
                 return small
     return 4.0
 
@@ -177,7 +181,7 @@ class Workshop:
         if key not in self._sequences:
             with threads_for(0):
                 graph, axes, tables = sequence_graph(self.model, block, longest)
-            known = stored_tables(tables, self.train, self.infer, self.device)
+            known = stored_tables(graph, tables, self.train, self.infer, self.device)
             kernels = replace(
                 self.problem_of_graph(graph).kernels(), rows=Rows(longest, axes, known)
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -92,6 +92,10 @@ class Kernels:
     """What is known beside where the graph stands for any number of rows."""
     around_weights: bool = False
     """Whether parameters lie in a region around those of the checkpoint (`Parameter.moved`)."""
+
+    def at(self, node: Node) -> Kernels:
+        """Return both kernels as they compute a node; see `Rounding.at`."""
+        return replace(self, train=self.train.at(node), infer=self.infer.at(node))
 
     @staticmethod
     def of(train: StoredParameters, infer: StoredParameters) -> Kernels:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.formats import Format
+from kcdsl.model.graph import Node
 
 
 class NoBound(Exception):
@@ -15,6 +16,16 @@ class NoBound(Exception):
         self.node = node
         self.reason = reason
         super().__init__(f"{node}: {reason}")
+
+
+def refuse_written(node: Node) -> None:
+    """Refuse an operation that is written out.
+
+    Raises:
+        NoBound: it is.
+    """
+    if node.attrs.get("form", "fused") != "fused":
+        raise NoBound(node.name, f"there is no rule for a {node.op} written out")
 
 
 def refuse_overflow(node: str, size: Tensor, form: Format, which: str = "") -> None:

@@ -135,7 +135,7 @@ def _states(
         if node.op == "input":
             found: Known = _input(node, kernels, centre, radius, drift)
         else:
-            found = _result(Step(node, kernels, nodes, known))
+            found = _result(Step(node, kernels.at(node), nodes, known))
         known[node.name] = found
         yield node, found if isinstance(found, State) else found.collapse()
         for name in last_use.get(position, ()):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from kcdsl.model.formats import FORMATS, Format
+from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Casts, Numerics
 from kcdsl_backends.interval.box import Box, down, up
-from kcdsl_backends.interval.errors import refuse_overflow, refuse_unbounded_sums
+from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_unbounded_sums
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -66,6 +68,19 @@ class Rounding:
     """The rounding constants of one kernel."""
 
     numerics: Numerics
+
+    def at(self, node: Node) -> Self:
+        """Return the constants with which a node is computed; others where its format is pinned.
+
+        Raises:
+            NoBound: it is part of a fused attention, whose formats the pinned one does not hold.
+        """
+        numerics = self.numerics.pinned(node.format, node.role)
+        if numerics is None:
+            raise NoBound(
+                node.name, f"a fused attention has no rule for {node.role} pinned to {node.format}"
+            )
+        return self if numerics is self.numerics else replace(self, numerics=numerics)
 
     @property
     def compute(self) -> Format:

@@ -101,7 +101,7 @@ class Run:
 
     def step(self, node: Node) -> Step:
         """Return the step of the interval domain for a node."""
-        return Step(node, self.kernels, self.nodes, self.known)
+        return Step(node, self.kernels.at(node), self.nodes, self.known)
 
     def errors(self, node: Node) -> Errors | None:
         """Return the errors with which both kernels stored a node, None where neither did."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kcdsl_certs.recheck import strict
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.strict import Reader
 
-GRAPH_SCHEMA = "kcdsl.block-graph/1"
+GRAPH_SCHEMA = "kcdsl.block-graph/2"
 MOST_NODES = 100_000
 MOST_ELEMENTS = 2**26
 MOST_DIMENSIONS = 8
+_PINNED = ("", "float64", "float32", "float16", "bfloat16")
+_FORMS = ("rms_norm", "layer_norm", "silu", "rope")
+_UNSTORED = ("input", "param", "embedding")
 _ROLES = ("", "scores", "probabilities", "context")
 _BYTES = {"float64": 8, "float32": 4, "bool": 1, "int64": 8}
 
@@ -42,7 +45,9 @@ def array_digest(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation; `attrs` reads the attributes strictly."""
+    """One operation; `attrs` reads the attributes strictly. `format` is where the result is stored:
+    "" in the kernel's own, else in the one named, whatever the kernel computes in. `written` says
+    that it is written out, a norm with the formats of its `parts`, by their names."""
 
     name: str
     op: str
@@ -50,6 +55,9 @@ class Node:
     shape: tuple[int, ...]
     attrs: Reader
     role: str
+    format: str = ""
+    written: bool = False
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +158,7 @@ def _check_constants(graph: Reader, constants: Mapping[str, Array]) -> None:
 
 def _node(value: object, place: str) -> Node:
     record = Reader(value, f"{place} node", "graph/field").exactly(
-        "name", "op", "inputs", "shape", "attrs", "role"
+        "name", "op", "inputs", "shape", "attrs", "role", "format"
     )
     name = record.text("name")
     record.place = f"{place} node {name[:80]!r}"
@@ -160,14 +168,67 @@ def _node(value: object, place: str) -> Node:
     shape = record.integers("shape", 1)
     if len(shape) > MOST_DIMENSIONS or math.prod(shape) > MOST_ELEMENTS:
         raise Rejection("graph/size", f"{record.place} has shape {list(shape)[:10]}")
+    op, format = record.text("op"), record.choice("format", _PINNED)
+    if format and op in _UNSTORED:
+        raise record.fail(f"{op!r} stores nothing, in no format")
+    attrs = record.reader("attrs")
+    written, parts = _form(op, format, len(inputs), attrs)
+    plain = {k: v for k, v in attrs.value.items() if not (op in _FORMS and k in ("form", "parts"))}
     return Node(
         name=name,
-        op=record.text("op"),
+        op=op,
         inputs=tuple(inputs),
         shape=shape,
-        attrs=record.reader("attrs"),
+        attrs=Reader(plain, attrs.place, attrs.reason),
         role=record.choice("role", _ROLES),
+        format=format,
+        written=written,
+        parts=parts,
     )
+
+
+def _form(op: str, format: str, inputs: int, attrs: Reader) -> tuple[bool, Mapping[str, str]]:
+    """Return whether an operation is written out, and the formats of its parts.
+
+    Raises:
+        Rejection: "graph/field" for parts that are not those of one way to write a norm.
+    """
+    norm = op in ("rms_norm", "layer_norm")
+    stated = op in _FORMS and attrs.has("form")
+    written = stated and attrs.choice("form", ("fused", "written")) == "written"
+    if not (written and norm):
+        if op in _FORMS and attrs.has("parts"):
+            raise attrs.fail("has parts that nothing reads")
+        return written, {}
+    parts: dict[str, str] = {}
+    for item in attrs.items("parts"):
+        if not isinstance(item, list) or len(item) != 2 or item[1] not in _PINNED:
+            raise attrs.fail("'parts' must be pairs of a part and its format")
+        parts[str(item[0])] = item[1]
+    if len(parts) != len(attrs.items("parts")) or tuple(parts) not in _ways(op, inputs):
+        raise attrs.fail(f"'parts' are not those of a {op}: {', '.join(parts)[:200]}")
+    if parts[list(parts)[-1]] != format:
+        raise attrs.fail("the last of 'parts' is the result, and has another format")
+    return True, parts
+
+
+def _ways(op: str, inputs: int) -> list[tuple[str, ...]]:
+    """Return the orders of parts in which a norm may be written out."""
+    squares: list[tuple[str, ...]] = [("square", "mean")]
+    if op == "layer_norm":
+        squares = [
+            ("mean", "centred", "square", "mean2"),
+            ("mean", "centred", "variance"),
+            ("mean", "variance", "centred"),
+            ("variance", "mean", "centred"),
+        ]
+    roots: tuple[tuple[str, ...], ...] = (
+        ("root", "normed"),
+        ("sqrt", "quotient"),
+        ("sqrt", "reciprocal", "normed"),
+    )
+    last = ("weighted", "biased")[: max(0, inputs - 1)]
+    return [(*square, "shift", *root, *last) for square in squares for root in roots]
 
 
 def _check_order(block: Block, graph: Reader) -> None:

@@ -15,7 +15,7 @@ from kcdsl_certs.recheck.document import Case, Ends, Functional, Proof
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rationals import elementwise, linear, moves
 from kcdsl_certs.recheck.rationals.cells import Cells, Pair, add, ceiling, root, sub
-from kcdsl_certs.recheck.rationals.state import Known, Scene
+from kcdsl_certs.recheck.rationals.state import Known, Scene, pinned
 from kcdsl_certs.recheck.rationals.weights import RationalParameters
 from kcdsl_certs.recheck.safetensors import Tensor
 
@@ -115,7 +115,7 @@ def _apply(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     rule, least, most = _RULES[node.op]
     if not least <= len(inputs) <= most:
         raise Rejection("graph/field", f"{node.op} with {len(inputs)} inputs")
-    value = rule(scene, node, inputs)
+    value = rule(pinned(scene, node), node, inputs)
     if value.t.shape != node.shape:
         raise Rejection("graph/shape", f"the shape is {list(value.t.shape)}")
     return value

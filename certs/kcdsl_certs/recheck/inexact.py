@@ -127,8 +127,9 @@ class Doubles:
             return None
         if case.region.longest is None or case.domain != "interval":
             raise Rejection("document/region", "sequences of any length are of the interval domain")
+        formats = {node.name: node.format for node in block.nodes}
         tables = {
-            name: table(array, name, self._proof.train, self._proof.infer)
+            name: table(array, name, formats[name], self._proof.train, self._proof.infer)
             for name, array in case.region.tables.items()
         }
         return Rows(case.region.longest, marks_of(block), tables)

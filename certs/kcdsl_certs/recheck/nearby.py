@@ -85,7 +85,7 @@ def alike(kernels: tuple[Kernel, Kernel], linear: bool) -> bool:
 
 def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
     """Return all that decides what a kernel stores for a parameter."""
-    compute = kernel.compute.name if kernel.compute.precision < FLOAT32.precision else "float32"
+    compute = kernel.holding.name if kernel.holding.precision < FLOAT32.precision else "float32"
     how = "cut off" if kernel.cut_weights else "to nearest"
     if not linear:
         return (compute, how)
@@ -96,19 +96,19 @@ def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
 def _stored(v: Box, kernel: Kernel, linear: bool, name: str) -> Stored:
     as_it_is = Stored(v, box.exact(np.zeros(v.shape)))
     if not linear:
-        return _cast(v, as_it_is, kernel.compute, kernel, name)
+        return _cast(v, as_it_is, kernel.holding, kernel, name)
     if len(v.shape) != 2:
         raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
     kind, scale = kernel.weights
     if scale == "none":
         found = _cast(v, as_it_is, FORMATS[kind], kernel, name)
-        if _within(FORMATS[kind], kernel.compute):
+        if _within(FORMATS[kind], kernel.holding):
             return found
     else:
         found = _coded(v, kernel, name)
         if kernel.activations[0] != "none":
             return found
-    return _cast(v, found, kernel.compute, kernel, name)
+    return _cast(v, found, kernel.holding, kernel, name)
 
 
 def _within(fine: Format, form: Format) -> bool:

@@ -20,7 +20,15 @@ from kcdsl_certs.recheck.rules import (
     sequence,
     structural,
 )
-from kcdsl_certs.recheck.rules.state import Mask, Probabilities, Scene, State, Value, numeric
+from kcdsl_certs.recheck.rules.state import (
+    Mask,
+    Probabilities,
+    Scene,
+    State,
+    Value,
+    numeric,
+    pinned,
+)
 
 Rule = Callable[[Scene, Node, list[Value]], Value]
 
@@ -128,6 +136,7 @@ def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
         raise Rejection("graph/field", f"{node.op} with {len(inputs)} inputs")
     if node.role in ("probabilities", "context") and node.op not in _OPS_OF_ROLE[node.role]:
         raise Rejection("graph/field", f"{node.op} in the role {node.role!r}")
+    scene = pinned(scene, node)
     try:
         other = sequence.at_any_length(scene, node, inputs)
         if other is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.strict import Reader, integer, real
 
@@ -22,6 +23,11 @@ class Format:
     def u(self) -> float:
         """Return the unit roundoff."""
         return 2.0**-self.precision
+
+    def holds(self, other: Format) -> bool:
+        """Return whether every number of another format is one of this."""
+        finer = self.precision >= other.precision and self.largest >= other.largest
+        return finer and self.least - self.precision <= other.least - other.precision
 
     @property
     def eta(self) -> float:
@@ -132,6 +138,37 @@ class Kernel:
     units: int = 1  # of u and η in one cast
     cut_weights: bool = False  # parameters are cut off toward zero
     paired: bool = False  # linears sum two products of bytes at a time, in 16 bits
+    storage: Format | None = None  # of parameters, where that is not the format of compute
+
+    def at(self, node: Node) -> Kernel:
+        """Return the kernel as it computes a node: where the program stores the result in a format
+        of its own, as one that computes in that, with sums in float32 at best.
+
+        Raises:
+            Rejection: "rule/format" for a fused attention whose own format is not held by it.
+        """
+        if not node.format:
+            return self
+        form = FORMATS[node.format]
+        if node.role and self.fused:
+            if not form.holds(self.result("", node.role)):
+                raise Rejection("rule/format", f"a fused attention stored in {form.name}")
+            return self
+        single = self.accumulate == FLOAT64 and form != FLOAT64
+        return replace(
+            self,
+            compute=form,
+            accumulate=FLOAT32 if single else self.accumulate,
+            scores=form,
+            probabilities=form,
+            results=(),
+            storage=self.holding,
+        )
+
+    @property
+    def holding(self) -> Format:
+        """Return the format in which parameters are held."""
+        return self.compute if self.storage is None else self.storage
 
     def off(self, form: Format) -> tuple[float, float]:
         """Return u and η of one cast into a format: what it is off by, relatively and near zero."""

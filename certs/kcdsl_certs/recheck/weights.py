@@ -75,13 +75,13 @@ class Parameters:
 
     def plain(self, key: str, kernel: Kernel) -> Floats:
         """Return a parameter that is no linear weight, as the kernel stores it."""
-        return self._get(key, kernel.compute, ("", ""), kernel.cut_weights)
+        return self._get(key, kernel.holding, ("", ""), kernel.cut_weights)
 
     def linear(self, key: str, kernel: Kernel) -> Floats:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
         coded = kernel.weights[1] != "none"
         by_codes = coded and kernel.activations[0] != "none"  # scales come after the product
-        compute = FLOAT32 if by_codes else kernel.compute
+        compute = FLOAT32 if by_codes else kernel.holding
         return self._get(key, compute, kernel.weights, kernel.cut_weights)
 
     def _get(self, key: str, compute: Format, stored: tuple[str, str], inward: bool) -> Floats:

@@ -119,6 +119,14 @@ def in_graph(*path: Any, to: Any) -> Callable[[Document], None]:
     return change
 
 
+WRITTEN = [[part, ""] for part in ("square", "mean", "shift", "root", "normed", "weighted")]
+
+
+def in_norm(**attrs: Any) -> Callable[[Document], None]:
+    """Give the first norm more attributes."""
+    return in_graph("nodes", place("rms_norm"), "attrs", to=lambda known: {**known, **attrs})
+
+
 def place(op: str, at: int = 0) -> int:
     graph = proofs.attention(np.random.default_rng(8))
     return [k for k, node in enumerate(graph.nodes) if node["op"] == op][at]
@@ -227,7 +235,37 @@ CHANGES: dict[str, tuple[Callable[[Document], None], str]] = {
         lambda d: put("nodes", place("rms_norm"), "attrs", "eps", to=(1e-2).hex())(the_graph(d)),
         "graph/digest",
     ),
-    "graph schema": (in_graph("schema", to="kcdsl.block-graph/2"), "graph/field"),
+    "graph schema": (in_graph("schema", to="kcdsl.block-graph/1"), "graph/field"),
+    "unknown format of a node": (
+        in_graph("nodes", place("add"), "format", to="tfloat32"),
+        "graph/field",
+    ),
+    "no format": (
+        in_graph("nodes", place("add"), to=lambda n: {k: n[k] for k in n if k != "format"}),
+        "graph/field",
+    ),
+    "form of an addition": (
+        in_graph("nodes", place("add"), "attrs", "form", to="written"),
+        "graph/field",
+    ),
+    "unknown form": (in_norm(form="loose"), "graph/field"),
+    "written without parts": (in_norm(form="written"), "graph/field"),
+    "parts of a fused one": (in_norm(form="fused", parts=WRITTEN), "graph/field"),
+    "unknown part": (in_norm(form="written", parts=[["cube", ""], *WRITTEN[1:]]), "graph/field"),
+    "a part twice": (in_norm(form="written", parts=[WRITTEN[0], *WRITTEN]), "graph/field"),
+    "parts in another order": (
+        in_norm(form="written", parts=[*WRITTEN[1:2], WRITTEN[0], *WRITTEN[2:]]),
+        "graph/field",
+    ),
+    "a part of no format": (
+        in_norm(form="written", parts=[["square", "half"], *WRITTEN[1:]]),
+        "graph/field",
+    ),
+    "a last part of another format": (
+        in_norm(form="written", parts=[*WRITTEN[:-1], ["weighted", "float32"]]),
+        "graph/field",
+    ),
+    "format of an input": (in_graph("nodes", 0, "format", to="float32"), "graph/field"),
     "unknown op": (in_graph("nodes", place("add"), "op", to="plus"), "rule/unknown-op"),
     "too few inputs": (
         in_graph("nodes", place("add"), "inputs", to=lambda i: i[:1]),

@@ -18,7 +18,7 @@ from kcdsl_backends.affine.rules.linear import before_linear, sharpen
 from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry, Pulled
 from kcdsl_backends.interval.box import Box, gamma
-from kcdsl_backends.interval.errors import NoBound, refuse_overflow
+from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_written
 from kcdsl_backends.interval.rules.elementwise import (
     GELU,
     SILU,
@@ -159,6 +159,7 @@ _CURVATURES: dict[str, tuple[Smooth, Callable[[Box], tuple[Tensor, Tensor]]]] = 
 
 def activation(run: KernelRun, node: Node) -> None:
     """Append a smooth activation: tangent at the reference, remainder by the second derivative."""
+    refuse_written(node)
     function, curvature = _CURVATURES[node.op]
     index, x = run.entry(node, 0)
     h, slope = x.reference, function.derivative(x.reference)

@@ -24,7 +24,7 @@ from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry, Pulled, Shared, Tape
 from kcdsl_backends.interval.box import gamma
-from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.errors import NoBound, refuse_written
 from kcdsl_backends.interval.rules.norms import LEAST_VARIANCE, refuse_large_squares
 
 FARTHEST = 0.9
@@ -64,6 +64,7 @@ def layer_norm(run: KernelRun, node: Node) -> None:
 
 
 def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
+    refuse_written(node)
     index, x = run.entry(node, 0)
     n, eps = x.shape[-1], float(node.attrs["eps"])
     if centred and n < 2:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.interval.box import Box, gamma, up
 from kcdsl_backends.interval.context import Parameter, Step
-from kcdsl_backends.interval.errors import NoBound, refuse_overflow
+from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_written
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State, settle
 
@@ -219,6 +219,7 @@ def activation(function: Smooth) -> Callable[[Step], State]:
     """Return the rule of a smooth activation: Δφ = φ'(ξ) Δx for some ξ between both arguments."""
 
     def rule(step: Step) -> State:
+        refuse_written(step.node)
         x = step.operand(0)
         train, infer = function.range(x.train), function.range(x.infer)
         drift = function.slopes(x.train.hull(x.infer)) * x.drift

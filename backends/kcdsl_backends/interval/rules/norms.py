@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kcdsl_backends.interval.box import EPS, Box, exclusive_sums, gamma, up
 from kcdsl_backends.interval.context import Parameter, Step
-from kcdsl_backends.interval.errors import NoBound, overflow
+from kcdsl_backends.interval.errors import NoBound, overflow, refuse_written
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State
 
@@ -39,6 +39,7 @@ def layer_norm(step: Step) -> State:
 
 
 def _norm(step: Step, *, centre: bool) -> State:
+    refuse_written(step.node)
     x, eps, inputs = step.operand(0), float(step.node.attrs["eps"]), step.node.inputs
     gain = step.kernels.plain(step.operand_node(1)) if len(inputs) > 1 else None
     bias = step.kernels.plain(step.operand_node(2)) if len(inputs) > 2 else None

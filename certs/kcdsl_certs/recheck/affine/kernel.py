@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.document import Hints
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rules.state import Mask, Scene
+from kcdsl_certs.recheck.rules.state import Mask, Scene, pinned
 from kcdsl_certs.recheck.spec import Kernel
 
 Rule = Callable[[Walk, Node, list[Operand]], Operand]
@@ -115,6 +116,10 @@ def _apply(at: Walk, node: Node) -> Operand:
         raise Rejection("graph/field", f"{node.op} with {len(node.inputs)} inputs")
     if node.role in _OPS_OF_ROLE and node.op not in _OPS_OF_ROLE[node.role]:
         raise Rejection("graph/field", f"{node.op} in the role {node.role!r}")
+    scene = pinned(at.scene, node)
+    if scene is not at.scene:
+        kernel = scene.train if at.kernel is at.scene.train else scene.infer
+        at = replace(at, scene=scene, kernel=kernel)
     try:
         value = rule(at, node, [at.forms[name] for name in node.inputs])
     except ValueError as error:  # numpy refuses shapes that do not fit

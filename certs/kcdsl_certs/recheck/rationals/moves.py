@@ -17,6 +17,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     Shape,
     add,
     both,
+    nearest,
     points,
     spread,
     sub,
@@ -24,7 +25,7 @@ from kcdsl_certs.recheck.rationals.cells import (
 )
 from kcdsl_certs.recheck.rationals.state import Known, Scene, held, reduce, stored
 from kcdsl_certs.recheck.rationals.weights import as_stored
-from kcdsl_certs.recheck.spec import FLOAT32
+from kcdsl_certs.recheck.spec import FLOAT32, FORMATS
 
 
 def input_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
@@ -76,8 +77,13 @@ def constant_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     if array is None or array.dtype != "float32":
         raise Rejection("graph/field", f"there is no float32 constant {key[:80]!r}")
     values = _numbers(array, "f", 4)
+    if node.format:
+        if values != [nearest(v, FORMATS[node.format]) for v in values]:
+            raise Rejection("graph/field", f"constant {key[:80]!r} is not one of {node.format}")
+        held_so = points(array.shape, values)
+        return _known(held_so, held_so)
     t, i = (
-        points(array.shape, [as_stored(v, k.compute, k) for v in values])
+        points(array.shape, [as_stored(v, k.holding, k) for v in values])
         for k in (scene.train, scene.infer)
     )
     return _known(t, i)

@@ -88,7 +88,7 @@ def _single_below(value: Fraction) -> Fraction:
 
 
 def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
-    compute = kernel.compute.name if kernel.compute.precision < FLOAT32.precision else "float32"
+    compute = kernel.holding.name if kernel.holding.precision < FLOAT32.precision else "float32"
     how = "cut off" if kernel.cut_weights else "to nearest"
     if not linear:
         return (compute, how)
@@ -99,18 +99,18 @@ def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
 def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) -> list[_Held]:
     as_it_is = [_Held(v, (ZERO, ZERO)) for v in around]
     if not linear:
-        return [_cast(v, h, kernel.compute, kernel) for v, h in zip(around, as_it_is, strict=True)]
+        return [_cast(v, h, kernel.holding, kernel) for v, h in zip(around, as_it_is, strict=True)]
     kind, scale = kernel.weights
     if scale == "none":
         form = FORMATS[kind]
         found = [_cast(v, h, form, kernel) for v, h in zip(around, as_it_is, strict=True)]
-        if _within(FORMATS[kind], kernel.compute):
+        if _within(FORMATS[kind], kernel.holding):
             return found
     else:
         found = _coded(shape, around, kind, scale)
         if kernel.activations[0] != "none":
             return found
-    return [_cast(v, h, kernel.compute, kernel) for v, h in zip(around, found, strict=True)]
+    return [_cast(v, h, kernel.holding, kernel) for v, h in zip(around, found, strict=True)]
 
 
 def _within(fine: Format, form: Format) -> bool:

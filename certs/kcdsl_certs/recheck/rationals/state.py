@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Array, Block, Node
@@ -46,6 +46,13 @@ class Scene:
     region: tuple[Array | None, Array | None]
     drift: tuple[Array, Array] | None = None
     rho: Fraction = Fraction(0)
+
+
+def pinned(scene: Scene, node: Node) -> Scene:
+    """Return the scene with both kernels as they compute a node."""
+    if not node.format or node.op == "constant":
+        return scene
+    return replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
 
 
 def held(scene: Scene, key: str, *, linear: bool) -> Known:

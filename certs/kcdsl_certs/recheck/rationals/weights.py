@@ -62,7 +62,7 @@ class RationalParameters:
     def plain(self, key: str, kernel: Kernel) -> Cells:
         """Return a parameter that is no linear weight, as the kernel stores it."""
         shape, values = self._values[key]
-        return points(shape, [as_stored(v, kernel.compute, kernel) for v in values])
+        return points(shape, [as_stored(v, kernel.holding, kernel) for v in values])
 
     def linear(self, key: str, kernel: Kernel) -> Cells:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
@@ -76,7 +76,7 @@ class RationalParameters:
         else:
             found = _quantised(values, shape, kind, scale, key)
         if scale == "none" or kernel.activations[0] == "none":  # else scales come after the product
-            found = [as_stored(v, kernel.compute, kernel) for v in found]
+            found = [as_stored(v, kernel.holding, kernel) for v in found]
         return points(shape, found)
 
 

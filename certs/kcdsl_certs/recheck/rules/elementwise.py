@@ -242,6 +242,8 @@ def _activation(
     scaled_by: Callable[[Kernel, Box, Box], Box],
 ) -> State:
     """Return the state of f(x); the error is 16·u_f of what `scaled_by` picks from x and Y."""
+    if node.written:
+        raise Rejection("rule/written", f"there is no rule for a {node.op} written out")
     node.attrs.exactly()
     x = numeric(inputs[0])
     y_t, y_i = image(function, x.t), image(function, x.i)

@@ -42,6 +42,8 @@ def layer_norm(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def _norm(scene: Scene, node: Node, inputs: list[Value], centred: bool) -> State:
+    if node.written:
+        raise Rejection("rule/written", f"there is no rule for a {node.op} written out")
     eps = node.attrs.exactly("eps").real("eps")
     x = numeric(inputs[0])
     n = x.shape[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -105,6 +105,13 @@ class Scene:
     rho: Fraction = Fraction(0)  # the region around the weights: every |θ' - θ| ≤ ρ|θ|
     held: Held | None = None  # ellipsoids around the rows of the drift, beside its box
     errors: dict[str, tuple[Box, Box]] | None = None  # kept where wanted: of what is stored
+
+
+def pinned(scene: Scene, node: Node) -> Scene:
+    """Return the scene with both kernels as they compute a node."""
+    if not node.format or node.op == "constant":
+        return scene
+    return replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
 
 
 def numeric(value: Value) -> State:

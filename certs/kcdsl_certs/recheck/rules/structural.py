@@ -12,9 +12,10 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Array, Node
 from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.formats import nearest
 from kcdsl_certs.recheck.rules.parameters import held, known, rows
 from kcdsl_certs.recheck.rules.state import Mask, Scene, State, Value, numeric, reduce, stored
-from kcdsl_certs.recheck.spec import FLOAT32, Kernel
+from kcdsl_certs.recheck.spec import FLOAT32, FORMATS, Kernel
 from kcdsl_certs.recheck.weights import plain
 
 Move = Callable[[NDArray[Any]], NDArray[Any]]
@@ -76,17 +77,21 @@ def constant(scene: Scene, node: Node, inputs: list[Value]) -> Value:
         return Mask(np.frombuffer(array.data, dtype=np.bool_).reshape(array.shape))
     if array.dtype != "float32":
         raise Rejection("graph/field", f"constant {key[:80]!r} is neither float32 nor bool")
-    return table(array, key, scene.train, scene.infer)
+    return table(array, key, node.format, scene.train, scene.infer)
 
 
-def table(array: Array, key: str, train: Kernel, infer: Kernel) -> State:
-    """Return a float32 array as both kernels store it."""
+def table(array: Array, key: str, pinned: str, train: Kernel, infer: Kernel) -> State:
+    """Return a float32 array as both kernels store it: as it is, if its format is pinned."""
     values = np.frombuffer(array.data, dtype="<f4").astype(np.float64).reshape(array.shape)
     if not np.isfinite(values).all():
         raise Rejection("parameter/not-finite", f"constant {key[:80]!r} holds NaN or infinity")
+    if pinned:
+        if not np.array_equal(nearest(values, FORMATS[pinned]), values):
+            raise Rejection("graph/field", f"constant {key[:80]!r} is not one of {pinned}")
+        return known(values, values)
     return known(
-        plain(values, train.compute, key, train.cut_weights),
-        plain(values, infer.compute, key, infer.cut_weights),
+        plain(values, train.holding, key, train.cut_weights),
+        plain(values, infer.holding, key, infer.cut_weights),
     )
 
 

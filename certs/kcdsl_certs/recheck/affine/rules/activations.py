@@ -17,6 +17,7 @@ from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.elementwise import (
     GELU,
     SILU,
@@ -80,6 +81,8 @@ def _activation(
     by_input: bool,
 ) -> Form:
     """Return φ(x); the error inside is 16·u_f of x (`by_input`) or of the value."""
+    if node.written:
+        raise Rejection("rule/written", f"there is no rule for a {node.op} written out")
     node.attrs.exactly()
     x = numeric(inputs[0])
     reference, wrong = _middle(*function.value(x.reference))

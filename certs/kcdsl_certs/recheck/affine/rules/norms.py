@@ -65,6 +65,8 @@ def layer_norm(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     """Return the norm: e = B + B·(κ/(1 + μ) - 1) + y(κ - 1), B = rδ - μy, one μ and κ per row."""
+    if node.written:
+        raise Rejection("rule/written", f"there is no rule for a {node.op} written out")
     eps = node.attrs.exactly("eps").real("eps")
     x = numeric(inputs[0])
     n = x.shape[-1]
