@@ -28,17 +28,16 @@ COLOURS = ("auto", "always", "never")
 SEVERITIES = tuple(severity.value for severity in Severity)
 CODES_HELP = "such as KC208 or KC5; `kcdsl explain` lists the codes"
 _CODES = re.compile("KC[0-9]{0,3}")
+_OF_POLICIES = frozenset({"trusted-keys", "threshold", "max-validity"})
 
 
 class Kind(Enum):
     """What an option holds, in words."""
 
     TEXT = "a text"
-    INTEGER = "an integer"
     TRUTH = "true or false"
     TEXTS = "a list of texts"
     CODES = "a list of codes, or of their beginnings"
-    KEYS = "a list of paths and of tables with `path`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,20 @@ OPTIONS = (
     Option("metrics", Kind.TEXTS, (), "modules and files that declare metrics"),
     Option("refuse-suppressions", Kind.TRUTH, False, "refuse contracts with accepted findings"),
     Option("select", Kind.CODES, (), "the only codes whose warnings and notes are shown"),
-    Option("threshold", Kind.INTEGER, 1, "how many trusted keys must have signed"),
-    Option("trusted-keys", Kind.KEYS, None, "public keys whose certificates are accepted"),
 )
 """Every option, by name; `_` in a name counts as `-`."""
+
+
+def user_folder(environment: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder of the user's own configuration; None where there is no home."""
+    variables = os.environ if environment is None else environment
+    given = variables.get("XDG_CONFIG_HOME", "")
+    if Path(given).is_absolute():
+        return Path(given) / "kcdsl"
+    try:
+        return Path.home() / ".config" / "kcdsl"
+    except RuntimeError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +136,6 @@ class Config:
     metrics: tuple[str, ...] = ()
     refuse_suppressions: bool = False
     select: tuple[str, ...] = ()
-    threshold: int = 1
-    trusted_keys: tuple[str | Mapping[str, Any], ...] | None = None
     file: SourceFile | None = None
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
@@ -297,6 +304,8 @@ def _unknown(key: str, origin: Origin) -> Diagnostic:
 
     message = f"there is no option `{key}`"
     help = suggest(key, [option.name for option in OPTIONS], "options")
+    if key.replace("_", "-") in _OF_POLICIES:
+        help = "who is trusted is said by the one who checks: `kcdsl check --policy FILE`"
     return Diagnostic(BAD_CONFIGURATION, message, origin.source, origin.span, help=help)
 
 
@@ -315,14 +324,10 @@ def _fits(option: Option, value: Any) -> bool:
     match option.kind:
         case Kind.TEXT:
             return isinstance(value, str)
-        case Kind.INTEGER:
-            return isinstance(value, int) and not isinstance(value, bool)
         case Kind.TRUTH:
             return isinstance(value, bool)
         case Kind.TEXTS | Kind.CODES:
             return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-        case Kind.KEYS:
-            return isinstance(value, tuple) and all(isinstance(i, str | dict) for i in value)
 
 
 def _words(option: Option, value: Any) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -352,7 +357,6 @@ def _example(option: Option) -> str | None:
         return f"allowed: {', '.join(option.allowed)}"
     return {
         "metrics": 'such as ["package.metrics", "metrics.py"]',
-        "trusted-keys": 'such as ["release.pub", {path = "canary.pub", stages = ["canary"]}]',
         "ignore": 'such as ["KC208", "KC5"]',
         "select": 'such as ["KC208", "KC5"]',
         "exclude": 'such as ["drafts", "*/old-*.kc.yaml"]',
@@ -366,10 +370,8 @@ def _from_environment(config: Config, option: Option, text: str, sink: Sink) -> 
     """Return the configuration with a variable; the items of a list are separated by commas."""
     value: Any = text
     match option.kind:
-        case Kind.TEXTS | Kind.CODES | Kind.KEYS:
+        case Kind.TEXTS | Kind.CODES:
             value = tuple(part.strip() for part in text.split(",") if part.strip())
-        case Kind.INTEGER:
-            value = int(text) if text.strip().isdecimal() else None
         case Kind.TRUTH:
             value = truth(text)
         case _:

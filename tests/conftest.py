@@ -53,9 +53,12 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _nothing_remembered(
     cache_home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Give each test a place of its own for what commands remember, outside of the user's."""
+    """Give each test a place of its own for what commands remember and for a configuration that the
+    user would have."""
     name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / name))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(cache_home / name / "configuration"))
+    monkeypatch.delenv("KCDSL_POLICY", raising=False)
 
 
 @pytest.fixture(autouse=True)

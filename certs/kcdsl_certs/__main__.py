@@ -17,15 +17,14 @@ from pathlib import Path
 
 from kcdsl_certs.combined import Combined
 from kcdsl_certs.envelope import LARGEST_BUNDLE
-from kcdsl_certs.keys import TrustedKey, TrustPolicy, load_public
 from kcdsl_certs.manifest import build_manifest
+from kcdsl_certs.policy import read_policy, trust
 from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.report import Report, refused
 from kcdsl_certs.requirements import Expectation
-from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
+from kcdsl_certs.statement import STAGES
 from kcdsl_certs.strict import parse_time, strict_load
-from kcdsl_certs.transfer import TRANSFER_TYPE
 from kcdsl_certs.transferring import Earlier
 from kcdsl_certs.triple import Checkpoint
 from kcdsl_certs.verify import verify
@@ -54,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if report.accepted:
             for text in report.assumptions:
                 print(f"assumed: {text if text.isprintable() else ascii(text)}")
+        print(_printable(f"trust: {report.trust}"))
         print(report.verdict)
         if report.accepted and options.signature_only:
             print("looked at: the signed statement alone, no proof and no evidence beside it")
@@ -88,9 +88,25 @@ def _parser() -> argparse.ArgumentParser:
         help="the earlier weights that a weights transfer is compared with",
     )
     check.add_argument(
-        "--key", type=Path, action="append", required=True, metavar="PUB", help="a trusted key"
+        "--policy", type=Path, metavar="FILE", help="which keys may sign what, and what is revoked"
     )
-    check.add_argument("--threshold", type=int, default=1, metavar="N", help="distinct keys needed")
+    check.add_argument(
+        "--key",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PUB",
+        help="a trusted key; of those in the policy only these, within their limits",
+    )
+    check.add_argument("--threshold", type=int, metavar="N", help="distinct keys needed")
+    check.add_argument(
+        "--revocations",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="certificates and keys that are revoked",
+    )
     check.add_argument("--stage", choices=STAGES, help="the stage that is asked for")
     check.add_argument("--minimum-sequence", type=int, metavar="N", help="refuse older ones")
     check.add_argument("--at", metavar="TIME", help="check as of this time (…Z) instead of now")
@@ -125,13 +141,23 @@ def _check(options: argparse.Namespace) -> Combined:
         expectation = Expectation.from_json(strict_load(document, _LARGEST_EXPECTATION))
     except Reject as error:
         raise Reject("expectation/malformed", f"{options.expect}: {error}") from None
-    trusted = TrustPolicy(tuple(_trusted(path) for path in options.key), options.threshold)
+    trusted = trust(
+        None if options.policy is None else read_policy(options.policy),
+        "--policy",
+        keys=options.key,
+        threshold=options.threshold,
+        revocations=options.revocations,
+    )
+    rules = trusted.rules
+    if options.refuse_suppressions:
+        rules = dataclasses.replace(rules, refuse_suppressions=True)
     moment = datetime.now(UTC) if options.at is None else parse_time(options.at)
     try:
         manifest = build_manifest(Path(os.path.normpath(options.checkpoint)))
     except Reject as error:
         refusal = refused("components", error)
-        return Combined(tuple((path.name, refusal) for path in options.certificates))
+        refusals = tuple((path.name, refusal) for path in options.certificates)
+        return Combined(refusals, options.complete, trusted)
     companions = expectation.triple.checkpoint.companions
     checkpoint = Checkpoint.of(options.checkpoint.name, manifest, companions)
     several = len(bundles) > 1
@@ -144,7 +170,7 @@ def _check(options: argparse.Namespace) -> Combined:
             proofs = None
         return verify(
             bundle,
-            trusted=trusted,
+            trusted=rules,
             expected_triple=dataclasses.replace(expectation.triple, checkpoint=checkpoint),
             clock=lambda: moment,
             required_clauses=expectation.clauses,
@@ -153,7 +179,6 @@ def _check(options: argparse.Namespace) -> Combined:
             proofs=proofs,
             partial=several or not options.complete,
             expected_inputs=expectation.inputs,
-            refuse_suppressions=options.refuse_suppressions,
             signature_only=options.signature_only,
             earlier=None
             if options.base is None
@@ -162,20 +187,12 @@ def _check(options: argparse.Namespace) -> Combined:
 
     pairs = zip(options.certificates, bundles, strict=True)
     reports = tuple((path.name, run(path, bundle)) for path, bundle in pairs)
-    return Combined(reports, options.complete)
+    return Combined(reports, options.complete, trusted)
 
 
 def _read(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(LARGEST_BUNDLE + 1)
-
-
-def _trusted(path: Path) -> TrustedKey:
-    try:
-        key = load_public(path.read_bytes())
-    except Reject as error:
-        raise Reject(error.reason, f"{path}: {error.detail}") from None
-    return TrustedKey(path.name, key, frozenset({PREDICATE_TYPE, TRANSFER_TYPE}))
 
 
 def _table(name: str, report: Report) -> str:
@@ -184,7 +201,11 @@ def _table(name: str, report: Report) -> str:
     for check in report.checks:
         text = ": ".join(part for part in (check.reason, check.detail) if part)
         lines.append(f"  {check.name:<{width}}  {check.outcome.value:<7}  {text}".rstrip())
-    return "\n".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines)
+    return "\n".join(_printable(line) for line in lines)
+
+
+def _printable(line: str) -> str:
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
 if __name__ == "__main__":

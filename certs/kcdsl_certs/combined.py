@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kcdsl_certs.policy import Trust
 from kcdsl_certs.proofs import Outcome
 from kcdsl_certs.report import Check, Report
 
@@ -19,6 +20,8 @@ class Combined:
 
     reports: tuple[tuple[str, Report], ...]
     complete: bool = False
+    trust: Trust | None = None
+    """What the check went by, and where that came from."""
 
     @property
     def outside(self) -> tuple[str, ...]:
@@ -56,18 +59,20 @@ class Combined:
         return "valid" if self.accepted else "invalid"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document `kcdsl.check/1`: that of the one report, or all of them together."""
+        """Return the document `kcdsl.check/2`: that of the one report, or all of them together."""
         coverage = self.coverage
+        trust = {} if self.trust is None else {"trust": self.trust.to_json()}
         if coverage is None:
             ((_, report),) = self.reports
-            return {**report.to_json(), "verdict": self.verdict}
+            return {**report.to_json(), "verdict": self.verdict, **trust}
         parts = [{"file": name, **report.to_json()} for name, report in self.reports]
         checks = [{"file": part["file"], **check} for part in parts for check in part["checks"]]
         return {
-            "schema": "kcdsl.check/1",
+            "schema": "kcdsl.check/2",
             "verdict": self.verdict,
             "outside": list(self.outside),
             "assumptions": list(self.assumptions),
             "certificates": parts,
             "checks": [*checks, coverage.to_json()],
+            **trust,
         }

@@ -29,18 +29,7 @@ def check_clauses(
     """
     if not required:
         raise Reject("clause/nothing-required", "the contract names no clause")
-    results: dict[tuple[str, str | None], list[CertifiedClause]] = {}
-    for clause in predicate.clauses:
-        check_verdict(clause)
-        _numerics(clause, predicate.triple)
-        _weights(clause)
-        known = results.setdefault((clause.id, clause.slice), [])
-        if any(_comparison(other) == _comparison(clause) for other in known):
-            raise Reject("clause/duplicate", f"{clause.label} {clause.quantity} is stated twice")
-        known.append(clause)
-    if stated is not predicate.verdict:
-        detail = f"{stated} is stated, the clauses say {predicate.verdict}"
-        raise Reject("verdict/contradicts-clauses", detail)
+    results = check_results(predicate, stated)
     demands = {(r.id, r.slice): r for r in required}
     for key, found in results.items():
         if key not in demands:
@@ -58,6 +47,38 @@ def check_clauses(
     rest = f"; not covered: {', '.join(outside)}" if outside else ""
     around = around_weights(predicate.clauses)
     return f"{len(demanded)} of {len(required)} required results hold{rest}{around}", outside
+
+
+def check_results(
+    predicate: Predicate, stated: Verdict
+) -> dict[tuple[str, str | None], list[CertifiedClause]]:
+    """Return the results by clause and slice; raises Reject where they contradict themselves.
+
+    This is what can be said of them without the contract.
+    """
+    results: dict[tuple[str, str | None], list[CertifiedClause]] = {}
+    for clause in predicate.clauses:
+        check_verdict(clause)
+        _numerics(clause, predicate.triple)
+        _weights(clause)
+        known = results.setdefault((clause.id, clause.slice), [])
+        if any(_comparison(other) == _comparison(clause) for other in known):
+            raise Reject("clause/duplicate", f"{clause.label} {clause.quantity} is stated twice")
+        known.append(clause)
+    if stated is not predicate.verdict:
+        detail = f"{stated} is stated, the clauses say {predicate.verdict}"
+        raise Reject("verdict/contradicts-clauses", detail)
+    return results
+
+
+def refuse_stray(predicate: Predicate) -> None:
+    """Raise Reject for a result outside the scope that the certificate states."""
+    scope = set(predicate.scope.covers)
+    if len(scope) != len(predicate.scope.covers):
+        raise Reject("scope/inconsistent", "it names a clause and a slice twice")
+    stray = sorted(c.label for c in predicate.clauses if (c.id, c.slice) not in scope)
+    if stray:
+        raise Reject("scope/inconsistent", f"{', '.join(stray)} lies outside the scope it states")
 
 
 def around_weights(clauses: tuple[CertifiedClause, ...]) -> str:
@@ -87,12 +108,8 @@ def _weights(clause: CertifiedClause) -> None:
 
 
 def _scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> set[tuple[str, str | None]]:
+    refuse_stray(predicate)
     scope = set(predicate.scope.covers)
-    if len(scope) != len(predicate.scope.covers):
-        raise Reject("scope/inconsistent", "it names a clause and a slice twice")
-    stray = sorted(c.label for c in predicate.clauses if (c.id, c.slice) not in scope)
-    if stray:
-        raise Reject("scope/inconsistent", f"{', '.join(stray)} lies outside the scope it states")
     if not scope <= known:
         names = ", ".join(sorted(id for id, _ in scope - known))
         raise Reject("scope/inconsistent", f"the contract has no {names} there")

@@ -6,17 +6,20 @@ import base64
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
+from kcdsl_certs.edwards import is_strong_commitment, refuse_weak_key
 from kcdsl_certs.reject import Reject
 
 _ECDSA = ec.ECDSA(hashes.SHA256())
 _LARGEST_PEM = 64 * 1024
+LONGEST_VALIDITY = timedelta(days=366)
+"""For how long a certificate may be valid where a policy says nothing else."""
 
 
 class Algorithm(StrEnum):
@@ -28,10 +31,27 @@ class Algorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """A public key; two are the same when their SPKI DER bytes are."""
+    """A public key in the one DER encoding of its SPKI; two are the same when these bytes are.
+
+    Raises Reject for another encoding, an algorithm that it is not of, and a weak point.
+    """
 
     spki: bytes
     algorithm: Algorithm
+
+    def __post_init__(self) -> None:
+        key = _public_object(self.spki)
+        if _algorithm_of(key) is not self.algorithm:
+            raise Reject("key/algorithm-mismatch", f"the key is no {self.algorithm}")
+        if _spki(key) != self.spki:
+            raise Reject("key/encoding", "another spelling of the same key is canonical")
+        if isinstance(key, ed25519.Ed25519PublicKey):
+            refuse_weak_key(key.public_bytes_raw())
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the sha256 of the SPKI DER in hex, by which policies and revocations name it."""
+        return hashlib.sha256(self.spki).hexdigest()
 
     @property
     def hint(self) -> str:
@@ -51,12 +71,11 @@ class PublicKey:
         key = _public_object(self.spki)
         try:
             match key:
-                case ec.EllipticCurvePublicKey() if self.algorithm is Algorithm.ECDSA_P256:
+                case ec.EllipticCurvePublicKey():
                     key.verify(signature, message, _ECDSA)
-                case ed25519.Ed25519PublicKey() if self.algorithm is Algorithm.ED25519:
-                    key.verify(signature, message)
                 case _:
-                    return False
+                    key.verify(signature, message)
+                    return is_strong_commitment(signature)
         except InvalidSignature:
             return False
         return True
@@ -144,29 +163,40 @@ def _signing_key(key: object) -> SigningKey:
 
 
 def _public_key(key: object) -> PublicKey:
-    match key:
-        case ec.EllipticCurvePublicKey() if isinstance(key.curve, ec.SECP256R1):
-            return PublicKey(_spki(key), Algorithm.ECDSA_P256)
-        case ed25519.Ed25519PublicKey():
-            return PublicKey(_spki(key), Algorithm.ED25519)
-        case _:
-            raise Reject("key/unsupported", _SUPPORTED)
+    return PublicKey(_spki(key), _algorithm_of(key))
 
 
 _SUPPORTED = "only ECDSA on P-256 and Ed25519 keys are supported"
 
+_PublicObject = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
 
-def _spki(key: ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey) -> bytes:
+
+def _algorithm_of(key: object) -> Algorithm:
+    match key:
+        case ec.EllipticCurvePublicKey() if isinstance(key.curve, ec.SECP256R1):
+            return Algorithm.ECDSA_P256
+        case ed25519.Ed25519PublicKey():
+            return Algorithm.ED25519
+        case _:
+            raise Reject("key/unsupported", _SUPPORTED)
+
+
+def _spki(key: object) -> bytes:
+    if not isinstance(key, _PublicObject):
+        raise Reject("key/unsupported", _SUPPORTED)
     return key.public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
 
 
-def _public_object(spki: bytes) -> object:
+def _public_object(spki: bytes) -> _PublicObject:
     try:
-        return serialization.load_der_public_key(spki)
+        key = serialization.load_der_public_key(spki)
     except (ValueError, UnsupportedAlgorithm) as error:
         raise Reject("key/unreadable", f"not an SPKI public key ({error})") from None
+    if not isinstance(key, _PublicObject):
+        raise Reject("key/unsupported", _SUPPORTED)
+    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +213,6 @@ class TrustedKey:
     valid_from: datetime | None = None
     valid_until: datetime | None = None
 
-    def __post_init__(self) -> None:
-        match _public_object(self.key.spki):
-            case ec.EllipticCurvePublicKey() if self.key.algorithm is Algorithm.ECDSA_P256:
-                return
-            case ed25519.Ed25519PublicKey() if self.key.algorithm is Algorithm.ED25519:
-                return
-            case _:
-                raise Reject("key/algorithm-mismatch", f"{self.name} is no {self.key.algorithm}")
-
     def is_valid_at(self, moment: datetime) -> bool:
         """Say whether the key may be used at this time; the end is exclusive."""
         if self.valid_from is not None and moment < self.valid_from:
@@ -201,10 +222,19 @@ class TrustedKey:
 
 @dataclass(frozen=True, slots=True)
 class TrustPolicy:
-    """The trusted keys and how many distinct ones must have signed."""
+    """The trusted keys, how many distinct ones must have signed, and what is not accepted.
+
+    `max_validity` limits the time from issue to the end of a certificate. `revoked_certificates`
+    are identities of certificates, `revoked_keys` fingerprints of keys, both sha256 in hex. With
+    `refuse_suppressions` a contract some of whose findings were accepted is refused.
+    """
 
     keys: tuple[TrustedKey, ...]
     threshold: int = 1
+    max_validity: timedelta = LONGEST_VALIDITY
+    revoked_certificates: frozenset[str] = frozenset()
+    revoked_keys: frozenset[str] = frozenset()
+    refuse_suppressions: bool = False
 
     def __post_init__(self) -> None:
         distinct = {k.key.spki for k in self.keys}

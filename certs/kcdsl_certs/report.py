@@ -86,9 +86,9 @@ class Report:
         return tuple(c.reason for c in self.checks if c.outcome is Outcome.FAILED)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document `kcdsl.check/1`."""
+        """Return the document `kcdsl.check/2`."""
         return {
-            "schema": "kcdsl.check/1",
+            "schema": "kcdsl.check/2",
             "verdict": self.verdict,
             "certificate": self.certificate,
             "signers": list(self.signers),

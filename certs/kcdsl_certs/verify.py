@@ -61,8 +61,6 @@ def verify(
     proofs: ProofChecker | None = None,
     partial: bool = False,
     expected_inputs: Mapping[str, str] | None = None,
-    revoked: frozenset[str] = frozenset(),
-    refuse_suppressions: bool = False,
     earlier: Earlier | None = None,
     signature_only: bool = False,
 ) -> Report:
@@ -72,9 +70,7 @@ def verify(
     signed scope are demanded, and the rest is reported as `outside`; a release gate leaves it off.
     `proofs` looks at the proof of each clause; without it a certificate that names proofs is
     refused, unless `signature_only` says that what lies beside the statement is not of interest.
-    `revoked` holds certificate identities (sha256 of the payload, hex). With `refuse_suppressions`
-    a contract some of whose findings were accepted is refused. `earlier` is what a weights transfer
-    is compared with; without it none is accepted.
+    `earlier` is what a weights transfer is compared with; without it none is accepted.
     """
     log, state = Log(), _State()
     try:
@@ -100,16 +96,14 @@ def verify(
                 proofs=proofs,
                 partial=True,
                 expected_inputs=expected_inputs,
-                revoked=revoked,
-                refuse_suppressions=refuse_suppressions,
             )
 
         transfer = state.transfer
         log.run("subject", lambda: _subject(state, expected_triple))
         log.run("components", lambda: _components(transfer, expected_triple, None))
-        log.run("validity", lambda: _validity(transfer, moment))
-        log.run("sequence", lambda: _sequence(transfer, payload, minimum_sequence, revoked))
-        log.run("contract", lambda: _contract(transfer, expected_triple, refuse_suppressions))
+        log.run("validity", lambda: _validity(transfer, moment, trusted))
+        log.run("sequence", lambda: _sequence(transfer, payload, minimum_sequence, trusted))
+        log.run("contract", lambda: _contract(transfer, expected_triple, trusted))
         found = compare(log, transfer, expected_triple, earlier, base, required, partial)
         log.run("stage", lambda: _stage(state, stage, trusted.threshold))
         names = tuple(k.name for k in state.signed_by)
@@ -127,9 +121,9 @@ def verify(
     predicate = state.predicate
     log.run("subject", lambda: _subject(state, expected_triple))
     log.run("components", lambda: _components(predicate, expected_triple, expected_inputs))
-    log.run("validity", lambda: _validity(predicate, moment))
-    log.run("sequence", lambda: _sequence(predicate, payload, minimum_sequence, revoked))
-    log.run("contract", lambda: _contract(predicate, expected_triple, refuse_suppressions))
+    log.run("validity", lambda: _validity(predicate, moment, trusted))
+    log.run("sequence", lambda: _sequence(predicate, payload, minimum_sequence, trusted))
+    log.run("contract", lambda: _contract(predicate, expected_triple, trusted))
     log.run("clauses", lambda: _clauses(state, required, partial))
     log.run("stage", lambda: _stage(state, stage, trusted.threshold))
     log.run("proofs", lambda: _proofs(predicate, proofs, signature_only))
@@ -193,9 +187,12 @@ def _signed_by(
     envelope: dsse.Envelope, trusted: TrustPolicy, moment: datetime
 ) -> tuple[TrustedKey, ...]:
     able = dsse.signers(envelope, trusted.keys)
-    valid = tuple(k for k in able if k.is_valid_at(moment))
+    standing = tuple(k for k in able if k.key.fingerprint not in trusted.revoked_keys)
+    valid = tuple(k for k in standing if k.is_valid_at(moment))
     if valid:
         return valid
+    if able and not standing:
+        raise Reject("signature/key-revoked", f"{', '.join(k.name for k in able)} was revoked")
     if able:
         names = ", ".join(k.name for k in able)
         raise Reject("signature/key-not-valid-now", f"{names} is outside its own validity")
@@ -271,11 +268,17 @@ def _components(
     return f"checkpoint, both kernels, contract, {len(stated)} input(s)"
 
 
-def _validity(predicate: Predicate | Transfer, moment: datetime) -> str:
+def _validity(predicate: Predicate | Transfer, moment: datetime, trusted: TrustPolicy) -> str:
     if moment.tzinfo is None:
         raise Reject("time/no-zone", "the clock does not know its zone")
     if predicate.valid_until <= predicate.issued_at:
         raise Reject("validity/empty", "it ends before it begins")
+    if predicate.valid_until - predicate.issued_at > trusted.max_validity:
+        raise Reject(
+            "validity/too-long",
+            f"valid from {time_text(predicate.issued_at)} until {time_text(predicate.valid_until)},"
+            f" longer than the {trusted.max_validity.days} days that are accepted",
+        )
     if moment < predicate.issued_at:
         raise Reject(
             "validity/not-yet",
@@ -287,9 +290,9 @@ def _validity(predicate: Predicate | Transfer, moment: datetime) -> str:
 
 
 def _sequence(
-    predicate: Predicate | Transfer, payload: bytes, minimum: int | None, revoked: frozenset[str]
+    predicate: Predicate | Transfer, payload: bytes, minimum: int | None, trusted: TrustPolicy
 ) -> str:
-    if certificate_id(payload) in revoked:
+    if certificate_id(payload) in trusted.revoked_certificates:
         raise Reject("sequence/revoked", "this certificate was revoked")
     if minimum is None:
         raise NotRun("sequence/no-register", "no register was given to compare with")
@@ -298,7 +301,7 @@ def _sequence(
     return f"{predicate.sequence}, at least {minimum}"
 
 
-def _contract(predicate: Predicate | Transfer, expected: Triple, strict: bool) -> str:
+def _contract(predicate: Predicate | Transfer, expected: Triple, trusted: TrustPolicy) -> str:
     if predicate.triple.contract != expected.contract:
         found = differences(predicate.triple, expected)
         detail = next(d.detail for d in found if d.reason == "triple/contract-mismatch")
@@ -307,7 +310,7 @@ def _contract(predicate: Predicate | Transfer, expected: Triple, strict: bool) -
     if isinstance(predicate, Transfer) or not predicate.suppressions:
         return name  # what a transfer goes by is the earlier certificate
     accepted = "; ".join(f"{item.code}: {item.reason}" for item in predicate.suppressions)
-    if strict:
+    if trusted.refuse_suppressions:
         raise Reject("contract/suppressions", f"{name} with accepted findings: {accepted}")
     return f"{name}, with accepted findings: {accepted}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +11,7 @@ from building import Vector, certificate, with_result
 from golden import (
     INFER,
     ISSUED,
+    KEY_B,
     TRAIN,
     numerics,
     sha,
@@ -337,6 +339,29 @@ def freshness(body: Predicate, golden: bytes) -> list[Vector]:
             {"at": "2026-11-30T11:59:59Z"},
         ),
         Vector("never-valid", "it ends when it begins", backwards, "validity", "validity/empty"),
+        Vector(
+            "valid-too-long",
+            "it is valid for a second more than a year",
+            certificate(replace(body, valid_until=ISSUED + timedelta(days=366, seconds=1))),
+            "validity",
+            "validity/too-long",
+        ),
+        Vector(
+            "revoked",
+            "its identity is in a file of revocations",
+            golden,
+            "sequence",
+            "sequence/revoked",
+            {"revocations": ["revoked-certificate.toml"]},
+        ),
+        Vector(
+            "revoked-key",
+            "signed by a key that is in a file of revocations",
+            certificate(body, KEY_B),
+            "signatures",
+            "signature/key-revoked",
+            {"keys": ["a.pub", "b.pub"], "revocations": ["revoked-key.toml"]},
+        ),
         Vector(
             "rollback",
             "an older one is replayed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from golden import (
     KEY_A,
     KEY_B,
     KEY_C,
+    SEED_A,
     sha,
 )
 
@@ -48,6 +50,18 @@ def _url_safe(bundle: dict[str, Any]) -> None:
     inner["payload"] = inner["payload"].replace("+", "-").replace("/", "_")
     for signature in inner["signatures"]:
         signature["sig"] = signature["sig"].replace("+", "-").replace("/", "_")
+
+
+def _neutral(payload: bytes) -> bytes:
+    """Return the signature of key A whose secret number r is zero."""
+    order = 2**252 + 27742317777372353535851937790883648493
+    wide = int.from_bytes(hashlib.sha512(SEED_A).digest()[:32], "little")
+    secret = wide & (2**254 - 8) | 2**254
+    neutral = (1).to_bytes(32, "little")
+    point = KEY_A.public.spki[-32:]
+    message = pae(PAYLOAD_TYPE, payload)
+    challenge = int.from_bytes(hashlib.sha512(neutral + point + message).digest(), "little")
+    return neutral + (challenge * secret % order).to_bytes(32, "little")
 
 
 def envelopes(body: Predicate, golden: bytes) -> list[Vector]:
@@ -87,6 +101,12 @@ def envelopes(body: Predicate, golden: bytes) -> list[Vector]:
             "weights-changed-in-payload",
             "the checkpoint digest is edited, the signature kept",
             with_payload(golden, body.triple.checkpoint.digest.encode(), sha("x").encode()),
+            *none,
+        ),
+        Vector(
+            "commitment-of-small-order",
+            "R of the signature is the neutral element; the equation of Ed25519 holds",
+            bundle_bytes(Envelope(payload, PAYLOAD_TYPE, (Signature(_neutral(payload)),)), hint),
             *none,
         ),
         Vector("other-key", "signed by a key that is not trusted", certificate(body, KEY_C), *none),

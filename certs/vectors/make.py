@@ -27,6 +27,8 @@ from golden import (
     weights,
 )
 
+from kcdsl_certs.statement import certificate_id, payload_bytes
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -46,10 +48,13 @@ def vectors(folder: Path) -> list[Vector]:
 
 def build(folder: Path) -> dict[str, bytes]:
     """Return every file of this folder but this one; the weights are read from `folder`."""
+    body = predicate(folder)
     files = {
         PROOF_NAME: proof(),
         "a.pub": KEY_A.public.pem,
         "b.pub": KEY_B.public.pem,
+        "revoked-certificate.toml": _revoked("certificates", certificate_id(payload_bytes(body))),
+        "revoked-key.toml": _revoked("keys", KEY_B.public.fingerprint),
         "expectation.json": _json(expectation(folder).to_json()),
     }
     index: list[dict[str, Any]] = []
@@ -68,6 +73,10 @@ def build(folder: Path) -> dict[str, bytes]:
         )
     files["index.json"] = _json({"schema": "kcdsl.vectors/1", "vectors": index})
     return files
+
+
+def _revoked(what: str, digest: str) -> bytes:
+    return f'revoked-{what} = ["{digest}"]\n'.encode()
 
 
 def _json(value: Any) -> bytes:

@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "check": "kcdsl.cli.check",
     "transfer": "kcdsl.cli.transfer",
     "keygen": "kcdsl.cli.keygen",
+    "sign": "kcdsl.cli.sign",
     "lsp": "kcdsl.cli.lsp",
     "doctor": "kcdsl.cli.doctor",
     "backends": "kcdsl.cli.backends",

@@ -19,21 +19,17 @@ if TYPE_CHECKING:
     from kcdsl_certs.report import Report
 
 HELP = "verify signature, triple, freshness and coverage of a certificate"
-_STAGES = ("offline-ci", "shadow", "canary", "full")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    from kcdsl.cli.signatures import STAGES, add_trust_options
+
     parser.add_argument(
         "certificates", nargs="+", metavar="CERT", help="certificates about one triple"
     )
     parser.add_argument("--contract", metavar="CONTRACT", help="the contract in force")
-    parser.add_argument(
-        "--key", action="append", default=[], metavar="PUB", help="a trusted public key; repeatable"
-    )
-    parser.add_argument(
-        "--threshold", type=int, metavar="N", help="how many distinct keys must have signed"
-    )
+    add_trust_options(parser)
     parser.add_argument(
         "--recheck", action="store_true", help="re-derive every proof by the independent checker"
     )
@@ -61,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the earlier weights, with which those of a weights transfer are compared",
     )
-    parser.add_argument("--stage", choices=_STAGES, help="the stage that is asked for")
+    parser.add_argument("--stage", choices=STAGES, help="the stage that is asked for")
     parser.add_argument(
         "--minimum-sequence", type=int, metavar="N", help="refuse certificates before this one"
     )
@@ -88,11 +84,10 @@ def run(arguments: argparse.Namespace) -> Exit:
 
 def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl.cli.discover import find_contract
-    from kcdsl.config import load_config
     from kcdsl.release.artefacts import ArtefactRefused, locate
     from kcdsl.release.kernels import read_kernels
     from kcdsl.release.triple import build_expectation
-    from kcdsl.release.trust import trust_policy
+    from kcdsl.release.trust import trusted
     from kcdsl.source.writing import write_bytes
     from kcdsl_certs.combined import Combined
     from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
@@ -111,8 +106,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
     contract = find_contract(arguments.contract, Path())
     base = contract.resolve().parent
     program = _compile(contract)
-    trusted = trust_policy(arguments.key, arguments.threshold, base)
-    strict = load_config(base).refuse_suppressions
+    trust = trusted(arguments, base)
     given = None if arguments.checkpoint is None else Path(arguments.checkpoint)
     checkpoint = locate(program.model.checkpoint, base) if given is None else given
     kernels = None if arguments.kernels is None else read_kernels(Path(arguments.kernels))
@@ -120,7 +114,8 @@ def _report(arguments: argparse.Namespace) -> Combined:
         expectation = build_expectation(program, base, fingerprints=kernels, checkpoint=checkpoint)
     except ArtefactRefused as error:
         refusal = refused("components", Reject(error.reason, error.detail))
-        return Combined(tuple((str(path), refusal) for path in paths))
+        refusals = tuple((str(path), refusal) for path in paths)
+        return Combined(refusals, arguments.complete, trust)
     if arguments.write_expectation is not None:
         document = json.dumps(expectation.to_json(), indent=1, ensure_ascii=False) + "\n"
         write_bytes(Path(arguments.write_expectation), document.encode("utf-8"))
@@ -133,7 +128,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
             proofs = None
         return verify(
             bundle,
-            trusted=trusted,
+            trusted=trust.rules,
             expected_triple=expectation.triple,
             clock=lambda: moment,
             required_clauses=expectation.clauses,
@@ -142,7 +137,6 @@ def _report(arguments: argparse.Namespace) -> Combined:
             proofs=proofs,
             partial=len(paths) > 1 or not arguments.complete,
             expected_inputs=expectation.inputs,
-            refuse_suppressions=strict,
             signature_only=arguments.signature_only,
             earlier=None
             if arguments.base is None
@@ -150,7 +144,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
         )
 
     reports = tuple((str(p), run(p, b)) for p, b in zip(paths, bundles, strict=True))
-    return Combined(reports, arguments.complete)
+    return Combined(reports, arguments.complete, trust)
 
 
 def _contradiction() -> Exception:
@@ -226,6 +220,8 @@ def _print(combined: Combined) -> None:
     if combined.accepted:
         for text in combined.assumptions:
             print_on(sys.stdout, Text(f"assumed: {' '.join(text.split())}"))
+    if combined.trust is not None:
+        print_on(sys.stdout, Text(f"trust: {combined.trust}"), soft_wrap=True)
     style = "bold green" if combined.accepted else "bold red"
     why = f": {', '.join(dict.fromkeys(reasons))}" if reasons else ""
     print_on(sys.stdout, Text.assemble((combined.verdict, style), why))

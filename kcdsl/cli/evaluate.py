@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kcdsl.release.artefacts import Inputs
     from kcdsl.release.triple import Fingerprints
     from kcdsl.verdict.report import ImpliedClause, Report
+    from kcdsl_certs.keys import SigningKey
 
 HELP = "run both kernels on the slices and decide the measured clauses"
 
@@ -30,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     from kcdsl.cli.looks import add_looks
     from kcdsl.cli.numbers import not_negative, positive, seed
     from kcdsl.cli.report_formats import add_formats
+    from kcdsl.cli.signatures import add_signing_options
 
     parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
     parser.add_argument("--slice", action="append", metavar="NAME", help="only this slice")
@@ -63,14 +65,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="DIR",
-        help="folder of report, traces, fingerprints and certificate (default: out beside the "
-        "contract)",
+        help="folder of report, traces, fingerprints and certificate or statement (default: out "
+        "beside the contract)",
     )
     add_workers(parser, "requests")
     parser.add_argument("--svg", metavar="FILE", help="write the printed report as a picture")
-    parser.add_argument(
-        "--sign", metavar="KEY", help="private key (default: kcdsl.key beside the contract)"
-    )
+    add_signing_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> Exit:
@@ -83,18 +83,20 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.progress import progress_bars
     from kcdsl.cli.report_formats import outputs
     from kcdsl.diagnostics.places import in_contract
-    from kcdsl.release.artefacts import Inputs
+    from kcdsl.release.signing import refuse_other_signers, tell_unsigned, written_as
     from kcdsl.source.writing import refuse_targets
 
     wanted = outputs(arguments.format, json=arguments.json)
     path = find_contract(arguments.contract, Path())
     (program, suppressed), base = load_contract(path), path.resolve().parent
-    key = _key_for(program, arguments.sign, base)
+    keys = _keys_for(program, arguments.sign)
     device = choose_device(arguments.device)
     # What no certificate can name is refused before hours of measuring.
-    before = None if key is None else Inputs.of(program, base)
+    before = _inputs(program, base, bool(keys))
     folder = Path(arguments.output) if arguments.output else path.parent / "out"
-    refuse_targets(_targets(folder, wanted, arguments.svg, key), made=(folder,))
+    target = written_as(folder / "evaluate", bool(keys))
+    refuse_targets(_targets(folder, wanted, arguments.svg, target), made=(folder,))
+    replaced = bool(keys) and refuse_other_signers(target, keys)
     backend = measuring_backend()
     kept = backend.journal(folder / "evaluate.journal", fresh=arguments.fresh, tell=_tell)
     with closing(kept) as journal:
@@ -126,14 +128,14 @@ def run(arguments: argparse.Namespace) -> Exit:
                     accepted=accepted_findings(suppressed),
                 )
                 report: Report = backend.conclude(evidence)
-        bundle = None
-        if key is not None:
-            bundle = _certificate(program, base, report, suppressed, key, before)
+        stated, why = None, before if isinstance(before, str) else ""
+        if not isinstance(before, str):
+            stated, why = _certificate(program, base, report, suppressed, keys, before, arguments)
         trace = backend.write_trace(evidence, report)
         texts = _in_formats(wanted, report, path, program)
         extra = [(file, text) for (_, file), text in texts.items() if file is not None]
         written = _write(
-            folder, report, trace, backend.records(evidence), bundle, arguments.svg, extra
+            folder, report, trace, backend.records(evidence), (target, stated), arguments.svg, extra
         )
         journal.remove()
     for (format, file), text in texts.items():
@@ -145,19 +147,19 @@ def run(arguments: argparse.Namespace) -> Exit:
             sys.stdout.write(text)
     for name in written:
         print(f"wrote {name}", file=sys.stderr)
-    if key is None:
-        why = "no signing key (kcdsl keygen -o kcdsl.key makes one)"
-        print(f"not certified: {_UNCERTIFIED if _unread(program) else why}", file=sys.stderr)
-        older = folder / "evaluate.cert.json"
-        if older.is_file():
-            print(f"note: {older} is of an earlier evaluation", file=sys.stderr)
+    if stated is None:
+        print(f"not certified: {why}", file=sys.stderr)
+    if not keys:
+        tell_unsigned(target, stated is not None)
+    elif replaced:
+        print(f"note: {target} replaces an earlier one by the same keys", file=sys.stderr)
     return report.exit
 
 
-def _targets(folder: Path, wanted: Sequence[Output], svg: str | None, key: Any) -> list[Path]:
+def _targets(folder: Path, wanted: Sequence[Output], svg: str | None, target: Path) -> list[Path]:
     """Return every file that the evaluation is to write."""
     names = ["trace.parquet", "trace.jsonl", "kernels.json", "report.html", "report.json"]
-    names += [] if key is None else ["evaluate.cert.json"]
+    names.append(target.name)
     asked = [output.file for output in wanted if output.file is not None]
     return [*(folder / name for name in names), *asked, *([] if svg is None else [Path(svg)])]
 
@@ -170,21 +172,35 @@ def _unread(program: Program) -> bool:
     return program.train.recording is not None and program.infer.recording is not None
 
 
-def _key_for(program: Program, named: str | None, base: Path) -> Any:
-    """Return the key that signs the certificate; refuse one that was named for recorded kernels."""
+def _keys_for(program: Program, named: Sequence[str]) -> tuple[SigningKey, ...]:
+    """Return the keys that sign the certificate; refuse any that are named for recorded kernels."""
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import CANNOT_CERTIFY
-    from kcdsl.release.signing import signing_key
+    from kcdsl.release.signing import signing_keys
 
-    if not _unread(program):
-        return signing_key(named, base)
-    if named is not None:
+    if named and _unread(program):
         raise refuse(
             CANNOT_CERTIFY,
             f"{_UNCERTIFIED} that a certificate would name",
             help="evaluate without --sign, or let the training kernel run",
         )
-    return None
+    return signing_keys(named)
+
+
+def _inputs(program: Program, base: Path, signing: bool) -> Inputs | str:
+    """Return the digests of all that is read, or why nothing can be certified; where keys are to
+    sign, that is refused."""
+    from kcdsl.diagnostics import Refusal
+    from kcdsl.release.artefacts import Inputs
+
+    if _unread(program):
+        return _UNCERTIFIED
+    try:
+        return Inputs.of(program, base)
+    except Refusal as refusal:
+        if signing:
+            raise
+        return refusal.diagnostics[0].message
 
 
 @contextmanager
@@ -267,21 +283,33 @@ def _certificate(
     base: Path,
     report: Report,
     suppressed: Sequence[Suppressed],
-    key: Any,
-    before: Inputs | None,
-) -> bytes:
+    keys: Sequence[SigningKey],
+    before: Inputs,
+    arguments: argparse.Namespace,
+) -> tuple[bytes | None, str]:
+    """Return the certificate, or its statement, or why there is none where no key is to sign."""
+    from kcdsl.diagnostics import Refusal
+    from kcdsl.diagnostics.codes import CANNOT_CERTIFY
     from kcdsl.release.issue import issue
     from kcdsl.release.measured import certified_clauses
 
-    return issue(
-        program=program,
-        base=base,
-        clauses=certified_clauses(program, base, report),
-        keys=[key],
-        fingerprints=_fingerprints(report),
-        suppressed=suppressed,
-        before=before,
-    )
+    try:
+        stated = issue(
+            program=program,
+            base=base,
+            clauses=certified_clauses(program, base, report),
+            keys=keys,
+            fingerprints=_fingerprints(report),
+            stage=arguments.stage,
+            lifetime=arguments.valid_for,
+            suppressed=suppressed,
+            before=before,
+        )
+    except Refusal as refusal:
+        if keys or refusal.diagnostics[0].code is not CANNOT_CERTIFY:
+            raise
+        return None, refusal.diagnostics[0].message
+    return stated, ""
 
 
 def _fingerprints(report: Report) -> Fingerprints:
@@ -321,7 +349,7 @@ def _write(
     report: Report,
     trace: bytes,
     records: Any,
-    bundle: bytes | None,
+    stated: tuple[Path, bytes | None],
     svg: str | None,
     extra: Sequence[tuple[Path, str]] = (),
 ) -> list[str]:
@@ -339,8 +367,9 @@ def _write(
         NewFile(folder / "trace.jsonl", "".join(lines).encode(), 0o644),
         NewFile(folder / "kernels.json", kernels_document(_fingerprints(report)), 0o644),
     ]
-    if bundle is not None:
-        files.append(NewFile(folder / "evaluate.cert.json", bundle, 0o644))
+    target, data = stated
+    if data is not None:
+        files.append(NewFile(target, data, 0o644))
     if svg is not None:
         from kcdsl.verdict.render import svg as picture
 

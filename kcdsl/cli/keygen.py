@@ -35,6 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Exit:
     """Write both files or none; the private one is readable by its owner alone."""
+    from kcdsl.diagnostics import refuse
+    from kcdsl.diagnostics.codes import INPUT_OUTPUT
     from kcdsl.release.keys import password_from
     from kcdsl.source.writing import NewFile, make_folder, write_together
     from kcdsl_certs.keys import Algorithm, generate
@@ -44,6 +46,9 @@ def run(arguments: argparse.Namespace) -> Exit:
     key = generate(Algorithm(arguments.algorithm))
     private = Path(arguments.output)
     public = private.with_name(private.name + ".pub")
+    for path in (private, public):
+        if path.is_symlink():
+            raise refuse(INPUT_OUTPUT, f"{path} is a link", help="name the file itself")
     make_folder(private.parent)
     write_together(
         [

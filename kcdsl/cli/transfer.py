@@ -22,6 +22,8 @@ SCHEMA = "kcdsl.transfer/1"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    from kcdsl.cli.signatures import add_sign_option, add_trust_options
+
     parser.add_argument("certificate", metavar="CERT", help="a certificate of `kcdsl verify`")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the later weights")
     parser.add_argument("--contract", metavar="CONTRACT", help="the contract in force")
@@ -30,12 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the weights of the certificate, if not those that the contract names",
     )
-    parser.add_argument(
-        "--key", action="append", default=[], metavar="PUB", help="a trusted public key; repeatable"
-    )
-    parser.add_argument(
-        "--threshold", type=int, metavar="N", help="how many distinct keys must have signed"
-    )
+    add_trust_options(parser)
     parser.add_argument(
         "--recheck", action="store_true", help="re-derive every proof by the independent checker"
     )
@@ -45,11 +42,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="kernel fingerprints, the kernels.json of `kcdsl evaluate`, instead of those of this "
         "machine",
     )
+    add_sign_option(parser)
     parser.add_argument(
-        "--sign", metavar="KEY", help="private key (default: kcdsl.key beside CONTRACT)"
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="beside CERT (default: CERT with .transfer.json)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="beside CERT (default: CERT with .transfer.json, or .transfer.statement.json)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -61,18 +59,20 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.discover import find_contract
     from kcdsl.diagnostics.places import in_contract
     from kcdsl.release.artefacts import locate
-    from kcdsl.release.signing import UNSIGNED, signing_key
+    from kcdsl.release.signing import refuse_other_signers, signing_keys, tell_unsigned
     from kcdsl.release.transfer import plan
     from kcdsl.source.writing import write_bytes
     from kcdsl_certs.reject import Reject
     from kcdsl_certs.transferring import Weights
 
     path = Path(arguments.certificate)
-    bundle, target = read_certificate(path), _target(path, arguments.output)
+    keys = signing_keys(arguments.sign)
+    bundle, target = read_certificate(path), _target(path, arguments.output, bool(keys))
+    if keys:
+        refuse_other_signers(target, keys)
     contract = find_contract(arguments.contract, Path())
     base = contract.resolve().parent
     program = _compile(contract)
-    key = signing_key(arguments.sign, base)
     named = arguments.base
     earlier = locate(program.model.checkpoint, base) if named is None else Path(named)
     later = Path(arguments.checkpoint)
@@ -89,11 +89,11 @@ def run(arguments: argparse.Namespace) -> Exit:
     except Reject as error:
         raise _cannot(f"{error.detail} ({error.reason})") from error
     if found.carried:
-        data = _signed(report, path, triple, found, key)
+        data = _signed(report, path, triple, found, keys)
         write_bytes(target, data)
     _show(found, target if found.carried else None, arguments.json)
-    if found.carried and key is None:
-        print(UNSIGNED, file=sys.stderr)
+    if found.carried and not keys:
+        tell_unsigned(target)
     return Exit.HELD if found.carried and not found.left else Exit.INCONCLUSIVE
 
 
@@ -103,9 +103,9 @@ def _compile(contract: Path) -> Program:
     return load_program(contract)
 
 
-def _target(certificate: Path, output: str | None) -> Path:
+def _target(certificate: Path, output: str | None, signed: bool) -> Path:
     stem = certificate.name.removesuffix(".json").removesuffix(".cert")
-    usual = certificate.with_name(f"{stem}.transfer.json")
+    usual = certificate.with_name(f"{stem}.transfer.{'json' if signed else 'statement.json'}")
     if output is None:
         return usual
     target = Path(output)
@@ -138,10 +138,9 @@ def _verified(
     """Return what the checks of the earlier certificate say, and the triple of the later one."""
     from datetime import UTC, datetime
 
-    from kcdsl.config import load_config
     from kcdsl.release.kernels import read_kernels
     from kcdsl.release.triple import build_expectation
-    from kcdsl.release.trust import trust_policy
+    from kcdsl.release.trust import trusted
     from kcdsl_certs.envelope import decode, parse_bundle
     from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
     from kcdsl_certs.reject import Reject
@@ -152,7 +151,7 @@ def _verified(
     folder = Path(arguments.certificate).parent
     kernels = None if arguments.kernels is None else read_kernels(Path(arguments.kernels))
     expected = build_expectation(program, base, fingerprints=kernels, checkpoint=later)
-    trusted = trust_policy(arguments.key, arguments.threshold, base)
+    trust = trusted(arguments, base)
     try:
         triple = earlier_triple(decode(parse_bundle(bundle)).payload, expected.triple, earlier)
     except Reject as error:
@@ -162,14 +161,13 @@ def _verified(
         checker = Rechecker(folder, earlier)
     report = verify(
         bundle,
-        trusted=trusted,
+        trusted=trust.rules,
         expected_triple=triple,
         clock=lambda: datetime.now(UTC),
         required_clauses=expected.clauses,
         proofs=checker,
         partial=True,
         expected_inputs=expected.inputs,
-        refuse_suppressions=load_config(base).refuse_suppressions,
     )
     return report, expected.triple
 
@@ -190,7 +188,7 @@ def _regions(program: Program, base: Path, later: Path) -> Regions:
     return regions
 
 
-def _signed(report: Report, path: Path, triple: Triple, found: Plan, key: Any) -> bytes:
+def _signed(report: Report, path: Path, triple: Triple, found: Plan, keys: Any) -> bytes:
     from kcdsl.release.issue import utc_now
     from kcdsl.release.transfer import transfer_of
     from kcdsl_certs.envelope import bundle_bytes, sign
@@ -200,8 +198,8 @@ def _signed(report: Report, path: Path, triple: Triple, found: Plan, key: Any) -
     assert report.certificate is not None
     issued = utc_now().replace(microsecond=0)
     body = transfer_of(report.predicate, report.certificate, path.name, triple, found, issued)
-    envelope = sign(transfer_bytes(body), [] if key is None else [key])
-    return bundle_bytes(envelope, "unsigned" if key is None else key.public.hint)
+    payload = transfer_bytes(body)
+    return bundle_bytes(sign(payload, keys), keys[0].public.hint) if keys else payload
 
 
 def _refused(report: Report, path: Path, as_json: bool) -> None:

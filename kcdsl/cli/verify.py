@@ -28,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     from kcdsl.cli.devices import CHOICES
     from kcdsl.cli.execution import add_options
+    from kcdsl.cli.signatures import add_signing_options
 
     parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
     parser.add_argument(
@@ -79,14 +80,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--device", choices=CHOICES, default="auto", help="default: cuda where there is one"
     )
     add_options(parser)
-    parser.add_argument(
-        "--sign", metavar="KEY", help="private key (default: kcdsl.key beside CONTRACT)"
-    )
+    add_signing_options(parser)
     parser.add_argument(
         "-o",
         "--output",
         metavar="DIR",
-        help="folder of certificates (default: out beside CONTRACT)",
+        help="folder of the certificate or statement (default: out beside CONTRACT)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -103,7 +102,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.diagnostics.places import in_contract
     from kcdsl.model.presets import resolve
     from kcdsl.release.artefacts import Inputs
-    from kcdsl.release.signing import UNSIGNED, signing_key
+    from kcdsl.release.signing import refuse_other_signers, signing_keys, tell_unsigned, written_as
     from kcdsl.source.writing import refuse_folder
     from kcdsl.verdict.goal_report import VERIFY_SCHEMA, goal_json
 
@@ -117,7 +116,7 @@ def run(arguments: argparse.Namespace) -> Exit:
         chosen = tuple(replace(goal, states=states_within(arguments.states)) for goal in chosen)
     if arguments.alpha is not None:
         chosen = with_chance(chosen, arguments.alpha)
-    key = signing_key(arguments.sign, base)
+    keys = signing_keys(arguments.sign)
     device = choose_device(arguments.device)
     more = arguments.weights is not None or arguments.states is not None
     backend = formal_backend(arguments.backend, around_weights=more)
@@ -129,12 +128,15 @@ def run(arguments: argparse.Namespace) -> Exit:
     execution = execution_of(arguments)
     folder = Path(arguments.output) if arguments.output else path.parent / "out"
     refuse_folder(folder)
+    stem = "-".join(["verify", *(arguments.block or ()), *(arguments.clause or ())])
+    target = written_as(folder / stem, bool(keys))
+    replaced = bool(keys) and refuse_other_signers(target, keys)
     before = Inputs.of(program, base)
     with in_contract(path):
         outcomes = _decide(program, base, chosen, backend, device, execution, arguments)
         implied = _implied(program, base, outcomes, backend)
     certificate = _write(
-        program, base, before, folder, outcomes, implied, suppressed, key, device, arguments
+        program, base, before, target, outcomes, implied, suppressed, keys, device, arguments
     )
     code = _exit(outcomes)
     if arguments.json:
@@ -155,8 +157,10 @@ def run(arguments: argparse.Namespace) -> Exit:
     else:
         _print(outcomes, implied, certificate, arguments.contract)
     tell_cached(outcomes, execution)
-    if key is None:
-        print(UNSIGNED, file=sys.stderr)
+    if not keys:
+        tell_unsigned(certificate)
+    elif replaced:
+        print(f"note: {certificate} replaces an earlier one by the same keys", file=sys.stderr)
     return code
 
 
@@ -339,15 +343,15 @@ def _write(
     program: Program,
     base: Path,
     before: Inputs,
-    folder: Path,
+    target: Path,
     outcomes: Sequence[GoalOutcome],
     implied: Sequence[Implied],
     suppressed: Sequence[Suppressed],
-    key: SigningKey | None,
+    keys: Sequence[SigningKey],
     device: str,
     arguments: argparse.Namespace,
 ) -> Path:
-    """Write the certificate and the proofs that it names, all of them or none."""
+    """Write the certificate, or its statement, and the proofs that it names, all or none."""
     from kcdsl.model.fingerprint import kernel_fingerprint
     from kcdsl.release.issue import issue
     from kcdsl.release.proved import implied_clauses, proof_reference, proved_clauses
@@ -362,16 +366,17 @@ def _write(
         program=program,
         base=base,
         clauses=results,
-        keys=[] if key is None else [key],
+        keys=keys,
         fingerprints={
             "train": kernel_fingerprint(program.train, device),
             "infer": kernel_fingerprint(program.infer, device),
         },
+        stage=arguments.stage,
+        lifetime=arguments.valid_for,
         suppressed=suppressed,
         before=before,
     )
-    stem = "-".join(["verify", *(arguments.block or ()), *(arguments.clause or ())])
-    target = folder / f"{stem}.cert.json"
+    folder = target.parent
     make_folder(folder)
     files = [NewFile(folder / references[name].path, proofs[name], 0o644) for name in proofs]
     files += [NewFile(_counterexample_file(folder, n), broken[n], 0o644) for n in broken]
@@ -410,6 +415,7 @@ def _print(
     contract: str | None,
 ) -> None:
     from kcdsl.diagnostics.render.terminal import printable
+    from kcdsl.release.signing import STATEMENT
     from kcdsl.verdict.console import print_on
     from kcdsl.verdict.goal_report import chain_table, goal_table
     from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Violated
@@ -439,4 +445,5 @@ def _print(
             say(f"  {step}")
     for text in dict.fromkeys(note for outcome in outcomes for note in outcome.notes):
         print(f"note: {printable(text)}", file=sys.stderr)
-    say(f"certificate: {certificate}")
+    kind = "statement" if certificate.name.endswith(STATEMENT) else "certificate"
+    say(f"{kind}: {certificate}")

@@ -121,9 +121,9 @@ def issue(
     suppressed: Sequence[Suppressed] = (),
     before: Inputs | None = None,
 ) -> bytes:
-    """Build and sign the certificate of these results; returns the bundle.
+    """Build the certificate of these results, signed by every key; returns the bundle.
 
-    Without `keys` it carries no signature, and every check refuses it.
+    Without `keys` it is the statement alone, which `kcdsl sign` signs.
     `base` is the folder of the contract. The same results at the same time give the same payload.
     `sequence` defaults to the time of issue in seconds, so that later certificates come later.
     `supersedes` is the identity of an older certificate; `suppressed` are the findings about the
@@ -155,10 +155,12 @@ def issue(
             supersedes=supersedes,
             suppressions=_accepted(suppressed),
         )
-        envelope = sign(payload_bytes(predicate), keys)
+        payload = payload_bytes(predicate)
+        if not keys:
+            return payload
+        return bundle_bytes(sign(payload, keys), keys[0].public.hint)
     except Reject as error:
         raise refuse(CANNOT_CERTIFY, f"{error.detail} ({error.reason})") from error
-    return bundle_bytes(envelope, keys[0].public.hint if keys else "unsigned")
 
 
 def _non_claims(program: Program) -> tuple[str, ...]:

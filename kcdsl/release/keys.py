@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import os
+import stat
+import sys
 from pathlib import Path
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_PASSWORD, UNREADABLE_KEY
-from kcdsl_certs.keys import PublicKey, SigningKey, load_private, load_public
+from kcdsl.diagnostics.render.terminal import printable
+from kcdsl_certs.keys import SigningKey, load_private
 from kcdsl_certs.reject import Reject
 
-PRIVATE_KEY = "kcdsl.key"
-PUBLIC_KEY = "kcdsl.key.pub"
 PASSWORD_VARIABLE = "KCDSL_KEY_PASSWORD"
 _LARGEST_KEY = 64 * 1024
-
-
-def read_public_key(path: Path) -> PublicKey:
-    """Read a public key; raises Refusal where that fails."""
-    try:
-        return load_public(_read(path))
-    except Reject as error:
-        raise refuse(UNREADABLE_KEY, f"{path}: {error.detail} ({error.reason})") from error
 
 
 def read_private_key(path: Path) -> SigningKey:
@@ -53,12 +46,22 @@ def password_from(variable: str) -> bytes:
 
 
 def _read(path: Path) -> bytes:
+    """Return what the file of a private key holds; say where others may read it as well."""
     try:
-        with path.open("rb") as stream:
-            return stream.read(_LARGEST_KEY + 1)
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(descriptor, "rb") as stream:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise refuse(UNREADABLE_KEY, f"{path} is no regular file")
+            data = stream.read(_LARGEST_KEY + 1)
     except FileNotFoundError as error:
         raise refuse(
             UNREADABLE_KEY, f"there is no key {path}", help="`kcdsl keygen` makes a key pair"
         ) from error
-    except OSError as error:
-        raise refuse(UNREADABLE_KEY, f"{path} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name of a file"
+        raise refuse(UNREADABLE_KEY, f"{path} cannot be read: {reason}") from error
+    if os.name == "posix" and mode & 0o077:
+        shown = f"{printable(str(path))} (mode {stat.S_IMODE(mode):04o})"
+        print(f"warning: others may read the private key {shown}: chmod 600", file=sys.stderr)
+    return data

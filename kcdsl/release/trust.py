@@ -1,91 +1,81 @@
-"""Which keys are trusted."""
+"""Which keys are trusted: what the one who checks says, and never what lies beside a contract."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import dataclasses
+import os
 from pathlib import Path
-from typing import Any
 
-from kcdsl.check.report import suggest
-from kcdsl.config import Origin, load_config
-from kcdsl.diagnostics import refuse
+from kcdsl.config import load_config, user_folder
+from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
     NO_TRUSTED_KEY,
     TRUST_POLICY,
+    UNREADABLE_KEY,
 )
-from kcdsl.release.keys import PUBLIC_KEY, read_public_key
-from kcdsl_certs.keys import TrustedKey, TrustPolicy
+from kcdsl_certs.policy import Policy, Trust, read_policy, trust
 from kcdsl_certs.reject import Reject
-from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
-from kcdsl_certs.strict import parse_time
-from kcdsl_certs.transfer import TRANSFER_TYPE
 
-_FIELDS = ("path", "stages", "valid_from", "valid_until")
+POLICY_VARIABLE = "KCDSL_POLICY"
+POLICY_FILE = "policy.toml"
 
 
-def trust_policy(given: Sequence[str], threshold: int | None, folder: Path) -> TrustPolicy:
-    """Return the trusted keys and the threshold.
+def trusted(arguments: argparse.Namespace, folder: Path) -> Trust:
+    """Return what a check goes by; raises Refusal where it says nothing or cannot be used.
 
-    `given` (paths) wins; then `trusted_keys` of the configuration of the contract's `folder` (see
-    `kcdsl.config`); then `kcdsl.key.pub` in it. An entry of `trusted_keys` is a path, or a table
-    with `path` and any of `stages`, `valid_from`, `valid_until`. Raises Refusal where no key is
-    found or one is not usable.
+    The policy is that of the option, else of the environment, else of the user's configuration.
+    The configuration of the contract's `folder` can only refuse more: accepted findings.
     """
-    config = load_config(folder)
-    if given:
-        keys = [_trusted(Path(path)) for path in given]
-    elif config.trusted_keys is not None:
-        origin = config.origin("trusted-keys")
-        keys = [_configured(entry, origin) for entry in config.trusted_keys]
-    elif (folder / PUBLIC_KEY).is_file():
-        keys = [_trusted(folder / PUBLIC_KEY)]
-    else:
-        keys = []
-    if not keys:
-        raise refuse(
-            NO_TRUSTED_KEY,
-            "no key is trusted, so no certificate can be",
-            help="pass --key PUB, list trusted-keys in the configuration, or put "
-            f"{PUBLIC_KEY} beside the contract",
-        )
-    wanted = config.threshold if threshold is None else threshold
     try:
-        return TrustPolicy(tuple(keys), wanted)
+        source, policy = _policy(arguments.policy)
+        found = trust(
+            policy,
+            source,
+            keys=[Path(name) for name in arguments.key],
+            threshold=arguments.threshold,
+            revocations=[Path(name) for name in arguments.revocations],
+        )
     except Reject as error:
-        raise refuse(
-            TRUST_POLICY,
-            error.detail,
-            help="the threshold lies between 1 and the number of distinct keys; repeat --key",
-        ) from error
+        raise _refused(error) from error
+    if not load_config(folder).refuse_suppressions:
+        return found
+    return dataclasses.replace(
+        found, rules=dataclasses.replace(found.rules, refuse_suppressions=True)
+    )
 
 
-def _trusted(path: Path, **limits: Any) -> TrustedKey:
-    kinds = frozenset({PREDICATE_TYPE, TRANSFER_TYPE})
-    return TrustedKey(path.name, read_public_key(path), kinds, **limits)
+def _policy(given: str | None) -> tuple[str | None, Policy | None]:
+    variable = os.environ.get(POLICY_VARIABLE)
+    if given is not None:
+        return "--policy", read_policy(Path(given))
+    if variable is not None:
+        return POLICY_VARIABLE, read_policy(Path(variable))
+    own = user_folder()
+    if own is not None and os.path.lexists(own / POLICY_FILE):
+        return "user configuration", read_policy(own / POLICY_FILE)
+    return None, None
 
 
-def _configured(entry: str | Mapping[str, Any], origin: Origin) -> TrustedKey:
-    if isinstance(entry, str):
-        return _trusted(origin.folder / entry)
-    if not isinstance(entry.get("path"), str):
-        raise refuse(BAD_CONFIGURATION, f"{origin}: a trusted key is a path or a table with `path`")
-    for name in sorted(entry.keys() - set(_FIELDS)):
-        message = f"{origin}: a trusted key has no `{name}`"
-        raise refuse(BAD_CONFIGURATION, message, help=suggest(name, _FIELDS))
-    limits: dict[str, Any] = {}
-    if "stages" in entry:
-        stages = entry["stages"]
-        if not isinstance(stages, list):
-            raise refuse(BAD_CONFIGURATION, f"{origin}: `stages` is a list of {', '.join(STAGES)}")
-        for name in (str(stage) for stage in stages if stage not in STAGES):
-            message = f"{origin}: there is no stage `{name}`"
-            raise refuse(BAD_CONFIGURATION, message, help=suggest(name, STAGES))
-        limits["stages"] = frozenset(stages)
-    for name in ("valid_from", "valid_until"):
-        if name in entry:
-            try:
-                limits[name] = parse_time(str(entry[name]))
-            except Reject as error:
-                raise refuse(BAD_CONFIGURATION, f"{origin}: {name}: {error.detail}") from error
-    return _trusted(origin.folder / entry["path"], **limits)
+def _refused(error: Reject) -> Refusal:
+    text = f"{error.detail} ({error.reason})"
+    match error.reason:
+        case "policy/no-key":
+            return refuse(
+                NO_TRUSTED_KEY,
+                error.detail,
+                help="name a key, --key PUB, or a policy, --policy FILE; what lies beside the "
+                "contract is not asked",
+            )
+        case "policy/malformed" | "policy/unknown":
+            return refuse(BAD_CONFIGURATION, text, help="certs/README.md describes policies")
+        case reason if reason.startswith("policy/"):
+            return refuse(
+                TRUST_POLICY,
+                error.detail,
+                help="the threshold lies between that of the policy and the number of distinct "
+                "keys; repeat --key",
+            )
+        case _:
+            return refuse(UNREADABLE_KEY, text, help="`kcdsl keygen` makes a key pair")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import yaml
 
 from kcdsl.check.compile import analyse
-from kcdsl.config import load_config
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.pages import Block, parse
 from kcdsl.route.catalogue import BackendSpec
 from kcdsl.source.text import SourceFile
+from kcdsl_certs.keys import generate
+from kcdsl_certs.policy import read_policy
 from tests.support.files import files_below
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -87,10 +89,14 @@ def test_the_catalogue_of_the_page_on_backends_is_one() -> None:
     assert list(groups) == ["kcdsl.backends"]
 
 
-def test_the_trust_policy_of_the_page_on_certificates_is_configuration(tmp_path: Path) -> None:
-    text = the_block("certs/README.md", "toml")
-    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
-    config = load_config(tmp_path)
-    assert config.threshold == 1
-    assert config.trusted_keys is not None
-    assert len(config.trusted_keys) == 2
+def test_the_trust_policy_of_the_page_on_certificates_is_one(tmp_path: Path) -> None:
+    keys = {name: generate() for name in ("release.pub", "canary.pub")}
+    for name, key in keys.items():
+        (tmp_path / name).write_bytes(key.public.pem)
+    (tmp_path / "policy.toml").write_text(the_block("certs/README.md", "toml"), encoding="utf-8")
+    policy = read_policy(tmp_path / "policy.toml")
+    assert [key.name for key in policy.keys] == list(keys)
+    assert policy.keys[1].stages == frozenset({"shadow", "canary"})
+    assert policy.threshold == 1
+    assert policy.max_validity == timedelta(days=180)
+    assert len(policy.revoked_certificates) == 1

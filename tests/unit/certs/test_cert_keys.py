@@ -85,12 +85,10 @@ def test_public_keys_are_refused() -> None:
 
 def test_the_algorithm_of_a_record_must_be_that_of_the_key() -> None:
     key = generate(Algorithm.ED25519).public
-    confused = PublicKey(key.spki, Algorithm.ECDSA_P256)
     with pytest.raises(Reject, match="key/algorithm-mismatch"):
-        TrustedKey("k", confused, _KINDS)
-    assert not confused.verifies(generate(Algorithm.ED25519).sign(b"m"), b"m")
+        PublicKey(key.spki, Algorithm.ECDSA_P256)
     with pytest.raises(Reject, match="key/unreadable"):
-        TrustedKey("k", PublicKey(b"\0" * 44, Algorithm.ED25519), _KINDS)
+        PublicKey(b"\0" * 44, Algorithm.ED25519)
 
 
 @pytest.mark.parametrize("threshold", [0, -1, 2, 100])

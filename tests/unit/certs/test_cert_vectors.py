@@ -25,6 +25,8 @@ def _arguments(vector: dict[str, object]) -> list[str]:
     words += ["--threshold", str(options["threshold"])]
     for key in options["keys"]:
         words += ["--key", str(_HERE / key)]
+    for name in options.get("revocations", ()):
+        words += ["--revocations", str(_HERE / name)]
     for name in ("stage", "minimum_sequence"):
         if name in options:
             words += [f"--{name.replace('_', '-')}", str(options[name])]

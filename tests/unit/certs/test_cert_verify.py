@@ -243,12 +243,45 @@ def test_a_clock_that_fails_or_knows_no_zone_is_a_refusal(
     assert not check(certify(body), clock=lambda: naive).accepted
 
 
-def test_replay_and_revocation(body: Predicate, certify: Certify, check: CheckBundle) -> None:
+def test_replay_and_revocation(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
     bundle = certify(body)
     assert check(bundle, minimum_sequence=41).accepted
     assert _failures(check(bundle, minimum_sequence=42)) == [("sequence", "sequence/rollback")]
-    revoked = frozenset({certificate_id(payload_bytes(body))})
-    assert _failures(check(bundle, revoked=revoked)) == [("sequence", "sequence/revoked")]
+    policy = TrustPolicy(
+        (_trust(golden.KEY_A),),
+        revoked_certificates=frozenset({certificate_id(payload_bytes(body))}),
+    )
+    assert _failures(check(bundle, trusted=policy)) == [("sequence", "sequence/revoked")]
+
+
+def test_a_revoked_key_counts_for_nothing(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    keys = (_trust(golden.KEY_A), _trust(golden.KEY_B, "b"))
+    revoked = frozenset({golden.KEY_B.public.fingerprint})
+    policy = TrustPolicy(keys, revoked_keys=revoked)
+    report = check(certify(body, golden.KEY_B), trusted=policy)
+    assert _failures(report) == [("signatures", "signature/key-revoked")]
+    both = certify(body, golden.KEY_A, golden.KEY_B)
+    assert check(both, trusted=policy).signers == ("k",)
+    two = dataclasses.replace(policy, threshold=2)
+    assert _failures(check(both, trusted=two)) == [("threshold", "signature/threshold")]
+
+
+def test_a_lifetime_beyond_that_of_the_policy_is_refused(
+    golden: ModuleType, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    long = dataclasses.replace(body, valid_until=body.issued_at + timedelta(days=366, seconds=1))
+    assert _failures(check(certify(long))) == [("validity", "validity/too-long")]
+    year = dataclasses.replace(body, valid_until=body.issued_at + timedelta(days=366))
+    assert check(certify(year)).accepted
+    days = body.valid_until - body.issued_at
+    short = TrustPolicy((_trust(golden.KEY_A),), max_validity=days - timedelta(seconds=1))
+    assert _failures(check(certify(body), trusted=short)) == [("validity", "validity/too-long")]
+    exact = TrustPolicy((_trust(golden.KEY_A),), max_validity=days)
+    assert check(certify(body), trusted=exact).accepted
 
 
 # --- coverage ------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_what_cannot_be_used_has_a_place(
     ("variable", "value"),
     [
         ("KCDSL_IGNORE", "KC995"),
-        ("KCDSL_THRESHOLD", "two"),
+        ("KCDSL_COLOR", "two"),
         ("KCDSL_REFUSE_SUPPRESSIONS", "perhaps"),
         ("KCDSL_FAIL_ON", "fatal"),
         ("KCDSL_LINT_FAIL_ON", "fatal"),

@@ -88,15 +88,14 @@ def test_a_contract_that_holds(cli: Any, write: Write, follows: Any) -> None:
 
 def test_the_report_and_the_certificate_list_what_comments_accept(cli: Any, write: Write) -> None:
     folder = write(f"{KL}  # kcdsl: ignore[KC415] promised to another team")
-    assert cli("keygen", cwd=folder).code == 0
     ran = cli("evaluate", cwd=folder)
     assert ran.code == 0
     report = document((folder / "out" / "report.json").read_text())
     said = "KC415 is accepted in line 13 of the contract: promised to another team"
     assert said in report["notes"]
     assert said in " ".join(ran.stdout.split())
-    envelope = json.loads((folder / "out" / "evaluate.cert.json").read_text())["dsseEnvelope"]
-    predicate = json.loads(base64.b64decode(envelope["payload"]))["predicate"]
+    statement = json.loads((folder / "out" / "evaluate.statement.json").read_text())
+    predicate = statement["predicate"]
     assert predicate["suppressions"] == [{"code": "KC415", "reason": "promised to another team"}]
 
 
@@ -154,7 +153,7 @@ def test_an_encoder_is_judged_by_its_states(cli: Any, write: Write) -> None:
 def test_a_certificate_is_written_and_passes_its_check(cli: Any, write: Write) -> None:
     folder = write(KL, TRACE)
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
-    ran = cli("evaluate", cwd=folder)
+    ran = cli("evaluate", "--sign", "kcdsl.key", cwd=folder)
     assert ran.code == 0
     path = folder / "out" / "evaluate.cert.json"
     payload = base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"])
@@ -163,10 +162,10 @@ def test_a_certificate_is_written_and_passes_its_check(cli: Any, write: Write) -
         ("C-0", "census", "PASSED"),
         ("C-1", "census", "PASSED"),
     ]
-    assert cli("check", path, cwd=folder).code == 0
+    assert cli("check", path, "--key", "kcdsl.key.pub", cwd=folder).code == 0
     weights = load_file(folder / "model.safetensors")
     save_file({k: v + 1e-3 for k, v in weights.items()}, folder / "model.safetensors")
-    assert cli("check", path, cwd=folder).code == 4
+    assert cli("check", path, "--key", "kcdsl.key.pub", cwd=folder).code == 4
 
 
 GATE = """
@@ -180,7 +179,8 @@ sys.exit(main(sys.argv[1:]))
 
 def gate(folder: Path, *words: str) -> int:
     """Run `kcdsl check` where nothing that runs kernels can be imported."""
-    command = [sys.executable, "-c", GATE, "check", "out/evaluate.cert.json", *words]
+    key = ("--key", "kcdsl.key.pub")
+    command = [sys.executable, "-c", GATE, "check", "out/evaluate.cert.json", *key, *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return done.returncode
 
@@ -190,7 +190,7 @@ def test_a_release_gate_checks_against_the_recorded_fingerprints(
 ) -> None:
     folder = write(KL)
     cli("keygen", "-o", folder / "kcdsl.key")
-    assert cli("evaluate", cwd=folder).code == 0
+    assert cli("evaluate", "--sign", "kcdsl.key", cwd=folder).code == 0
     recorded = folder / "out" / "kernels.json"
     kernels = json.loads(recorded.read_text())
     follows(kernels)
@@ -211,7 +211,8 @@ def test_a_release_gate_checks_against_the_recorded_fingerprints(
     )
     for document in spoiled:
         recorded.write_text(json.dumps(document))
-        ran = cli("check", "out/evaluate.cert.json", "--kernels", recorded, cwd=folder)
+        words = ("out/evaluate.cert.json", "--key", "kcdsl.key.pub", "--kernels", recorded)
+        ran = cli("check", *words, cwd=folder)
         assert (ran.code, "KC646" in ran.stderr) == (2, True)
 
 
@@ -219,11 +220,14 @@ def test_a_release_gate_checks_against_the_recorded_fingerprints(
 def test_a_certificate_binds_the_device_that_was_used(cli: Any, write: Write) -> None:
     folder = write("{require: p99(kl) <= 1, slices: [all], level: L2}")
     cli("keygen", "-o", folder / "kcdsl.key")
-    assert cli("evaluate", "--device", "cuda", cwd=folder).code == 0
+    words = ("--device", "cuda", "--sign", "kcdsl.key")
+    assert cli("evaluate", *words, cwd=folder).code == 0
     path = folder / "out" / "evaluate.cert.json"
     assert json.loads((folder / "out" / "kernels.json").read_text())["infer"]["device"] == "cuda"
-    assert cli("check", path, cwd=folder).code == 4
-    assert cli("check", path, "--kernels", folder / "out" / "kernels.json", cwd=folder).code == 0
+    key = ("--key", "kcdsl.key.pub")
+    assert cli("check", path, *key, cwd=folder).code == 4
+    kernels = folder / "out" / "kernels.json"
+    assert cli("check", path, *key, "--kernels", kernels, cwd=folder).code == 0
 
 
 def test_a_violation_is_certified_as_such(cli: Any, write: Write) -> None:
@@ -244,14 +248,14 @@ def test_files_that_change_meanwhile_get_no_certificate(
     cli("keygen", "-o", folder / "kcdsl.key")
     certificate = evaluate._certificate
 
-    def overtaken(*given: Any) -> bytes:
+    def overtaken(*given: Any) -> tuple[bytes | None, str]:
         content = bytearray((folder / "model.safetensors").read_bytes())
         content[-1] ^= 1
         (folder / "model.safetensors").write_bytes(content)
         return certificate(*given)
 
     monkeypatch.setattr(evaluate, "_certificate", overtaken)
-    ran = cli("evaluate", cwd=folder)
+    ran = cli("evaluate", "--sign", "kcdsl.key", cwd=folder)
     assert ran.code == 2
     assert "KC608" in ran.stderr
     assert "the checkpoint changed" in ran.stderr
@@ -261,7 +265,6 @@ def test_files_that_change_meanwhile_get_no_certificate(
 
 def test_a_conjunction_has_a_row_and_a_result_for_each_part(cli: Any, write: Write) -> None:
     folder = write("{require: p99(kl) <= 1 and mean(tv) <= 1e-12, slices: [all], level: L2}")
-    cli("keygen", "-o", folder / "kcdsl.key")
     ran = cli("evaluate", "--json", cwd=folder)
     assert ran.code == 1
     rows = document(ran.stdout)["clauses"]
@@ -269,9 +272,8 @@ def test_a_conjunction_has_a_row_and_a_result_for_each_part(cli: Any, write: Wri
         ("C-0", "p99(kl)", "held"),
         ("C-0", "mean(tv)", "violated"),
     ]
-    path = folder / "out" / "evaluate.cert.json"
-    payload = base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"])
-    verdicts = [c["verdict"] for c in json.loads(payload)["predicate"]["clauses"]]
+    statement = json.loads((folder / "out" / "evaluate.statement.json").read_text())
+    verdicts = [c["verdict"] for c in statement["predicate"]["clauses"]]
     assert verdicts == ["PASSED", "FAILED"]
 
 

@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     contract = str(folder / "contract.yaml")
     assert main(["keygen", "-o", str(folder / "kcdsl.key")]) == 0
     options = ["--weights", str(RHO), "--states", "0.05", "--attack", "off", "--cache", "off"]
-    assert main(["verify", contract, *options]) == 0
+    assert main(["verify", contract, *options, "--sign", str(folder / "kcdsl.key")]) == 0
     return folder
 
 
@@ -76,10 +76,12 @@ def later(folder: Path, change: Change | None = None, **others: Any) -> Path:
     return path
 
 
-def run(cli: Any, folder: Path, path: Path, *more: str) -> Any:
+def run(cli: Any, folder: Path, path: Path, *more: str, sign: bool = True) -> Any:
     certificate = str(folder / "out" / "verify.cert.json")
-    contract = ["--contract", str(folder / "contract.yaml")]
-    return cli("transfer", certificate, str(path), *contract, *more)
+    given = ["--contract", str(folder / "contract.yaml"), "--key", str(folder / "kcdsl.key.pub")]
+    if sign:
+        given += ["--sign", str(folder / "kcdsl.key")]
+    return cli("transfer", certificate, str(path), *given, *more)
 
 
 def check(cli: Any, folder: Path, path: Path, *more: str, base: str | None = "model") -> Any:
@@ -87,6 +89,7 @@ def check(cli: Any, folder: Path, path: Path, *more: str, base: str | None = "mo
     return cli(
         *("check", str(folder / "out" / "verify.transfer.json"), "--json"),
         *("--contract", str(folder / "contract.yaml"), "--checkpoint", str(path), *given, *more),
+        *("--key", str(folder / "kcdsl.key.pub")),
     )
 
 
@@ -168,11 +171,13 @@ def test_a_block_that_left_stays_behind_and_is_verified_again(
     cached = {goal["clause"]: goal["cached"] for goal in json.loads(again.stdout)["goals"]}
     assert cached == {"N-0": 2, "N-1": 0}
     only = [*verify, "--block", "mlp_1", "-o", str(folder / "again")]
+    only += ["--sign", str(folder / "kcdsl.key")]
     assert cli(*only).code == 0
     together = cli(
         *("check", str(folder / "out" / "verify.transfer.json")),
         *(str(folder / "again" / "verify-mlp_1.cert.json"), "--complete", "--json"),
         *("--contract", str(contract), "--base", str(old)),
+        *("--key", str(folder / "kcdsl.key.pub")),
     )
     assert together.code == 0, together.stdout
 
@@ -380,7 +385,8 @@ def test_a_certificate_cannot_state_a_larger_region(cli: Any, folder: Path) -> N
     target = folder / "out" / "verify.cert.json"
     key = load_private((folder / "kcdsl.key").read_bytes())
     original = json.loads(decode(parse_bundle(target.read_bytes())).payload)
-    words = ("check", str(target), "--contract", str(folder / "contract.yaml"), "--json")
+    words = ["check", str(target), "--contract", str(folder / "contract.yaml"), "--json"]
+    words += ["--key", str(folder / "kcdsl.key.pub")]
 
     def changed(**fields: Any) -> set[str]:
         statement = json.loads(json.dumps(original))
@@ -435,9 +441,14 @@ def test_an_unsigned_or_changed_transfer_is_invalid(cli: Any, folder: Path) -> N
     document["dsseEnvelope"]["payload"] = base64.b64encode(bytes(payload)).decode()
     target.write_text(json.dumps(document))
     assert check(cli, folder, path).code == 4
-    (folder / "kcdsl.key").unlink()
-    assert run(cli, folder, path).code == 0
-    assert "signature" in " ".join(reasons(check(cli, folder, path)))
+    target.unlink()
+    assert run(cli, folder, path, sign=False).code == 0
+    statement = folder / "out" / "verify.transfer.statement.json"
+    shutil.copy(statement, target)
+    assert "bundle/malformed" in reasons(check(cli, folder, path))
+    target.unlink()
+    assert cli("sign", str(statement), "--key", str(folder / "kcdsl.key")).code == 0
+    assert check(cli, folder, path).code == 0
 
 
 def test_a_transfer_is_no_base_and_proofs_must_be_there(cli: Any, folder: Path) -> None:
@@ -446,6 +457,7 @@ def test_a_transfer_is_no_base_and_proofs_must_be_there(cli: Any, folder: Path) 
     from_transfer = cli(
         *("transfer", str(folder / "out" / "verify.transfer.json"), str(path)),
         *("--contract", str(folder / "contract.yaml"), "-o", str(folder / "out" / "two.json")),
+        *("--key", str(folder / "kcdsl.key.pub")),
     )
     assert from_transfer.code == 4
     assert "carry over the certificate that it names" in from_transfer.stdout
@@ -460,7 +472,8 @@ def test_a_transfer_is_no_base_and_proofs_must_be_there(cli: Any, folder: Path) 
 
 def test_certificates_of_one_checkpoint_do_not_go_over(cli: Any, folder: Path) -> None:
     contract = str(folder / "contract.yaml")
-    assert cli("verify", contract, "--attack", "off", "--cache", "off").code == 0
+    key = ("--sign", str(folder / "kcdsl.key"))
+    assert cli("verify", contract, "--attack", "off", "--cache", "off", *key).code == 0
     found = run(cli, folder, later(folder), "--json")
     assert found.code == 3
     assert {item["reason"] for item in json.loads(found.stdout)["left"]} == {"no-region"}

@@ -87,11 +87,17 @@ def test_a_drift_below_its_limit_is_proved(cli: Any, write: Write, folder: Path)
     assert 0 < goal["attack"] <= goal["bound"] <= 0.01
     assert goal["tightness"] == pytest.approx(goal["bound"] / goal["attack"])
     assert len(goal["cases"]) == 2
-    assert "not signed" in ran.stderr
+    statement = goal["certificate"]
+    assert statement == "out/verify-attn_0.statement.json"
+    assert f"not signed: kcdsl sign {statement}" in ran.stderr
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
-    unsigned = cli("check", goal["certificate"], "--json", cwd=folder)
+    unsigned = cli("check", statement, "--key", "kcdsl.key.pub", "--json", cwd=folder)
     assert unsigned.code == 4
-    assert "bundle/signatures" in unsigned.stdout
+    assert "bundle/malformed" in unsigned.stdout
+    signed = cli("sign", statement, "--key", "kcdsl.key", cwd=folder)
+    assert signed.code == 0, signed.stderr
+    words = ("out/verify-attn_0.cert.json", "--key", "kcdsl.key.pub")
+    assert cli("check", *words, cwd=folder).code == 0
 
 
 def test_a_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder: Path) -> None:
@@ -183,7 +189,7 @@ def test_bad_files_are_refused_and_leave_nothing(cli: Any, write: Write, folder:
     before = sorted(p.name for p in folder.iterdir())
 
     def refused(code: str) -> None:
-        ran = cli("verify", cwd=folder)
+        ran = cli("verify", "--sign", "kcdsl.key", cwd=folder)
         assert (ran.code, code in ran.stderr) == (2, True), ran.stderr
         assert "Traceback" not in ran.stderr
         assert sorted(p.name for p in folder.iterdir()) == before
@@ -224,11 +230,12 @@ def test_contradicting_clauses_are_refused_first(cli: Any, write: Write, folder:
 def test_certificate_and_proof_are_written_together(cli: Any, write: Write, folder: Path) -> None:
     write(HELD)
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
-    ran = cli("verify", "--block", "attn_0", cwd=folder)
+    ran = cli("verify", "--block", "attn_0", "--sign", "kcdsl.key", cwd=folder)
     assert ran.code == 0
     names = sorted(p.name for p in (folder / "out").iterdir())
     assert names == ["N-0.proof.json", "verify-attn_0.cert.json"]
-    checked = cli("check", folder / "out" / "verify-attn_0.cert.json", "--recheck", cwd=folder)
+    words = ("out/verify-attn_0.cert.json", "--recheck", "--key", "kcdsl.key.pub")
+    checked = cli("check", *words, cwd=folder)
     assert checked.code == 0, checked.stdout
 
 
@@ -300,7 +307,7 @@ def test_of_an_order_a_certificate_states_no_more_than_is_shown(
     """How far nothing is from flipping is shown to people; a proof shows that it does not flip."""
     write("forall x in points(all): no_flip(head, x, 3)")
     cli("keygen", "-o", folder / "kcdsl.key")
-    ran = cli("verify", "--json", cwd=folder)
+    ran = cli("verify", "--json", "--sign", "kcdsl.key", cwd=folder)
     (goal,) = goals(ran.stdout)
     assert (ran.code, goal["verdict"]) == (0, "held")
     assert goal["margin"] == min(case["margin"] for case in goal["cases"]) > 0
@@ -309,7 +316,8 @@ def test_of_an_order_a_certificate_states_no_more_than_is_shown(
     (result,) = statement["predicate"]["clauses"]
     assert result["verdict"] == "PASSED"
     assert float.fromhex(result["bound"]["hex"]) == SOME_MARGIN
-    checked = cli("check", folder / "out" / "verify.cert.json", "--recheck", cwd=folder)
+    words = ("out/verify.cert.json", "--recheck", "--key", "kcdsl.key.pub")
+    checked = cli("check", *words, cwd=folder)
     assert checked.code == 0, checked.stdout
     assert "margin" in cli("verify", cwd=folder).stdout
 

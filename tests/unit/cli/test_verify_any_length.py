@@ -56,7 +56,7 @@ def test_one_certificate_holds_for_every_length(
     cli: Any, verify: Callable[..., Any], folder: Path, follows: Callable[..., None]
 ) -> None:
     assert cli("keygen", cwd=folder).code == 0
-    ran = verify(ATTENTION % 0.5, MLP)
+    ran = verify(ATTENTION % 0.5, MLP, options=("--sign", "kcdsl.key"))
     assert ran.code == 0, ran.stderr
     document = json.loads(ran.stdout)
     follows(document)
@@ -71,7 +71,8 @@ def test_one_certificate_holds_for_every_length(
     region = proof["cases"][0]["region"]
     assert (region["kind"], region["longest"]) == ("rows", 32)
     assert {tuple(table["shape"]) for table in region["tables"].values()} == {(32, 4)}
-    checked = cli("check", "out/verify.cert.json", "--recheck", cwd=folder)
+    words = ("out/verify.cert.json", "--recheck", "--key", "kcdsl.key.pub")
+    checked = cli("check", *words, cwd=folder)
     assert checked.code == 0, checked.stdout + checked.stderr
 
 

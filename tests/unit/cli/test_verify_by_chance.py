@@ -54,7 +54,7 @@ def test_a_likely_bound_is_called_so_everywhere(
     cli: Any, verify: Callable[..., Any], folder: Path, between: float, follows: Any
 ) -> None:
     assert cli("keygen", cwd=folder).code == 0
-    document, code = verify(LAYER % between)
+    document, code = verify(LAYER % between, options=("--sign", "kcdsl.key"))
     follows(document)
     (goal,) = document["goals"]
     assert (code, goal["verdict"], goal["alpha"]) == (0, "held", "0.000000001")
@@ -65,7 +65,8 @@ def test_a_likely_bound_is_called_so_everywhere(
     proof = json.loads((folder / "out" / "N-0.proof.json").read_bytes())
     follows(proof)
     assert all(case["chance"]["alpha"] == "0.000000001" for case in proof["cases"])
-    checked = cli("check", "out/verify.cert.json", "--recheck", cwd=folder)
+    words = ("out/verify.cert.json", "--recheck", "--key", "kcdsl.key.pub")
+    checked = cli("check", *words, cwd=folder)
     assert checked.code == 0, checked.stdout + checked.stderr
     table = cli("verify", "--cache", "off", "--attack", "off", cwd=folder)
     assert "probabilistic" in table.stdout

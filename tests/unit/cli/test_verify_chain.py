@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_chain_is_certified_and_checked(cli: Any, follows: Any, folder: Path) -> None:
     write_contract(folder, MODEL, BALL, FLIP)
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
-    ran = cli("verify", "--chain", "--json", *QUICK, cwd=folder)
+    ran = cli("verify", "--chain", "--json", *QUICK, "--sign", "kcdsl.key", cwd=folder)
     assert ran.code == 0, ran.stderr
     document = json.loads(ran.stdout)
     follows(document)

@@ -65,7 +65,7 @@ def test_a_certificate_lists_them_those_of_a_solver_too(certificate: Path) -> No
 
 
 def test_check_shows_them(cli: Any, folder: Path, certificate: Path) -> None:
-    ran = cli("check", certificate, "--json", cwd=folder)
+    ran = cli("check", certificate, "--key", "kcdsl.key.pub", "--json", cwd=folder)
     assert ran.code == 0
     (step,) = [c for c in json.loads(ran.stdout)["checks"] if c["name"] == "contract"]
     assert "KC208: the field of our own tracer" in step["detail"]
@@ -77,7 +77,11 @@ def test_a_gate_refuses_them(
     cli: Any, folder: Path, certificate: Path, kept: bool, tmp_path: Path
 ) -> None:
     expectation = tmp_path / "expectation.json"
-    written = cli("check", certificate, "--write-expectation", expectation, cwd=folder)
+    written = cli(
+        *("check", certificate, "--key", "kcdsl.key.pub"),
+        *("--write-expectation", expectation),
+        cwd=folder,
+    )
     assert written.code == 0
     words = ["check", str(certificate), "--expect", str(expectation)]
     words += ["--key", str(folder / "kcdsl.key.pub")]
@@ -89,7 +93,7 @@ def test_a_gate_refuses_them(
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(line for line in lines if "kcdsl: ignore" not in line))
     (folder / "kcdsl.toml").write_text("refuse-suppressions = true\n")
-    ran = cli("check", certificate, cwd=folder)
+    ran = cli("check", certificate, "--key", "kcdsl.key.pub", cwd=folder)
     assert ran.code == (2 if kept else 4), ran
     told = ran.stderr if kept else ran.stdout
     assert ("KC906" if kept else "with accepted findings") in " ".join(told.split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +37,8 @@ def check(
     """Return a function that runs `kcdsl check --json` and returns the exit code and report."""
 
     def run(*words: str, at: str = AT) -> tuple[int, dict[str, Any]]:
-        ran = cli("check", certificate, "--at", at, "--json", *words, cwd=folder)
+        keys = () if "--key" in words else ("--key", "kcdsl.key.pub")
+        ran = cli("check", certificate, "--at", at, "--json", *keys, *words, cwd=folder)
         report = json.loads(ran.stdout)
         follows(report)
         return ran.code, report
@@ -62,14 +62,14 @@ def _edit(path: Path, old: str, new: str) -> None:
 
 def test_an_untouched_certificate_is_valid(check: Check) -> None:
     code, report = check("--complete")
-    assert (code, report["verdict"], report["schema"]) == (0, "valid", "kcdsl.check/1")
+    assert (code, report["verdict"], report["schema"]) == (0, "valid", "kcdsl.check/2")
     assert report["signers"] == ["kcdsl.key.pub"]
     assert report["outside"] == []
     assert len(report["checks"]) == 15
 
 
 def test_the_table_names_every_step(cli: Cli, folder: Path, certificate: Path) -> None:
-    ran = cli("check", certificate, "--at", AT, cwd=folder)
+    ran = cli("check", certificate, "--at", AT, "--key", "kcdsl.key.pub", cwd=folder)
     assert ran.code == 0
     assert ran.stderr == ""
     for word in ("subject", "components", "clauses", "valid"):
@@ -241,15 +241,16 @@ def test_the_signature_alone_is_looked_at_where_it_is_asked_for(
     from kcdsl_certs.__main__ import main
 
     expected = folder / "expected.json"
-    written = cli("check", certificate, "--at", AT, "--write-expectation", expected, cwd=folder)
+    known = ("--at", AT, "--key", "kcdsl.key.pub")
+    written = cli("check", certificate, *known, "--write-expectation", expected, cwd=folder)
     assert (written.code, "looked at" in written.stdout) == (0, False)
     words = ["check", str(certificate), "--expect", str(expected), "--at", AT]
     words += ["--key", str(folder / "kcdsl.key.pub")]
     words += ["--checkpoint", str(folder / "model.safetensors")]
     (certificate.parent / "N-ATTN-0.proof.json").unlink()
-    assert cli("check", certificate, "--at", AT, cwd=folder).code == 4
+    assert cli("check", certificate, *known, cwd=folder).code == 4
     assert main(words) == 4
-    ran = cli("check", certificate, "--at", AT, "--signature-only", cwd=folder)
+    ran = cli("check", certificate, *known, "--signature-only", cwd=folder)
     assert (ran.code, "the signed statement alone" in ran.stdout) == (0, True)
     capsys.readouterr()
     assert main([*words, "--signature-only"]) == 0
@@ -292,7 +293,8 @@ def test_the_stand_alone_checker_agrees(
     from kcdsl_certs.__main__ import main
 
     expected = folder / "expected.json"
-    ran = cli("check", certificate, "--at", AT, "--write-expectation", expected, cwd=folder)
+    key = ("--key", "kcdsl.key.pub")
+    ran = cli("check", certificate, "--at", AT, *key, "--write-expectation", expected, cwd=folder)
     assert ran.code == 0
     follows(json.loads(expected.read_text()))
     words = ["check", str(certificate), "--expect", str(expected), "--at", AT, "--complete"]
@@ -321,13 +323,14 @@ def test_two_certificates_cover_a_contract_together(
         write_bytes(folder / name, bundle)
 
     def run(*words: str) -> tuple[int, dict[str, Any]]:
-        ran = cli("check", *words, "--at", AT, "--json", cwd=folder)
+        key = ("--key", "kcdsl.key.pub")
+        ran = cli("check", *words, "--at", AT, *key, "--json", cwd=folder)
         found = json.loads(ran.stdout)
         follows(found)
         return ran.code, found
 
     code, report = run("formal.json", "measured.json", "--complete")
-    assert (code, report["outside"], report["schema"]) == (0, [], "kcdsl.check/1")
+    assert (code, report["outside"], report["schema"]) == (0, [], "kcdsl.check/2")
     assert report["checks"][-1]["name"] == "coverage"
     code, report = run("formal.json", "some.json", "--complete")
     assert (code, report["checks"][-1]["reason"]) == (4, "clause/missing")
@@ -365,6 +368,8 @@ def test_what_cannot_run_says_why(
     words: list[str], code: str, folder: Path, certificate: Path, cli: Cli
 ) -> None:
     named = [str(certificate) if word == "CERT" else word for word in words]
+    if "--key" not in words:
+        named += ["--key", "kcdsl.key.pub"]
     ran = cli("check", *named, cwd=folder)
     assert ran.code == 2
     assert code in ran.stderr
@@ -375,41 +380,7 @@ def test_what_cannot_run_says_why(
 def test_without_a_trusted_key_the_way_out_is_said(
     folder: Path, certificate: Path, cli: Cli
 ) -> None:
-    (folder / "kcdsl.key.pub").unlink()
     ran = cli("check", certificate, cwd=folder)
     assert ran.code == 2
     assert "KC641" in ran.stderr
     assert "--key" in ran.stderr
-
-
-def test_trusted_keys_come_from_the_configuration(
-    folder: Path, certificate: Path, cli: Cli
-) -> None:
-    os.rename(folder / "kcdsl.key.pub", folder / "release.pub")
-    file = folder / "kcdsl.toml"
-
-    def run(text: str) -> Any:
-        file.write_text(text)
-        return cli("check", certificate, "--at", AT, cwd=folder)
-
-    assert run('trusted_keys = ["release.pub"]').code == 0
-    assert run('trusted_keys = [{path = "release.pub", stages = ["offline-ci"]}]').code == 0
-    assert run('trusted_keys = [{path = "release.pub", stages = ["full"]}]').code == 4
-    late = 'trusted_keys = [{path = "release.pub", valid_until = "2026-11-30T00:00:00Z"}]'
-    assert run(late).code == 4
-    for text, words in (
-        ("trusted_keys = []", "KC641"),
-        ("trusted_keys = 1", "KC605"),
-        ("trusted_keys = [1]", "KC605"),
-        ('trusted_keys = [{path = "release.pub", role = "x"}]', "KC605"),
-        ('trusted_keys = [{path = "release.pub", stags = ["full"]}]', "did you mean `stages`?"),
-        ('trusted_keys = [{path = "release.pub", stages = ["x"]}]', "KC605"),
-        ('trusted_keys = [{path = "release.pub", stages = ["canry"]}]', "did you mean `canary`?"),
-        ('trusted_keys = [{path = "release.pub", valid_from = "x"}]', "KC605"),
-        ('trusted_keys = ["gone.pub"]', "KC640"),
-        ('trusted_keys = ["release.pub"]\nthreshold = 0', "KC643"),
-        ('trusted_keys = ["release.pub"]\nthreshold = "1"', "KC605"),
-        ("trusted_keys = [", "KC605"),
-    ):
-        ran = run(text)
-        assert (ran.code, words in ran.stderr) == (2, True), (text, ran.stderr)

@@ -125,12 +125,16 @@ def test_what_the_contract_does_not_know_is_refused(
         issue(program=program, base=folder, clauses=[], keys=[key])
 
 
-def test_without_a_key_it_is_written_and_never_accepted(program: Program, folder: Path) -> None:
-    bundle = issue(
-        program=program, base=folder, clauses=[_census(program, folder, value=0.01)], keys=[]
-    )
-    with pytest.raises(Reject, match="0 signatures"):
-        parse_bundle(bundle)
+def test_without_a_key_it_is_the_statement_alone(
+    program: Program, folder: Path, key: SigningKey
+) -> None:
+    def made(*keys: SigningKey) -> bytes:
+        clauses = [_census(program, folder, value=0.01)]
+        return issue(program=program, base=folder, clauses=clauses, keys=keys, clock=lambda: NOW)
+
+    assert _payload(made(key)) == made()
+    with pytest.raises(Reject, match="bundle/malformed"):
+        parse_bundle(made())
 
 
 def test_the_triple_needs_its_files(program: Program, folder: Path) -> None:
@@ -244,6 +248,14 @@ def test_keygen_leaves_nothing_half_done(cli: Cli, tmp_path: Path) -> None:
     ran = cli("keygen", "-o", "a.key.pub/c.key", cwd=tmp_path)
     assert (ran.code, "KC602" in ran.stderr) == (2, True)
     assert cli("keygen", "-o", "made/c.key", cwd=tmp_path).code == 0
+
+
+@pytest.mark.parametrize("name", ["d.key", "d.key.pub"])
+def test_keygen_writes_through_no_link(cli: Cli, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    ran = cli("keygen", "-o", "d.key", "--force", cwd=tmp_path)
+    assert (ran.code, "is a link" in ran.stderr) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_keygen_with_a_password(cli: Cli, tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.release.keys import PASSWORD_VARIABLE, read_private_key, read_public_key
-from kcdsl.release.signing import signing_key
+from kcdsl.release.keys import PASSWORD_VARIABLE, read_private_key
+from kcdsl.release.signing import signing_keys
 from kcdsl_certs.keys import generate
+from kcdsl_certs.policy import load_key
+from kcdsl_certs.reject import Reject
 
 
 @pytest.fixture(autouse=True)
@@ -18,17 +21,27 @@ def no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
 
 
-def test_the_key_beside_the_contract_signs_unless_another_is_named(tmp_path: Path) -> None:
-    assert signing_key(None, tmp_path) is None
-    beside, other = generate(), generate()
-    (tmp_path / "kcdsl.key").write_bytes(beside.to_pem(None))
-    (tmp_path / "other.key").write_bytes(other.to_pem(None))
-    found = signing_key(None, tmp_path)
-    assert found is not None
-    assert found.public.pem == beside.public.pem
-    named = signing_key(str(tmp_path / "other.key"), tmp_path)
-    assert named is not None
-    assert named.public.pem == other.public.pem
+def test_keys_sign_where_they_are_named_and_each_once(tmp_path: Path) -> None:
+    assert signing_keys(()) == ()
+    one, other = tmp_path / "kcdsl.key", tmp_path / "other.key"
+    for path in (one, other):
+        path.write_bytes(generate().to_pem(None))
+        path.chmod(0o600)
+    assert len(signing_keys([str(one), str(other)])) == 2
+    with pytest.raises(Refusal) as caught:
+        signing_keys([str(one), str(other), str(one)])
+    assert caught.value.diagnostics[0].code.id == "KC649"
+
+
+def test_a_private_key_that_others_may_read_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kcdsl.key"
+    path.write_bytes(generate().to_pem(None))
+    for mode, told in ((0o600, False), (0o400, False), (0o640, True), (0o604, True)):
+        path.chmod(mode)
+        read_private_key(path)
+        assert ("others may read the private key" in capsys.readouterr().err) is told, oct(mode)
 
 
 def test_an_encrypted_key_opens_with_its_password_alone(
@@ -53,15 +66,12 @@ def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.pub").write_bytes(key.public.pem)
     (tmp_path / "a.key").write_bytes(key.to_pem(None))
     (tmp_path / "long").write_bytes(key.public.pem + b"\n" * 65536)
-    assert read_public_key(tmp_path / "a.pub").pem == key.public.pem
-    for read, name in (
-        (read_public_key, "a.key"),
-        (read_private_key, "a.pub"),
-        (read_public_key, "long"),
-        (read_public_key, "absent"),
-        (read_private_key, "absent"),
-        (read_private_key, "."),
-    ):
+    os.mkfifo(tmp_path / "pipe")
+    assert load_key(tmp_path / "a.pub").pem == key.public.pem
+    for name in ("a.key", "long", "absent", ".", "pipe", "\0"):
+        with pytest.raises(Reject):
+            load_key(tmp_path / name)
+    for name in ("a.pub", "absent", ".", "pipe", "\0"):
         with pytest.raises(Refusal) as caught:
-            read(tmp_path / name)
+            read_private_key(tmp_path / name)
         assert caught.value.diagnostics[0].code.id == "KC640"

@@ -1,0 +1,88 @@
+"""Reading a statement before it is signed: what a checker would refuse of it is refused here.
+
+Needs neither the contract nor the model, and runs nothing: what the statement says about the
+contract's clauses, the checker compares with the contract later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from kcdsl_certs.coverage import check_results, refuse_stray
+from kcdsl_certs.envelope import LARGEST_BUNDLE, decode, parse_bundle
+from kcdsl_certs.policy import read_limited
+from kcdsl_certs.proofs import load_proof
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.statement import (
+    LARGEST_PAYLOAD,
+    PREDICATE_TYPE,
+    STATEMENT_TYPE,
+    Predicate,
+    certificate_id,
+    parse_predicate,
+    parse_statement,
+    payload_bytes,
+)
+from kcdsl_certs.strict import strict_load, time_text
+from kcdsl_certs.transfer import TRANSFER_TYPE, Transfer, parse_transfer, transfer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A statement that may be signed; `body` is all that it says."""
+
+    payload: bytes
+    body: Predicate | Transfer
+
+
+def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
+    """Read a statement that is to be signed; raises Reject for what a checker would refuse.
+
+    The bytes must be the only spelling of what the statement says, so that nothing is signed that
+    was not read. The proof objects, or the earlier certificate, that it names must be in `folder`.
+    """
+    statement = parse_statement(strict_load(payload, LARGEST_PAYLOAD))
+    if len(statement.subjects) != 1:
+        raise Reject("subject/count", f"{len(statement.subjects)} subjects, not one")
+    if statement.type != STATEMENT_TYPE:
+        raise Reject("statement/type", f"_type is {statement.type!r}")
+    if statement.predicate_type == TRANSFER_TYPE:
+        transfer = parse_transfer(statement.predicate)
+        _refuse_ended(transfer, moment)
+        _refuse_other_spelling(payload, transfer_bytes(transfer))
+        _refuse_other_base(transfer, folder)
+        return Admitted(payload, transfer)
+    if statement.predicate_type != PREDICATE_TYPE:
+        raise Reject("statement/predicate-type", f"predicateType is {statement.predicate_type!r}")
+    body, stated = parse_predicate(statement.predicate)
+    _refuse_ended(body, moment)
+    check_results(body, stated)
+    _refuse_other_spelling(payload, payload_bytes(body))
+    refuse_stray(body)
+    for clause in body.clauses:
+        if clause.proof is not None:
+            load_proof(folder, clause)
+    return Admitted(payload, body)
+
+
+def _refuse_other_spelling(payload: bytes, canonical: bytes) -> None:
+    if payload != canonical:
+        raise Reject(
+            "statement/not-canonical",
+            "the bytes are not the canonical form of what the statement says",
+        )
+
+
+def _refuse_other_base(transfer: Transfer, folder: Path) -> None:
+    base = decode(parse_bundle(read_limited(folder / transfer.path, LARGEST_BUNDLE)))
+    if certificate_id(base.payload) != transfer.base:
+        raise Reject("transfer/another-base", f"{transfer.path} is not the certificate it names")
+
+
+def _refuse_ended(body: Predicate | Transfer, moment: datetime) -> None:
+    if body.valid_until <= body.issued_at:
+        raise Reject("validity/empty", "it ends before it begins")
+    if moment >= body.valid_until:
+        raise Reject("validity/expired", f"it was valid until {time_text(body.valid_until)}")

@@ -1,0 +1,336 @@
+"""The trust policy of the one who checks: which keys may sign what, how long, and what is revoked.
+
+It is never read from beside a contract or a certificate: their author would vouch for himself.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from kcdsl_certs.keys import LONGEST_VALIDITY, PublicKey, TrustedKey, TrustPolicy, load_public
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
+from kcdsl_certs.strict import parse_time, time_text
+from kcdsl_certs.transfer import TRANSFER_TYPE
+
+ROLES = {"certificate": PREDICATE_TYPE, "transfer": TRANSFER_TYPE}
+_LARGEST = 4 * 1024 * 1024
+_LARGEST_KEY = 64 * 1024
+_REVOKED = ("revoked-certificates", "revoked-keys")
+_OPTIONS = ("trusted-keys", "threshold", "max-validity", "refuse-suppressions", *_REVOKED)
+_OF_A_KEY = ("path", "sha256", "roles", "stages", "valid-from", "valid-until")
+_DAYS = re.compile(r"[1-9]\d{0,4}d", re.ASCII)
+_HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What one file says; `sha256` is the digest of its bytes. The keys are in `keys`."""
+
+    path: Path
+    sha256: str
+    keys: tuple[TrustedKey, ...] = ()
+    threshold: int = 1
+    max_validity: timedelta = LONGEST_VALIDITY
+    refuse_suppressions: bool = False
+    revoked_certificates: frozenset[str] = frozenset()
+    revoked_keys: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What a check goes by, and where that came from.
+
+    `source` says who named the policy (an option, a variable, the user's configuration); None where
+    keys were named alone. `outside` has the names of keys that the policy does not list.
+    """
+
+    rules: TrustPolicy
+    source: str | None = None
+    policy: Policy | None = None
+    outside: tuple[str, ...] = ()
+    revocations: tuple[Path, ...] = ()
+
+    def __str__(self) -> str:
+        origin = "keys named by --key; no policy"
+        if self.policy is not None:
+            origin = f"policy {self.policy.path} ({self.source})"
+        if self.policy is not None and self.outside:
+            origin += f", which does not list {', '.join(self.outside)}"
+        rules = self.rules
+        limits = [
+            f"{rules.threshold} of {len(rules.keys)} key(s) must sign",
+            f"valid for at most {rules.max_validity.days} days",
+        ]
+        revoked = len(rules.revoked_certificates) + len(rules.revoked_keys)
+        if revoked:
+            limits.append(f"{revoked} revocation(s)")
+        return f"{origin}: {', '.join(limits)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, the field `trust` of a report."""
+        rules, policy = self.rules, self.policy
+        return {
+            "source": self.source or "--key",
+            "policy": None
+            if policy is None
+            else {"file": str(policy.path), "sha256": policy.sha256},
+            "threshold": rules.threshold,
+            "maxValidityDays": rules.max_validity.days,
+            "refuseSuppressions": rules.refuse_suppressions,
+            "keys": [
+                _key_json(key, policy is not None and key in policy.keys) for key in rules.keys
+            ],
+            "revocations": {
+                "files": [str(path) for path in self.revocations],
+                "certificates": len(rules.revoked_certificates),
+                "keys": len(rules.revoked_keys),
+            },
+        }
+
+
+def _key_json(key: TrustedKey, listed: bool) -> dict[str, Any]:
+    ends = {"validFrom": key.valid_from, "validUntil": key.valid_until}
+    return {
+        "name": key.name,
+        "sha256": key.key.fingerprint,
+        "listed": listed,
+        "roles": sorted(name for name, kind in ROLES.items() if kind in key.predicate_types),
+        "stages": None if key.stages is None else sorted(key.stages),
+        **{name: None if end is None else time_text(end) for name, end in ends.items()},
+    }
+
+
+def trust(
+    policy: Policy | None,
+    source: str | None = None,
+    *,
+    keys: Sequence[Path] = (),
+    threshold: int | None = None,
+    revocations: Sequence[Path] = (),
+) -> Trust:
+    """Return what a check goes by.
+
+    `keys` chooses among those of the policy; each keeps the limits that the policy sets for it, and
+    one that the policy does not list has its general limits. `threshold` may raise that of the
+    policy. `revocations` are files that add to what is revoked. Raises Reject.
+    """
+    base = policy or Policy(Path(), "")
+    listed = {record.key.spki: record for record in base.keys}
+    chosen, outside = base.keys, []
+    if keys:
+        chosen = ()
+        for path in keys:
+            key = load_key(path)
+            record = listed.get(key.spki)
+            if record is None:
+                record = TrustedKey(str(path), key, frozenset(ROLES.values()))
+                outside.append(record.name)
+            chosen = (*chosen, record)
+    if not chosen:
+        raise Reject("policy/no-key", "no key is trusted, so no certificate can be")
+    if threshold is not None and policy is not None and threshold < base.threshold:
+        raise Reject(
+            "policy/threshold",
+            f"--threshold {threshold} is below the {base.threshold} that the policy demands",
+        )
+    certificates, revoked = base.revoked_certificates, base.revoked_keys
+    for path in revocations:
+        more = read_revocations(path)
+        certificates, revoked = certificates | more[0], revoked | more[1]
+    rules = TrustPolicy(
+        chosen,
+        base.threshold if threshold is None else threshold,
+        max_validity=base.max_validity,
+        refuse_suppressions=base.refuse_suppressions,
+        revoked_certificates=certificates,
+        revoked_keys=revoked,
+    )
+    return Trust(rules, source, policy, tuple(outside), tuple(revocations))
+
+
+def read_policy(path: Path) -> Policy:
+    """Read a policy (TOML), paths in it relative to its folder; raises Reject."""
+    with _naming(path):
+        table, digest = _table(path)
+        _refuse_unknown(table, _OPTIONS)
+        keys = table.get("trusted-keys", [])
+        if not isinstance(keys, list):
+            raise Reject("policy/malformed", "`trusted-keys` is a list of paths and tables")
+        found = Policy(path, digest, tuple(_key(entry, path.parent) for entry in keys))
+        if "threshold" in table:
+            found = dataclasses.replace(found, threshold=_count(table["threshold"]))
+        if "max-validity" in table:
+            found = dataclasses.replace(found, max_validity=_days(table["max-validity"]))
+        if "refuse-suppressions" in table:
+            strict = table["refuse-suppressions"]
+            if not isinstance(strict, bool):
+                raise Reject("policy/malformed", "`refuse-suppressions` is true or false")
+            found = dataclasses.replace(found, refuse_suppressions=strict)
+        certificates, revoked = _revocations(table)
+        return dataclasses.replace(found, revoked_certificates=certificates, revoked_keys=revoked)
+
+
+def read_revocations(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Read the revoked certificates and keys of a file with these two lists; raises Reject."""
+    with _naming(path):
+        table, _ = _table(path)
+        _refuse_unknown(table, _REVOKED)
+        if not table:
+            raise Reject("policy/malformed", f"it has none of {', '.join(_REVOKED)}")
+        return _revocations(table)
+
+
+def load_key(path: Path) -> PublicKey:
+    """Read a public key; raises Reject."""
+    with _naming(path):
+        return load_public(read_limited(path, _LARGEST_KEY))
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """Return the bytes of a regular file; raises Reject for another one, or one that is larger."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(descriptor, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise Reject("file/not-regular", "it is no regular file")
+            data = stream.read(limit + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name of a file"
+        raise Reject("file/unreadable", f"it cannot be read: {reason}") from None
+    if len(data) > limit:
+        raise Reject("file/size", f"it has more than {limit} bytes")
+    return data
+
+
+class _naming:
+    """Adds the name of a file to what is refused about it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Reject):
+            raise Reject(error.reason, f"{self.path}: {error.detail}") from None
+
+
+def _table(path: Path) -> tuple[dict[str, Any], str]:
+    data = read_limited(path, _LARGEST)
+    try:
+        table = tomllib.loads(data.decode("utf-8"))
+    except (UnicodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise Reject("policy/malformed", f"no TOML: {error}") from None
+    return _dashed(table), hashlib.sha256(data).hexdigest()
+
+
+def _dashed(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table whose names are written with `-`; `_` counts as `-`."""
+    names = [name.replace("_", "-") for name in table]
+    for name in names:
+        if names.count(name) > 1:
+            raise Reject("policy/malformed", f"`{name}` is written twice, with `-` and with `_`")
+    return dict(zip(names, table.values(), strict=True))
+
+
+def _refuse_unknown(table: dict[str, Any], known: Sequence[str]) -> None:
+    for name in sorted(table.keys() - set(known)):
+        close = get_close_matches(name, known, n=1)
+        way_out = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(known)}"
+        raise Reject("policy/unknown", f"there is no `{name}`; {way_out}")
+
+
+def _key(entry: Any, folder: Path) -> TrustedKey:
+    record = {"path": entry} if isinstance(entry, str) else entry
+    if not isinstance(record, dict) or not isinstance(record.get("path"), str):
+        raise Reject("policy/malformed", "a trusted key is a path or a table with `path`")
+    record = _dashed(record)
+    _refuse_unknown(record, _OF_A_KEY)
+    key = load_key(folder / record["path"])
+    if "sha256" in record and _fingerprint(record["sha256"]) != key.fingerprint:
+        raise Reject("policy/other-key", f"{record['path']} is not the key of `sha256`")
+    roles = frozenset(ROLES[name] for name in _words(record, "roles", ROLES) or ROLES)
+    stages = _words(record, "stages", STAGES)
+    return TrustedKey(
+        record["path"],
+        key,
+        roles,
+        None if stages is None else frozenset(stages),
+        _moment(record, "valid-from"),
+        _moment(record, "valid-until"),
+    )
+
+
+def _words(record: dict[str, Any], name: str, known: Any) -> list[str] | None:
+    if name not in record:
+        return None
+    words = record[name]
+    if not isinstance(words, list) or not words or not all(word in known for word in words):
+        raise Reject("policy/malformed", f"`{name}` is a list with any of {', '.join(known)}")
+    return words
+
+
+def _moment(record: dict[str, Any], name: str) -> datetime | None:
+    if name not in record:
+        return None
+    try:
+        return parse_time(str(record[name]))
+    except Reject as error:
+        raise Reject("policy/malformed", f"`{name}`: {error.detail}") from None
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise Reject("policy/malformed", "`threshold` is an integer")
+    if value < 1:
+        raise Reject("policy/threshold", f"a threshold of {value} accepts anything")
+    return value
+
+
+def _days(value: Any) -> timedelta:
+    if not isinstance(value, str) or _DAYS.fullmatch(value) is None:
+        raise Reject("policy/malformed", '`max-validity` is a number of days, such as "180d"')
+    return timedelta(days=int(value[:-1]))
+
+
+def _revocations(table: dict[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
+    certificates, keys = (frozenset(_digests(table, name)) for name in _REVOKED)
+    return certificates, keys
+
+
+def _digests(table: dict[str, Any], name: str) -> Iterator[str]:
+    values = table.get(name, [])
+    if not isinstance(values, list):
+        raise Reject("policy/malformed", f"`{name}` is a list of sha256 digests")
+    for value in values:
+        yield _fingerprint(value)
+
+
+def _fingerprint(value: Any) -> str:
+    """Return a sha256 as hex: written so, or as base64 (the hint of a key)."""
+    if isinstance(value, str):
+        text = value.removeprefix("sha256:")
+        if _HEX.fullmatch(text.lower()) is not None:
+            return text.lower()
+        try:
+            raw = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError):
+            raw = b""
+        if len(raw) == 32:
+            return raw.hex()
+    raise Reject("policy/malformed", f"{value!r} is no sha256, in hex or in base64")
