@@ -13,7 +13,7 @@ SHELL   := /bin/sh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools demo demo-minilm test test-fast test-slow test-gpu lint type layers format \
+.PHONY: help setup tools demo demo-minilm test test-fast test-programs test-slow test-gpu lint type layers format \
         fuzz-language mutants grammar pages docs wheel changelog clean distclean
 
 help: ## list the targets
@@ -49,10 +49,10 @@ demo-minilm: setup ## the same road on real weights, all-MiniLM-L6-v2
 
 # --- tests ----------------------------------------------------------------------------------------
 
-test: setup tools lint type layers test-fast ## everything that must pass before a change goes in
+test: setup lint type layers test-fast ## everything that must pass before a change goes in
 
-# Programs that tests run beside the Python packages: second opinions, and real editors. Installed
-# where they are missing and this may be done.
+# Programs that tests run beside the Python packages: second opinions, shells, a compiler, a browser
+# and real editors. Installed where they are missing and this may be done, which needs root.
 PROGRAMS := openssl:openssl nvim:neovim emacs:emacs-nox node:nodejs npm:npm zsh:zsh fish:fish g++:g++ chromium:chromium
 tools: ## install the editors and other programs that tests run
 	@wanted=; for pair in $(PROGRAMS); do command -v $${pair%%:*} > /dev/null || wanted="$$wanted $${pair#*:}"; done; \
@@ -66,9 +66,12 @@ tools: ## install the editors and other programs that tests run
 	  npm ci --prefix $$folder --no-audit --no-fund --loglevel=error || exit 1; done
 
 test-fast: setup ## the fast tests alone
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not gpu and not programs"
 
-test-slow: setup ## the tests that take minutes
+test-programs: setup tools ## the tests that run editors, a browser, shells, openssl and a C++ compiler
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "programs and not slow and not gpu"
+
+test-slow: setup tools ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
 
 test-gpu: setup ## the tests that need a CUDA device

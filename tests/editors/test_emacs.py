@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.programs
+
 SCRIPT = r"""
 (require 'package)
 (package-initialize)

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.programs
+
 SCRIPT = """
 local file, server, out = vim.env.CONTRACT, vim.env.SERVER, vim.env.RESULT
 local result = {}

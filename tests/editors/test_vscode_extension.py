@@ -7,8 +7,12 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from kcdsl.check.units import UNITS
 from kcdsl.lsp.session import contracts_below
+
+pytestmark = pytest.mark.programs
 
 
 def test_the_extension_builds_and_its_tests_pass(repository: Path) -> None:

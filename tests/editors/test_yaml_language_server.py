@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.rpc import Client
 
+pytestmark = pytest.mark.programs
+
 GOOD = """kcdsl: 1
 contract: c
 version: 1.0.0

@@ -13,6 +13,8 @@ from kcdsl.verdict.html.experiment_maps import maps
 from kcdsl.verdict.names import WORST_FIRST
 from tests.support.browser import Browser
 
+pytestmark = pytest.mark.programs
+
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
 MANIFEST = {
     "contract": {"name": "demo", "version": "1.0.0", "digest": "sha256:" + "b" * 64},

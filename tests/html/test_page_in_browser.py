@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.browser import Browser, Page
 
+pytestmark = pytest.mark.programs
+
 FOLDER = Path(__file__).parent
 CONTRAST = (FOLDER / "contrast.js").read_text(encoding="utf-8")
 CHARTS = (FOLDER / "charts.js").read_text(encoding="utf-8")

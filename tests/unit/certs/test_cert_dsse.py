@@ -102,6 +102,7 @@ def test_lengths_count_bytes() -> None:
     assert pae("", b"") == b"DSSEv1 0  0 "
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 def test_openssl_verifies_our_signature(algorithm: Algorithm, tmp_path: Path) -> None:
     openssl = shutil.which("openssl")
@@ -132,6 +133,7 @@ def test_openssl_verifies_our_signature(algorithm: Algorithm, tmp_path: Path) ->
     assert subprocess.run([openssl, *words], cwd=tmp_path, capture_output=True).returncode != 0
 
 
+@pytest.mark.programs
 def test_openssl_reads_our_hint(tmp_path: Path) -> None:
     key = generate()
     (tmp_path / "pub.pem").write_bytes(key.public.pem)
