@@ -3,6 +3,9 @@
 The nearest folder counts that has a `kcdsl.toml` or a `pyproject.toml` with `[tool.kcdsl]`, upwards
 from where a command or a contract stands; `kcdsl.toml` wins in the same folder. A variable of the
 environment counts more than the file, and an option of the command line more than both.
+
+The user's own file (`user_file`) counts less than all of them. Only it and the environment can give
+the options that a folder must not decide for itself, such as that its code may run.
 """
 
 from __future__ import annotations
@@ -43,13 +46,15 @@ class Kind(Enum):
 @dataclass(frozen=True, slots=True)
 class Option:
     """An option of the configuration. `allowed` lists its words, where only some are allowed; a
-    word of `format` may go on with `=FILE`."""
+    word of `format` may go on with `=FILE`. One that is `personal` is not taken from the file of a
+    folder."""
 
     name: str
     kind: Kind
     default: Any
     help: str
     allowed: tuple[str, ...] = ()
+    personal: bool = False
 
     @property
     def field(self) -> str:
@@ -73,6 +78,13 @@ OPTIONS = (
     Option("metrics", Kind.TEXTS, (), "modules and files that declare metrics"),
     Option("refuse-suppressions", Kind.TRUTH, False, "refuse contracts with accepted findings"),
     Option("select", Kind.CODES, (), "the only codes whose warnings and notes are shown"),
+    Option(
+        "trusted-folders",
+        Kind.TEXTS,
+        (),
+        "folders whose contracts may run code of their own",
+        personal=True,
+    ),
 )
 """Every option, by name; `_` in a name counts as `-`."""
 
@@ -123,7 +135,8 @@ class Origin:
 class Config:
     """The values of all options; `origins` has those that were given, by the name of the option.
 
-    `file` is the configuration file, None where there is none.
+    `file` is the configuration file of the folder, `own` that of the user; None where there is
+    none.
     """
 
     color: str = "auto"
@@ -136,7 +149,9 @@ class Config:
     metrics: tuple[str, ...] = ()
     refuse_suppressions: bool = False
     select: tuple[str, ...] = ()
+    trusted_folders: tuple[str, ...] = ()
     file: SourceFile | None = None
+    own: SourceFile | None = None
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
     def origin(self, name: str) -> Origin:
@@ -175,13 +190,15 @@ def load_config(start: Path, environment: Mapping[str, str] | None = None) -> Co
 
 def read_config(start: Path, sink: Sink, environment: Mapping[str, str] | None = None) -> Config:
     """Return the configuration of a folder; what cannot be used is reported and left out."""
-    config, file = Config(), _nearest(start, sink)
-    if file is not None:
-        source, folder, table = file
-        config = replace(config, file=source)
-        for key, value in table.items():
-            config = _take(config, key, value, source, folder, sink)
     variables = os.environ if environment is None else environment
+    mine = user_file(variables)
+    own = None if mine is None or not mine.is_file() else _read(mine, (), sink)
+    file = _nearest(start, sink, mine)
+    config = Config(file=file[0] if file else None, own=own[0] if own else None)
+    if own is not None and mine is not None:
+        config = _with_file(config, own[0], mine.parent, own[1], sink)
+    if file is not None:
+        config = _with_file(config, *file, sink)
     for option in OPTIONS:
         text = variables.get(option.variable)
         if text is not None:
@@ -189,15 +206,23 @@ def read_config(start: Path, sink: Sink, environment: Mapping[str, str] | None =
     return config
 
 
-# --- the file ------------------------------------------------------------------------------------
+# --- the files -----------------------------------------------------------------------------------
 
 
-def _nearest(start: Path, sink: Sink) -> tuple[SourceFile, Path, Mapping[str, Any]] | None:
-    """Return the nearest file that has our section, its folder, and the section."""
+def user_file(environment: Mapping[str, str] | None = None) -> Path | None:
+    """Return where the user's own configuration is; None where there is no home."""
+    folder = user_folder(environment)
+    return None if folder is None else (folder / "kcdsl.toml").resolve()
+
+
+def _nearest(
+    start: Path, sink: Sink, mine: Path | None
+) -> tuple[SourceFile, Path, Mapping[str, Any]] | None:
+    """Return the nearest file that has our section, its folder, and the section; not `mine`."""
     here = start.resolve()
     for folder in (here, *here.parents):
         for name, section in FILES:
-            if (folder / name).is_file():
+            if (folder / name).is_file() and folder / name != mine:
                 found = _read(folder / name, section, sink)
                 if found is not None:
                     return found[0], folder, found[1]
@@ -263,14 +288,31 @@ def _key_span(source: SourceFile, path: tuple[str, ...]) -> Span:
     return key_span(source.text, path) or Span(0, 0)
 
 
+def _with_file(
+    config: Config, source: SourceFile, folder: Path, table: Mapping[str, Any], sink: Sink
+) -> Config:
+    """Return the configuration with a file; what a file before it gave is replaced."""
+    before = config.origins
+    config = replace(config, origins={})
+    for key, value in table.items():
+        config = _take(config, key, value, source, folder, sink)
+    return replace(config, origins={**before, **config.origins})
+
+
 def _take(
     config: Config, key: str, value: Any, source: SourceFile, folder: Path, sink: Sink
 ) -> Config:
-    """Return the configuration with one entry of the file, or report why it cannot be used."""
+    """Return the configuration with one entry of a file, or report why it cannot be used."""
     origin = Origin(folder, source=source, key=(*_section(source), key))
     option = next((o for o in OPTIONS if o.name == key.replace("_", "-")), None)
     if option is None:
         sink.add(_unknown(key, origin))
+        return config
+    if option.personal and source is not config.own:
+        message = f"`{option.name}` is yours to say, not the folder's"
+        mine = user_file()
+        help = f"write it in {mine}" if mine is not None else f"set {option.variable}"
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, origin.span, help=help))
         return config
     if option.name in config.origins:
         message, help = f"`{option.name}` is written twice, with `-` and with `_`", "remove one"
@@ -360,6 +402,7 @@ def _example(option: Option) -> str | None:
         "ignore": 'such as ["KC208", "KC5"]',
         "select": 'such as ["KC208", "KC5"]',
         "exclude": 'such as ["drafts", "*/old-*.kc.yaml"]',
+        "trusted-folders": 'such as ["~/contracts"]',
     }.get(option.name)
 
 

@@ -5,11 +5,17 @@ Exit codes: 0 the certificate is valid, 2 the check could not run, 4 the certifi
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    from kcdsl_certs.isolation import isolate
+
+    isolate()  # before anything of another package is imported
+
 import argparse
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec

@@ -77,6 +77,17 @@ def declarations(folder: Path | None, sink: Sink) -> Mapping[str, Declared]:
     return found
 
 
+def configured_functions(folder: Path) -> Mapping[str, Path]:
+    """Return the functions that the configuration of a folder declares as metrics, each with the
+    folder of that configuration; those that a variable of the environment names are left out."""
+    sink = Sink()
+    modules = _configured(folder, sink)
+    if modules is None or modules.config.origin("metrics").variable is not None:
+        return {}
+    found = (declared.definition.function for declared in _declared(modules, sink))
+    return {function: modules.folder for function in found if function is not None}
+
+
 def _add(found: dict[str, Declared], declared: Declared, sink: Sink) -> None:
     name = declared.definition.name
     other = found.get(name)

@@ -47,6 +47,10 @@ _INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `kcdsl.exits`; 130 when interrupted)."""
+    if argv is None:
+        from kcdsl.cli.isolation import isolate
+
+        isolate()  # the process is ours; a program that calls `main` keeps its search path
     words = list(sys.argv[1:] if argv is None else argv)
     _mend_streams()
     from kcdsl.cli.colour import coloured, wanted

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=seed, default=0, metavar="N", help="of sampling and resampling"
     )
+    add_allow_code(parser)
     parser.add_argument("--json", action="store_true", help="print the document as JSON")
     parser.add_argument(
         "-o",
@@ -67,6 +69,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 
     path = find_contract(arguments.contract, Path())
     program = load_program(path)
+    refuse_foreign_code(program, path, arguments)
     device = choose_device(arguments.device)
     attributor = _attributor()
     with in_contract(path), progress_bars() as progress:

@@ -12,7 +12,7 @@ from kcdsl.config import OPTIONS, Config, Origin, load_config
 from kcdsl.exits import Exit
 
 HELP = "show the options of the configuration and where each value came from"
-CONFIG_SCHEMA = "kcdsl.config/1"
+CONFIG_SCHEMA = "kcdsl.config/2"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +41,7 @@ def _document(config: Config) -> dict[str, Any]:
     return {
         "schema": CONFIG_SCHEMA,
         "file": None if config.file is None else config.file.name,
+        "own": None if config.own is None else config.own.name,
         "options": [
             {
                 "name": option.name,
@@ -76,7 +77,8 @@ def _table(config: Config) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}" for name, value, origin in rows]
     file = "none" if config.file is None else config.file.name
-    return "\n".join([f"configuration file: {file}", "", *lines])
+    own = [] if config.own is None else [f"your own: {config.own.name}"]
+    return "\n".join([f"configuration file: {file}", *own, "", *lines])
 
 
 def _toml(value: Any) -> str:

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "beside the contract)",
     )
     add_workers(parser, "requests")
+    add_allow_code(parser)
     parser.add_argument("--svg", metavar="FILE", help="write the printed report as a picture")
     add_signing_options(parser)
 
@@ -89,6 +91,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     wanted = outputs(arguments.format, json=arguments.json)
     path = find_contract(arguments.contract, Path())
     (program, suppressed), base = load_contract(path), path.resolve().parent
+    refuse_foreign_code(program, path, arguments)
     keys = _keys_for(program, arguments.sign)
     device = choose_device(arguments.device)
     # What no certificate can name is refused before hours of measuring.

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
 from kcdsl.exits import Exit
 
 HELP = "sweep kernels, batches, lengths and streams under one contract"
@@ -46,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=positive, default=5.0, metavar="S", help="e1: how long a variant is timed"
     )
+    add_allow_code(parser)
     parser.add_argument("--fresh", action="store_true", help="measure cells again that are there")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
@@ -69,6 +71,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     _refuse_foreign(kind, arguments)
     path = find_contract(arguments.contract, Path())
     program, base = load_program(path), path.resolve().parent
+    refuse_foreign_code(program, path, arguments)
     folder = Path(arguments.output) if arguments.output else path.parent / "out" / kind
     backend = _backend()
     with in_contract(path), progress_bars() as progress:

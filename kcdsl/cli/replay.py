@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the weights of a counterexample, instead of those the contract names",
     )
     parser.add_argument("--device", choices=CHOICES, default="cpu", help="default: cpu")
+    add_allow_code(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -65,6 +67,7 @@ def _replay_counterexample(file: Path, arguments: argparse.Namespace) -> Exit:
     document = read_counterexample(file)
     path = find_contract(arguments.contract, Path())
     (program, _), base = load_contract(path), path.resolve().parent
+    refuse_foreign_code(program, path, arguments, metrics=False)
     device = choose_device(arguments.device)
     backend = _backend()
     with in_contract(path):

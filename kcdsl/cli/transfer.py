@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="kernel fingerprints, the kernels.json of `kcdsl evaluate`, instead of those of this "
         "machine",
     )
+    add_allow_code(parser)
     add_sign_option(parser)
     parser.add_argument(
         "-o",
@@ -73,6 +75,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     contract = find_contract(arguments.contract, Path())
     base = contract.resolve().parent
     program = _compile(contract)
+    refuse_foreign_code(program, contract, arguments, metrics=False)
     named = arguments.base
     earlier = locate(program.model.checkpoint, base) if named is None else Path(named)
     later = Path(arguments.checkpoint)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--device", choices=CHOICES, default="auto", help="default: cuda where there is one"
     )
     add_options(parser)
+    add_allow_code(parser)
     add_signing_options(parser)
     parser.add_argument(
         "-o",
@@ -108,6 +110,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 
     path = find_contract(arguments.contract, Path())
     (program, suppressed), base = load_contract(path), path.resolve().parent
+    refuse_foreign_code(program, path, arguments, metrics=False)
     _refuse_inconsistent(program, path)
     chosen = _choose(program, arguments)
     if arguments.weights is not None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ENTRY = "import sys; sys.argv[0] = 'kcdsl'; from kcdsl.cli import main; sys.exit(main())"
+_SAFE = "-P"
+"""Python does not look for modules in the folder of the contract, where the command runs."""
 _WORDS = {0: "holds", 1: "is violated", 2: "could not be decided: see the log", 3: "is undecided"}
 
 
@@ -26,7 +28,7 @@ class Finished:
 
 def arguments(command: str, contract: Path, clause: str) -> list[str]:
     """Return the command line that decides a clause; measuring decides the whole contract."""
-    words = [sys.executable, "-c", _ENTRY, command, str(contract)]
+    words = [sys.executable, _SAFE, "-c", _ENTRY, command, str(contract)]
     return [*words, "--clause", clause] if command == "verify" else words
 
 

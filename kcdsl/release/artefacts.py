@@ -111,17 +111,14 @@ def companions(model: ModelRef, base: Path) -> dict[str, str]:
 
 
 def _factory_source(target: str, base: Path) -> Path:
+    """Return the source file that an import of the factory's module would read; none is run."""
+    from kcdsl.check.metric_modules import find_module
+
     name = target.partition(":")[0]
-    sys.path.insert(0, str(base))
-    try:
-        spec = find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    finally:
-        sys.path.remove(str(base))
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+    path = find_module(name, [str(base), *(entry for entry in sys.path if entry)])
+    if path is None:
         raise refuse(FILE_MISSING, f"there is no module {name} with a source file")
-    return Path(spec.origin)
+    return path
 
 
 def data_file(reference: str, base: Path) -> Path:

@@ -224,6 +224,6 @@ def test_a_block_that_branches_on_its_length_is_refused(
     (tmp_path / "network.py").write_text(NETWORK)
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "tokens": [0, 1]}\n')
     (tmp_path / "contract.yaml").write_text(BRANCHING % longest)
-    ran = cli_process("verify", "--cache", "off", cwd=tmp_path)
+    ran = cli_process("verify", "--allow-code", "--cache", "off", cwd=tmp_path)
     assert ran.code == code, ran.stderr
     assert ("KC474" in ran.stderr) == (code == 2)

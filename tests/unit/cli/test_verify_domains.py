@@ -97,6 +97,7 @@ def run(folder: Path, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch)
         out = tmp_path / "out"
         ran = cli(
             *("verify", str(path), "--json", "--attack", "off", "--cache", "off", "--jobs", "1"),
+            "--allow-code",
             *("-o", str(out), *options),
         )
         assert ran.code in (0, 3), ran.stderr
@@ -187,7 +188,10 @@ def test_planes_of_large_blocks_are_asked_only_by_name(
     require = f"{BALL}norm_inf(drift(mlp_0, x)) <= {(planes + others) / 2!r}"
     monkeypatch.setattr("kcdsl_backends.planes.worth.MOST", 1000)
     assert run(require).code == 3
-    ran = cli("verify", str(folder / "contract.yaml"), "--attack", "off", "--cache", "off")
+    ran = cli(
+        *("verify", str(folder / "contract.yaml"), "--attack", "off", "--cache", "off"),
+        "--allow-code",
+    )
     assert ran.code == 3
     assert "--domains interval,affine,planes" in ran.stdout + ran.stderr
     assert run(require, "--domains", "interval,affine,planes").code == 0
@@ -208,7 +212,7 @@ def test_domains_that_cannot_be_chosen(
 ) -> None:
     path = folder / "refused.yaml"
     path.write_text(CONTRACT % f"{BALL}norm_inf(drift(mlp_0, x)) <= 1")
-    ran = cli("verify", str(path), *options)
+    ran = cli("verify", str(path), "--allow-code", *options)
     assert ran.code == 2
     assert "KC476" in ran.stderr
     assert says in ran.stderr

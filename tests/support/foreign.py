@@ -1,0 +1,255 @@
+"""Attacks by what a contract's folder holds: code that nobody should import, and hostile files.
+
+`attempt` carries one out in a process of its own and says what became of it. Nothing here knows
+what the answer should be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+from tests.support.commands import PLAIN_TERMINAL
+from tests.support.rpc import Client
+
+
+class Outcome(StrEnum):
+    """What became of an attack."""
+
+    ACCEPTED = "accepted"
+    """The command went on as if nothing were wrong."""
+    REFUSED = "refused"
+    """A diagnostic said why it did not."""
+    EXECUTED = "executed"
+    """Code of the folder ran."""
+    HUNG = "hung"
+    """The command did not end in time."""
+    CRASHED = "crashed"
+    """It ended by a traceback, a signal or an internal error."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attack as it was carried out; `executed` names the traps that went off."""
+
+    outcome: Outcome
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    executed: tuple[str, ...] = ()
+
+
+def attempt(
+    command: Sequence[str | os.PathLike[str]],
+    folder: Path,
+    *,
+    seconds: float = 60.0,
+    variables: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
+) -> Attempt:
+    """Run a command in a folder, without a terminal, and judge how it ended."""
+    (folder / SPRUNG).unlink(missing_ok=True)
+    outer = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    begun = time.monotonic()
+    late = False
+    process = subprocess.Popen(
+        [os.fspath(word) for word in command],
+        cwd=folder,
+        env={**outer, **PLAIN_TERMINAL, **(variables or {})},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        out, err = process.communicate(stdin, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        late = True
+        process.kill()
+        out, err = process.communicate()
+    took = time.monotonic() - begun
+    stdout, stderr = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+    executed = sprung(folder)
+    code = process.returncode
+    if executed:
+        outcome = Outcome.EXECUTED
+    elif late:
+        outcome = Outcome.HUNG
+    elif code < 0 or "Traceback (most recent call last)" in stderr or "[KC999]" in stderr:
+        outcome = Outcome.CRASHED
+    elif code == 0:
+        outcome = Outcome.ACCEPTED
+    else:
+        outcome = Outcome.REFUSED
+    return Attempt(outcome, code, stdout, stderr, took, executed)
+
+
+# --- traps ---------------------------------------------------------------------------------------
+
+SPRUNG = "sprung.txt"
+_TRAP = """\
+with open({file!r}, "a") as stream:
+    stream.write({name!r} + "\\n")
+"""
+
+
+def trap(file: Path, name: str, folder: Path) -> None:
+    """Write a module that notes its name in `folder` once it is imported."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(_TRAP.format(file=str(folder / SPRUNG), name=name))
+
+
+def packages() -> tuple[str, ...]:
+    """Return the names of everything installed that can be imported, kcdsl itself left out."""
+    own = {"kcdsl_backends", "kcdsl_certs", "kcdsl_grammar"}
+    return tuple(
+        sorted(n for n in {*packages_distributions(), *own} if n.isidentifier() and n != "kcdsl")
+    )
+
+
+BEFORE_US = frozenset({"sitecustomize", "usercustomize", "_distutils_hack"})
+"""What Python itself imports before any program runs, from entries of PYTHONPATH too."""
+
+
+def sprung(folder: Path) -> tuple[str, ...]:
+    """Return the names of the traps that went off."""
+    file = folder / SPRUNG
+    return tuple(sorted(set(file.read_text().split()))) if file.exists() else ()
+
+
+def set_traps(folder: Path, names: Iterable[str]) -> None:
+    """Write a trap for each name that could be imported from the folder."""
+    for name in names:
+        trap(folder / f"{name}.py", name, folder)
+
+
+CONTRACT = """\
+kcdsl: 1
+contract: hostile
+version: 1.0.0
+model: {checkpoint: model.safetensors, module: "trapped_model.network:build"}
+kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}
+data: prompts.jsonl
+slices: {all: {}}
+clauses:
+  N-GAP: {require: p99(gap) <= 0.02, slices: [all], level: L2}
+  N-RISE: {require: p99(rise) <= 0.02, slices: [all], level: L2}
+  N-MLP: {require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= 0.1", level: L2}
+"""
+_METRIC = """\
+from kcdsl import metric
+
+{trap}
+
+@metric(family="numerical", unit="nats", better="lower", counted="token", needs=["logits"])
+def {name}(train_logits, infer_logits):
+    return abs(infer_logits - train_logits).max(axis=-1)
+"""
+
+
+def hostile_contract(folder: Path) -> None:
+    """Write a contract whose model and metrics are traps, with all that commands read beside it."""
+    sprung = str(folder / SPRUNG)
+    (folder / "contract.yaml").write_text(CONTRACT)
+    table = {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    header = json.dumps(table).encode()
+    header += b" " * (-len(header) % 8)
+    weights = struct.pack("<Q", len(header)) + header + struct.pack("<f", 1.0)
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_text("{}")
+    (folder / "prompts.jsonl").write_text('{"id": "a", "tokens": [0, 1]}\n')
+    (folder / "certificate.json").write_text("{}")
+    (folder / "kcdsl.toml").write_text('metrics = ["own_metrics.py", "trapped_metrics.own"]\n')
+    trap(folder / "trapped_model" / "__init__.py", "trapped_model", folder)
+    trap(folder / "trapped_model" / "network.py", "trapped_model.network", folder)
+    trap(folder / "trapped_metrics" / "__init__.py", "trapped_metrics", folder)
+    for file, name in (("own_metrics.py", "gap"), ("trapped_metrics/own.py", "rise")):
+        text = _METRIC.format(trap=_TRAP.format(file=sprung, name=file), name=name)
+        (folder / file).write_text(text)
+    backend = folder / "hostile-1.0.dist-info"
+    backend.mkdir()
+    (backend / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile\nVersion: 1.0\n")
+    (backend / "entry_points.txt").write_text(
+        "[kcdsl.backends]\nhostile = trapped_model:CATALOGUE\n"
+        "[torch.backends]\nhostile = trapped_model:load\n"
+        "[kcdsl.metrics]\nhostile = trapped_metrics.own\n"
+    )
+
+
+READING: Mapping[str, tuple[str, ...]] = {
+    "compile": ("compile", "--consistency", "contract.yaml"),
+    "lint": ("lint", "."),
+    "fmt": ("fmt", "--check", "contract.yaml"),
+    "diff": ("diff", "contract.yaml", "contract.yaml"),
+    "explain": ("explain", "N-GAP", "contract.yaml"),
+    "plan": ("plan", "contract.yaml"),
+    "report": ("report", "report.json"),
+    "aggregate": ("aggregate", "table.jsonl", "--contract", "contract.yaml"),
+    "check": ("check", "certificate.json", "--contract", "contract.yaml", "--key", "own.key.pub"),
+    "keygen": ("keygen", "-o", "another.key"),
+    "sign": ("sign", "certificate.json", "--key", "own.key"),
+    "doctor": ("doctor",),
+    "backends": ("backends",),
+    "config": ("config", "show"),
+    "completion": ("completion", "bash"),
+}
+"""Commands that read: the words of one run of each in the folder of `hostile_contract`. The
+language server is one more: see `converse`."""
+RUNNING: Mapping[str, tuple[str, ...]] = {
+    "verify": ("verify", "contract.yaml", "--cache", "off"),
+    "evaluate": ("evaluate", "contract.yaml", "--seconds", "0.1"),
+    "replay": ("replay", "counterexample.json", "--contract", "contract.yaml"),
+    "attribute": ("attribute", "contract.yaml"),
+    "experiment": ("experiment", "e1", "contract.yaml"),
+    "transfer": (
+        "transfer",
+        "certificate.json",
+        "model.safetensors",
+        "--contract",
+        "contract.yaml",
+    ),
+}
+"""Commands that run code of a contract once their user allows that."""
+
+SCRIPT = "import sys; sys.argv[0] = 'kcdsl'; from kcdsl.cli import main; sys.exit(main())"
+
+
+def kcdsl(*words: str, safe: bool = False) -> list[str]:
+    """Return the command line `python -m kcdsl`, or with `safe` that of the program `kcdsl`."""
+    start = ["-P", "-c", SCRIPT] if safe else ["-m", "kcdsl"]
+    return [sys.executable, *start, *words]
+
+
+def converse(folder: Path) -> tuple[str, ...]:
+    """Talk to the language server about the contract of a folder, started there as `python -m
+    kcdsl lsp`; return the traps that went off."""
+    client = Client(kcdsl("lsp"), folder)
+    document = {"uri": (folder / "contract.yaml").as_uri()}
+    text = (folder / "contract.yaml").read_text()
+    place = {"textDocument": document, "position": {"line": 8, "character": 24}}
+    try:
+        root: dict[str, object] = {"rootUri": folder.as_uri(), "capabilities": {}}
+        root["processId"] = None
+        client.request("initialize", root)
+        client.notify("initialized", {})
+        opened = {**document, "languageId": "yaml", "version": 1, "text": text}
+        client.notify("textDocument/didOpen", {"textDocument": opened})
+        client.told("textDocument/publishDiagnostics")
+        for method in ("hover", "completion", "definition"):
+            client.request(f"textDocument/{method}", place)
+        for method in ("codeLens", "diagnostic", "documentSymbol"):
+            client.request(f"textDocument/{method}", {"textDocument": document})
+        client.request("workspace/symbol", {"query": "N"})
+        client.request("shutdown", None)
+    finally:
+        client.close()
+    return sprung(folder)
