@@ -13,6 +13,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.weights import linear_weight, plain_parameter, stored_constant
+from kcdsl_backends.interval.errors import NoBound
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class StoredParameters:
         return torch.from_numpy(self.constants[node.attrs["key"]]).to(self.device)
 
     def _value(self, node: Node, use: str) -> Tensor:
+        if node.op not in ("param", "constant"):
+            raise NoBound(node.name, f"{node.op} stands where a parameter or a constant must")
         name = str(node.attrs["key"])
         key = (node.op, name, node.format or use)
         if key not in self._cache:

@@ -91,6 +91,7 @@ def _rope(node: Node, x: Array, cos: Array, sin: Array) -> Array:
 
 _OPERATIONS: dict[str, Callable[..., Array]] = {
     "embedding": lambda n, w: w[np.asarray(n.attrs["ids"])],
+    "cast": lambda n, x: x,
     "linear": _linear,
     "matmul": lambda n, a, b: a @ b,
     "add": lambda n, a, b: a + b,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kcdsl.model.formats import FORMATS
+from kcdsl.model.graph import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +259,35 @@ class Numerics:
         if self.byte_sums != "wide":
             record["byte_sums"] = self.byte_sums
         return record
+
+
+_MOVES = frozenset({"reshape", "expand", "permute", "slice", "concat", "neg", "relu", "embedding"})
+
+
+def held_formats(
+    nodes: Mapping[str, Node], name: str, numerics: Numerics, *, handed: bool
+) -> frozenset[str]:
+    """Return formats in which the numbers of a node are stored: each is one of any of them.
+
+    `handed` says that another block stored the input, of which nothing is known then.
+    """
+    found: set[str] = set()
+    waiting = [nodes[name]]
+    while waiting:
+        node = waiting.pop()
+        if node.op in _MOVES:
+            waiting += [nodes[source] for source in node.inputs]
+        elif node.op in ("param", "constant"):
+            wide = node.format or numerics.compute
+            found.add("float32" if wide == "float64" and not node.format else wide)
+        elif node.op == "input":
+            stored = numerics.stored_format("input", node.role)
+            coarse = FORMATS[stored].precision < FORMATS["float32"].precision
+            found.add("float64" if handed else stored if coarse else "float32")
+        else:
+            pinned = numerics.pinned(node.format, node.role)
+            if pinned is None or (node.op == "softmax" and numerics.attention.style == "fused"):
+                found.add("float64")
+            else:
+                found.add(pinned.stored_format(node.op, node.role))
+    return frozenset(found)

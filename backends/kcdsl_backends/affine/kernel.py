@@ -74,6 +74,8 @@ class KernelRun:
     known: dict[str, Tensor] = field(default_factory=dict)
     """References of nodes without errors: what is made of token ids and parameters alone."""
     passes: Passes = field(default_factory=Passes)
+    handed: bool = False
+    """Whether another block stored the input."""
     plain: int | None = None
     """The entry of the block input where it is not rounded: its errors are those of the region."""
     spread: Spread | None = None

@@ -22,6 +22,7 @@ from kcdsl_backends.parameters import StoredParameters
 
 RULES: Mapping[str, Callable[[KernelRun, Node], None]] = {
     "embedding": structural.embedding,
+    "cast": structural.cast,
     "linear": linear.linear,
     "matmul": linear.matmul,
     "add": elementwise.total(1.0),
@@ -96,6 +97,7 @@ def write(
     rounding = Rounding(parameters.numerics)
     run = KernelRun(graph, rounding, parameters, tape, nodes, grain, spread=spread)
     run.common.update(common or {})
+    run.handed = stored or drift is not None
     tape.add(Entry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
     for node in graph.nodes:
         if node.op in ("param", "constant"):

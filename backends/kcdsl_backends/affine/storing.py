@@ -73,21 +73,24 @@ def store(
     *,
     accumulates: bool = False,
     tight: bool = False,
+    inner: Format | None = None,
 ) -> int:
     """Append the entry of a stored result and return its index.
 
-    `tight` bounds what a cast by steps rounds by reverse passes.
+    `tight` bounds what a cast by steps rounds by reverse passes; `inner` is the format in which the
+    result was formed, where that is not the arithmetic of the operation.
 
     Raises:
         NoBound: the result is not finite, or may exceed the largest number of its format.
     """
     kernel, form = run.rounding, stored_format(run, node)
+    inner = inner or kernel.inner(accumulates)
     internal, early = result.internal, result.early
     if early is not None:
         internal = internal + early.of_known + early.of_error
         result = replace(result, shared=_more(result.shared, early.of_known + early.of_error))
     if accumulates:
-        refuse_unbounded_sums(node.name, internal, kernel.inner(accumulates))
+        refuse_unbounded_sums(node.name, internal, inner)
     entry = _formed(run, node, result, internal)
     reach = entry.reach
     unit, faint = kernel.unit(form), kernel.faint(form)
@@ -112,12 +115,12 @@ def store(
             apart=apart,
             shared=_more(entry.shared, own),
         )
-    elif form.precision < max(24, kernel.inner(accumulates).precision):
+    elif form.precision < max(24, inner.precision):
         if tight:
             entry = _tightened(run, entry)
             before = entry.size
         entry = _stepped(entry, form, kernel, result.cases)
-    size, inner = entry.size, kernel.inner(accumulates)
+    size = entry.size
     if kernel.casts.toward_zero and (kernel.free or form.precision < max(24, inner.precision)):
         # What is cut off was larger before, where it must have been a finite number already.
         finite = before <= inner.largest

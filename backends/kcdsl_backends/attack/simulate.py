@@ -7,6 +7,7 @@ A run is admitted by a specification if every stored result obeys its error mode
   in a concrete order (sums.py);
 - early cast: a product of a linear may be stored before its bias is added (`casts: any`), what a
   norm normalised before its gain, and the products of a rope before their sum;
+- scalar: a Python number that is rounded to the format of the result before it is used;
 - inside: elements of elementwise operations and norms, the mean and the inverse root of norms, and
   probabilities before they are stored (inside.py);
 - cast: with `casts: any` the stored result is v·(1 + u·s), with `any_direction` v·(1 + 2u·s), with
@@ -29,7 +30,7 @@ from torch.nn import functional as F
 
 from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.numerics import Numerics
+from kcdsl.model.numerics import Numerics, held_formats
 from kcdsl_backends.attack.inside import (
     ELEMENTWISE,
     NORMS,
@@ -44,7 +45,9 @@ from kcdsl_backends.attack.inside import (
 from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
 from kcdsl_backends.attack.quantiser import Exceeded, moved_by, to_nearest
 from kcdsl_backends.attack.sums import cut_to, nearest_to, ordered_product, sum_error
+from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rules.elementwise import scalar_of
 from kcdsl_backends.interval.rules.linear import summation_error
 from kcdsl_backends.parameters import StoredParameters
 
@@ -55,11 +58,14 @@ WITHIN = 1 - 2.0**-20
 SUMS = frozenset({"linear", "matmul"})
 """Operations that accumulate dot products."""
 STORED = SUMS | {
-    *("add", "sub", "mul", "scale", "divide", "shift", "tanh", "silu", "gelu"),
+    *("add", "sub", "mul", "scale", "divide", "shift", "tanh", "silu", "gelu", "cast"),
     *("softmax", "rms_norm", "layer_norm", "rope"),
 }
 """Operations whose result a kernel stores."""
 
+
+_SCALARS = {"scale": "factor", "divide": "divisor", "shift": "offset"}
+"""Operations with a number, and its attribute."""
 
 _BY_ROWS = frozenset({"none", "per_token", "group_128", "mx", "static"})
 """Scales of quantisers that no other row has a part in."""
@@ -107,6 +113,8 @@ class Simulator:
         row = (*node.shape[:-1], 1)
         if node.name in self.sums:
             found.append(("sum", node.shape))
+        if self._scalars(node) is not None:
+            found.append(("scalar", (1,) * len(node.shape)))
         if self._coarse(node) and self._casts_early(node):
             found.append(("early", node.shape))
         if self._at(node).compute != "float64":
@@ -159,7 +167,28 @@ class Simulator:
         biased = self.free and node.op == "linear" and len(node.inputs) > 2
         return biased or node.op in NORMS or node.op == "rope"
 
+    def _scalars(self, node: Node) -> tuple[float, float, float] | None:
+        """Return the number of an operation and the least and greatest that it may be rounded to;
+        None where it is only that."""
+        name = _SCALARS.get(node.op)
+        if name is None:
+            return None
+        try:
+            low, high = scalar_of(node, name, Rounding(self._at(node)))
+        except NoBound:
+            return None
+        return None if low == high else (float(node.attrs[name]), low, high)
+
+    def _held(self, node: Node) -> list[Format]:
+        """Return the formats of what a cast reads, none of them one that the result holds."""
+        nodes = {one.name: one for one in self.graph.nodes}
+        held = held_formats(nodes, node.inputs[0], self.numerics, handed=False)
+        form = self._format(node)
+        return [FORMATS[name] for name in held if not form.holds(FORMATS[name])]
+
     def _stores(self, node: Node) -> bool:
+        if node.op == "cast":
+            return bool(self._held(node))
         return node.op in STORED or (node.op == "input" and self._format(node).precision < 24)
 
     def run(
@@ -268,7 +297,7 @@ class Simulator:
         """Add the roundings inside of an operation to its exact result."""
         named = {
             kind: WITHIN * symbols[f"{kind} {node.name}"]
-            for kind in ("mean", "root", "inside", "early")
+            for kind in ("scalar", "mean", "root", "inside", "early")
             if f"{kind} {node.name}" in symbols
         }
         if not named:
@@ -278,6 +307,8 @@ class Simulator:
         operands = [self._operand(name, nodes, values) for name in read]
         biased = node.op in (*NORMS, "linear") and len(operands) > 2
         bias = operands[2] if biased else torch.zeros_like(value[..., :1])
+        if "scalar" in named:
+            value = value + self._moved_scalar(node, operands[0], named["scalar"])
         exact = value
         if "mean" in named:
             gain = operands[1] if len(operands) > 1 else 1.0
@@ -300,6 +331,21 @@ class Simulator:
                 value = value + self.numerics.cast.units * roundoff * named["early"] * stored
         return value
 
+    def _moved_scalar(self, node: Node, x: Tensor, symbol: Tensor) -> Tensor:
+        """Return what it adds to take another number in place of that of the operation."""
+        found = self._scalars(node)
+        if found is None:
+            return torch.zeros_like(x)
+        value, low, high = found
+        other = value + symbol.clamp_min(0) * (high - value) + symbol.clamp_max(0) * (value - low)
+        match node.op:
+            case "scale":
+                return x * (other - value)
+            case "divide":
+                return x * (1 / other - 1 / value)
+            case _:
+                return (other - value).expand_as(x)
+
     def _masked(self, node: Node, scores: Tensor) -> Tensor:
         """Return scores with -inf where the mask of a softmax forbids a column."""
         if len(node.inputs) == 1:
@@ -312,6 +358,9 @@ class Simulator:
 
     def _inner(self, node: Node) -> Format:
         """Return the format in which a result is formed; storing it as precisely is exact."""
+        if node.op == "cast":
+            held = [*self._held(node), self._format(node)]
+            return max(held, key=lambda form: form.precision)
         if node.op in SUMS:
             return FORMATS[self._at(node).accumulate]
         return FORMATS["float64" if self._at(node).compute == "float64" else "float32"]
@@ -377,6 +426,8 @@ class Simulator:
                 return operand(0) / float(attrs["divisor"])
             case "shift":
                 return operand(0) + float(attrs["offset"])
+            case "cast":
+                return operand(0)
             case "softmax":
                 return self._masked(node, operand(0)).softmax(-1)
             case "rms_norm":

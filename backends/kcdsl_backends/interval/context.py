@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
+from kcdsl.model.numerics import held_formats
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.neighbourhood import Moved, at_rows
-from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.sequences import Axes
 from kcdsl_backends.interval.state import Known, State, combine
 from kcdsl_backends.parameters import StoredParameters
@@ -90,6 +91,8 @@ class Kernels:
     """The boolean array of a constant node."""
     rows: Rows | None = None
     """What is known beside where the graph stands for any number of rows."""
+    handed: bool = False
+    """Whether another block stored the input."""
     around_weights: bool = False
     """Whether parameters lie in a region around those of the checkpoint (`Parameter.moved`)."""
 
@@ -126,6 +129,20 @@ class Step:
         state = self.known[node.name]
         return state if isinstance(state, State) else state.collapse()
 
+    def cast(self) -> State:
+        """Return the operand in the format of the node: as it is where that holds all of it."""
+        x, node, found = self.operand(0), self.node, []
+        for kernel, own in ((self.kernels.train, x.train), (self.kernels.infer, x.infer)):
+            held = held_formats(self.nodes, node.inputs[0], kernel.own, handed=self.kernels.handed)
+            form = kernel.format_for(node.role, node.op)
+            found.append(kernel.cast(own, held, form, node.name))
+        if found == [None, None]:
+            return x
+        zero = torch.zeros_like(x.drift.lo)
+        unchanged = (Stored(own, Box(zero, zero)) for own in (x.train, x.infer))
+        stored = [now or same for now, same in zip(found, unchanged, strict=True)]
+        return combine(node.name, x.drift, *stored)
+
     def operand_node(self, index: int) -> Node:
         """Return the node that produces an input."""
         return self.nodes[self.node.inputs[index]]
@@ -139,6 +156,7 @@ class Step:
         error_infer: Tensor,
         *,
         accumulates: bool = False,
+        moved: tuple[Box, Box] | None = None,
     ) -> State:
         """Store the exact results of both kernels and combine them.
 
@@ -147,13 +165,17 @@ class Step:
             drift: exact difference.
             error_train, error_infer: internal error of each kernel before storing (>= 0).
             accumulates: whether the results come out of the dot-product accumulator.
+            moved: what a kernel may add to its exact result, in training and inference.
         """
         name, role, op, k = self.node.name, self.node.role, self.node.op, self.kernels
+        more = moved or (None, None)
         stored = [
-            kernel.store(exact, error, kernel.format_for(role, op), name, kernel.inner(accumulates))
-            for kernel, exact, error in (
-                (k.train, train, error_train),
-                (k.infer, infer, error_infer),
+            kernel.store(
+                exact, error, kernel.format_for(role, op), name, kernel.inner(accumulates), beside
+            )
+            for kernel, exact, error, beside in (
+                (k.train, train, error_train, more[0]),
+                (k.infer, infer, error_infer, more[1]),
             )
         ]
         return combine(name, drift, *stored)

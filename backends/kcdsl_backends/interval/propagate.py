@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ FLOAT32 = FORMATS["float32"]
 
 RULES: Mapping[str, Rule] = {
     "embedding": structural.embedding,
+    "cast": Step.cast,
     "linear": linear.linear,
     "matmul": linear.product,
     "add": elementwise.add,
@@ -127,6 +128,7 @@ def _states(
 ) -> Iterator[tuple[Node, State]]:
     """Yield every computed node with its state; what nobody reads any more is dropped."""
     nodes = {node.name: node for node in graph.nodes}
+    kernels = replace(kernels, handed=drift is not None)
     known: dict[str, Known] = {}
     last_use = _last_uses(graph)
     for position, node in enumerate(graph.nodes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -68,6 +69,44 @@ class Rounding:
     """The rounding constants of one kernel."""
 
     numerics: Numerics
+    base: Numerics | None = None
+    """Those of the kernel, where they are others for a node whose format is pinned."""
+
+    @property
+    def own(self) -> Numerics:
+        """Return the numerics of the kernel."""
+        return self.base or self.numerics
+
+    def scalar(self, value: float, form: Format, node: str) -> tuple[float, float]:
+        """Return between which numbers a Python scalar of an operation lies.
+
+        A kernel may take it as it is, or round it to the format of the result first; where that is
+        as precise as the arithmetic inside, the error of that counts it.
+
+        Raises:
+            NoBound: what it is rounded to may be infinite.
+        """
+        if form.precision >= self.inner(False).precision:
+            return value, value
+        exact = torch.tensor(value, dtype=torch.float64)
+        ends = [exact, nearest(exact, form)]
+        if self.casts.units != 1:  # to either side
+            low = toward_zero(exact, form)
+            ends += [low, low + torch.copysign(_quantum(low, form), exact)] * bool(low != exact)
+        refuse_overflow(node, torch.stack(ends).abs(), form, ", a rounded scalar,")
+        return min(float(end) for end in ends), max(float(end) for end in ends)
+
+    def cast(self, x: Box, held: Collection[str], form: Format, node: str) -> Stored | None:
+        """Return what storing numbers of some formats in another makes of them; None if nothing.
+
+        Raises:
+            NoBound: they may exceed the largest number of the format.
+        """
+        formats = [FORMATS[name] for name in held]
+        if all(form.holds(other) for other in formats):
+            return None
+        widest = max(formats, key=lambda other: other.precision)
+        return self.store(x, torch.zeros_like(x.lo), form, node, widest)
 
     def at(self, node: Node) -> Self:
         """Return the constants with which a node is computed; others where its format is pinned.
@@ -80,7 +119,8 @@ class Rounding:
             raise NoBound(
                 node.name, f"a fused attention has no rule for {node.role} pinned to {node.format}"
             )
-        return self if numerics is self.numerics else replace(self, numerics=numerics)
+        same = numerics is self.numerics
+        return self if same else replace(self, numerics=numerics, base=self.own)
 
     @property
     def compute(self) -> Format:
@@ -141,18 +181,25 @@ class Rounding:
         return FORMATS["float64" if self.numerics.compute == "float64" else "float32"]
 
     def store(
-        self, exact: Box, internal: Tensor, format: Format, node: str, inner: Format
+        self,
+        exact: Box,
+        internal: Tensor,
+        format: Format,
+        node: str,
+        inner: Format,
+        moved: Box | None = None,
     ) -> Stored:
-        """Store v = exact + e, |e| <= internal, in a format.
+        """Store v = exact + m + e, |e| <= internal, m in `moved`, in a format.
 
         `inner` is the format in which v was formed; storing it in one at least as precise as that
-        and as float32 takes no further rounding where casts are to nearest.
+        and as float32 takes no further rounding where casts are to nearest. The error is that
+        against `exact`.
 
         Raises:
             NoBound: the stored value may exceed the largest finite number of the format.
         """
         refuse_unbounded_sums(node, internal, inner)
-        before = exact.reaching(internal)
+        before = (exact if moved is None else exact + moved).reaching(internal)
         if self.free:
             value, error = self._freely(before, internal, format)
         elif format.precision >= max(24, inner.precision):
@@ -162,7 +209,7 @@ class Rounding:
             if self.casts.toward_zero:  # an infinite number is not cut off
                 refuse_overflow(node, before.mag(), inner)
         refuse_overflow(node, value.mag(), format)
-        return Stored(value, error)
+        return Stored(value, error if moved is None else error + moved)
 
     def _freely(self, before: Box, internal: Tensor, format: Format) -> tuple[Box, Box]:
         if self.casts.toward_zero:

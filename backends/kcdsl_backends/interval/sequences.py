@@ -202,6 +202,7 @@ _RULES: Mapping[str, Callable[[_Seen], Axes]] = {
     "divide": _same,
     "shift": _same,
     "neg": _same,
+    "cast": _same,
     "relu": _same,
     "tanh": _same,
     "silu": _same,

@@ -26,6 +26,7 @@ from kcdsl_backends.planes.tape import Tape
 
 RULES: Mapping[str, Rule] = {
     "embedding": structural.embedding,
+    "cast": structural.cast,
     "linear": linear.linear,
     "matmul": linear.matmul,
     "add": elementwise.add(1.0),

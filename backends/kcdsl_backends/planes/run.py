@@ -31,10 +31,16 @@ class WatchedRounding(Rounding):
     errors: dict[str, Box] = field(default_factory=dict)
 
     def store(
-        self, exact: Box, internal: Tensor, format: Format, node: str, inner: Format
+        self,
+        exact: Box,
+        internal: Tensor,
+        format: Format,
+        node: str,
+        inner: Format,
+        moved: Box | None = None,
     ) -> Stored:
         """Store as the kernel does, and keep the box of the error."""
-        stored = Rounding.store(self, exact, internal, format, node, inner)
+        stored = Rounding.store(self, exact, internal, format, node, inner, moved)
         self.errors[node] = stored.error
         return stored
 

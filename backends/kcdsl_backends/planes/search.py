@@ -149,6 +149,8 @@ def _descend(
         better = torch.ones_like(reached, dtype=torch.bool) if best is None else reached < best
         best = reached if best is None else torch.where(better, reached, best)
         chosen = {i: _either(better, now[i], chosen.get(i, now[i])) for i in planes}
+        if not total.requires_grad:  # nothing that is bent matters here
+            break
         if step < effort.steps:
             gradients = torch.autograd.grad(total.sum(), flat, allow_unused=True)
             for move, gradient in zip(flat, gradients, strict=True):

@@ -24,6 +24,7 @@ _RULES: dict[str, tuple[Callable[[Scene, Node, list[Known]], Known], int, int]] 
     "param": (moves.param_rule, 0, 0),
     "constant": (moves.constant_rule, 0, 0),
     "embedding": (moves.embedding_rule, 1, 1),
+    "cast": (elementwise.cast, 1, 1),
     "linear": (linear.linear_rule, 2, 3),
     "matmul": (linear.matmul_rule, 2, 2),
     "add": (elementwise.pairwise(add), 2, 2),

@@ -43,6 +43,7 @@ _RULES: dict[str, tuple[Rule, int, int]] = {
     "param": (structural.parameter, 0, 0),
     "constant": (structural.constant, 0, 0),
     "embedding": (structural.embedding, 1, 1),
+    "cast": (elementwise.cast, 1, 1),
     "linear": (linear.linear, 2, 3),
     "matmul": (linear.matmul, 2, 2),
     "add": (elementwise.add, 2, 2),

@@ -244,7 +244,7 @@ _MARKING: Mapping[str, Callable[[Node, _Given], Marks]] = {
     **dict.fromkeys(("linear", "rms_norm", "layer_norm"), _of_each_row),
     **dict.fromkeys(("add", "sub", "mul"), _together),
     **dict.fromkeys(
-        ("scale", "divide", "shift", "neg", "relu", "tanh", "silu", "gelu"), _as_before
+        ("scale", "divide", "shift", "neg", "cast", "relu", "tanh", "silu", "gelu"), _as_before
     ),
     "matmul": _product,
     "softmax": _shares,

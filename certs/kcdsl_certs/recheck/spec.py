@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.errors import Rejection
@@ -138,7 +141,7 @@ class Kernel:
     units: int = 1  # of u and η in one cast
     cut_weights: bool = False  # parameters are cut off toward zero
     paired: bool = False  # linears sum two products of bytes at a time, in 16 bits
-    storage: Format | None = None  # of parameters, where that is not the format of compute
+    base: Kernel | None = None  # where a node pins its format: the kernel itself
 
     def at(self, node: Node) -> Kernel:
         """Return the kernel as it computes a node: where the program stores the result in a format
@@ -162,13 +165,59 @@ class Kernel:
             scores=form,
             probabilities=form,
             results=(),
-            storage=self.holding,
+            base=self.own,
         )
+
+    @property
+    def own(self) -> Kernel:
+        """Return the kernel as it computes what has no format of its own."""
+        return self.base or self
 
     @property
     def holding(self) -> Format:
         """Return the format in which parameters are held."""
-        return self.compute if self.storage is None else self.storage
+        return self.own.compute
+
+    def reads(self, nodes: Mapping[str, Node], name: str, handed: bool) -> list[Format]:
+        """Return the formats of the numbers of a node: each of them is one of these.
+
+        Where another block stored the input (`handed`), nothing is known of that.
+        """
+        kernel, found, waiting = self.own, [], [name]
+        while waiting:
+            node = nodes[waiting.pop()]
+            if node.op in _UNROUNDED:
+                waiting += node.inputs
+                continue
+            if node.op in ("param", "constant"):
+                form = FORMATS[node.format] if node.format else kernel.compute
+                form = FLOAT32 if form == FLOAT64 and not node.format else form
+            elif node.op == "input":
+                form = FLOAT64 if handed else kernel.result("input", "")
+                form = FLOAT32 if not handed and form.precision > FLOAT32.precision else form
+            elif node.op == "softmax" and kernel.fused:
+                form = FLOAT64
+            else:
+                form = kernel.at(node).result(node.op, node.role)
+            found.append(form)
+        return found
+
+    def scalar(self, value: float, node: Node) -> tuple[float, float]:
+        """Return the least and the greatest number that a kernel may take for a Python scalar:
+        itself, or what it is in the format of the result. The inside of an operation counts what
+        rounding it to that of its arithmetic adds.
+
+        Raises:
+            Rejection: "bound/overflow".
+        """
+        form = self.result(node.op, node.role)
+        scaling = node.role == "scores" and node.op in ("scale", "divide")
+        if form.precision >= self.inner.precision or scaling:
+            return value, value
+        steps = _neighbours(value, form) if self.units != 1 else [_to_nearest(value, form)]
+        if max(map(abs, (value, *steps))) > form.largest:
+            raise Rejection("bound/overflow", f"the number {value} may overflow {form.name}")
+        return min(value, *steps), max(value, *steps)
 
     def off(self, form: Format) -> tuple[float, float]:
         """Return u and η of one cast into a format: what it is off by, relatively and near zero."""
@@ -194,6 +243,24 @@ class Kernel:
     def coarse(self) -> bool:
         """Return whether compute is coarser than float32."""
         return self.compute.precision < FLOAT32.precision
+
+
+_UNROUNDED = ("reshape", "expand", "permute", "slice", "concat", "neg", "relu", "embedding")
+
+
+def _grid(value: float, form: Format) -> Fraction:
+    """Return the distance of the numbers of a format around a value, away from zero."""
+    exponent = max(math.frexp(value)[1] - 1, form.least)
+    return Fraction(2) ** (exponent - form.precision + 1)
+
+
+def _neighbours(value: float, form: Format) -> list[float]:
+    steps = Fraction(value) / _grid(value, form)
+    return [float(whole * _grid(value, form)) for whole in (math.floor(steps), math.ceil(steps))]
+
+
+def _to_nearest(value: float, form: Format) -> float:
+    return float(round(Fraction(value) / _grid(value, form)) * _grid(value, form))
 
 
 def parse_kernel(value: object, place: str) -> Kernel:

@@ -25,7 +25,7 @@ from kcdsl_backends.interval.rules.elementwise import (
     TANH,
     Smooth,
     activation_error,
-    constant_of,
+    scalar_of,
 )
 
 SMALL = 2.0**-9
@@ -85,12 +85,15 @@ def mul(run: KernelRun, node: Node) -> None:
 def scale(run: KernelRun, node: Node) -> None:
     """Append x·c or x/c: c may be rounded, and a quotient may be a product with 1/c."""
     name = "factor" if node.op == "scale" else "divisor"
-    constant = constant_of(node, name)
-    factor = constant if node.op == "scale" else 1 / constant
+    low, high = scalar_of(node, name, run.rounding)
+    if node.op == "divide":
+        low, high = 1 / high, 1 / low
+    factor, off = low / 2 + high / 2, (high - low) / 2
     index, x = run.entry(node, 0)
     reference, linear = x.reference * factor, x.reach * abs(factor) * SAFE
-    size = (reference.abs() + linear) * SAFE
-    error = 3 * run.rounding.u_function * size + run.rounding.eta_function
+    moved = off * x.size * SAFE
+    size = (reference.abs() + linear + moved) * SAFE
+    error = 3 * run.rounding.u_function * size + run.rounding.eta_function + moved
     own = gamma(PASS + 4) * size
 
     def pull(adjoint: Adjoint) -> Pulled:
@@ -102,11 +105,13 @@ def scale(run: KernelRun, node: Node) -> None:
 def shift(run: KernelRun, node: Node) -> None:
     """Append x + offset."""
     index, x = run.entry(node, 0)
-    offset = constant_of(node, "offset")
+    low, high = scalar_of(node, "offset", run.rounding)
+    offset, off = low / 2 + high / 2, (high - low) / 2
+    most = max(abs(low), abs(high))
     reference = x.reference + offset
     u = run.rounding.u_function
-    error = u * (reference.abs() + x.reach) + u * (1 + u) * abs(offset)
-    own = _OWN * (reference.abs() + abs(offset)) + gamma(PASS) * x.reach
+    error = u * (reference.abs() + x.reach + off) + u * (1 + u) * most + off
+    own = _OWN * (reference.abs() + most) + gamma(PASS) * x.reach
     store(run, node, Result(reference, lambda a: [(index, a)], x.reach, (error + own) * SAFE))
 
 

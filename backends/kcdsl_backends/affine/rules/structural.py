@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import Node
+from kcdsl.model.numerics import held_formats
 from kcdsl_backends.affine.adjoint import Adjoint, permuted, reshaped
 from kcdsl_backends.affine.cases import Cases
 from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import Entry
 from kcdsl_backends.interval.box import gamma
 
@@ -31,6 +34,8 @@ def moved(node: Node, x: Tensor) -> Tensor:
             return x.permute([int(d) for d in node.attrs["dims"]])
         case "expand":
             return x.expand(node.shape).contiguous()
+        case "cast":
+            return x
         case "slice":
             dim, start, stop, step = (int(node.attrs[k]) for k in ("dim", "start", "stop", "step"))
             return x[(*(slice(None) for _ in range(dim % x.dim())), slice(start, stop, step))]
@@ -41,6 +46,8 @@ def moved(node: Node, x: Tensor) -> Tensor:
 def _moved_cases(node: Node, cases: Cases | None) -> Cases | None:
     """Return the cases of moved elements, where their blocks stay together."""
     match node.op:
+        case "cast":
+            return cases
         case "reshape" if cases is not None:
             return cases.reshaped(node.shape)
         case "permute" if cases is not None:
@@ -69,6 +76,21 @@ def _move(run: KernelRun, node: Node, back: Back, copies: int = 1) -> None:
         cases=_moved_cases(node, run.tape.entries[index].cases),
     )
     run.computed[node.name] = run.tape.add(entry)
+
+
+def cast(run: KernelRun, node: Node) -> None:
+    """Append x in the format of the node: as it is where that holds all of it."""
+    source, kernel = node.inputs[0], run.rounding
+    held = held_formats(run.nodes, source, kernel.own, handed=run.handed)
+    formats = [FORMATS[name] for name in held]
+    form = kernel.format_for(node.role, node.op)
+    if all(form.holds(other) for other in formats):
+        _move(run, node, lambda a, _: a)
+        return
+    index, x = run.entry(node, 0)
+    nothing = torch.zeros_like(x.reference)
+    result = Result(x.reference, lambda a: [(index, a)], x.reach, nothing, cases=x.cases)
+    store(run, node, result, inner=max(formats, key=lambda other: other.precision))
 
 
 def reshape(run: KernelRun, node: Node) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -75,23 +76,73 @@ def constant_of(node: Node, name: str) -> float:
     return constant
 
 
-def _by_constant(step: Step, apply: Callable[[Box], Box]) -> State:
+def scalar_of(node: Node, name: str, kernel: Rounding) -> tuple[float, float]:
+    """Return between which numbers a kernel takes the number of an operation (section 4).
+
+    The factor of attention scores is one of the kernel, which it does not round to their format.
+
+    Raises:
+        NoBound: as `constant_of` and `Rounding.scalar`; or a divisor that may be 0.
+    """
+    constant = constant_of(node, name)
+    if node.role == "scores" and name != "offset":
+        return constant, constant
+    low, high = kernel.scalar(constant, kernel.format_for(node.role, node.op), node.name)
+    if name == "divisor" and low * high <= 0:
+        raise NoBound(node.name, f"the divisor {constant!r} may be rounded to 0")
+    return low, high
+
+
+def _off(step: Step, name: str, away: Callable[[Box, float], Box]) -> tuple[Box, Box] | None:
+    """Return what rounding the number of an operation first adds in either kernel.
+
+    `away` is what using another number in its place adds.
+    """
+    x, constant, found = step.operand(0), constant_of(step.node, name), []
+    for kernel, own in ((step.kernels.train, x.train), (step.kernels.infer, x.infer)):
+        ends = scalar_of(step.node, name, kernel)
+        found.append([Box.point(torch.zeros_like(own.lo))] * (constant in ends))
+        found[-1] += [away(own, end) for end in ends if end != constant]
+    if all(len(parts) == 1 for parts in found):
+        return None
+    train, infer = (reduce(Box.hull, parts) for parts in found)
+    return train, infer
+
+
+def _by_constant(step: Step, name: str, apply: Callable[[Box], Box]) -> State:
     """Bound x·c or x/c: c may be rounded, and a quotient may be a product with 1/c: 3 roundings."""
-    x = step.operand(0)
+    x, constant = step.operand(0), constant_of(step.node, name)
+
+    def away(box: Box, end: float) -> Box:
+        """Return x·(end - c), or x·(1/end - 1/c)."""
+        change = Box.point(torch.tensor(end, dtype=torch.float64)) - Box.point(
+            torch.tensor(constant, dtype=torch.float64)
+        )
+        if name == "factor":
+            return box * change
+        over = torch.tensor(-end * constant, dtype=torch.float64)
+        part = change * Box.point(1 / over).reaching((1 / over).abs() * 2.0**-50)
+        return box * part
+
+    moved = _off(step, name, away)
     train, infer = apply(x.train), apply(x.infer)
+    sizes = [apply(x.train), apply(x.infer)]
+    if moved is not None:
+        sizes = [own + more for own, more in zip(sizes, moved, strict=True)]
     return step.finish(
         train,
         infer,
         apply(x.drift),
-        up(_relative(step.kernels.train, train, 3) + step.kernels.train.eta_function),
-        up(_relative(step.kernels.infer, infer, 3) + step.kernels.infer.eta_function),
+        up(_relative(step.kernels.train, sizes[0], 3) + step.kernels.train.eta_function),
+        up(_relative(step.kernels.infer, sizes[1], 3) + step.kernels.infer.eta_function),
+        moved=moved,
     )
 
 
 def scale(step: Step) -> State:
     """Bound x * factor."""
     factor = constant_of(step.node, "factor")
-    return _by_constant(step, lambda box: box.scaled(factor))
+    return _by_constant(step, "factor", lambda box: box.scaled(factor))
 
 
 def divide(step: Step) -> State:
@@ -103,7 +154,7 @@ def divide(step: Step) -> State:
         ordered = ends if divisor > 0 else Box(ends.hi, ends.lo)
         return ordered.widen(torch.zeros_like(ordered.lo))
 
-    return _by_constant(step, apply)
+    return _by_constant(step, "divisor", apply)
 
 
 def shift(step: Step) -> State:
@@ -112,16 +163,23 @@ def shift(step: Step) -> State:
     constant = Box.point(torch.full_like(x.train.lo, offset))
     train, infer = x.train + constant, x.infer + constant
 
-    def rounded(kernel: Rounding, value: Box) -> Tensor:
+    def away(box: Box, end: float) -> Box:
+        return Box.point(torch.full_like(box.lo, end)) - constant
+
+    moved = _off(step, "offset", away)
+
+    def rounded(kernel: Rounding, value: Box, more: Box | None) -> Tensor:
         u = kernel.u_function  # the sum rounds what the offset was off by once more
+        value = value if more is None else value + more
         return up(_relative(kernel, value) + u * (1 + u) * abs(offset), 4)
 
     return step.finish(
         train,
         infer,
         x.drift,
-        rounded(step.kernels.train, train),
-        rounded(step.kernels.infer, infer),
+        rounded(step.kernels.train, train, moved and moved[0]),
+        rounded(step.kernels.infer, infer, moved and moved[1]),
+        moved=moved,
     )
 
 

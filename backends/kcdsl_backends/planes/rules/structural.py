@@ -38,6 +38,13 @@ def permute(run: Run, node: Node) -> None:
     _move(lambda a, _: permuted(a, dims))(run, node)
 
 
+def cast(run: Run, node: Node) -> None:
+    """Append x in another format; what that rounds is counted with what is stored."""
+    x = run.operand(node, 0)
+    nothing = zero_part(x.reference)
+    run.append(node, x.reference, lambda a: [(x.index, a)], nothing, nothing)
+
+
 def neg(run: Run, node: Node) -> None:
     """Append -x."""
     x = run.operand(node, 0)

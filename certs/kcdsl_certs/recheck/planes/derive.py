@@ -40,6 +40,7 @@ _RULES: Mapping[str, Rule] = {
     "slice": moves.slice_,
     "concat": moves.concat,
     "neg": moves.neg,
+    "cast": moves.cast,
     "linear": linear.linear,
     "matmul": products.matmul,
     "mul": products.mul,

@@ -9,7 +9,15 @@ from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rationals.cells import ZERO, Cells, Pair, add, both, mul
 from kcdsl_certs.recheck.rationals.linear import middle
-from kcdsl_certs.recheck.rationals.state import Known, Scene, inner_formats, reduce, settle
+from kcdsl_certs.recheck.rationals.state import (
+    Known,
+    Scene,
+    inner_formats,
+    recast,
+    reduce,
+    settle,
+)
+from kcdsl_certs.recheck.spec import Kernel
 
 
 def pairwise(combine: Callable[[Pair, Pair], Pair]) -> Callable[..., Known]:
@@ -54,7 +62,18 @@ def scaled(name: str) -> Callable[..., Known]:
         x = inputs[0]
         exact = tuple(part.each(lambda p: mul(p, (by, by))) for part in (x.t, x.i, x.d))
         found = exact[0], exact[1], exact[2]
-        return settle(scene, node, found, _errors(scene, found, 3, True), inner_formats(scene))
+        others = []
+        for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
+            low, high = _scalar(kernel, node, number)
+            if name == "divisor":
+                if low * high <= 0:
+                    raise Rejection("bound/not-finite", "a divisor may be rounded to 0")
+                low, high = 1 / high, 1 / low
+            others.append(own.each(_times(low - by, high - by)))
+        moved = others[0], others[1]
+        sizes = both(found[0], moved[0], add), both(found[1], moved[1], add), found[2]
+        errors = _errors(scene, sizes, 3, True)
+        return settle(scene, node, found, errors, inner_formats(scene), moved)
 
     return rule
 
@@ -64,11 +83,36 @@ def shift(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     by = _number(node, "offset")
     x = inputs[0]
     exact = x.t.each(lambda p: add(p, (by, by))), x.i.each(lambda p: add(p, (by, by))), x.d
-    errors = [
-        [Fraction(form.u) * (size + abs(by) * (1 + Fraction(form.u))) for size in y.mags]
-        for form, y in zip(inner_formats(scene), exact, strict=False)
-    ]
-    return settle(scene, node, exact, (errors[0], errors[1]), inner_formats(scene))
+    errors, others = [], []
+    for kernel, form, y in zip(
+        (scene.train, scene.infer), inner_formats(scene), exact, strict=False
+    ):
+        low, high = _scalar(kernel, node, by)
+        others.append(y.each(_same((low - by, high - by))))
+        u = Fraction(form.u)
+        errors.append([u * (size + abs(by) * (1 + u)) for size in both(y, others[-1], add).mags])
+    moved = others[0], others[1]
+    return settle(scene, node, exact, (errors[0], errors[1]), inner_formats(scene), moved)
+
+
+def _same(pair: Pair) -> Callable[[Pair], Pair]:
+    return lambda _: pair
+
+
+def _times(low: Fraction, high: Fraction) -> Callable[[Pair], Pair]:
+    return lambda pair: mul(pair, (low, high))
+
+
+def _scalar(kernel: Kernel, node: Node, value: Fraction) -> Pair:
+    """Return the least and the greatest number that a kernel may take for one of an operation."""
+    low, high = kernel.scalar(float(value), node)
+    return (value, value) if low == high else (Fraction(low), Fraction(high))
+
+
+def cast(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    """Return x in the format of the node."""
+    node.attrs.exactly()
+    return recast(scene, node, inputs[0])
 
 
 def _number(node: Node, name: str) -> Fraction:

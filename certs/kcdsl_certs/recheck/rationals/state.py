@@ -55,6 +55,23 @@ def pinned(scene: Scene, node: Node) -> Scene:
     return replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
 
 
+def recast(scene: Scene, node: Node, x: Known) -> Known:
+    """Return what is known in the format of a node."""
+    nodes = {one.name: one for one in scene.block.nodes}
+    sides = []
+    for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
+        form = kernel.result(node.op, node.role)
+        read = kernel.reads(nodes, node.inputs[0], scene.drift is not None)
+        nothing = [Fraction(0)] * len(own.pairs)
+        if all(form.holds(other) for other in read):
+            sides.append((own, Cells(own.shape, tuple((zero, zero) for zero in nothing))))
+        else:
+            widest = max(read, key=lambda other: other.precision)
+            sides.append(stored(kernel, form, own, nothing, widest))
+    (t, wrong_t), (i, wrong_i) = sides
+    return reduce(t, i, both(x.d, both(wrong_i, wrong_t, sub), add))
+
+
 def held(scene: Scene, key: str, *, linear: bool) -> Known:
     """Return what both kernels store of a tensor, or of every θ' near it."""
     stored = scene.parameters
@@ -79,12 +96,19 @@ def settle(
     exact: tuple[Cells, Cells, Cells],
     errors: tuple[Sequence[Fraction], Sequence[Fraction]],
     inner: tuple[Format, Format],
+    beside: tuple[Cells, Cells] | None = None,
 ) -> Known:
-    """Return the state of a stored result from f_t, f_i, f_i - f_t and the errors inside."""
-    sides = zip((scene.train, scene.infer), exact, errors, inner, strict=False)
+    """Return the state of a stored result from f_t, f_i, f_i - f_t and the errors inside.
+
+    `beside` is what either kernel may add to f before it is stored.
+    """
+    formed = exact[:2] if beside is None else tuple(map(both, exact, beside, (add, add)))
+    sides = zip((scene.train, scene.infer), formed, errors, inner, strict=False)
     (t, wrong_t), (i, wrong_i) = (
         stored(k, k.result(node.op, node.role), y, e, f) for k, y, e, f in sides
     )
+    if beside is not None:
+        wrong_t, wrong_i = both(wrong_t, beside[0], add), both(wrong_i, beside[1], add)
     return reduce(t, i, both(exact[2], both(wrong_i, wrong_t, sub), add))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.box import Box, Floats
+from kcdsl_certs.recheck.box import ULP, Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import (
     Scene,
@@ -19,6 +19,7 @@ from kcdsl_certs.recheck.rules.state import (
     gamma,
     middle,
     numeric,
+    recast,
     reduce,
     settle,
 )
@@ -73,7 +74,11 @@ def underflow(kernel: Kernel) -> float:
 def scale(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return x * factor."""
     factor = constant(node, "factor")
-    return _scaled(scene, node, inputs, lambda b: box.mul(b, box.exact(np.array(factor))))
+
+    def beside(kernel: Kernel, x: Box) -> Box:
+        return box.mul(x, _other(kernel.scalar(factor, node), factor))
+
+    return _scaled(scene, node, inputs, lambda b: box.mul(b, box.exact(np.array(factor))), beside)
 
 
 def divide(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -81,7 +86,31 @@ def divide(scene: Scene, node: Node, inputs: list[Value]) -> State:
     divisor = constant(node, "divisor")
     if divisor == 0:
         raise Rejection("graph/field", "a division by zero")
-    return _scaled(scene, node, inputs, lambda b: _divided(b, divisor))
+
+    def beside(kernel: Kernel, x: Box) -> Box:
+        return box.mul(x, _other(inverse(kernel.scalar(divisor, node)), 1 / divisor))
+
+    return _scaled(scene, node, inputs, lambda b: _divided(b, divisor), beside)
+
+
+def inverse(ends: tuple[float, float]) -> tuple[float, float]:
+    """Return the inverses of numbers, of which none is 0.
+
+    Raises:
+        Rejection: "bound/not-finite".
+    """
+    if ends[0] * ends[1] <= 0:
+        raise Rejection("bound/not-finite", "a divisor may be rounded to 0")
+    return 1 / ends[1], 1 / ends[0]
+
+
+def _other(ends: tuple[float, float], value: float) -> Box:
+    """Return how far numbers between the ends are from a value; nothing if there is no other."""
+    if ends[0] == ends[1]:
+        return box.zeros(())
+    lost = 4 * ULP * abs(value)
+    low, high = np.array(ends[0] - value - lost), np.array(ends[1] - value + lost)
+    return Box(np.minimum(low, 0.0), np.maximum(high, 0.0))
 
 
 def _divided(b: Box, divisor: float) -> Box:
@@ -91,11 +120,22 @@ def _divided(b: Box, divisor: float) -> Box:
     return Box(np.where(b.lo == 0, 0.0, box.down(lo)), np.where(b.hi == 0, 0.0, box.above(hi)))
 
 
-def _scaled(scene: Scene, node: Node, inputs: list[Value], move: Callable[[Box], Box]) -> State:
+def _scaled(
+    scene: Scene,
+    node: Node,
+    inputs: list[Value],
+    move: Callable[[Box], Box],
+    beside: Callable[[Kernel, Box], Box],
+) -> State:
+    """Return a multiple of x; `beside` is what other numbers than the one stated add to it."""
     x = numeric(inputs[0])
     y_t, y_i = move(x.t), move(x.i)
-    errors = _relative(scene.train, y_t, 3, True), _relative(scene.infer, y_i, 3, True)
-    return settle(scene, node, (y_t, y_i, move(x.d)), errors)
+    other = beside(scene.train, x.t), beside(scene.infer, x.i)
+    errors = (
+        _relative(scene.train, box.add(y_t, other[0]), 3, True),
+        _relative(scene.infer, box.add(y_i, other[1]), 3, True),
+    )
+    return settle(scene, node, (y_t, y_i, move(x.d)), errors, beside=other)
 
 
 def shift(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -104,11 +144,24 @@ def shift(scene: Scene, node: Node, inputs: list[Value]) -> State:
     x = numeric(inputs[0])
     moved = box.exact(np.array(offset))
     y_t, y_i = box.add(x.t, moved), box.add(x.i, moved)
-    errors = (
-        box.up(scene.train.inner.u * (box.mag(y_t) + abs(offset) * (1 + scene.train.inner.u))),
-        box.up(scene.infer.inner.u * (box.mag(y_i) + abs(offset) * (1 + scene.infer.inner.u))),
+    other = (
+        _other(scene.train.scalar(offset, node), offset),
+        _other(scene.infer.scalar(offset, node), offset),
     )
-    return settle(scene, node, (y_t, y_i, x.d), errors)
+
+    def error(kernel: Kernel, y: Box, more: Box) -> Floats:
+        return box.up(
+            kernel.inner.u * (box.mag(box.add(y, more)) + abs(offset) * (1 + kernel.inner.u))
+        )
+
+    errors = error(scene.train, y_t, other[0]), error(scene.infer, y_i, other[1])
+    return settle(scene, node, (y_t, y_i, x.d), errors, beside=other)
+
+
+def cast(scene: Scene, node: Node, inputs: list[Value]) -> State:
+    """Return x in the format of the node."""
+    node.attrs.exactly()
+    return recast(scene, node, numeric(inputs[0]))
 
 
 def constant(node: Node, name: str) -> float:

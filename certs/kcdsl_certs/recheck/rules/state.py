@@ -106,6 +106,35 @@ class Scene:
     held: Held | None = None  # ellipsoids around the rows of the drift, beside its box
     errors: dict[str, tuple[Box, Box]] | None = None  # kept where wanted: of what is stored
 
+    @property
+    def nodes(self) -> Mapping[str, Node]:
+        """Return the nodes of the block by name."""
+        return {node.name: node for node in self.block.nodes}
+
+    @property
+    def handed(self) -> bool:
+        """Return whether another block stored the input."""
+        return self.drift is not None
+
+
+def recast(scene: Scene, node: Node, x: State) -> State:
+    """Return a state in the format of a node, as it is where that holds all that it may be."""
+    sides = []
+    for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
+        form, read = target(kernel, node), kernel.reads(scene.nodes, node.inputs[0], scene.handed)
+        nothing = np.zeros(own.shape)
+        if all(form.holds(other) for other in read):
+            sides.append((own, box.exact(nothing)))
+        else:
+            widest = max(read, key=lambda other: other.precision)
+            sides.append(stored(kernel, form, own, nothing, widest))
+    (t, wrong_t), (i, wrong_i) = sides
+    if scene.errors is not None:
+        scene.errors[node.name] = (wrong_t, wrong_i)
+    if t is x.t and i is x.i:
+        return x
+    return reduce(t, i, box.add(x.d, box.sub(wrong_i, wrong_t)))
+
 
 def pinned(scene: Scene, node: Node) -> Scene:
     """Return the scene with both kernels as they compute a node."""
@@ -150,16 +179,23 @@ def settle(
     exact: tuple[Box, Box, Box],
     errors: tuple[Floats, Floats],
     inner: tuple[Format, Format] | None = None,
+    beside: tuple[Box, Box] | None = None,
 ) -> State:
     """Return the state of a stored result.
 
     `exact` encloses f_t, f_i and f_i - f_t of real arithmetic, `errors` bound the error inside
-    the operation, `inner` are the formats of that arithmetic (default: `Kernel.inner`).
+    the operation, `inner` are the formats of that arithmetic (default: `Kernel.inner`);
+    `beside` is what either kernel may add to f before it is stored.
     """
     y_t, y_i, d = exact
     inner_t, inner_i = inner or (scene.train.inner, scene.infer.inner)
+    more = beside is not None and any(part.lo.any() or part.hi.any() for part in beside)
+    if beside is not None and more:
+        y_t, y_i = box.add(y_t, beside[0]), box.add(y_i, beside[1])
     t, wrong_t = stored(scene.train, target(scene.train, node), y_t, errors[0], inner_t)
     i, wrong_i = stored(scene.infer, target(scene.infer, node), y_i, errors[1], inner_i)
+    if beside is not None and more:
+        wrong_t, wrong_i = box.add(wrong_t, beside[0]), box.add(wrong_i, beside[1])
     if scene.errors is not None:
         scene.errors[node.name] = (wrong_t, wrong_i)
     return reduce(t, i, box.add(d, box.sub(wrong_i, wrong_t)))

@@ -8,15 +8,16 @@ import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded, merged, summed
-from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, numeric, raised
+from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, known, numeric, raised
 from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.reaches import until
 from kcdsl_certs.recheck.affine.storing import Formed, settle
-from kcdsl_certs.recheck.affine.tape import FAINT, Pull
+from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.elementwise import constant, rope_error, underflow
+from kcdsl_certs.recheck.rules.elementwise import inverse as inverses
 from kcdsl_certs.recheck.rules.state import gamma, target
 
 
@@ -81,28 +82,48 @@ def _proportional(
     walk: Walk, node: Node, inputs: list[Operand], number: float, inverse: bool
 ) -> Form:
     x = numeric(inputs[0])
-    size = 1 / abs(number) if inverse else abs(number)
-    reference = x.reference / number if inverse else x.reference * number
-    carried = raised(x.reach * size)
-    own = 4 * UNIT * np.abs(reference) + FAINT
-    whole = raised(np.abs(reference) + own + carried)
+    ends = walk.kernel.scalar(number, node)
+    ends = inverses(ends) if inverse else ends
+    factor, away = ends[0] / 2 + ends[1] / 2, (ends[1] - ends[0]) / 2
+    reference = x.reference * factor
+    carried = raised(x.reach * abs(factor))
+    own = 6 * UNIT * np.abs(reference) + FAINT
+    other = raised(away * x.size)
+    whole = raised(np.abs(reference) + own + carried + other)
     error = 3 * walk.kernel.inner.u * whole + underflow(walk.kernel)
-    radius = raised(own + error + gamma(4, UNIT) * carried)
-    factor = 1 / number if inverse else number
+    radius = raised(own + error + other + gamma(6, UNIT) * carried)
     operands = _operands((x, _scaled(x.shape, factor)))
     return _settled(walk, node, Formed(reference, carried, operands, radius))
 
 
 def shift(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return x + offset."""
-    offset = constant(node, "offset")
-    x = numeric(inputs[0])
-    reference = x.reference + offset
-    own = 2 * UNIT * np.abs(reference) + FAINT
+    x, offset = numeric(inputs[0]), constant(node, "offset")
+    low, high = walk.kernel.scalar(offset, node)
+    middle, away = low / 2 + high / 2, (high - low) / 2
+    reference = x.reference + middle
+    own = 2 * UNIT * (np.abs(reference) + abs(middle)) + FAINT
     u = walk.kernel.inner.u
-    error = u * raised(np.abs(reference) + own + x.reach + abs(offset) * (1 + u))
+    size = raised(np.abs(reference) + own + x.reach + away)
+    error = u * raised(size + max(abs(low), abs(high)) * (1 + u)) + away
     operands = _operands((x, _spread(x.shape)))
     return _settled(walk, node, Formed(reference, x.reach, operands, raised(own + error)))
+
+
+def cast(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return x in the format of the node, as it is where that holds all that it may be."""
+    node.attrs.exactly()
+    x, form = numeric(inputs[0]), target(walk.kernel, node)
+    read = walk.kernel.reads(walk.scene.nodes, node.inputs[0], walk.scene.handed)
+    if all(form.holds(other) for other in read):
+        if x.place is None:
+            return known(x.reference)
+        place = walk.tape.add(Entry(x.reach, ((x.place, lambda a: a),)))
+        return Form(x.reference, x.reach, place, x.origin, cases=x.cases)
+    widest = max(read, key=lambda other: other.precision)
+    pulls = _operands((x, lambda a: a))
+    formed = Formed(x.reference, x.reach, pulls, np.zeros(x.shape), cases=x.cases)
+    return settle(walk, formed, form, widest)
 
 
 def rope(walk: Walk, node: Node, inputs: list[Operand]) -> Form:

@@ -98,6 +98,13 @@ def neg(course: Course, node: Node) -> None:
     course.write(node, -x.reference, lambda f: ((x.place, f.times(-1.0)),), none, none)
 
 
+def cast(course: Course, node: Node) -> None:
+    """Write x; what a cast rounds is counted with what is stored."""
+    x = course.operand(node, 0)
+    none = nothing(x.shape)
+    course.write(node, x.reference, lambda f: ((x.place, f),), none, none)
+
+
 def concat(course: Course, node: Node) -> None:
     """Write the operands one after another."""
     axis = node.attrs.integer("dim", -len(node.shape)) % len(node.shape)

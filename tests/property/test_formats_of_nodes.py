@@ -1,0 +1,230 @@
+"""Formats of nodes, casts and Python numbers: PyTorch's eager kernels and simulated runs inside the
+bounds of every domain of both programs, on random graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kcdsl_backends.attack.simulate import Overflowed
+from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.planes.propagate import drift as planes_drift
+from kcdsl_certs.recheck.document import parse
+from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.exact import Rational
+from kcdsl_certs.recheck.inexact import Doubles
+from kcdsl_certs.recheck.safetensors import read
+from tests.support import eager, proofs
+from tests.support.prover import block, parameters
+
+N = proofs.numerics
+DOMAINS = ("interval", "affine", "planes")
+MAGNITUDES = (1e-40, 1e-20, 1e-6, 0.01, 1.0, 1.0, 1.0, 10.0, 1e3, 1e8)
+ZERO = torch.zeros(1, 1, dtype=torch.float64)
+Pair = tuple[Any, Any]
+
+
+def boxes(graph: Any, pair: Pair, x: np.ndarray) -> dict[str, Box]:
+    """Return the box of the output's drift in every domain that has one."""
+    problem, centre = _problem(graph, pair), torch.from_numpy(x)
+    found: dict[str, Box] = {}
+    for name in DOMAINS:
+        try:
+            match name:
+                case "interval":
+                    found[name] = problem.bound(centre, ZERO).output.drift
+                case "affine":
+                    found[name] = problem.affine(centre, ZERO).box
+                case _:
+                    found[name] = planes_drift(problem.graph, problem.kernels(), centre, ZERO).box
+        except NoBound:
+            continue
+    return found
+
+
+def _problem(graph: Any, pair: Pair) -> BlockProblem:
+    train, infer = (parameters(graph, record) for record in pair)
+    return BlockProblem(block(graph), train, infer)
+
+
+def checked(graph: Any, pair: Pair, x: np.ndarray, folder: Path) -> dict[str, float | None]:
+    """Return the bound of every domain and of the exact tier in the checker; None for no bound."""
+    sha256 = proofs.write_safetensors(folder / "model.safetensors", graph.tensors)
+    tensors = read(folder / "model.safetensors").tensors
+    found: dict[str, float | None] = {}
+    for name in (*DOMAINS, "exact"):
+        document = proofs.document(graph, *pair, sha256, x, 0.0)
+        document["cases"][0]["domain"] = "interval" if name == "exact" else name
+        proof = parse(proofs.dump(document))
+        tier = Rational(proof, tensors) if name == "exact" else Doubles(proof, tensors)
+        try:
+            found[name] = tier.derive(proof.cases[0])[0]
+        except Rejection as rejection:
+            if not rejection.reason.startswith(("bound/", "rule/")):
+                raise
+            found[name] = None
+    return found
+
+
+def random_problem(seed: int) -> tuple[Any, Pair, tuple[str, str], np.ndarray]:
+    """Return a graph, the numerics of both kernels, their formats, and an input."""
+    rng = np.random.default_rng(seed)
+    rows, width = int(rng.integers(1, 4)), int(rng.choice([2, 4, 6, 16]))
+    graph = eager.random_graph(rng, rows, width, int(rng.integers(2, 7)))
+    size = float(rng.choice(MAGNITUDES))
+    x = (rng.standard_normal((rows, width)) * size).astype(np.float32).astype(np.float64)
+    formats = str(rng.choice(eager.FORMATS)), str(rng.choice(eager.FORMATS))
+    casts = str(rng.choice(["any", "nearest"])), str(rng.choice(["any", "nearest"]))
+    return graph, (N(formats[0], casts[0]), N(formats[1], casts[1])), formats, x
+
+
+@pytest.mark.parametrize("first", range(0, 72, 12))
+def test_eager_and_simulated_runs_stay_inside(first: int, tmp_path: Path) -> None:
+    for seed in range(first, first + 12):
+        graph, pair, formats, x = random_problem(seed)
+        found, again = boxes(graph, pair, x), checked(graph, pair, x, tmp_path)
+        real = [eager.run(graph, form, x)[graph.output].double() for form in formats]
+        for drift in [real[1] - real[0], *_simulated(graph, pair, x, seed)]:
+            for name, box in found.items():
+                assert bool(torch.isfinite(drift).all()), (seed, name)
+                inside = (box.lo <= drift + 1e-300) & (drift - 1e-300 <= box.hi)
+                assert bool(inside.all()), (seed, name, formats)
+                assert float(drift.abs().amax()) <= (again[name] or np.inf), (seed, name)
+        for name, box in found.items():
+            mine, theirs = float(box.mag().amax()), again[name]
+            assert theirs is not None, (seed, name)
+            assert theirs <= mine * (1 + 2.0**-10) + 2.0**-300, (seed, name)
+
+
+def _simulated(graph: Any, pair: Pair, x: np.ndarray, seed: int) -> list[Tensor]:
+    """Return drifts of admitted runs with every rounding at an end of its allowance."""
+    generator, found = torch.Generator().manual_seed(seed), []
+    for _ in range(2):
+        outputs = []
+        for simulator in _problem(graph, pair).simulators():
+            symbols = {
+                name: torch.randint(0, 2, shape, generator=generator).double() * 2 - 1
+                for name, shape in simulator.symbol_shapes().items()
+            }
+            try:
+                outputs.append(simulator.run(torch.from_numpy(x), symbols))
+            except Overflowed:
+                break
+        if len(outputs) == 2:
+            found.append(outputs[1] - outputs[0])
+    return found
+
+
+def one(op: str, format: str = "", **attrs: Any) -> Any:
+    """Return a graph of one operation on two rows."""
+    graph = proofs.Graph((2, 64))
+    graph.add(op, [graph.add("input", [], (2, 64))], (2, 64), "", format, **attrs)
+    return graph
+
+
+OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "shift": lambda x, number: x + number,
+    "scale": lambda x, number: x * number,
+    "divide": lambda x, number: x / number,
+}
+
+
+@pytest.mark.parametrize("casts", ["any", "nearest"])
+@pytest.mark.parametrize("form", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("op", "name"), [("shift", "offset"), ("scale", "factor"), ("divide", "divisor")]
+)
+def test_a_number_may_be_rounded_first_or_not(
+    casts: str, form: str, op: str, name: str, tmp_path: Path
+) -> None:
+    """-3.3 is no number of either format; a quarter is one, and then nothing is lost."""
+    rng = np.random.default_rng(5)
+    x = torch.from_numpy(rng.standard_normal((2, 64))).to(getattr(torch, form))
+    start, pair = x.double().numpy(), (N("float64", accumulate="float64"), N(form, casts))
+    widths = []
+    for number in (-3.3, 0.25):
+        attrs: dict[str, Any] = {name: number}
+        graph = one(op, **attrs)
+        found, again = boxes(graph, pair, start), checked(graph, pair, start, tmp_path)
+        assert set(found) == set(DOMAINS)
+        exact = eager.run(graph, "float64", start)[graph.output]
+        rounded = float(torch.tensor(number, dtype=x.dtype))
+        for taken in (number, rounded):
+            run = OPERATIONS[op](x.double(), taken).to(x.dtype).double()
+            for name_, box in found.items():
+                assert bool(((box.lo <= run - exact) & (run - exact <= box.hi)).all()), name_
+                assert float((run - exact).abs().amax()) <= (again[name_] or np.inf)
+        widths.append(float(found["interval"].mag().amax()))
+        if number == 0.25 and casts == "nearest":
+            error = float((run - exact).abs().amax())
+            assert widths[-1] <= error * (1 + 2.0**-20) + 2.0**-40
+
+
+def test_a_number_that_the_format_does_not_hold_has_no_bound(tmp_path: Path) -> None:
+    x = np.ones((2, 64))
+    numbers: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("shift", {"offset": 1e5}),
+        ("scale", {"factor": -1e5}),
+        ("divide", {"divisor": 1e-9}),
+    )
+    for op, attrs in numbers:
+        pair = N("float32"), N("float16")
+        graph = one(op, **attrs)
+        assert boxes(graph, pair, x) == {}
+        assert set(checked(graph, pair, x, tmp_path).values()) == {None}
+
+
+@pytest.mark.parametrize("casts", ["any", "nearest"])
+def test_casts_round_only_where_the_format_holds_less(casts: str, tmp_path: Path) -> None:
+    x = np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32).astype(np.float64)
+    wide, narrow = N("float32", casts), N("bfloat16", casts)
+    for pair, format, lost in (
+        ((wide, wide), "float32", False),
+        ((wide, wide), "", False),
+        ((wide, wide), "float64", False),
+        ((wide, wide), "bfloat16", casts == "any"),
+        ((narrow, narrow), "float32", casts == "any"),  # the input is stored in bfloat16
+        ((N("float64", accumulate="float64"), narrow), "float32", True),
+    ):
+        graph = one("cast", format)
+        found, again = boxes(graph, pair, x), checked(graph, pair, x, tmp_path)
+        assert len(found) == 3
+        for name, box in found.items():
+            assert (float(box.mag().amax()) > 1e-12) is lost, (name, format)
+            assert (again[name] or 0.0) <= float(box.mag().amax()) * (1 + 2.0**-10) + 1e-290
+
+
+def test_a_pinned_format_decides_where_the_kernel_computes_in_another(tmp_path: Path) -> None:
+    """float32 in a float64 kernel rounds to float32; a pinned constant is not rounded again."""
+    x = np.random.default_rng(2).standard_normal((2, 8)).astype(np.float32).astype(np.float64)
+    pair = N("float64", "nearest", accumulate="float64"), N("bfloat16", "nearest")
+    graph = proofs.Graph((2, 8))
+    start = graph.add("input", [], (2, 8))
+    table = graph.constant("table", np.full((1, 8), 0.1, dtype=np.float32), "float32")
+    wide = graph.add("cast", [start], (2, 8), "", "float32")
+    graph.add("mul", [wide, table], (2, 8), "", "float32")
+    found, again = boxes(graph, pair, x), checked(graph, pair, x, tmp_path)
+    real = [eager.run(graph, form, x)[graph.output].double() for form in ("float64", "bfloat16")]
+    drift = real[1] - real[0]
+    for name, box in found.items():
+        assert bool(((box.lo <= drift) & (drift <= box.hi)).all()), name
+        assert float(box.mag().amax()) <= float(drift.abs().amax()) * (1 + 2.0**-10), name
+        assert (again[name] or 0.0) <= float(box.mag().amax()) * (1 + 2.0**-10)
+
+
+def test_a_fused_attention_does_not_take_a_coarser_format(tmp_path: Path) -> None:
+    graph = proofs.Graph((4, 4))
+    x = graph.add("input", [], (4, 4))
+    scores = graph.add("matmul", [x, x], (4, 4), "scores", "bfloat16")
+    graph.add("softmax", [scores], (4, 4), "probabilities")
+    pair = N("float32", style="fused"), N("float32", style="fused")
+    assert boxes(graph, pair, np.ones((4, 4))) == {}
+    assert set(checked(graph, pair, np.ones((4, 4)), tmp_path).values()) == {None}

@@ -1,0 +1,142 @@
+"""Random graphs in formats of their own, and PyTorch's eager kernels that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support import proofs
+
+SCALARS = (-3.3, 0.1, 1 / 3, 1e-3, 0.5, 2.0, 1e-6, 300.7)
+UNARY = ("neg", "relu", "tanh", "silu", "gelu")
+FORMATS = ("float32", "bfloat16", "float16")
+
+
+def random_graph(rng: np.random.Generator, rows: int, width: int, steps: int) -> Any:
+    """Return a graph whose formats are those of PyTorch's promotion for any kernel up to float32.
+
+    Beside results of the kernel's own format there are some pinned, and constants likewise.
+    """
+    g = proofs.Graph((rows, width))
+    x = g.add("input", [], (rows, width))
+    known: list[tuple[str, str]] = [(x, "")]
+    tables = {
+        form: (g.constant(f"table {form}", _table(rng, width, form), form), form)
+        for form in ("", "float32")
+    }
+    for step in range(steps):
+        a, form = known[-1] if rng.random() < 0.7 else known[rng.integers(len(known))]
+        shape, some = (rows, width), rng.random()
+        if some < 0.2:
+            to = str(rng.choice(["", *FORMATS]))
+            known.append((g.add("cast", [a], shape, "", to), to))
+        elif some < 0.4:
+            op, name = [("shift", "offset"), ("scale", "factor"), ("divide", "divisor")][
+                rng.integers(3)
+            ]
+            number = {name: float(rng.choice(SCALARS))}
+            known.append((g.add(op, [a], shape, "", form, **number), form))
+        elif some < 0.55:
+            known.append((g.add(str(rng.choice(UNARY)), [a], shape, "", form), form))
+        elif some < 0.7 and form == "":
+            w = g.param(f"w{step}", rng.standard_normal((width, width)) / width**0.5)
+            known.append((g.add("linear", [a, w], shape), ""))
+        elif some < 0.8:
+            known.append((_norm(g, a, form, rng, shape, step), form))
+        else:
+            fitting = [*tables.values(), *known]
+            b, other = fitting[rng.integers(len(fitting))]
+            both = _promoted(form, other)
+            if both is None:
+                continue
+            op = str(rng.choice(["add", "sub", "mul"]))
+            known.append((g.add(op, [a, b], shape, "", both), both))
+    if known[-1][0] == x:
+        g.add("shift", [x], (rows, width), offset=-3.3)
+    return g
+
+
+def _table(rng: np.random.Generator, width: int, form: str) -> np.ndarray:
+    return rng.standard_normal((1, width)).astype(np.float32)
+
+
+def _norm(
+    g: Any, x: str, form: str, rng: np.random.Generator, shape: tuple[int, int], step: int
+) -> str:
+    op = str(rng.choice(["rms_norm", "layer_norm"]))
+    inputs = [x]
+    if form == "" and rng.random() < 0.6:
+        inputs.append(g.param(f"gain {step}", 1 + 0.3 * rng.standard_normal(shape[1])))
+    return str(g.add(op, inputs, shape, "", form, eps=float(rng.choice([1e-6, 1e-5, 1e-2]))))
+
+
+def _promoted(a: str, b: str) -> str | None:
+    """Return the format of both together, None where it depends on the kernel's."""
+    if a == b:
+        return a
+    return "float32" if "float32" in (a, b) else None
+
+
+def run(graph: Any, compute: str, x: np.ndarray) -> dict[str, Tensor]:
+    """Return what PyTorch's eager kernels make of every node, for a module in `compute`."""
+    own = getattr(torch, compute)
+    values: dict[str, Tensor] = {}
+    for node in graph.nodes:
+        attrs: Mapping[str, Any] = {
+            key: float.fromhex(value) if key in _NUMBERS else value
+            for key, value in node["attrs"].items()
+        }
+        args = [values[name] for name in node["inputs"]]
+        form = getattr(torch, node["format"]) if node["format"] else own
+        match node["op"]:
+            case "input":
+                y = torch.from_numpy(x).to(torch.float32).to(own)
+            case "param":
+                y = torch.from_numpy(graph.tensors[attrs["key"]]).to(own)
+            case "constant":
+                y = torch.from_numpy(graph.constants[attrs["key"]]).to(form)
+            case "cast":
+                y = args[0].to(form)
+            case op:
+                y = _operation(op, attrs, args)
+        assert y.dtype == form, (node, y.dtype)
+        values[node["name"]] = y
+    return values
+
+
+_NUMBERS = ("eps", "factor", "divisor", "offset")
+
+
+def _operation(op: str, attrs: Mapping[str, Any], args: list[Tensor]) -> Tensor:
+    x = args[0]
+    match op:
+        case "linear":
+            return F.linear(*args)
+        case "add":
+            return x + args[1]
+        case "sub":
+            return x - args[1]
+        case "mul":
+            return x * args[1]
+        case "shift":
+            return x + attrs["offset"]
+        case "scale":
+            return x * attrs["factor"]
+        case "divide":
+            return x / attrs["divisor"]
+        case "neg":
+            return -x
+        case "rms_norm":
+            return F.rms_norm(x, (x.shape[-1],), args[1] if len(args) > 1 else None, attrs["eps"])
+        case "layer_norm":
+            gain, bias = [*args[1:], None, None][:2]
+            return F.layer_norm(x, (x.shape[-1],), gain, bias, attrs["eps"])
+        case _:
+            function: Any = getattr(F, op)
+            y: Tensor = function(x)
+            return y
