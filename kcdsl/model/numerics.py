@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kcdsl.model.formats import FORMATS
-from kcdsl.model.graph import Node
+
+if TYPE_CHECKING:
+    from kcdsl.model.graph import Node
 
 
 @dataclass(frozen=True, slots=True)
