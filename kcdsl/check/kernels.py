@@ -55,8 +55,11 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
         *("results", "tensor_core", "sigmoid", "byte_sums"),
     ),
-    "weights": ("format", "scale", "rounding"),
-    "activations": ("format", "scale", "input_scale", "input_zero_point"),
+    "weights": ("format", "scale", "rounding", "scale_format"),
+    "activations": (
+        *("format", "scale", "input_scale", "input_zero_point"),
+        *("least_scale", "amax_limit", "batch_amax"),
+    ),
     "attention": ("style", "tile", "probabilities", "scores", "exp_ulps"),
     "results": RESULTS,
     "tensor_core": ("linears", "others"),
@@ -66,6 +69,8 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
 _NUMBERS = {"tile", "exp_ulps", *_UNIT}
 _BY_LINEAR = {"input_scale", "input_zero_point"}
 """Numbers that may stand in mappings of names of linears, and in lists; kept as written."""
+_AS_WRITTEN = {"least_scale", "amax_limit", "batch_amax"}
+"""Numbers that are kept as written, as decimals or float.hex()."""
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 Pairs = tuple[tuple[str, object], ...]
@@ -275,6 +280,8 @@ def _written(node: Node, name: str, reader: StructureReader) -> object:
 
 
 def _leaf(node: Node, name: str, reader: StructureReader) -> object:
+    if name in _AS_WRITTEN and isinstance(node, Scalar) and node.value is not True:
+        return node.text
     if name not in _NUMBERS:
         scalar = reader.as_text(node, name)
         return None if scalar is None else scalar.text

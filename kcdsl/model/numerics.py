@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -38,20 +39,24 @@ CASTS = {
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How parameters are stored: `format` a float format, or "int8"; `scale` "none" (a plain cast),
-    "per_tensor", "per_channel" (one per output row), "block_128" (128x128 tiles), "group_128" (128
-    inputs) or "mx" (32 inputs, power of two). Dequantised values are rounded to float32, then to
-    the compute format. `rounding` "nearest" or, without a scale, "toward_zero"; it is that of every
-    parameter and constant."""
+    """How parameters are stored: `format` a float format or one of codes; `scale` "none" (a plain
+    cast) or a layout of scales (kcdsl.model.quantisers), whose scales are stored in `scale_format`.
+    Dequantised values are rounded to float32, then to the compute format. `rounding` "nearest" or,
+    without a scale, "toward_zero"; it is that of every parameter and constant."""
 
     format: str
     scale: str = "none"
     rounding: str = "nearest"
+    scale_format: str = "float32"
 
     def to_json(self) -> dict[str, str]:
-        """Return the record; `rounding` stands in it only where it is not to nearest."""
+        """Return the record; what follows `scale` stands in it only where it says something."""
         record = {"format": self.format, "scale": self.scale}
-        return record if self.rounding == "nearest" else {**record, "rounding": self.rounding}
+        if self.rounding != "nearest":
+            record["rounding"] = self.rounding
+        if self.scale_format != "float32":
+            record["scale_format"] = self.scale_format
+        return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,13 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Quantisation of the input of every linear: `format` "none", "fp8_e4m3", "fp8_e5m2", "int8",
-    "int8_full" (symmetric) or "uint8" (asymmetric); `scale` "none", "per_tensor", "per_token",
-    "group_128" (128 channels of a token), "mx" (all dynamic), or "static".
+    """Quantisation of the input of every linear: `format` "none" or a format of codes; `scale`
+    "none", a layout of scales (kcdsl.model.quantisers), which are made of what comes in, or
+    "static".
+
+    Dynamic scales are never below `least_scale`, and made of no magnitude above `amax_limit`; what
+    is larger is cut off. `batch_amax` is the largest magnitude of any batch, whose elements share
+    the scale of layout "per_batch".
 
     Static scales are calibrated before: `input_scale` and, for uint8, `input_zero_point` are sorted
     pairs of the name of a linear ("*": any that is not named) and its float32 scales or zero point.
@@ -77,6 +86,15 @@ class Activations:
     scale: str = "none"
     input_scale: tuple[tuple[str, tuple[float, ...]], ...] = ()
     input_zero_point: tuple[tuple[str, int], ...] = ()
+    least_scale: float = 0.0
+    amax_limit: float = math.inf
+    batch_amax: float = 0.0
+
+    @property
+    def cuts(self) -> bool:
+        """Say whether codes may cut off more than they round: at the end of their range."""
+        full = self.format in ("uint8", "int8_full")
+        return full or self.scale == "mx" or self.amax_limit < math.inf
 
     def calibrated(self, weight: str) -> Calibrated | None:
         """Return the static quantiser of the linear with this weight; None where it has none.
@@ -94,7 +112,7 @@ class Activations:
         return Calibrated(found, zero or 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record; static scales stand in it as float.hex()."""
+        """Return the record; scales and magnitudes stand in it as float.hex()."""
         record: dict[str, Any] = {"format": self.format, "scale": self.scale}
         if self.input_scale:
             record["input_scale"] = {
@@ -102,6 +120,12 @@ class Activations:
             }
         if self.input_zero_point:
             record["input_zero_point"] = dict(self.input_zero_point)
+        if self.least_scale:
+            record["least_scale"] = self.least_scale.hex()
+        if self.amax_limit < math.inf:
+            record["amax_limit"] = self.amax_limit.hex()
+        if self.batch_amax:
+            record["batch_amax"] = self.batch_amax.hex()
         return record
 
 

@@ -11,21 +11,30 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef
+from kcdsl.model import quantisers
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import CASTS as MEANINGS
 from kcdsl.model.numerics import Activations, Attention, Numerics, TensorCore, Unit, Weights
-from kcdsl.model.static_scales import static_scales
+from kcdsl.model.quantisers import (
+    ACTIVATION_LAYOUTS,
+    CODE_FORMATS,
+    LAYOUTS,
+    WEIGHT_LAYOUTS,
+    fitting_layouts,
+)
+from kcdsl.model.static_scales import dynamic_limits, static_scales
 
 COMPUTE_FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 ACCUMULATORS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 CASTS = tuple(MEANINGS)
-SCALED_FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "int4_full")
-INTEGERS = ("int8", "int8_full", "int4_full", "uint8")
-WEIGHT_FORMATS = (*FORMATS, "int8", "int8_full", "int4_full")
+SCALED_FORMATS = tuple(name for name in CODE_FORMATS if name != "uint8")
+WEIGHT_FORMATS = tuple(dict.fromkeys((*FORMATS, *SCALED_FORMATS)))
 WEIGHT_ROUNDINGS = ("nearest", "toward_zero")
-WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "group_128", "mx")
-ACTIVATION_FORMATS = ("none", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "uint8")
-ACTIVATION_SCALES = ("none", "per_tensor", "per_token", "group_128", "mx", "static")
+WEIGHT_SCALES = ("none", *WEIGHT_LAYOUTS)
+SCALE_FORMATS = ("float32", "float16", "bfloat16")
+ACTIVATION_FORMATS = ("none", *quantisers.ACTIVATION_FORMATS)
+ACTIVATION_SCALES = ("none", *ACTIVATION_LAYOUTS, "static")
+_STATIC = ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "int8", "int8_full", "uint8")
 STYLES = ("composed", "fused")
 SIGMOIDS = ("relative", "absolute")
 BYTE_SUMS = ("wide", "int16_pairs")
@@ -46,6 +55,9 @@ LARGEST_EXP_ULPS = 1 << 16
 
 _E4M3_PER_CHANNEL = {"format": "fp8_e4m3", "scale": "per_channel"}
 _E4M3_PER_TENSOR = {"format": "fp8_e4m3", "scale": "per_tensor"}
+
+_VLLM_LEAST = 1 / (448 * 512)
+"""The least dynamic FP8 scale of vLLM (csrc/quantization/w8a8/fp8/common.cuh)."""
 
 # `coarse_exp_ulps` takes the place of `exp_ulps` where compute is coarser than float32.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -88,10 +100,33 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weights": _E4M3_PER_CHANNEL,
         "activations": {"format": "fp8_e4m3", "scale": "per_token"},
     },
+    "vllm-fp8-per-token": {
+        "compute": "bfloat16",
+        "weights": _E4M3_PER_CHANNEL,
+        "activations": {"format": "fp8_e4m3", "scale": "per_token", "least_scale": _VLLM_LEAST},
+    },
     "fp8-w8a8-blocks": {
         "compute": "bfloat16",
         "weights": {"format": "fp8_e4m3", "scale": "block_128"},
         "activations": {"format": "fp8_e4m3", "scale": "group_128"},
+    },
+    "fp8-w8a8-blocks-e8m0": {
+        "compute": "bfloat16",
+        "weights": {"format": "fp8_e4m3", "scale": "block_128_e8m0"},
+        "activations": {"format": "fp8_e4m3", "scale": "group_128_e8m0"},
+    },
+    "awq-int4": {
+        "compute": "float16",
+        "weights": {"format": "uint4", "scale": "group_128", "scale_format": "float16"},
+    },
+    "nvfp4-weights": {
+        "compute": "bfloat16",
+        "weights": {"format": "fp4_e2m1", "scale": "nvfp4"},
+    },
+    "mxfp4": {
+        "compute": "bfloat16",
+        "weights": {"format": "fp4_e2m1", "scale": "mx"},
+        "activations": {"format": "fp4_e2m1", "scale": "mx"},
     },
     "int8-weights": {"compute": "bfloat16", "weights": {"format": "int8", "scale": "per_channel"}},
     "mxfp8": {
@@ -279,18 +314,24 @@ def _weights(raw: dict[str, Any], compute: str) -> Weights:
     _known_keys(raw, "weights", Weights.__dataclass_fields__)
     format = _choice("weights.format", raw.get("format", compute), WEIGHT_FORMATS)
     scale = _choice("weights.scale", raw.get("scale", "none"), WEIGHT_SCALES)
-    if scale == "none" and format in INTEGERS:
-        raise _refusal(f"{format} weights need a scale", WEIGHT_SCALES[1:])
     if scale != "none" and format not in SCALED_FORMATS:
         raise _refusal(f"weights of format {format} have no scale", SCALED_FORMATS)
-    if scale == "mx" and format in INTEGERS:
-        raise _refusal("the mx scale is for fp8 formats", ("fp8_e4m3", "fp8_e5m2"))
+    if format in SCALED_FORMATS:
+        able = [name for name in fitting_layouts(format) if name in WEIGHT_SCALES]
+        able += ["none"] if format in FORMATS else []
+        if scale not in able:
+            raise _refusal(f"{format} weights have no scale {scale!r}", able)
+    scale_format = _choice(
+        "weights.scale_format", raw.get("scale_format", "float32"), SCALE_FORMATS
+    )
+    if scale_format != "float32" and (scale == "none" or LAYOUTS[scale].rule != "amax"):
+        raise _refusal(f"scales of {scale!r} are not stored in {scale_format}", ("float32",))
     rounding = _choice("weights.rounding", raw.get("rounding", "nearest"), WEIGHT_ROUNDINGS)
     if scale != "none" and rounding != "nearest":
         raise _refusal(
             f"the codes of weights with a scale are not rounded {rounding}", ("nearest",)
         )
-    return Weights(format, scale, rounding)
+    return Weights(format, scale, rounding, scale_format)
 
 
 def _activations(raw: dict[str, Any], compute: str) -> Activations:
@@ -307,10 +348,19 @@ def _activations(raw: dict[str, Any], compute: str) -> Activations:
     scale = _choice("activations.scale", raw.get("scale", "none"), ACTIVATION_SCALES)
     if format == "none" and scale != "none":
         raise _refusal("activations have a scale but no format", ACTIVATION_FORMATS[1:])
-    if format in INTEGERS and scale in ("none", "mx"):
-        able = (*ACTIVATION_SCALES[1:4], "static")
-        raise _refusal(f"{format} activations need a scale", able)
-    return Activations(format, scale, *static_scales(raw, format, scale))
+    if format != "none":
+        able = [name for name in fitting_layouts(format) if name in ACTIVATION_SCALES]
+        able += ["none"] if format in FORMATS else []
+        able += ["static"] if format in _STATIC else []
+        if format == "uint8":
+            able.remove("per_batch")
+        if scale not in able:
+            raise _refusal(f"{format} activations have no scale {scale!r}", able)
+    return Activations(
+        *(format, scale),
+        *static_scales(raw, format, scale),
+        *dynamic_limits(raw, format, scale),
+    )
 
 
 def _attention(

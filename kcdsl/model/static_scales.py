@@ -1,4 +1,4 @@
-"""Static scales of quantised activations: calibrated before, and written down in the numerics.
+"""Numbers that quantisers of activations are given: static scales, and limits of dynamic ones.
 
 Imports neither numpy nor torch.
 """
@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.model.quantisers import CODE_FORMATS, LAYOUTS
 
 LEAST_STATIC, LARGEST_STATIC = 2.0**-100, 2.0**24
 """Between these no product of a scale with a code, nor with another usual scale, loses bits."""
@@ -55,6 +56,32 @@ def static_scales(section: Mapping[str, Any], format: str, scale: str) -> tuple[
         if name not in named and "*" not in named:
             raise _refusal(f"activations.input_zero_point has no zero point of {name!r}")
     return found, zeros
+
+
+def dynamic_limits(
+    section: Mapping[str, Any], format: str, scale: str
+) -> tuple[float, float, float]:
+    """Return `least_scale`, `amax_limit` and `batch_amax` of a section `activations`, as float32.
+
+    Refuse them where the scale is not made of the largest magnitude, and a `per_batch` scale
+    without `batch_amax`.
+    """
+    layout = LAYOUTS.get(scale)
+    plain = layout is not None and layout.rule in ("amax", "batch")
+    able = plain and not CODE_FORMATS[format].zero_point
+    found = {"least_scale": 0.0, "amax_limit": math.inf, "batch_amax": 0.0}
+    for key in found:
+        if key not in section:
+            continue
+        if not able or (key == "batch_amax" and scale != "per_batch"):
+            raise _refusal(f"activations have `{key}` and the scale {scale!r} of {format}")
+        found[key] = _scale(f"activations.{key}", section[key])
+    if scale == "per_batch" and not found["batch_amax"]:
+        raise _refusal(
+            "activations of scale 'per_batch' need `batch_amax`",
+            "write the largest magnitude that any batch may hold: batch_amax: 100",
+        )
+    return found["least_scale"], found["amax_limit"], found["batch_amax"]
 
 
 def _by_name(key: str, value: object) -> list[tuple[str, object]]:

@@ -6,23 +6,22 @@ section 2). All arithmetic is float32, round to nearest even; plain casts may cu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.formats import FORMATS
-from kcdsl.model.numerics import Numerics
-
-QMAX = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int8_full": 127.5, "int4_full": 7.5}
-LEAST_FULL_SCALE = 2.0**-23
-"""The least scale of int8_full and int4_full."""
-FULL_CODES = {"int8_full": 128.0, "int4_full": 8.0}
-"""Formats whose codes reach from -n to n - 1, and n."""
-MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
-MX_BLOCK = 32
-TILE = 128
+from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.quantisers import (
+    CODE_FORMATS,
+    E8M0_EXPONENTS,
+    LAYOUTS,
+    LEAST_RANGE,
+    NESTED_LEAST,
+    NESTED_MOST,
+    CodeFormat,
+    ScaleLayout,
+)
 
 _TORCH_FORMATS = {
     "float32": torch.float32,
@@ -62,21 +61,72 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
     stored = numerics.weights
     if stored.scale == "none":
         return _cast(_cast(w, stored.format, numerics, name), numerics.compute, numerics, name)
-    w = w.to(torch.float32)
-    if stored.scale == "mx":
-        scale = _mx_scale(w, MX_EXPONENT[stored.format])
-    else:
-        amax = _AMAX[stored.scale](w.abs())
-        scale = amax / QMAX[stored.format]
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    if stored.format in FULL_CODES:
-        scale = scale.clamp_min(LEAST_FULL_SCALE)
-        most = FULL_CODES[stored.format]
-        code = (w * (1.0 / scale)).round().clamp(-most, most - 1)
-    else:
-        code = _code(w / scale, stored.format)
+    value = dequantised(w.to(torch.float32), stored, name)
     by_codes = numerics.activations.format != "none"
-    return round_to(code * scale, "float32" if by_codes else numerics.compute, name)
+    return round_to(value, "float32" if by_codes else numerics.compute, name)
+
+
+def dequantised(w: Tensor, stored: Weights, name: str = "a weight") -> Tensor:
+    """Return the codes of a matrix [out, in] of float32 numbers times their scales, as float32."""
+    form, layout = CODE_FORMATS[stored.format], LAYOUTS[stored.scale]
+    if form.zero_point:
+        return _from_zero_points(w, stored, name)
+    if layout.rule == "nested":
+        whole, multiple = _nested(w.abs(), form, layout)
+        return _code(w * ((1.0 / whole) / multiple), form) * (multiple * whole)
+    scale = _in_format(_scales(w.abs(), form, layout), stored.scale_format, name)
+    divisor = torch.where(scale == 0, torch.ones_like(scale), scale)
+    ratio = w * (1.0 / divisor) if form.reciprocal else w / divisor
+    return _code(ratio, form) * scale
+
+
+def _scales(size: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
+    """Return the float32 scale of every element, by the magnitudes; 1 where amax makes none."""
+    amax = group_amax(size, layout)
+    divisor = torch.full_like(amax, form.divisor)
+    match layout.rule:
+        case "floor":
+            _, exponent = torch.frexp(amax)
+            found = _power(exponent - 1 - form.top_exponent)
+        case "ceil":
+            fraction, exponent = torch.frexp(amax / divisor)
+            found = _power(torch.where(fraction == 0.5, exponent - 1, exponent))
+        case _:
+            found = amax / divisor
+    found = torch.where((amax == 0) | (found == 0), torch.ones_like(found), found)
+    return found.clamp_min(form.least_scale)
+
+
+def _nested(size: Tensor, form: CodeFormat, layout: ScaleLayout) -> tuple[Tensor, Tensor]:
+    """Return the float32 scale of the tensor, and the fp8_e4m3 multiple that each group has."""
+    amax = group_amax(size, layout)
+    whole = size.amax() / torch.full_like(amax, form.divisor * NESTED_MOST)
+    whole = torch.where(whole == 0, torch.ones_like(whole), whole)
+    multiple = (amax / torch.full_like(amax, form.divisor) / whole).clamp(NESTED_LEAST, NESTED_MOST)
+    return whole, _code(multiple, CODE_FORMATS["fp8_e4m3"])
+
+
+def _from_zero_points(w: Tensor, stored: Weights, name: str) -> Tensor:
+    """Return (code - z)·s with s = (max - min)/levels of a group, z the nearest even of -min/s."""
+    form, layout = CODE_FORMATS[stored.format], LAYOUTS[stored.scale]
+    high, low = _group_extreme(w, layout), -_group_extreme(-w, layout)
+    scale = (high - low).clamp_min(LEAST_RANGE) / torch.full_like(w, form.divisor)
+    scale = _in_format(scale, stored.scale_format, name)
+    zero = (-(low / scale).round()).clamp(0, form.above)
+    code = ((w / scale).round() + zero).clamp(0, form.above)
+    return (code - zero) * scale
+
+
+def _in_format(scale: Tensor, format: str, name: str) -> Tensor:
+    """Return scales as they are stored; refuse those that are beyond their format."""
+    stored = scale.to(_TORCH_FORMATS[format]).to(torch.float32)
+    _refuse_beyond(scale, ~torch.isfinite(stored), format, f"the scale of {name}")
+    return stored
+
+
+def _power(exponent: Tensor) -> Tensor:
+    least, most = E8M0_EXPONENTS
+    return torch.exp2(exponent.clamp(least, most).to(torch.float64)).to(torch.float32)
 
 
 def _cast(w: Tensor, format: str, numerics: Numerics, name: str) -> Tensor:
@@ -152,12 +202,12 @@ def _exponent(value: float) -> int:
     return int(torch.frexp(torch.tensor(value, dtype=torch.float64)).exponent) - 1
 
 
-def _code(ratio: Tensor, format: str) -> Tensor:
+def _code(ratio: Tensor, form: CodeFormat) -> Tensor:
     """Return the codes of w/s as float32: nearest even in the format, saturating."""
-    limited = ratio.clamp(-QMAX[format], QMAX[format])
-    if format == "int8":
-        return limited.round()
-    return limited.to(_TORCH_FORMATS[format]).to(torch.float32)
+    exact = ratio.to(torch.float64)
+    leading = (torch.frexp(exact).exponent - 1).clamp_min(form.grid.min_exponent)
+    step = torch.exp2((leading - form.grid.precision + 1).to(torch.float64))
+    return ((exact / step).round() * step).clamp(-form.below, form.above).to(torch.float32)
 
 
 def _drop_bits(w: Tensor, bits: int) -> Tensor:
@@ -168,36 +218,19 @@ def _drop_bits(w: Tensor, bits: int) -> Tensor:
     return (kept & ~((1 << bits) - 1)).view(torch.float32)
 
 
-def _mx_scale(w: Tensor, largest_exponent: int) -> Tensor:
-    """Return 2^(floor(log2 amax) - emax) for each 32 consecutive inputs, spread over them.
-
-    The exponent stays within the range of E8M0, -127 to 127; the scale is 1 where amax is 0.
-    """
-    rows, columns = w.shape
-    blocks = -(-columns // MX_BLOCK)
-    padded = w.new_zeros(rows, blocks * MX_BLOCK)
-    padded[:, :columns] = w.abs()
-    amax = padded.view(rows, blocks, MX_BLOCK).amax(dim=-1)
-    exponent = (torch.frexp(amax).exponent - 1 - largest_exponent).clamp(-127, 127)
-    power = torch.exp2(exponent.to(torch.float64)).to(torch.float32)
-    scale = torch.where(amax == 0, torch.ones_like(power), power)
-    return scale.repeat_interleave(MX_BLOCK, dim=1)[:, :columns]
+def group_amax(magnitude: Tensor, layout: ScaleLayout) -> Tensor:
+    """Return the largest magnitude among the elements of a matrix that share a scale with each."""
+    return _group_extreme(magnitude, layout)
 
 
-def _tile_amax(magnitude: Tensor, height: int) -> Tensor:
-    """Return the largest magnitude of each tile 128 wide, spread over its elements."""
-    rows, columns = magnitude.shape
-    down, across = -(-rows // height), -(-columns // TILE)
-    padded = magnitude.new_zeros(down * height, across * TILE)
-    padded[:rows, :columns] = magnitude
-    amax = padded.view(down, height, across, TILE).amax(dim=(1, 3))
-    spread = amax.repeat_interleave(height, dim=0).repeat_interleave(TILE, dim=1)
+def _group_extreme(values: Tensor, layout: ScaleLayout) -> Tensor:
+    """Return the largest number of each group, spread over its elements; the last may be cut."""
+    rows, columns = values.shape
+    height, width = layout.rows or rows, layout.columns or columns
+    filled = torch.nn.functional.pad(
+        values, (0, -columns % width, 0, -rows % height), value=-torch.inf
+    )
+    tiles = filled.view(filled.shape[0] // height, height, filled.shape[1] // width, width)
+    largest = tiles.amax(dim=(1, 3))
+    spread = largest.repeat_interleave(height, dim=0).repeat_interleave(width, dim=1)
     return spread[:rows, :columns]
-
-
-_AMAX: dict[str, Callable[[Tensor], Tensor]] = {
-    "per_tensor": lambda magnitude: magnitude.amax(),
-    "per_channel": lambda magnitude: magnitude.amax(dim=1, keepdim=True),
-    "block_128": lambda magnitude: _tile_amax(magnitude, TILE),
-    "group_128": lambda magnitude: _tile_amax(magnitude, 1),
-}

@@ -69,6 +69,31 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "int8 full range, nearest": (EAGER, {"preset": "torchao-int8-dynamic", "casts": "nearest"}),
+    "vLLM, FP8 per token": (EAGER, {"preset": "vllm-fp8-per-token", "casts": "nearest"}),
+    "limited scales": (
+        EAGER,
+        {
+            "preset": "fp8-w8a8-per-channel",
+            "activations": {
+                "format": "fp8_e4m3",
+                "scale": "per_token",
+                "amax_limit": 1.0,
+                "least_scale": 0.001,
+            },
+        },
+    ),
+    "AWQ": (EAGER, {"preset": "awq-int4"}),
+    "NVFP4 weights": (EAGER, {"preset": "nvfp4-weights", "casts": "nearest"}),
+    "MXFP4": (EAGER, {"preset": "mxfp4", "casts": "nearest"}),
+    "powers of two": (EAGER, {"preset": "fp8-w8a8-blocks-e8m0", "casts": "nearest"}),
+    "scale of a batch": (
+        EAGER,
+        {
+            "preset": "fp8-w8a8-per-tensor",
+            "casts": "nearest",
+            "activations": {"format": "fp8_e4m3", "scale": "per_batch", "batch_amax": 100},
+        },
+    ),
     "bytes in pairs": (EAGER, {"preset": "onnxruntime-int8-pairs"}),
     "uint8, nearest": (EAGER, {"preset": "onnxruntime-int8", "casts": "nearest"}),
     "fp8 static, nearest": (

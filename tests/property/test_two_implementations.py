@@ -80,6 +80,38 @@ NUMERICS: dict[str, dict[str, object]] = {
     "int8": {"preset": "int8-weights", "casts": "nearest"},
     "int8 dynamic": {"preset": "onnxruntime-int8"},
     "int8 dynamic nearest": {"preset": "onnxruntime-int8", "casts": "nearest"},
+    "vLLM, FP8 per token": {"preset": "vllm-fp8-per-token"},
+    "vLLM, FP8 per token nearest": {"preset": "vllm-fp8-per-token", "casts": "nearest"},
+    "limited scales nearest": {
+        "preset": "fp8-w8a8-per-channel",
+        "casts": "nearest",
+        "activations": {
+            "format": "fp8_e4m3",
+            "scale": "per_token",
+            "amax_limit": 1.0,
+            "least_scale": 0.001,
+        },
+    },
+    "AWQ": {"preset": "awq-int4", "casts": "nearest"},
+    "NVFP4 weights": {"preset": "nvfp4-weights"},
+    "MXFP4": {"preset": "mxfp4"},
+    "MXFP6 nearest": {
+        "preset": "mxfp8",
+        "casts": "nearest",
+        "weights": {"format": "fp6_e3m2", "scale": "mx"},
+        "activations": {"format": "fp6_e2m3", "scale": "mx"},
+    },
+    "powers of two": {"preset": "fp8-w8a8-blocks-e8m0", "tensor_core": "hopper_fp8_promoted"},
+    "fnuz nearest": {
+        "preset": "fp8-w8a8-per-tensor",
+        "casts": "nearest",
+        "weights": {"format": "fp8_e4m3fnuz", "scale": "per_tensor"},
+        "activations": {"format": "fp8_e4m3fnuz", "scale": "per_tensor"},
+    },
+    "scale of a batch": {
+        "preset": "fp8-w8a8-per-tensor",
+        "activations": {"format": "fp8_e4m3", "scale": "per_batch", "batch_amax": 400},
+    },
     "bytes in pairs nearest": {"preset": "onnxruntime-int8-pairs", "casts": "nearest"},
     "int8 full nearest": {"preset": "torchao-int8-dynamic", "casts": "nearest"},
     "fp8 static": {

@@ -8,6 +8,7 @@ and of the least element). A static scale is known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kcdsl.model.weights import LEAST_FULL_SCALE, QMAX
+from kcdsl.model.numerics import Activations
+from kcdsl.model.quantisers import CODE_FORMATS, LAYOUTS
 from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.cases import Cases, Together
 from kcdsl_backends.affine.kernel import KernelRun
@@ -23,12 +25,12 @@ from kcdsl_backends.affine.storing import half_step
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry
 from kcdsl_backends.interval.box import Box, down, gamma, up
 from kcdsl_backends.interval.quantisers import ROUNDING, Codes, codes, quantised_hull, steps
-from kcdsl_backends.interval.scales import CODES, GROUPS, STEPS_UINT8, Quantiser
+from kcdsl_backends.interval.scales import CODES, GROUPS, SLACK, STEPS_UINT8, Quantiser
 
 Pulled = Sequence[tuple[int, Adjoint]]
 SHARE = 2.0**-2
 """Up to this share of Q a scale may move its elements: else they are better known than it is."""
-_SHARED = ("per_token", "group_128", "per_tensor")
+_SHARED = tuple(name for name, layout in LAYOUTS.items() if layout.rule == "amax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def quantise(
     stairs = known & (least <= error)
     if scale.index is not None:
         stairs &= along <= SHARE * error
-    error = torch.where(known, torch.minimum(error, _widest_step(spec.scale, found, by, x)), error)
+    error = torch.where(known, torch.minimum(error, _widest_step(spec, found, by, x)), error)
     keep = (~stairs).to(own.dtype)
     weights = torch.where(stairs, middle, 0.0)
     carried = torch.zeros_like(own) if scale.index is None else torch.where(stairs, along, 0.0)
@@ -108,16 +110,16 @@ def _in_cases(cases: Cases, found: Codes, by: Quantiser) -> Codes:
     return Codes(low, torch.maximum(torch.minimum(each.high, found.high), found.low))
 
 
-def _widest_step(scale: str, found: Codes, by: Quantiser, x: Entry) -> Tensor:
+def _widest_step(spec: Activations, found: Codes, by: Quantiser, x: Entry) -> Tensor:
     """Bound |x̂ - x|: half a step of the codes that are met, times the scale, and roundings.
 
-    A scale of mx and a zero point may cut numbers off, which then have the largest code: there is
-    no such bound.
+    A scale of mx, a limited one and a zero point may cut numbers off, which then have the largest
+    code: there is no such bound.
     """
     form, largest = CODES[by.format], torch.maximum(found.low.abs(), found.high.abs())
     off = half_step(largest, form) * by.scale.hi
     off = (off + 4 * ROUNDING * (largest * by.scale.hi + x.size)) * SAFE
-    if scale != "mx" and by.format != "uint8":
+    if by.format != "uint8" and spec.scale != "mx" and spec.amax_limit == math.inf:
         return off
     inside = (found.high < by.tops.above.lo) & (-found.low < by.tops.below.lo)
     return torch.where(inside, off, torch.inf)
@@ -220,6 +222,7 @@ def _leader(least: Tensor, most: Tensor, x: Entry, scale: str, *, none: bool = F
 def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quantiser) -> _Scale:
     """Append the entry of the scales, where a group shares one that is not exactly known."""
     spec, around = run.rounding.numerics.activations, by.scale
+    form = CODE_FORMATS[spec.format]
     middle = around.lo / 2 + around.hi / 2
     reach = up(torch.maximum(around.hi - middle, middle - around.lo), 2)
     if spec.scale not in _SHARED:
@@ -234,11 +237,14 @@ def _scale(run: KernelRun, name: str, index: int, x: Entry, box: Box, by: Quanti
         value, wide = above.reference + below.reference, above.reach + below.reach
         selector = above.selector + below.selector
     else:
-        top, roundings = QMAX[spec.format], 2
+        top, roundings = form.divisor, 2
         lead = _leader(torch.maximum(box.lo, -box.hi), box.mag(), x, spec.scale)
         certain, value, wide, selector = lead.certain, lead.reference, lead.reach, lead.selector
-    if spec.format == "int8_full":  # below its least value the scale follows no element
-        certain = certain & (first_row[2] > LEAST_FULL_SCALE)
+    least = max(form.least_scale, spec.least_scale)
+    if least:  # below its least value the scale follows no element
+        certain = certain & (first_row[2] > least)
+    if spec.amax_limit < math.inf:
+        certain = certain & (first_row[3] < spec.amax_limit / form.divisor * (1 - SLACK))
     moved = wide / top * SAFE
     slack = roundings * ROUNDING * first_row[3]
     reference = torch.where(certain, value / top, first_row[0]).reshape(shape)

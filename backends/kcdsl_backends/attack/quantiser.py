@@ -5,18 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Activations, Numerics
-from kcdsl.model.weights import LEAST_FULL_SCALE, MX_EXPONENT, QMAX
+from kcdsl.model.quantisers import CODE_FORMATS
 from kcdsl_backends.attack.sums import nearest_to
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.rounding import Rounding, power_of_two
+from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import activation_error
-from kcdsl_backends.interval.scales import Quantiser, group_maximum, static_quantiser
+from kcdsl_backends.interval.scales import (
+    Quantiser,
+    group_maximum,
+    scale_range,
+    static_quantiser,
+)
 
 _STEPS = 255.0
-_INTEGERS = {"int8": (-127.0, 127.0), "int8_full": (-128.0, 127.0)}
 
 
 class Exceeded(ArithmeticError):
@@ -52,15 +55,12 @@ def to_nearest(x: Tensor, numerics: Numerics, weight: str) -> Tensor:
     if spec.format == "uint8":
         step, zero = _asymmetric(v, spec, weight)
         value = ((torch.round(_single(v / step)) + zero).clamp(0, _STEPS) - zero) * step
-    elif spec.format in _INTEGERS:
-        scale = _scale(v, spec, weight)
-        whole = spec.format == "int8_full" and spec.scale != "static"
-        ratio = _single(v * _single(1.0 / scale)) if whole else _single(v / scale)
-        value = torch.round(ratio).clamp(*_INTEGERS[spec.format]) * scale
     else:
-        form, scale = FORMATS[spec.format], _scale(v, spec, weight)
-        ratio = _single(v / scale)
-        value = nearest_to(ratio.clamp(-form.largest, form.largest), form) * scale
+        form, scale = CODE_FORMATS[spec.format], _scale(v, spec, weight)
+        times = form.reciprocal and spec.scale != "static"
+        ratio = _single(v * _single(1.0 / scale)) if times else _single(v / scale)
+        code = nearest_to(ratio.clamp(-form.below, form.above), form.grid)
+        value = code.clamp(-form.below, form.above) * scale
     return x + (_single(value) - v)
 
 
@@ -78,23 +78,10 @@ def _asymmetric(v: Tensor, spec: Activations, weight: str) -> tuple[Tensor, Tens
 
 def _scale(v: Tensor, spec: Activations, weight: str) -> Tensor:
     """Return the float32 scale of every element; 1 where a group is 0."""
-    magnitude = v.abs()
-    match spec.scale:
-        case "static":
-            return _static(v, spec, weight).scale.lo
-        case "none":
-            return torch.ones_like(magnitude[..., :1])
-        case "mx":
-            top = group_maximum(magnitude, spec.scale)
-            _, exponent = torch.frexp(top)
-            power = (exponent - 1 - MX_EXPONENT[spec.format]).clamp(-127, 127)
-            scale = power_of_two(power)
-        case _:
-            top = group_maximum(magnitude, spec.scale)
-            scale = _single(top / QMAX[spec.format])
-    if spec.format == "int8_full":
-        return scale.clamp_min(LEAST_FULL_SCALE)
-    return torch.where((top > 0) & (scale > 0), scale, torch.ones_like(scale))
+    if spec.scale == "static":
+        return _static(v, spec, weight).scale.lo
+    found = scale_range(Box.point(v), spec).lo
+    return torch.where(found > 0, found, torch.ones_like(found))
 
 
 def _static(v: Tensor, spec: Activations, weight: str) -> Quantiser:

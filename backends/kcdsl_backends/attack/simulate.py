@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics, held_formats
+from kcdsl.model.quantisers import LAYOUTS
 from kcdsl_backends.attack.inside import (
     ELEMENTWISE,
     NORMS,
@@ -67,7 +68,9 @@ STORED = SUMS | {
 _SCALARS = {"scale": "factor", "divide": "divisor", "shift": "offset"}
 """Operations with a number, and its attribute."""
 
-_BY_ROWS = frozenset({"none", "per_token", "group_128", "mx", "static"})
+_BY_ROWS = frozenset(
+    {"none", "static", *(name for name, layout in LAYOUTS.items() if layout.rows == 1)}
+)
 """Scales of quantisers that no other row has a part in."""
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import CASTS, Numerics, Weights
-from kcdsl.model.weights import LEAST_FULL_SCALE, MX_BLOCK, MX_EXPONENT, QMAX, TILE
+from kcdsl.model.quantisers import CODE_FORMATS, E8M0_EXPONENTS, LAYOUTS
+from kcdsl.model.weights import group_amax
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow
 from kcdsl_backends.interval.quantisers import LEAST_SCALE, known_steps, quantised_hull
@@ -28,6 +29,8 @@ LARGEST_RHO = Fraction(1, 2)
 """No region around the weights is wider: within it no element changes its sign."""
 _WIDER = 1.0 + 2.0**-20
 _FLOAT32 = FORMATS["float32"]
+_MOVING = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
+"""Formats of codes that a region around the weights has a rule for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,8 @@ def _storage(numerics: Numerics, *, linear: bool) -> tuple[str, ...]:
     if not linear:
         return (compute, stored.rounding)
     by_codes = stored.scale != "none" and numerics.activations.format != "none"
-    return (stored.format, stored.scale, "float32" if by_codes else compute, stored.rounding)
+    last = "float32" if by_codes else compute
+    return (stored.format, stored.scale, last, stored.rounding, stored.scale_format)
 
 
 def held_plain(w: Box, numerics: Numerics, name: str) -> Held:
@@ -146,7 +150,7 @@ def held_linear(w: Box, numerics: Numerics, name: str) -> Held:
         if _contains(FORMATS[numerics.compute], FORMATS[stored.format]):
             return first
         return _rounded(w, first, FORMATS[numerics.compute], stored, name)
-    held = _scaled(w, stored.format, stored.scale, name)
+    held = _scaled(w, stored, name)
     if numerics.activations.format != "none":
         return held
     return _rounded(w, held, FORMATS[numerics.compute], stored, name)
@@ -181,12 +185,15 @@ def _rounded(w: Box, held: Held, format: Format, stored: Weights, name: str) -> 
     return Held(value, (value - w).meet(held.error.widen(cast)))
 
 
-def _scaled(w: Box, format: str, scale: str, name: str) -> Held:
+def _scaled(w: Box, stored: Weights, name: str) -> Held:
     """Return codes times scales, both of which move with the weights."""
-    if format == "int4_full":
-        raise NoBound(name, "there is no region around weights of int4_full")
+    format, scale = stored.format, stored.scale
+    if format not in _MOVING or LAYOUTS[scale].rule not in ("amax", "floor"):
+        raise NoBound(name, f"there is no region around weights of {format} {scale}")
+    if stored.scale_format != "float32":
+        raise NoBound(name, "there is no region around weights whose scales are rounded")
     least, most = torch.minimum(w.lo.abs(), w.hi.abs()), w.mag()
-    low, high = (_scale(_largest(size, scale), format, scale) for size in (least, most))
+    low, high = (_scale(group_amax(size, LAYOUTS[scale]), format, scale) for size in (least, most))
     if not bool((low >= LEAST_SCALE).all()):
         raise NoBound(name, "a scale of the weights is too small")
     scales = Box(low, high)
@@ -199,38 +206,15 @@ def _scaled(w: Box, format: str, scale: str, name: str) -> Held:
     return Held(value, (value - w).meet(Box.around(off)))
 
 
-def _largest(size: Tensor, scale: str) -> Tensor:
-    """Return the maximum of the group that shares the scale of each element."""
-    match scale:
-        case "per_tensor":
-            return size.amax().expand_as(size)
-        case "per_channel":
-            return size.amax(1, keepdim=True).expand_as(size)
-        case "block_128":
-            return _tiles(size, TILE, TILE)
-        case "group_128":
-            return _tiles(size, 1, TILE)
-        case _:
-            return _tiles(size, 1, MX_BLOCK)
-
-
-def _tiles(size: Tensor, height: int, width: int) -> Tensor:
-    rows, columns = size.shape
-    grown = torch.nn.functional.pad(size, (0, -columns % width, 0, -rows % height))
-    tiles = grown.reshape(grown.shape[0] // height, height, grown.shape[1] // width, width)
-    tops = tiles.amax((1, 3))
-    return tops.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :columns]
-
-
 def _scale(amax: Tensor, format: str, scale: str) -> Tensor:
     """Return the float32 scale made from a maximum; it grows with it. 1 where that is 0."""
+    form = CODE_FORMATS[format]
     if scale == "mx":
         _, exponent = torch.frexp(amax)
-        found = power_of_two((exponent - 1 - MX_EXPONENT[format]).clamp(-127, 127))
+        found = power_of_two((exponent - 1 - form.top_exponent).clamp(*E8M0_EXPONENTS))
     else:
-        found = (amax.to(torch.float32) / QMAX[format]).to(torch.float64)
-    if format == "int8_full":
-        found = found.clamp_min(LEAST_FULL_SCALE)
+        found = (amax.to(torch.float32) / form.divisor).to(torch.float64)
+    found = found.clamp_min(form.least_scale)
     return torch.where(amax == 0, torch.ones_like(found), found)
 
 
@@ -245,7 +229,7 @@ def _off(size: Tensor, scale: Tensor, format: str, kind: str) -> Tensor:
     rounding = (form.unit_roundoff * size + scale * form.underflow) * _WIDER
     if kind != "mx":
         return up(rounding, 4)
-    kept = form.largest * 2.0 ** -(MX_EXPONENT[format] + 1)
+    kept = form.largest * 2.0 ** -(CODE_FORMATS[format].top_exponent + 1)
     return up(torch.maximum(rounding, size * (1 - kept) + size * 2.0**-20), 4)
 
 

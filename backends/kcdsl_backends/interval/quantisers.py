@@ -17,8 +17,6 @@ from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.rounding import Rounding, Stored, nearest, power_of_two
 from kcdsl_backends.interval.scales import (
     CODES,
-    MX_BLOCK,
-    MX_EXPONENT,
     RATIOS,
     SLACK,
     Push,
@@ -33,8 +31,6 @@ from kcdsl_backends.interval.scales import (
 __all__ = [
     "CODES",
     "LEAST_SCALE",
-    "MX_BLOCK",
-    "MX_EXPONENT",
     "ROUNDING",
     "Codes",
     "codes",

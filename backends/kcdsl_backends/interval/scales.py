@@ -8,31 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.numerics import Activations
-from kcdsl.model.weights import LEAST_FULL_SCALE, QMAX
+from kcdsl.model.quantisers import ACTIVATION_FORMATS, CODE_FORMATS, E8M0_EXPONENTS, LAYOUTS
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import power_of_two
 
 SLACK = 2.0**-22
 """More than the relative roundings of a ratio and of a product together."""
-MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
-MX_BLOCK = 32
-GROUPS = {"mx": MX_BLOCK, "group_128": 128}
+GROUPS = {name: layout.columns for name, layout in LAYOUTS.items() if layout.columns}
 """How many numbers of a row share a scale, where not all of them do."""
-_INTEGER = Format("integer", 8, 7, 255.0)
-CODES = {
-    "fp8_e4m3": FORMATS["fp8_e4m3"],
-    "fp8_e5m2": FORMATS["fp8_e5m2"],
-    "int8": Format("int8", 8, 7, 127.0),
-    "int8_full": _INTEGER,
-    "uint8": _INTEGER,
-}
-"""The grids of codes. The integers are a format that has subnormal numbers only; a code of uint8
-counts from its zero point."""
-_LARGEST = {"int8_full": (127.0, 128.0)}
-"""Largest code above and below zero, where that is not the largest number of the grid."""
+CODES = {name: CODE_FORMATS[name].grid for name in ACTIVATION_FORMATS}
+"""The grids of codes of activations; a code of uint8 counts from its zero point."""
 STEPS_UINT8 = 255.0
 
 
@@ -63,7 +50,7 @@ Ratio = Callable[[Tensor, Tensor, Push], Tensor]
 
 def group_maximum(magnitude: Tensor, scale: str) -> Tensor:
     """Return the largest magnitude of the group that shares an element's scale."""
-    if scale in ("none", "per_tensor"):
+    if scale in ("none", "per_tensor", "per_batch"):
         return magnitude.amax().expand_as(magnitude)
     if scale == "per_token":
         return magnitude.amax(-1, keepdim=True).expand_as(magnitude)
@@ -87,36 +74,53 @@ def quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quantiser:
         return static_quantiser(x, spec, weight, node)
     format = spec.format
     tops = _zero_points(x, spec.scale) if format == "uint8" else fixed_tops(x.lo, format)
-    return Quantiser(format, scale_range(x, format, spec.scale), tops, RATIOS[format])
+    refuse_batch(x, spec, node)
+    return Quantiser(format, scale_range(x, spec), tops, RATIOS[format])
 
 
 def fixed_tops(like: Tensor, format: str) -> Tops:
     """Return the largest codes of a format without a zero point."""
-    above, below = _LARGEST.get(format, (CODES[format].largest, CODES[format].largest))
-    return Tops(*(Box.point(torch.full_like(like, top)) for top in (above, below)))
+    form = CODE_FORMATS[format]
+    return Tops(*(Box.point(torch.full_like(like, top)) for top in (form.above, form.below)))
 
 
-def scale_range(x: Box, format: str, scale: str) -> Box:
+def refuse_batch(x: Box, spec: Activations, node: str) -> None:
+    """Raise NoBound where an element may be larger than any of a batch is said to be."""
+    if spec.scale != "per_batch" or bool((x.mag() <= spec.batch_amax).all()):
+        return
+    flat = int(x.mag().argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), x.lo.shape)]
+    raise NoBound(
+        node,
+        f"overflow reachable: element {index} of the input may exceed {spec.batch_amax:g}"
+        " (batch_amax)",
+    )
+
+
+def scale_range(x: Box, spec: Activations) -> Box:
     """Return between which numbers the dynamic scale of each element lies; from 0 where it may be.
 
     The largest magnitude of a group is at least that of the element which is surely far from 0.
     """
-    if scale == "none":
+    if spec.scale == "none":
         return Box.point(torch.ones_like(x.lo))
-    if format == "uint8":
-        (low, low_most), (high, high_most) = _ends(x, scale)
+    form, layout = CODE_FORMATS[spec.format], LAYOUTS[spec.scale]
+    if form.zero_point:
+        (low, low_most), (high, high_most) = _ends(x, spec.scale)
         least, most = _added(low, high, down), _added(low_most, high_most, up)
     else:
-        least = group_maximum(torch.maximum(x.lo, -x.hi).clamp_min(0), scale)
-        most = group_maximum(x.mag(), scale)
-    if scale == "mx":
-        low, high = _mx_scale(least, format), _mx_scale(most, format)
-        return Box(torch.where(least > 0, low, torch.zeros_like(low)), high)
-    top = torch.full_like(least, STEPS_UINT8 if format == "uint8" else QMAX[format])
+        least = group_maximum(torch.maximum(x.lo, -x.hi).clamp_min(0), spec.scale)
+        most = group_maximum(x.mag(), spec.scale).clamp_min(spec.batch_amax)
+        least, most = least.clamp_max(spec.amax_limit), most.clamp_max(spec.amax_limit)
+    if layout.rule == "floor":
+        powers = [_floor(end, form.top_exponent) for end in (least, most)]
+        return Box(torch.where(least > 0, powers[0], 0.0), powers[1])
+    top = torch.full_like(least, form.divisor)
     found = Box(quotient(least, top, down), quotient(most, top, up))
-    if format != "int8_full":
-        return found
-    return Box(found.lo.clamp_min(LEAST_FULL_SCALE), found.hi.clamp_min(LEAST_FULL_SCALE))
+    if layout.rule == "ceil":
+        found = Box(torch.where(found.lo > 0, _ceil(found.lo), 0.0), _ceil(found.hi))
+    at_least = max(form.least_scale, spec.least_scale)
+    return Box(found.lo.clamp_min(at_least), found.hi.clamp_min(at_least))
 
 
 def _ends(x: Box, scale: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -129,7 +133,7 @@ def _ends(x: Box, scale: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tens
 def _zero_points(x: Box, scale: str) -> Tops:
     """Return 255 - z and z, z the nearest even of float32(-min/s)."""
     (low, low_most), (high, high_most) = _ends(x, scale)
-    around = scale_range(x, "uint8", scale)
+    around = scale_range(x, Activations("uint8", scale))
 
     def share(part: Tensor, other: Tensor, factor: float) -> Tensor:
         total = (part + other).clamp_min(2.0**-1000)
@@ -171,7 +175,7 @@ def static_quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quant
     Raises:
         NoBound: as `static_scale`, or some element may be beyond the last code.
     """
-    scale, form = static_scale(x.lo, spec, weight, node), CODES[spec.format]
+    scale, form = static_scale(x.lo, spec, weight, node), CODE_FORMATS[spec.format]
     if spec.format == "uint8":
         found = spec.calibrated(weight)
         zero = 0 if found is None else found.zero_point
@@ -181,7 +185,7 @@ def static_quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quant
     else:
         tops = fixed_tops(x.lo, spec.format)
     # to half a step beyond the last integer a code is off by no more than elsewhere
-    beyond = 0.5 if form.min_exponent > 0 else 0.0
+    beyond = 0.5 if form.integer else 0.0
     high = (tops.above.lo + beyond) * scale * (1 + SLACK)
     low = (tops.below.lo + beyond) * scale * (1 + SLACK)
     over = torch.maximum(x.hi - high, -x.lo - low)
@@ -219,7 +223,9 @@ def either(a: Tensor, b: Tensor, push: Push) -> Tensor:
     return (a / b * (1 - SLACK if push is down else 1 + SLACK)).clamp_min(0)
 
 
-RATIOS: dict[str, Ratio] = {**dict.fromkeys(CODES, quotient), "int8_full": reciprocal}
+RATIOS: dict[str, Ratio] = {
+    name: reciprocal if form.reciprocal else quotient for name, form in CODE_FORMATS.items()
+}
 """How a kernel divides by a dynamic scale."""
 
 
@@ -230,7 +236,14 @@ def _added(a: Tensor, b: Tensor, push: Push) -> Tensor:
     return single(torch.where(known, total, push(total))).clamp_min(0)
 
 
-def _mx_scale(amax: Tensor, format: str) -> Tensor:
-    """Return 2^(floor(log2 amax) - emax), the exponent within that of E8M0."""
+def _floor(amax: Tensor, shift: int) -> Tensor:
+    """Return 2^(floor(log2 amax) - shift), the exponent within that of E8M0."""
     _, exponent = torch.frexp(amax)
-    return power_of_two((exponent - 1 - MX_EXPONENT[format]).clamp(-127, 127))
+    return power_of_two((exponent - 1 - shift).clamp(*E8M0_EXPONENTS))
+
+
+def _ceil(scale: Tensor) -> Tensor:
+    """Return the least power of two that is no smaller, within the range of E8M0."""
+    fraction, exponent = torch.frexp(scale)
+    power = torch.where(fraction == 0.5, exponent - 1, exponent)
+    return power_of_two(power.clamp(*E8M0_EXPONENTS))

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.formats import FORMATS
-from kcdsl.model.numerics import Numerics, Unit
+from kcdsl.model.numerics import Activations, Numerics, Unit, Weights
+from kcdsl.model.quantisers import CODE_FORMATS, LAYOUTS, CodeFormat
 from kcdsl_backends.interval.box import up
 from kcdsl_backends.interval.rounding import Rounding
-from kcdsl_backends.interval.scales import MX_EXPONENT, group_maximum, static_scale
+from kcdsl_backends.interval.scales import group_maximum, static_scale
 
 _BLOCK = 2**22
 """Products formed at a time."""
@@ -73,22 +74,42 @@ def _floors(
     if not quantised:
         return least, least
     scaled, weights = numerics.activations, numerics.weights
-    first: Tensor | float = least
-    if scaled.format in MX_EXPONENT:
-        first = 2.0 ** FORMATS[scaled.format].min_exponent
-        if scaled.scale == "static":
-            first = first * static_scale(left, scaled, weight, weight).amax()
-        elif scaled.scale != "none":
-            top = group_maximum(left, "per_tensor" if scaled.scale == "per_tensor" else "per_token")
-            share = FORMATS[scaled.format].min_exponent - MX_EXPONENT[scaled.format]
-            first = top[..., :1] * (2.0**share * _ROUGH)
-    second: Tensor | float = least
-    if weights.format in MX_EXPONENT:
-        second = 2.0 ** FORMATS[weights.format].min_exponent
-        if weights.scale != "none":
-            share = FORMATS[weights.format].min_exponent - MX_EXPONENT[weights.format]
-            second = right.amax() * (2.0**share * _ROUGH)
-    return first, second
+    return _least_input(left, scaled, least, weight), _least_weight(right, weights, least)
+
+
+def _least_input(left: Tensor, spec: Activations, plain: float, weight: str) -> Tensor | float:
+    """Return the size that a code of the input counts with at least: 2^(least exponent)·scale."""
+    form = CODE_FORMATS[spec.format]
+    if form.integer:
+        return plain
+    least = 2.0**form.grid.min_exponent
+    if spec.scale == "none":
+        return least
+    if spec.scale == "static":
+        return least * static_scale(left, spec, weight, weight).amax()
+    whole = LAYOUTS[spec.scale].rows != 1
+    top = group_maximum(left, "per_tensor" if whole else "per_token")[..., :1]
+    scale = _largest_scale(top.clamp_min(spec.batch_amax), form, spec.scale)
+    return scale.clamp_min(spec.least_scale) * least
+
+
+def _least_weight(right: Tensor, stored: Weights, plain: float) -> Tensor | float:
+    form = CODE_FORMATS.get(stored.format)
+    if form is None or form.integer:
+        return plain
+    least = 2.0**form.grid.min_exponent
+    if stored.scale == "none":
+        return least
+    return _largest_scale(right.amax(), form, stored.scale) * least
+
+
+def _largest_scale(top: Tensor, form: CodeFormat, scale: str) -> Tensor:
+    """Return what no scale exceeds, by the largest magnitude of what was quantised.
+
+    amax codes for 2^emax at least; for half of that where scales are rounded up or to FP8.
+    """
+    twice = 1 if LAYOUTS[scale].rule in ("amax", "floor", "batch") else 2
+    return top * (twice * 2.0**-form.top_exponent * _ROUGH)
 
 
 def truncation_error(

@@ -8,7 +8,7 @@ import numpy as np
 
 from kcdsl_certs.recheck import box, staircase
 from kcdsl_certs.recheck.box import Floats
-from kcdsl_certs.recheck.spec import FORMATS, MX_EXPONENT, Kernel, Unit
+from kcdsl_certs.recheck.spec import CEILED, GRIDS, TILES, TOP_EXPONENT, Kernel, Unit
 
 _GROWN = 1 + 2.0**-6  # what rounding both factors to bfloat16 may add to a term
 _LOOSE = 1 + 2.0**-10
@@ -83,17 +83,24 @@ def _least(
         return plain, plain
     (kind, scale), (stored, shared) = kernel.activations, kernel.weights
     first: Floats | float = plain
-    if kind in MX_EXPONENT:
-        first = 2.0 ** FORMATS[kind].least
+    if kind in GRIDS:
+        first = 2.0 ** GRIDS[kind].least
         if scale == "static":
             first = first * float(staircase.given(kernel, key, left.shape)[0].max())
         elif scale != "none":
-            name = "per_tensor" if scale == "per_tensor" else "per_token"
-            top = staircase.largest(left, name)[..., :1]
-            first = np.asarray(first * 2.0 ** -MX_EXPONENT[kind] * _LOOSE * top)
+            name = "per_tensor" if TILES[scale][0] != 1 else "per_token"
+            top = np.maximum(staircase.largest(left, name)[..., :1], kernel.batch_amax)
+            first = first * np.maximum(_scale(kind, scale) * top, kernel.least_scale)
     second: Floats | float = plain
-    if stored in MX_EXPONENT:
-        second = 2.0 ** FORMATS[stored].least
+    if stored in GRIDS:
+        second = 2.0 ** GRIDS[stored].least
         if shared != "none":
-            second = second * 2.0 ** -MX_EXPONENT[stored] * _LOOSE * float(right.max())
+            second = second * _scale(stored, shared) * float(right.max())
     return first, second
+
+
+def _scale(kind: str, scale: str) -> float:
+    """Return a bound of a scale over the largest number after quantisation; that has a code of at
+    least 2^emax, or of half of it where scales are rounded up or are nested."""
+    twice = 2.0 if scale in (*CEILED, "nvfp4") else 1.0
+    return twice * 2.0 ** -TOP_EXPONENT[kind] * _LOOSE

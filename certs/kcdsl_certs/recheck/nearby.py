@@ -17,12 +17,12 @@ from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import cut, nearest
 from kcdsl_certs.recheck.spec import (
+    CEILED,
     CODE_LARGEST,
     FLOAT32,
     FORMATS,
-    MX_BLOCK,
-    MX_EXPONENT,
-    TILE,
+    TILES,
+    TOP_EXPONENT,
     Format,
     Kernel,
 )
@@ -133,8 +133,9 @@ def _cast(v: Box, found: Stored, form: Format, kernel: Kernel, name: str) -> Sto
 def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
     """Return codes times scales: the largest magnitude of a group lies in an interval as well."""
     kind, scale = kernel.weights
-    if kind == "int4_full":
-        raise Rejection("parameter/scale", f"no region around {name!r}, stored as int4_full")
+    plain = scale not in (*CEILED, "nvfp4") and kernel.scale_format == FLOAT32
+    if kind not in ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full") or not plain:
+        raise Rejection("parameter/scale", f"no region around {name!r}, stored as {kind} {scale}")
     near, far = np.minimum(np.abs(v.lo), np.abs(v.hi)), box.magnitude(v)
     ends = [_scale(_group(size, scale), kind, scale) for size in (near, far)]
     if not (np.isfinite(ends[1]).all() and (ends[0] >= staircase.LEAST_SCALE).all()):
@@ -151,8 +152,7 @@ def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
 
 def _group(size: Floats, scale: str) -> Floats:
     rows, columns = size.shape
-    height = rows if scale == "per_tensor" else TILE if scale == "block_128" else 1
-    width = {"block_128": TILE, "group_128": TILE, "mx": MX_BLOCK}.get(scale, int(columns))
+    height, width = (part or whole for part, whole in zip(TILES[scale], size.shape, strict=True))
     tops = np.maximum.reduceat(size, np.arange(0, rows, height), axis=0)
     tiles = np.maximum.reduceat(tops, np.arange(0, columns, width), axis=1)
     return np.repeat(np.repeat(tiles, height, axis=0)[:rows], width, axis=1)[:, :columns]
@@ -162,7 +162,7 @@ def _scale(amax: Floats, kind: str, scale: str) -> Floats:
     """Return the scale for a largest magnitude (float32 numbers); 1 where that is 0."""
     singles = amax.astype(np.float32)
     if scale == "mx":
-        found = np.ldexp(1.0, np.clip(np.frexp(amax)[1] - 1 - MX_EXPONENT[kind], -127, 127))
+        found = np.ldexp(1.0, np.clip(np.frexp(amax)[1] - 1 - TOP_EXPONENT[kind], -127, 127))
     elif kind == "int8_full":
         found = np.maximum(singles / np.float32(127.5), np.float32(2.0**-23)).astype(np.float64)
     else:
@@ -180,7 +180,7 @@ def _farthest(size: Floats, scale: Floats, kind: str, how: str) -> Floats:
     rounded = box.up((form.u * size + scale * form.eta) * (1 + _SMALL))
     if how != "mx":
         return rounded
-    kept = CODE_LARGEST[kind] * 2.0 ** -(MX_EXPONENT[kind] + 1)
+    kept = CODE_LARGEST[kind] * 2.0 ** -(TOP_EXPONENT[kind] + 1)
     return np.maximum(rounded, box.up(size * (1 - kept) + size * _SMALL))
 
 

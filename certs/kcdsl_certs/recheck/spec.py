@@ -51,22 +51,80 @@ FORMATS = {f.name: f for f in _FORMATS}
 FLOAT32 = FORMATS["float32"]
 FLOAT64 = FORMATS["float64"]
 
-# Largest code of a scaled format, and the exponent of an mx scale for amax in [1, 2).
-CODE_LARGEST = {"fp8_e4m3": 448, "fp8_e5m2": 57344, "int8": 127}
-INTEGERS = ("int8", "int8_full", "int4_full")
+# Grids of codes that are no integers.
+GRIDS = {
+    "fp8_e4m3": FORMATS["fp8_e4m3"],
+    "fp8_e5m2": FORMATS["fp8_e5m2"],
+    "fp8_e4m3fnuz": Format("fp8_e4m3fnuz", 4, -7, 240.0),
+    "fp8_e5m2fnuz": Format("fp8_e5m2fnuz", 3, -15, 57344.0),
+    "fp6_e2m3": Format("fp6_e2m3", 4, 0, 7.5),
+    "fp6_e3m2": Format("fp6_e3m2", 3, -2, 28.0),
+    "fp4_e2m1": Format("fp4_e2m1", 2, 0, 6.0),
+}
+# The last code of a format, and what amax is divided by; 224 for fnuz, as AMD's kernels have it.
+CODE_LARGEST = {
+    "fp8_e4m3": 448.0,
+    "fp8_e5m2": 57344.0,
+    "fp8_e4m3fnuz": 224.0,
+    "fp8_e5m2fnuz": 57344.0,
+    "fp6_e2m3": 7.5,
+    "fp6_e3m2": 28.0,
+    "fp4_e2m1": 6.0,
+    "int8": 127.0,
+}
+TOP_EXPONENT = {
+    "fp8_e4m3": 8,
+    "fp8_e5m2": 15,
+    "fp8_e4m3fnuz": 7,
+    "fp8_e5m2fnuz": 15,
+    "fp6_e2m3": 2,
+    "fp6_e3m2": 4,
+    "fp4_e2m1": 2,
+}
+INTEGERS = ("int8", "int8_full", "int4_full", "uint4")
 FULL_RANGE = {"int8_full": 128, "int4_full": 8}  # codes from -n to n - 1, the scale amax/(n - 1/2)
-MX_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15}
-MX_BLOCK = 32
-TILE = 128
+NIBBLES = 15  # codes of uint4 reach from 0 to this
+LEAST_RANGE = float.fromhex("0x1.4f8b58p-17")  # of uint4: float32(1e-5)
+NESTED = 2.0**-6, 448.0  # between which multiples of a tensor's scale a nested one is
+# How many rows and columns share a scale (0: all there are).
+TILES = {
+    "per_tensor": (0, 0),
+    "per_batch": (0, 0),
+    "per_channel": (1, 0),
+    "per_token": (1, 0),
+    "block_128": (128, 128),
+    "block_128_e8m0": (128, 128),
+    "group_128_e8m0": (1, 128),
+    "group_32": (1, 32),
+    "group_64": (1, 64),
+    "group_128": (1, 128),
+    "mx": (1, 32),
+    "nvfp4": (1, 16),
+}
+CEILED = ("block_128_e8m0", "group_128_e8m0")  # scales are powers of two, not below amax/qmax
+LEAST_POWER, MOST_POWER = -127, 127
 
-_WEIGHT_SCALES = ("none", "per_tensor", "per_channel", "block_128", "group_128", "mx")
+_FLOATS = ("fp8_e4m3", "fp8_e5m2")
+_PLAIN_WEIGHTS = ("per_tensor", "per_channel", "block_128", "group_32", "group_64", "group_128")
+_PLAIN_INPUTS = ("per_tensor", "per_token", "group_32", "group_64", "group_128")
+_WEIGHTS = {
+    **dict.fromkeys(FORMATS, ("none",)),
+    **dict.fromkeys(_FLOATS, ("none", *_PLAIN_WEIGHTS, *CEILED, "mx")),
+    **dict.fromkeys(("fp8_e4m3fnuz", "fp8_e5m2fnuz", *INTEGERS), _PLAIN_WEIGHTS),
+    **dict.fromkeys(("fp6_e2m3", "fp6_e3m2"), ("mx",)),
+    "fp4_e2m1": ("mx", "nvfp4"),
+}
 _ACTIVATIONS = {
     "none": ("none",),
-    "fp8_e4m3": ("none", "per_tensor", "per_token", "group_128", "mx", "static"),
-    "fp8_e5m2": ("none", "per_tensor", "per_token", "group_128", "mx", "static"),
-    "int8": ("per_tensor", "per_token", "group_128", "static"),
-    "int8_full": ("per_tensor", "per_token", "group_128", "static"),
-    "uint8": ("per_tensor", "per_token", "group_128", "static"),
+    **dict.fromkeys(
+        _FLOATS, ("none", *_PLAIN_INPUTS, "group_128_e8m0", "per_batch", "mx", "static")
+    ),
+    **dict.fromkeys(
+        ("fp8_e4m3fnuz", "fp8_e5m2fnuz", "int8", "int8_full"),
+        (*_PLAIN_INPUTS, "per_batch", "static"),
+    ),
+    "uint8": (*_PLAIN_INPUTS, "static"),
+    **dict.fromkeys(("fp6_e2m3", "fp6_e3m2", "fp4_e2m1"), ("mx",)),
 }
 # Casts: whether each is a step of a known function, whether it only goes toward zero, and how many
 # unit roundoffs and halves of the smallest subnormal it may be.
@@ -141,6 +199,10 @@ class Kernel:
     units: int = 1  # of u and η in one cast
     cut_weights: bool = False  # parameters are cut off toward zero
     paired: bool = False  # linears sum two products of bytes at a time, in 16 bits
+    scale_format: Format = FLOAT32  # of the scales of weights
+    least_scale: float = 0.0  # of dynamic scales of activations
+    amax_limit: float = math.inf  # what dynamic scales are made of is no larger
+    batch_amax: float = 0.0  # no number of a batch that shares a scale is larger
     base: Kernel | None = None  # where a node pins its format: the kernel itself
 
     def at(self, node: Node) -> Kernel:
@@ -275,10 +337,14 @@ def parse_kernel(value: object, place: str) -> Kernel:
     )
     record.text("preset")
     names = tuple(FORMATS)
-    weights = record.reader("weights").exactly("format", "scale", optional=("rounding",))
-    activations = record.reader("activations").exactly(
-        "format", "scale", optional=("input_scale", "input_zero_point")
+    weights = record.reader("weights").exactly(
+        "format", "scale", optional=("rounding", "scale_format")
     )
+    activations = record.reader("activations").exactly(
+        *("format", "scale"),
+        optional=("input_scale", "input_zero_point", "least_scale", "amax_limit", "batch_amax"),
+    )
+    limits = _limits(activations)
     units = _units(record)
     stepped, inward, most = _CASTS[record.choice("casts", tuple(_CASTS))]
     if most != 1 and activations.text("format") != "none":
@@ -307,7 +373,39 @@ def parse_kernel(value: object, place: str) -> Kernel:
         units=most,
         cut_weights=_cut_weights(weights),
         paired=_paired(record, weights, activations),
+        scale_format=_scale_format(weights),
+        least_scale=limits[0],
+        amax_limit=limits[1],
+        batch_amax=limits[2],
     )
+
+
+def _scale_format(record: Reader) -> Format:
+    if not record.has("scale_format"):
+        return FLOAT32
+    if record.text("scale") not in _PLAIN_WEIGHTS:
+        raise Rejection("document/numerics", "these scales of weights are not rounded")
+    return FORMATS[record.choice("scale_format", ("float16", "bfloat16"))]
+
+
+def _limits(record: Reader) -> tuple[float, float, float]:
+    """Read what dynamic scales are limited to, float32 numbers by float.hex()."""
+    kind, scale = record.text("format"), record.text("scale")
+    wrong = Rejection("document/numerics", "a limit of dynamic scales where it has no meaning")
+    able = scale in (*_PLAIN_INPUTS, "per_batch") and kind != "uint8"
+    found = []
+    for name, default in (("least_scale", 0.0), ("amax_limit", math.inf), ("batch_amax", 0.0)):
+        if not record.has(name):
+            found.append(default)
+            continue
+        value = real(record.text(name), wrong)
+        inside = _STATIC[0] <= value <= _STATIC[1] and _is_single(value)
+        if not (able and inside and (name != "batch_amax" or scale == "per_batch")):
+            raise wrong
+        found.append(value)
+    if scale == "per_batch" and not found[2]:
+        raise wrong
+    return found[0], found[1], found[2]
 
 
 def _paired(record: Reader, weights: Reader, activations: Reader) -> bool:
@@ -351,10 +449,8 @@ def _unit(record: Reader) -> Unit:
 
 
 def _weights(record: Reader) -> tuple[str, str]:
-    kind = record.choice("format", (*FORMATS, *INTEGERS))
-    scale = record.choice("scale", _WEIGHT_SCALES)
-    known = {"none": set(FORMATS), "mx": set(MX_EXPONENT)}.get(scale, {*CODE_LARGEST, *INTEGERS})
-    return _allowed(kind, scale, kind in known)
+    kind, scale = record.choice("format", tuple(_WEIGHTS)), record.text("scale")
+    return _allowed(kind, scale, scale in _WEIGHTS[kind])
 
 
 def _cut_weights(record: Reader) -> bool:

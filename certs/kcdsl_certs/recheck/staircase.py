@@ -17,7 +17,16 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import nearest
-from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_BLOCK, MX_EXPONENT, TILE, Kernel
+from kcdsl_certs.recheck.spec import (
+    CEILED,
+    CODE_LARGEST,
+    GRIDS,
+    LEAST_POWER,
+    MOST_POWER,
+    TILES,
+    TOP_EXPONENT,
+    Kernel,
+)
 
 UNIT = 2.0**-24
 _OFF = 2.0**-22  # more than the roundings of a ratio and of a product together
@@ -56,7 +65,7 @@ def _ladder(kind: str) -> _Ladder:
     if kind in INTEGERS:
         codes = np.arange(256.0)
     else:
-        form, top = FORMATS[kind], CODE_LARGEST[kind]
+        form, top = GRIDS[kind], CODE_LARGEST[kind]
         grid = [0.0, 2.0 ** (form.least - form.precision + 1)]
         while grid[-1] < top:
             exponent = max(int(np.frexp(grid[-1])[1]) - 1, form.least)
@@ -76,11 +85,12 @@ def _ladder(kind: str) -> _Ladder:
 
 def largest(size: Floats, scale: str) -> Floats:
     """Return the maximum over the tensor, the row or the block of a row, at every element."""
-    if scale in ("none", "per_tensor"):
+    height, width = TILES.get(scale, (0, 0))
+    if height == 0:
         return np.broadcast_to(size.max(), size.shape)
-    if scale == "per_token":
+    if width == 0:
         return np.broadcast_to(size.max(axis=-1, keepdims=True), size.shape)
-    n, width = size.shape[-1], {"mx": MX_BLOCK, "group_128": TILE}[scale]
+    n = size.shape[-1]
     blocks = np.maximum.reduceat(size, np.arange(0, n, width), axis=-1)
     return np.repeat(blocks, width, axis=-1)[..., :n]
 
@@ -117,7 +127,22 @@ def steps(kernel: Kernel, x: Box, key: str) -> Steps:
         return _calibrated(kernel, x, key)
     if kind == "uint8":
         return _asymmetric(x, scale)
+    within_batch(kernel, x)
     return plain(kind, scales(kernel, x))
+
+
+def within_batch(kernel: Kernel, x: Box) -> None:
+    """Reject numbers that may be larger than any of a batch that shares its scale.
+
+    Raises:
+        Rejection: "bound/overflow".
+    """
+    if kernel.activations[1] != "per_batch":
+        return
+    over = np.argwhere(~(box.magnitude(x) <= kernel.batch_amax))
+    if len(over):
+        element = [int(i) for i in over[0]]
+        raise Rejection("bound/overflow", f"element {element} may exceed the batch's largest")
 
 
 def plain(kind: str, scale: Box) -> Steps:
@@ -172,18 +197,32 @@ def scales(kernel: Kernel, x: Box) -> Box:
     if scale == "none":
         return box.exact(np.ones(x.shape))
     least = largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), scale)
-    most = largest(box.magnitude(x), scale)
+    most = np.maximum(largest(box.magnitude(x), scale), kernel.batch_amax)
     if scale == "mx":
-        powers = [
-            np.ldexp(1.0, np.clip(np.frexp(m)[1] - 1 - MX_EXPONENT[kind], -127, 127))
-            for m in (least, most)
-        ]
+        powers = [_power(np.frexp(m)[1] - 1 - TOP_EXPONENT[kind]) for m in (least, most)]
         return Box(np.where(least > 0, powers[0], 0.0), powers[1])
+    least, most = (np.minimum(end, kernel.amax_limit) for end in (least, most))
     top = np.float64(QMAX[kind])
-    found = Box(_ratio(least, top, "over", False), _ratio(most, top, "over", True))
-    if kind != "int8_full":
-        return found
-    return Box(np.maximum(found.lo, LEAST_FULL), np.maximum(found.hi, LEAST_FULL))
+    low, high = _ratio(least, top, "over", False), _ratio(most, top, "over", True)
+    if scale in CEILED:
+        return Box(np.where(low > 0, _ceiling(low), 0.0), _ceiling(high))
+    bottom = least_scale(kernel)
+    return Box(np.maximum(low, bottom), np.maximum(high, bottom))
+
+
+def least_scale(kernel: Kernel) -> float:
+    """Return what no dynamic scale is below."""
+    return max(kernel.least_scale, LEAST_FULL if kernel.activations[0] == "int8_full" else 0.0)
+
+
+def _power(exponent: NDArray[np.int32]) -> Floats:
+    return np.ldexp(1.0, np.clip(exponent, LEAST_POWER, MOST_POWER))
+
+
+def _ceiling(values: Floats) -> Floats:
+    """Return the powers of two from these numbers upward."""
+    fraction, exponent = np.frexp(values)
+    return _power(np.where(fraction == 0.5, exponent - 1, exponent))
 
 
 def _single(values: Floats) -> Floats:
@@ -207,7 +246,7 @@ def _ratio(values: Floats, by: Floats | np.float64, how: str, upward: bool) -> F
 def _rank(by: Steps, values: Floats, scale: Floats, top: Floats, upward: bool) -> Ranks:
     """Return the rank of the code of values/scale (values ≥ 0), or a bound of it."""
     ratio = np.minimum(_ratio(values, scale, by.ratio, upward), top)
-    code = np.rint(ratio) if by.kind in INTEGERS else nearest(ratio, FORMATS[by.kind])
+    code = np.rint(ratio) if by.kind in INTEGERS else nearest(ratio, GRIDS[by.kind])
     return np.searchsorted(_ladder(by.kind).codes, code)
 
 
@@ -215,7 +254,7 @@ def half_step(kind: str, code: Floats) -> Floats:
     """Return half the distance of codes up to this one: what a ratio is off by."""
     if kind in INTEGERS:
         return np.full(code.shape, 0.5)
-    form = FORMATS[kind]
+    form = GRIDS[kind]
     return np.asarray(np.ldexp(1.0, np.maximum(np.frexp(code)[1] - 1, form.least) - form.precision))
 
 

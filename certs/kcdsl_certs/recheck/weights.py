@@ -9,16 +9,22 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.block import array_digest
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.formats import Floats, cut, nearest, saturated
+from kcdsl_certs.recheck.formats import Floats, cut, nearest
 from kcdsl_certs.recheck.safetensors import FLOATS, Tensor
 from kcdsl_certs.recheck.spec import (
+    CEILED,
     CODE_LARGEST,
     FLOAT32,
     FORMATS,
     FULL_RANGE,
-    MX_BLOCK,
-    MX_EXPONENT,
-    TILE,
+    GRIDS,
+    LEAST_POWER,
+    LEAST_RANGE,
+    MOST_POWER,
+    NESTED,
+    NIBBLES,
+    TILES,
+    TOP_EXPONENT,
     Format,
     Kernel,
 )
@@ -55,7 +61,7 @@ class Parameters:
             Rejection: "parameter/missing", "parameter/digest", or what `as_float32` raises.
         """
         self._values: dict[str, Singles] = {}
-        self._stored: dict[tuple[str, str, tuple[str, str], bool], Floats] = {}
+        self._stored: dict[tuple[str, str, tuple[str, str, str], bool], Floats] = {}
         for key, digest in digests.items():
             if key not in tensors:
                 raise Rejection("parameter/missing", f"the checkpoint has no tensor {key!r}")
@@ -82,14 +88,21 @@ class Parameters:
         coded = kernel.weights[1] != "none"
         by_codes = coded and kernel.activations[0] != "none"  # scales come after the product
         compute = FLOAT32 if by_codes else kernel.holding
-        return self._get(key, compute, kernel.weights, kernel.cut_weights)
+        return self._get(key, compute, kernel.weights, kernel.cut_weights, kernel.scale_format)
 
-    def _get(self, key: str, compute: Format, stored: tuple[str, str], inward: bool) -> Floats:
-        known = (key, compute.name, stored, inward)
+    def _get(
+        self,
+        key: str,
+        compute: Format,
+        stored: tuple[str, str],
+        inward: bool,
+        scales: Format = FLOAT32,
+    ) -> Floats:
+        known = (key, compute.name, (*stored, scales.name), inward)
         if known not in self._stored:
             value = self._values[key]
             if stored != ("", ""):
-                value = quantised(value, *stored, key, inward)
+                value = quantised(value, *stored, key, inward, scales)
             self._stored[known] = plain(value.astype(np.float64), compute, key, inward)
         return self._stored[known]
 
@@ -106,8 +119,17 @@ def plain(values: Floats, compute: Format, name: str, inward: bool = False) -> F
     return found
 
 
-def quantised(weight: Singles, kind: str, scale: str, name: str, inward: bool = False) -> Singles:
+def quantised(
+    weight: Singles,
+    kind: str,
+    scale: str,
+    name: str,
+    inward: bool = False,
+    stored: Format = FLOAT32,
+) -> Singles:
     """Return a linear weight after quantisation and dequantisation, in float32.
+
+    `stored` is the format of its scales.
 
     Raises:
         Rejection: "parameter/shape", "parameter/scale" or "parameter/overflow".
@@ -116,40 +138,60 @@ def quantised(weight: Singles, kind: str, scale: str, name: str, inward: bool = 
         raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
     if scale == "none":
         return plain(weight.astype(np.float64), FORMATS[kind], name, inward).astype(np.float32)
+    if kind == "uint4":
+        return _from_zero(weight, scale, name, stored)
     if kind in FULL_RANGE:
-        return _full_range(weight, scale, name, FULL_RANGE[kind])
-    scales = _scales(weight, kind, scale)
-    ratio = (weight / scales).astype(np.float64)  # one division rounded to float32
-    largest = float(CODE_LARGEST[kind])
+        return _full_range(weight, scale, name, FULL_RANGE[kind], stored)
+    if scale == "nvfp4":
+        return _nested(weight, kind, scale)
+    scales = _kept(_scales(weight, kind, scale), stored, name)
+    ratio = (weight / np.where(scales == 0, np.float32(1), scales)).astype(np.float64)
+    largest = CODE_LARGEST[kind]
     if kind == "int8":
         code = np.clip(np.rint(ratio), -largest, largest)
     else:
-        code = saturated(ratio, FORMATS[kind])
-    return code.astype(np.float32) * scales
+        code = np.clip(nearest(np.clip(ratio, -largest, largest), GRIDS[kind]), -largest, largest)
+    return np.asarray(code.astype(np.float32) * scales, dtype=np.float32)
 
 
-def _full_range(weight: Singles, scale: str, name: str, most: int) -> Singles:
+def _kept(scales: Singles, stored: Format, name: str) -> Singles:
+    """Return scales as they are stored."""
+    found = nearest(scales.astype(np.float64), stored) if stored != FLOAT32 else scales
+    if not np.isfinite(found).all():
+        raise Rejection("parameter/scale", f"{name!r} has a scale outside {stored.name}")
+    return found.astype(np.float32)
+
+
+def _from_zero(weight: Singles, scale: str, name: str, stored: Format) -> Singles:
+    """Return (code - z)·s, s = (max - min)/15 of a group, z = -min/s to the nearest of 0 … 15."""
+    high, low = _tops(weight, scale), -_tops(-weight, scale)
+    with np.errstate(over="ignore"):
+        wide = np.maximum(high - low, np.float32(LEAST_RANGE))
+    scales = _kept(wide / np.float32(NIBBLES), stored, name)
+    zero = np.clip(-np.rint(low / scales), 0, NIBBLES)
+    code = np.clip(np.rint(weight / scales) + zero, 0, NIBBLES)
+    return np.asarray((code - zero) * scales, dtype=np.float32)
+
+
+def _full_range(weight: Singles, scale: str, name: str, most: int, stored: Format) -> Singles:
     """Return codes in -n … n-1 of w·(1/s) times s = max(amax/(n - 1/2), 2^-23), all in float32."""
     scales = np.maximum(_amax(weight, scale) / np.float32(most - 0.5), np.float32(2.0**-23))
-    if not np.isfinite(scales).all():
-        raise Rejection("parameter/scale", f"{name!r} has a scale outside float32")
-    code = np.clip(np.rint(weight * (np.float32(1) / scales)), -most, most - 1)
+    scales = _kept(np.where(_amax(weight, scale) == 0, np.float32(1), scales), stored, name)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(scales == 0, np.float32(1), np.float32(1) / scales)
+    code = np.clip(np.rint(weight * inverse), -most, most - 1)
     return np.asarray(code * scales, dtype=np.float32)
 
 
 def _amax(weight: Singles, scale: str) -> Singles:
     """Return the largest magnitude of the group of every element."""
-    size = np.abs(weight)
-    match scale:
-        case "per_tensor":
-            return np.full(weight.shape, size.max(), dtype=np.float32)
-        case "per_channel":
-            return np.broadcast_to(size.max(axis=1, keepdims=True), weight.shape)
-        case "block_128":
-            return _spread(size, TILE, TILE)
-        case "group_128":
-            return _spread(size, 1, TILE)
-    return _spread(size, 1, MX_BLOCK)
+    return _tops(np.abs(weight), scale)
+
+
+def _tops(values: Singles, scale: str) -> Singles:
+    """Return the largest number of the group of every element."""
+    height, width = TILES[scale]
+    return _spread(values, height or values.shape[0], width or values.shape[1])
 
 
 def _scales(weight: Singles, kind: str, scale: str) -> Singles:
@@ -157,11 +199,31 @@ def _scales(weight: Singles, kind: str, scale: str) -> Singles:
     amax = _amax(weight, scale)
     if scale == "mx":
         _, exponent = np.frexp(amax.astype(np.float64))
-        within = np.clip(exponent - 1 - MX_EXPONENT[kind], -127, 127)
-        found = np.where(amax == 0, 1.0, np.ldexp(1.0, within)).astype(np.float32)
-    else:
-        found = amax / np.float32(CODE_LARGEST[kind])  # one division rounded to float32
-    return np.where(found == 0, np.float32(1), found).astype(np.float32)
+        found = _power(exponent - 1 - TOP_EXPONENT[kind])
+        return np.where(amax == 0, np.float32(1), found).astype(np.float32)
+    found = amax / np.float32(CODE_LARGEST[kind])  # one division rounded to float32
+    found = np.where(found == 0, np.float32(1), found).astype(np.float32)
+    if scale in CEILED:
+        fraction, exponent = np.frexp(found.astype(np.float64))
+        whole = _power(np.where(fraction == 0.5, exponent - 1, exponent))
+        return np.where(amax == 0, np.float32(1), whole).astype(np.float32)
+    return found
+
+
+def _power(exponent: NDArray[np.int32]) -> Singles:
+    return np.ldexp(1.0, np.clip(exponent, LEAST_POWER, MOST_POWER)).astype(np.float32)
+
+
+def _nested(weight: Singles, kind: str, scale: str) -> Singles:
+    """Return codes times float8 multiples of one scale of the tensor."""
+    top = np.float32(CODE_LARGEST[kind])
+    whole = np.abs(weight).max() / np.float32(CODE_LARGEST[kind] * NESTED[1])
+    whole = np.float32(1) if whole == 0 else whole
+    share = (_amax(weight, scale) / top / whole).astype(np.float64)
+    multiple = nearest(np.clip(share, *NESTED), GRIDS["fp8_e4m3"]).astype(np.float32)
+    ratio = weight * ((np.float32(1) / whole) / multiple)
+    code = nearest(np.clip(ratio.astype(np.float64), -top, top), GRIDS[kind]).astype(np.float32)
+    return np.asarray(code * (multiple * whole), dtype=np.float32)
 
 
 def _spread(size: Singles, height: int, width: int) -> Singles:

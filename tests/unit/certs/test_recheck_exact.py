@@ -60,6 +60,18 @@ PAIRS = [
             (("fp8_e5m2", "none"), ("fp8_e5m2", "none")),
             (("fp8_e4m3", "per_channel"), proofs.static("fp8_e4m3", 0.1)),
             (("int8", "per_channel"), proofs.static("uint8", 0.3, 127)),
+            (("fp8_e4m3", "block_128_e8m0"), ("fp8_e4m3", "group_128_e8m0")),
+            (("fp4_e2m1", "nvfp4"), ("fp4_e2m1", "mx")),
+            (("uint4", "group_32"), ("fp6_e3m2", "mx")),
+            (
+                ("fp8_e4m3fnuz", "per_tensor"),
+                {
+                    "format": "fp8_e4m3fnuz",
+                    "scale": "per_token",
+                    "least_scale": (2.0**-9).hex(),
+                    "amax_limit": (0.75).hex(),
+                },
+            ),
         )
     ),
     *(
@@ -76,6 +88,12 @@ PAIRS = [
             ("int8_full", "per_tensor"),
             ("uint8", "per_token"),
             ("uint8", "per_tensor"),
+            ("fp8_e4m3", "group_128_e8m0"),
+            ("fp4_e2m1", "mx"),
+            ("int8_full", "group_64"),
+            {"format": "int8", "scale": "per_batch", "batch_amax": (64.0).hex()},
+            {"format": "int8_full", "scale": "per_token", "amax_limit": (0.75).hex()},
+            {"format": "fp8_e4m3", "scale": "per_token", "least_scale": (2.0**-9).hex()},
             proofs.static("fp8_e4m3", 0.1),
             proofs.static("int8", 0.3),
             proofs.static("int8_full", 0.3),

@@ -128,6 +128,13 @@ kernels:
       preset: fp8-w8a8-per-tensor
       sigmoid: absolute
       byte_sums: wide
+      weights: {format: fp8_e4m3, scale: per_tensor, scale_format: float16}
+      activations:
+        format: fp8_e4m3
+        scale: per_batch
+        least_scale: 0.001
+        amax_limit: 100
+        batch_amax: 300
       tensor_core:
         linears: {fraction_bits: 13, chunk: 32, result_bits: 13, promote: 128}
         others: {fraction_bits: 25, chunk: 16, result_bits: 23}

@@ -103,7 +103,7 @@ def test_float32_quantisers_lie_in_the_hull(format: str, scale: str) -> None:
         centre = rng.standard_normal((8, 64)) * np.exp(rng.uniform(-12, 2, (8, 64)))
         centre = centre.astype(np.float32).astype(np.float64)
         x = Box(torch.from_numpy(centre - wide), torch.from_numpy(centre + wide))
-        around = scale_range(x, format, scale)
+        around = scale_range(x, Activations(format, scale))
         assert bool((around.lo > 0).all())
         by = known_steps(format, x, around)
         hull, found = quantised_hull(x, by), codes(x, by)
@@ -136,7 +136,7 @@ def test_ties_of_known_numbers_are_known() -> None:
     ties = np.isin(np.abs(ratio), (every[1:] + every[:-1]) / 2)
     assert ties.sum() > 100
     x = Box.point(torch.from_numpy(held.astype(np.float64)))
-    around = scale_range(x, "fp8_e4m3", "per_token")
+    around = scale_range(x, Activations("fp8_e4m3", "per_token"))
     hull = quantised_hull(x, known_steps("fp8_e4m3", x, around))
     value = coded(held / s, "fp8_e4m3") * s
     assert (hull.lo.numpy() == value).all()
@@ -183,7 +183,7 @@ def test_mx_codes_saturate_inside_the_hull() -> None:
         x = torch.randn(1, 32, generator=generator, dtype=torch.float64) * 4
         box = Box(x * 0.999, x * 1.001)
         box = Box(torch.minimum(box.lo, box.hi), torch.maximum(box.lo, box.hi))
-        around = scale_range(box, "fp8_e4m3", "mx")
+        around = scale_range(box, Activations("fp8_e4m3", "mx"))
         hull = quantised_hull(box, known_steps("fp8_e4m3", box, around))
         for factor in (0.999, 0.9995, 1.0, 1.0004, 1.001):
             v = (x * factor).numpy().astype(np.float32)

@@ -56,7 +56,8 @@ def test_the_promised_presets_exist() -> None:
         "onnxruntime-int8", "onnxruntime-int8-pairs", "torch-compile", "torch-scaled-mm",
         "torchao-float8-weights",
         "torchao-int8-weights", "torchao-int8-dynamic", "torchao-int4-weights",
-        "torch-sdpa-cudnn", "fp8-w8a8-blocks",
+        "torch-sdpa-cudnn", "fp8-w8a8-blocks", "vllm-fp8-per-token",
+        "fp8-w8a8-blocks-e8m0", "awq-int4", "nvfp4-weights", "mxfp4",
     }  # fmt: skip
     assert set(ADAPTER_PRESETS.values()) <= set(PRESETS)
 
@@ -241,15 +242,37 @@ def test_a_kernel_without_a_preset_takes_that_of_its_adapter() -> None:
             ("weights with a scale", "toward_zero"),
         ),
         ({"weights": "int8"}, ("weights", "mapping")),
-        ({"weights": {"format": "int8"}}, ("need a scale", "per_channel")),
+        ({"weights": {"format": "int8"}}, ("have no scale 'none'", "per_channel")),
         ({"weights": {"format": "bfloat16", "scale": "per_tensor"}}, ("have no scale",)),
         ({"weights": {"format": "int8", "scale": "mx"}}, ("mx",)),
         ({"weights": {"format": "fp8_e4m3", "scale": "per_row"}}, ("weights.scale", "per_channel")),
         ({"weights": {"formt": "int8"}}, ("'formt'", "did you mean 'format'")),
         ({"activations": {"format": "bfloat16"}}, ("activations.format", "not quantised")),
         ({"activations": {"scale": "per_token"}}, ("no format",)),
-        ({"activations": {"format": "int8"}}, ("need a scale", "per_token")),
-        ({"activations": {"format": "uint8", "scale": "mx"}}, ("need a scale",)),
+        ({"activations": {"format": "int8"}}, ("have no scale 'none'", "per_token")),
+        ({"activations": {"format": "uint8", "scale": "mx"}}, ("have no scale 'mx'",)),
+        ({"weights": {"format": "fp4_e2m1", "scale": "group_32"}}, ("allowed: mx, nvfp4",)),
+        ({"weights": {"format": "uint4", "scale": "mx"}}, ("uint4 weights", "group_128")),
+        (
+            {"weights": {"format": "fp8_e4m3", "scale": "mx", "scale_format": "float16"}},
+            ("scales of 'mx'", "float32"),
+        ),
+        (
+            {"activations": {"format": "fp8_e4m3", "scale": "per_batch"}},
+            ("need `batch_amax`",),
+        ),
+        (
+            {"activations": {"format": "int8", "scale": "per_token", "batch_amax": 3}},
+            ("`batch_amax`", "per_token"),
+        ),
+        (
+            {"activations": {"format": "uint8", "scale": "per_token", "least_scale": 0.1}},
+            ("`least_scale`",),
+        ),
+        (
+            {"activations": {"format": "int8", "scale": "per_token", "amax_limit": 1e30}},
+            ("activations.amax_limit", "2^24"),
+        ),
         ({"attention": {"style": "flash"}}, ("attention.style", "composed, fused")),
         ({"attention": {"tile": 0}}, ("attention.tile", "integer")),
         ({"attention": {"tile": 2.5}}, ("attention.tile",)),

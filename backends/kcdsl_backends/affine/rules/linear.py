@@ -28,6 +28,7 @@ from kcdsl_backends.interval.rules.linear import (
     activation_error,
     saturation_error,
     summation_error,
+    term_roundings,
 )
 
 
@@ -54,8 +55,16 @@ def linear(run: KernelRun, node: Node) -> None:
     value, dynamic = (reference.abs() + reach) * SAFE, kernel.numerics.activations.format != "none"
     value = value if pushed is None else (value + pushed) * SAFE
     key = str(run.source(node, 1).attrs["key"])
-    error = summation_error(x.size, absolute, total, value, kernel, quantised=dynamic, weight=key)
-    parts = of_sums(x.size, absolute, total, value, error, kernel, quantised=dynamic)
+    terms_before = term_roundings(kernel)
+    error = summation_error(
+        *(x.size, absolute, total, value, kernel),
+        before=terms_before,
+        quantised=dynamic,
+        weight=key,
+    )
+    parts = of_sums(
+        *(x.size, absolute, total, value, error, kernel), before=terms_before, quantised=dynamic
+    )
     lost = _saturated(run, node, weight, key)
     error, parts = error + lost, parts.beside(torch.zeros_like(error) + lost)
     early = None
@@ -147,7 +156,7 @@ def _of_codes(run: KernelRun, error: Tensor) -> Roundings | None:
     spec = run.rounding.numerics.activations
     if run.tape.chance is None or not run.rounding.free:
         return None
-    if spec.scale == "mx" or spec.format in ("uint8", "int8_full"):
+    if spec.cuts:
         return Roundings.none(error * SAFE)
     return Roundings.one(torch.zeros_like(error), error * SAFE)
 

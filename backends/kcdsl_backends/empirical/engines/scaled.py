@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.weights import QMAX
+from kcdsl.model.quantisers import CODE_FORMATS
 
 _FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn}
 _ALIGNED = 16
@@ -76,7 +76,7 @@ def quantise(x: Tensor, *, by_row: bool, given: float | None = None) -> tuple[Te
 
     `given`: the static scale of all of it.
     """
-    largest = QMAX["fp8_e4m3"]
+    largest = CODE_FORMATS["fp8_e4m3"].divisor
     sizes = x.abs()
     scale = (sizes.amax(dim=1, keepdim=True) if by_row else sizes.amax()) / largest
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.weights import TILE
+
+TILE = 128
 
 
 def quantise_linear(linear: nn.Linear, original: Tensor, numerics: Numerics) -> None:

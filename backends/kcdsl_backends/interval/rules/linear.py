@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from kcdsl.model.formats import FORMATS
-from kcdsl.model.weights import LEAST_FULL_SCALE
+from kcdsl.model.numerics import Activations
+from kcdsl.model.quantisers import CODE_FORMATS, E8M0_EXPONENTS, LAYOUTS, CodeFormat
 from kcdsl_backends.interval.box import Box, Factor, gamma, magnitude_product, matmul, up
 from kcdsl_backends.interval.context import Parameter, Step
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow
 from kcdsl_backends.interval.quantisers import staircase
 from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.scales import (
-    MX_EXPONENT,
-    STEPS_UINT8,
     group_maximum,
     quantiser,
+    refuse_batch,
     static_quantiser,
 )
 from kcdsl_backends.interval.state import State
@@ -32,6 +34,10 @@ _DIVISION = 1.0 + 2.0**-20
 _FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
 """What a code loses where its scale is subnormal, and a product of codes where the product of both
 scales is: a code has at most 17 bits before the point, and an error of 2^-150 counts that often."""
+_LEAST_POWER = 2.0 ** E8M0_EXPONENTS[0]
+_ROUNDED_TERMS, _CODED_TERMS = 2, 4
+"""Roundings of a term before it is added: its product and one more; of codes the weight's own
+value, the product, and both scales, wherever they are multiplied in."""
 _OFF_ZERO = 2.0**-14
 """More than what roundings of the scale move the ends of 255 steps by, in steps."""
 
@@ -121,7 +127,10 @@ def _linear_error(
         total = up(total + bias)
     quantised = kernel.numerics.activations.format != "none"
     error = summation_error(
-        x.mag(), size, total, result.mag(), kernel, quantised=quantised, weight=key
+        *(x.mag(), size, total, result.mag(), kernel),
+        before=term_roundings(kernel),
+        quantised=quantised,
+        weight=key,
     )
     error = error + lost
     if bias is not None and kernel.free and kernel.coarse:
@@ -130,6 +139,11 @@ def _linear_error(
         # the sum with the bias, which is rounded, is off by that as well
         error = error + up(cast * (1.0 + 2.0 * kernel.u_accumulate), 6)
     return up(error, 4)
+
+
+def term_roundings(kernel: Rounding) -> int:
+    """Return how often a term of a linear may be rounded before it is added."""
+    return _ROUNDED_TERMS if kernel.numerics.activations.format == "none" else _CODED_TERMS
 
 
 def saturation_error(
@@ -255,55 +269,70 @@ def activation_error(x: Box, kernel: Rounding, node: str, weight: str = "") -> T
 
 
 def _activation_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
-    spec = kernel.numerics.activations
-    magnitude = x.mag()
+    spec, magnitude = kernel.numerics.activations, x.mag()
     if spec.scale == "static":
         return _static_error(x, kernel, node, weight)
-    largest = group_maximum(magnitude, spec.scale)
-    if spec.format == "uint8":
+    form = CODE_FORMATS[spec.format]
+    if form.zero_point:
         low = group_maximum((-x.lo).clamp_min(0), spec.scale)
         high = group_maximum(x.hi.clamp_min(0), spec.scale)
-        step = (low + high) / STEPS_UINT8
+        step = (low + high) / form.divisor
         return up((step * (0.5 + _OFF_ZERO) + magnitude * 2.0**-20) * _DIVISION, 4)
-    if spec.format == "int8":
-        return up((largest / 127.0 / 2 + magnitude * 2.0**-20) * _DIVISION, 4)
-    if spec.format == "int8_full":
-        half = up(largest / 127.5).clamp_min(LEAST_FULL_SCALE) / 2
-        return up((torch.minimum(magnitude, half) + magnitude * 2.0**-20) * _DIVISION, 4)
-    target = FORMATS[spec.format]
-    match spec.scale:
-        case "none":
-            refuse_overflow(node, magnitude, target, " of the input")
-            scale = torch.ones_like(largest)
-        case "mx":
-            scale = largest * 2.0 ** -MX_EXPONENT[spec.format]
+    if spec.scale == "none":
+        refuse_overflow(node, magnitude, form.grid, " of the input")
+    refuse_batch(x, spec, node)
+    scale = _largest_scale(magnitude, spec, form)
+    if form.reciprocal:
+        rounded = torch.minimum(magnitude, scale / 2) + magnitude * 2.0**-20
+    elif form.integer:
+        rounded = scale / 2 + magnitude * 2.0**-20
+    else:
+        rounded = form.grid.unit_roundoff * magnitude + scale * form.grid.underflow
+    rounded = rounded * _DIVISION
+    if spec.amax_limit < math.inf:
+        last = spec.amax_limit * (min(form.above, form.below) / form.divisor) * (1 - 2.0**-20)
+        beyond = (magnitude - last).clamp_min(0)
+        rounded = torch.maximum(rounded, beyond + magnitude * 2.0**-20)
+    if spec.scale == "mx":
+        rounded = torch.maximum(rounded, _saturation(x, form))
+    return up(rounded, 4)
+
+
+def _largest_scale(magnitude: Tensor, spec: Activations, form: CodeFormat) -> Tensor:
+    """Return what no dynamic scale exceeds but for its roundings."""
+    if spec.scale == "none":
+        return torch.ones_like(magnitude)
+    largest = group_maximum(magnitude, spec.scale).clamp(spec.batch_amax, spec.amax_limit)
+    match LAYOUTS[spec.scale].rule:
+        case "floor":
+            scale = (largest * 2.0**-form.top_exponent).clamp_min(_LEAST_POWER)
+        case "ceil":
+            scale = up(2 * largest / form.divisor).clamp_min(_LEAST_POWER)
         case _:
-            scale = up(largest / target.largest)
-    rounded = (target.unit_roundoff * magnitude + scale * target.underflow) * _DIVISION
-    if spec.scale != "mx":
-        return up(rounded, 4)
-    return up(torch.maximum(rounded, _saturation(x, spec.format)), 4)
+            scale = up(largest / form.divisor)
+    return scale.clamp_min(max(form.least_scale, spec.least_scale))
 
 
 def _static_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
     """Return Q of a static scale that holds all of x: half a step, or that of the fp8 number."""
     spec, magnitude = kernel.numerics.activations, x.mag()
     scale = static_quantiser(x, spec, weight, node).scale.hi
-    if spec.format not in FORMATS:
+    form = CODE_FORMATS[spec.format]
+    if form.integer:
         least = torch.minimum(magnitude, scale / 2)
         return up((least + magnitude * 2.0**-20) * _DIVISION, 4)
-    target = FORMATS[spec.format]
+    target = form.grid
     return up((target.unit_roundoff * magnitude + scale * target.underflow) * _DIVISION, 4)
 
 
-def _saturation(x: Box, format: str) -> Tensor:
+def _saturation(x: Box, form: CodeFormat) -> Tensor:
     """Return how much of a number an mx scale may cut off.
 
-    The scale is 2^(floor(log2 amax) - emax), so at least qmax·2^-(emax+1) = 7/8 of the block's own
-    maximum is kept, and that maximum is known from both sides only: a number is cut by at most 1/8
-    of itself, and not at all below 7/8 of the least possible maximum.
+    The scale is 2^(floor(log2 amax) - emax), so at least κ = qmax·2^-(emax+1) of the block's own
+    maximum is kept, and that maximum is known from both sides only: a number is cut by at most
+    1 - κ of itself, and not at all below κ of the least possible maximum.
     """
-    kept = FORMATS[format].largest * 2.0 ** -(MX_EXPONENT[format] + 1)
+    kept = form.above * 2.0 ** -(form.top_exponent + 1)
     magnitude = x.mag()
     least = torch.maximum(x.lo, -x.hi).clamp_min(0)
     certain = kept * group_maximum(least, "mx") * (1 - 2.0**-20)

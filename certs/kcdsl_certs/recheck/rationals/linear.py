@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -28,7 +29,15 @@ from kcdsl_certs.recheck.rationals.quantisers import (
     quantisers,
 )
 from kcdsl_certs.recheck.rationals.state import Known, Scene, eta, gamma, held, settle
-from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_EXPONENT, Format, Kernel
+from kcdsl_certs.recheck.spec import (
+    CEILED,
+    CODE_LARGEST,
+    GRIDS,
+    LEAST_POWER,
+    TOP_EXPONENT,
+    Format,
+    Kernel,
+)
 
 _SMALL = Fraction(1, 2**20)
 
@@ -110,7 +119,8 @@ def _linear_error(
     sums = product(x.shape, x.mags, w.shape, w.mags)
     sizes = [s + bias[k % len(bias)] for k, s in enumerate(sums)]
     results = both(matmul(x, w), b, add).mags
-    errors = _accumulated(kernel, sizes, results, n, 2)
+    before = 2 if kernel.activations[0] == "none" else 4
+    errors = _accumulated(kernel, sizes, results, n, before)
     lost = _flushed(kernel, x.shape, x.mags, w.shape, w.mags)
     errors = [e + f + c for e, f, c in zip(errors, lost, clipped, strict=True)]
     if early is None or kernel.stepped or not kernel.coarse:
@@ -189,41 +199,59 @@ def _calibrated(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
     pairs = list(zip(x.mags, quantisers(kernel, x, key), strict=True))
     if kernel.activations[0] in INTEGERS:
         return [(min(m, q.scale[1] / 2) + m * _SMALL) * (1 + _SMALL) for m, q in pairs]
-    return [_cast(FORMATS[q.kind], m, q.scale[1]) for m, q in pairs]
+    return [_cast(GRIDS[q.kind], m, q.scale[1]) for m, q in pairs]
 
 
 def _coded(kernel: Kernel, x: Cells) -> list[Fraction]:
     kind, scale = kernel.activations
     sizes = x.mags
     if scale == "none":
-        if max(sizes) > CODE_LARGEST[kind]:
+        if max(sizes) > Fraction(CODE_LARGEST[kind]):
             element = sizes.index(max(sizes))
             raise Rejection("bound/overflow", f"element {element} of an input may overflow {kind}")
-        return [_cast(FORMATS[kind], size, Fraction(1)) for size in sizes]
-    most = largest(sizes, x.shape, scale)
-    pairs = list(zip(sizes, most, strict=True))
-    if kind == "int8":
-        return [(m / 254 + s * _SMALL) * (1 + _SMALL) for s, m in pairs]
-    if kind == "int8_full":
-        steps = [max(m * 2 / 255, Fraction(1, 2**23)) for m in most]
-        halves = [min(s, step / 2) for s, step in zip(sizes, steps, strict=True)]
-        return [(half + s * _SMALL) * (1 + _SMALL) for half, s in zip(halves, sizes, strict=True)]
+        return [_cast(GRIDS[kind], size, Fraction(1)) for size in sizes]
     if kind == "uint8":
         ends, half = zip(*extents(x, scale), strict=True), Fraction(1, 2) + Fraction(1, 2**14)
         wide = [(above[1] + below[1]) / 255 for above, below in ends]
         return [(w * half + s * _SMALL) * (1 + _SMALL) for s, w in zip(sizes, wide, strict=True)]
-    form, qmax = FORMATS[kind], CODE_LARGEST[kind]
-    if scale != "mx":
-        return [_cast(form, s, m / qmax) for s, m in pairs]
-    step = Fraction(1, 2 ** MX_EXPONENT[kind])
-    kept = qmax * step / 2
-    least = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, scale)
+    most = [max(m, Fraction(kernel.batch_amax)) for m in largest(sizes, x.shape, scale)]
+    if scale == "mx":
+        return _shifted(kind, x, most)
+    return [_rounded(kernel, size, top) for size, top in zip(sizes, most, strict=True)]
+
+
+def _rounded(kernel: Kernel, size: Fraction, most: Fraction) -> Fraction:
+    """Return Q of a number of at most `size` in a group of at most `most`."""
+    kind, scale = kernel.activations
+    full, limited = kind == "int8_full", kernel.amax_limit < math.inf
+    limit = Fraction(kernel.amax_limit) if limited else most
+    step = min(most, limit) / (Fraction(255, 2) if full else Fraction(CODE_LARGEST[kind]))
+    if scale in CEILED:
+        step = max(2 * step, Fraction(2) ** LEAST_POWER)
+    step = max(step, Fraction(kernel.least_scale), Fraction(1, 2**23) if full else ZERO)
+    if kind == "int8":
+        found = (step / 2 + size * _SMALL) * (1 + _SMALL)
+    elif full:
+        found = (min(size, step / 2) + size * _SMALL) * (1 + _SMALL)
+    else:
+        found = _cast(GRIDS[kind], size, step)
+    if not limited:
+        return found
+    last = limit * (Fraction(254, 255) if full else 1) * (1 - _SMALL)
+    return max(found, max(size - last, ZERO) + size * _SMALL)
+
+
+def _shifted(kind: str, x: Cells, most: Sequence[Fraction]) -> list[Fraction]:
+    """Return Q of scales of mx."""
+    step = Fraction(1, 2 ** TOP_EXPONENT[kind])
+    kept = Fraction(CODE_LARGEST[kind]) * step / 2
+    least = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, "mx")
     return [
         max(
-            _cast(form, s, m * step),
+            _cast(GRIDS[kind], s, max(m * step, Fraction(2) ** LEAST_POWER)),
             min(s * (1 - kept), max(s - kept * low * (1 - _SMALL), ZERO)) + s * _SMALL,
         )
-        for (s, m), low in zip(pairs, least, strict=True)
+        for s, m, low in zip(x.mags, most, least, strict=True)
     ]
 
 

@@ -22,12 +22,12 @@ from kcdsl_certs.recheck.rationals.cells import (
 )
 from kcdsl_certs.recheck.rationals.quantisers import LEAST_SCALE, hull, plain
 from kcdsl_certs.recheck.spec import (
+    CEILED,
     CODE_LARGEST,
     FLOAT32,
     FORMATS,
-    MX_BLOCK,
-    MX_EXPONENT,
-    TILE,
+    TILES,
+    TOP_EXPONENT,
     Format,
     Kernel,
 )
@@ -107,6 +107,8 @@ def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) ->
         if _within(FORMATS[kind], kernel.holding):
             return found
     else:
+        if kernel.scale_format != FLOAT32:
+            raise Rejection("parameter/scale", "no region around scales that are rounded")
         found = _coded(shape, around, kind, scale)
         if kernel.activations[0] != "none":
             return found
@@ -129,11 +131,12 @@ def _cast(v: Pair, held: _Held, form: Format, kernel: Kernel) -> _Held:
 
 
 def _coded(shape: Shape, around: Sequence[Pair], kind: str, scale: str) -> list[_Held]:
-    if kind == "int4_full":
-        raise Rejection("parameter/scale", "no region around weights stored as int4_full")
+    able = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
+    if kind not in able or scale in (*CEILED, "nvfp4"):
+        raise Rejection("parameter/scale", f"no region around weights stored as {kind} {scale}")
     rows, columns = shape
-    height = {"per_tensor": rows, "block_128": TILE}.get(scale, 1)
-    width = {"block_128": TILE, "group_128": TILE, "mx": MX_BLOCK}.get(scale, columns)
+    height, width = TILES[scale]
+    height, width = height or rows, width or columns
     places = [(at // columns // height, at % columns // width) for at in range(len(around))]
     near: dict[tuple[int, int], Fraction] = {}
     far: dict[tuple[int, int], Fraction] = {}
@@ -157,10 +160,10 @@ def _scale(amax: Fraction, kind: str, scale: str) -> Fraction:
     if amax == 0:
         return Fraction(1)
     if scale == "mx":
-        return Fraction(2) ** min(max(exponent(amax) - MX_EXPONENT[kind], -127), 127)
+        return Fraction(2) ** min(max(exponent(amax) - TOP_EXPONENT[kind], -127), 127)
     if kind == "int8_full":
         return max(rounded(amax * 2 / 255, FLOAT32), Fraction(1, 2**23))
-    return rounded(amax / CODE_LARGEST[kind], FLOAT32)
+    return rounded(amax / Fraction(CODE_LARGEST[kind]), FLOAT32)
 
 
 def _farthest(size: Fraction, scale: Fraction, kind: str, how: str) -> Fraction:
@@ -173,7 +176,7 @@ def _farthest(size: Fraction, scale: Fraction, kind: str, how: str) -> Fraction:
     rounding = (Fraction(form.u) * size + scale * tiny) * (1 + _SMALL)
     if how != "mx":
         return rounding
-    kept = Fraction(CODE_LARGEST[kind], 2 ** (MX_EXPONENT[kind] + 1))
+    kept = Fraction(CODE_LARGEST[kind]) * Fraction(1, 2 ** (TOP_EXPONENT[kind] + 1))
     return max(rounding, size * (1 - kept) + size * _SMALL)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ from kcdsl_certs.recheck.rationals.cells import (
     sub,
 )
 from kcdsl_certs.recheck.spec import (
+    CEILED,
     CODE_LARGEST,
     FLOAT32,
-    FORMATS,
-    MX_BLOCK,
-    MX_EXPONENT,
-    TILE,
+    GRIDS,
+    LEAST_POWER,
+    MOST_POWER,
+    TILES,
+    TOP_EXPONENT,
     Kernel,
 )
 
@@ -53,7 +56,7 @@ def _codes(kind: str) -> tuple[Fraction, ...]:
     """Return the non-negative codes in order."""
     if kind in INTEGERS:
         return tuple(Fraction(n) for n in range(256))
-    form, found, top = FORMATS[kind], [ZERO], CODE_LARGEST[kind]
+    form, found, top = GRIDS[kind], [ZERO], CODE_LARGEST[kind]
     while found[-1] < top:
         place = max(exponent(found[-1]) if found[-1] else form.least, form.least)
         found.append(found[-1] + Fraction(2) ** (place - form.precision + 1))
@@ -63,9 +66,9 @@ def _codes(kind: str) -> tuple[Fraction, ...]:
 def largest(sizes: Sequence[Fraction], shape: Shape, scale: str) -> list[Fraction]:
     """Return the maximum of the group of every element."""
     n = shape[-1]
-    length = len(sizes) if scale == "per_tensor" else n
-    whole = {"per_tensor": len(sizes), "per_token": n}
-    width = {**whole, "group_128": TILE, "mx": MX_BLOCK}[scale]
+    height, width = TILES[scale]
+    length = n if height else len(sizes)
+    width = width or length
     found: list[Fraction] = []
     for start in range(0, len(sizes), length):
         row = sizes[start : start + length]
@@ -115,26 +118,43 @@ def quantisers(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
     if scale == "none":
         return [plain(kind, (Fraction(1), Fraction(1)))] * len(x.pairs)
     sure = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, scale)
-    most = largest(x.mags, x.shape, scale)
+    batch = Fraction(kernel.batch_amax)
+    if scale == "per_batch" and max(x.mags) > batch:
+        raise Rejection("bound/overflow", "an element may exceed the batch's largest")
+    most = [max(m, batch) for m in largest(x.mags, x.shape, scale)]
     ends = zip(sure, most, strict=True)
-    return [plain(kind, (_scale(kind, scale, a), _scale(kind, scale, b))) for a, b in ends]
+    return [plain(kind, (_scale(kernel, a), _scale(kernel, b))) for a, b in ends]
 
 
 def plain(kind: str, scale: Pair) -> Quantiser:
     """Return the quantiser of a format without zero point, with a scale between two numbers."""
-    above, below = (127, 128) if kind == "int8_full" else (CODE_LARGEST[kind],) * 2
+    above, below = (127.0, 128.0) if kind == "int8_full" else (CODE_LARGEST[kind],) * 2
     tops = (Fraction(above),) * 2, (Fraction(below),) * 2
     return Quantiser(kind, scale, *tops, "times" if kind == "int8_full" else "over")
 
 
-def _scale(kind: str, scale: str, amax: Fraction) -> Fraction:
+def _scale(kernel: Kernel, amax: Fraction) -> Fraction:
+    kind, scale = kernel.activations
+    amax = amax if kernel.amax_limit == math.inf else min(amax, Fraction(kernel.amax_limit))
     if kind == "int8_full":
-        return max(rounded(amax * 2 / 255, FLOAT32), _LEAST_FULL)
-    if amax == 0:
-        return ZERO
+        return max(rounded(amax * 2 / 255, FLOAT32), _LEAST_FULL, Fraction(kernel.least_scale))
     if scale == "mx":
-        return Fraction(2) ** min(max(exponent(amax) - MX_EXPONENT[kind], -127), 127)
-    return rounded(amax / CODE_LARGEST[kind], FLOAT32)
+        return power(exponent(amax) - TOP_EXPONENT[kind]) if amax else ZERO
+    found = rounded(amax / Fraction(CODE_LARGEST[kind]), FLOAT32)
+    if scale in CEILED:
+        return power_above(found) if found else ZERO
+    return max(found, Fraction(kernel.least_scale))
+
+
+def power(place: int) -> Fraction:
+    """Return a power of two, of an exponent that eight bits hold."""
+    return Fraction(2) ** min(max(place, LEAST_POWER), MOST_POWER)
+
+
+def power_above(value: Fraction) -> Fraction:
+    """Return the least power of two that is no smaller."""
+    below = exponent(value)
+    return power(below if Fraction(2) ** below == value else below + 1)
 
 
 def _asymmetric(above: Pair, below: Pair) -> Quantiser:
@@ -195,7 +215,7 @@ def _rank(by: Quantiser, v: Fraction, s: Fraction, top: Fraction, up: bool) -> i
         case _:
             ratio = v / s * (1 + _OFF if up else 1 - _OFF)
     ratio = min(ratio, top)
-    code = Fraction(round(ratio)) if by.kind in INTEGERS else rounded(ratio, FORMATS[by.kind])
+    code = Fraction(round(ratio)) if by.kind in INTEGERS else rounded(ratio, GRIDS[by.kind])
     return bisect_left(_codes(by.kind), code)
 
 

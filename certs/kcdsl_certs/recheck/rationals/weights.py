@@ -10,7 +10,6 @@ from fractions import Fraction
 from kcdsl_certs.recheck.block import array_digest
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rationals.cells import (
-    ZERO,
     Cells,
     Shape,
     cut,
@@ -19,15 +18,20 @@ from kcdsl_certs.recheck.rationals.cells import (
     points,
     rounded,
 )
+from kcdsl_certs.recheck.rationals.quantisers import power, power_above
 from kcdsl_certs.recheck.safetensors import FLOATS, Tensor
 from kcdsl_certs.recheck.spec import (
+    CEILED,
     CODE_LARGEST,
     FLOAT32,
     FORMATS,
     FULL_RANGE,
-    MX_BLOCK,
-    MX_EXPONENT,
-    TILE,
+    GRIDS,
+    LEAST_RANGE,
+    NESTED,
+    NIBBLES,
+    TILES,
+    TOP_EXPONENT,
     Format,
     Kernel,
 )
@@ -74,7 +78,7 @@ class RationalParameters:
             found = [as_stored(v, FORMATS[kind], kernel) for v in values]
             found = [as_stored(v, FLOAT32, kernel) for v in found]
         else:
-            found = _quantised(values, shape, kind, scale, key)
+            found = _quantised(values, shape, kernel, key)
         if scale == "none" or kernel.activations[0] == "none":  # else scales come after the product
             found = [as_stored(v, kernel.holding, kernel) for v in found]
         return points(shape, found)
@@ -108,48 +112,83 @@ def _singles(tensor: Tensor, key: str) -> list[float]:
         raise Rejection("parameter/not-finite", f"{key!r} overflows float32") from None
 
 
-def _quantised(
-    values: list[Fraction], shape: Shape, kind: str, scale: str, key: str
-) -> list[Fraction]:
+def _quantised(values: list[Fraction], shape: Shape, kernel: Kernel, key: str) -> list[Fraction]:
     rows, columns = shape
-    height = {"per_tensor": rows, "block_128": TILE}.get(scale, 1)
-    width = {"block_128": TILE, "group_128": TILE, "mx": MX_BLOCK}.get(scale, columns)
-    amax: dict[tuple[int, int], Fraction] = {}
-    for at, value in enumerate(values):
-        tile = at // columns // height, at % columns // width
-        amax[tile] = max(amax.get(tile, ZERO), abs(value))
-    if kind in FULL_RANGE:
-        places = [(at // columns // height, at % columns // width) for at in range(len(values))]
-        return [
-            _full_range(v, amax[p], key, FULL_RANGE[kind])
-            for v, p in zip(values, places, strict=True)
-        ]
-    scales = {tile: _scale(most, kind, scale) for tile, most in amax.items()}
+    kind, scale = kernel.weights
+    height, width = TILES[scale]
+    height, width = height or rows, width or columns
+    places = [(at // columns // height, at % columns // width) for at in range(len(values))]
+    high: dict[tuple[int, int], Fraction] = {}
+    low: dict[tuple[int, int], Fraction] = {}
+    for value, place in zip(values, places, strict=True):
+        high[place] = max(high.get(place, value), value)
+        low[place] = min(low.get(place, value), value)
+    amax = {place: max(high[place], -low[place]) for place in high}
     found = []
-    for at, value in enumerate(values):
-        s = scales[at // columns // height, at % columns // width]
-        found.append(nearest(_code(rounded(value / s, FLOAT32), kind) * s, FLOAT32))
+    if kind == "uint4":
+        for value, place in zip(values, places, strict=True):
+            found.append(_from_zero(value, low[place], high[place], kernel, key))
+        return found
+    if scale == "nvfp4":
+        top = max(amax.values())
+        return [_nested(v, amax[p], top, kind) for v, p in zip(values, places, strict=True)]
+    scales = {place: _kept(_scale(most, kind, scale), kernel, key) for place, most in amax.items()}
+    for value, place in zip(values, places, strict=True):
+        step = scales[place]
+        by = step or Fraction(1)
+        if kind in FULL_RANGE:
+            ratio = rounded(value * rounded(1 / by, FLOAT32), FLOAT32)
+            code = Fraction(max(-FULL_RANGE[kind], min(FULL_RANGE[kind] - 1, round(ratio))))
+        else:
+            code = _code(rounded(value / by, FLOAT32), kind)
+        found.append(nearest(code * step, FLOAT32))
     return found
 
 
-def _full_range(value: Fraction, most: Fraction, key: str, codes: int) -> Fraction:
-    step = max(rounded(most * 2 / (2 * codes - 1), FLOAT32), Fraction(1, 2**23))
-    if step > Fraction(FLOAT32.largest):
-        raise Rejection("parameter/scale", f"{key!r} has a scale outside float32")
-    code = round(rounded(value * rounded(1 / step, FLOAT32), FLOAT32))
-    return nearest(max(-codes, min(codes - 1, code)) * step, FLOAT32)
+def _kept(scale: Fraction, kernel: Kernel, key: str) -> Fraction:
+    """Return a scale as it is stored."""
+    found = rounded(scale, kernel.scale_format)
+    if found > Fraction(kernel.scale_format.largest):
+        raise Rejection("parameter/scale", f"{key!r} has a scale outside its format")
+    return found
+
+
+def _from_zero(
+    value: Fraction, low: Fraction, high: Fraction, kernel: Kernel, key: str
+) -> Fraction:
+    wide = max(rounded(high - low, FLOAT32), Fraction(LEAST_RANGE))
+    step = _kept(rounded(wide / NIBBLES, FLOAT32), kernel, key)
+    zero = max(0, min(NIBBLES, -round(rounded(low / step, FLOAT32))))
+    code = max(0, min(NIBBLES, round(rounded(value / step, FLOAT32)) + zero))
+    return nearest((code - zero) * step, FLOAT32)
+
+
+def _nested(value: Fraction, most: Fraction, top: Fraction, kind: str) -> Fraction:
+    """Return code times scale of a number, by the largest of its group and of the tensor."""
+    last = Fraction(CODE_LARGEST[kind])
+    whole = rounded(top / (last * Fraction(NESTED[1])), FLOAT32) or Fraction(1)
+    share = rounded(rounded(most / last, FLOAT32) / whole, FLOAT32)
+    multiple = rounded(max(Fraction(NESTED[0]), min(Fraction(NESTED[1]), share)), GRIDS["fp8_e4m3"])
+    inverse = rounded(rounded(1 / whole, FLOAT32) / multiple, FLOAT32)
+    code = _code(rounded(value * inverse, FLOAT32), kind)
+    return nearest(code * rounded(multiple * whole, FLOAT32), FLOAT32)
 
 
 def _scale(most: Fraction, kind: str, scale: str) -> Fraction:
     """Return the scale of a group with this largest magnitude; 1 where it would be 0."""
-    if most == 0:
-        return Fraction(1)
     if scale == "mx":
-        return Fraction(2) ** max(-127, min(127, exponent(most) - MX_EXPONENT[kind]))
-    return rounded(most / CODE_LARGEST[kind], FLOAT32) or Fraction(1)
+        return power(exponent(most) - TOP_EXPONENT[kind]) if most else Fraction(1)
+    if kind in FULL_RANGE:
+        found = rounded(most * 2 / (2 * FULL_RANGE[kind] - 1), FLOAT32)
+        return max(found, Fraction(1, 2**23)) if most else Fraction(1)
+    found = rounded(most / Fraction(CODE_LARGEST[kind]), FLOAT32)
+    if scale in CEILED and found:
+        return power_above(found)
+    return found or Fraction(1)
 
 
 def _code(ratio: Fraction, kind: str) -> Fraction:
     largest = Fraction(CODE_LARGEST[kind])
-    code = Fraction(round(ratio)) if kind == "int8" else rounded(ratio, FORMATS[kind])
+    ratio = max(-largest, min(largest, ratio))
+    code = Fraction(round(ratio)) if kind == "int8" else rounded(ratio, GRIDS[kind])
     return max(-largest, min(largest, code))

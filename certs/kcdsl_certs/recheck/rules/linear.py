@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kcdsl_certs.recheck import box, matrix_units, staircase
@@ -18,7 +20,15 @@ from kcdsl_certs.recheck.rules.state import (
     numeric,
     settle,
 )
-from kcdsl_certs.recheck.spec import CODE_LARGEST, FORMATS, MX_EXPONENT, Format, Kernel
+from kcdsl_certs.recheck.spec import (
+    CEILED,
+    CODE_LARGEST,
+    GRIDS,
+    LEAST_POWER,
+    TOP_EXPONENT,
+    Format,
+    Kernel,
+)
 
 _SMALL = 2.0**-20
 _FLUSHED = 2.0**-126
@@ -99,7 +109,8 @@ def _error(
     lose.
     """
     factors = box.mag(x), box.mag(weight)
-    error = summed(kernel, factors, size, dynamic=kernel.activations[0] != "none", key=key)
+    dynamic, before = kernel.activations[0] != "none", before_sums(kernel)
+    error = summed(kernel, factors, size, before=before, dynamic=dynamic, key=key)
     error = box.up(error + lost)
     if early is not None and not kernel.stepped and kernel.coarse:
         u, eta = kernel.off(kernel.compute)
@@ -107,6 +118,12 @@ def _error(
         # what the bias is added to is off by it, and so is the rounding of that sum
         error = box.up(error + box.up(cast * (1 + 2 * kernel.accumulate.u)))
     return error
+
+
+def before_sums(kernel: Kernel) -> int:
+    """Return the roundings of a term of a linear: of codes those of the weight and of both scales,
+    wherever they are multiplied in, beside that of the product."""
+    return 2 if kernel.activations[0] == "none" else 4
 
 
 def clipped(kernel: Kernel, x: Box, weight: Box, key: str) -> Floats | float:
@@ -232,7 +249,7 @@ def _calibrated(kernel: Kernel, x: Box, key: str) -> Floats:
     kind = kernel.activations[0]
     if kind in staircase.INTEGERS:
         return box.up((np.minimum(size, scale / 2) + size * _SMALL) * (1 + _SMALL))
-    return _cast(FORMATS[kind], size, scale)
+    return _cast(GRIDS[kind], size, scale)
 
 
 def _coded(kernel: Kernel, x: Box) -> Floats:
@@ -243,25 +260,39 @@ def _coded(kernel: Kernel, x: Box) -> Floats:
         if len(over):
             element = [int(i) for i in over[0]]
             raise Rejection("bound/overflow", f"element {element} of an input may overflow {kind}")
-        return _cast(FORMATS[kind], size, np.ones(()))
-    most = staircase.largest(size, scale)
+        return _cast(GRIDS[kind], size, np.ones(()))
+    staircase.within_batch(kernel, x)
+    most = np.maximum(staircase.largest(size, scale), kernel.batch_amax)
+    if scale == "mx":
+        return _shifted(kind, x, size, most)
+    if kind == "uint8":
+        above, below = staircase.extent(x, scale)
+        step = box.lifted(above.hi + below.hi) / 255
+        return box.up((step * (0.5 + 2.0**-14) + size * _SMALL) * (1 + _SMALL))
+    step = np.minimum(most, kernel.amax_limit) / staircase.QMAX[kind]
+    if scale in CEILED:
+        step = np.maximum(2 * box.up(step), 2.0**LEAST_POWER)
+    step = np.maximum(box.up(step), staircase.least_scale(kernel))
     match kind:
         case "int8":
-            return box.up((most / 127 / 2 + size * _SMALL) * (1 + _SMALL))
+            rounding = box.up((step / 2 + size * _SMALL) * (1 + _SMALL))
         case "int8_full":
-            step = np.maximum(box.up(most / 127.5), 2.0**-23)
-            return box.up((np.minimum(size, step / 2) + size * _SMALL) * (1 + _SMALL))
-        case "uint8":
-            above, below = staircase.extent(x, scale)
-            step = box.lifted(above.hi + below.hi) / 255
-            return box.up((step * (0.5 + 2.0**-14) + size * _SMALL) * (1 + _SMALL))
-    if scale != "mx":
-        return _cast(FORMATS[kind], size, most / CODE_LARGEST[kind])
-    kept = CODE_LARGEST[kind] * 2.0 ** -(MX_EXPONENT[kind] + 1)  # of the block's maximum
-    least = staircase.largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), scale)
+            rounding = box.up((np.minimum(size, step / 2) + size * _SMALL) * (1 + _SMALL))
+        case _:
+            rounding = _cast(GRIDS[kind], size, step)
+    if kernel.amax_limit == math.inf:
+        return rounding
+    last = kernel.amax_limit * (127 / 127.5 if kind == "int8_full" else 1.0) * (1 - _SMALL)
+    return np.maximum(rounding, box.up(np.maximum(size - last, 0.0) + size * _SMALL))
+
+
+def _shifted(kind: str, x: Box, size: Floats, most: Floats) -> Floats:
+    """Return Q of an mx scale, which keeps `kept` of the largest number of its block at least."""
+    kept = CODE_LARGEST[kind] * 2.0 ** -(TOP_EXPONENT[kind] + 1)
+    least = staircase.largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), "mx")
     cut = np.minimum(size * (1 - kept), np.maximum(size - kept * least * (1 - _SMALL), 0.0))
-    rounding = _cast(FORMATS[kind], size, most * 2.0 ** -MX_EXPONENT[kind])
-    return np.maximum(rounding, box.up(cut + size * _SMALL))
+    step = np.maximum(most * 2.0 ** -TOP_EXPONENT[kind], 2.0**LEAST_POWER)
+    return np.maximum(_cast(GRIDS[kind], size, step), box.up(cut + size * _SMALL))
 
 
 def _cast(form: Format, size: Floats, scale: Floats) -> Floats:

@@ -34,6 +34,7 @@ from kcdsl_certs.recheck.box import Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules.linear import (
+    before_sums,
     check_product,
     clipped,
     product_roundings,
@@ -75,8 +76,9 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     result = raised(np.abs(reference) + carried + own)
     factors, sizes = (x.size, box.lifted(size_all).T), (box.lifted(total), box.lifted(result))
     dynamic = kernel.activations[0] != "none"
-    error = rounding_of_sums(kernel, factors, sizes, dynamic=dynamic, key=key)
-    split = of_sum(kernel, factors, sizes, error, dynamic=dynamic)
+    early_on = before_sums(kernel)
+    error = rounding_of_sums(kernel, factors, sizes, before=early_on, dynamic=dynamic, key=key)
+    split = of_sum(kernel, factors, sizes, error, before=early_on, dynamic=dynamic)
     if kernel.paired:
         if spread is not None:
             raise Rejection("rule/weight", "sums of bytes with weights that are not known")
@@ -166,8 +168,9 @@ def _quantised(walk: Walk, x: Form, key: str) -> Form:
     reach = raised(x.reach + radius)
     operands = () if x.place is None else ((x.place, _same),)
     split = only_sure(radius)
-    form, scale = walk.kernel.activations[:2]
-    if scale != "mx" and form not in ("uint8", "int8_full"):
+    form, scale = walk.kernel.activations
+    uncut = walk.kernel.amax_limit == math.inf
+    if uncut and scale != "mx" and form not in ("uint8", "int8_full"):
         split = only_sure(np.zeros(radius.shape)).with_one(radius)
     entry = Entry(reach, operands, radius, split=split)
     return Form(x.reference, reach, walk.tape.add(entry))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from kcdsl_certs.recheck.affine.form import UNIT, Form, Walk, raised
 from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
 from kcdsl_certs.recheck.box import Bools, Box, Floats
 from kcdsl_certs.recheck.rules.state import gamma
-from kcdsl_certs.recheck.spec import TILE
+from kcdsl_certs.recheck.spec import TILES
 from kcdsl_certs.recheck.staircase import Ranks, Steps
 
 _SHARE = 2.0**-2  # of Q, that a shared scale may move its elements by
@@ -84,12 +85,14 @@ def _codes(by: Steps, of: Cases, least: Floats, most: Floats) -> tuple[Floats, F
 def _widest(walk: Walk, codes: tuple[Floats, Floats], by: Steps, x: Form) -> Floats:
     """Return a bound of |x̂ - x|: half a step of the farthest code met, and float32 roundings.
 
-    With mx, or a zero point, the last code may stand for numbers that were cut off: no bound.
+    With mx, a limited scale, or a zero point, the last code may stand for numbers that were cut
+    off: no bound.
     """
     farthest = np.maximum(np.abs(codes[0]), np.abs(codes[1]))
     step = staircase.half_step(by.kind, farthest) * by.scale.hi
     step = raised(step + 4 * staircase.UNIT * (farthest * by.scale.hi + x.size))
-    if walk.kernel.activations[1] != "mx" and by.kind != "uint8":
+    limited = walk.kernel.amax_limit < math.inf
+    if walk.kernel.activations[1] != "mx" and by.kind != "uint8" and not limited:
         return step
     return np.where((codes[1] < by.above.lo) & (-codes[0] < by.below.lo), step, np.inf)
 
@@ -121,7 +124,7 @@ def _gathered(weights: Floats, scale: str) -> Pull:
 
 def _wide(shape: tuple[int, ...], scale: str) -> int:
     """Return how many elements of a row share a scale."""
-    return TILE if scale == "group_128" else shape[-1]
+    return TILES[scale][1] or shape[-1]
 
 
 def _given_back(adjoint: Adjoint, picked: Floats, scale: str) -> Adjoint:
@@ -190,15 +193,18 @@ def _shared(walk: Walk, x: Form, around: Box, by: Steps) -> _Shared:
     name, scale = walk.kernel.activations[1], by.scale
     middle = scale.lo / 2 + scale.hi / 2
     half = np.maximum(box.add_up(scale.hi, -middle), box.add_up(middle, -scale.lo))
-    if name not in ("per_token", "group_128", "per_tensor"):
+    if name not in ("per_token", "group_32", "group_64", "group_128", "per_tensor"):
         return _Shared(middle, half, None)
     parts = middle, half, scale.lo, scale.hi
     mid, wide, low, top = (_groups(part, name, 0.0)[:, 0] for part in parts)
     leads = _leads(by.kind, around, x, name)
     certain = np.logical_and.reduce([lead.certain for lead, _ in leads])
-    if by.kind == "int8_full":
-        certain = certain & (low > staircase.LEAST_FULL)
     qmax = float(staircase.QMAX[by.kind])
+    bottom = staircase.least_scale(walk.kernel)
+    if bottom:
+        certain = certain & (low > bottom)
+    if walk.kernel.amax_limit < math.inf:
+        certain = certain & (top < walk.kernel.amax_limit / qmax * (1 - 2.0**-22))
     rounding = (4 if by.kind == "uint8" else 2) * staircase.UNIT * top
     value = sum((lead.value for lead, _ in leads), np.zeros(mid.shape))
     reach = sum((lead.reach for lead, _ in leads), np.zeros(mid.shape))
