@@ -205,6 +205,7 @@ FIXED_LENGTH = _declare("KC474", "block of a fixed length")
 WEIGHTS_REGION = _declare("KC475", "region around the weights")
 NO_DOMAIN = _declare("KC476", "unknown domain of bounds")
 NO_PROBABILITY = _declare("KC477", "no probability of a failure")
+GRAPH_DIFFERS = _declare("KC478", "graph is not the module")
 
 # --- KC5 statistics ------------------------------------------------------------------------------
 PERCENTILE_WITH_BUDGET = _declare("KC501", "percentile with a sample budget")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -72,6 +73,31 @@ class ScaledDotProduct:
                 q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale
             )
         return context.reshape(*lead, *context.shape[-3:])
+
+
+def composed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return what `scaled_dot_product_attention` returns, as matmul, softmax and matmul."""
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(times, dim=-3) for t in (key, value))
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (query @ key.transpose(-2, -1)) * factor
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return F.dropout(torch.softmax(scores, dim=-1), dropout_p, training=dropout_p > 0) @ value
 
 
 def attention_mask(

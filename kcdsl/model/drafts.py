@@ -2,7 +2,8 @@
 
 The extra operations are `mask` (x, bool constant: -inf where False), `power` (attr exponent),
 `sqrt`, `rsqrt`, `reciprocal`, `sigmoid`, `quotient` (x / y), `mean` and `variance` (last dimension,
-kept). A draft that still has one of them cannot become a block graph.
+kept). A draft that still has one of them cannot become a block graph. `format` is that of
+`graph.py`, or WIDE of `stored.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.graph import BlockGraph, Node, array_digest
+from kcdsl.model.stored import OWN, WIDE
 
 OPERATIONS = frozenset({
     "input", "param", "constant", "embedding", "linear", "matmul", "add", "sub", "mul", "scale",
     "divide", "shift", "neg", "relu", "tanh", "silu", "gelu", "reshape", "expand", "permute",
-    "slice", "concat", "softmax", "rms_norm", "layer_norm", "rope",
+    "slice", "concat", "cast", "softmax", "rms_norm", "layer_norm", "rope",
 })  # fmt: skip
+LEAVES = frozenset({"input", "param", "constant"})
+UNROUNDED = frozenset({
+    "input", "param", "embedding", "reshape", "expand", "permute", "slice", "concat", "neg", "relu",
+    "mask",
+})  # fmt: skip
+"""Operations that store nothing: in a block graph their format is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,7 @@ class Draft:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     role: str = ""
     origin: str = ""
+    format: str = OWN
 
 
 Rule = Callable[["Drafts", Draft], "Draft | None"]
@@ -42,8 +53,12 @@ Rule = Callable[["Drafts", Draft], "Draft | None"]
 
 @dataclass(slots=True)
 class Drafts:
-    """The nodes in order, by name, with the constants they refer to and the name of the output."""
+    """The nodes in order, by name, with the constants they refer to and the name of the output.
 
+    `formats` are those in which the program was traced.
+    """
+
+    formats: tuple[str, ...] = ("float32",)
     nodes: dict[str, Draft] = field(default_factory=dict)
     constants: dict[str, NDArray[Any]] = field(default_factory=dict)
     output: str = ""
@@ -56,10 +71,11 @@ class Drafts:
         shape: tuple[int, ...],
         attrs: Mapping[str, Any] | None = None,
         origin: str = "",
+        format: str = OWN,
     ) -> str:
         """Append a node and return its name."""
         name = f"%{len(self.nodes)}"
-        self.nodes[name] = Draft(name, op, inputs, shape, attrs or {}, origin=origin)
+        self.nodes[name] = Draft(name, op, inputs, shape, attrs or {}, origin=origin, format=format)
         return name
 
     def param(self, key: str, shape: tuple[int, ...]) -> str:
@@ -69,14 +85,14 @@ class Drafts:
                 return node.name
         return self.add("param", (), shape, {"key": key})
 
-    def constant(self, array: NDArray[Any]) -> str:
-        """Return the node of a constant; equal arrays share one."""
-        digest = array_digest(array)
-        if digest not in self._by_digest:
-            name = self.add("constant", (), array.shape, {})
+    def constant(self, array: NDArray[Any], format: str = OWN) -> str:
+        """Return the node of a constant; equal arrays of one format share one."""
+        key = f"{array_digest(array)}|{format}"
+        if key not in self._by_digest:
+            name = self.add("constant", (), array.shape, {}, format=format)
             self.constants[name] = array
-            self._by_digest[digest] = name
-        return self._by_digest[digest]
+            self._by_digest[key] = name
+        return self._by_digest[key]
 
     def value(self, name: str) -> NDArray[Any] | None:
         """Return the array of a constant node, None for any other node."""
@@ -95,9 +111,47 @@ class Drafts:
             new = rule(self, self.nodes[name])
             if new is not None:
                 self.nodes[name] = replace(new, name=name)
-        constants = [n for n in self.nodes if self.nodes[n].op in ("constant", "param", "input")]
-        rest = [n for n in self.nodes if n not in set(constants)]
-        self.nodes = {n: self.nodes[n] for n in (*constants, *rest)}
+        leaves = [n for n in self.nodes if self.nodes[n].op in LEAVES]
+        rest = [n for n in self.nodes if self.nodes[n].op not in LEAVES]
+        self.nodes = {n: self.nodes[n] for n in (*leaves, *rest)}
+
+    @property
+    def halves(self) -> bool:
+        """Say whether the program was traced in a half-precision format."""
+        return not {"float16", "bfloat16"}.isdisjoint(self.formats)
+
+    def is_inside(self, format: str) -> bool:
+        """Say whether a result of this format is rounded as operations round what they form inside:
+        to float32, or to float64 by kernels of float64."""
+        if format == WIDE:
+            return True
+        if format == "float32":
+            return "float64" not in self.formats
+        return format == OWN and not self.halves
+
+    def before_casts(self, name: str) -> str:
+        """Return what a node is before casts that change no number of it."""
+        node = self.nodes[name]
+        while node.op == "cast":
+            source = self.nodes[node.inputs[0]]
+            if not self.is_wider(node.format, source.format):
+                break
+            node = source
+        return node.name
+
+    def is_wider(self, format: str, than: str) -> bool:
+        """Say whether a format holds every number of another, in every kernel."""
+        if format == than:
+            return True
+        if format == WIDE:
+            return than != "float64"
+        if format == "float64":
+            return True
+        if format == "float32":
+            return than in ("float16", "bfloat16") or (
+                than in (OWN, WIDE) and "float64" not in self.formats
+            )
+        return False
 
 
 def remove_dead(drafts: Drafts) -> None:
@@ -118,6 +172,11 @@ def finish(drafts: Drafts, block: str, input_shape: tuple[int, ...] | None) -> B
     for draft in drafts.nodes.values():
         if draft.op not in OPERATIONS:
             raise unsupported(draft.origin, f"as part of {draft.op!r}, outside a known pattern")
+        format = OWN if draft.op in UNROUNDED else draft.format
+        if format == WIDE:
+            raise unsupported(
+                draft.origin, "a result stored in float32, and in float64 where the module is that"
+            )
         number = counts.get(draft.op, 0)
         counts[draft.op] = number + 1
         attrs = dict(draft.attrs)
@@ -134,7 +193,7 @@ def finish(drafts: Drafts, block: str, input_shape: tuple[int, ...] | None) -> B
                 name = f"{draft.op}:{number}"
         names[draft.name] = name
         inputs = tuple(names[i] for i in draft.inputs)
-        nodes.append(Node(name, draft.op, inputs, draft.shape, attrs, draft.role))
+        nodes.append(Node(name, draft.op, inputs, draft.shape, attrs, draft.role, format))
     return BlockGraph(block, tuple(nodes), names[drafts.output], constants, input_shape)
 
 
@@ -148,16 +207,16 @@ def unsupported(origin: str, detail: str) -> Exception:
     )
 
 
-def as_constant(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array as a constant of a graph: bool stays, numbers become exact float32.
+def as_constant(value: Tensor) -> NDArray[Any]:
+    """Return a tensor as a constant of a graph: bool stays, numbers become exact float32.
 
     Raises ValueError where a number is no finite float32.
     """
-    if array.dtype == np.bool_:
-        return np.ascontiguousarray(array)
-    if not np.isfinite(array).all():
+    if value.dtype == torch.bool:
+        return np.ascontiguousarray(value.numpy())
+    if not bool(torch.isfinite(value).all()):
         raise ValueError("a constant that is not finite")
-    narrow = np.ascontiguousarray(array, dtype=np.float32)
-    if not np.array_equal(narrow.astype(array.dtype), array):
+    narrow = value.to(torch.float32)
+    if not torch.equal(narrow.to(value.dtype), value):
         raise ValueError("a constant is not exactly representable in float32")
-    return narrow
+    return np.ascontiguousarray(narrow.numpy())

@@ -1,34 +1,83 @@
-"""The reference meaning of block graphs: evaluation in float64 with numpy."""
+"""The meaning of block graphs, evaluated with numpy: in float64, or as a kernel stores results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from scipy.special import erf
+from scipy.special import erf, expit
 
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.stored import TYPES
 
 Array = NDArray[Any]
+Round = Callable[[Array, str], Array]
+"""Rounds a value to a format of `Node.format`."""
+
+UNROUNDED = frozenset({
+    "embedding", "reshape", "expand", "permute", "slice", "concat", "neg", "relu",
+})  # fmt: skip
+"""Operations that store nothing; inputs, parameters and constants are stored before."""
 
 
-def run_graph(graph: BlockGraph, params: Mapping[str, Array], x: Array | None) -> dict[str, Array]:
+def run_graph(
+    graph: BlockGraph, params: Mapping[str, Array], x: Array | None, compute: str | None = None
+) -> dict[str, Array]:
     """Return the value of every node, float64 (masks: bool).
 
     `params` holds the checkpoint tensors by key; `x` is the block input [T, D], None for a graph on
-    token ids. Raises ValueError where an array has another shape than its node.
+    token ids. With `compute`, a format of `stored.TYPES`, every result is formed in float64 and
+    rounded to its format, as it is by a kernel that computes in it; else nothing is rounded.
+    Raises ValueError where an array has another shape than its node.
     """
+    return dict(_run(graph, params, x, compute, {}))
+
+
+def graph_output(
+    graph: BlockGraph, params: Mapping[str, Array], x: Array | None, compute: str | None = None
+) -> Array:
+    """Return the value of the output alone; see `run_graph`. A value is kept while it is read."""
+    last = {name: node.name for node in graph.nodes for name in node.inputs}
     values: dict[str, Array] = {}
+    for name, _ in _run(graph, params, x, compute, values):
+        for read in graph.node(name).inputs:
+            if last.get(read) == name and read != graph.output:
+                values.pop(read, None)
+    return values[graph.output]
+
+
+def _run(
+    graph: BlockGraph,
+    params: Mapping[str, Array],
+    x: Array | None,
+    compute: str | None,
+    values: dict[str, Array],
+) -> Iterator[tuple[str, Array]]:
+    def rounded(value: Array, format: str) -> Array:
+        return value if compute is None else round_to(value, format or compute)
+
     for node in graph.nodes:
         value = _leaf(graph, node, params, x)
         if value is None:
-            value = _OPERATIONS[node.op](node, *(values[i] for i in node.inputs))
+            with np.errstate(all="ignore"):
+                operands = [values[i] for i in node.inputs]
+                value = _OPERATIONS[node.op](node, rounded, *operands)
+        if value.dtype != np.bool_ and node.op not in UNROUNDED:
+            value = rounded(value, node.format)
         if value.shape != node.shape:
             raise ValueError(f"{node.name} has shape {value.shape}, the graph says {node.shape}")
         values[node.name] = value
-    return values
+        yield node.name, value
+
+
+def round_to(value: Array, format: str) -> Array:
+    """Return a float64 array, rounded to nearest even in a format of `stored.TYPES`; what is beyond
+    its largest number becomes infinite."""
+    narrow = torch.from_numpy(np.ascontiguousarray(value)).to(TYPES[format])
+    return np.asarray(narrow.to(torch.float64).numpy())
 
 
 def _leaf(
@@ -48,70 +97,99 @@ def _leaf(
             return None
 
 
-def _linear(node: Node, x: Array, weight: Array, bias: Array | float = 0.0) -> Array:
+def _linear(node: Node, store: Round, x: Array, weight: Array, bias: Array | float = 0.0) -> Array:
     product: Array = x @ weight.T + bias
     return product
 
 
-def _slice(node: Node, x: Array) -> Array:
+def _slice(node: Node, store: Round, x: Array) -> Array:
     a = node.attrs
     places = [slice(None)] * x.ndim
     places[a["dim"]] = slice(a["start"], a["stop"], a["step"])
     return x[tuple(places)]
 
 
-def _softmax(node: Node, scores: Array, mask: Array | None = None) -> Array:
+def _softmax(node: Node, store: Round, scores: Array, mask: Array | None = None) -> Array:
     shown = scores if mask is None else np.where(mask, scores, -np.inf)
     weights = np.exp(shown - shown.max(axis=-1, keepdims=True))
     normed: Array = weights / weights.sum(axis=-1, keepdims=True)
     return normed
 
 
-def _rms_norm(node: Node, x: Array, weight: Array | float = 1.0) -> Array:
-    mean_square = np.mean(x * x, axis=-1, keepdims=True)
-    normed: Array = x / np.sqrt(mean_square + node.attrs["eps"]) * weight
+def _norm(node: Node, store: Round, x: Array, *affine: Array) -> Array:
+    """Return either norm; the parts of one that is written out are rounded one by one."""
+    parts = dict(node.attrs.get("parts", ()))
+    centre = node.op == "layer_norm"
+
+    def stored(part: str, value: Array) -> Array:
+        return store(value, parts[part]) if part in parts else value
+
+    centred = stored("centred", x - stored("mean", _mean(x))) if centre else x
+    if "variance" in parts:
+        spread = stored("variance", np.var(x, axis=-1, keepdims=True))
+    else:
+        second = "mean2" if centre else "mean"
+        spread = stored(second, _mean(stored("square", centred * centred)))
+    shifted = stored("shift", spread + node.attrs["eps"])
+    if "sqrt" in parts:
+        root = stored("sqrt", np.sqrt(shifted))
+        inverse = stored("reciprocal", 1.0 / root)
+        normed = centred * inverse if "reciprocal" in parts else centred / root
+    else:
+        normed = centred * stored("root", 1.0 / np.sqrt(shifted))
+    normed = stored("quotient" if "quotient" in parts else "normed", normed)
+    for part, value in zip(("weighted", "biased"), affine, strict=False):
+        normed = stored(part, normed * value if part == "weighted" else normed + value)
     return normed
 
 
-def _layer_norm(
-    node: Node, x: Array, weight: Array | float = 1.0, bias: Array | float = 0.0
-) -> Array:
-    centred = x - x.mean(axis=-1, keepdims=True)
-    variance = np.mean(centred * centred, axis=-1, keepdims=True)
-    normed: Array = centred / np.sqrt(variance + node.attrs["eps"]) * weight + bias
-    return normed
+def _mean(x: Array) -> Array:
+    return np.asarray(x.mean(axis=-1, keepdims=True))
 
 
-def _rope(node: Node, x: Array, cos: Array, sin: Array) -> Array:
+def _silu(node: Node, store: Round, x: Array) -> Array:
+    gate = expit(x)
+    product: Array = x * (store(gate, node.format) if _written(node) else gate)
+    return np.where(np.isneginf(x) & ~np.bool_(_written(node)), 0.0, product)
+
+
+def _rope(node: Node, store: Round, x: Array, cos: Array, sin: Array) -> Array:
     half = x.shape[-1] // 2
     turned = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
-    rotated: Array = x * cos + turned * sin
+    products = [x * cos, turned * sin]
+    if _written(node):
+        products = [store(product, node.format) for product in products]
+    rotated: Array = products[0] + products[1]
     return rotated
 
 
+def _written(node: Node) -> bool:
+    return bool(node.attrs.get("form") == "written")
+
+
 _OPERATIONS: dict[str, Callable[..., Array]] = {
-    "embedding": lambda n, w: w[np.asarray(n.attrs["ids"])],
-    "cast": lambda n, x: x,
+    "cast": lambda n, s, x: x,
+    "embedding": lambda n, s, w: w[np.asarray(n.attrs["ids"])],
     "linear": _linear,
-    "matmul": lambda n, a, b: a @ b,
-    "add": lambda n, a, b: a + b,
-    "sub": lambda n, a, b: a - b,
-    "mul": lambda n, a, b: a * b,
-    "scale": lambda n, x: x * n.attrs["factor"],
-    "divide": lambda n, x: x / n.attrs["divisor"],
-    "shift": lambda n, x: x + n.attrs["offset"],
-    "neg": lambda n, x: -x,
-    "relu": lambda n, x: np.maximum(x, 0.0),
-    "tanh": lambda n, x: np.tanh(x),
-    "silu": lambda n, x: x * np.exp(-np.logaddexp(0.0, -x)),
-    "gelu": lambda n, x: 0.5 * x * (1.0 + erf(x / np.sqrt(2.0))),
-    "reshape": lambda n, x: x.reshape(n.attrs["shape"]),
-    "expand": lambda n, x: np.broadcast_to(x, tuple(n.attrs["shape"])),
-    "permute": lambda n, x: x.transpose(n.attrs["dims"]),
+    "matmul": lambda n, s, a, b: a @ b,
+    "add": lambda n, s, a, b: a + b,
+    "sub": lambda n, s, a, b: a - b,
+    "mul": lambda n, s, a, b: a * b,
+    "scale": lambda n, s, x: x * n.attrs["factor"],
+    "divide": lambda n, s, x: x / n.attrs["divisor"],
+    "shift": lambda n, s, x: x + n.attrs["offset"],
+    "neg": lambda n, s, x: -x,
+    "relu": lambda n, s, x: np.maximum(x, 0.0),
+    "tanh": lambda n, s, x: np.tanh(x),
+    "silu": _silu,
+    "gelu": lambda n, s, x: 0.5 * x * (1.0 + erf(x / np.sqrt(2.0))),
+    "reshape": lambda n, s, x: x.reshape(n.attrs["shape"]),
+    "expand": lambda n, s, x: np.broadcast_to(x, tuple(n.attrs["shape"])),
+    "permute": lambda n, s, x: x.transpose(n.attrs["dims"]),
     "slice": _slice,
-    "concat": lambda n, *parts: np.concatenate(parts, axis=n.attrs["dim"]),
+    "concat": lambda n, s, *parts: np.concatenate(parts, axis=n.attrs["dim"]),
     "softmax": _softmax,
-    "rms_norm": _rms_norm,
-    "layer_norm": _layer_norm,
+    "rms_norm": _norm,
+    "layer_norm": _norm,
     "rope": _rope,
 }

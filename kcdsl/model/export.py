@@ -3,42 +3,109 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
+import math
+import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.model.agreement import MOST, refuse_other_program
 from kcdsl.model.architecture import Model
 from kcdsl.model.drafts import Drafts, finish, remove_dead
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.lowering import lower
+from kcdsl.model.lowering import Traced, lower
 from kcdsl.model.rewrites import RULES
 from kcdsl.model.roles import mark_attention
+from kcdsl.model.stored import NAMES, TYPES, traced_format
+
+_FAKE = "torch._subclasses.fake_tensor"
 
 
 def block_graph(
-    model: Model, block: str, length: int, tokens: Sequence[int] | Tensor | None = None
+    model: Model,
+    block: str,
+    length: int,
+    tokens: Sequence[int] | Tensor | None = None,
+    formats: Iterable[str] = (),
 ) -> BlockGraph:
     """Return the graph of a block for sequences of `length` tokens.
 
-    The block `model` takes token ids, which become part of its graph: pass them as `tokens`.
-    Refuse an unknown block, one that torch.export cannot trace, and an operation that block graphs
-    do not have (the message names it and the module that calls it).
+    The block `model` takes token ids, which become part of its graph: pass them as `tokens`. The
+    graph says what the block does in kernels that compute in float32 and in `formats`: the module
+    is converted to each of them and traced, and that says where each result is stored. Then the
+    graph is run beside the module; see `agreement.py`.
+
+    Refuse an unknown block, one that torch.export cannot trace, an operation that block graphs do
+    not have (the message names it and the module that calls it), and a block that does not do the
+    same in every format and each time it runs.
     """
-    module = model.block(block)
     ids = _ids(model, block, length, tokens)
+    model.block(block)
+    wanted = tuple(dict.fromkeys(("float32", *sorted(traced_format(f) for f in formats))))
     example = ids if ids is not None else torch.zeros(length, _input_width(model, block, length))
-    program = _export(block, module, example)
-    keys = {id(t): model.keys[n] for n, t in _tensors(model.module) if n in model.keys}
-    targets = dict(_tensors(module))
-    drafts = lower(program, keys, ids, targets)
+    traced = [
+        _traced(model, block, format, example, seed)
+        for seed, format in enumerate(wanted if len(wanted) > 1 else wanted * 2)
+    ]
+    drafts = lower(traced, ids)
     simplify(drafts)
-    shape = None if ids is not None else tuple(example.shape)
-    return finish(drafts, block, shape)
+    graph = finish(drafts, block, None if ids is not None else tuple(example.shape))
+    if max(math.prod(node.shape) for node in graph.nodes) <= MOST:
+        params = {k: t.numpy() for k, t in model.checkpoint.tensors.items()}
+        refuse_other_program(graph, params, lambda f: _part(model, block, f), wanted, ids)
+    return graph
+
+
+def _part(model: Model, block: str, format: str) -> nn.Module:
+    """Return a block of a copy of the model that is converted to a format."""
+    return replace(model, module=converted(model, format)).block(block)
+
+
+def _traced(model: Model, block: str, format: str, example: Tensor, seed: int) -> Traced:
+    """Return a block of the model, converted to a format as adapters do it, exported."""
+    whole = converted(model, format)
+    part = replace(model, module=whole).block(block)
+    keys = {id(t): model.keys[n] for n, t in _tensors(whole) if n in model.keys}
+    entering = example.to(TYPES[format]) if example.is_floating_point() else example
+    with _chance(seed):
+        program = _export(block, part, entering)
+    return Traced(format, program, dict(_tensors(part)), keys)
+
+
+def converted(model: Model, format: str) -> nn.Module:
+    """Return a copy of the model's module, converted to a format as the adapters do it."""
+    try:
+        return copy.deepcopy(model.module).to(TYPES[format])
+    except Exception as error:  # foreign modules may refuse to be copied in many ways
+        raise refuse(
+            codes.EXPORT_FAILED,
+            f"the module cannot be copied and converted to {format}:"
+            f" {type(error).__name__}: {error}",
+            help="let the module be one that copy.deepcopy and torch.nn.Module.to can take",
+        ) from error
+
+
+@contextlib.contextmanager
+def _chance(seed: int) -> Iterator[None]:
+    """Give random numbers a seed of their own for a while: what depends on them then differs."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
 def simplify(drafts: Drafts) -> None:
@@ -79,7 +146,7 @@ def _input_width(model: Model, block: str, length: int) -> int:
 
 
 def _export(block: str, module: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    loggers = [logging.getLogger(n) for n in ("torch.export", "torch._export", "torch.fx")]
+    loggers = [logging.getLogger(n) for n in ("torch.export", "torch._export", "torch.fx", _FAKE)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
@@ -92,10 +159,12 @@ def _export(block: str, module: nn.Module, example: Tensor) -> torch.export.Expo
             if _writes_in_place(program):
                 program = program.run_decompositions({})
     except Exception as error:  # torch.export raises many kinds of error for foreign code
+        other = NAMES.get(example.dtype, "float32")
+        where = "" if other == "float32" else f" in {other}"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise refuse(
             codes.EXPORT_FAILED,
-            f"block {block!r} cannot be exported: {first}",
+            f"block {block!r} cannot be exported{where}: {first}",
             help="let the block do the same to every input, without branches on values",
         ) from error
     finally:

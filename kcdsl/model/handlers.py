@@ -1,7 +1,8 @@
 """What each aten operation becomes; see `lowering.py`.
 
 A handler gets the state and the arguments by their names in the operator's schema, of which at
-least one is a `Ref`, and returns a `Ref` or a list of them.
+least one is a `Ref`, and returns a `Ref` or a list of them. It reads every argument that counts:
+one that it leaves unread, and that is not at its default, is refused.
 """
 
 from __future__ import annotations
@@ -14,14 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kcdsl.model.lowering_state import (
-    MASKED,
-    Arguments,
-    Lowering,
-    Ref,
-    plain_mask,
-    plain_number,
-)
+from kcdsl.model.drafts import LEAVES
+from kcdsl.model.lowering_state import MASKED, Arguments, Lowering, Plain, Ref, Varied, plain_mask
+from kcdsl.model.stored import TYPES
 
 Handler = Callable[[Lowering, Arguments], Any]
 HANDLERS: dict[str, Handler] = {}
@@ -38,60 +34,96 @@ def _handles(*names: str) -> Callable[[Handler], Handler]:
 # --- the same value ------------------------------------------------------------------------------
 
 
-@_handles("contiguous", "clone", "detach", "alias", "lift_fresh_copy", "dropout")
+@_handles("contiguous", "clone", "detach", "alias", "lift_fresh_copy", "positive")
 def _same(s: Lowering, a: Arguments) -> Any:
-    s.need(not a.get("train", False), "dropout in training mode")
-    return a.get("self", a.get("input"))
+    return a["self"]
+
+
+@_handles("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+def _dropout(s: Lowering, a: Arguments) -> Any:
+    share, training = a["p"], a["train"]
+    s.need(share == 0.0 or training is False, "dropout in training mode")
+    return a["input"]
 
 
 @_handles("to", "_to_copy", "type_as")
 def _cast(s: Lowering, a: Arguments) -> Any:
-    other = a.get("other")
-    dtype = other.dtype if isinstance(other, Tensor) else a.get("dtype")
-    s.need(dtype in (None, torch.float32), f"a cast to {dtype} inside the module")
-    return a["self"]
+    """The types of the results in every format say what `dtype` or `other` asks for."""
+    a.shown_by_the_result("dtype", "other")
+    s.need(isinstance(a["self"], Ref), "a cast to the type of a result")
+    return s.cast(a["self"], s.out_format)
 
 
 # --- shapes --------------------------------------------------------------------------------------
 
 
-@_handles(
-    "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"
-)
+@_handles("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten",
+          "view_as", "reshape_as")  # fmt: skip
 def _reshape(s: Lowering, a: Arguments) -> Any:
+    """All of these keep the order of the elements, so the shape of the result says it all."""
+    a.shown_by_the_result("size", "shape", "dim", "start_dim", "end_dim", "sizes", "other")
     return reshaped(s, a["self"], s.out_shape)
 
 
 @_handles("expand", "expand_as", "broadcast_to")
 def _expand(s: Lowering, a: Arguments) -> Any:
+    a.shown_by_the_result("size", "other")
     return expanded(s, a["self"], s.out_shape)
 
 
-@_handles("permute", "transpose", "t", "mT", "numpy_T", "T", "swapaxes", "movedim")
+@_handles("permute")
 def _permute(s: Lowering, a: Arguments) -> Any:
     x: Ref = a["self"]
+    return permuted(s, x, [d % len(x.shape) for d in a["dims"]])
+
+
+@_handles("transpose", "swapdims")
+def _transpose(s: Lowering, a: Arguments) -> Any:
+    return exchanged(s, a["self"], a["dim0"], a["dim1"])
+
+
+@_handles("swapaxes")
+def _swapaxes(s: Lowering, a: Arguments) -> Any:
+    return exchanged(s, a["self"], a["axis0"], a["axis1"])
+
+
+@_handles("mT", "mH", "adjoint")
+def _last_two(s: Lowering, a: Arguments) -> Any:
+    """Numbers are real: the adjoint of a matrix is its transpose."""
+    return exchanged(s, a["self"], -2, -1)
+
+
+@_handles("t", "numpy_T", "matrix_H")
+def _reversed(s: Lowering, a: Arguments) -> Any:
+    """`t` and `matrix_H` take at most two dimensions, and `numpy_T` reverses any number of them."""
+    x: Ref = a["self"]
+    return permuted(s, x, list(reversed(range(len(x.shape)))))
+
+
+@_handles("movedim", "moveaxis")
+def _movedim(s: Lowering, a: Arguments) -> Any:
+    x: Ref = a["self"]
     rank = len(x.shape)
-    if "dims" in a:
-        dims = [d % rank for d in a["dims"]]
-    elif "source" in a or rank < 2:
-        raise s.unsupported("use permute or transpose")
-    else:
-        first, second = a.get("dim0", -2), a.get("dim1", -1)
-        dims = list(range(rank))
-        dims[first], dims[second] = dims[second], dims[first]
-    return permuted(s, x, dims)
+    source, destination = (
+        [d % rank for d in (dims if isinstance(dims, list) else [dims])]
+        for dims in (a["source"], a["destination"])
+    )
+    rest = iter([d for d in range(rank) if d not in source])
+    moved = dict(zip(destination, source, strict=True))
+    return permuted(s, x, [moved[i] if i in moved else next(rest) for i in range(rank)])
 
 
 @_handles("slice")
 def _slice(s: Lowering, a: Arguments) -> Any:
-    start = 0 if a["start"] is None else a["start"]
-    stop = a["end"]
-    return sliced(s, a["self"], a["dim"], start, stop, a["step"])
+    return sliced(s, a["self"], a["dim"], a["start"], a["end"], a["step"])
 
 
 @_handles("narrow")
 def _narrow(s: Lowering, a: Arguments) -> Any:
-    return sliced(s, a["self"], a["dim"], a["start"], a["start"] + a["length"], 1)
+    x, start, length = a["self"], a["start"], a["length"]
+    s.need(isinstance(start, int), "a start that is a tensor")
+    first = start % x.shape[a["dim"]] if start < 0 else start
+    return sliced(s, x, a["dim"], first, first + length, 1)
 
 
 @_handles("select")
@@ -100,25 +132,63 @@ def _select(s: Lowering, a: Arguments) -> Any:
     return reshaped(s, sliced(s, a["self"], a["dim"], index, index + 1, 1), s.out_shape)
 
 
-@_handles("split", "split_with_sizes", "chunk", "unsafe_split")
+@_handles("unbind")
+def _unbind(s: Lowering, a: Arguments) -> Any:
+    x: Ref = a["self"]
+    parts = pieces(s, x, a["dim"], [1] * x.shape[a["dim"]])
+    return [reshaped(s, part, s.out_shape) for part in parts]
+
+
+@_handles("split", "unsafe_split")
 def _split(s: Lowering, a: Arguments) -> Any:
     x: Ref = a["self"]
+    sizes = a["split_size"] if "split_size" in a else a["split_sizes"]
+    return pieces(s, x, a["dim"], sizes if isinstance(sizes, list) else _even(x, a, sizes))
+
+
+@_handles("split_with_sizes")
+def _split_with_sizes(s: Lowering, a: Arguments) -> Any:
+    return pieces(s, a["self"], a["dim"], a["split_sizes"])
+
+
+@_handles("chunk", "unsafe_chunk")
+def _chunk(s: Lowering, a: Arguments) -> Any:
+    x: Ref = a["self"]
+    return pieces(s, x, a["dim"], _even(x, a, max(1, -(-x.shape[a["dim"]] // a["chunks"]))))
+
+
+@_handles("tensor_split")
+def _tensor_split(s: Lowering, a: Arguments) -> Any:
+    x: Ref = a["self"]
     size = x.shape[a["dim"]]
-    sizes = a.get("split_sizes", a.get("split_size"))
-    if "chunks" in a:
-        sizes = -(-size // a["chunks"])
-    if isinstance(sizes, int):
-        sizes = [min(sizes, size - i) for i in range(0, size, sizes)]
-    parts, start = [], 0
-    for length in sizes:
-        parts.append(sliced(s, x, a["dim"], start, start + length, 1))
-        start += length
-    return parts
+    if "sections" in a:
+        count = a["sections"]
+        sizes = [size // count + (i < size % count) for i in range(count)]
+    else:
+        s.need("indices" in a, "a split by a tensor")
+        ends = [slice(i).indices(size)[1] for i in a["indices"]]
+        sizes = [stop - start for start, stop in zip([0, *ends], [*ends, size], strict=True)]
+        s.need(min(sizes) >= 0, "a split at indices that do not grow")
+    return pieces(s, x, a["dim"], sizes)
+
+
+def _even(x: Ref, a: Arguments, width: int) -> list[int]:
+    size = x.shape[a["dim"]]
+    return [min(width, size - i) for i in range(0, size, width)]
+
+
+def pieces(s: Lowering, x: Ref, dim: int, sizes: list[int]) -> list[Ref]:
+    """Return x cut along one dimension into pieces of these sizes."""
+    ends = np.cumsum(sizes).tolist()
+    return [sliced(s, x, dim, end - size, end, 1) for end, size in zip(ends, sizes, strict=True)]
 
 
 @_handles("cat", "concat", "concatenate")
 def _concat(s: Lowering, a: Arguments) -> Any:
-    return s.emit("concat", list(a["tensors"]), s.out_shape, dim=a["dim"] % len(s.out_shape))
+    rank = len(s.out_shape)
+    parts = [s.ref(t) for t in a["tensors"]]
+    s.need(all(len(p.shape) == rank for p in parts), "an empty part")
+    return s.emit("concat", parts, s.out_shape, dim=a["dim"] % rank)
 
 
 @_handles("stack")
@@ -131,39 +201,67 @@ def _stack(s: Lowering, a: Arguments) -> Any:
 
 @_handles("repeat_interleave")
 def _repeat_interleave(s: Lowering, a: Arguments) -> Any:
-    repeats, dim = a.get("repeats"), a.get("dim")
-    s.need(isinstance(repeats, int) and dim is not None, "use repeats: int and dim: int")
-    assert isinstance(repeats, int)
-    assert isinstance(dim, int)
+    repeats, dim = a["repeats"], a["dim"]
+    s.need(isinstance(repeats, int) and isinstance(dim, int), "use repeats: int and dim: int")
+    a.shown_by_the_result("output_size")
     return repeated(s, a["self"], repeats, dim)
+
+
+@_handles("repeat", "tile")
+def _repeat(s: Lowering, a: Arguments) -> Any:
+    x: Ref = a["self"]
+    times = a["repeats"] if "repeats" in a else a["dims"]
+    rank = max(len(times), len(x.shape))
+    sizes = [1] * (rank - len(x.shape)) + list(x.shape)
+    times = [1] * (rank - len(times)) + list(times)
+    pairs = list(zip(times, sizes, strict=True))
+    one = reshaped(s, x, tuple(n for _, size in pairs for n in (1, size)))
+    many = expanded(s, one, tuple(n for pair in pairs for n in pair))
+    return reshaped(s, many, tuple(count * size for count, size in pairs))
 
 
 def reshaped(s: Lowering, x: Ref, shape: tuple[int, ...]) -> Ref:
     """Return x in another shape."""
-    return x if x.shape == shape else s.emit("reshape", [x], shape, shape=list(shape))
+    if x.shape == shape:
+        return x
+    return s.emit("reshape", [x], shape, stored=s.format_of(x), shape=list(shape))
 
 
 def expanded(s: Lowering, x: Ref, shape: tuple[int, ...]) -> Ref:
     """Return x broadcast to a shape."""
-    return x if x.shape == shape else s.emit("expand", [x], shape, shape=list(shape))
+    if x.shape == shape:
+        return x
+    return s.emit("expand", [x], shape, stored=s.format_of(x), shape=list(shape))
 
 
 def permuted(s: Lowering, x: Ref, dims: list[int]) -> Ref:
     """Return x with its dimensions in another order."""
     if dims == list(range(len(dims))):
         return x
-    return s.emit("permute", [x], tuple(x.shape[d] for d in dims), dims=dims)
+    shape = tuple(x.shape[d] for d in dims)
+    return s.emit("permute", [x], shape, stored=s.format_of(x), dims=dims)
 
 
-def sliced(s: Lowering, x: Ref, dim: int, start: int, stop: int | None, step: int) -> Ref:
+def exchanged(s: Lowering, x: Ref, one: int, two: int) -> Ref:
+    """Return x with two of its dimensions exchanged."""
+    dims = list(range(len(x.shape)))
+    if dims:
+        dims[one], dims[two] = dims[two], dims[one]
+    return permuted(s, x, dims)
+
+
+def sliced(s: Lowering, x: Ref, dim: int, start: int | None, stop: int | None, step: int) -> Ref:
     """Return x[…, start:stop:step, …] along one dimension."""
     dim %= len(x.shape)
     start, stop, step = slice(start, stop, step).indices(x.shape[dim])
     length = len(range(start, stop, step))
     if length == x.shape[dim]:
         return x
+    s.need(length > 0, "an empty slice")
     shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
-    return s.emit("slice", [x], shape, dim=dim, start=start, stop=stop, step=step)
+    return s.emit(
+        "slice", [x], shape, stored=s.format_of(x), dim=dim, start=start, stop=stop, step=step
+    )
 
 
 def repeated(s: Lowering, x: Ref, times: int, dim: int) -> Ref:
@@ -179,77 +277,102 @@ def repeated(s: Lowering, x: Ref, times: int, dim: int) -> Ref:
 
 
 def _scaled_other(s: Lowering, a: Arguments) -> Any:
-    alpha = float(a.get("alpha", 1))
-    other = a["other"]
+    """Return alpha * other, formed inside of the operation.
+
+    A kernel rounds alpha to the format of the result first, or not.
+    """
+    alpha, other = s.number(a["alpha"]), a["other"]
+    assert alpha is not None
     if alpha == 1.0:
         return other
-    return s.emit("scale", [other], s.ref(other).shape, factor=alpha)
+    s.need(isinstance(other, Ref), "a factor alpha of a number")
+    exact = torch.tensor(alpha, dtype=torch.float64)
+    held = all(torch.equal(exact.to(TYPES[f]).to(torch.float64), exact) for f in s.formats)
+    s.need(held, f"alpha={alpha}, which some format does not hold")
+    return s.emit("scale", [other], other.shape, stored=s.wide, factor=alpha)
+
+
+def _shifted(s: Lowering, x: Any, offset: float) -> Ref:
+    s.need(math.isfinite(offset), f"an offset of {offset}")
+    return s.emit("shift", [x], s.out_shape, offset=offset)
 
 
 @_handles("add")
 def _add(s: Lowering, a: Arguments) -> Any:
     x, y = a["self"], _scaled_other(s, a)
     for one, two in ((x, y), (y, x)):
-        number = plain_number(two)
-        if number is not None and isinstance(one, Ref):
-            return s.emit("shift", [one], s.out_shape, offset=number)
+        if not isinstance(one, Ref):
+            continue
+        if (number := s.number(two)) is not None:
+            return _shifted(s, one, number)
         mask = _additive_mask(two)
-        if mask is not None and isinstance(one, Ref):
-            return s.emit("mask", [one, mask], s.out_shape)
+        if mask is not None:
+            return masked(s, one, mask)
     return s.emit("add", [x, y], s.out_shape)
 
 
-@_handles("sub")
+@_handles("sub", "subtract")
 def _sub(s: Lowering, a: Arguments) -> Any:
-    x, y = a["self"], _scaled_other(s, a)
-    if (number := plain_number(y)) is not None:
-        return s.emit("shift", [x], s.out_shape, offset=-number)
-    if (number := plain_number(x)) is not None:
-        negative = s.emit("neg", [y], s.ref(y).shape)
-        return s.emit("shift", [negative], s.out_shape, offset=number)
-    return s.emit("sub", [x, y], s.out_shape)
+    return _difference(s, a["self"], _scaled_other(s, a))
 
 
 @_handles("rsub")
 def _rsub(s: Lowering, a: Arguments) -> Any:
-    return _sub(s, {"self": a["other"], "other": a["self"], "alpha": a.get("alpha", 1)})
+    s.need(s.number(a["alpha"]) == 1.0, "with a factor alpha")
+    return _difference(s, a["other"], a["self"])
 
 
-@_handles("mul")
+def _difference(s: Lowering, x: Any, y: Any) -> Ref:
+    if isinstance(x, Ref) and (number := s.number(y)) is not None:
+        return _shifted(s, x, -number)
+    if isinstance(y, Ref) and (number := s.number(x)) is not None:
+        return _shifted(s, s.emit("neg", [y], y.shape, stored=s.format_of(y)), number)
+    return s.emit("sub", [x, y], s.out_shape)
+
+
+@_handles("mul", "multiply")
 def _mul(s: Lowering, a: Arguments) -> Any:
-    for one, two in ((a["self"], a["other"]), (a["other"], a["self"])):
-        number = plain_number(two)
-        if number is not None and isinstance(one, Ref):
-            same = number == 1.0 and one.shape == s.out_shape
-            return one if same else s.emit("scale", [one], s.out_shape, factor=number)
-    return s.emit("mul", [a["self"], a["other"]], s.out_shape)
-
-
-@_handles("div", "true_divide")
-def _div(s: Lowering, a: Arguments) -> Any:
-    s.need(a.get("rounding_mode") is None, "a division that rounds")
     x, y = a["self"], a["other"]
-    if (number := plain_number(y)) is not None:
-        s.need(number != 0.0, "a division by zero")
+    for one, two in ((x, y), (y, x)):
+        number = s.number(two) if isinstance(one, Ref) else None
+        if number is not None:
+            if number == 1.0 and one.shape == s.out_shape and s.format_of(one) == s.out_format:
+                return one
+            s.need(math.isfinite(number), f"a factor of {number}")
+            return s.emit("scale", [one], s.out_shape, factor=number)
+    return s.emit("mul", [x, y], s.out_shape)
+
+
+@_handles("div", "divide", "true_divide")
+def _div(s: Lowering, a: Arguments) -> Any:
+    s.need("rounding_mode" not in a or a["rounding_mode"] is None, "a division that rounds")
+    x, y = a["self"], a["other"]
+    if isinstance(x, Ref) and (number := s.number(y)) is not None:
+        s.need(number != 0.0 and math.isfinite(number), f"a division by {number}")
         return s.emit("divide", [x], s.out_shape, divisor=number)
-    if plain_number(x) == 1.0 and isinstance(y, Ref):
+    if isinstance(y, Ref) and s.number(x) == 1.0:
         return s.emit("reciprocal", [y], s.out_shape)
     return s.emit("quotient", [x, y], s.out_shape)
 
 
-@_handles("pow", "square")
+@_handles("square")
+def _square(s: Lowering, a: Arguments) -> Any:
+    return s.emit("mul", [a["self"], a["self"]], s.out_shape)
+
+
+@_handles("pow")
 def _pow(s: Lowering, a: Arguments) -> Any:
-    x, exponent = a["self"], a.get("exponent", 2)
-    if exponent == 2 and isinstance(x, Ref):
+    x, exponent = a["self"], s.number(a["exponent"])
+    s.need(isinstance(x, Ref), "a number to the power of a result")
+    if exponent == 2:
         return s.emit("mul", [x, x], s.out_shape)
-    if exponent == -0.5:
-        return s.emit("rsqrt", [x], s.out_shape)
-    raise s.unsupported(f"a power other than 2 and -0.5: {exponent}")
+    s.need(exponent == -0.5, f"a power other than 2 and -0.5: {a['exponent']}")
+    return s.emit("rsqrt", [x], s.out_shape)
 
 
-@_handles("neg", "relu", "tanh", "silu", "sigmoid", "sqrt", "rsqrt", "reciprocal")
+@_handles("neg", "negative", "relu", "tanh", "silu", "sigmoid", "sqrt", "rsqrt", "reciprocal")
 def _unary(s: Lowering, a: Arguments) -> Any:
-    return s.emit(s.operator, [a["self"]], s.out_shape)
+    return s.emit("neg" if s.operator == "negative" else s.operator, [a["self"]], s.out_shape)
 
 
 @_handles("gelu")
@@ -259,25 +382,26 @@ def _gelu(s: Lowering, a: Arguments) -> Any:
 
 
 def _over_last(s: Lowering, a: Arguments) -> Ref:
+    """Return the operand of a reduction over its last dimension, in the type of the result."""
     x: Ref = a["self"]
     dims = a.get("dim")
     dims = [dims] if isinstance(dims, int) else dims
     last = dims is not None and [d % len(x.shape) for d in dims] == [len(x.shape) - 1]
     s.need(last, "only over the last dimension")
-    return x
+    a.shown_by_the_result("keepdim", "dtype")
+    return s.cast(x, s.out_format)
 
 
 @_handles("mean")
 def _mean(s: Lowering, a: Arguments) -> Any:
     x = _over_last(s, a)
-    mean = s.emit("mean", [x], (*x.shape[:-1], 1))
-    return reshaped(s, mean, s.out_shape)
+    return reshaped(s, s.emit("mean", [x], (*x.shape[:-1], 1)), s.out_shape)
 
 
 @_handles("var")
 def _var(s: Lowering, a: Arguments) -> Any:
     x = _over_last(s, a)
-    biased = a.get("correction") == 0 or a.get("unbiased") is False
+    biased = s.number(a["correction"]) == 0 if "correction" in a else a["unbiased"] is False
     s.need(biased, "only the biased variance (correction=0)")
     return reshaped(s, s.emit("variance", [x], (*x.shape[:-1], 1)), s.out_shape)
 
@@ -287,23 +411,32 @@ def _var(s: Lowering, a: Arguments) -> Any:
 
 @_handles("linear")
 def _linear(s: Lowering, a: Arguments) -> Any:
-    bias = [a["bias"]] if a.get("bias") is not None else []
-    return linear(s, a["input"], a["weight"], bias)
+    """A weight that is no parameter makes it a plain product, and a bias a sum after that."""
+    weight, bias = s.ref(a["weight"]), [] if a["bias"] is None else [a["bias"]]
+    if _is_param(s, weight):
+        return s.emit("linear", [a["input"], weight, *bias], s.out_shape)
+    return _product(s, a["input"], permuted(s, weight, [1, 0]), bias)
 
 
-def linear(s: Lowering, x: Any, weight: Any, bias: list[Any]) -> Ref:
-    """Return x @ weight.T + bias; a weight that is no parameter makes it a plain matmul."""
-    w = s.ref(weight)
-    shape = s.out_shape
-    if s.drafts.nodes[w.name].op == "param":
-        return s.emit("linear", [x, w, *bias], shape)
-    product = s.emit("matmul", [x, permuted(s, w, [1, 0])], shape)
-    return s.emit("add", [product, *bias], shape) if bias else product
+def _product(s: Lowering, x: Any, y: Any, bias: list[Any]) -> Ref:
+    """Return x @ y plus the bias, which is added before the result is rounded."""
+    if not bias:
+        return s.emit("matmul", [x, y], s.out_shape)
+    return s.emit("add", [s.emit("matmul", [x, y], s.out_shape, stored=s.wide), *bias], s.out_shape)
 
 
-@_handles("matmul", "mm", "bmm")
+@_handles("matmul")
 def _matmul(s: Lowering, a: Arguments) -> Any:
-    x, y = s.ref(a["self"]), s.ref(a.get("other", a.get("mat2")))
+    return multiplied(s, s.ref(a["self"]), s.ref(a["other"]))
+
+
+@_handles("mm", "bmm")
+def _mm(s: Lowering, a: Arguments) -> Any:
+    return multiplied(s, s.ref(a["self"]), s.ref(a["mat2"]))
+
+
+def multiplied(s: Lowering, x: Ref, y: Ref) -> Ref:
+    """Return x @ y; it is a linear where y is the transpose of a matrix parameter."""
     s.need(len(x.shape) >= 2 and len(y.shape) >= 2, "a product with a vector")
     weight = transposed_parameter(s, y)
     if weight is not None:
@@ -313,13 +446,15 @@ def _matmul(s: Lowering, a: Arguments) -> Any:
 
 @_handles("addmm")
 def _addmm(s: Lowering, a: Arguments) -> Any:
-    s.need(a["alpha"] == 1 and a["beta"] == 1, "addmm with factors")
-    weight = transposed_parameter(s, s.ref(a["mat2"]))
-    if weight is not None and len(s.ref(a["self"]).shape) == 1:
-        return s.emit("linear", [a["mat1"], weight, a["self"]], s.out_shape)
-    op, factor = ("matmul", a["mat2"]) if weight is None else ("linear", weight)
-    product = s.emit(op, [a["mat1"], factor], s.out_shape)
-    return s.emit("add", [product, a["self"]], s.out_shape)
+    s.need(s.number(a["alpha"]) == 1 and s.number(a["beta"]) == 1, "addmm with factors")
+    bias, x, y = (s.ref(a[name]) for name in ("self", "mat1", "mat2"))
+    weight = transposed_parameter(s, y)
+    if weight is not None and len(bias.shape) == 1:
+        return s.emit("linear", [x, weight, bias], s.out_shape)
+    if weight is None:
+        return _product(s, x, y, [bias])
+    product = s.emit("linear", [x, weight], s.out_shape, stored=s.wide)
+    return s.emit("add", [product, bias], s.out_shape)
 
 
 def transposed_parameter(s: Lowering, y: Ref) -> Ref | None:
@@ -331,14 +466,19 @@ def transposed_parameter(s: Lowering, y: Ref) -> Ref | None:
     return Ref(source.name, source.shape) if source.op == "param" else None
 
 
+def _is_param(s: Lowering, value: Ref) -> bool:
+    return s.drafts.nodes[value.name].op == "param"
+
+
 @_handles("embedding")
 def _embedding(s: Lowering, a: Arguments) -> Any:
+    a.inert("padding_idx", "scale_grad_by_freq", "sparse")
     return _rows(s, a["weight"], a["indices"])
 
 
 @_handles("index_select")
 def _index_select(s: Lowering, a: Arguments) -> Any:
-    s.need(a["dim"] == 0, "only rows")
+    s.need(a["dim"] % len(a["self"].shape) == 0, "only rows")
     return _rows(s, a["self"], a["index"])
 
 
@@ -350,10 +490,12 @@ def _index(s: Lowering, a: Arguments) -> Any:
 
 def _rows(s: Lowering, weight: Any, ids: Any) -> Ref:
     table = s.ref(weight)
-    node = s.drafts.nodes[table.name]
-    plain = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype != torch.bool
-    s.need(node.op == "param" and len(table.shape) == 2 and plain, "only rows of a parameter")
-    flat = [int(i) for i in ids.flatten()]
+    chosen = ids.fixed if isinstance(ids, Plain) else None
+    s.need(_is_param(s, table) and len(table.shape) == 2, "only rows of a parameter")
+    whole = chosen is not None and not chosen.is_floating_point() and chosen.dtype != torch.bool
+    s.need(whole, "only rows of a parameter")
+    assert chosen is not None
+    flat = [int(i) % table.shape[0] for i in chosen.flatten()]
     found = s.emit("embedding", [table], (len(flat), table.shape[1]), ids=flat)
     return reshaped(s, found, s.out_shape)
 
@@ -361,26 +503,31 @@ def _rows(s: Lowering, weight: Any, ids: Any) -> Ref:
 # --- norms, softmax, attention -------------------------------------------------------------------
 
 
-def _norm(s: Lowering, op: str, a: Arguments, affine: list[str], eps: float | None) -> Ref:
+def _norm(s: Lowering, op: str, a: Arguments, affine: list[Any]) -> Ref:
     x: Ref = a["input"]
-    shape = a["normalized_shape"]
-    s.need(list(shape) == [x.shape[-1]], "only over the last dimension")
-    parts = [a[name] for name in affine if a.get(name) is not None]
-    s.need(len(parts) in (0, len(affine)), "a norm with a bias needs a weight")
-    value = float(np.finfo(np.float32).eps) if eps is None else float(eps)
-    return s.emit(op, [x, *parts], x.shape, eps=value)
+    s.need(list(a["normalized_shape"]) == [x.shape[-1]], "only over the last dimension")
+    eps = a["eps"]
+    if eps is None:
+        s.need(s.formats == ("float32",), "without eps: it would depend on the format")
+        eps = float(np.finfo(np.float32).eps)
+    known = [s.ref(part) for part in affine]
+    leaf = all(s.drafts.nodes[s.drafts.before_casts(part.name)].op in LEAVES for part in known)
+    s.need(leaf, "a weight or bias that is computed")
+    s.need(s.format_of(x) == s.out_format, "a weight of another type than the input")
+    return s.emit(op, [x, *known], x.shape, eps=float(eps))
 
 
 @_handles("layer_norm", "native_layer_norm")
 def _layer_norm(s: Lowering, a: Arguments) -> Any:
-    affine = ["weight"] if a.get("bias") is None else ["weight", "bias"]
-    found = _norm(s, "layer_norm", a, affine, a["eps"])
+    weight, bias = a["weight"], a["bias"]
+    s.need(bias is None or weight is not None, "a norm with a bias needs a weight")
+    found = _norm(s, "layer_norm", a, [part for part in (weight, bias) if part is not None])
     return [found] if s.operator.startswith("native") else found
 
 
 @_handles("rms_norm", "_fused_rms_norm")
 def _rms_norm(s: Lowering, a: Arguments) -> Any:
-    found = _norm(s, "rms_norm", a, ["weight"], a.get("eps"))
+    found = _norm(s, "rms_norm", a, [] if a["weight"] is None else [a["weight"]])
     return [found] if s.operator.startswith("_fused") else found
 
 
@@ -388,17 +535,23 @@ def _rms_norm(s: Lowering, a: Arguments) -> Any:
 def _softmax(s: Lowering, a: Arguments) -> Any:
     x: Ref = a["self"]
     s.need(a["dim"] % len(x.shape) == len(x.shape) - 1, "only over the last dimension")
-    s.need(a.get("dtype") in (None, torch.float32), "softmax in another type")
-    return s.emit("softmax", [x], x.shape)
+    a.shown_by_the_result("dtype", "half_to_float")
+    return s.emit("softmax", [s.cast(x, s.out_format)], x.shape)
+
+
+def masked(s: Lowering, scores: Ref, keep: Tensor) -> Ref:
+    """Return scores where a mask is True, and what exp makes nothing of where it is False."""
+    return s.emit("mask", [scores, s.mask(keep)], s.out_shape)
 
 
 @_handles("masked_fill")
 def _masked_fill(s: Lowering, a: Arguments) -> Any:
-    mask, number = plain_mask(a["mask"]), plain_number(a["value"])
-    masks = mask is not None and number is not None and number <= MASKED
-    s.need(masks and isinstance(a["self"], Ref), "only a fixed mask with -inf")
+    mask, hidden = plain_mask(a["mask"]), _hides(s, a["value"])
+    s.need(
+        mask is not None and hidden and isinstance(a["self"], Ref), "only a fixed mask with -inf"
+    )
     assert mask is not None
-    return s.emit("mask", [a["self"], torch.from_numpy(~mask)], s.out_shape)
+    return masked(s, a["self"], ~mask)
 
 
 @_handles("where")
@@ -407,45 +560,70 @@ def _where(s: Lowering, a: Arguments) -> Any:
     s.need(mask is not None, "only a fixed mask with -inf")
     assert mask is not None
     for one, two, keep in ((a["self"], a["other"], mask), (a["other"], a["self"], ~mask)):
-        number = plain_number(two)
-        if isinstance(one, Ref) and number is not None and number <= MASKED:
-            return s.emit("mask", [one, torch.from_numpy(keep)], s.out_shape)
+        if isinstance(one, Ref) and _hides(s, two):
+            return masked(s, one, keep)
     raise s.unsupported("only a fixed mask with -inf")
+
+
+def _hides(s: Lowering, value: Any) -> bool:
+    """Say whether a number stands for a score that is masked out, in every format."""
+    match value:
+        case Varied():
+            return all(isinstance(v, float) and v <= MASKED for v in value.values.values())
+        case Plain():
+            return value.shape == () and all(
+                v.is_floating_point() and v.item() <= MASKED for v in value.values.values()
+            )
+        case bool():
+            return False
+        case _:
+            return isinstance(value, int | float) and value <= MASKED
 
 
 def _additive_mask(value: Any) -> Tensor | None:
     """Return the bool mask of a plain tensor that holds only 0 and -inf, both of them or -inf."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Plain):
         return None
-    hidden = value <= MASKED
-    only = bool((hidden | (value == 0)).all()) and bool(hidden.any())
-    return ~hidden if only else None
+    found: Tensor | None = None
+    for tensor in value.values.values():
+        if not tensor.is_floating_point():
+            return None
+        hidden = tensor <= MASKED
+        only = bool((hidden | (tensor == 0)).all()) and bool(hidden.any())
+        if not only or (found is not None and not torch.equal(found, ~hidden)):
+            return None
+        found = ~hidden
+    return found
 
 
 @_handles("scaled_dot_product_attention")
 def _attention(s: Lowering, a: Arguments) -> Any:
-    """Expand to matmul, scale, mask, softmax, matmul."""
+    """Expand to matmul, scale, mask, softmax, matmul: what a composed kernel runs in its place."""
     q, k, v = (s.ref(a[name]) for name in ("query", "key", "value"))
     s.need(a["dropout_p"] == 0.0, "dropout in attention")
     out_shape = s.out_shape
-    if a.get("enable_gqa") and k.shape[-3] != q.shape[-3]:
-        times = q.shape[-3] // k.shape[-3]
-        k, v = repeated(s, k, times, -3), repeated(s, v, times, -3)
-    rank = len(k.shape)
-    turned = permuted(s, k, [*range(rank - 2), rank - 1, rank - 2])
+    if a["enable_gqa"]:
+        s.need(
+            min(len(t.shape) for t in (q, k, v)) >= 3, "grouped heads without a dimension of them"
+        )
+        k, v = (repeated(s, t, q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    turned = exchanged(s, k, -2, -1)
     length, width = k.shape[-2], q.shape[-1]
-    shape = (*out_shape[:-1], length)
+    s.out_shape = shape = (*out_shape[:-1], length)
     scores = s.emit("matmul", [q, turned], shape)
-    factor = 1.0 / math.sqrt(width) if a.get("scale") is None else float(a["scale"])
+    factor = 1.0 / math.sqrt(width) if a["scale"] is None else s.number(a["scale"])
+    s.need(factor is not None and math.isfinite(factor) and factor > 0, f"a scale of {a['scale']}")
     scores = s.emit("scale", [scores], shape, factor=factor)
-    mask = a.get("attn_mask")
-    if a.get("is_causal"):
+    mask = a["attn_mask"]
+    if a["is_causal"]:
         s.need(mask is None, "a mask beside is_causal")
-        mask = torch.ones(q.shape[-2], length, dtype=torch.bool).tril()
-    if mask is not None:
-        keep = torch.from_numpy(m) if (m := plain_mask(mask)) is not None else _additive_mask(mask)
+        scores = masked(s, scores, torch.ones(q.shape[-2], length, dtype=torch.bool).tril())
+    elif mask is not None:
+        keep = plain_mask(mask)
+        keep = _additive_mask(mask) if keep is None else keep
         if keep is not None:
-            scores = s.emit("mask", [scores, keep], shape)
+            scores = masked(s, scores, keep)
         else:
             scores = s.emit("add", [scores, mask], shape)
+    s.out_shape = out_shape
     return s.emit("matmul", [s.emit("softmax", [scores], shape), v], out_shape)

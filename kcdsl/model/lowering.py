@@ -1,13 +1,14 @@
-"""From an exported program to drafts: one handler per aten operation, constants folded on the way.
+"""From a block, exported in several formats, to drafts: one handler per aten operation.
 
-A value is a `Ref` (it depends on the block input or on parameters) or a plain tensor or number
-(it does not). An operation on plain values is simply executed.
+A value is a `Ref` (it depends on the block input or on parameters), or it is plain, and then known
+in every format. An operation on plain values is simply executed, in each format by itself.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,97 +19,239 @@ from torch.export.graph_signature import InputKind
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.drafts import Drafts
 from kcdsl.model.handlers import HANDLERS
-from kcdsl.model.lowering_state import Lowering, Ref
+from kcdsl.model.lowering_state import Arguments, Lowering, Plain, Ref, Varied
+from kcdsl.model.stored import TYPES
+
+_NO_CHANCE = {"train": (False,), "training": (False,), "p": (0.0,), "dropout_p": (0.0,)}
+"""Arguments, and values of each, with which an operation draws no random numbers."""
+_UNSET = ("empty", "new_empty", "resize")
+"""How the names of operations begin whose results hold whatever was in memory."""
+
+Values = dict[fx.Node, Any]
 
 
-def lower(
-    program: ExportedProgram,
-    keys: Mapping[int, str],
-    ids: Tensor | None,
-    targets: Mapping[str, Any],
-) -> Drafts:
-    """Lower an exported program with one input.
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A block, converted to one format and exported.
 
-    `keys` gives the checkpoint key of every parameter by the identity of its tensor, `targets` the
-    tensor of every parameter and buffer by its name in the exported module. Where the input is
+    `tensors` holds every parameter and buffer by its name in the exported module, `keys` the
+    checkpoint key of every parameter by the identity of its tensor.
+    """
+
+    format: str
+    program: ExportedProgram
+    tensors: Mapping[str, Tensor]
+    keys: Mapping[int, str]
+
+
+def lower(traced: Sequence[Traced], ids: Tensor | None) -> Drafts:
+    """Lower a block with one input, exported in several formats, float32 among them.
+
+    A format may come twice: what differs from one export to the next is refused. Where the input is
     token ids, `ids` holds them and they count as plain values.
     """
-    state = Lowering()
-    values = _inputs(state, program, keys, ids, targets)
-    for node in program.graph.nodes:
-        if node.op == "call_function":
-            values[node] = _call(state, node, values)
-        elif node.op == "output":
-            outputs = node.args[0]
-            result = values[outputs[0]] if len(outputs) == 1 else None
-            state.origin = "the block"
-            state.need(
-                isinstance(result, Ref), "it must return one tensor that depends on its input"
-            )
-            assert isinstance(result, Ref)
-            state.drafts.output = result.name
-    return state.drafts
+    work = _Work(Lowering(tuple(dict.fromkeys(t.format for t in traced))), traced, ids)
+    for nodes in work.steps():
+        match nodes[0].op:
+            case "call_function":
+                work.call(nodes)
+            case "output":
+                work.output(nodes)
+            case _:
+                work.attribute(nodes)
+    return work.state.drafts
 
 
-def _inputs(
-    state: Lowering,
-    program: ExportedProgram,
-    keys: Mapping[int, str],
-    ids: Tensor | None,
-    targets: Mapping[str, Any],
-) -> dict[fx.Node, Any]:
-    values: dict[fx.Node, Any] = {}
-    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-    for spec in program.graph_signature.input_specs:
-        node = nodes[spec.arg.name]
-        if spec.kind is InputKind.USER_INPUT:
-            if ids is not None:
-                values[node] = ids
+class _Work:
+    """What is known while a block is lowered: for every export, the value of every node so far."""
+
+    def __init__(self, state: Lowering, traced: Sequence[Traced], ids: Tensor | None) -> None:
+        self.state = state
+        self.traced = traced
+        self.values: list[Values] = [{} for _ in traced]
+        self._leaves: dict[str, Ref] = {}
+        for trace, own in zip(traced, self.values, strict=True):
+            self._inputs(trace, own, ids)
+
+    def steps(self) -> list[tuple[fx.Node, ...]]:
+        """Return what every export does, step by step. Refuse exports that differ in it."""
+        every = [[n for n in t.program.graph.nodes if n.op != "placeholder"] for t in self.traced]
+        for other, trace in zip(every, self.traced, strict=True):
+            done = [[(n.op, str(n.target)) for n in nodes] for nodes in (every[0], other)]
+            if done[0] != done[1]:
+                raise refuse(
+                    codes.EXPORT_FAILED,
+                    f"the block is another program in {trace.format}, or each time that it is run",
+                    help="let it do the same in every format, and change no tensor in place",
+                )
+        return list(zip(*every, strict=True))
+
+    def attribute(self, nodes: Sequence[fx.Node]) -> None:
+        """Look up what the exported program holds under a name, such as a program of its own."""
+        modules = [trace.program.graph_module for trace in self.traced]
+        names = [str(node.target) for node in nodes]
+        found = [operator.attrgetter(n)(m) for n, m in zip(names, modules, strict=True)]
+        self._keep(nodes, found)
+
+    def output(self, nodes: Sequence[fx.Node]) -> None:
+        """Note what the block returns."""
+        self.state.origin = "the block"
+        found = self._merged([args[0] for args, _ in self._arguments(nodes)])
+        alone = isinstance(found, list) and len(found) == 1 and isinstance(found[0], Ref)
+        self.state.need(alone, "it must return one tensor that depends on its input")
+        self.state.drafts.output = found[0].name
+
+    def call(self, nodes: Sequence[fx.Node]) -> None:
+        """Run an operation on plain values; lower any other."""
+        state, target = self.state, nodes[0].target
+        calls = self._arguments(nodes)
+        if target is operator.getitem:
+            self._keep(nodes, [args[0][args[1]] for args, _ in calls])
+            return
+        schema: Any = getattr(target, "_schema", None)
+        name = str(schema.name if schema else target)
+        state.operator = name.removeprefix("aten::")
+        state.origin = f"{name} in {_module_path(nodes[0])}"
+        bound = [_bind(schema, *call) for call in calls] if schema else []
+        _refuse_chance(state, target, bound)
+        if not any(_has_reference(call) for call in calls):
+            with torch.no_grad():
+                self._keep(nodes, [_run(target, *call) for call in calls])
+            return
+        if state.operator == "_assert_tensor_metadata":
+            return
+        handler = HANDLERS.get(state.operator)
+        if handler is None or schema is None:
+            raise state.unsupported()
+        self._result(nodes)
+        merged = {name: self._merged([b[name] for b in bound]) for name in bound[0]}
+        defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        arguments = Arguments(merged, defaults)
+        found = handler(state, arguments)
+        unread = arguments.unread()
+        state.need(not unread, ", ".join(f"with {n}={merged[n]!r}" for n in unread))
+        self._keep(nodes, [found] * len(nodes))
+
+    def _inputs(self, trace: Traced, own: Values, ids: Tensor | None) -> None:
+        nodes = {n.name: n for n in trace.program.graph.nodes if n.op == "placeholder"}
+        for spec in trace.program.graph_signature.input_specs:
+            node = nodes[spec.arg.name]
+            if spec.kind is InputKind.USER_INPUT:
+                own[node] = ids if ids is not None else self._leaf("", node.meta["val"])
+                continue
+            target = spec.target or ""
+            tensor = trace.tensors.get(target)
+            if tensor is None:
+                tensor = trace.program.constants[target]
+            key = trace.keys.get(id(tensor))
+            if key is not None:
+                if tensor.dtype != TYPES[trace.format]:
+                    raise refuse(
+                        codes.OPERATION_UNSUPPORTED,
+                        f"the parameter {target!r} stays {tensor.dtype} in a module that is"
+                        f" converted to {trace.format}",
+                        help="let the conversion of the module convert every parameter",
+                    )
+                own[node] = self._leaf(key, tensor)
+            elif spec.kind is InputKind.PARAMETER:
+                raise refuse(
+                    codes.OPERATION_UNSUPPORTED,
+                    f"the block reads the parameter {target!r}, which the model does not own",
+                    help="let blocks() return parts of the module that share its parameters",
+                )
             else:
-                shape = tuple(node.meta["val"].shape)
-                values[node] = Ref(state.drafts.add("input", (), shape), shape)
-            continue
-        target = spec.target or ""
-        tensor = targets[target] if target in targets else program.constants[target]
-        key = keys.get(id(tensor))
-        if key is not None:
-            shape = tuple(tensor.shape)
-            values[node] = Ref(state.drafts.param(key, shape), shape)
-        elif spec.kind is InputKind.PARAMETER:
-            raise refuse(
-                codes.OPERATION_UNSUPPORTED,
-                f"the block reads the parameter {target!r}, which the model does not own",
-                help="let blocks() return parts of the module that share its parameters",
+                own[node] = tensor.detach()
+
+    def _leaf(self, key: str, tensor: Tensor) -> Ref:
+        """Return the node of a parameter, or with no key of the input, made on its first use."""
+        if key not in self._leaves:
+            shape, drafts = tuple(tensor.shape), self.state.drafts
+            name = drafts.param(key, shape) if key else drafts.add("input", (), shape)
+            self._leaves[key] = Ref(name, shape)
+        return self._leaves[key]
+
+    def _arguments(self, nodes: Sequence[fx.Node]) -> list[tuple[Any, Any]]:
+        return [
+            (fx.map_arg(n.args, own.__getitem__), fx.map_arg(n.kwargs, own.__getitem__))
+            for n, own in zip(nodes, self.values, strict=True)
+        ]
+
+    def _keep(self, nodes: Sequence[fx.Node], found: Sequence[Any]) -> None:
+        for node, own, value in zip(nodes, self.values, found, strict=True):
+            own[node] = value
+
+    def _result(self, nodes: Sequence[fx.Node]) -> None:
+        """Set the shape of the current operation's result, and where it is stored."""
+        metas = [n.meta.get("val") for n in nodes]
+        metas = [m[0] if isinstance(m, list | tuple) and m else m for m in metas]
+        tensors = [m for m in metas if isinstance(m, Tensor)]
+        self.state.need(len(tensors) == len(nodes), "its result is no tensor")
+        self.state.out_shape = tuple(int(n) for n in tensors[0].shape)
+        pairs = zip(self.traced, tensors, strict=True)
+        self.state.store({trace.format: tensor.dtype for trace, tensor in pairs})
+
+    def _merged(self, found: Sequence[Any]) -> Any:
+        """Return one value for what each export has in a place."""
+        first = found[0]
+        if isinstance(first, list | tuple):
+            lengths = {len(v) if isinstance(v, list | tuple) else -1 for v in found}
+            self.state.need(len(lengths) == 1, "with other arguments from format to format")
+            return [self._merged(place) for place in zip(*found, strict=True)]
+        if isinstance(first, Tensor):
+            return Plain(self._by_format(found, _same_tensor))
+        if isinstance(first, Ref):
+            return self._common(found)
+        values = self._by_format(found, _same_value)
+        return first if all(_same_value(first, v) for v in found) else Varied(values)
+
+    def _common(self, found: Sequence[Any]) -> Ref:
+        """Return the result that every export reads.
+
+        An export reads the result of a cast that does nothing in its format in place of what is
+        cast, wherever that is read after it.
+        """
+        state = self.state
+        state.need(all(isinstance(v, Ref) for v in found), "it reads something else each time")
+        known = [
+            state.same_in(trace.format, ref) for trace, ref in zip(self.traced, found, strict=True)
+        ]
+        shared = [ref for ref in known[0] if all(ref in others for others in known)]
+        state.need(bool(shared), "it reads something else each time")
+        return shared[0]
+
+    def _by_format(self, found: Sequence[Any], same: Any) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for trace, value in zip(self.traced, found, strict=True):
+            again = values.setdefault(trace.format, value)
+            self.state.need(
+                type(value) is type(found[0]) and same(again, value),
+                "a value that is another one each time that the block is run",
             )
-        else:
-            values[node] = tensor.detach()
-    return values
+        return values
 
 
-def _call(
-    state: Lowering,
-    node: fx.Node,
-    values: Mapping[fx.Node, Any],
-) -> Any:
-    args: Any = fx.map_arg(node.args, lambda n: values[n])
-    kwargs: Any = fx.map_arg(node.kwargs, lambda n: values[n])
-    if node.target is operator.getitem:
-        return args[0][args[1]]
-    target: Any = node.target
-    if not _has_reference((args, kwargs)):
-        with torch.no_grad():
-            return target(*args, **kwargs)
-    name = str((getattr(target, "_schema", None) and target._schema.name) or target)
-    state.operator = name.removeprefix("aten::")
-    state.origin = f"{name} in {_module_path(node)}"
-    if name in ("aten::_assert_tensor_metadata",):
-        return None
-    handler = HANDLERS.get(state.operator)
-    if handler is None:
-        raise state.unsupported()
-    value = node.meta.get("val")
-    state.out_shape = tuple(int(n) for n in value.shape) if isinstance(value, Tensor) else ()
-    return handler(state, _bind(target, args, kwargs))
+def _run(target: Any, args: Any, kwargs: Any) -> Any:
+    return target(*args, **kwargs)
+
+
+def _same_tensor(one: Tensor, two: Tensor) -> bool:
+    alike = one.dtype == two.dtype and one.shape == two.shape
+    return alike and torch.equal(torch.nan_to_num(one), torch.nan_to_num(two))
+
+
+def _same_value(one: Any, two: Any) -> bool:
+    both_nan = isinstance(one, float) and one != one and two != two
+    return type(one) is type(two) and bool(one == two or both_nan)
+
+
+def _refuse_chance(state: Lowering, target: Any, bound: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse an operation whose result is random, or what was in memory before."""
+    state.need(not state.operator.startswith(_UNSET), "a result that is never set")
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return
+    for arguments in bound:
+        fixed = (arguments[n] in values for n, values in _NO_CHANCE.items() if n in arguments)
+        state.need(any(fixed), "a random result")
 
 
 def _has_reference(value: Any) -> bool:
@@ -123,10 +266,10 @@ def _has_reference(value: Any) -> bool:
             return False
 
 
-def _bind(target: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bind(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by their names in the schema, defaults filled in."""
     bound: dict[str, Any] = {}
-    for i, parameter in enumerate(target._schema.arguments):
+    for i, parameter in enumerate(schema.arguments):
         if i < len(args):
             bound[parameter.name] = args[i]
         elif parameter.name in kwargs:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kcdsl.model.drafts import Drafts, as_constant, unsupported
+from kcdsl.model.stored import OWN, TYPES, stored_name, stored_type
 
 MASKED = -1e30
 """A score at or below this is masked out: its exp is exactly zero beside any ordinary score."""
+
+_INERT = frozenset({
+    "memory_format", "non_blocking", "copy", "layout", "device", "pin_memory", "implicit",
+    "cudnn_enable",
+})  # fmt: skip
+"""Arguments that change where a result lies or how it is laid out, and none of its numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +30,205 @@ class Ref:
     shape: tuple[int, ...]
 
 
-Arguments = Mapping[str, Any]
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A tensor that depends neither on the input nor on a parameter, as each format has it."""
+
+    values: Mapping[str, Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return its shape."""
+        return tuple(next(iter(self.values.values())).shape)
+
+    @property
+    def fixed(self) -> Tensor | None:
+        """Return the tensor if it is the same in every format, its type included."""
+        first, *others = self.values.values()
+        same = all(v.dtype == first.dtype and torch.equal(v, first) for v in others)
+        return first if same else None
+
+
+@dataclass(frozen=True, slots=True)
+class Varied:
+    """An argument, such as a number, that differs from format to format."""
+
+    values: Mapping[str, Any]
+
+
+class Arguments(Mapping[str, Any]):
+    """The arguments of a call by their names in its schema; notes which of them were read."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._values = values
+        self._defaults = defaults
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        self._read.add(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def shown_by_the_result(self, *names: str) -> None:
+        """Note arguments that say no more than the shape and the type of the result do."""
+        self._read.update(names)
+
+    def inert(self, *names: str) -> None:
+        """Note arguments that change no number of the result."""
+        self._read.update(names)
+
+    def unread(self) -> list[str]:
+        """Return the arguments that were not read, and are neither inert nor at their default."""
+        return [
+            name
+            for name, value in self._values.items()
+            if name not in self._read
+            and name not in _INERT
+            and not (name in self._defaults and _equal(value, self._defaults[name]))
+        ]
+
+
+def _equal(value: Any, default: Any) -> bool:
+    plain = (bool, int, float, str, list, tuple, type(None), torch.dtype)
+    return isinstance(value, plain) and type(value) is type(default) and value == default
 
 
 class Lowering:
-    """The state of one lowering: the drafts so far, and the current operation."""
+    """The state of one lowering: the drafts so far, and the current operation.
 
-    def __init__(self) -> None:
-        self.drafts = Drafts()
+    `formats` are those in which the program was traced. `out_format` is where the current operation
+    stores its result, one of `stored.stored_name`.
+    """
+
+    def __init__(self, formats: tuple[str, ...]) -> None:
+        self.formats = formats
+        self.drafts = Drafts(formats=formats)
         self.operator = ""
         self.origin = ""
         self.out_shape: tuple[int, ...] = ()
+        self.out_format = OWN
+        self._casts: dict[tuple[str, str], Ref] = {}
 
-    def emit(self, op: str, inputs: list[Any], shape: tuple[int, ...], /, **attrs: Any) -> Ref:
-        """Append a draft; plain inputs become constants."""
+    @property
+    def wide(self) -> str:
+        """Return the format of what an operation forms inside, before it rounds its result."""
+        wide = {f: torch.promote_types(TYPES[f], torch.float32) for f in self.formats}
+        found = stored_name(wide)
+        assert found is not None
+        return found
+
+    def emit(
+        self,
+        op: str,
+        inputs: list[Any],
+        shape: tuple[int, ...],
+        /,
+        *,
+        stored: str | None = None,
+        **attrs: Any,
+    ) -> Ref:
+        """Append a draft; plain inputs become constants. `stored` is its format, by default that
+        of the current operation."""
         names = tuple(self.ref(i).name for i in inputs)
-        return Ref(self.drafts.add(op, names, shape, attrs, self.origin), shape)
+        format = self.out_format if stored is None else stored
+        return Ref(self.drafts.add(op, names, shape, attrs, self.origin, format), shape)
 
     def ref(self, value: Any) -> Ref:
         """Return a value as a reference; a plain tensor becomes a constant."""
-        if isinstance(value, Ref):
+        match value:
+            case Ref():
+                return value
+            case Plain():
+                return self._constant(value)
+            case _:
+                raise self.unsupported("a number where a tensor is expected")
+
+    def format_of(self, value: Ref) -> str:
+        """Return where a value is stored."""
+        return self.drafts.nodes[value.name].format
+
+    def same_in(self, format: str, value: Ref) -> list[Ref]:
+        """Return a result and those before it that casts in a format leave as they are."""
+        found = [value]
+        node = self.drafts.nodes[value.name]
+        while node.op == "cast":
+            source = self.drafts.nodes[node.inputs[0]]
+            if stored_type(node.format, format) != stored_type(source.format, format):
+                break
+            found.append(Ref(source.name, source.shape))
+            node = source
+        return found
+
+    def cast(self, value: Ref, stored: str) -> Ref:
+        """Return a value rounded to a format, once for all that read it; itself where that is its
+        own."""
+        if self.format_of(value) == stored:
             return value
+        key = (value.name, stored)
+        if key not in self._casts:
+            self._casts[key] = self.emit("cast", [value], value.shape, stored=stored)
+        return self._casts[key]
+
+    def _constant(self, plain: Plain) -> Ref:
+        """Return a plain tensor as a constant.
+
+        One that is the same in every format is stored as it is. One that the format rounds is a
+        constant of the kernel's own format; if it was widened since, a cast of one. Of any other,
+        such as a table that is computed from what the format rounded, no graph speaks.
+        """
+        fixed = plain.fixed
+        if fixed is not None and not _by_format(plain, self.formats):
+            stored = self._pinned(fixed)
+            return self._add_constant(fixed.to(torch.float32) if stored == OWN else fixed, stored)
+        source = plain.values["float32"]
+        for name, value in plain.values.items():
+            rounded = source.to(TYPES[name]).to(value.dtype)
+            if not torch.equal(rounded, value):
+                raise self.unsupported(
+                    "a table whose values depend on the format that the module is converted to:"
+                    " compute it before, and keep the result as a buffer, or from numbers alone"
+                )
+        stored = self._stored({name: v.dtype for name, v in plain.values.items()})
+        return self.cast(self._add_constant(source, OWN), stored)
+
+    def mask(self, keep: Tensor) -> Ref:
+        """Return a bool tensor as a constant."""
+        return self._add_constant(keep, OWN)
+
+    def _pinned(self, value: Tensor) -> str:
+        """Return the format of a constant that no conversion of the module changes."""
+        if value.is_floating_point():
+            return self._stored(dict.fromkeys(self.formats, value.dtype))
+        for name in self.formats:
+            if not torch.equal(value.to(TYPES[name]).to(torch.float64), value.to(torch.float64)):
+                raise self.unsupported(f"integers that {name} does not hold")
+        return OWN
+
+    def _stored(self, types: Mapping[str, torch.dtype]) -> str:
+        name = stored_name(types)
+        if name is None:
+            raise self.unsupported(f"a result of type {_types(types)}")
+        return name
+
+    def store(self, types: Mapping[str, torch.dtype]) -> None:
+        """Set where the current operation stores its result, by its type in every format."""
+        self.out_format = self._stored(types)
+
+    def _add_constant(self, value: Tensor, stored: str) -> Ref:
         try:
-            array = as_constant(torch.as_tensor(value).detach().cpu().numpy())
-        except (ValueError, TypeError) as error:
+            array = as_constant(value.detach().cpu())
+        except ValueError as error:
             raise self.unsupported(str(error)) from None
-        return Ref(self.drafts.constant(array), array.shape)
+        return Ref(self.drafts.constant(array, stored), array.shape)
 
     def unsupported(self, detail: str = "") -> Exception:
         """Build the refusal of the current operation."""
@@ -60,20 +239,49 @@ class Lowering:
         if not holds:
             raise self.unsupported(detail)
 
+    def number(self, value: Any) -> float | None:
+        """Return a number as a double; None for a tensor.
 
-def plain_number(value: Any) -> float | None:
-    """Return a number or a plain tensor of one element as a double; None for anything else."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int | float):
-        return float(value)
-    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype != torch.bool:
-        return float(value.item())
-    return None
+        A tensor without dimensions that no conversion of the module changes counts as a number
+        where it does not decide the type of the result: a kernel rounds it as it rounds a number.
+        """
+        match value:
+            case bool():
+                return None
+            case int() | float():
+                whole = isinstance(value, int) and float(value) != value
+                self.need(not whole, f"the number {value}, which no double is")
+                return float(value)
+            case Varied():
+                raise self.unsupported(
+                    "a number that depends on the format that the module is converted to"
+                )
+            case Plain() if value.shape == () and (fixed := value.fixed) is not None:
+                weak = not fixed.is_floating_point() or not _by_format(value, self.formats)
+                if fixed.dtype == torch.bool or not weak or self._decides(fixed):
+                    return None
+                return float(fixed.item())
+            case _:
+                return None
+
+    def _decides(self, value: Tensor) -> bool:
+        pinned = value.is_floating_point() and self._pinned(value) == self.out_format
+        return pinned and self.out_format != OWN
 
 
-def plain_mask(value: Any) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-    """Return a plain bool tensor as an array; None for anything else."""
-    if isinstance(value, Tensor) and value.dtype == torch.bool:
-        return np.asarray(value.cpu().numpy())
-    return None
+def _by_format(plain: Plain, formats: tuple[str, ...]) -> bool:
+    """Say whether a tensor has the type of the format everywhere."""
+    return all(plain.values[name].dtype == TYPES[name] for name in formats)
+
+
+def _types(types: Mapping[str, torch.dtype]) -> str:
+    names = {name: str(dtype).removeprefix("torch.") for name, dtype in types.items()}
+    if len(set(names.values())) == 1:
+        return next(iter(names.values()))
+    return ", ".join(f"{dtype} in {name}" for name, dtype in names.items())
+
+
+def plain_mask(value: Any) -> Tensor | None:
+    """Return a plain bool tensor; None for anything else."""
+    fixed = value.fixed if isinstance(value, Plain) else None
+    return fixed if fixed is not None and fixed.dtype == torch.bool else None

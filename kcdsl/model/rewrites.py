@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl.model.drafts import Draft, Drafts, Rule
+from kcdsl.model.drafts import UNROUNDED, Draft, Drafts, Rule
 
 
 def masked_softmax(drafts: Drafts, node: Draft) -> Draft | None:
@@ -26,54 +26,88 @@ def masked_softmax(drafts: Drafts, node: Draft) -> Draft | None:
     return replace(node, inputs=(scores, drafts.constant(np.ascontiguousarray(mask))))
 
 
+def exact_casts(drafts: Drafts, node: Draft) -> Draft | None:
+    """f(cast(x)) -> f(x) where the cast changes no number: every kernel's x is one of its format.
+
+    What only moves elements is then in the format of x.
+    """
+    inputs = tuple(drafts.before_casts(name) for name in node.inputs)
+    if inputs == node.inputs:
+        return None
+    moved = node.op in UNROUNDED and len(inputs) == 1
+    return replace(
+        node, inputs=inputs, format=drafts.nodes[inputs[0]].format if moved else node.format
+    )
+
+
+def rounded_once(drafts: Drafts, node: Draft) -> Draft | None:
+    """cast(f(x)) -> f(x) in the format of the cast, where nothing else reads f(x), and f(x) is
+    stored as operations form their results inside."""
+    if node.op != "cast":
+        return None
+    source = drafts.nodes[node.inputs[0]]
+    alone = len(drafts.users(source.name)) == 1 and source.name != drafts.output
+    inside = drafts.is_inside(source.format) and "form" not in source.attrs
+    if not (source.op in ONE_ROUNDING and alone and inside):
+        return None
+    return replace(source, format=node.format)
+
+
 def written_out_silu(drafts: Drafts, node: Draft) -> Draft | None:
     """x * sigmoid(x) -> silu(x)."""
     if node.op != "mul":
         return None
     for x, gate in (node.inputs, node.inputs[::-1]):
-        if drafts.nodes[gate].op == "sigmoid" and drafts.nodes[gate].inputs == (x,):
+        source = drafts.nodes[gate]
+        if source.op != "sigmoid" or source.inputs != (x,):
+            continue
+        if drafts.is_inside(source.format):
             return replace(node, op="silu", inputs=(x,))
+        if source.format == node.format:
+            return replace(node, op="silu", inputs=(x,), attrs={"form": "written"})
     return None
 
 
-def written_out_rms_norm(drafts: Drafts, node: Draft) -> Draft | None:
-    """x * rsqrt(mean(x²) + eps), x / sqrt(mean(x²) + eps) -> rms_norm(x); with the variance of x in
-    place of the mean square, and x centred -> layer_norm."""
-    for x, root in _normalised_pairs(drafts, node):
-        inner = drafts.nodes[root]
+def written_out_norm(drafts: Drafts, node: Draft) -> Draft | None:
+    """x / sqrt(mean(x²) + eps) -> rms_norm(x), (x - mean(x)) / sqrt(var(x) + eps) -> layer_norm(x).
+
+    The variance is one operation or the mean of the centred squares, the root one of those of
+    `_normalised`.
+    """
+    for x, shift, roots in _normalised(drafts, node):
+        inner = drafts.nodes[shift]
         if inner.op != "shift" or float(inner.attrs["offset"]) <= 0.0:
             continue
-        eps = float(inner.attrs["offset"])
         spread = drafts.nodes[inner.inputs[0]]
-        if spread.op == "mean" and _is_square_of(drafts, spread.inputs[0], x):
-            return replace(node, op="rms_norm", inputs=(x,), attrs={"eps": eps})
-        centred = _centred(drafts, x)
-        if spread.op == "variance" and centred is not None and spread.inputs[0] == centred:
-            return replace(node, op="layer_norm", inputs=(centred,), attrs={"eps": eps})
+        found = _root_mean_square(drafts, x, spread) or _centred_spread(drafts, x, spread)
+        if found is not None:
+            op, source, parts = found
+            attrs: dict[str, Any] = {"eps": float(inner.attrs["offset"])}
+            every = [*parts, ("shift", inner.format), *roots]
+            if not all(drafts.is_inside(format) for _, format in every[:-1]):
+                attrs |= {"form": "written", "parts": [list(part) for part in every]}
+            return replace(node, op=op, inputs=(source,), attrs=attrs)
     return None
-
-
-def centred_rms_norm(drafts: Drafts, node: Draft) -> Draft | None:
-    """rms_norm(x - mean(x)) without weight -> layer_norm(x)."""
-    if node.op != "rms_norm" or len(node.inputs) != 1:
-        return None
-    centred = _centred(drafts, node.inputs[0])
-    if centred is None:
-        return None
-    return replace(node, op="layer_norm", inputs=(centred,))
 
 
 def norm_weight(drafts: Drafts, node: Draft) -> Draft | None:
-    """rms_norm(x) * weight -> rms_norm(x, weight)."""
-    if node.op != "mul":
+    """rms_norm(x) * weight -> rms_norm(x, weight); written-out norms likewise, with a bias too."""
+    if node.op not in ("mul", "add"):
         return None
     for norm, weight in (node.inputs, node.inputs[::-1]):
         source, factor = drafts.nodes[norm], drafts.nodes[weight]
-        plain = source.op == "rms_norm" and len(source.inputs) == 1
         row = factor.op == "param" and factor.shape == source.shape[-1:]
-        if plain and row:
-            inputs = (*source.inputs, weight)
-            return replace(node, op="rms_norm", inputs=inputs, attrs=source.attrs)
+        written = "parts" in source.attrs
+        whole = written or (source.op == "rms_norm" and drafts.is_inside(source.format))
+        part = "weighted" if node.op == "mul" else "biased"
+        next_part = {1: "weighted", 2: "biased"}.get(len(source.inputs))
+        most = 2 if source.op == "rms_norm" else 3
+        if not (whole and row and part == next_part and len(source.inputs) < most):
+            continue
+        attrs = dict(source.attrs)
+        if written:
+            attrs["parts"] = [*source.attrs["parts"], [part, node.format]]
+        return replace(node, op=source.op, inputs=(*source.inputs, weight), attrs=attrs)
     return None
 
 
@@ -82,58 +116,96 @@ def written_out_rope(drafts: Drafts, node: Draft) -> Draft | None:
     if node.op != "add":
         return None
     for straight, turned in (node.inputs, node.inputs[::-1]):
+        products = [drafts.nodes[straight].format, drafts.nodes[turned].format]
+        fused = all(drafts.is_inside(format) for format in products)
+        if not fused and products != [node.format, node.format]:
+            continue
+        attrs = {} if fused else {"form": "written"}
         for x, cos in _times_constant(drafts, straight):
             for rotated, sin in _times_constant(drafts, turned):
                 half = node.shape[-1] // 2
                 tables = all(drafts.nodes[t].shape[-1] == node.shape[-1] for t in (cos, sin))
                 if tables and _is_half_turn(drafts, rotated, x, half) and _same(drafts, x, node):
-                    return replace(node, op="rope", inputs=(x, cos, sin), attrs={})
+                    return replace(node, op="rope", inputs=(x, cos, sin), attrs=attrs)
     return None
 
 
+ONE_ROUNDING = frozenset({
+    "linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift", "tanh", "silu", "gelu",
+    "softmax", "rms_norm", "layer_norm", "rope",
+})  # fmt: skip
+"""Operations whose rules bound what they form inside, a rounding of the result there included."""
+
 RULES: tuple[Rule, ...] = (
+    exact_casts,
     masked_softmax,
     written_out_silu,
-    written_out_rms_norm,
-    centred_rms_norm,
+    written_out_norm,
     norm_weight,
     written_out_rope,
+    rounded_once,
 )
 
 
 # --- parts of the patterns -----------------------------------------------------------------------
 
+Parts = list[tuple[str, str]]
 
-def _normalised_pairs(drafts: Drafts, node: Draft) -> list[tuple[str, str]]:
-    """Return (x, y) for which the node is x / sqrt(y)."""
-    found: list[tuple[str, str]] = []
+
+def _normalised(drafts: Drafts, node: Draft) -> list[tuple[str, str, Parts]]:
+    """Return every (x, y, parts) for which the node is x / sqrt(y), with the formats of its parts:
+    root and normed, sqrt and quotient, or sqrt, reciprocal and normed."""
+    found: list[tuple[str, str, Parts]] = []
+    last = ("normed", node.format)
     if node.op == "mul":
         for x, factor in (node.inputs, node.inputs[::-1]):
             inverse = drafts.nodes[factor]
             if inverse.op == "rsqrt":
-                found.append((x, inverse.inputs[0]))
+                found.append((x, inverse.inputs[0], [("root", inverse.format), last]))
             elif inverse.op == "reciprocal":
                 root = drafts.nodes[inverse.inputs[0]]
-                found += [(x, root.inputs[0])] if root.op == "sqrt" else []
+                parts = [("sqrt", root.format), ("reciprocal", inverse.format), last]
+                found += [(x, root.inputs[0], parts)] if root.op == "sqrt" else []
     elif node.op == "quotient":
         root = drafts.nodes[node.inputs[1]]
-        found += [(node.inputs[0], root.inputs[0])] if root.op == "sqrt" else []
+        parts = [("sqrt", root.format), ("quotient", node.format)]
+        found += [(node.inputs[0], root.inputs[0], parts)] if root.op == "sqrt" else []
     return found
 
 
-def _is_square_of(drafts: Drafts, name: str, x: str) -> bool:
-    node = drafts.nodes[name]
-    return node.op == "mul" and node.inputs == (x, x)
-
-
-def _centred(drafts: Drafts, name: str) -> str | None:
-    """Return x where the node is x - mean(x)."""
-    node = drafts.nodes[name]
-    if node.op != "sub":
+def _root_mean_square(drafts: Drafts, x: str, spread: Draft) -> tuple[str, str, Parts] | None:
+    """Return what is normalised where the spread is the mean square of x."""
+    square = drafts.nodes[spread.inputs[0]] if spread.op == "mean" else None
+    if square is None or square.op != "mul" or square.inputs != (x, x):
         return None
-    x, mean = node.inputs
-    source = drafts.nodes[mean]
-    return x if source.op == "mean" and source.inputs == (x,) else None
+    parts = [("square", square.format), ("mean", spread.format)]
+    centred = drafts.nodes[x]
+    mean = _mean_of_centred(drafts, centred)
+    if mean is None:
+        return "rms_norm", x, parts
+    last = [("square", square.format), ("mean2", spread.format)]
+    return "layer_norm", mean.inputs[0], [
+        ("mean", mean.format), ("centred", centred.format), *last
+    ]  # fmt: skip
+
+
+def _centred_spread(drafts: Drafts, x: str, spread: Draft) -> tuple[str, str, Parts] | None:
+    """Return what is normalised where x is centred, and the spread its variance."""
+    centred = drafts.nodes[x]
+    mean = _mean_of_centred(drafts, centred)
+    if mean is None or spread.op != "variance" or spread.inputs != mean.inputs:
+        return None
+    order = list(drafts.nodes)
+    named = {"mean": mean, "centred": centred, "variance": spread}
+    parts = sorted(named, key=lambda part: order.index(named[part].name))
+    return "layer_norm", mean.inputs[0], [(part, named[part].format) for part in parts]
+
+
+def _mean_of_centred(drafts: Drafts, node: Draft) -> Draft | None:
+    """Return mean(x) where the node is x - mean(x)."""
+    mean = drafts.nodes[node.inputs[1]] if node.op == "sub" else None
+    found = mean is not None and mean.op == "mean" and mean.inputs == node.inputs[:1]
+    return mean if found else None
 
 
 def _times_constant(drafts: Drafts, name: str) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kcdsl.model.drafts import Draft, Drafts
 
-BETWEEN = frozenset({"scale", "divide", "shift", "add", "sub", "mul", "neg", "tanh"})
+BETWEEN = frozenset({"scale", "divide", "shift", "add", "sub", "mul", "neg", "tanh", "cast"})
 LAYOUT = frozenset({"reshape", "expand", "permute"})
 FIXED = frozenset({"constant", "param"})
 

@@ -173,7 +173,7 @@ def test_every_domain_answers_alike(models: tuple[Model, Model], name: str) -> N
     blocks = [("mlp_0", BALL), *((("attn_0", BALL), ("attn_0", 0.0)) if name in ROWS else ())]
     train, infer = resolve({"preset": "torch-eager"}), resolve(NUMERICS[name])
     answers: list[Any] = []
-    graphs: dict[tuple[str, int], BlockGraph] = {}
+    graphs: dict[tuple[str, int, tuple[str, ...]], BlockGraph] = {}
     for device in DEVICES:
         with on(device):
             shop = Workshop(model, train, infer, torch.device(device), graphs)

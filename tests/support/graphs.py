@@ -21,8 +21,8 @@ def remember_graphs() -> None:
     """Have the certifier, where it is imported, look for a graph among those made before.
 
     A graph is found under all that it is made of: the configuration, the values and the checkpoint
-    keys of every tensor, the block, the length and the ids. Programs that are not those of
-    `kcdsl.model` are traced each time.
+    keys of every tensor, the block, the length, the ids and the formats. Programs that are not
+    those of `kcdsl.model` are traced each time.
     """
     for name in _READERS:
         module: Any = sys.modules.get(name)
@@ -31,19 +31,26 @@ def remember_graphs() -> None:
 
 
 def _remembered(
-    model: Model, block: str, length: int, tokens: Sequence[int] | Tensor | None = None
+    model: Model,
+    block: str,
+    length: int,
+    tokens: Sequence[int] | Tensor | None = None,
+    formats: Iterable[str] = (),
 ) -> BlockGraph:
     from kcdsl.model.export import block_graph
 
     if not model.built_in:
-        return block_graph(model, block, length, tokens)
-    key = _digest(model, block, length, () if tokens is None else (int(t) for t in tokens))
+        return block_graph(model, block, length, tokens, formats)
+    ids = () if tokens is None else (int(t) for t in tokens)
+    key = _digest(model, block, length, ids, sorted(formats))
     if key not in _KNOWN:
-        _KNOWN[key] = block_graph(model, block, length, tokens)
+        _KNOWN[key] = block_graph(model, block, length, tokens, formats)
     return _KNOWN[key]
 
 
-def _digest(model: Model, block: str, length: int, tokens: Iterable[int]) -> bytes:
+def _digest(
+    model: Model, block: str, length: int, tokens: Iterable[int], formats: Iterable[str]
+) -> bytes:
     import torch
 
     found = hashlib.blake2b()
@@ -53,6 +60,7 @@ def _digest(model: Model, block: str, length: int, tokens: Iterable[int]) -> byt
         sorted((name, repr(value)) for name, value in model.config.items()),
         sorted(model.keys.items()),
         (block, length, *tokens),
+        tuple(formats),
     )
     found.update(repr(said).encode())
     tensors = (model.module.named_parameters, model.module.named_buffers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -64,18 +64,18 @@ class _NoPositions(FixedLength):
 
 
 def sequence_graph(
-    model: Model, block: str, longest: int
+    model: Model, block: str, longest: int, formats: Sequence[str]
 ) -> tuple[BlockGraph, dict[str, Axes], dict[str, NDArray[Any]]]:
     """Return a block's graph at two rows, its dimensions of rows, and its tables of positions.
 
     Refuse a block that is another one at another length, that mixes rows outside of attention, or
     whose positions do not reach `longest`.
     """
-    graph = block_graph(model, block, SHOWN)
+    graph = block_graph(model, block, SHOWN, formats=formats)
     try:
         axes = row_axes(graph)
-        compare(graph, axes, block_graph(model, block, _OTHER), _OTHER)
-        whole = _longest(model, graph, longest)
+        compare(graph, axes, block_graph(model, block, _OTHER, formats=formats), _OTHER)
+        whole = _longest(model, graph, longest, formats)
         shape = whole.input_shape or (0,)
         compare(graph, axes, whole, shape[0])
         return graph, axes, _tables(graph, whole, longest)
@@ -131,7 +131,7 @@ def _same_operand(
     return free or np.array_equal(mine, theirs)
 
 
-def _longest(model: Model, graph: BlockGraph, longest: int) -> BlockGraph:
+def _longest(model: Model, graph: BlockGraph, longest: int, formats: Sequence[str]) -> BlockGraph:
     """Return the graph of the same block for the longest sequence.
 
     Without tables of positions, for one of at most `MOST_COMPARED` rows, and of as many as the
@@ -143,7 +143,7 @@ def _longest(model: Model, graph: BlockGraph, longest: int) -> BlockGraph:
     if rotation is None:
         rows = min(longest, MOST_COMPARED, model.limits[1] or longest)
     try:
-        return block_graph(model, graph.block, rows)
+        return block_graph(model, graph.block, rows, formats=formats)
     except Refusal as refusal:
         if rotation is None:
             reason = refusal.diagnostics[0].message

@@ -17,6 +17,7 @@ from kcdsl.model.export import block_graph
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.numerics import Numerics
+from kcdsl.model.stored import traced_format
 from kcdsl_backends.affine.pair import Both, Drift, both, drift
 from kcdsl_backends.attack.simulate import Simulator
 from kcdsl_backends.certifier.sequences import SequenceProblem, sequence_graph, stored_tables
@@ -138,17 +139,24 @@ class BlockProblem:
 class Workshop:
     """Builds block problems of one model and kernel pair; graphs and weights are kept.
 
-    Workshops of one model and other kernels may share `graphs`, by block and length.
+    Workshops of one model and other kernels may share `graphs`, by block, length and formats.
     """
 
     model: Model
     train: Numerics
     infer: Numerics
     device: torch.device
-    graphs: dict[tuple[str, int], BlockGraph] = field(default_factory=dict, repr=False)
+    graphs: dict[tuple[str, int, tuple[str, ...]], BlockGraph] = field(
+        default_factory=dict, repr=False
+    )
     _problems: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
     _sequences: dict[tuple[str, int], SequenceProblem] = field(default_factory=dict, repr=False)
     _around: dict[tuple[str, Fraction], Neighbourhood] = field(default_factory=dict, repr=False)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Return the formats that both kernels compute in, as block graphs know them."""
+        return tuple(sorted({traced_format(n.compute) for n in (self.train, self.infer)}))
 
     def problem(self, block: str, tokens: tuple[int, ...]) -> BlockProblem:
         """Return the problem of a block for a sequence; `model` depends on the ids themselves."""
@@ -161,13 +169,12 @@ class Workshop:
         return self._problems[key]
 
     def _graph(self, block: str, tokens: tuple[int, ...]) -> BlockGraph:
-        key = (block, len(tokens))
+        key = (block, len(tokens), self.formats)
         if block != "model" and key in self.graphs:
             return self.graphs[key]
         with threads_for(0):
-            graph = block_graph(
-                self.model, block, len(tokens), tokens if block == "model" else None
-            )
+            ids = tokens if block == "model" else None
+            graph = block_graph(self.model, block, len(tokens), ids, self.formats)
         if block != "model":
             self.graphs[key] = graph
         return graph
@@ -180,7 +187,7 @@ class Workshop:
         key = (block, longest)
         if key not in self._sequences:
             with threads_for(0):
-                graph, axes, tables = sequence_graph(self.model, block, longest)
+                graph, axes, tables = sequence_graph(self.model, block, longest, self.formats)
             known = stored_tables(graph, tables, self.train, self.infer, self.device)
             kernels = replace(
                 self.problem_of_graph(graph).kernels(), rows=Rows(longest, axes, known)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from kcdsl.model.attention import SDP_BACKENDS
+from kcdsl.model.attention import SDP_BACKENDS, composed_attention
 from kcdsl_backends.adapters import Adapter
 
 _SOFTMAX = frozenset({"softmax", "_softmax"})
@@ -81,28 +79,3 @@ class Interception(TorchFunctionMode):
                     self.matrix_products.add(owner)
             elif isinstance(value, list | tuple):
                 self._note(value)
-
-
-def composed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Return what `scaled_dot_product_attention` returns, as matmul, softmax and matmul."""
-    if enable_gqa:
-        times = query.shape[-3] // key.shape[-3]
-        key, value = (t.repeat_interleave(times, dim=-3) for t in (key, value))
-    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = (query @ key.transpose(-2, -1)) * factor
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, float("-inf"))
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return F.dropout(torch.softmax(scores, dim=-1), dropout_p, training=dropout_p > 0) @ value

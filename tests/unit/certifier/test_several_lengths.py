@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,8 +138,9 @@ class Exported:
     def __init__(self, build: Callable[[int], Any], most: int | None) -> None:
         self.build, self.limits, self.asked = build, (1, most), list[int]()
 
-    def graph(self, model: Any, block: str, rows: int) -> Any:
+    def graph(self, model: Any, block: str, rows: int, formats: Sequence[str] = ()) -> Any:
         assert model is self
+        assert formats == ("float32",)
         self.asked.append(rows)
         if self.limits[1] is not None and rows > self.limits[1]:
             raise refuse(codes.SEQUENCE, f"{rows} rows are too many", help="ask for fewer")
@@ -154,7 +155,7 @@ def exported(build: Callable[[int], Any], monkeypatch: Any, most: int | None = N
 
 def test_a_block_is_looked_at_at_two_three_and_the_longest_rows(monkeypatch: Any) -> None:
     model: Any = exported(turned(table), monkeypatch)
-    graph, _, tables = lengths.sequence_graph(model, "block", 40)
+    graph, _, tables = lengths.sequence_graph(model, "block", 40, ("float32",))
     assert sorted(model.asked) == [2, 3, 40]
     assert set(tables) == set(graph.node(graph.output).inputs[1:])
     for found in tables.values():
@@ -170,7 +171,7 @@ def test_a_length_that_differs_is_found(different: int, monkeypatch: Any) -> Non
 
     model: Any = exported(build, monkeypatch)
     with pytest.raises(Refusal, match=f"not the same at {different} rows"):
-        lengths.sequence_graph(model, "block", 40)
+        lengths.sequence_graph(model, "block", 40, ("float32",))
 
 
 def stretched(rows: int) -> Any:
@@ -195,13 +196,13 @@ def test_tables_that_depend_on_the_length_are_refused(
 ) -> None:
     model: Any = exported(build, monkeypatch)
     with pytest.raises(Refusal, match="its tables depend on the length"):
-        lengths.sequence_graph(model, "block", 40)
+        lengths.sequence_graph(model, "block", 40, ("float32",))
 
 
 def test_more_positions_than_are_read_are_refused(monkeypatch: Any) -> None:
     model: Any = exported(turned(table), monkeypatch)
     with pytest.raises(Refusal, match="only 8192 positions are read"):
-        lengths.sequence_graph(model, "block", 8193)
+        lengths.sequence_graph(model, "block", 8193, ("float32",))
     assert max(model.asked) < 8192
 
 
@@ -210,5 +211,5 @@ def test_without_positions_any_number_of_rows_is_covered(
     most: int | None, seen: int, monkeypatch: Any
 ) -> None:
     model: Any = exported(lambda rows: rows_of(rows)[0], monkeypatch, most)
-    assert lengths.sequence_graph(model, "block", 2**20)[2] == {}
+    assert lengths.sequence_graph(model, "block", 2**20, ("float32",))[2] == {}
     assert sorted(model.asked) == [2, 3, seen]

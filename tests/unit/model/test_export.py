@@ -339,7 +339,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] =
         "fixed mask",
     ),
     "softmax over tokens": (lambda x, m, v: torch.softmax(x, 0), "last dimension"),
-    "double precision": (lambda x, m, v: (x.double() * 2).float(), "float64"),
     "unbiased variance": (
         lambda x, m, v: (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5),
         "aten::var",

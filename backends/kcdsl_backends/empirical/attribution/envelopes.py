@@ -62,7 +62,7 @@ def certify_with(model: Model) -> MakeCertify:
     """Return the certified bounds of the interval backend."""
     from kcdsl_backends.certifier.workshop import Workshop, certified_block_drift
 
-    graphs: dict[tuple[str, int], BlockGraph] = {}
+    graphs: dict[tuple[str, int, tuple[str, ...]], BlockGraph] = {}
 
     def make(train: Numerics, infer: Numerics) -> Certify:
         shop = Workshop(model, train, infer, torch.device("cpu"), graphs)
