@@ -58,6 +58,7 @@ def _nothing_remembered(
     name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / name))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(cache_home / name / "configuration"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(cache_home / "state"))
     monkeypatch.delenv("KCDSL_POLICY", raising=False)
 
 

@@ -19,13 +19,14 @@ import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from kcdsl_certs.combined import Combined
 from kcdsl_certs.envelope import LARGEST_BUNDLE
 from kcdsl_certs.manifest import build_manifest
 from kcdsl_certs.policy import read_policy, trust
 from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
+from kcdsl_certs.recount import Data
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.report import Report, refused
 from kcdsl_certs.requirements import Expectation
@@ -119,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--complete", action="store_true", help="demand every clause of the contract"
     )
+    check.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="the folder to which the contract's data files are relative: coverage is recounted",
+    )
     check.add_argument("--recheck", action="store_true", help="re-derive every proof")
     check.add_argument(
         "--signature-only",
@@ -186,6 +193,10 @@ def _check(options: argparse.Namespace) -> Combined:
             partial=several or not options.complete,
             expected_inputs=expectation.inputs,
             signature_only=options.signature_only,
+            evidence=None if options.signature_only else path.parent,
+            data=None if options.data is None else _beside(options.data),
+            slices=expectation.slices,
+            strict=options.complete,
             earlier=None
             if options.base is None
             else Earlier(path.parent, options.base, options.checkpoint, options.recheck),
@@ -194,6 +205,16 @@ def _check(options: argparse.Namespace) -> Combined:
     pairs = zip(options.certificates, bundles, strict=True)
     reports = tuple((path.name, run(path, bundle)) for path, bundle in pairs)
     return Combined(reports, options.complete, trusted)
+
+
+def _beside(folder: Path) -> Data:
+    """Return what finds data files below a folder, and none elsewhere."""
+
+    def find(name: str) -> Path | None:
+        inner = PurePosixPath(name)
+        return None if inner.is_absolute() or ".." in inner.parts else folder / inner
+
+    return find
 
 
 def _read(path: Path) -> bytes:

@@ -103,6 +103,13 @@ class Fields:
             raise Reject("statement/unknown-field", f"{self.place} has {', '.join(unknown)}")
 
 
+def plain_name(path: str, place: str) -> str:
+    """Return the name of a file beside the certificate; refuse any other path."""
+    if path in (".", "..") or any(mark in path for mark in ("/", "\\", "\0", ":")):
+        raise Reject("statement/malformed", f"{place} is not a plain file name")
+    return path
+
+
 def sha256_of(value: Any, place: str) -> str:
     """Return a sha256 in lower-case hex."""
     if not isinstance(value, str) or _SHA256.fullmatch(value) is None:

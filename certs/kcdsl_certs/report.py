@@ -26,10 +26,12 @@ STEPS = (
     "clauses",
     "stage",
     "proofs",
+    "evidence",
+    "recount",
 )
-TRANSFER_STEPS = (*STEPS[:12], "base", "weights", *STEPS[12:])
+TRANSFER_STEPS = (*STEPS[:12], "base", "weights", *STEPS[12:15])
 """The steps of a weights transfer: also the earlier certificate, and how far the weights moved."""
-_OPTIONAL = frozenset({"sequence", "stage", "proofs"})
+_OPTIONAL = frozenset({"sequence", "stage", "proofs", "evidence", "recount"})
 """Steps that may be left out because nothing was given to compare with."""
 
 

@@ -11,9 +11,10 @@ from kcdsl_certs.clauses import OPERATORS, CertifiedClause, Evidence, Verdict
 from kcdsl_certs.fields import Fields
 from kcdsl_certs.reals import parse_real, real_text
 from kcdsl_certs.reject import Reject
+from kcdsl_certs.rows import SliceSource
 from kcdsl_certs.triple import Triple
 
-SCHEMA = "kcdsl.expectation/1"
+SCHEMA = "kcdsl.expectation/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +159,12 @@ def _comparison(value: Any) -> Comparison:
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """Everything a verifier knows beforehand: the triple about to be deployed, the clauses of the
-    contract in force and the digests of the data that it names."""
+    contract in force, the digests of the data that it names, and where its slices come from."""
 
     triple: Triple
     clauses: tuple[RequiredClause, ...]
     inputs: Mapping[str, str] = field(default_factory=dict)
+    slices: Mapping[str, SliceSource] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that the stand-alone checker reads."""
@@ -171,6 +173,7 @@ class Expectation:
             "triple": self.triple.to_json(),
             "clauses": [c.to_json() for c in self.clauses],
             "inputs": {name: {"sha256": digest} for name, digest in self.inputs.items()},
+            "slices": {name: source.to_json() for name, source in self.slices.items()},
         }
 
     @staticmethod
@@ -179,11 +182,12 @@ class Expectation:
         fields = Fields.of(value, "expectation")
         if fields.text("schema") != SCHEMA:
             raise Reject("expectation/malformed", f"the schema is not {SCHEMA}")
-        inputs = fields.inner("inputs")
+        inputs, slices = fields.inner("inputs"), fields.inner("slices")
         expectation = Expectation(
             Triple.from_json(fields.raw("triple")),
             tuple(RequiredClause.from_json(item) for item in fields.items("clauses")),
             {name: inputs.sha256(name) for name in inputs.record},
+            {name: SliceSource.from_json(slices.raw(name)) for name in slices.record},
         )
         fields.done()
         return expectation

@@ -9,6 +9,7 @@ from typing import Any
 
 from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.clauses import CertifiedClause, Verdict
+from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.fields import Fields, sha256_of
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.strict import parse_time, time_text
@@ -74,6 +75,7 @@ class Predicate:
     non_claims: tuple[str, ...] = ()
     supersedes: str | None = None
     suppressions: tuple[AcceptedFinding, ...] = ()
+    evidence: tuple[EvidenceFile, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -107,6 +109,8 @@ class Predicate:
         }
         if self.supersedes is not None:
             record["supersedes"] = {"sha256": self.supersedes}
+        if self.evidence:
+            record["evidence"] = [file.to_json() for file in self.evidence]
         if self.suppressions:
             record["suppressions"] = [
                 {"code": item.code, "reason": item.reason} for item in self.suppressions
@@ -189,6 +193,9 @@ def parse_predicate(value: Any) -> tuple[Predicate, Verdict]:
         supersedes=fields.sha256_or_none("supersedes"),
         suppressions=tuple(_accepted(item) for item in fields.items("suppressions"))
         if "suppressions" in fields.record
+        else (),
+        evidence=tuple(EvidenceFile.from_json(item) for item in fields.items("evidence"))
+        if "evidence" in fields.record
         else (),
     )
     scope.done()

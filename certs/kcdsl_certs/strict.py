@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import re
 from datetime import UTC, datetime
 from typing import Any, NoReturn
@@ -13,6 +14,8 @@ from kcdsl_certs.reject import Reject
 
 LARGEST_INTEGER = 2**53 - 1
 DEEPEST_NESTING = 64
+LARGEST_DOCUMENT = 512 * 1024 * 1024
+"""Bytes of an evidence file that is read and not only hashed."""
 _STANDARD = re.compile(r"[A-Za-z0-9+/]*={0,2}", re.ASCII)
 _URL_SAFE = re.compile(r"[A-Za-z0-9_-]*={0,2}", re.ASCII)
 _TIME = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z", re.ASCII)
@@ -43,6 +46,35 @@ def strict_load(raw: bytes, limit: int) -> Any:
     except ValueError as error:
         raise Reject("json/syntax", str(error)) from None
     _limit_nesting(value, DEEPEST_NESTING)
+    return value
+
+
+def loose_load(raw: bytes) -> Any:
+    """Parse one JSON document that may hold floats; else as strict as `strict_load`.
+
+    Integers may be of any size that Python reads, and no float is infinite or NaN.
+    """
+    try:
+        value = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique_pairs,
+            parse_constant=_no_float,
+            parse_float=_finite,
+        )
+    except RecursionError:
+        raise Reject("json/nesting", "too deeply nested") from None
+    except UnicodeError:
+        raise Reject("json/encoding", "not UTF-8") from None
+    except ValueError as error:
+        raise Reject("json/syntax", str(error)) from None
+    _limit_nesting(value, DEEPEST_NESTING)
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise Reject("json/float", f"{text[:40]} is not finite")
     return value
 
 

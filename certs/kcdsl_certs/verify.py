@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from kcdsl_certs import envelope as dsse
 from kcdsl_certs.clauses import Verdict
 from kcdsl_certs.coverage import check_clauses
+from kcdsl_certs.evidence import Evidence, refuse_unnamed
+from kcdsl_certs.evidence import compare as compare_evidence
 from kcdsl_certs.keys import TrustedKey, TrustPolicy, unique_keys
 from kcdsl_certs.proofs import Outcome, ProofChecker
+from kcdsl_certs.recount import Data, Recount
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.report import TRANSFER_STEPS, Log, NotRun, Report, Stop, refused
 from kcdsl_certs.requirements import RequiredClause
+from kcdsl_certs.rows import SliceSource
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
     PREDICATE_TYPE,
@@ -63,6 +68,10 @@ def verify(
     expected_inputs: Mapping[str, str] | None = None,
     earlier: Earlier | None = None,
     signature_only: bool = False,
+    evidence: Path | None = None,
+    data: Data | None = None,
+    slices: Mapping[str, SliceSource] | None = None,
+    strict: bool = False,
 ) -> Report:
     """Verify a certificate against what is about to be deployed; never raises for bad input.
 
@@ -70,6 +79,9 @@ def verify(
     signed scope are demanded, and the rest is reported as `outside`; a release gate leaves it off.
     `proofs` looks at the proof of each clause; without it a certificate that names proofs is
     refused, unless `signature_only` says that what lies beside the statement is not of interest.
+    `evidence` is the folder of the proofs and of the files that measured results rest on, `data`
+    finds data files and `slices` says which of their rows a slice selects: with these coverage is
+    counted again. What is missing of all that is said and, with `strict`, refused.
     `earlier` is what a weights transfer is compared with; without it none is accepted.
     """
     log, state = Log(), _State()
@@ -95,6 +107,10 @@ def verify(
                 stage=stage,
                 proofs=proofs,
                 partial=True,
+                evidence=evidence,
+                data=data,
+                slices=slices,
+                strict=strict,
                 expected_inputs=expected_inputs,
             )
 
@@ -127,6 +143,9 @@ def verify(
     log.run("clauses", lambda: _clauses(state, required, partial))
     log.run("stage", lambda: _stage(state, stage, trusted.threshold))
     log.run("proofs", lambda: _proofs(predicate, proofs, signature_only))
+    beside = None if evidence is None else Evidence(evidence)
+    log.run("evidence", lambda: _evidence(predicate, beside, strict))
+    log.run("recount", lambda: _recount(predicate, beside, data, slices or {}, strict))
     return Report(
         log.finish(),
         certificate_id(payload),
@@ -333,6 +352,45 @@ def _stage(state: _State, stage: str | None, threshold: int) -> str:
     if stated != stage:
         raise Reject("stage/mismatch", f"issued for {stated}, {stage} is required")
     return stated
+
+
+def _recount(
+    predicate: Predicate,
+    evidence: Evidence | None,
+    data: Data | None,
+    slices: Mapping[str, SliceSource],
+    strict: bool,
+) -> str:
+    if data is None or evidence is None:
+        detail = "coverage was not counted again: no data was given"
+        raise (Reject if strict else NotRun)("recount/no-data", detail)
+    records, inputs = evidence.document("records"), {i.name: i.sha256 for i in predicate.inputs}
+    count = Recount(slices, data, inputs, evidence.folder, records)
+    count.run(predicate.clauses)
+    said = "; ".join(count.counted)
+    if count.beyond:
+        said += f"; not counted: {'; '.join(count.beyond)}"
+    if count.missing:
+        detail = f"coverage was not counted again, missing: {', '.join(count.missing)}"
+        raise (Reject if strict else NotRun)("recount/missing", f"{detail}; {said}")
+    return said.removeprefix("; ")
+
+
+def _evidence(predicate: Predicate, found: Evidence | None, strict: bool) -> str:
+    refuse_unnamed(predicate.clauses, predicate.evidence)
+    if not predicate.evidence:
+        return "no result was measured"
+    if found is None:
+        detail = f"{len(predicate.evidence)} file(s) not looked at"
+        raise (Reject if strict else NotRun)("evidence/not-looked-at", detail)
+    found.examine(predicate.evidence)
+    said = "; ".join(compare_evidence(found, predicate.clauses, predicate.triple))
+    if any(file.role == "journal" for file in predicate.evidence):
+        said += "; a resumed run: some requests are of an earlier one, from its journal"
+    if found.missing:
+        detail = f"missing: {', '.join(found.missing)}" + (f"; compared: {said}" if said else "")
+        raise (Reject if strict else NotRun)("evidence/missing", detail)
+    return f"{len(predicate.evidence)} file(s) as they were signed; compared: {said}"
 
 
 def _proofs(predicate: Predicate, proofs: ProofChecker | None, signature_only: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
@@ -13,11 +14,14 @@ from golden import (
     ISSUED,
     KEY_B,
     TRAIN,
+    fewer,
     numerics,
+    report,
     sha,
 )
 
 from kcdsl_certs.clauses import IMPLIED, Evidence, Verdict
+from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.statement import Input, Predicate, Scope
 from kcdsl_certs.triple import Kernel
 
@@ -231,7 +235,7 @@ def results(body: Predicate) -> list[Vector]:
         (
             "other-region",
             "a smaller region",
-            with_result(body, 0, region="points(all)"),
+            with_result(body, 0, region="points(short)"),
             "clause/region-mismatch",
         ),
         (
@@ -304,7 +308,48 @@ def results(body: Predicate) -> list[Vector]:
     ]
     options = {"missing-clause": {"complete": True}}
     other_domain = with_result(body, 0, method="affine/1")
+    few = EvidenceFile(
+        "report", "fewer.report.json", hashlib.sha256(report(fewer()[1:])).hexdigest()
+    )
+    one_unit = replace(body, clauses=fewer(), evidence=(*body.evidence[:2], few, body.evidence[3]))
+    unnamed = replace(body, evidence=body.evidence[1:])
+    changed = replace(body.evidence[2], sha256=sha("another report"))
+    other_report = replace(body, evidence=(*body.evidence[:2], changed, body.evidence[3]))
+    files: list[tuple[str, str, Predicate, str, str]] = [
+        (
+            "evidence-not-named",
+            "measured, and no trace is named",
+            unnamed,
+            "evidence",
+            "evidence/unnamed",
+        ),
+        (
+            "other-report",
+            "another report than was signed",
+            other_report,
+            "evidence",
+            "evidence/digest-mismatch",
+        ),
+        (
+            "result-not-in-report",
+            "a value that the report does not have",
+            with_result(body, 1, value=0.0041),
+            "evidence",
+            "evidence/report-mismatch",
+        ),
+        (
+            "one-unit",
+            "one record in place of all of them, though the report says so too",
+            one_unit,
+            "recount",
+            "recount/count",
+        ),
+    ]
     return [
+        *(
+            Vector(name, text, certificate(case), step, why)
+            for name, text, case, step, why in files
+        ),
         *(
             Vector(name, text, certificate(case), "clauses", reason, options.get(name, {}))
             for name, text, case, reason in cases

@@ -22,7 +22,7 @@ from kcdsl_certs.statement import Predicate, Scope, payload_bytes
 
 
 def valid(body: Predicate, golden: bytes) -> list[Vector]:
-    partial = replace(body, clauses=body.clauses[:1], scope=Scope(False, (("N-ATTN-0", "all"),)))
+    partial = replace(body, clauses=body.clauses[:1], scope=Scope(False, (("N-ATTN-0", "short"),)))
     url_safe = rewrapped(golden, _url_safe)
     return [
         Vector("valid", "everything holds", golden, options={"complete": True}),
@@ -81,7 +81,7 @@ def envelopes(body: Predicate, golden: bytes) -> list[Vector]:
         bundle["dsseEnvelope"]["payloadType"] = "application/vnd.example.other+json"
 
     def trailing(bundle: dict[str, Any]) -> None:
-        bundle["dsseEnvelope"]["payload"] += "AAAA"
+        bundle["dsseEnvelope"]["payload"] += "=AAAA"
 
     def loose(bundle: dict[str, Any]) -> None:
         bundle["dsseEnvelope"]["signatures"][0]["sig"] += "\n"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import struct
+from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
@@ -12,9 +15,11 @@ from typing import Any
 
 from kcdsl_certs.canonical import canonical_digest, canonical_json
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
+from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import ed25519_from_seed
 from kcdsl_certs.manifest import build_manifest
 from kcdsl_certs.requirements import Chain, Comparison, Expectation, RequiredClause
+from kcdsl_certs.rows import BYTES, SliceSource
 from kcdsl_certs.statement import Evaluator, Input, Predicate, Scope
 from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
 
@@ -27,6 +32,14 @@ AT = "2026-12-01T00:00:00Z"
 ISSUED = datetime(2026, 11, 30, 12, tzinfo=UTC)
 UNTIL = datetime(2027, 2, 28, 12, tzinfo=UTC)
 PROOF_NAME, WEIGHTS_NAME = "N-ATTN-0.proof.json", "model.safetensors"
+DATA_NAME = "prompts.jsonl"
+ROWS = tuple(f"{number:03}" for number in range(200))
+SLICES = {
+    "all": {"all": []},
+    "short": {"field": "length", "op": "<=", "value": {"real": "1"}},
+    "long": {"field": "length", "op": ">", "value": {"real": "160"}},
+}
+"""Of rows with 1 to 200 bytes: every row, the first one, the last forty."""
 
 
 def sha(text: str) -> str:
@@ -51,6 +64,18 @@ INFER = Kernel("torch.sdpa", {"run": "torch.sdpa", "numerics": numerics("bfloat1
 CONTRACT = Contract("vectors", "1.0.0", sha("contract"))
 
 
+def data() -> bytes:
+    """Return the data: row n has n + 1 bytes of text."""
+    rows = ({"id": name, "text": "x" * (number + 1)} for number, name in enumerate(ROWS))
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def pin(name: str) -> str:
+    """Return the digest of a slice."""
+    stated = {"data": hashlib.sha256(data()).hexdigest(), "where": SLICES[name]}
+    return canonical_digest(stated)
+
+
 def radius(value: float) -> dict[str, object]:
     """Return a radius as it stands in a proof."""
     data = base64.b64encode(struct.pack("<d", value)).decode("ascii")
@@ -66,7 +91,12 @@ def proof() -> bytes:
             "checkpoint": {"sha256": hashlib.sha256(weights()).hexdigest()},
             "numerics": {"train": numerics("float32"), "infer": numerics("bfloat16")},
             "functional": {"kind": "inf", "k": 1},
-            "cases": [{"name": "a", "region": {"kind": "ball", "radius": radius(0.001)}}],
+            "cases": [
+                {
+                    "name": ROWS[0],
+                    "region": {"kind": "ball", "centre": radius(0.5), "radius": radius(0.001)},
+                }
+            ],
             "claim": (0.03125).hex(),
         }
     )
@@ -87,17 +117,17 @@ TRACE = Comparison("has(trace, [rng_seed])", ">=", Fraction(1))
 REQUIRED = (
     RequiredClause(
         "N-ATTN-0",
-        "all",
+        "short",
         ((DRIFT,),),
         evidence=Evidence.PROOF,
-        slice_digest=sha("all"),
+        slice_digest=pin("short"),
         block="attn_0",
-        region="ball(all, 0.001)",
+        region="ball(short, 0.001)",
     ),
-    RequiredClause("N-KL", "all", ((KL,),), slice_digest=sha("all"), inside=("all",)),
-    RequiredClause("N-KL", "long", ((KL,),), slice_digest=sha("long"), inside=("all", "long")),
-    RequiredClause("R-LAT", "all", ((LATENCY,),), budget=Fraction(1, 20), slice_digest=sha("all")),
-    RequiredClause("O-TRACE", "all", ((TRACE,),), slice_digest=sha("all")),
+    RequiredClause("N-KL", "all", ((KL,),), slice_digest=pin("all"), inside=("all",)),
+    RequiredClause("N-KL", "long", ((KL,),), slice_digest=pin("long"), inside=("all", "long")),
+    RequiredClause("R-LAT", "all", ((LATENCY,),), budget=Fraction(1, 20), slice_digest=pin("all")),
+    RequiredClause("O-TRACE", "all", ((TRACE,),), slice_digest=pin("all")),
 )
 
 
@@ -147,9 +177,70 @@ def clauses() -> tuple[CertifiedClause, ...]:
             n=600,
             exceed=12,
             alpha=Fraction(1, 20),
-            unit="windows",
+            unit="timed runs",
         ),
         result(trace, **census, value=1.0, n=200, unit="records"),
+    )
+
+
+def report(results: Iterable[CertifiedClause]) -> bytes:
+    """Return a report in which these measured results stand."""
+    rows = [
+        {
+            "clause": clause.id,
+            "slice": clause.slice,
+            "evidence": clause.evidence.value,
+            "verdict": "held",
+            "n": clause.n,
+            "value": clause.value,
+            "exceedance": None if clause.exceed is None else {"k": clause.exceed, "n": clause.n},
+        }
+        for clause in results
+    ]
+    digest = f"sha256:{CONTRACT.digest}"
+    document = {"schema": "kcdsl.report/1", "contract": {"digest": digest}, "clauses": rows}
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def fewer() -> tuple[CertifiedClause, ...]:
+    """Return the results with one record looked at in place of all."""
+    *others, trace = clauses()
+    return (*others, replace(trace, n=1))
+
+
+def documents() -> dict[str, tuple[str, bytes]]:
+    """Return the files that the measured results rest on, by their roles: name and content."""
+    records = (
+        {
+            "schema": "kcdsl.trace/1",
+            "request": f"{DATA_NAME}:{name}",
+            "slices": [
+                "all",
+                *(["long"] if number >= 160 else []),
+                *(["short"] if not number else []),
+            ],
+            "rng_seed": number + 1,
+            "latency_s": [0.125, 0.25, 0.125],
+        }
+        for number, name in enumerate(ROWS)
+    )
+    sides = {"train": TRAIN.fingerprint, "infer": INFER.fingerprint}
+    return {
+        "trace": ("trace.parquet", b"PAR1 stand-in PAR1"),
+        "records": ("trace.jsonl", b"".join(json.dumps(r).encode() + b"\n" for r in records)),
+        "report": ("report.json", report(clauses()[1:])),
+        "kernels": (
+            "kernels.json",
+            json.dumps({"schema": "kcdsl.kernels/1", **sides}, indent=1).encode() + b"\n",
+        ),
+    }
+
+
+def evidence_files() -> tuple[EvidenceFile, ...]:
+    """Return how the certificate names these files."""
+    return tuple(
+        EvidenceFile(role, name, hashlib.sha256(content).hexdigest())
+        for role, (name, content) in documents().items()
     )
 
 
@@ -164,11 +255,14 @@ def predicate(folder: Path) -> Predicate:
         scope=Scope(True, tuple((r.id, r.slice) for r in REQUIRED)),
         clauses=clauses(),
         evaluator=Evaluator("kcdsl", "0.1.0"),
-        inputs=(Input("prompts.jsonl", sha("prompts")),),
+        inputs=(Input(DATA_NAME, hashlib.sha256(data()).hexdigest()),),
+        evidence=evidence_files(),
         non_claims=("It says nothing about other inputs.",),
     )
 
 
 def expectation(folder: Path) -> Expectation:
     """Return what a verifier of these vectors knows beforehand."""
-    return Expectation(triple(folder), REQUIRED, {"prompts.jsonl": sha("prompts")})
+    digest = hashlib.sha256(data()).hexdigest()
+    slices = {name: SliceSource(DATA_NAME, where, BYTES) for name, where in SLICES.items()}
+    return Expectation(triple(folder), REQUIRED, {DATA_NAME: digest}, slices)

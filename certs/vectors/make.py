@@ -17,13 +17,18 @@ from claims import freshness, results, triples
 from envelopes import envelopes, statements, valid
 from golden import (
     AT,
+    DATA_NAME,
     KEY_A,
     KEY_B,
     PROOF_NAME,
     WEIGHTS_NAME,
+    data,
+    documents,
     expectation,
+    fewer,
     predicate,
     proof,
+    report,
     weights,
 )
 
@@ -51,6 +56,9 @@ def build(folder: Path) -> dict[str, bytes]:
     body = predicate(folder)
     files = {
         PROOF_NAME: proof(),
+        DATA_NAME: data(),
+        **dict(documents().values()),
+        "fewer.report.json": report(fewer()[1:]),
         "a.pub": KEY_A.public.pem,
         "b.pub": KEY_B.public.pem,
         "revoked-certificate.toml": _revoked("certificates", certificate_id(payload_bytes(body))),
@@ -87,8 +95,8 @@ def main(arguments: Sequence[str]) -> int:
     """Write the files into this folder, or into the one that is given."""
     folder = Path(arguments[0]) if arguments else HERE
     (folder / WEIGHTS_NAME).write_bytes(weights())
-    for name, data in build(folder).items():
-        (folder / name).write_bytes(data)
+    for name, content in build(folder).items():
+        (folder / name).write_bytes(content)
     return 0
 
 

@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 
 def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl.cli.discover import find_contract
-    from kcdsl.release.artefacts import ArtefactRefused, locate
+    from kcdsl.release.artefacts import ArtefactRefused, data_file, locate
     from kcdsl.release.kernels import read_kernels
     from kcdsl.release.triple import build_expectation
     from kcdsl.release.trust import trusted
@@ -138,6 +138,10 @@ def _report(arguments: argparse.Namespace) -> Combined:
             partial=len(paths) > 1 or not arguments.complete,
             expected_inputs=expectation.inputs,
             signature_only=arguments.signature_only,
+            evidence=None if arguments.signature_only else path.parent,
+            data=None if arguments.signature_only else lambda name: data_file(name, base),
+            slices=expectation.slices,
+            strict=arguments.complete,
             earlier=None
             if arguments.base is None
             else Earlier(path.parent, Path(arguments.base), checkpoint, arguments.recheck),

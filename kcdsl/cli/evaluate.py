@@ -12,13 +12,14 @@ from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kcdsl.cli.report_formats import Output
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
     from kcdsl.release.artefacts import Inputs
     from kcdsl.release.triple import Fingerprints
+    from kcdsl.source.writing import NewFile
     from kcdsl.verdict.report import ImpliedClause, Report
     from kcdsl_certs.keys import SigningKey
 
@@ -131,15 +132,16 @@ def run(arguments: argparse.Namespace) -> Exit:
                     accepted=accepted_findings(suppressed),
                 )
                 report: Report = backend.conclude(evidence)
+        trace = backend.write_trace(evidence, report)
+        files = _evidence_files(folder, report, trace, backend.records(evidence), journal.resumed)
         stated, why = None, before if isinstance(before, str) else ""
         if not isinstance(before, str):
-            stated, why = _certificate(program, base, report, suppressed, keys, before, arguments)
-        trace = backend.write_trace(evidence, report)
+            stated, why = _certificate(
+                program, base, report, files, suppressed, keys, before, arguments
+            )
         texts = _in_formats(wanted, report, path, program)
         extra = [(file, text) for (_, file), text in texts.items() if file is not None]
-        written = _write(
-            folder, report, trace, backend.records(evidence), (target, stated), arguments.svg, extra
-        )
+        written = _write(folder, report, files, (target, stated), arguments.svg, extra)
         journal.remove()
     for (format, file), text in texts.items():
         if format == "text" and file is None:
@@ -285,6 +287,7 @@ def _certificate(
     program: Program,
     base: Path,
     report: Report,
+    files: Mapping[str, NewFile],
     suppressed: Sequence[Suppressed],
     keys: Sequence[SigningKey],
     before: Inputs,
@@ -293,7 +296,7 @@ def _certificate(
     """Return the certificate, or its statement, or why there is none where no key is to sign."""
     from kcdsl.diagnostics import Refusal
     from kcdsl.diagnostics.codes import CANNOT_CERTIFY
-    from kcdsl.release.issue import issue
+    from kcdsl.release.issue import issue, resting_on
     from kcdsl.release.measured import certified_clauses
 
     try:
@@ -307,6 +310,7 @@ def _certificate(
             lifetime=arguments.valid_for,
             suppressed=suppressed,
             before=before,
+            evidence=resting_on({role: (file.path, file.data) for role, file in files.items()}),
         )
     except Refusal as refusal:
         if keys or refusal.diagnostics[0].code is not CANNOT_CERTIFY:
@@ -347,29 +351,41 @@ def _in_formats(
     return found
 
 
+def _evidence_files(
+    folder: Path, report: Report, trace: bytes, records: Any, resumed: bytes
+) -> dict[str, NewFile]:
+    """Return the files that the results rest on, by what a certificate calls them; `resumed` is
+    what was taken over from the journal of an earlier run."""
+    import json
+
+    from kcdsl.release.kernels import kernels_document
+    from kcdsl.source.writing import NewFile
+
+    lines = (json.dumps(r, allow_nan=False, separators=(",", ":")) + "\n" for r in records)
+    found = {
+        "trace": NewFile(folder / "trace.parquet", trace, 0o644),
+        "records": NewFile(folder / "trace.jsonl", "".join(lines).encode(), 0o644),
+        "kernels": NewFile(folder / "kernels.json", kernels_document(_fingerprints(report)), 0o644),
+    }
+    if resumed:
+        found["journal"] = NewFile(folder / "resumed.journal", resumed, 0o644)
+    return {**found, "report": NewFile(folder / "report.json", report.dumps().encode(), 0o644)}
+
+
 def _write(
     folder: Path,
     report: Report,
-    trace: bytes,
-    records: Any,
+    evidence: Mapping[str, NewFile],
     stated: tuple[Path, bytes | None],
     svg: str | None,
     extra: Sequence[tuple[Path, str]] = (),
 ) -> list[str]:
     """Write all files of the evaluation, all or none, the report last; return their names."""
-    import json
-
-    from kcdsl.release.kernels import kernels_document
     from kcdsl.source.writing import NewFile, make_folder, write_together
     from kcdsl.verdict.html import page
 
     make_folder(folder)
-    lines = (json.dumps(r, allow_nan=False, separators=(",", ":")) + "\n" for r in records)
-    files = [
-        NewFile(folder / "trace.parquet", trace, 0o644),
-        NewFile(folder / "trace.jsonl", "".join(lines).encode(), 0o644),
-        NewFile(folder / "kernels.json", kernels_document(_fingerprints(report)), 0o644),
-    ]
+    files = [file for role, file in evidence.items() if role != "report"]
     target, data = stated
     if data is not None:
         files.append(NewFile(target, data, 0o644))
@@ -379,6 +395,6 @@ def _write(
         files.append(NewFile(Path(svg), picture(report).encode(), 0o644))
     files += [NewFile(file, text.encode(), 0o644) for file, text in extra]
     files.append(NewFile(folder / "report.html", page(report.to_json()).encode(), 0o644))
-    files.append(NewFile(folder / "report.json", report.dumps().encode(), 0o644))
+    files.append(evidence["report"])
     write_together(files, replace=True)
     return [str(file.path) for file in files]

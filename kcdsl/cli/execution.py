@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,14 @@ def execution_of(arguments: argparse.Namespace) -> Execution:
         folder = Path(arguments.cache).resolve()
         make_folder(folder)
     return Execution(arguments.engine, arguments.jobs, arguments.threads, folder)
+
+
+def remembering(execution: Execution, *, confirmed: bool) -> Execution:
+    """Return the execution, without a cache where no checker looks at what comes out of it."""
+    if confirmed or execution.cache is None:
+        return execution
+    print("note: --confirm off takes nothing from the cache, and keeps nothing", file=sys.stderr)
+    return replace(execution, cache=None)
 
 
 def _usual_cache() -> Path | None:

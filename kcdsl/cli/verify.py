@@ -237,6 +237,7 @@ def _decide(
     execution: Execution,
     arguments: argparse.Namespace,
 ) -> tuple[GoalOutcome, ...]:
+    from kcdsl.cli.execution import remembering
     from kcdsl.cli.progress import progress_bars
 
     with progress_bars() as progress:
@@ -248,7 +249,7 @@ def _decide(
             attacks=arguments.attack == "on",
             confirm=arguments.confirm == "on",
             progress=progress,
-            execution=execution,
+            execution=remembering(execution, confirmed=arguments.confirm == "on"),
             **({"chain": True} if arguments.chain else {}),
         )
     return outcomes
@@ -356,7 +357,7 @@ def _write(
 ) -> Path:
     """Write the certificate, or its statement, and the proofs that it names, all or none."""
     from kcdsl.model.fingerprint import kernel_fingerprint
-    from kcdsl.release.issue import issue
+    from kcdsl.release.issue import issue, resting_on
     from kcdsl.release.proved import implied_clauses, proof_reference, proved_clauses
     from kcdsl.source.writing import NewFile, make_folder, write_together
 
@@ -365,6 +366,8 @@ def _write(
     references = {name: proof_reference(name, proof) for name, proof in proofs.items()}
     results = proved_clauses(program, base, outcomes, references)
     results += implied_clauses(program, base, implied)
+    folder = target.parent
+    runs = {name: (_counterexample_file(folder, name), data) for name, data in broken.items()}
     bundle = issue(
         program=program,
         base=base,
@@ -378,11 +381,11 @@ def _write(
         lifetime=arguments.valid_for,
         suppressed=suppressed,
         before=before,
+        evidence=[f for run in runs.values() for f in resting_on({"counterexample": run})],
     )
-    folder = target.parent
     make_folder(folder)
     files = [NewFile(folder / references[name].path, proofs[name], 0o644) for name in proofs]
-    files += [NewFile(_counterexample_file(folder, n), broken[n], 0o644) for n in broken]
+    files += [NewFile(path, data, 0o644) for path, data in runs.values()]
     write_together([*files, NewFile(target, bundle, 0o644)], replace=True)
     return target
 

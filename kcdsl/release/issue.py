@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kcdsl.release.requirements import required_clauses
 from kcdsl.release.triple import Fingerprints, build_triple
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
 from kcdsl_certs.envelope import bundle_bytes, sign
+from kcdsl_certs.evidence import EvidenceFile, refuse_unnamed
 from kcdsl_certs.keys import SigningKey
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.requirements import RequiredClause
@@ -120,6 +122,7 @@ def issue(
     supersedes: str | None = None,
     suppressed: Sequence[Suppressed] = (),
     before: Inputs | None = None,
+    evidence: Sequence[EvidenceFile] = (),
 ) -> bytes:
     """Build the certificate of these results, signed by every key; returns the bundle.
 
@@ -128,6 +131,7 @@ def issue(
     `sequence` defaults to the time of issue in seconds, so that later certificates come later.
     `supersedes` is the identity of an older certificate; `suppressed` are the findings about the
     contract that comments in it accept. `before` is what the files were before the first was read.
+    `evidence` are the files that measured results rest on, beside the certificate.
     Raises Refusal for results that cannot be certified, and for files that changed since then.
     """
     if not clauses or stage not in STAGES or lifetime <= timedelta(0):
@@ -154,13 +158,23 @@ def issue(
             non_claims=_non_claims(program),
             supersedes=supersedes,
             suppressions=_accepted(suppressed),
+            evidence=tuple(evidence),
         )
+        refuse_unnamed(results, predicate.evidence)
         payload = payload_bytes(predicate)
         if not keys:
             return payload
         return bundle_bytes(sign(payload, keys), keys[0].public.hint)
     except Reject as error:
         raise refuse(CANNOT_CERTIFY, f"{error.detail} ({error.reason})") from error
+
+
+def resting_on(files: Mapping[str, tuple[Path, bytes]]) -> tuple[EvidenceFile, ...]:
+    """Return how a certificate names the files of evidence beside it, given by their roles."""
+    return tuple(
+        EvidenceFile(role, path.name, hashlib.sha256(data).hexdigest())
+        for role, (path, data) in files.items()
+    )
 
 
 def _non_claims(program: Program) -> tuple[str, ...]:

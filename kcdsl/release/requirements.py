@@ -37,11 +37,12 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.walk import terms_of, walk
-from kcdsl.release.artefacts import data_file, digest_of
+from kcdsl.release.artefacts import companions, data_file, digest_of
 from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.clauses import Evidence
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.requirements import Chain, Comparison, RequiredClause
+from kcdsl_certs.rows import BYTES, SliceSource
 
 Alternatives = tuple[tuple[Comparison, ...], ...]
 
@@ -98,6 +99,25 @@ def slice_digest(program: Program, base: Path, name: str) -> str | None:
         return None
     record = {"data": digest_of(data_file(data, base)), "where": _predicate(declared.where)}
     return canonical_digest(record)
+
+
+def slice_sources(program: Program, base: Path) -> dict[str, SliceSource]:
+    """Return where the rows of every slice with data come from, buckets of tables included.
+
+    Without a tokenizer of its own the model reads bytes. Kernels that draw after prompts, or whose
+    rollouts are read, are measured in other units than rows.
+    """
+    program = expand_tables(program)
+    tokens = "other" if "tokenizer" in companions(program.model, base) else BYTES
+    kernels = (program.train, program.infer)
+    drawn = any(k.service is not None or k.recording is not None for k in kernels)
+    found = {}
+    for declared in program.slices:
+        data = declared.data if declared.data is not None else program.data
+        if data is not None:
+            where, units = _predicate(declared.where), "other" if drawn else "rows"
+            found[declared.name] = SliceSource(data, where, tokens, units)
+    return found
 
 
 def containing_slices(program: Program, name: str) -> tuple[str, ...]:

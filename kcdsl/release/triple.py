@@ -16,7 +16,7 @@ from kcdsl.release.artefacts import (
     data_digests,
     locate,
 )
-from kcdsl.release.requirements import required_clauses
+from kcdsl.release.requirements import required_clauses, slice_sources
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.requirements import Expectation
 from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
@@ -81,9 +81,10 @@ def build_expectation(
     fingerprints: Fingerprints | None = None,
     checkpoint: Path | None = None,
 ) -> Expectation:
-    """Return all that a verifier must know beforehand: triple, clauses and data digests."""
+    """Return all that a verifier must know beforehand: triple, clauses, data digests, slices."""
     return Expectation(
         build_triple(program, base, fingerprints=fingerprints, checkpoint=checkpoint),
         required_clauses(program, base),
         data_digests(program, base),
+        slice_sources(program, base),
     )

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from kcdsl.check.compile import load_program
-from kcdsl.release.issue import issue, results_for
+from kcdsl.release.issue import issue, resting_on, results_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.clauses import Evidence, Verdict
@@ -35,6 +35,7 @@ from kcdsl_certs.envelope import (
     parse_bundle,
     sign,
 )
+from kcdsl_certs.evidence import NEEDED
 from kcdsl_certs.keys import SigningKey, generate
 from kcdsl_certs.statement import certificate_id
 from kcdsl_certs.strict import time_text
@@ -171,8 +172,17 @@ def scene(root: Path, run: Callable[..., Ran]) -> Scene:
         verdict=Verdict.PASSED,
         value=0.01,
         n=1,
+        unit="requests",
     )
-    bundle = issue(program=program, base=made.vendor, clauses=[result], keys=[made.honest])
+    # What the result rests on stays with the vendor: a check says that it is missing.
+    rests_on = resting_on({role: (made.vendor / role, b"") for role in NEEDED})
+    bundle = issue(
+        program=program,
+        base=made.vendor,
+        clauses=[result],
+        keys=[made.honest],
+        evidence=rests_on,
+    )
     made.payload = decode(parse_bundle(bundle)).payload
     return made
 

@@ -101,7 +101,7 @@ def gather(
             lambda done, total: progress("noise floor", done, total),
         ),
         spoiled=setting.spoiled,
-        notes=notes,
+        notes=(*notes, *(() if journal is None else journal.notes)),
         seed=setting.seed,
         looks=setting.looks,
     )

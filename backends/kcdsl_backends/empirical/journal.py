@@ -1,15 +1,19 @@
 """The journal of a run: what each request gave, kept at once, so that a killed run can go on.
 
-A file of frames that only grows. A frame states its length and the digest of its content, so one
-that a kill or a crash tore is found and dropped with all after it. The first frame is the key: the
-digest of everything that decides values. A journal with another key is started anew.
+A file of frames that only grows. A frame states its length and carries an authentication code of
+its content and of the code before it, under a secret of the user (`kcdsl_backends.secret`). So a
+frame that a kill or a crash tore is found and dropped with all after it, and so is one that
+anybody changed, wrote, moved or took from another journal who cannot read the secret. The first
+frame is the key: the digest of everything that decides values, with a number that no other journal
+has. A journal with another key is started anew.
 """
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import json
 import os
+import secrets
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,10 +29,12 @@ from kcdsl_backends.empirical.measured import Run
 from kcdsl_backends.empirical.traces import rows
 from kcdsl_backends.empirical.traces.rows import Row
 from kcdsl_backends.requests import Request
+from kcdsl_backends.secret import sealed
 
 _HEAD = struct.Struct("<4scQ32s")
-"""Mark, kind, length of the content, sha256 of kind and content."""
-_MARK = b"kcj1"
+"""Mark, kind, length of the content, code of the frame before, of kind and content."""
+_MARK = b"kcj2"
+_NONCE = 16
 _KEY, _RUN, _COMPARISON, _NOTE = b"K", b"R", b"C", b"N"
 
 
@@ -43,11 +49,18 @@ class Journal:
     path: Path
     fresh: bool = False
     tell: Callable[[str], None] = lambda text: None
+    resumed: bytes = b""
+    """The journal as it was taken over; empty where nothing was."""
+    notes: tuple[str, ...] = ()
+    """What a report says of it."""
     _file: int | None = None
+    _code: bytes = b""
+    """The code of the last frame."""
     _made: bool = False
     _runs: dict[str, Run] = field(default_factory=dict)
     _comparisons: dict[tuple[str, str], Comparison] = field(default_factory=dict)
     _notes: dict[str, bytes] = field(default_factory=dict)
+    _read_bytes: bytes = b""
 
     def open(self, key: str) -> None:
         """Read what is there of the evaluation with this key, and make ready to go on.
@@ -71,7 +84,7 @@ class Journal:
         except OSError as error:
             raise self._unwritable(error) from error
         if end == 0:
-            self._append(_KEY, key.encode())
+            self._begin(key)
 
     def run(self, request: Request) -> Run | None:
         """Return what a request gave, None where it was not run."""
@@ -103,15 +116,22 @@ class Journal:
         """Keep bytes under a name, which holds no NUL."""
         self._append(_NOTE, name.encode() + b"\0" + content)
 
+    def take_over(self, done: int, of: int) -> None:
+        """Say that what was read stands for `done` requests, and keep it as evidence of that."""
+        self.resumed = self._read_bytes
+        self.tell(f"resumed: {done} of {of} requests")
+        self.notes = (f"resumed: {done} of {of} requests are of an earlier run, from its journal",)
+
     def restart(self, key: str, why: str) -> None:
         """Forget what was read."""
         self.tell(f"not resumed: {why}")
+        self._read_bytes = b""
         self._runs.clear()
         self._comparisons.clear()
         self._notes.clear()
         if self._file is not None:
             os.ftruncate(self._file, 0)
-            self._append(_KEY, key.encode())
+            self._begin(key)
 
     def close(self) -> None:
         """Let go of the file, and leave it as it is."""
@@ -136,9 +156,13 @@ class Journal:
         with open(os.dup(self._file), "rb") as stream:
             stream.seek(0)
             data = b"" if self.fresh else stream.read()
-        for kind, content, after in _frames(data):
+        changed = False
+        for kind, content, code, after in _frames(data):
+            if not hmac.compare_digest(code, sealed(self._code, kind, content)):
+                changed = True
+                break
             if end == 0:
-                if kind != _KEY or content != key.encode():
+                if kind != _KEY or content[:-_NONCE] != key.encode():
                     return 0
             elif kind == _RUN:
                 self._take_run(content)
@@ -149,7 +173,11 @@ class Journal:
             elif kind == _NOTE:
                 name, _, note = content.partition(b"\0")
                 self._notes[name.decode()] = note
-            end = after
+            end, self._code = after, code
+        if changed:
+            where = "it" if end == 0 else "what follows its first records"
+            self.tell(f"{self.path}: {where} was changed, or not written here; it is not used")
+        self._read_bytes = data[:end]
         return end
 
     def _take_run(self, content: bytes) -> None:
@@ -160,11 +188,15 @@ class Journal:
             if row.run is not None:
                 self._runs[row.unit.key] = row.run
 
+    def _begin(self, key: str) -> None:
+        self._code = b""
+        self._append(_KEY, key.encode() + secrets.token_bytes(_NONCE))
+
     def _append(self, kind: bytes, content: bytes) -> None:
         if self._file is None:
             return
-        digest = hashlib.sha256(kind + content).digest()
-        frame = _HEAD.pack(_MARK, kind, len(content), digest) + content
+        self._code = sealed(self._code, kind, content)
+        frame = _HEAD.pack(_MARK, kind, len(content), self._code) + content
         try:
             while frame:
                 frame = frame[os.write(self._file, frame) :]
@@ -175,18 +207,15 @@ class Journal:
         return refuse(codes.INPUT_OUTPUT, f"{self.path} cannot be written: {error.strerror}")
 
 
-def _frames(data: bytes) -> Iterator[tuple[bytes, bytes, int]]:
-    """Yield kind, content and end of every whole frame up to the first that is torn."""
+def _frames(data: bytes) -> Iterator[tuple[bytes, bytes, bytes, int]]:
+    """Yield kind, content, code and end of every whole frame up to the first that is torn."""
     at = 0
     while at + _HEAD.size <= len(data):
-        mark, kind, length, digest = _HEAD.unpack_from(data, at)
+        mark, kind, length, code = _HEAD.unpack_from(data, at)
         start, end = at + _HEAD.size, at + _HEAD.size + length
         if mark != _MARK or end > len(data):
             return
-        content = data[start:end]
-        if hashlib.sha256(kind + content).digest() != digest:
-            return
-        yield kind, content, end
+        yield kind, data[start:end], code, end
         at = end
 
 

@@ -41,7 +41,7 @@ def resume(
     if before is None or _outcome(again) != _outcome(before):
         journal.restart(key, f"the request {first.key} gives other bits than it gave before")
         return frozenset()
-    journal.tell(f"resumed: {len(known)} of {len(requests)} requests")
+    journal.take_over(len(known), len(requests))
     return frozenset(request.key for request in known)
 
 

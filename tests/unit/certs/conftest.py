@@ -78,6 +78,9 @@ def check(golden: ModuleType, vectors_folder: Path, trusted: TrustPolicy) -> Cal
             "required_clauses": expected.clauses,
             "expected_inputs": expected.inputs,
             "proofs": PresentProofs(vectors_folder),
+            "evidence": vectors_folder,
+            "data": lambda name: vectors_folder / name,
+            "slices": expected.slices,
         }
         return verify(bundle, **{**filled, **options})
 

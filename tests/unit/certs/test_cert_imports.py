@@ -23,6 +23,7 @@ _FOREIGN = {
 def test_the_stand_alone_checker_imports_nothing_heavy(vectors_folder: Path) -> None:
     words = ["check", "valid.cert.json", "--expect", "expectation.json", "--key", "a.pub"]
     words += ["--checkpoint", "model.safetensors", "--at", "2026-12-01T00:00:00Z", "--complete"]
+    words += ["--data", "."]
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, *words],
         cwd=vectors_folder,

@@ -23,6 +23,7 @@ def _arguments(vector: dict[str, object]) -> list[str]:
     words += ["--expect", str(_HERE / "expectation.json")]
     words += ["--checkpoint", str(_HERE / "model.safetensors"), "--at", options["at"]]
     words += ["--threshold", str(options["threshold"])]
+    words += ["--data", str(_HERE)]
     for key in options["keys"]:
         words += ["--key", str(_HERE / key)]
     for name in options.get("revocations", ()):

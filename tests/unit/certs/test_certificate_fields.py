@@ -23,6 +23,7 @@ import pytest
 from kcdsl_certs.canonical import canonical_digest, canonical_json
 from kcdsl_certs.clauses import ProofReference
 from kcdsl_certs.envelope import bundle_bytes, sign
+from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import TrustedKey, TrustPolicy
 from kcdsl_certs.manifest import build_manifest
 from kcdsl_certs.proofs import Rechecker
@@ -62,6 +63,13 @@ WORDS: dict[str, tuple[str, ...]] = {
     f"{CLAUSE}.region": ("points(all)", "ball(all, 0.0005)", "ball(all, 1)", "hull(all)"),
     f"{CLAUSE}.block": ("block_1", "attn_0"),
     f"{CLAUSE}.proofPath": ("../proof.json", "other.json"),
+    f"{CLAUSE}.unit": ("requests", "records", "timed runs", "windows", "region", "tokens"),
+    f"{CLAUSE}.method": (
+        "census/1", "attack/1", "affine/1", "chain+interval/1", "one-sided-limits/1",
+        "clopper-pearson/1", "bound-chain/1",
+    ),
+    f"{PREDICATE}.evidence[].role": ("trace", "report", "journal", "counterexample"),
+    f"{PREDICATE}.evidence[].path": ("trace.jsonl", "../report.json", "gone.json"),
 }  # fmt: skip
 
 
@@ -79,6 +87,7 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
     """Return the golden certificate, its first clause resting on a proof of a small block."""
     folder = tmp_path_factory.mktemp("sealed")
     document, checkpoint, _ = made(BASE, folder)
+    document["cases"][0]["name"] = golden.ROWS[0]
     proof = proofs.dump(document)
     (folder / golden.PROOF_NAME).write_bytes(proof)
     train, infer = (
@@ -92,7 +101,10 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
     )
     triple = Triple(weights, train, infer, golden.CONTRACT)
     claim = float.fromhex(document["claim"])
-    region = f"ball(all, {RADIUS})"
+    region = f"ball(short, {RADIUS})"
+    for name, content in golden.documents().values():
+        (folder / name).write_bytes(content)
+    (folder / golden.DATA_NAME).write_bytes(golden.data())
     drift = Comparison("norm_inf(drift(block_0, x))", "<=", Fraction(1, 20))
     required = (
         dataclasses.replace(
@@ -115,15 +127,26 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
         scope="one block",
         reason="bounded",
     )
+    sides = {"train": train.fingerprint, "infer": infer.fingerprint}
+    kernels = json.dumps({"schema": "kcdsl.kernels/1", **sides}).encode()
+    (folder / "kernels.json").write_bytes(kernels)
+    ran = EvidenceFile("kernels", "kernels.json", hashlib.sha256(kernels).hexdigest())
     body = dataclasses.replace(
         body,
         triple=triple,
+        evidence=(*body.evidence[:3], ran),
         clauses=(first, *body.clauses[1:]),
         assumptions=("libm",),
         supersedes=golden.sha("before"),
         suppressions=(AcceptedFinding("KC3001", "known"),),
     )
     rechecker = Rechecker(folder, checkpoint)
+    expected = golden.expectation(Path(str(golden.__file__)).parent)
+    # The block is not on tokens: how long its rows are is not known here.
+    slices = {
+        name: dataclasses.replace(source, tokens="other" if name == "short" else "bytes")
+        for name, source in expected.slices.items()
+    }
 
     def check(bundle: bytes) -> Report:
         return verify(
@@ -134,10 +157,14 @@ def sealed(golden: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seal
             expected_triple=triple,
             clock=lambda: parse_time(golden.AT),
             required_clauses=required,
-            expected_inputs={"prompts.jsonl": golden.sha("prompts")},
+            expected_inputs=expected.inputs,
             stage="offline-ci",
             minimum_sequence=41,
             proofs=rechecker,
+            evidence=folder,
+            data=lambda name: folder / name,
+            slices=slices,
+            strict=True,
         )
 
     def signed(payload: bytes) -> bytes:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hmac
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,6 +28,7 @@ from kcdsl_backends.empirical.run import run_request
 from kcdsl_backends.empirical.setting import Setting
 from kcdsl_backends.empirical.user_metrics import UserFunction
 from kcdsl_backends.requests import Request
+from kcdsl_backends.secret import user_secret
 from tests.support.evidences import same
 
 
@@ -78,6 +82,11 @@ def run(setting: Setting, path: Path, fresh: bool = False) -> tuple[Evidence, li
         journal.close()
 
 
+def anew(found: Evidence, whole: Evidence) -> Evidence:
+    """Return resumed evidence without what it says of that."""
+    return replace(found, notes=whole.notes)
+
+
 def plain(lab: Any, function: Any = None) -> Counting:
     return Counting(function or lab.drifting(0.02))
 
@@ -101,7 +110,9 @@ def test_a_killed_evaluation_goes_on_and_ends_as_an_uninterrupted_one(
     assert again.calls[: len(expected)] == expected
     assert same(whole.runs, found.runs)
     assert same(whole.crosschecks, found.crosschecks)
-    assert conclude(whole).dumps() == conclude(found).dumps()
+    assert conclude(whole).dumps() == conclude(anew(found, whole)).dumps()
+    said = f"resumed: {done} of 20 requests are of an earlier run, from its journal"
+    assert found.notes == (*whole.notes, *([said] if done else ()))
 
 
 def test_nothing_is_run_twice_and_cross_checks_are_kept(
@@ -121,7 +132,7 @@ def test_nothing_is_run_twice_and_cross_checks_are_kept(
     again, told = run(setting(), path)
     assert told == ["resumed: 20 of 20 requests"]
     assert ran == ["rows.jsonl:0"]
-    assert same(first, again)
+    assert same(first, anew(again, first))
 
 
 CHANGES: dict[str, Callable[[Any, Setting], Setting]] = {
@@ -261,15 +272,107 @@ def test_a_torn_or_changed_record_is_dropped_with_all_after_it(
         damaged = content[:at]
     else:
         damaged = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-    kept = [frame for frame in frames if frame[2] <= at]
-    assert list(journals._frames(damaged)) == kept
+    kept = [frame for frame in frames if frame[3] <= at]
     (tmp_path / "torn").write_bytes(damaged)
     found, told = run(setting(), tmp_path / "torn")
     known = min(max(len(kept) - 1, 0), 20)
-    assert told == ([f"resumed: {known} of 20 requests"] if known else [])
-    assert (tmp_path / "torn").read_bytes().startswith(content[: kept[-1][2] if kept else 0])
+    said = [text for text in told if "not written here" not in text]
+    assert said == ([f"resumed: {known} of 20 requests"] if known else [])
+    assert (tmp_path / "torn").read_bytes().startswith(content[: kept[-1][3] if kept else 0])
     assert len(list(journals._frames((tmp_path / "torn").read_bytes()))) == 41
     assert same(found.slices, gather(setting()).slices)
+
+
+def _forged(content: bytes, secret: bytes, edit: Callable[[list[Any]], list[Any]]) -> bytes:
+    """Return a journal of edited frames (kind, content), whole and in a chain of this secret."""
+    found, code = b"", b""
+    for kind, data in edit([(kind, data) for kind, data, _, _ in journals._frames(content)]):
+        sum = hmac.new(secret, digestmod="sha256")
+        for part in (code, kind, data):
+            sum.update(len(part).to_bytes(8, "little") + part)
+        code = sum.digest()
+        found += journals._HEAD.pack(journals._MARK, kind, len(data), code) + data
+    return found
+
+
+def _as_the_first(frames: list[Any]) -> list[Any]:
+    """Put what the first request gave, which was harmless, in the place of all others."""
+    (key, first, *_), runs = frames, [f for f in frames if f[0] == b"R"]
+    table = pa.ipc.open_stream(first[1]).read_all()
+    forged = [(b"R", _renamed(table, pa.ipc.open_stream(run).read_all())) for _, run in runs]
+    return [key, *forged]
+
+
+def _renamed(table: Any, of: Any) -> bytes:
+    """Return the run of one request under the name of another."""
+    for name in ("request", "id", "line"):
+        if name in table.schema.names:
+            place = table.schema.get_field_index(name)
+            table = table.set_column(place, name, of.column(name))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return bytes(sink.getvalue())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_forged_record_is_never_taken_over(
+    lab: Any,
+    setting: Callable[..., Setting],
+    tmp_path: Path,
+    known: bool,
+) -> None:
+    """Whoever can write to the folder can write frames that are whole; the secret they have not."""
+    path = tmp_path / "j"
+    whole, _ = run(setting(), path)
+    secret = user_secret() if known else bytes(32)
+    path.write_bytes(_forged(path.read_bytes(), secret, _as_the_first))
+    found, told = run(setting(), path)
+    if known:  # the forgery itself is right: with the secret it is taken over
+        assert told == ["resumed: 20 of 20 requests"]
+        assert not same(found.runs, whole.runs)
+    else:
+        assert told == [f"{path}: it was changed, or not written here; it is not used"]
+        assert same(found.runs, whole.runs)
+        assert found.notes == whole.notes
+
+
+def test_records_are_not_moved_left_out_or_taken_from_another_journal(
+    lab: Any, setting: Callable[..., Setting], tmp_path: Path
+) -> None:
+    path, other = tmp_path / "j", tmp_path / "k"
+    run(setting(), path)
+    run(setting(), other)
+    mine, theirs = (
+        [content[a:b] for a, b in pairwise([0, *(f[3] for f in journals._frames(content))])]
+        for content in (path.read_bytes(), other.read_bytes())
+    )
+    for frames, left in (
+        ([mine[0], mine[2], mine[1], *mine[3:]], 0),
+        ([*mine[:2], *mine[3:]], 1),
+        ([*mine[:3], *theirs[3:]], 2),
+        ([theirs[0], *mine[1:]], 0),
+    ):
+        path.write_bytes(b"".join(frames))
+        _, told = run(setting(), path)
+        said = [text for text in told if text.startswith("resumed")]
+        assert said == ([f"resumed: {left} of 20 requests"] if left else [])
+        assert any("not written here" in text for text in told)
+
+
+def test_the_secret_is_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    made = user_secret()
+    path = tmp_path / "kcdsl" / "records.key"
+    assert (user_secret(), len(made), path.read_bytes()) == (made, 32, made)
+    assert path.stat().st_mode & 0o077 == 0
+    path.chmod(0o644)
+    assert user_secret() != made, "whoever may read it can forge"
+    path.chmod(0o600)
+    path.write_bytes(b"short")
+    assert user_secret() not in (made, b"short")
+    monkeypatch.setenv("XDG_STATE_HOME", str(path))
+    assert len(user_secret()) == 32
 
 
 def test_a_journal_in_use_is_left_alone(
@@ -325,4 +428,4 @@ def test_a_failure_is_kept_too(lab: Any, setting: Callable[..., Setting], tmp_pa
     first, _ = run(setting(failing), path)
     again, _ = run(setting(failing), path)
     assert again.runs["rows.jsonl:3"].unit.failure == "out of memory"
-    assert conclude(first).dumps() == conclude(again).dumps()
+    assert conclude(first).dumps() == conclude(anew(again, first)).dumps()

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import load_program
+from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
+from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.presets import resolve
-from kcdsl.release.issue import issue, results_for
+from kcdsl.release.issue import issue, resting_on, results_for
 from kcdsl.release.proved import proof_reference
 from kcdsl.release.requirements import required_clauses
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
+from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import SigningKey, load_private
 
 CONTRACT = """\
@@ -86,6 +89,7 @@ def stand_in(program: Program, folder: Path, **changes: Any) -> bytes:
     """Return a document that is bound to N-ATTN-0 as a proof of it is, with nothing to derive."""
     radius = base64.b64encode(struct.pack("<d", 0.001)).decode()
     array = {"dtype": "float64", "shape": [1, 1], "data": radius}
+    centre = {"dtype": "float64", "shape": [5, 1], "data": ""}
     document = {
         "block": "attn_0",
         "checkpoint": {
@@ -96,10 +100,16 @@ def stand_in(program: Program, folder: Path, **changes: Any) -> bytes:
             "infer": resolve(program.infer).to_json(),
         },
         "functional": {"kind": "inf", "k": 1},
-        "cases": [{"name": "1", "region": {"kind": "ball", "radius": array}}],
+        "cases": [{"name": "1", "region": {"kind": "ball", "centre": centre, "radius": array}}],
         **changes,
     }
     return json.dumps(document).encode()
+
+
+@pytest.fixture
+def bound_proof(program: Program, folder: Path) -> Callable[..., bytes]:
+    """Return a function that makes a stand-in with other fields."""
+    return lambda **changes: stand_in(program, folder, **changes)
 
 
 @pytest.fixture
@@ -113,6 +123,7 @@ def results(program: Program, folder: Path, proof: ProofReference) -> list[Certi
     required = {(r.id, r.slice): r for r in required_clauses(program, folder)}
     census: dict[str, Any] = {
         "evidence": Evidence.CENSUS, "method": "census/1", "verdict": Verdict.PASSED, "n": 1,
+        "unit": "requests",
     }  # fmt: skip
     return [
         results_for(
@@ -137,9 +148,76 @@ def results(program: Program, folder: Path, proof: ProofReference) -> list[Certi
             n=600,
             exceed=12,
             alpha=Fraction(1, 20),
+            unit="timed runs",
         ),
         results_for(required["O-TRACE", "all"], **census, value=1.0),
     ]
+
+
+SLICES = {"all": ("1",), "long": ("1",)}
+
+
+def evidence_of(
+    program: Program,
+    folder: Path,
+    found: Sequence[CertifiedClause],
+    slices: Mapping[str, Sequence[str]] = SLICES,
+) -> tuple[EvidenceFile, ...]:
+    """Write the files that measured results rest on into a folder; return how they are named.
+
+    `slices` says which rows of the data are in which slice.
+    """
+    names = dict.fromkeys(name for rows in slices.values() for name in rows)
+    records = [
+        {
+            "request": f"prompts.jsonl:{name}",
+            "slices": [s for s, rows in slices.items() if name in rows],
+            "rng_seed": 1,
+            "latency_s": [0.1] * 600,
+        }
+        for name in names
+    ]
+    rows = [
+        {
+            "clause": clause.id,
+            "slice": clause.slice,
+            "evidence": clause.evidence.value,
+            "verdict": {"PASSED": "held", "FAILED": "violated"}.get(clause.verdict, "inconclusive"),
+            "n": clause.n,
+            "value": clause.value,
+            "exceedance": None if clause.exceed is None else {"k": clause.exceed, "n": clause.n},
+        }
+        for clause in found
+    ]
+    contract = {"digest": f"sha256:{digest(program).removeprefix('sha256:')}"}
+    prints = {role: kernel_fingerprint(getattr(program, role)) for role in ("train", "infer")}
+    files = {
+        "trace": ("trace.parquet", b"PAR1"),
+        "records": ("trace.jsonl", "\n".join(map(json.dumps, records)).encode()),
+        "report": (
+            "report.json",
+            json.dumps(
+                {"schema": "kcdsl.report/1", "contract": contract, "clauses": rows}
+            ).encode(),
+        ),
+        "kernels": ("kernels.json", json.dumps({"schema": "kcdsl.kernels/1", **prints}).encode()),
+    }
+    for name, content in files.values():
+        write_bytes(folder / name, content)
+    return resting_on({role: (folder / name, data) for role, (name, data) in files.items()})
+
+
+@pytest.fixture
+def rest_on(program: Program) -> Callable[..., tuple[EvidenceFile, ...]]:
+    """Return a function that writes what measured results rest on, and says how it is named."""
+    return lambda folder, found, slices=SLICES: evidence_of(program, folder, found, slices)
+
+
+@pytest.fixture
+def evidence(program: Program, folder: Path, proof: bytes) -> tuple[EvidenceFile, ...]:
+    """Write what the results of the certificate rest on beside it."""
+    found = results(program, folder, proof_reference("N-ATTN-0", proof))
+    return evidence_of(program, folder / "out", found[1:])
 
 
 @pytest.fixture
@@ -158,7 +236,13 @@ def key(folder: Path, cli: Callable[..., Any]) -> SigningKey:
 
 
 @pytest.fixture
-def certificate(folder: Path, program: Program, key: SigningKey, proof: bytes) -> Path:
+def certificate(
+    folder: Path,
+    program: Program,
+    key: SigningKey,
+    proof: bytes,
+    evidence: tuple[EvidenceFile, ...],
+) -> Path:
     """Write a certificate about everything, with a stand-in for its proof."""
     write_bytes(folder / "out" / "N-ATTN-0.proof.json", proof)
     reference = proof_reference("N-ATTN-0", proof)
@@ -168,6 +252,7 @@ def certificate(folder: Path, program: Program, key: SigningKey, proof: bytes) -
         clauses=results(program, folder, reference),
         keys=[key],
         clock=lambda: NOW,
+        evidence=evidence,
     )
     path = folder / "out" / "tiny.cert.json"
     write_bytes(path, bundle)

@@ -16,6 +16,7 @@ from kcdsl.release.proved import proof_reference
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.__main__ import main
 from kcdsl_certs.clauses import CertifiedClause, ProofReference
+from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import SigningKey
 
 AT = ("--at", "2026-12-01T00:00:00Z")
@@ -39,6 +40,7 @@ def certificate(
     folder: Path,
     key: SigningKey,
     proof: bytes,
+    evidence: tuple[EvidenceFile, ...],
     every_result: Callable[[ProofReference], list[CertifiedClause]],
 ) -> Path:
     """Write a certificate about the contract."""
@@ -50,6 +52,7 @@ def certificate(
         clauses=every_result(proof_reference("N-ATTN-0", proof)),
         keys=[key],
         suppressed=accepted,
+        evidence=evidence,
     )
     write_bytes(folder / "out" / "tiny.cert.json", bundle)
     return folder / "out" / "tiny.cert.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from kcdsl.check.compile import load_program
 from kcdsl.cli.check import _print as print_check
 from kcdsl.ir.terms import Program
-from kcdsl.release.issue import issue
+from kcdsl.release.issue import issue, results_for
 from kcdsl.release.proved import proof_reference
+from kcdsl.release.requirements import required_clauses
 from kcdsl.source.writing import write_bytes
-from kcdsl_certs.clauses import CertifiedClause, ProofReference
+from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.combined import Combined
 from kcdsl_certs.keys import SigningKey, generate
 from kcdsl_certs.proofs import Outcome
@@ -54,6 +57,10 @@ def _first(report: dict[str, Any]) -> tuple[str, str, str]:
     return failed[0]["name"], failed[0]["reason"], failed[0]["detail"]
 
 
+def _reasons(report: dict[str, Any]) -> dict[str, str]:
+    return {c["name"]: c["reason"] for c in report["checks"] if c["reason"]}
+
+
 def _edit(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
@@ -65,7 +72,7 @@ def test_an_untouched_certificate_is_valid(check: Check) -> None:
     assert (code, report["verdict"], report["schema"]) == (0, "valid", "kcdsl.check/2")
     assert report["signers"] == ["kcdsl.key.pub"]
     assert report["outside"] == []
-    assert len(report["checks"]) == 15
+    assert len(report["checks"]) == 17
 
 
 def test_the_table_names_every_step(cli: Cli, folder: Path, certificate: Path) -> None:
@@ -222,7 +229,7 @@ def test_a_symlinked_checkpoint_is_invalid(folder: Path, check: Check) -> None:
 def test_a_changed_proof_file_is_invalid(certificate: Path, check: Check) -> None:
     proof = certificate.parent / "N-ATTN-0.proof.json"
     code, report = check()
-    assert (code, report["checks"][-1]["reason"]) == (0, "proof/not-rederived")
+    assert (code, _reasons(report)["proofs"]) == (0, "proof/not-rederived")
     proof.write_bytes(b"[]")
     code, report = check()
     assert (code, _first(report)[:2]) == (4, ("proofs", "proof/digest-mismatch"))
@@ -232,7 +239,9 @@ def test_a_changed_proof_file_is_invalid(certificate: Path, check: Check) -> Non
     code, report = check("--recheck")
     assert (code, _first(report)[1]) == (4, "proof/missing")
     code, report = check("--signature-only")
-    assert (code, report["checks"][-1]["reason"]) == (0, "proof/not-looked-at")
+    assert (code, _reasons(report)["proofs"]) == (0, "proof/not-looked-at")
+    assert _reasons(report)["evidence"] == "evidence/not-looked-at"
+    assert _reasons(report)["recount"] == "recount/no-data"
 
 
 def test_the_signature_alone_is_looked_at_where_it_is_asked_for(
@@ -298,11 +307,165 @@ def test_the_stand_alone_checker_agrees(
     assert ran.code == 0
     follows(json.loads(expected.read_text()))
     words = ["check", str(certificate), "--expect", str(expected), "--at", AT, "--complete"]
-    words += ["--key", str(folder / "kcdsl.key.pub"), "--checkpoint"]
+    words += ["--key", str(folder / "kcdsl.key.pub"), "--data", str(folder), "--checkpoint"]
     assert main([*words, str(folder / "model.safetensors")]) == 0
     (folder / "model.safetensors").write_bytes(b"other")
     assert main([*words, str(folder / "model.safetensors")]) == 4
     assert "triple/checkpoint-mismatch" in capsys.readouterr().out
+
+
+# --- evidence and coverage -----------------------------------------------------------------------
+
+EVIDENCE = ("trace.parquet", "trace.jsonl", "report.json", "kernels.json")
+
+
+@pytest.mark.parametrize("name", EVIDENCE)
+def test_a_changed_file_of_evidence_is_found_and_a_missing_one_said(
+    name: str, certificate: Path, check: Check
+) -> None:
+    file = certificate.parent / name
+    kept = file.read_bytes()
+    file.write_bytes(kept + b" ")
+    code, report = check()
+    assert (code, _first(report)[:2]) == (4, ("evidence", "evidence/digest-mismatch"))
+    file.unlink()
+    code, report = check()
+    assert (code, _reasons(report)["evidence"]) == (0, "evidence/missing")
+    assert name in next(c["detail"] for c in report["checks"] if c["name"] == "evidence")
+    code, report = check("--complete")
+    assert (code, _first(report)[:2]) == (4, ("evidence", "evidence/missing"))
+
+
+def test_coverage_is_not_recounted_without_data_and_that_is_said(
+    folder: Path, certificate: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kcdsl_certs.__main__ import main
+
+    expected = folder / "expected.json"
+    cli("check", certificate, "--at", AT, "--write-expectation", expected, cwd=folder)
+    words = ["check", str(certificate), "--expect", str(expected), "--at", AT]
+    words += ["--key", str(folder / "kcdsl.key.pub")]
+    words += ["--checkpoint", str(folder / "model.safetensors")]
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "coverage was not counted again" in capsys.readouterr().out
+    assert main([*words, "--complete"]) == 4
+    assert "recount/no-data" in capsys.readouterr().out
+    assert main([*words, "--data", str(folder)]) == 0
+    assert "1 case(s) of 1 row(s)" in capsys.readouterr().out
+    assert main([*words, "--data", str(folder), "--complete"]) == 0
+    (folder / "prompts.jsonl").write_text('{"id": "2", "text": "hello"}\n')
+    assert main([*words, "--data", str(folder)]) == 4
+    assert "recount/data" in capsys.readouterr().out
+    (folder / "prompts.jsonl").unlink()
+    assert main([*words, "--data", str(folder)]) == 0
+    assert main([*words, "--data", str(folder), "--complete"]) == 4
+
+
+THREE = "".join(f'{{"id": "{n}", "text": "hello{n}"}}\n' for n in range(3))
+
+
+def _case(name: str, length: int, content: str) -> dict[str, Any]:
+    radius = {"data": base64.b64encode(struct.pack("<d", 0.001)).decode()}
+    centre = {"shape": [length, 1], "data": content}
+    return {"name": name, "region": {"kind": "ball", "centre": centre, "radius": radius}}
+
+
+CASES = [_case(str(n), 6, f"centre {n}") for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("cases", "reason"),
+    [
+        (CASES, None),
+        (CASES[::-1], None),
+        (CASES[:1], "recount/rows-missing"),
+        ([*CASES[:2], _case("3", 6, "centre 3")], "recount/rows-missing"),
+        ([*CASES, _case("3", 6, "centre 3")], "recount/rows-extra"),
+        ([CASES[0], _case("1", 6, "centre 0"), CASES[2]], "recount/case-repeated"),
+        ([*CASES[:2], _case("2", 5, "centre 2")], "recount/case-mismatch"),
+        ([*CASES[:2], _case("2", 1, "centre 2")], "recount/case-mismatch"),
+    ],
+)
+def test_the_cases_of_a_proof_are_the_rows_of_the_slice(
+    cases: list[dict[str, Any]],
+    reason: str | None,
+    folder: Path,
+    key: SigningKey,
+    bound_proof: Callable[..., bytes],
+    cli: Cli,
+) -> None:
+    """Signed, bound to the clause, and as many cases as are stated: what is proved are others."""
+    (folder / "prompts.jsonl").write_text(THREE)
+    program = load_program(folder / "contract.yaml")
+    proof = bound_proof(cases=cases)
+    write_bytes(folder / "N-ATTN-0.proof.json", proof)
+    reference = proof_reference("N-ATTN-0", proof)
+    required = next(r for r in required_clauses(program, folder) if r.id == "N-ATTN-0")
+    numbers: dict[str, Any] = {"bound": 0.03125, "n": len(cases), "proof": reference}
+    clause = results_for(
+        required,
+        evidence=Evidence.PROOF,
+        method="interval/1",
+        verdict=Verdict.PASSED,
+        **numbers,
+    )
+    now = datetime(2026, 11, 30, 12, tzinfo=UTC)
+    bundle = issue(program=program, base=folder, clauses=[clause], keys=[key], clock=lambda: now)
+    write_bytes(folder / "c.json", bundle)
+    ran = cli("check", "c.json", "--at", AT, "--json", cwd=folder)
+    failed = [c for c in json.loads(ran.stdout)["checks"] if c["outcome"] == "failed"]
+    assert [(c["name"], c["reason"]) for c in failed] == ([("recount", reason)] if reason else [])
+    assert ran.code == (4 if reason else 0)
+
+
+@pytest.mark.parametrize(
+    ("n", "slices", "reason"),
+    [
+        (3, {"all": ("0", "1", "2")}, None),
+        (1, {"all": ("0", "1", "2")}, "recount/count"),
+        (1, {"all": ("0",)}, "recount/count"),
+        (3, {"all": ("0",)}, "recount/rows-missing"),
+        (3, {"all": ("0", "1", "7")}, "recount/rows-missing"),
+        (3, {"all": ("0", "1", "2", "7")}, "recount/rows-extra"),
+        (3, {"long": ("0", "1", "2")}, "recount/rows-missing"),
+    ],
+)
+def test_the_units_of_a_measured_result_are_the_rows_of_the_slice(
+    n: int,
+    slices: dict[str, tuple[str, ...]],
+    reason: str | None,
+    folder: Path,
+    key: SigningKey,
+    rest_on: Callable[..., Any],
+    cli: Cli,
+) -> None:
+    """The report and the records that are signed say the same as the statement."""
+    (folder / "prompts.jsonl").write_text(THREE)
+    program = load_program(folder / "contract.yaml")
+    required = next(r for r in required_clauses(program, folder) if r.id == "N-KL")
+    numbers: dict[str, Any] = {"value": 0.01, "n": n, "unit": "requests"}
+    clause = results_for(
+        required,
+        evidence=Evidence.CENSUS,
+        method="census/1",
+        verdict=Verdict.PASSED,
+        **numbers,
+    )
+    now = datetime(2026, 11, 30, 12, tzinfo=UTC)
+    bundle = issue(
+        program=program,
+        base=folder,
+        clauses=[clause],
+        keys=[key],
+        clock=lambda: now,
+        evidence=rest_on(folder, [clause], slices),
+    )
+    write_bytes(folder / "c.json", bundle)
+    ran = cli("check", "c.json", "--at", AT, "--json", cwd=folder)
+    failed = [c for c in json.loads(ran.stdout)["checks"] if c["outcome"] == "failed"]
+    assert [(c["name"], c["reason"]) for c in failed] == ([("recount", reason)] if reason else [])
+    assert ran.code == (4 if reason else 0)
 
 
 def test_two_certificates_cover_a_contract_together(
@@ -311,15 +474,24 @@ def test_two_certificates_cover_a_contract_together(
     key: SigningKey,
     proof: bytes,
     every_result: Results,
+    rest_on: Callable[..., Any],
     cli: Cli,
     follows: Callable[..., None],
 ) -> None:
     write_bytes(folder / "N-ATTN-0.proof.json", proof)
     every = every_result(proof_reference("N-ATTN-0", proof))
     now = datetime(2026, 11, 30, 12, tzinfo=UTC)
+    files = rest_on(folder, every[1:])
     parts = {"formal.json": every[:1], "measured.json": every[1:], "some.json": every[1:3]}
     for name, clauses in parts.items():
-        bundle = issue(program=program, base=folder, clauses=clauses, keys=[key], clock=lambda: now)
+        bundle = issue(
+            program=program,
+            base=folder,
+            clauses=clauses,
+            keys=[key],
+            clock=lambda: now,
+            evidence=() if name == "formal.json" else files,
+        )
         write_bytes(folder / name, bundle)
 
     def run(*words: str) -> tuple[int, dict[str, Any]]:

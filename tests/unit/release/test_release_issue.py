@@ -39,6 +39,7 @@ from kcdsl.verdict.model import Held
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
 from kcdsl_certs.envelope import parse_bundle
+from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import SigningKey, ed25519_from_seed
 from kcdsl_certs.reject import Reject
 
@@ -58,11 +59,12 @@ def _census(program: Program, folder: Path, **numbers: Any) -> CertifiedClause:
 
 
 def test_the_same_results_give_the_same_bytes(
-    program: Program, folder: Path, key: SigningKey
+    program: Program, folder: Path, key: SigningKey, evidence: tuple[EvidenceFile, ...]
 ) -> None:
     fixed = ed25519_from_seed(bytes(32))
     common: dict[str, Any] = {
         "program": program, "base": folder, "clauses": [_census(program, folder, value=0.01)],
+        "evidence": evidence,
     }  # fmt: skip
     one = issue(**common, keys=[fixed], clock=lambda: NOW)
     assert one == issue(**common, keys=[fixed], clock=lambda: NOW + timedelta(microseconds=5))
@@ -125,12 +127,22 @@ def test_what_the_contract_does_not_know_is_refused(
         issue(program=program, base=folder, clauses=[], keys=[key])
 
 
+def test_measured_results_name_what_they_rest_on(
+    program: Program, folder: Path, key: SigningKey, evidence: tuple[EvidenceFile, ...]
+) -> None:
+    clauses = [_census(program, folder, value=0.01)]
+    for files in ((), evidence[1:], (*evidence, evidence[0])):
+        with pytest.raises(Refusal, match="evidence/"):
+            issue(program=program, base=folder, clauses=clauses, keys=[key], evidence=files)
+
+
 def test_without_a_key_it_is_the_statement_alone(
-    program: Program, folder: Path, key: SigningKey
+    program: Program, folder: Path, key: SigningKey, evidence: tuple[EvidenceFile, ...]
 ) -> None:
     def made(*keys: SigningKey) -> bytes:
         clauses = [_census(program, folder, value=0.01)]
-        return issue(program=program, base=folder, clauses=clauses, keys=keys, clock=lambda: NOW)
+        common: Any = {"program": program, "base": folder, "clauses": clauses}
+        return issue(**common, keys=keys, clock=lambda: NOW, evidence=evidence)
 
     assert _payload(made(key)) == made()
     with pytest.raises(Reject, match="bundle/malformed"):

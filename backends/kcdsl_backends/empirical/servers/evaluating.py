@@ -94,6 +94,7 @@ def gather_served(
             "the server shows neither its weights nor its blocks: no digest and no certified bound"
             " stands beside what it drew",
             *([f"{repeated} requests repeat a prompt and count with it"] if repeated else []),
+            *(() if journal is None else journal.notes),
         ),
         seed=setting.seed,
         looks=setting.looks,

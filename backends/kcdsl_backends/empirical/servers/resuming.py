@@ -81,7 +81,7 @@ def resume_served(
             journal.keep_note(name, note)
         return Kept(journal)
     if kept:
-        journal.tell(f"resumed: {len(kept)} of {len(requests)} requests")
+        journal.take_over(len(kept), len(requests))
     return Kept(journal, {k: from_bytes(note, server.semantics) for k, note in kept.items()})
 
 

@@ -1,0 +1,175 @@
+"""The files that a statement rests on: there or missing, as they were signed or changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from kcdsl_certs.clauses import CertifiedClause, Verdict
+from kcdsl_certs.fields import Fields, plain_name
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.strict import LARGEST_DOCUMENT, loose_load
+from kcdsl_certs.triple import Triple
+from kcdsl_certs.verdicts import MEASURED
+
+NEEDED = ("trace", "records", "report", "kernels")
+"""What every measured result rests on: what the kernels gave, the record of each request, what was
+concluded, and the fingerprints of the kernels that ran."""
+ROLES = (*NEEDED, "journal", "counterexample")
+_CHUNK = 1 << 20
+_KERNELS, _REPORT = "kcdsl.kernels/1", "kcdsl.report/1"
+_WORDS = {Verdict.PASSED: ("held",), Verdict.FAILED: ("violated",)}
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceFile:
+    """A file beside the certificate: the digest decides, `path` says where to look."""
+
+    role: str
+    path: str
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"role": self.role, "path": self.path, "digest": {"sha256": self.sha256}}
+
+    @staticmethod
+    def from_json(value: Any) -> EvidenceFile:
+        """Read the record of `to_json`."""
+        fields = Fields.of(value, "predicate.evidence")
+        role = fields.text("role")
+        if role not in ROLES:
+            raise Reject("statement/malformed", f"predicate.evidence: there is no role {role!r}")
+        path = plain_name(fields.text("path"), "predicate.evidence.path")
+        file = EvidenceFile(role, path, fields.sha256("digest"))
+        fields.done()
+        return file
+
+
+def refuse_unnamed(clauses: tuple[CertifiedClause, ...], files: tuple[EvidenceFile, ...]) -> None:
+    """Refuse measured results that do not name what they rest on, and a file named twice."""
+    names = [file.path for file in files]
+    if len(set(names)) != len(names):
+        raise Reject("evidence/duplicate", "one file is named twice as evidence")
+    once = [file.role for file in files if file.role != "counterexample"]
+    if len(set(once)) != len(once):
+        raise Reject("evidence/duplicate", "two files are named as one kind of evidence")
+    measured = [clause.label for clause in clauses if clause.method in MEASURED]
+    lacking = [role for role in NEEDED if role not in once]
+    if measured and lacking:
+        detail = f"{measured[0]} is measured, and no {' and no '.join(lacking)} is named"
+        raise Reject("evidence/unnamed", detail)
+
+
+@dataclass(slots=True)
+class Evidence:
+    """The evidence files of one certificate in its folder, each read at most once."""
+
+    folder: Path
+    missing: list[str] = field(default_factory=list)
+    _documents: dict[str, bytes] = field(default_factory=dict)
+
+    def examine(self, files: tuple[EvidenceFile, ...]) -> None:
+        """Hash every file; what is missing is noted. Raises Reject where one was changed."""
+        for file in files:
+            path = self.folder / file.path
+            if not path.is_file():
+                self.missing.append(file.path)
+                continue
+            kept = file.role in ("records", "report", "kernels")
+            digest, data = _read(path, kept)
+            if digest != file.sha256:
+                detail = f"{file.path} is not the {file.role} that was signed"
+                raise Reject("evidence/digest-mismatch", detail)
+            if kept:
+                self._documents[file.role] = data
+
+    def document(self, role: str) -> bytes | None:
+        """Return the bytes of a file whose digest was compared; None where there is none."""
+        return self._documents.get(role)
+
+
+def _read(path: Path, kept: bool) -> tuple[str, bytes]:
+    """Return the digest of a file and, if it is to be kept, the bytes that were hashed."""
+    found, parts, size = hashlib.sha256(), [], 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                found.update(chunk)
+                size += len(chunk)
+                if kept and size > LARGEST_DOCUMENT:
+                    raise Reject("evidence/too-large", f"{path.name}: {LARGEST_DOCUMENT} bytes")
+                if kept:
+                    parts.append(chunk)
+    except OSError as error:
+        raise Reject("evidence/unreadable", f"{path.name}: {error.strerror or error}") from None
+    return found.hexdigest(), b"".join(parts)
+
+
+def compare(evidence: Evidence, clauses: tuple[CertifiedClause, ...], triple: Triple) -> list[str]:
+    """Compare what the documents say with the statement; return what was compared, in words.
+
+    Raises Reject where the fingerprints are of other kernels, the report is of another contract, or
+    a measured result does not stand in it.
+    """
+    said = []
+    kernels = evidence.document("kernels")
+    if kernels is not None:
+        _compare_kernels(loose_load(kernels), triple)
+        said.append("fingerprints of the kernels")
+    report = evidence.document("report")
+    if report is not None:
+        count = _compare_report(loose_load(report), clauses, triple)
+        said.append(f"{count} measured result(s) with the report")
+    return said
+
+
+def _compare_kernels(document: Any, triple: Triple) -> None:
+    fields = Fields.of(document, "kernels")
+    stated = {"train": triple.train.fingerprint, "infer": triple.infer.fingerprint}
+    if fields.text("schema") != _KERNELS or {r: fields.raw(r) for r in stated} != stated:
+        raise Reject(
+            "evidence/kernels-mismatch", "the kernels that ran are not those of the triple"
+        )
+
+
+def _compare_report(document: Any, clauses: tuple[CertifiedClause, ...], triple: Triple) -> int:
+    fields = Fields.of(document, "report")
+    digest = fields.inner("contract").raw("digest")
+    if fields.text("schema") != _REPORT or digest != f"sha256:{triple.contract.digest}":
+        raise Reject("evidence/report-mismatch", "the report is about another contract")
+    rows = [Fields.of(row, "report.clauses").record for row in fields.items("clauses")]
+    measured = [clause for clause in clauses if clause.method in MEASURED]
+    for clause in measured:
+        own = [r for r in rows if (r.get("clause"), r.get("slice")) == (clause.id, clause.slice)]
+        if not any(_is_of(row, clause) for row in own):
+            detail = f"{clause.label} {clause.quantity} does not stand in the report"
+            raise Reject("evidence/report-mismatch", detail)
+    return len(measured)
+
+
+def _is_of(row: Mapping[str, Any], clause: CertifiedClause) -> bool:
+    """Say whether a row of the report is this result: units, counts, value and verdict."""
+    counted, words = row.get("exceedance"), _WORDS.get(clause.verdict)
+    if words is not None and row.get("verdict") not in words:
+        return False
+    if row.get("evidence") != clause.evidence.value:
+        return False
+    counts = counted if isinstance(counted, dict) else {}
+    if clause.n is not None and clause.n not in (row.get("n"), counts.get("n")):
+        return False
+    if clause.exceed is not None and clause.exceed != counts.get("k"):
+        return False
+    return clause.value is None or _equals(row.get("value"), clause.value)
+
+
+def _equals(stated: Any, value: float) -> bool:
+    """Say whether two doubles are one, or neighbours: a verdict that was decided exactly may need
+    the neighbour to be stated (19/20 of a mean meets 95 %, its nearest double does not)."""
+    if not isinstance(stated, int | float) or isinstance(stated, bool):
+        return False
+    return abs(Fraction(stated) - Fraction(value)) <= abs(Fraction(value)) / 2**52

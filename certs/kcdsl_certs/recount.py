@@ -1,0 +1,286 @@
+"""Coverage counted again: the rows of each slice, from the data, against what is stated of them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kcdsl_certs.canonical import canonical_digest
+from kcdsl_certs.clauses import CertifiedClause, Verdict
+from kcdsl_certs.fields import Fields
+from kcdsl_certs.proofs import LARGEST_PROOF, load_proof
+from kcdsl_certs.reject import Reject
+from kcdsl_certs.rows import Row, Selected, SliceSource, read_rows, select
+from kcdsl_certs.strict import LARGEST_DOCUMENT, loose_load, strict_load
+from kcdsl_certs.verdicts import ATTACK, MEASURED
+
+Data = Callable[[str], Path | None]
+"""Finds a data file by the name that the contract gives it; None where it is not at hand."""
+_HAS = re.compile(r"has\(trace, \[([\w, ]+)\]\)", re.ASCII)
+_WINDOW = 16
+"""Consecutive units of one window."""
+_TIMED = re.compile(r"\b(?:latency|throughput|peak_memory|determinism)\b", re.ASCII)
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+
+
+@dataclass(slots=True)
+class Recount:
+    """Counts the coverage of the results of one certificate.
+
+    `slices` says where the rows of each slice come from, `data` finds the files, `inputs` are the
+    digests that were signed. `folder` holds the proofs, `records` is the file with the record of
+    each request, whose digest was compared before (None: it is not at hand).
+    """
+
+    slices: Mapping[str, SliceSource]
+    data: Data
+    inputs: Mapping[str, str]
+    folder: Path
+    records: bytes | None
+    missing: list[str] = field(default_factory=list)
+    """What was not at hand."""
+    beyond: list[str] = field(default_factory=list)
+    """What cannot be counted here, whatever is at hand."""
+    counted: list[str] = field(default_factory=list)
+    _rows: dict[tuple[str, str], tuple[Row, ...] | None] = field(default_factory=dict)
+    _digests: dict[str, str] = field(default_factory=dict)
+    _records: list[Mapping[str, Any]] | None = None
+
+    def run(self, clauses: Iterable[CertifiedClause]) -> None:
+        """Count every result that is not implied; raises Reject `recount/…` for a difference."""
+        for clause in clauses:
+            if clause.implied_by is not None or clause.verdict is Verdict.INCONCLUSIVE:
+                continue
+            self._one(clause)
+
+    def _one(self, clause: CertifiedClause) -> None:
+        source = None if clause.slice is None else self.slices.get(clause.slice)
+        if source is None:
+            self._note(self.beyond, f"{clause.label}: the slice has no data")
+            return
+        rows = self._rows_of(source)
+        if rows is None:
+            self._note(self.missing, source.data)
+            return
+        pin = {"data": self._digests[source.data], "where": source.where}
+        if clause.slice_digest != canonical_digest(pin):
+            raise Reject("recount/slice-mismatch", f"{clause.label}: the slice is another one")
+        chosen = select(rows, source.where)
+        if clause.proof is not None:
+            self._proved(clause, source, chosen)
+        elif clause.method == ATTACK:
+            self._attacked(clause, chosen)
+        elif clause.method in MEASURED:
+            self._measured(clause, source, chosen)
+
+    def _rows_of(self, source: SliceSource) -> tuple[Row, ...] | None:
+        key = (source.data, source.tokens)
+        if key not in self._rows:
+            path = self.data(source.data)
+            if path is None or not path.is_file():
+                self._rows[key] = None
+                return None
+            try:
+                with path.open("rb") as file:
+                    data = file.read(LARGEST_DOCUMENT + 1)
+            except OSError as error:
+                raise Reject("recount/data", f"{source.data}: {error.strerror or error}") from None
+            if len(data) > LARGEST_DOCUMENT:
+                raise Reject("recount/data", f"{source.data} is too large")
+            digest = hashlib.sha256(data).hexdigest()
+            if self.inputs.get(source.data) != digest:
+                raise Reject("recount/data", f"{source.data} is not the data that was signed")
+            self._digests[source.data] = digest
+            self._rows[key] = read_rows(data, source.tokens)
+        return self._rows[key]
+
+    @staticmethod
+    def _note(notes: list[str], text: str) -> None:
+        if text not in notes:
+            notes.append(text)
+
+    # --- proofs ----------------------------------------------------------------------------------
+
+    def _proved(self, clause: CertifiedClause, source: SliceSource, chosen: Selected) -> None:
+        proof = strict_load(load_proof(self.folder, clause), LARGEST_PROOF)
+        cases = [Fields.of(item, "case") for item in Fields.of(proof, "proof").items("cases")]
+        kind = (clause.region or "").partition("(")[0]
+        if kind in ("hull", "rows"):
+            self._spanned(clause, kind, [case.text("name") for case in cases], chosen)
+            return
+        by_name = {case.text("name"): case.inner("region") for case in cases}
+        self._same_names(clause, list(by_name), len(cases), chosen, "case")
+        rows = {row.id: row for row in (*chosen.rows, *chosen.open)}
+        seen: dict[str, Row] = {}
+        unknown = 0
+        for name, region in by_name.items():
+            row = rows[name]
+            content = _content(region)
+            _fits(clause, row, region)
+            other = seen.setdefault(content, row)
+            known = other.tokens is not None and row.tokens is not None
+            if known and other.tokens != row.tokens:
+                detail = f"{clause.label}: {name} and {other.id} are one case twice"
+                raise Reject("recount/case-repeated", detail)
+            unknown += row.tokens is None
+        if unknown:
+            text = f"{clause.label}: tokens of {unknown} row(s), which need the model's tokenizer"
+            self._note(self.beyond, text)
+        self._say(clause, f"{len(cases)} case(s)", chosen)
+
+    def _spanned(
+        self, clause: CertifiedClause, kind: str, names: list[str], chosen: Selected
+    ) -> None:
+        """A box for each length of the slice's rows, or one of any length."""
+        if not chosen.rows and not chosen.open:
+            raise Reject("recount/rows-missing", f"{clause.label}: the slice selects no row")
+        lengths = {row.length for row in chosen.rows}
+        if kind == "hull" and None not in lengths and not chosen.open:
+            expected = sorted(f"hull-{length}" for length in lengths)
+            if sorted(names) != expected:
+                detail = f"{clause.label}: boxes of {len(lengths)} lengths, {len(names)} are proved"
+                raise Reject("recount/rows-missing", detail)
+            self._say(clause, f"{len(names)} box(es) for every length", chosen)
+            return
+        if kind == "rows" and len(names) != 1:
+            raise Reject("recount/rows-extra", f"{clause.label}: {len(names)} boxes of any length")
+        self._note(self.beyond, f"{clause.label}: which rows lie in its box(es)")
+
+    def _attacked(self, clause: CertifiedClause, chosen: Selected) -> None:
+        most = len(chosen.rows) + len(chosen.open)
+        if clause.n is not None and clause.n > most:
+            raise Reject("recount/count", f"{clause.label}: {clause.n} of {most} rows")
+
+    def _same_names(
+        self, clause: CertifiedClause, names: list[str], count: int, chosen: Selected, what: str
+    ) -> None:
+        """Every row of the slice is there once, and nothing else."""
+        if len(names) != count or len(set(names)) != len(names):
+            raise Reject("recount/duplicate", f"{clause.label}: a {what} is there twice")
+        found, sure = set(names), {row.id for row in chosen.rows}
+        lacking = sorted(sure - found)
+        if lacking or not names:
+            shown = ", ".join(lacking[:3])
+            detail = f"{clause.label}: no {what} of {len(lacking)} row(s) of the slice: {shown}"
+            raise Reject("recount/rows-missing", detail)
+        stray = sorted(found - sure - {row.id for row in chosen.open})
+        if stray:
+            shown = ", ".join(stray[:3])
+            detail = f"{clause.label}: {len(stray)} {what}(s) of no row of the slice: {shown}"
+            raise Reject("recount/rows-extra", detail)
+
+    def _say(self, clause: CertifiedClause, what: str, chosen: Selected) -> None:
+        rows = f"{len(chosen.rows)} row(s)"
+        if chosen.open:
+            text = f"{clause.label}: the length of {len(chosen.open)} row(s)"
+            self._note(self.beyond, text)
+        self.counted.append(f"{clause.label}: {what} of {rows}")
+
+    # --- measured results ------------------------------------------------------------------------
+
+    def _measured(self, clause: CertifiedClause, source: SliceSource, chosen: Selected) -> None:
+        if source.units != "rows":
+            text = f"{clause.label}: its units are drawn or recorded, not rows of the data"
+            self._note(self.beyond, text)
+            return
+        if self.records is None:
+            self._note(self.missing, "the records of requests")
+        if clause.unit in ("requests", "records") and not _is_timed(clause):
+            least, most = len(chosen.rows), len(chosen.rows) + len(chosen.open)
+            if clause.n is None or not least <= clause.n <= most or clause.n == 0:
+                detail = f"{clause.label}: {clause.n} {clause.unit}, the slice has {least} rows"
+                raise Reject("recount/count", detail)
+        if self.records is None:
+            return
+        own = [r for r in self._read_records() if clause.slice in _slices(r)]
+        prefix = f"{source.data}:"
+        names = [str(r.get("request")).removeprefix(prefix) for r in own]
+        if not all(str(r.get("request")).startswith(prefix) for r in own):
+            raise Reject("recount/rows-extra", f"{clause.label}: a record of other data")
+        self._same_names(clause, names, len(own), chosen, "record")
+        self._units(clause, own)
+        self._fields(clause, own)
+        self._say(clause, f"{clause.n} {clause.unit}", chosen)
+
+    def _units(self, clause: CertifiedClause, own: list[Mapping[str, Any]]) -> None:
+        runs = [len(_times(record)) for record in own]
+        timed = sum(runs) if _is_timed(clause) else len(own)
+        match clause.unit:
+            case "requests" | "records":
+                counted = {len(own), timed}
+            case "timed runs":
+                counted = {sum(runs)}
+            case "windows":
+                counted = {max(1, timed // _WINDOW)}
+            case _:
+                raise Reject("recount/unit", f"{clause.label}: {clause.unit!r} is no unit here")
+        if clause.n not in counted:
+            found = " or ".join(map(str, sorted(counted)))
+            detail = f"{clause.label}: {clause.n} {clause.unit} are stated, {found} are recorded"
+            raise Reject("recount/count", detail)
+        if _is_timed(clause) and min(runs) == 0:
+            raise Reject("recount/rows-missing", f"{clause.label}: a row was never timed")
+
+    def _fields(self, clause: CertifiedClause, own: list[Mapping[str, Any]]) -> None:
+        """The share of records that carry every field is counted again as well."""
+        found = _HAS.fullmatch(clause.quantity)
+        if found is None:
+            return
+        names = [name.strip() for name in found[1].split(",")]
+        lacking = sum(any(record.get(name) in _EMPTY for name in names) for record in own)
+        if lacking and clause.verdict is Verdict.PASSED and clause.is_hard:
+            detail = f"{clause.label}: {lacking} record(s) lack a field"
+            raise Reject("recount/fields-missing", detail)
+        if clause.exceed is not None and clause.exceed != lacking:
+            detail = f"{clause.label}: {clause.exceed} without a field, {lacking} are recorded"
+            raise Reject("recount/count", detail)
+
+    def _read_records(self) -> list[Mapping[str, Any]]:
+        if self._records is None:
+            lines = [line for line in (self.records or b"").split(b"\n") if line.strip()]
+            records = [Fields.of(loose_load(line), "record").record for line in lines]
+            keys = [record.get("request") for record in records]
+            if len({str(key) for key in keys}) != len(keys):
+                raise Reject("recount/duplicate", "a request is recorded twice")
+            self._records = list(records)
+        return self._records
+
+
+def _slices(record: Mapping[str, Any]) -> list[Any]:
+    found = record.get("slices")
+    return found if isinstance(found, list) else []
+
+
+def _times(record: Mapping[str, Any]) -> list[Any]:
+    found = record.get("latency_s")
+    return found if isinstance(found, list) else []
+
+
+def _is_timed(clause: CertifiedClause) -> bool:
+    return _TIMED.search(clause.quantity) is not None
+
+
+def _content(region: Fields) -> str:
+    """Return what makes two regions one: the token ids, or the centre."""
+    if "ids" in region.record:
+        return repr(region.record["ids"])
+    centre = region.inner("centre")
+    return f"{centre.raw('shape')} {centre.raw('data')}"
+
+
+def _fits(clause: CertifiedClause, row: Row, region: Fields) -> None:
+    """A region is of the tokens of its row: the same ids, or as many states."""
+    if row.tokens is None:
+        return
+    if "ids" in region.record:
+        if list(row.tokens) != region.record["ids"]:
+            raise Reject("recount/case-mismatch", f"{clause.label}: {row.id} has other tokens")
+        return
+    shape = region.inner("centre").raw("shape")
+    if not isinstance(shape, list) or not shape or shape[0] != len(row.tokens):
+        detail = f"{clause.label}: {row.id} has {len(row.tokens)} tokens, its case has {shape!r}"
+        raise Reject("recount/case-mismatch", detail)
