@@ -342,7 +342,8 @@ def test_coverage_is_not_recounted_without_data_and_that_is_said(
     from kcdsl_certs.__main__ import main
 
     expected = folder / "expected.json"
-    cli("check", certificate, "--at", AT, "--write-expectation", expected, cwd=folder)
+    asked = ("--at", AT, "--key", folder / "kcdsl.key.pub", "--write-expectation", expected)
+    assert cli("check", certificate, *asked, cwd=folder).code == 0
     words = ["check", str(certificate), "--expect", str(expected), "--at", AT]
     words += ["--key", str(folder / "kcdsl.key.pub")]
     words += ["--checkpoint", str(folder / "model.safetensors")]
@@ -413,7 +414,8 @@ def test_the_cases_of_a_proof_are_the_rows_of_the_slice(
     now = datetime(2026, 11, 30, 12, tzinfo=UTC)
     bundle = issue(program=program, base=folder, clauses=[clause], keys=[key], clock=lambda: now)
     write_bytes(folder / "c.json", bundle)
-    ran = cli("check", "c.json", "--at", AT, "--json", cwd=folder)
+    key_file = folder / "kcdsl.key.pub"
+    ran = cli("check", "c.json", "--key", key_file, "--at", AT, "--json", cwd=folder)
     failed = [c for c in json.loads(ran.stdout)["checks"] if c["outcome"] == "failed"]
     assert [(c["name"], c["reason"]) for c in failed] == ([("recount", reason)] if reason else [])
     assert ran.code == (4 if reason else 0)
@@ -462,7 +464,8 @@ def test_the_units_of_a_measured_result_are_the_rows_of_the_slice(
         evidence=rest_on(folder, [clause], slices),
     )
     write_bytes(folder / "c.json", bundle)
-    ran = cli("check", "c.json", "--at", AT, "--json", cwd=folder)
+    key_file = folder / "kcdsl.key.pub"
+    ran = cli("check", "c.json", "--key", key_file, "--at", AT, "--json", cwd=folder)
     failed = [c for c in json.loads(ran.stdout)["checks"] if c["outcome"] == "failed"]
     assert [(c["name"], c["reason"]) for c in failed] == ([("recount", reason)] if reason else [])
     assert ran.code == (4 if reason else 0)
