@@ -153,11 +153,16 @@ def unless_boundless(derive: Callable[[], Derived]) -> Derived | None:
         return None
 
 
+def stored_forms(found: Walk) -> list[tuple[str, Form]]:
+    """Return the forms of what is stored of every node."""
+    names = [name for name in found.forms if name not in found.named]
+    forms = [(name, found.forms[found.reading(name)]) for name in names]
+    return [(name, form) for name, form in forms if isinstance(form, Form)]
+
+
 def check_forms(found: Walk, values: dict[str, np.ndarray]) -> None:
     """Every node lies within its reach of its reference."""
-    for name, form in found.forms.items():
-        if not isinstance(form, Form):
-            continue
+    for name, form in stored_forms(found):
         error = np.abs(values[name] - form.reference)
         slack = 2.0**-46 * np.abs(values[name]).max()
         assert (error <= form.reach + slack).all(), name
@@ -169,8 +174,8 @@ def check_functionals(
     """Random functionals of random nodes lie within the bounds of their reverse pass."""
     centre = found.scene.centre
     assert centre is not None
-    for name, form in found.forms.items():
-        if not isinstance(form, Form) or form.place is None:
+    for name, form in stored_forms(found):
+        if form.place is None:
             continue
         weights = rng.standard_normal((3, *form.shape)) * (rng.random((3, *form.shape)) < 0.5)
         row = tuple(int(rng.integers(n)) for n in form.shape[:-1])

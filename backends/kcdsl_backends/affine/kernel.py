@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
+from kcdsl_backends.affine.independent import Roundings
 from kcdsl_backends.affine.passes import Kind, Passes
 from kcdsl_backends.affine.tape import INPUT, SAFE, Entry, Shared, Tape
+from kcdsl_backends.affine.tape import Apart as TakenApart
 from kcdsl_backends.interval.context import Kernels
+from kcdsl_backends.interval.readings import ONCE, STATISTICS, Apart
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
 
@@ -36,6 +39,17 @@ class Nearby:
     train: Spread
     infer: Spread
     kernels: Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Private:
+    """How far each reading of a result may be by itself from the one of which all are versions.
+
+    `reach` bounds it element by element, `apart` takes it apart.
+    """
+
+    reach: Tensor
+    apart: TakenApart | None = None
 
 
 NEGLIGIBLE = 2.0**-3
@@ -83,6 +97,11 @@ class KernelRun:
     common: dict[str, Tensor] = field(default_factory=dict)
     """What operations with weights read in the first kernel that is run, at the centre: what both
     kernels make of other weights is taken at these numbers."""
+    several: frozenset[str] = frozenset()
+    """Nodes that are read more than once, where casts are free; what each reading is by itself
+    stands in `private`, and entries are without it."""
+    private: dict[str, Private] = field(default_factory=dict)
+    readings: dict[tuple[str, str, int], int] = field(default_factory=dict)
 
     @property
     def negligible(self) -> float:
@@ -112,7 +131,7 @@ class KernelRun:
         if self.spread is not None and source.op == "param" and name not in self.computed:
             self.moving(name, source, self.parameters.plain(source), self.spread.plain(source))
         if name in self.computed:
-            index = self.computed[name]
+            index = self._read(node, position)
             entry = self.tape.entries[index]
             return Operand(index, entry.reference, entry.reach)
         reference = (
@@ -121,6 +140,59 @@ class KernelRun:
             else self.parameters.plain(self.source(node, position))
         )
         return Operand(None, reference, torch.zeros_like(reference))
+
+    def again(self, node: Node, position: int) -> Apart:
+        """Return how far each reading of an input may be apart from the entry that an operation
+        reads, because it is computed for several readings, or reads it several times."""
+        private = self.private.get(node.inputs[position])
+        if private is None:
+            return None
+        several = node.op in STATISTICS if position == 0 else False
+        several = several or (node.op not in ONCE and node.name in self.several)
+        return private.reach if several else None
+
+    def _read(self, node: Node, position: int) -> int:
+        """Return the entry of one reading; operations on matrices share that of what is stored."""
+        name = node.inputs[position]
+        if name not in self.private or self.again(node, position) is not None:
+            return self.computed[name]
+        return self.reading(name, "" if node.op in ONCE else node.name, position)
+
+    def reading(self, name: str, reader: str = "", position: int = 0) -> int:
+        """Return the entry of one reading of a node; by default, that of what is stored."""
+        private = self.private.get(name)
+        if private is None:
+            return self.computed[name]
+        key = (name, reader, position if reader else 0)
+        if key not in self.readings:
+            index = self.computed[name]
+            entry, own = self.tape.entries[index], private.reach
+            self.readings[key] = self.tape.add(
+                Entry(
+                    name,
+                    entry.reference,
+                    (entry.reach + own) * SAFE,
+                    lambda a: [(index, a)],
+                    None,
+                    own,
+                    roundings=None if self.tape.chance is None else Roundings.none(own),
+                    apart=private.apart,
+                    before=entry.before,
+                )
+            )
+        return self.readings[key]
+
+    def keep(self, node: Node, apart: Apart) -> None:
+        """Note how far readings of a result that nothing rounds may be apart."""
+        if apart is not None:
+            self.private[node.name] = Private(apart)
+
+    def own(self, name: str) -> Tensor | None:
+        """Return what a computed node adds, element by element, in any one reading."""
+        radius, private = self.tape.entries[self.computed[name]].radius, self.private.get(name)
+        if private is None:
+            return radius
+        return private.reach if radius is None else (radius + private.reach) * SAFE
 
     def moving(self, name: str, source: Node, reference: Tensor, radius: Tensor) -> None:
         """Append numbers of a parameter, which may be anywhere around those known."""

@@ -188,7 +188,13 @@ class Both:
             one = self.train.tape.entries[index]
             two = self.infer.tape.entries[self.infer.computed[name]]
             moved = (two.reference - one.reference).abs() + one.reach + two.reach
-            found[name] = float(one.size.amax()), float(up(moved, 4).amax())
+            size = one.size
+            if name != self.output:  # the output's entry is that of one reading
+                first, second = self.train.private.get(name), self.infer.private.get(name)
+                size = size if first is None else (size + first.reach) * (1 + 2.0**-50)
+                for private in (first, second):
+                    moved = moved if private is None else (moved + private.reach) * (1 + 2.0**-50)
+            found[name] = float(size.amax()), float(up(moved, 4).amax())
         return found
 
 

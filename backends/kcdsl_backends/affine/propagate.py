@@ -17,6 +17,7 @@ from kcdsl_backends.affine.storing import Result, store, stored_format
 from kcdsl_backends.affine.tape import SAFE, Entry, Tape
 from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.readings import several
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
 
@@ -96,6 +97,8 @@ def write(
     nodes = {node.name: node for node in graph.nodes}
     rounding = Rounding(parameters.numerics)
     run = KernelRun(graph, rounding, parameters, tape, nodes, grain, spread=spread)
+    if rounding.free:
+        run.several = several(graph)
     run.common.update(common or {})
     run.handed = stored or drift is not None
     tape.add(Entry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
@@ -112,6 +115,8 @@ def write(
         if boxes is not None and node.name in boxes and node.name in run.computed:
             _meet(run, node, boxes[node.name])
     run.rounding = rounding
+    if graph.output in run.computed:
+        run.computed[graph.output] = run.reading(graph.output)
     return run
 
 

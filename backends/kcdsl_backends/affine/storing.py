@@ -14,12 +14,13 @@ from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.cases import Cases, Ends, Together, beyond, on_grid
 from kcdsl_backends.affine.independent import Roundings
-from kcdsl_backends.affine.kernel import KernelRun
+from kcdsl_backends.affine.kernel import KernelRun, Private
 from kcdsl_backends.affine.reaches import elements, norms
 from kcdsl_backends.affine.remainder import Remainder
 from kcdsl_backends.affine.tape import SAFE, Amplified, Apart, Curved, Entry, OneRow, Pull, Shared
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import refuse_overflow, refuse_unbounded_sums
+from kcdsl_backends.interval.readings import Apart as Again
 from kcdsl_backends.interval.rounding import Rounding, power_of_two, stepped, toward_zero
 
 SUMMED = ("linear", "add", "sub", "layer_norm", "rms_norm")
@@ -34,6 +35,7 @@ class Result:
     float64 errors); `extra` is the reach of what stands in `centre`, `curved` and `amplified`.
     `cases` hold v; `roundings` take `internal` apart, as does `shared` between both kernels.
     `early` was a free cast before the last operation, its error not counted in `internal`.
+    `again` is what readings of the operands add that are not those of the entries.
     """
 
     reference: Tensor
@@ -49,6 +51,7 @@ class Result:
     early: Early | None = None
     one_row: OneRow | None = None
     shared: Shared | None = None
+    again: Again = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ def store(
     """
     kernel, form = run.rounding, stored_format(run, node)
     inner = inner or kernel.inner(accumulates)
+    if kernel.free and node.name in run.several:
+        return _privately(run, node, result, form, accumulates=accumulates, inner=inner)
     internal, early = result.internal, result.early
     if early is not None:
         internal = internal + early.of_known + early.of_error
@@ -127,6 +132,49 @@ def store(
         size = torch.where(finite, torch.minimum(size, toward_zero(before, form)), before)
         form = form if bool(finite.all()) else inner
     refuse_overflow(node.name, size, form)
+    run.computed[node.name] = run.tape.add(entry)
+    return run.computed[node.name]
+
+
+def _privately(
+    run: KernelRun, node: Node, result: Result, form: Format, *, accumulates: bool, inner: Format
+) -> int:
+    """Append the entry of a result of which every reading is a version of its own.
+
+    What is formed once by an accumulator is the same in all of them but for its casts; anything
+    else may be computed again for each.
+    """
+    kernel, early = run.rounding, result.early
+    if accumulates:
+        refuse_unbounded_sums(node.name, result.internal, kernel.inner(accumulates))
+    own = torch.zeros_like(result.internal) if accumulates else result.internal
+    if early is not None:
+        own = own + early.of_known + early.of_error
+    if result.again is not None:
+        own = own + result.again
+    entry = _formed(run, node, result, result.internal if accumulates else 0 * result.internal)
+    reach = (entry.reach + own) * SAFE
+    size = (result.reference.abs() + reach) * SAFE
+    unit, faint = kernel.unit(form), kernel.faint(form)
+    cast = (unit * size + faint) * SAFE
+    apart = None
+    final = node.name == run.graph.output
+    if run.tape.chance is None and not kernel.casts.toward_zero and not final:
+        apart = _apart(run, node, result, form)
+        if apart is not None:  # what is the same in all readings stands in the entry
+            radius = apart.radius - result.internal if accumulates else apart.radius
+            if result.again is not None:
+                radius = radius + (1 + 2 * unit) * (1 + unit) * result.again
+            apart = replace(apart, radius=radius.clamp_min(0) * SAFE)
+    if kernel.casts.toward_zero:
+        cast = torch.minimum(cast, size)
+    run.private[node.name] = Private((own + cast) * SAFE, apart)
+    whole = (size + cast) * SAFE
+    if kernel.casts.toward_zero:
+        finite = size <= inner.largest
+        whole = torch.where(finite, torch.minimum(size, toward_zero(size, form)), size)
+        form = form if bool(finite.all()) else inner
+    refuse_overflow(node.name, whole, form)
     run.computed[node.name] = run.tape.add(entry)
     return run.computed[node.name]
 

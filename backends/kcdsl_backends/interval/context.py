@@ -12,6 +12,7 @@ from kcdsl.model.graph import Node
 from kcdsl.model.numerics import held_formats
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.neighbourhood import Moved, at_rows
+from kcdsl_backends.interval.readings import Apart, added
 from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.sequences import Axes
 from kcdsl_backends.interval.state import Known, State, combine
@@ -120,6 +121,8 @@ class Step:
     kernels: Kernels
     nodes: Mapping[str, Node]
     known: Mapping[str, Known]
+    several: frozenset[str]
+    """Nodes that are read more than once (`readings.several`)."""
 
     def operand(self, index: int) -> State:
         """Return the plain state of an input; parameters and constants are known numbers."""
@@ -141,7 +144,9 @@ class Step:
         zero = torch.zeros_like(x.drift.lo)
         unchanged = (Stored(own, Box(zero, zero)) for own in (x.train, x.infer))
         stored = [now or same for now, same in zip(found, unchanged, strict=True)]
-        return combine(node.name, x.drift, *stored)
+        each = zip(stored, x.apart, strict=True)
+        both = (replace(now, apart=added(now.apart, before)) for now, before in each)
+        return combine(node.name, x.drift, *both)
 
     def operand_node(self, index: int) -> Node:
         """Return the node that produces an input."""
@@ -157,6 +162,7 @@ class Step:
         *,
         accumulates: bool = False,
         moved: tuple[Box, Box] | None = None,
+        apart: tuple[Apart, Apart] = (None, None),
     ) -> State:
         """Store the exact results of both kernels and combine them.
 
@@ -164,18 +170,41 @@ class Step:
             train, infer: exact results on the operands of each kernel.
             drift: exact difference.
             error_train, error_infer: internal error of each kernel before storing (>= 0).
-            accumulates: whether the results come out of the dot-product accumulator.
+            accumulates: whether the results come out of the dot-product accumulator: then they are
+                formed once, and what they are off by is the same for all that read them.
             moved: what a kernel may add to its exact result, in training and inference.
+            apart: what other readings of the operands make of the exact result of either kernel.
         """
+        found = self._stored((train, infer), (error_train, error_infer), accumulates, moved, apart)
+        if accumulates and self.node.name not in self.several:
+            found = [replace(stored, apart=None) for stored in found]
+        return combine(self.node.name, drift, *found)
+
+    def _stored(
+        self,
+        exact: tuple[Box, Box],
+        errors: tuple[Tensor, Tensor],
+        accumulates: bool,
+        moved: tuple[Box, Box] | None,
+        apart: tuple[Apart, Apart],
+    ) -> list[Stored]:
         name, role, op, k = self.node.name, self.node.role, self.node.op, self.kernels
-        more = moved or (None, None)
-        stored = [
+        return [
             kernel.store(
-                exact, error, kernel.format_for(role, op), name, kernel.inner(accumulates), beside
+                value,
+                error,
+                kernel.format_for(role, op),
+                name,
+                kernel.inner(accumulates),
+                beside,
+                _privately(away, error, beside, accumulates=accumulates),
             )
-            for kernel, exact, error, beside in (
-                (k.train, train, error_train, more[0]),
-                (k.infer, infer, error_infer, more[1]),
+            for kernel, value, error, away, beside in zip(
+                (k.train, k.infer), exact, errors, apart, moved or (None, None), strict=True
             )
         ]
-        return combine(name, drift, *stored)
+
+
+def _privately(away: Apart, error: Tensor, moved: Box | None, *, accumulates: bool) -> Apart:
+    """Return how far a result may be in one reading from what it is in all, before it is cast."""
+    return away if accumulates else added(away, error, None if moved is None else moved.mag())

@@ -13,6 +13,7 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.context import Kernels, Step
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.readings import several
 from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.rules import (
     elementwise,
@@ -130,14 +131,14 @@ def _states(
     nodes = {node.name: node for node in graph.nodes}
     kernels = replace(kernels, handed=drift is not None)
     known: dict[str, Known] = {}
-    last_use = _last_uses(graph)
+    last_use, again = _last_uses(graph), several(graph)
     for position, node in enumerate(graph.nodes):
         if node.op in ("param", "constant"):
             continue
         if node.op == "input":
             found: Known = _input(node, kernels, centre, radius, drift)
         else:
-            found = _result(Step(node, kernels.at(node), nodes, known))
+            found = _result(Step(node, kernels.at(node), nodes, known, again))
         known[node.name] = found
         yield node, found if isinstance(found, State) else found.collapse()
         for name in last_use.get(position, ()):
@@ -212,7 +213,8 @@ def block_input(node: Node, kernels: Kernels, centre: Tensor | None, radius: Ten
         form = kernel.format_for(node.role, node.op)
         if form.precision >= FLOAT32.precision:
             return Stored(exact, Box(zero, zero))
-        return kernel.store(exact, zero, form, node.name, kernel.inner(False))
+        stored = kernel.store(exact, zero, form, node.name, kernel.inner(False))
+        return replace(stored, apart=None)  # stored once, before anything reads it
 
     return combine(node.name, Box(zero, zero), taken(kernels.train), taken(kernels.infer))
 

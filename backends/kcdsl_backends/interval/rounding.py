@@ -14,6 +14,7 @@ from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Casts, Numerics
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_unbounded_sums
+from kcdsl_backends.interval.readings import Apart, added
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -58,10 +59,14 @@ def stepped(x: Tensor, format: Format, casts: Casts) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored result: where it lies, and where its error against the exact operation lies."""
+    """A stored result: where it lies, and where its error against the exact operation lies.
+
+    `apart` bounds how far its readings may be from the one of which they are versions.
+    """
 
     value: Box
     error: Box
+    apart: Apart = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +193,14 @@ class Rounding:
         node: str,
         inner: Format,
         moved: Box | None = None,
+        apart: Apart = None,
     ) -> Stored:
         """Store v = exact + m + e, |e| <= internal, m in `moved`, in a format.
 
         `inner` is the format in which v was formed; storing it in one at least as precise as that
         and as float32 takes no further rounding where casts are to nearest. The error is that
-        against `exact`.
+        against `exact`. `apart` bounds how far v may be in one reading from what it is in all,
+        before it is cast.
 
         Raises:
             NoBound: the stored value may exceed the largest finite number of the format.
@@ -209,7 +216,10 @@ class Rounding:
             if self.casts.toward_zero:  # an infinite number is not cut off
                 refuse_overflow(node, before.mag(), inner)
         refuse_overflow(node, value.mag(), format)
-        return Stored(value, error if moved is None else error + moved)
+        found = error if moved is None else error + moved
+        if self.free:
+            return Stored(value, found, added(apart, self.lost(before.mag(), format)))
+        return Stored(value, found)
 
     def _freely(self, before: Box, internal: Tensor, format: Format) -> tuple[Box, Box]:
         if self.casts.toward_zero:

@@ -9,16 +9,21 @@ from torch import Tensor
 
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.rounding import Stored
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """T holds the training value, I the inference value, D inference minus training."""
+    """T holds the training value, I the inference value, D inference minus training.
+
+    `apart` bounds how far a reading of either value may be from the one of which all are versions.
+    """
 
     train: Box
     infer: Box
     drift: Box
+    apart: tuple[Apart, Apart] = (None, None)
 
     @property
     def middle(self) -> Box:
@@ -42,6 +47,7 @@ class SoftmaxState:
     rounding_infer: Tensor
     mask: Tensor | None
     sums: tuple[Tensor, Tensor] | None = None
+    apart: tuple[Apart, Apart] = (None, None)
 
     def collapse(self) -> State:
         """Return the plain state of the computed probabilities."""
@@ -49,13 +55,16 @@ class SoftmaxState:
             self.exact.train.widen(self.rounding_train),
             self.exact.infer.widen(self.rounding_infer),
             self.exact.drift.widen(self.rounding_train).widen(self.rounding_infer),
+            self.apart,
         )
 
 
 Known = State | SoftmaxState
 
 
-def settle(node: str, train: Box, infer: Box, drift: Box) -> State:
+def settle(
+    node: str, train: Box, infer: Box, drift: Box, apart: tuple[Apart, Apart] = (None, None)
+) -> State:
     """Intersect the three boxes with what each pair says about the third.
 
     Raises:
@@ -71,9 +80,10 @@ def settle(node: str, train: Box, infer: Box, drift: Box) -> State:
     for box in (train, infer, drift):
         if not bool((box.lo <= box.hi).all()):
             raise AssertionError(f"empty intersection at {node}: a rule of the domain is wrong")
-    return State(train, infer, drift)
+    return State(train, infer, drift, apart)
 
 
 def combine(node: str, exact_drift: Box, train: Stored, infer: Stored) -> State:
     """Return the state of a stored result: D = D_exact + R_infer - R_train."""
-    return settle(node, train.value, infer.value, exact_drift + infer.error - train.error)
+    drift = exact_drift + infer.error - train.error
+    return settle(node, train.value, infer.value, drift, (train.apart, infer.apart))

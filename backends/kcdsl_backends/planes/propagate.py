@@ -157,7 +157,7 @@ def _keep(run: Run, name: str, deviation: Box, moved: Box) -> None:
     index = run.index[name]
     reference = Box.point(run.tape.entries[index].reference)
     train = state.train.meet(reference + deviation)
-    sharper = settle(name, train, state.infer, state.drift.meet(moved))
+    sharper = settle(name, train, state.infer, state.drift.meet(moved), state.apart)
     run.known[name] = sharper
     run.tape.tighten(index, deviation.meet(sharper.train - reference), sharper.drift)
 

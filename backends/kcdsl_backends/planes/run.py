@@ -14,6 +14,7 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.context import Kernels, Step
+from kcdsl_backends.interval.readings import ONCE, Apart, added, several
 from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.state import Known, State
 from kcdsl_backends.planes.functional import Functional
@@ -38,9 +39,10 @@ class WatchedRounding(Rounding):
         node: str,
         inner: Format,
         moved: Box | None = None,
+        apart: Apart = None,
     ) -> Stored:
         """Store as the kernel does, and keep the box of the error."""
-        stored = Rounding.store(self, exact, internal, format, node, inner, moved)
+        stored = Rounding.store(self, exact, internal, format, node, inner, moved, apart)
         self.errors[node] = stored.error
         return stored
 
@@ -104,10 +106,17 @@ class Run:
     straight: dict[str, Straight] = field(default_factory=dict)
     met: dict[tuple[str, Unknown], Tensor] = field(default_factory=dict)
     """Rows [..., 1] of nodes in which functionals of elements made boxes smaller."""
+    readings: dict[str, dict[tuple[str, int] | None, int]] = field(default_factory=dict)
+    """The entries of the readings of a node: by reader and operand, None where it is stored."""
+    several: frozenset[str] = field(init=False)
+    """Nodes that are read more than once."""
+
+    def __post_init__(self) -> None:
+        self.several = several(self.graph)
 
     def step(self, node: Node) -> Step:
         """Return the step of the interval domain for a node."""
-        return Step(node, self.kernels.at(node), self.nodes, self.known)
+        return Step(node, self.kernels.at(node), self.nodes, self.known, self.several)
 
     def errors(self, node: Node) -> Errors | None:
         """Return the errors with which both kernels stored a node, None where neither did."""
@@ -140,9 +149,38 @@ class Run:
                 Noise(zero, radius, None, middle),
             )
             self.index[name] = self.tape.add(entry)
-        index = self.index[name]
+        index = self._reading(node, position)
         entry = self.tape.entries[index]
         return Operand(index, entry.reference, entry.deviation, entry.drift)
+
+    def _reading(self, node: Node, position: int) -> int:
+        """Return the entry of one reading: the first is the node's, others are near that."""
+        name = node.inputs[position]
+        first, state = self.index[name], self.known.get(name)
+        train, infer = (None, None) if state is None else state.apart
+        if train is None and infer is None:
+            return first
+        key = None if node.op in ONCE else (node.name, position)
+        made = self.readings.setdefault(name, {})
+        if key not in made:
+            made[key] = self._again(first, train, infer) if made else first
+        return made[key]
+
+    def _again(self, index: int, train: Apart, infer: Apart) -> int:
+        """Append another reading of an entry: both are near that of which they are versions."""
+        entry = self.tape.entries[index]
+        zero = torch.zeros_like(entry.reference)
+        deviation = up((zero if train is None else 2 * train.expand(zero.shape)) * SAFE)
+        both = added(train, infer)
+        drift = up((zero if both is None else 2 * both.expand(zero.shape)) * SAFE)
+        return self.tape.add(
+            replace(
+                entry,
+                pull=lambda f: [(index, f)],
+                noise=Noise(deviation.contiguous(), drift.contiguous()),
+                planes=None,
+            )
+        )
 
     def state(self, node: Node) -> State:
         """Return what the interval domain knows of a node."""

@@ -151,7 +151,7 @@ def _descend(
         chosen = {i: _either(better, now[i], chosen.get(i, now[i])) for i in planes}
         if not total.requires_grad:  # nothing that is bent matters here
             break
-        if step < effort.steps:
+        if step < effort.steps and total.requires_grad:
             gradients = torch.autograd.grad(total.sum(), flat, allow_unused=True)
             for move, gradient in zip(flat, gradients, strict=True):
                 move.grad = torch.zeros_like(move) if gradient is None else gradient

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mpmath import mp, mpf
 
 from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.block import Block, Node
 from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules import attention, elementwise, linear, norms
@@ -338,7 +338,8 @@ def test_contradicting_boxes_are_refused() -> None:
 def scene(train: Kernel, infer: Kernel) -> Scene:
     """Return a scene for rules that read the kernels alone."""
     nothing: Any = None
-    return Scene(nothing, train, infer, nothing, {}, frozenset(), None, None)
+    block = Block("none", (), "", {}, None)
+    return Scene(block, train, infer, nothing, {}, frozenset(), None, None)
 
 
 def node(op: str, shape: tuple[int, ...], attrs: dict[str, Any] | None = None) -> Node:
@@ -405,7 +406,7 @@ def test_norm_rounding_covers_long_sums(centred: bool) -> None:
     side = norms.side(box.exact(x), 0.0, centred)
     one, zero = box.exact(np.ones(n)), box.zeros((n,))
     args = kernel(), box.exact(x), side, one, zero, centred
-    found = norms._error(*args)
+    found = norms._error(*args, None)
     squares = [mpf(v) ** 2 for v in x[0]]
     total = mpf(0)
     for square in squares:
@@ -496,8 +497,8 @@ def test_norm_rounding_covers_the_affine_map() -> None:
     x = box.exact(np.array([[1.0, -1.0]]))
     side = norms.side(x, 0.0, False)
     zero, one, big = (box.exact(np.full(2, value)) for value in (0.0, 1.0, 1000.0))
-    plain = norms._error(kernel(), x, side, one, zero, False)
-    shifted = norms._error(kernel(), x, side, one, big, False)
+    plain = norms._error(kernel(), x, side, one, zero, False, None)
+    shifted = norms._error(kernel(), x, side, one, big, False, None)
     assert (shifted - plain >= 999 * 2.0**-24).all()
-    scaled = norms._error(kernel(), x, side, big, zero, False)
+    scaled = norms._error(kernel(), x, side, big, zero, False, None)
     assert (scaled >= 1000 * plain * (1 - 2.0**-20)).all()

@@ -12,7 +12,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint, at
 from kcdsl_backends.affine.cases import SCORES, Cases, choices, of_product, split
-from kcdsl_backends.affine.kernel import KernelRun, Operand
+from kcdsl_backends.affine.kernel import KernelRun, Operand, Private
 from kcdsl_backends.affine.reaches import deviations
 from kcdsl_backends.affine.rules.heads import Heads, heads
 from kcdsl_backends.affine.rules.linear import product
@@ -21,6 +21,7 @@ from kcdsl_backends.affine.storing import Result, store, stored_format
 from kcdsl_backends.affine.tape import PASS, SAFE, Curved, Entry, Pulled
 from kcdsl_backends.interval.box import Box, gamma, up
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow
+from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.rules import softmax as interval
 
 FARTHEST = 30.0
@@ -82,9 +83,11 @@ def softmax(run: KernelRun, node: Node) -> None:
         return [(first, Adjoint(values - mean, window, a.shape))]
 
     high = torch.minimum(((p + moved) * SAFE), torch.ones_like(p))
-    box = Box(scores.reference - scores.reach, scores.reference + scores.reach)
+    again = run.again(node, 0)
+    wide = scores.reach if again is None else (scores.reach + again) * SAFE
+    box = Box(scores.reference - wide, scores.reference + wide)
     if run.rounding.numerics.attention.style == "composed":
-        theta = _theta(run, box, mask)
+        theta = _theta(run, box, mask, again)
         inside = torch.where(mask, theta * high + 2.0**-120, 0.0)
         place = store(run, node, Result(p, project, moved, (own + inside) * SAFE))
         _forbid(run, place, mask)
@@ -92,9 +95,12 @@ def softmax(run: KernelRun, node: Node) -> None:
         _choose(run, place, scores, mask, inside)
         return
     total = Box(torch.zeros_like(high), high)
-    rounding = (interval._rounding(box, total, mask, run.rounding) + own) * SAFE
+    rounding = (interval._rounding(box, total, mask, run.rounding, again) + own) * SAFE
     entry = Entry(node.name, p, (moved + rounding) * SAFE, project, None, rounding)
     refuse_overflow(node.name, entry.size, stored_format(run, node))
+    if node.name in run.several:
+        run.keep(node, rounding)
+        entry = replace(entry, radius=torch.zeros_like(rounding))
     run.computed[node.name] = run.tape.add(entry)
     _forbid(run, run.computed[node.name], mask)
     _balance(run, run.computed[node.name], lost)
@@ -111,12 +117,17 @@ def _forbid(run: KernelRun, place: int, mask: Tensor) -> None:
         radius=torch.where(mask, entry.radius, nothing),
         roundings=None if parts is None else parts.where(mask, nothing),
     )
+    private = run.private.get(entry.name)
+    if private is not None:
+        run.private[entry.name] = Private(torch.where(mask, private.reach, nothing))
 
 
 def _balance(run: KernelRun, place: int, lost: Tensor) -> None:
     """Note how far the sum of a row of probabilities may move: by what is rounded, and by `lost`,
     as the numbers of the projection sum up to 1 but nearly."""
     entry = run.tape.entries[place]
+    if entry.name in run.private:
+        return
     if entry.kept and entry.centre is None and entry.radius is not None:
         balance = (entry.radius.sum(-1, keepdim=True) + lost) * SAFE
         run.tape.entries[place] = replace(entry, balance=balance)
@@ -158,11 +169,17 @@ def _relative_error(allowed: Tensor, mask: Tensor) -> Tensor:
     return 2.0**-52 * (allowed.shape[-1] + 16 + 4 * spread)
 
 
-def _theta(run: KernelRun, scores: Box, mask: Tensor) -> Tensor:
-    """Return Θ of a composed softmax: how far a computed probability may be off, relatively."""
+def _theta(run: KernelRun, scores: Box, mask: Tensor, again: Apart) -> Tensor:
+    """Return Θ of a composed softmax: how far a computed probability may be off, relatively.
+
+    That of a score may be read by itself, and so may those of the sum of its row: `again`.
+    """
     high = torch.where(mask, scores.hi, -torch.inf).amax(-1, keepdim=True)
     low = torch.where(mask, scores.lo, torch.inf).amin(-1, keepdim=True)
     log = interval.log_error(scores.shape[-1], up(high - low), run.rounding)
+    if again is not None:
+        most = torch.where(mask, again, 0.0).amax(-1, keepdim=True)
+        log = (log + again + most) * SAFE
     return torch.expm1(log) * SAFE
 
 

@@ -19,6 +19,7 @@ from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry, Pulled
 from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_written
+from kcdsl_backends.interval.readings import added, times
 from kcdsl_backends.interval.rules.elementwise import (
     GELU,
     SILU,
@@ -49,8 +50,12 @@ def total(sign: float) -> Callable[[KernelRun, Node], None]:
             return found if b.index is None else [*found, (b.index, adjoint.times(sign))]
 
         _same_shape(node, a, b)
-        parts = Roundings.one(own, error * SAFE)
-        store(run, node, Result(reference, pull, reach, (error + own) * SAFE, roundings=parts))
+        parts, internal = Roundings.one(own, error * SAFE), (error + own) * SAFE
+        again = added(run.again(node, 0), run.again(node, 1))
+        if again is not None:
+            internal = internal + run.rounding.u_function * again
+        result = Result(reference, pull, reach, internal, roundings=parts, again=again)
+        store(run, node, result)
 
     return rule
 
@@ -79,7 +84,15 @@ def mul(run: KernelRun, node: Node) -> None:
 
     rest = (second + own + faint) * SAFE
     parts = Roundings.one(rest, rounded * SAFE)
-    store(run, node, Result(reference, pull, linear, (rounded + rest) * SAFE, roundings=parts))
+    first, other = run.again(node, 0), run.again(node, 1)
+    again = added(times(first, b.size), times(other, a.size))
+    if first is not None and other is not None:
+        again = added(again, times(first, other))
+    internal = (rounded + rest) * SAFE
+    if again is not None:
+        internal = internal + run.rounding.u_function * again
+    result = Result(reference, pull, linear, internal, roundings=parts, again=again)
+    store(run, node, result)
 
 
 def scale(run: KernelRun, node: Node) -> None:
@@ -99,7 +112,10 @@ def scale(run: KernelRun, node: Node) -> None:
     def pull(adjoint: Adjoint) -> Pulled:
         return [(index, adjoint.times(factor))]
 
-    store(run, node, Result(reference, pull, linear, (error + own) * SAFE))
+    again = times(run.again(node, 0), (abs(factor) + off) * SAFE)
+    if again is not None:
+        error = error + 3 * run.rounding.u_function * again
+    store(run, node, Result(reference, pull, linear, (error + own) * SAFE, again=again))
 
 
 def shift(run: KernelRun, node: Node) -> None:
@@ -112,7 +128,12 @@ def shift(run: KernelRun, node: Node) -> None:
     u = run.rounding.u_function
     error = u * (reference.abs() + x.reach + off) + u * (1 + u) * most + off
     own = _OWN * (reference.abs() + most) + gamma(PASS) * x.reach
-    store(run, node, Result(reference, lambda a: [(index, a)], x.reach, (error + own) * SAFE))
+    again = run.again(node, 0)
+    if again is not None:
+        error = error + u * again
+    internal = (error + own) * SAFE
+    result = Result(reference, lambda a: [(index, a)], x.reach, internal, again=again)
+    store(run, node, result)
 
 
 def relu(run: KernelRun, node: Node) -> None:
@@ -133,6 +154,7 @@ def relu(run: KernelRun, node: Node) -> None:
     )
     refuse_overflow(node.name, entry.size, run.rounding.compute)
     run.computed[node.name] = run.tape.add(entry)
+    run.keep(node, run.again(node, 0))
 
 
 def _gelu_curvature(x: Box) -> tuple[Tensor, Tensor]:
@@ -205,9 +227,12 @@ def activation(run: KernelRun, node: Node) -> None:
     wide = torch.maximum((slopes.lo - slope).abs(), (slopes.hi - slope).abs()) * reach * SAFE
     low = torch.maximum(least.clamp_max(0) * square, -wide)
     high = torch.minimum(most.clamp_min(0) * square, wide)
-    values = function.range(box)
+    again = run.again(node, 0)
+    wider = reach if again is None else (reach + again) * SAFE
+    around = box if again is None else _around(h, wider)[0]
+    values, again = function.range(around), times(again, function.slopes(around).mag())
     reference = function.value(h)
-    inside = activation_error(function, run.rounding, (h.abs() + reach) * SAFE, values.mag())
+    inside = activation_error(function, run.rounding, (h.abs() + wider) * SAFE, values.mag())
     trust = 2.0**-45 * torch.maximum(reference.abs(), h.abs().clamp_max(1.0)) + 2.0**-45 * reach
     own = trust + gamma(PASS) * linear + 2.0**-1000
     internal = (inside + own) * SAFE
@@ -217,7 +242,8 @@ def activation(run: KernelRun, node: Node) -> None:
 
     remainder = Remainder(low, high, sums).curved()
     extra = torch.maximum(-low, high)
-    store(run, node, Result(reference, pull, linear, internal, curved=remainder, extra=extra))
+    result = Result(reference, pull, linear, internal, curved=remainder, extra=extra, again=again)
+    store(run, node, result)
 
 
 def _around(reference: Tensor, reach: Tensor) -> tuple[Box, Tensor]:
@@ -249,7 +275,11 @@ def rope(run: KernelRun, node: Node) -> None:
 
     reference = x.reference * cos + turned(x.reference) * sin
     linear = (x.reach * cos.abs() + swapped(x.reach) * sin.abs()) * SAFE
-    terms = (x.size * cos.abs() + swapped(x.size) * sin.abs()) * SAFE
+    size, apart = x.size, run.again(node, 0)
+    if apart is not None:
+        size = (size + apart) * SAFE
+        apart = (apart * cos.abs() + swapped(apart) * sin.abs()) * SAFE
+    terms = (size * cos.abs() + swapped(size) * sin.abs()) * SAFE
     own = gamma(4) * terms + gamma(PASS + 2) * linear
     error = gamma(4, kernel.u_function) * terms + 2 * kernel.eta_function
     parts = Roundings.none((error + own) * SAFE)
@@ -268,4 +298,6 @@ def rope(run: KernelRun, node: Node) -> None:
         back = values * cos[part[1:]] + torch.cat([by_sin[..., half:], -by_sin[..., :half]], -1)
         return [(index, Adjoint(back, window, adjoint.shape))]
 
-    store(run, node, Result(reference, pull, linear, (error + own) * SAFE, roundings=parts))
+    internal = (error + own) * SAFE
+    result = Result(reference, pull, linear, internal, roundings=parts, again=apart)
+    store(run, node, result)

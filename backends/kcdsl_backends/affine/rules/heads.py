@@ -105,7 +105,9 @@ def straight(
     if place.shape[1] != tokens or not bool((place == row * features + outputs).all()):
         return None
     weight = run.parameters.linear(run.source(source, 1))
-    own = entry.radius.flatten()[place.flatten()].reshape(place.shape)
+    own = run.own(source.name)
+    assert own is not None
+    own = own.flatten()[place.flatten()].reshape(place.shape)
     below, read = run.operand(source, 0), [tuple(each) for each in outputs[:, 0].tolist()]
     groups = tuple(read.index(each) for each in read)
     each_once = [output for h in sorted(set(groups)) for output in read[h]]

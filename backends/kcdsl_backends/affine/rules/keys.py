@@ -134,5 +134,7 @@ def keys(run: KernelRun, node: Node) -> Keys | None:
         return None
     groups = tuple((place[:, 0, 0] // (tokens * width)).tolist())
     cos, sin = (run.parameters.plain(run.source(source, i)) for i in (1, 2))
-    turn = Turn(cos.expand(tokens, width), sin.expand(tokens, width), entry.radius)
+    own = run.own(source.name)
+    assert own is not None
+    turn = Turn(cos.expand(tokens, width), sin.expand(tokens, width), own)
     return Keys.of(below, groups, turn)

@@ -331,4 +331,6 @@ def before_linear(run: KernelRun, node: Node) -> BeforeLinear | None:
     entry, below = run.tape.entries[run.computed[source.name]], run.operand(source, 0).index
     if not entry.kept or entry.radius is None or below is None:
         return None
-    return BeforeLinear(run.parameters.linear(run.source(source, 1)), entry.radius, below)
+    own = run.own(source.name)
+    assert own is not None
+    return BeforeLinear(run.parameters.linear(run.source(source, 1)), own, below)

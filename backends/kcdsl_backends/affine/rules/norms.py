@@ -25,6 +25,7 @@ from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry, Pulled, Shared, Tape
 from kcdsl_backends.interval.box import gamma
 from kcdsl_backends.interval.errors import NoBound, refuse_written
+from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.rules.norms import LEAST_VARIANCE, refuse_large_squares
 
 FARTHEST = 0.9
@@ -80,7 +81,10 @@ def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
     steep = g * y
     linear = g.abs() * (r * moved.reach + y.abs() * moved.mean) * SAFE
     loose = moved.factor * linear * SAFE
-    inside, cast, flat, along, formed = _inside(run, node, x, y, r, moved, g, b, centred=centred)
+    again = run.again(node, 0)
+    inside, cast, flat, along, formed = _inside(
+        run, node, x, y, r, moved, g, b, again, centred=centred
+    )
     along = (along + moved.shrink / 2) * SAFE
     h = x.reference.abs()
     h = h + h.mean(-1, keepdim=True) if centred else h
@@ -221,31 +225,46 @@ def _inside(
     moved: _Moved,
     g: Tensor,
     b: Tensor,
+    again: Apart,
     *,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the roundings inside: of each element [..., n] and of a cast before the gain, of mean
-    and of root [..., 1]; and a bound of what the gain is multiplied with."""
+    and of root [..., 1]; and a bound of what the gain is multiplied with.
+
+    What is normalised may be a reading of x by itself, as may be that of mean and root: `again`.
+    """
     kernel, n, size = run.rounding, x.shape[-1], x.size
-    u, lost = kernel.u_function, kernel.eta_function
+    u, lost, own, least = kernel.u_function, kernel.eta_function, torch.zeros_like(y), moved.least
+    if again is not None:
+        own, size = again.expand(y.shape), (size + again) * SAFE
     average = size.mean(-1, keepdim=True) * SAFE
     squares = size.square().mean(-1, keepdim=True) * SAFE
-    if not bool((moved.least >= LEAST_VARIANCE).all()):
+    turned = torch.zeros_like(r)
+    if again is not None:
+        length = (own.square().mean(-1, keepdim=True).sqrt() * SAFE).expand(r.shape)
+        root = moved.least.clamp_min(0).sqrt() * (1 - 2.0**-45) - length
+        least = torch.where(root > 0, root.square() * (1 - 2.0**-45), 0.0)
+        turned = torch.where(root > 0, length / root, 0.0) * SAFE
+    if not bool((least >= LEAST_VARIANCE).all()):
         raise NoBound(node.name, "the variance may be zero")
     refuse_large_squares(node.name, size, float(node.attrs["eps"]))
     if centred:
-        kappa = 4 * gamma(n + 6, u) * squares / moved.least * SAFE
+        kappa = 4 * gamma(n + 6, u) * squares / least * SAFE
         if not bool((kappa < 1).all()):
             raise NoBound(node.name, "the mean is too large against the variance")
         theta = ((1 + 8 * u) * (1 + 2.0**-48) / torch.sqrt(1 - kappa) - 1) * SAFE
     else:
         theta = torch.full_like(r, gamma(n + 3, u) + 8 * u)
-    root = moved.least.rsqrt() * (1 + theta) * SAFE
+    root = least.rsqrt() * (1 + theta) * SAFE
+    theta = (theta + turned + theta * turned) * SAFE
     shifted = gamma(n + 6, u) * average * root if centred else torch.zeros_like(root)
+    if centred:
+        shifted = (shifted + own.mean(-1, keepdim=True) * root) * SAFE
     grown = 1 + moved.factor
     magnitude = y.abs() * (1 + grown * moved.mean) + grown * r * moved.reach
     magnitude = magnitude * (1 + theta) * SAFE
-    each = 6 * u * (magnitude + shifted)
+    each = 6 * u * (magnitude + shifted) + own * root
     if centred:
         each = each + (4 * u * (size + average) + (n + 6) * lost) * root
     cast = torch.zeros_like(each)

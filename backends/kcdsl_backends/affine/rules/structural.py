@@ -76,6 +76,8 @@ def _move(run: KernelRun, node: Node, back: Back, copies: int = 1) -> None:
         cases=_moved_cases(node, run.tape.entries[index].cases),
     )
     run.computed[node.name] = run.tape.add(entry)
+    again = run.again(node, 0)
+    run.keep(node, None if again is None else moved(node, again))
 
 
 def cast(run: KernelRun, node: Node) -> None:
@@ -89,7 +91,10 @@ def cast(run: KernelRun, node: Node) -> None:
         return
     index, x = run.entry(node, 0)
     nothing = torch.zeros_like(x.reference)
-    result = Result(x.reference, lambda a: [(index, a)], x.reach, nothing, cases=x.cases)
+    again = run.again(node, 0)
+    result = Result(
+        x.reference, lambda a: [(index, a)], x.reach, nothing, cases=x.cases, again=again
+    )
     store(run, node, result, inner=max(formats, key=lambda other: other.precision))
 
 
@@ -113,6 +118,7 @@ def neg(run: KernelRun, node: Node) -> None:
     index = x.index
     entry = Entry(node.name, -x.reference, x.reach, lambda a: [(index, a.times(-1.0))])
     run.computed[node.name] = run.tape.add(entry)
+    run.keep(node, run.again(node, 0))
 
 
 def expand(run: KernelRun, node: Node) -> None:
@@ -179,6 +185,13 @@ def concat(run: KernelRun, node: Node) -> None:
 
     reach = torch.cat([p.reach for p in parts], dim)
     run.computed[node.name] = run.tape.add(Entry(node.name, reference, reach, pull))
+    again = [run.again(node, i) for i in range(len(parts))]
+    if any(each is not None for each in again):
+        whole = [
+            torch.zeros_like(part.reach) if each is None else each
+            for part, each in zip(parts, again, strict=True)
+        ]
+        run.keep(node, torch.cat(whole, dim))
 
 
 def embedding(run: KernelRun, node: Node) -> None:

@@ -24,6 +24,11 @@ from kcdsl_backends.empirical.engines.programs import Program, other_weight
 
 EXAMPLE = 5
 """Tokens of the sequence with which a part is exported; the length stays free."""
+SIZES = (0.0, 1e-40, 1e-30, 1e-20, 1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1.0, 1e3, 1e8)
+"""Of the rows on which an exported program is compared with what it was made of."""
+ALIKE, FAINT = 2.0**-8, 1e-30
+"""Up to this share of a row's largest number, and this number, results are taken to be the same."""
+_FOLDED = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +72,36 @@ class Sessions:
                 like.new_zeros(2, min(EXAMPLE, self.longest or EXAMPLE), *like.shape[2:]),
                 path,
             )
+            self._compare(name, part, like, _session(path))
             if self.numerics.activations.format != "none":
                 path = self._quantised(name, path)
             return _session(path)
+
+    def _compare(self, name: str, part: Program, like: Tensor, session: Any) -> None:
+        """Refuse a program that computes something else than the part: on rows of zeros, of tiny
+        and of huge numbers, alone, and on a sequence."""
+        if not like.is_floating_point():
+            probes = [like.new_zeros(1, 1)]
+        else:
+            width, drawn = like.shape[2:], torch.Generator().manual_seed(0)
+            alone = torch.randn(len(SIZES), 1, *width, generator=drawn)
+            sizes = torch.tensor(SIZES).reshape(-1, *[1] * (alone.dim() - 1))
+            length = min(EXAMPLE, self.longest or EXAMPLE)
+            probes = [alone * sizes, torch.randn(1, length, *width, generator=drawn)]
+        for probe in probes:
+            found, wanted = (
+                torch.from_numpy(session.run(None, {"x": probe.numpy()})[0]),
+                part(probe),
+            )
+            size = wanted.nan_to_num(0.0).abs().amax(-1, keepdim=True)
+            near = (found - wanted).abs() <= ALIKE * size + FAINT
+            if not bool((near | (found == wanted) | (found.isnan() & wanted.isnan())).all()):
+                raise refuse(
+                    codes.KERNEL_NUMERICS,
+                    f"the program that {self.run} made of {name} computes something else than"
+                    " the model does",
+                    help="run torch.eager or torch.compile",
+                )
 
     def _quantised(self, name: str, path: Path) -> Path:
         """Quantise the products with weights, and compare what was stored with the numerics."""
@@ -148,22 +180,28 @@ class _Part(nn.Module):
 
 
 def _export(part: Program, example: Tensor, path: Path) -> None:
+    from onnxscript.optimizer import fold_constants
+
     owner = getattr(part, "__self__", None)
     module = part if isinstance(part, nn.Module) else None
     if module is None:
         assert isinstance(owner, nn.Module)
         module = _Part(part, owner)
     free = torch.export.Dim.DYNAMIC
-    torch.onnx.export(
+    # The exporter's optimiser takes numbers near 0 and 1 for 0 and 1, an epsilon of 1e-8 for none.
+    program = torch.onnx.export(
         module,
         (example,),
-        path,
         dynamo=True,
         verbose=False,
+        optimize=False,
         input_names=["x"],
         output_names=["y"],
         dynamic_shapes=({0: free, 1: free},),
     )
+    assert program is not None
+    fold_constants(program.model, input_size_limit=_FOLDED, output_size_limit=_FOLDED)
+    program.save(path)
 
 
 def _session(model: Path | bytes) -> Any:

@@ -14,6 +14,7 @@ from kcdsl.model.graph import Node
 from kcdsl_backends.interval.box import Box, gamma, up
 from kcdsl_backends.interval.context import Parameter, Step
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_written
+from kcdsl_backends.interval.readings import Apart, added, times
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State, settle
 
@@ -32,6 +33,7 @@ def add(step: Step) -> State:
         a.drift + b.drift,
         _relative(step.kernels.train, train),
         _relative(step.kernels.infer, infer),
+        apart=_together(a, b),
     )
 
 
@@ -45,7 +47,13 @@ def sub(step: Step) -> State:
         a.drift - b.drift,
         _relative(step.kernels.train, train),
         _relative(step.kernels.infer, infer),
+        apart=_together(a, b),
     )
+
+
+def _together(a: State, b: State) -> tuple[Apart, Apart]:
+    """Return how far readings of a sum are apart by those of its terms."""
+    return added(a.apart[0], b.apart[0]), added(a.apart[1], b.apart[1])
 
 
 def mul(step: Step) -> State:
@@ -58,6 +66,10 @@ def mul(step: Step) -> State:
         a.middle * b.drift + a.drift * b.middle,
         up(_relative(step.kernels.train, train) + step.kernels.train.eta_function),
         up(_relative(step.kernels.infer, infer) + step.kernels.infer.eta_function),
+        apart=(
+            added(times(a.apart[0], b.train.mag()), times(b.apart[0], a.train.mag())),
+            added(times(a.apart[1], b.infer.mag()), times(b.apart[1], a.infer.mag())),
+        ),
     )
 
 
@@ -125,6 +137,11 @@ def _by_constant(step: Step, name: str, apply: Callable[[Box], Box]) -> State:
         return box * part
 
     moved = _off(step, name, away)
+    steepest = 0.0
+    for kernel in (step.kernels.train, step.kernels.infer):
+        ends = (constant, *scalar_of(step.node, name, kernel))
+        most = (abs(end) if name == "factor" else 1 / abs(end) for end in ends)
+        steepest = max(steepest, *most) * (1 + 2.0**-50)
     train, infer = apply(x.train), apply(x.infer)
     sizes = [apply(x.train), apply(x.infer)]
     if moved is not None:
@@ -136,6 +153,7 @@ def _by_constant(step: Step, name: str, apply: Callable[[Box], Box]) -> State:
         up(_relative(step.kernels.train, sizes[0], 3) + step.kernels.train.eta_function),
         up(_relative(step.kernels.infer, sizes[1], 3) + step.kernels.infer.eta_function),
         moved=moved,
+        apart=(times(x.apart[0], steepest), times(x.apart[1], steepest)),
     )
 
 
@@ -180,6 +198,7 @@ def shift(step: Step) -> State:
         rounded(step.kernels.train, train, moved and moved[0]),
         rounded(step.kernels.infer, infer, moved and moved[1]),
         moved=moved,
+        apart=x.apart,
     )
 
 
@@ -196,7 +215,7 @@ def relu(step: Step) -> State:
     high = torch.where(both_on, x.drift.hi, x.drift.hi.clamp_min(0))
     zero = torch.zeros_like(low)
     drift = Box(torch.where(both_off, zero, low), torch.where(both_off, zero, high))
-    return settle(step.node.name, clamp(x.train), clamp(x.infer), drift)
+    return settle(step.node.name, clamp(x.train), clamp(x.infer), drift, x.apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +299,15 @@ def activation(function: Smooth) -> Callable[[Step], State]:
         refuse_written(step.node)
         x = step.operand(0)
         train, infer = function.range(x.train), function.range(x.infer)
-        drift = function.slopes(x.train.hull(x.infer)) * x.drift
+        slopes = function.slopes(x.train.hull(x.infer))
+        drift, steep = slopes * x.drift, slopes.mag()
         return step.finish(
             train,
             infer,
             drift,
             up(activation_error(function, step.kernels.train, x.train.mag(), train.mag()), 2),
             up(activation_error(function, step.kernels.infer, x.infer.mag(), infer.mag()), 2),
+            apart=(times(x.apart[0], steep), times(x.apart[1], steep)),
         )
 
     return rule
@@ -304,8 +325,19 @@ def rope(step: Step) -> State:
     sin = step.kernels.plain(step.operand_node(2))
     if cos.moved is not None or sin.moved is not None:
         raise NoBound(step.node.name, "the tables of a rotation are parameters that may move")
-    (train, infer, drift), errors = rotated(step, step.operand(0), cos, sin)
-    return step.finish(train, infer, drift, *errors)
+    x = step.operand(0)
+    (train, infer, drift), errors = rotated(step, x, cos, sin)
+    apart = turned_apart(x.apart[0], cos.train, sin.train)
+    other = turned_apart(x.apart[1], cos.infer, sin.infer)
+    return step.finish(train, infer, drift, *errors, apart=(apart, other))
+
+
+def turned_apart(apart: Apart, cos: Tensor, sin: Tensor) -> Apart:
+    """Return how far rotated readings are apart."""
+    if apart is None:
+        return None
+    first, second = apart.chunk(2, -1)
+    return added(times(apart, cos.abs()), times(torch.cat([second, first], -1), sin.abs()))
 
 
 def rotated(

@@ -14,6 +14,7 @@ from kcdsl_backends.interval.box import Box, Factor, gamma, magnitude_product, m
 from kcdsl_backends.interval.context import Parameter, Step
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow
 from kcdsl_backends.interval.quantisers import staircase
+from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.scales import (
     group_maximum,
@@ -83,7 +84,16 @@ def linear(step: Step) -> State:
             ),
         )
     ]
-    return step.finish(train, infer, drift, errors[0], errors[1], accumulates=True)
+    (error_train, early_train), (error_infer, early_infer) = errors
+    return step.finish(
+        train,
+        infer,
+        drift,
+        error_train,
+        error_infer,
+        accumulates=True,
+        apart=(early_train, early_infer),
+    )
 
 
 def _quantised(x: Box, kernel: Rounding, node: str, weight: str) -> Stored | None:
@@ -115,8 +125,9 @@ def _linear_error(
     kernel: Rounding,
     key: str,
     lost: Tensor | float,
-) -> Tensor:
-    """Return E of a linear: any order of summation, and a free cast before the bias.
+) -> tuple[Tensor, Apart]:
+    """Return E of a linear, any order of summation and a free cast before the bias, and what of it
+    is that cast.
 
     `weight` is [in, out] and has the name `key`, `bias` is a magnitude. `lost` is what sums of
     bytes lose.
@@ -133,12 +144,14 @@ def _linear_error(
         weight=key,
     )
     error = error + lost
+    early: Apart = None
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
         cast = kernel.unit(stored) * (product.mag() + error) + kernel.faint(stored)
         # the sum with the bias, which is rounded, is off by that as well
-        error = error + up(cast * (1.0 + 2.0 * kernel.u_accumulate), 6)
-    return up(error, 4)
+        early = up(cast * (1.0 + 2.0 * kernel.u_accumulate), 6)
+        error = error + early
+    return up(error, 4), early
 
 
 def term_roundings(kernel: Rounding) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kcdsl_backends.interval.box import EPS, Box, exclusive_sums, gamma, up
 from kcdsl_backends.interval.context import Parameter, Step
 from kcdsl_backends.interval.errors import NoBound, overflow, refuse_written
+from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State
 
@@ -47,8 +48,9 @@ def _norm(step: Step, *, centre: bool) -> State:
     infer = normalise(x.infer, eps, centre, step.node.name)
     dc = _centred(x.drift) if centre else x.drift
     dy = _drift(train, infer, dc)
-    error_train = _inside(x.train, train, step.kernels.train, centre, step.node.name)
-    error_infer = _inside(x.infer, infer, step.kernels.infer, centre, step.node.name)
+    name, (first, second) = step.node.name, x.apart
+    error_train = _inside(x.train, train, step.kernels.train, centre, name, first)
+    error_infer = _inside(x.infer, infer, step.kernels.infer, centre, name, second)
     return step.finish(
         _affine(train.y, gain, bias, train_side=True),
         _affine(infer.y, gain, bias, train_side=False),
@@ -59,7 +61,19 @@ def _norm(step: Step, *, centre: bool) -> State:
         _affine_error(
             x.infer, infer.y, error_infer, gain, bias, step.kernels.infer, train_side=False
         ),
+        apart=(
+            _moved(first, train, gain, train_side=True),
+            _moved(second, infer, gain, train_side=False),
+        ),
     )
+
+
+def _moved(apart: Apart, normal: _Normal, gain: Parameter | None, *, train_side: bool) -> Apart:
+    """Return how far results are apart that read x again: mean and root are those of the row."""
+    if apart is None:
+        return None
+    scaled = apart * normal.r.hi
+    return up(scaled if gain is None else scaled * _side(gain, train_side).mag(), 4)
 
 
 def _centred(x: Box) -> Box:
@@ -129,8 +143,13 @@ def _length(x: Box) -> Tensor:
     return up(torch.linalg.vector_norm(x.mag(), dim=-1, keepdim=True) * (1 + gamma(x.shape[-1])), 2)
 
 
-def _inside(x: Box, normal: _Normal, kernel: Rounding, centre: bool, node: str) -> Tensor:
-    """Return E_n: rounding of mean, variance, inverse root and the normalised value."""
+def _inside(
+    x: Box, normal: _Normal, kernel: Rounding, centre: bool, node: str, apart: Apart
+) -> Tensor:
+    """Return E_n: rounding of mean, variance, inverse root and the normalised value.
+
+    Mean and variance are of a reading of x that may be off by 2·apart from the one normalised.
+    """
     n, u, magnitude = x.shape[-1], kernel.u_function, x.mag()
     if centre:
         mean = magnitude.mean(-1, keepdim=True) * (1 + 2 * gamma(n + 4))
@@ -145,6 +164,13 @@ def _inside(x: Box, normal: _Normal, kernel: Rounding, centre: bool, node: str) 
     else:
         off = torch.zeros_like(magnitude)
         theta = torch.full_like(magnitude, gamma(n + 3, u) + 8 * u)
+    if apart is not None:
+        other = 2 * apart.expand(magnitude.shape)
+        if centre:
+            off = up(off + other.mean(-1, keepdim=True) * (1 + 2 * gamma(n + 4)), 2)
+        length = torch.linalg.vector_norm(other, dim=-1, keepdim=True) / math.sqrt(n)
+        moved = up(length * torch.rsqrt(normal.v.lo) * (1 + 4 * gamma(n + 8)), 2)
+        theta = up((1 + theta) * (1 + moved) - 1, 4)
     theta = up((1 + theta) * (1 + u) * (1 + u) * (1 + 8 * EPS) - 1, 4)
     error = theta * normal.y.mag() + off * normal.r.hi * (1 + theta)
     if kernel.coarse:

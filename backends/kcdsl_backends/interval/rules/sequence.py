@@ -10,6 +10,7 @@ from torch import Tensor
 from kcdsl_backends.interval.box import EPS, Box, up
 from kcdsl_backends.interval.context import Parameter, Rows, Step
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules import elementwise, softmax
 from kcdsl_backends.interval.rules.linear import summation_error
@@ -46,8 +47,11 @@ def probabilities(step: Step, longest: int) -> SoftmaxState:
     whole = Box(zero, zero + 1)
     drift = Box.around(variation.unsqueeze(-1).expand(zero.shape))
     rounded = [
-        softmax.relative_error(box, None, kernel, longest)
-        for box, kernel in ((scores.train, kernels.train), (scores.infer, kernels.infer))
+        softmax.relative_error(box, None, kernel, longest, apart)
+        for box, kernel, apart in (
+            (scores.train, kernels.train, scores.apart[0]),
+            (scores.infer, kernels.infer, scores.apart[1]),
+        )
     ]
     one = torch.ones_like(rounded[0])
     single, sums = (
@@ -64,6 +68,10 @@ def probabilities(step: Step, longest: int) -> SoftmaxState:
         single[1].expand(zero.shape),
         None,
         (sums[0], sums[1]),
+        (
+            up(whole.hi + single[0], 2) if kernels.train.free else None,
+            up(whole.hi + single[1], 2) if kernels.infer.free else None,
+        ),
     )
 
 
@@ -126,8 +134,14 @@ def rope(step: Step, rows: Rows) -> State:
     cos, sin = (rows.tables[step.operand_node(place).name] for place in (1, 2))
     found: tuple[Box, Box, Box] | None = None
     errors: tuple[Tensor, Tensor] | None = None
-    one = _first_row(step.operand(0))
+    one, apart = _first_row(step.operand(0)), list[Apart]([None, None])
     for here in _places(cos, sin):
+        c, s = here
+        for side, tables in enumerate(((c.train, s.train), (c.infer, s.infer))):
+            turned = elementwise.turned_apart(one.apart[side], *tables)
+            if turned is not None:
+                most, before = turned.amax(-2, keepdim=True), apart[side]
+                apart[side] = most if before is None else torch.maximum(before, most)
         boxes, wrong = elementwise.rotated(step, one, *here)
         some = _hull(boxes[0]), _hull(boxes[1]), _hull(boxes[2])
         worst = wrong[0].amax(-2, keepdim=True), wrong[1].amax(-2, keepdim=True)
@@ -140,14 +154,19 @@ def rope(step: Step, rows: Rows) -> State:
         raise NoBound(step.node.name, "the tables of positions are empty")
     shape = step.node.shape
     train, infer, drift = (_spread(box, shape) for box in found)
-    return step.finish(train, infer, drift, errors[0].expand(shape), errors[1].expand(shape))
+    wrong = errors[0].expand(shape), errors[1].expand(shape)
+    return step.finish(train, infer, drift, *wrong, apart=(apart[0], apart[1]))
 
 
 def _first_row(state: State) -> State:
     """Return the state of one row: that of every row is the same."""
-    return State(
-        *(Box(b.lo[..., :1, :], b.hi[..., :1, :]) for b in (state.train, state.infer, state.drift))
-    )
+    boxes = (state.train, state.infer, state.drift)
+    train, infer, drift = (Box(b.lo[..., :1, :], b.hi[..., :1, :]) for b in boxes)
+    return State(train, infer, drift, (_row(state.apart[0]), _row(state.apart[1])))
+
+
+def _row(apart: Apart) -> Apart:
+    return None if apart is None else apart[..., :1, :]
 
 
 def _hull(box: Box) -> Box:

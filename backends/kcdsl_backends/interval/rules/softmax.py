@@ -21,6 +21,7 @@ from kcdsl_backends.interval.box import (
 )
 from kcdsl_backends.interval.context import Step
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import summation_error
 from kcdsl_backends.interval.state import SoftmaxState, State, settle
@@ -41,12 +42,22 @@ def softmax(step: Step) -> SoftmaxState:
     train, infer = _range(scores.train, mask), _range(scores.infer, mask)
     drift = _drift(train, scores.drift, mask)
     exact = settle(name, train, infer, drift)
+    rounding_train = _rounding(scores.train, exact.train, mask, step.kernels.train, scores.apart[0])
+    rounding_infer = _rounding(scores.infer, exact.infer, mask, step.kernels.infer, scores.apart[1])
     return SoftmaxState(
         exact,
         _variation(scores.drift, exact.drift, mask),
-        _rounding(scores.train, exact.train, mask, step.kernels.train),
-        _rounding(scores.infer, exact.infer, mask, step.kernels.infer),
+        rounding_train,
+        rounding_infer,
         mask,
+        apart=(
+            up(exact.train.hi - exact.train.lo + rounding_train, 2)
+            if step.kernels.train.free
+            else None,
+            up(exact.infer.hi - exact.infer.lo + rounding_infer, 2)
+            if step.kernels.infer.free
+            else None,
+        ),
     )
 
 
@@ -153,14 +164,22 @@ def tile_count(columns: int, kernel: Rounding) -> int:
     return 1 if attention.style == "composed" else math.ceil(columns / attention.tile)
 
 
-def _rounding(scores: Box, p: Box, mask: Tensor | None, kernel: Rounding) -> Tensor:
+def _rounding(
+    scores: Box, p: Box, mask: Tensor | None, kernel: Rounding, apart: Apart = None
+) -> Tensor:
     """Return B: how far a computed and stored probability may lie from the softmax."""
-    theta = relative_error(scores, mask, kernel, scores.shape[-1])
+    theta = relative_error(scores, mask, kernel, scores.shape[-1], apart)
     return _zero_outside(stored_error(theta, p.hi, kernel), mask)
 
 
-def relative_error(scores: Box, mask: Tensor | None, kernel: Rounding, columns: int) -> Tensor:
-    """Return Θ [..., rows, 1]: the relative error of a probability before it is stored."""
+def relative_error(
+    scores: Box, mask: Tensor | None, kernel: Rounding, columns: int, apart: Apart = None
+) -> Tensor:
+    """Return Θ [..., rows, 1]: the relative error of a probability before it is stored.
+
+    `apart` bounds how far readings of a score are from the one of which they are versions: that of
+    the sum of a row may be off by twice as much from that of the result.
+    """
     spread = up(
         _fill(scores.hi, mask, -torch.inf).amax(-1, keepdim=True)
         - _fill(scores.lo, mask, torch.inf).amin(-1, keepdim=True)
@@ -169,7 +188,10 @@ def relative_error(scores: Box, mask: Tensor | None, kernel: Rounding, columns: 
     if kernel.numerics.attention.style == "fused":
         largest = _fill(scores.mag(), mask, 0.0).amax(-1, keepdim=True)
         argument = up(spread + 2 * largest, 2)
-    return up(torch.expm1(log_error(columns, argument, kernel)) * (1 + 32 * EPS), 2)
+    log = log_error(columns, argument, kernel)
+    if apart is not None:
+        log = up(log + 2 * _fill(apart, mask, 0.0).amax(-1, keepdim=True), 2)
+    return up(torch.expm1(log) * (1 + 32 * EPS), 2)
 
 
 def stored_error(theta: Tensor, size: Tensor, kernel: Rounding, columns: int = 1) -> Tensor:

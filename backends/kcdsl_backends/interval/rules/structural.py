@@ -9,14 +9,16 @@ from torch import Tensor
 
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.context import Step
+from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.state import State
 
 
 def move(state: State, change: Callable[[Tensor], Tensor]) -> State:
     """Apply a rearrangement of elements to every end of a state."""
-    return State(
-        *(Box(change(b.lo), change(b.hi)) for b in (state.train, state.infer, state.drift))
-    )
+    one, two = (None if a is None else change(a) for a in state.apart)
+    boxes = (state.train, state.infer, state.drift)
+    train, infer, drift = (Box(change(b.lo), change(b.hi)) for b in boxes)
+    return State(train, infer, drift, (one, two))
 
 
 def reshape(step: Step) -> State:
@@ -56,17 +58,28 @@ def concat(step: Step) -> State:
     def join(boxes: list[Box]) -> Box:
         return Box(torch.cat([b.lo for b in boxes], dim), torch.cat([b.hi for b in boxes], dim))
 
+    def side(which: int) -> Apart:
+        each = [p.apart[which] for p in parts]
+        if all(apart is None for apart in each):
+            return None
+        whole = [
+            torch.zeros_like(p.train.lo) if apart is None else apart.expand(p.train.shape)
+            for p, apart in zip(parts, each, strict=True)
+        ]
+        return torch.cat(whole, dim)
+
     return State(
         join([p.train for p in parts]),
         join([p.infer for p in parts]),
         join([p.drift for p in parts]),
+        (side(0), side(1)),
     )
 
 
 def neg(step: Step) -> State:
     """Return the state with its sign changed."""
     x = step.operand(0)
-    return State(-x.train, -x.infer, -x.drift)
+    return State(-x.train, -x.infer, -x.drift, x.apart)
 
 
 def embedding(step: Step) -> State:

@@ -58,7 +58,7 @@ def linear(run: Run, node: Node) -> None:
         return [(x.index, Functional(on_e, on_d))]
 
     whole = run.append(node, reference, pull, deviation, drift)
-    if whole and x.index == run.index.get(node.inputs[0]) and reference.dim() == 2:
+    if whole and x.index == run.operand(node, 0).index and reference.dim() == 2:
         run.straight[node.name] = Straight(x.index, run.index[node.name], train, infer)
 
 

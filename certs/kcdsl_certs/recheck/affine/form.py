@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck import box
+from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.cases import Cases, Ends
 from kcdsl_certs.recheck.affine.passes import Passes
-from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Tape
+from kcdsl_certs.recheck.affine.tape import FAINT, Apart, Entry, Tape
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Box, Floats
 from kcdsl_certs.recheck.document import Pass
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import Mask, Scene, gamma
 from kcdsl_certs.recheck.spec import Format, Kernel
+from kcdsl_certs.recheck.versions import BY_ROW, SUMMED
 
 UNIT = 2.0**-53
 
@@ -101,6 +103,14 @@ Operand = Form | Mask
 
 
 @dataclass(frozen=True, slots=True)
+class Version:
+    """What a reading of a node adds by itself: bounds element by element, and taken apart."""
+
+    own: Floats
+    apart: Apart | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Walk:
     """One kernel on its way through the block."""
 
@@ -114,13 +124,52 @@ class Walk:
     first: dict[str, Floats] = field(default_factory=dict)
     """What the kernel that was walked first multiplies with weights, by node: there the part that
     both kernels have in common is taken."""
+    versions: dict[str, Version] = field(default_factory=dict)
+    """Of nodes that are read in several versions: their forms are what these have in common."""
+    named: dict[str, str] = field(default_factory=dict)
+    """The node of every reading that has a form of its own, by the reading's name in `forms`."""
+
+    def own(self, node: Node, place: int) -> Floats | None:
+        """Return how far readings of an operand may be from the form that a rule reads, which
+        reads it several times, or is computed for several readings."""
+        version = self.versions.get(node.inputs[place])
+        if version is None or node.op in SUMMED:
+            return None
+        twice = node.op in BY_ROW and place == 0
+        return version.own if twice or node.name in self.scene.several else None
+
+    def read(self, node: Node) -> Node:
+        """Return a node with the names of the readings in the place of its operands."""
+        inputs = list(node.inputs)
+        for place, name in enumerate(node.inputs):
+            if name in self.versions and self.own(node, place) is None:
+                inputs[place] = self.reading(name, None if node.op in SUMMED else (node, place))
+        return replace(node, inputs=tuple(inputs))
+
+    def reading(self, name: str, reader: tuple[Node, int] | None = None) -> str:
+        """Return the name of one reading of a node, by default of what is stored."""
+        if name not in self.versions:
+            return name
+        where = "" if reader is None else f"{reader[1]}\0{reader[0].name}"
+        alias = f"{name}\0{where}"
+        if alias in self.named:
+            return alias
+        if any(alias == node.name for node in self.scene.block.nodes):
+            raise Rejection("graph/field", "a node has the name of a reading of another")
+        form, version = numeric(self.forms[name]), self.versions[name]
+        operands = () if form.place is None else ((form.place, _whole),)
+        reach, own = raised(form.reach + version.own), raised(version.own) + FAINT
+        place = self.tape.add(Entry(reach, operands, own, apart=version.apart))
+        self.forms[alias] = replace(form, reach=reach, place=place, uncast=None, balance=None)
+        self.named[alias] = name
+        return alias
 
     def chosen(self, node: Node, name: str, kind: str, floor: int = 0) -> Bools:
         """Return the rows [..., 1] of a node in which an operation is to make reverse passes.
 
         Where nothing is cut off all passes go down to the input.
         """
-        shape = numeric(self.forms[name]).shape
+        shape, name = numeric(self.forms[name]).shape, self.named.get(name, name)
         cut, whole = (Pass(node.name, name, kind, stop) for stop in ("cut", "input"))
         if floor:
             return self.passes.of(cut, shape)
@@ -130,6 +179,10 @@ class Walk:
     def keep(self, name: str, form: Form) -> None:
         """Replace what is known of a node by something sharper."""
         self.forms[name] = form
+
+
+def _whole(adjoint: Adjoint) -> Adjoint:
+    return adjoint
 
 
 def raised(values: Floats) -> Floats:

@@ -122,7 +122,8 @@ def _apply(at: Walk, node: Node) -> Operand:
         kernel = scene.train if at.kernel is at.scene.train else scene.infer
         at = replace(at, scene=scene, kernel=kernel)
     try:
-        value = rule(at, node, [at.forms[name] for name in node.inputs])
+        read = at.read(node)
+        value = rule(at, read, [at.forms[name] for name in read.inputs])
     except ValueError as error:  # numpy refuses shapes that do not fit
         raise Rejection("graph/shape", str(error)[:200]) from None
     if value.shape != node.shape:

@@ -122,7 +122,8 @@ class Pair:
 
     def sizes(self) -> dict[str, tuple[float, float]]:
         """Return the largest |h̃_t| + ρ_t and the largest |h̃_i - h̃_t| + ρ_i + ρ_t by node."""
-        return {name: _sizes(self.train, self.infer, name) for name in self.train.forms}
+        every = (name for name in self.train.forms if name not in self.train.named)
+        return {name: _sizes(self.train, self.infer, name) for name in every}
 
 
 def pair(
@@ -144,7 +145,8 @@ def pair(
     if scene.infer != scene.train or scene.drift is not None:
         budget = _budget(chance)
         infer = walk(scene, scene.infer, second, True, budget, within.infer, before=train)
-    t, i = numeric(train.forms[scene.block.output]), numeric(infer.forms[scene.block.output])
+    output = scene.block.output
+    t, i = (numeric(side.forms[side.reading(output)]) for side in (train, infer))
     return Pair(train, infer, t, i, within.output)
 
 
@@ -237,4 +239,8 @@ def _sizes(train: Walk, infer: Walk, name: str) -> tuple[float, float]:
         return 0.0, 0.0
     apart = raised(np.abs(i.reference - t.reference)) + t.reach + i.reach
     size = np.abs(t.reference) + t.reach
+    if name in train.versions:
+        size, apart = size + train.versions[name].own, apart + train.versions[name].own
+    if name in infer.versions:
+        apart = apart + infer.versions[name].own
     return float(raised(size).max()), float(raised(apart).max())

@@ -10,7 +10,7 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine import cases
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.cases import Cases, Ends, Together
-from kcdsl_certs.recheck.affine.form import Form, Steps, Uncast, Walk, raised
+from kcdsl_certs.recheck.affine.form import Form, Steps, Uncast, Version, Walk, raised
 from kcdsl_certs.recheck.affine.independent import Split, only_sure
 from kcdsl_certs.recheck.affine.lengths import length
 from kcdsl_certs.recheck.affine.reaches import room, rows
@@ -25,11 +25,13 @@ from kcdsl_certs.recheck.affine.tape import (
     Share,
     Shared,
 )
+from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Floats
 from kcdsl_certs.recheck.document import Pass
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import cut, stepped
 from kcdsl_certs.recheck.spec import FLOAT32, Format
+from kcdsl_certs.recheck.versions import SUMMED
 
 _LARGEST = 2.0**150  # beyond it float64 underflow would no longer be covered
 
@@ -72,6 +74,7 @@ class Formed:
     early: Early | None = None
     averaged: Averaged | None = None
     shared: Shared | None = None  # its rest is the radius without what both kernels share
+    own: Floats | None = None  # what readings of the operands beside those of the forms may add
 
     @property
     def still(self) -> Bools:
@@ -93,22 +96,25 @@ class Formed:
 
 def settle(
     walk: Walk,
+    node: Node,
     formed: Formed,
     form: Format,
     inner: Format,
     rounds: bool = True,
     tight: bool = False,
-    sums: str | None = None,
+    sums: bool = False,
 ) -> Form:
     """Store a result in a format, write its entry and return its form.
 
     `inner` is the format of the arithmetic that formed it; `rounds` False: the cast is part of the
-    radius already; `tight`: what a cast by steps rounds is bounded by reverse passes; `sums` is
-    the node, where what a free cast makes of errors may be bounded by their sums over rows.
+    radius already; `tight`: what a cast by steps rounds is bounded by reverse passes; `sums`: what
+    a free cast makes of errors may be bounded by their sums over rows.
 
     Raises:
         Rejection: "bound/overflow" or "bound/not-finite".
     """
+    if not walk.kernel.stepped and node.name in walk.scene.several:
+        return _several(walk, node, formed, form, inner, rounds, sums)
     reference, deviation = formed.reference, formed.deviation
     _finite(reference, deviation)
     radius, split = raised(formed.radius) + FAINT, _split(walk, formed)
@@ -127,8 +133,8 @@ def settle(
             split = split and split.with_sure(cast)
         else:
             split = split and split.with_cast(kernel, unit, eta)
-            if sums is not None and walk.tape.budget is None:
-                apart = _apart(walk, formed, form, sums)
+            if sums and walk.tape.budget is None:
+                apart = _apart(walk, formed, form, node.name)
         radius, reach = raised(radius + cast), raised(deviation + cast)
         beside = None if beside is None else raised(beside + cast)
     elif rounds and form.precision < max(FLOAT32.precision, inner.precision):
@@ -205,6 +211,61 @@ def settle(
     found = None if steps is None else steps.cases
     place = walk.tape.add(entry)
     return Form(reference, reach, place, steps=steps, uncast=uncast, cases=found)
+
+
+def _several(
+    walk: Walk,
+    node: Node,
+    formed: Formed,
+    form: Format,
+    inner: Format,
+    rounds: bool,
+    sums: bool,
+) -> Form:
+    """Write what all readings of a result have in common, and keep what each adds by itself.
+
+    Sums are formed once: only their casts differ. Anything else may be computed for each reading.
+    """
+    kernel, reference = walk.kernel, formed.reference
+    once = node.op in SUMMED
+    bare = formed.radius if formed.early is None else formed.early.bare
+    own = formed.radius - bare if once else formed.radius
+    own = raised(own + 2.0**-50 * formed.radius) if once and formed.early is not None else own
+    if once and formed.early is None:
+        own = np.zeros(reference.shape)
+    if formed.own is not None:
+        own = own + formed.own
+    common = replace(formed, radius=bare if once else np.zeros(reference.shape), within=None)
+    whole = np.asarray(raised(formed.deviation + (0 if formed.own is None else formed.own)))
+    _finite(reference, whole)
+    u, eta = kernel.off(form)
+    cast, largest = np.zeros(reference.shape), np.full(reference.shape, np.inf)
+    if rounds:
+        cast = raised(u * raised(np.abs(reference) + whole)) + eta
+        if kernel.inward:
+            largest = _largest_cut(reference, whole, form, inner)
+            cast = np.minimum(cast, raised(np.abs(reference) + whole))
+    own = raised(own + cast) + FAINT
+    reach = common.deviation
+    if formed.within is not None:
+        reach = np.minimum(reach, formed.within)
+    if formed.sure is not None:
+        own, reach = np.where(formed.sure, 0.0, own), np.where(formed.sure, 0.0, reach)
+    size = np.minimum(raised(np.abs(reference) + whole + cast), largest)
+    if not bool((size <= form.largest).all()):
+        raise _overflow(~(size <= form.largest), form)
+    _finite(reference, size, most=_LARGEST)
+    apart = None
+    if rounds and sums and walk.tape.budget is None and not kernel.inward:
+        apart = _apart(walk, formed, form, node.name)
+    if apart is not None:
+        radius = apart.radius - bare if once else apart.radius
+        if formed.own is not None:
+            radius = radius + (1 + 2 * u) * (1 + u) * formed.own
+        apart = replace(apart, radius=raised(np.maximum(radius, 0.0) + 2.0**-50 * bare) + FAINT)
+    walk.versions[node.name] = Version(own, apart)
+    entry = replace(_unstored(walk, common), reach=reach)
+    return Form(reference, reach, walk.tape.add(entry))
 
 
 def _apart(walk: Walk, formed: Formed, form: Format, name: str) -> Apart | None:

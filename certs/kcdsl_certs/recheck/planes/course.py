@@ -15,6 +15,7 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.planes.functional import Functional
 from kcdsl_certs.recheck.planes.tape import Entry, Pull, Tape
 from kcdsl_certs.recheck.rules.state import Mask, Scene, State, Value, numeric
+from kcdsl_certs.recheck.versions import SUMMED, Own, plus
 
 _KEPT = 1 + 2.0**-20  # a linear part is given up only where a box is narrower than this
 
@@ -71,6 +72,8 @@ class Course:
     values: dict[str, Value] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
+    versions: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    first: set[str] = field(default_factory=set)  # nodes that were read
 
     def state(self, name: str) -> State:
         """Return the boxes of a node.
@@ -88,9 +91,40 @@ class Course:
             if not (state.t.point and state.i.point):
                 raise Rejection("rule/weight", f"{name[:80]!r} must be known")
             self.places[name] = self.tape.add(_known(state))
-        place = self.places[name]
+        place = self._version(node, position)
         entry = self.tape.entries[place]
         return Operand(place, entry.reference, entry.e, entry.d)
+
+    def _version(self, node: Node, position: int) -> int:
+        """Return the place of one reading of an operand: the first is the node's own entry."""
+        name = node.inputs[position]
+        place, own = self.places[name], self.state(name).own
+        if own[0] is None and own[1] is None:
+            return place
+        key = (name, "", 0) if node.op in SUMMED else (name, node.name, position)
+        if key not in self.versions:
+            self.versions[key] = self._other(place, own) if name in self.first else place
+            self.first.add(name)
+        return self.versions[key]
+
+    def _other(self, place: int, own: tuple[Own, Own]) -> int:
+        """Write another reading: it and the first are each near what both are versions of."""
+        entry = self.tape.entries[place]
+        shape, none = entry.reference.shape, np.zeros(entry.reference.shape)
+        e, both = plus(own[0], none), plus(*own, none)
+        assert e is not None
+        assert both is not None
+        wide = tuple(np.broadcast_to(raised(2 * part), shape) for part in (e, both))
+        return self.tape.add(
+            Entry(
+                entry.reference,
+                entry.e,
+                entry.d,
+                lambda f: ((place, f),),
+                (none, none),
+                (wide[0], wide[1]),
+            )
+        )
 
     def write(
         self,

@@ -165,7 +165,8 @@ class _Sharpener:
     def _meet(self, name: str, state: State, e: Box, d: Box) -> None:
         course, place = self._course, self._course.places[name]
         reference = box.exact(course.tape.entries[place].reference)
-        sharper = reduce(box.meet(state.t, box.add(reference, e)), state.i, box.meet(state.d, d))
+        t = box.meet(state.t, box.add(reference, e))
+        sharper = reduce(t, state.i, box.meet(state.d, d), state.own)
         course.values[name] = sharper
         course.tape.sharpen(place, box.meet(e, box.sub(sharper.t, reference)), sharper.d)
 

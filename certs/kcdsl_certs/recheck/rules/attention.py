@@ -22,6 +22,7 @@ from kcdsl_certs.recheck.rules.state import (
     settle,
 )
 from kcdsl_certs.recheck.spec import FLOAT32, Kernel
+from kcdsl_certs.recheck.versions import Own
 
 _FAR = 600.0  # beyond this a drift of the logit counts as unbounded
 _TRUST = 2.0**-49
@@ -37,10 +38,16 @@ def softmax(scene: Scene, node: Node, inputs: list[Value]) -> Probabilities:
     p_t, p_i = probabilities(scores.t, allowed), probabilities(scores.i, allowed)
     drift = probability_drift(p_t, scores.d, allowed)
     star = reduce(p_t, p_i, drift)
-    b_t = softmax_rounding(scene.train, scores.t, star.t.hi, allowed)
-    b_i = softmax_rounding(scene.infer, scores.i, star.i.hi, allowed)
+    b_t = softmax_rounding(scene.train, scores.t, star.t.hi, allowed, scores.own[0])
+    b_i = softmax_rounding(scene.infer, scores.i, star.i.hi, allowed, scores.own[1])
     stored = reduce(
-        box.widen(star.t, b_t), box.widen(star.i, b_i), box.widen(star.d, box.up(b_t + b_i))
+        box.widen(star.t, b_t),
+        box.widen(star.i, b_i),
+        box.widen(star.d, box.up(b_t + b_i)),
+        (
+            None if scene.train.stepped else box.up(box.add_up(star.t.hi, -star.t.lo) + b_t),
+            None if scene.infer.stepped else box.up(box.add_up(star.i.hi, -star.i.lo) + b_i),
+        ),
     )
     return Probabilities(star, _variation(star.d, scores.d, allowed), b_t, b_i, allowed, stored)
 
@@ -155,14 +162,16 @@ def _variation(star: Box, drift: Box, allowed: Bools) -> Floats:
     return np.minimum(by_logits, total / 2)
 
 
-def softmax_rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) -> Floats:
+def softmax_rounding(
+    kernel: Kernel, scores: Box, high: Floats, allowed: Bools, own: Own = None
+) -> Floats:
     """Return B_K ≥ |stored probability - exact softmax of the stored scores|, high ≥ the latter.
 
     Raises:
         Rejection: "bound/not-finite".
     """
     u, eta = kernel.off(kernel.probabilities)
-    theta = relative_rounding(kernel, scores, allowed)
+    theta = relative_rounding(kernel, scores, allowed, own=own)
     size = box.lifted(high)
     wide = theta * size + ZETA + u * (size * (1 + theta) + ZETA) + eta
     found = np.where(allowed, box.up(wide), 0.0)
@@ -172,9 +181,11 @@ def softmax_rounding(kernel: Kernel, scores: Box, high: Floats, allowed: Bools) 
 
 
 def relative_rounding(
-    kernel: Kernel, scores: Box, allowed: Bools, columns: int | None = None
+    kernel: Kernel, scores: Box, allowed: Bools, columns: int | None = None, own: Own = None
 ) -> Floats:
     """Return Θ_K of each row, the relative error before the cast of the probabilities.
+
+    The sum of a row may be of scores that are up to 2·own from those of the probabilities.
 
     The number of columns is that of the scores unless one is given.
 
@@ -202,6 +213,8 @@ def relative_rounding(
     exponent = 2 * tiles * (argument + epsilon / (1 - epsilon) + once) + (n + 8) * once
     if kernel.fused and form.precision < FLOAT32.precision:
         exponent = exponent + relative / (1 - relative) + lost / (1 - lost)
+    if own is not None:
+        exponent = exponent + 2 * np.where(allowed, own, 0.0).max(axis=-1, keepdims=True)
     theta = box.up(np.expm1(box.up(exponent)), 16)
     if not bool(np.isfinite(theta).all()):
         raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")

@@ -24,6 +24,7 @@ from kcdsl_certs.recheck.rules.state import (
     settle,
 )
 from kcdsl_certs.recheck.spec import FLOAT32, Kernel
+from kcdsl_certs.recheck.versions import Own, by, plus
 
 SLACK = 2.0**-100
 _TRUST = 2.0**-48  # 4 ulp of a library function and the arithmetic around it
@@ -47,7 +48,8 @@ def _linear_pair(
     a, b = numeric(inputs[0]), numeric(inputs[1])
     y_t, y_i = combine(a.t, b.t), combine(a.i, b.i)
     errors = _relative(scene.train, y_t), _relative(scene.infer, y_i)
-    return settle(scene, node, (y_t, y_i, combine(a.d, b.d)), errors)
+    own = plus(a.own[0], b.own[0]), plus(a.own[1], b.own[1])
+    return settle(scene, node, (y_t, y_i, combine(a.d, b.d)), errors, own=own)
 
 
 def mul(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -57,7 +59,11 @@ def mul(scene: Scene, node: Node, inputs: list[Value]) -> State:
     y_t, y_i = box.mul(a.t, b.t), box.mul(a.i, b.i)
     d = box.add(box.mul(middle(a), b.d), box.mul(a.d, middle(b)))
     errors = _relative(scene.train, y_t, 1, True), _relative(scene.infer, y_i, 1, True)
-    return settle(scene, node, (y_t, y_i, d), errors)
+    own = (
+        plus(by(a.own[0], box.mag(b.t)), by(b.own[0], box.mag(a.t))),
+        plus(by(a.own[1], box.mag(b.i)), by(b.own[1], box.mag(a.i))),
+    )
+    return settle(scene, node, (y_t, y_i, d), errors, own=own)
 
 
 def _relative(kernel: Kernel, y: Box, count: int = 1, faint: bool = False) -> Floats:
@@ -135,7 +141,12 @@ def _scaled(
         _relative(scene.train, box.add(y_t, other[0]), 3, True),
         _relative(scene.infer, box.add(y_i, other[1]), 3, True),
     )
-    return settle(scene, node, (y_t, y_i, move(x.d)), errors, beside=other)
+    one, two = (None if part is None else box.around(part) for part in x.own)
+    own = (
+        None if one is None else box.mag(box.add(move(one), beside(scene.train, one))),
+        None if two is None else box.mag(box.add(move(two), beside(scene.infer, two))),
+    )
+    return settle(scene, node, (y_t, y_i, move(x.d)), errors, beside=other, own=own)
 
 
 def shift(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -155,7 +166,7 @@ def shift(scene: Scene, node: Node, inputs: list[Value]) -> State:
         )
 
     errors = error(scene.train, y_t, other[0]), error(scene.infer, y_i, other[1])
-    return settle(scene, node, (y_t, y_i, x.d), errors, beside=other)
+    return settle(scene, node, (y_t, y_i, x.d), errors, beside=other, own=x.own)
 
 
 def cast(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -188,14 +199,14 @@ def relu(scene: Scene, node: Node, inputs: list[Value]) -> State:
     off = (x.t.hi <= 0) & (x.i.hi <= 0)
     lo = np.where(on, x.d.lo, np.where(off, 0.0, np.minimum(x.d.lo, 0.0)))
     hi = np.where(on, x.d.hi, np.where(off, 0.0, np.maximum(x.d.hi, 0.0)))
-    return reduce(t, i, Box(lo, hi))
+    return reduce(t, i, Box(lo, hi), x.own)
 
 
 def neg(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return -x."""
     node.attrs.exactly()
     x = numeric(inputs[0])
-    return State(box.neg(x.t), box.neg(x.i), box.neg(x.d))
+    return State(box.neg(x.t), box.neg(x.i), box.neg(x.d), x.own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,12 +311,14 @@ def _activation(
     node.attrs.exactly()
     x = numeric(inputs[0])
     y_t, y_i = image(function, x.t), image(function, x.i)
-    d = box.mul(slopes(function, box.join(x.t, x.i)), x.d)
+    tangents = slopes(function, box.join(x.t, x.i))
+    d, steep = box.mul(tangents, x.d), box.mag(tangents)
     errors = (
         box.up(16 * scene.train.inner.u * box.mag(scaled_by(scene.train, x.t, y_t)) + SLACK),
         box.up(16 * scene.infer.inner.u * box.mag(scaled_by(scene.infer, x.i, y_i)) + SLACK),
     )
-    return settle(scene, node, (y_t, y_i, d), errors)
+    own = by(x.own[0], steep), by(x.own[1], steep)
+    return settle(scene, node, (y_t, y_i, d), errors, own=own)
 
 
 def image(function: Function, x: Box) -> Box:
@@ -344,7 +357,17 @@ def rope(scene: Scene, node: Node, inputs: list[Value]) -> State:
     if x.shape[-1] % 2 or not (cos.t.point and cos.i.point and sin.t.point and sin.i.point):
         raise Rejection("rule/rope", "rope needs an even last dimension and known tables")
     exact, errors = rotated(scene, x, cos, sin)
-    return settle(scene, node, exact, errors)
+    own = rotated_own(x.own[0], cos.t.lo, sin.t.lo), rotated_own(x.own[1], cos.i.lo, sin.i.lo)
+    return settle(scene, node, exact, errors, own=own)
+
+
+def rotated_own(own: Own, cos: Floats, sin: Floats) -> Own:
+    """Return how far readings are apart after the rotation."""
+    if own is None:
+        return None
+    h = own.shape[-1] // 2
+    other = np.concatenate([own[..., h:], own[..., :h]], axis=-1)
+    return plus(by(own, np.abs(cos)), by(other, np.abs(sin)))
 
 
 def rotated(

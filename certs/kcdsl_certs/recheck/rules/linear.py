@@ -29,6 +29,7 @@ from kcdsl_certs.recheck.spec import (
     Format,
     Kernel,
 )
+from kcdsl_certs.recheck.versions import Own
 
 _SMALL = 2.0**-20
 _FLUSHED = 2.0**-126
@@ -63,10 +64,14 @@ def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
     biased = len(inputs) == 3
     lost_t = clipped(scene.train, x.t, weight.t, key)
     lost_i = clipped(scene.infer, x.i, weight.i, key)
-    error_t = _error(scene.train, x_t, w_t, sizes[0], products[0] if biased else None, key, lost_t)
-    error_i = _error(scene.infer, x_i, w_i, sizes[1], products[1] if biased else None, key, lost_i)
+    error_t, own_t = _error(
+        scene.train, x_t, w_t, sizes[0], products[0] if biased else None, key, lost_t
+    )
+    error_i, own_i = _error(
+        scene.infer, x_i, w_i, sizes[1], products[1] if biased else None, key, lost_i
+    )
     inner = scene.train.accumulate, scene.infer.accumulate
-    return settle(scene, node, (y_t, y_i, d), (error_t, error_i), inner)
+    return settle(scene, node, (y_t, y_i, d), (error_t, error_i), inner, own=(own_t, own_i))
 
 
 def _entering(kernel: Kernel, x: Box, key: str) -> tuple[Box, Box]:
@@ -102,11 +107,10 @@ def _error(
     early: Box | None,
     key: str,
     lost: Floats | float,
-) -> Floats:
-    """Return E of a linear.
+) -> tuple[Floats, Own]:
+    """Return E of a linear, and what of it is a cast of the product `early` before a bias.
 
-    `early` is the product that may be stored before a bias is added, `lost` what sums in 16 bits
-    lose.
+    `lost` is what sums in 16 bits lose.
     """
     factors = box.mag(x), box.mag(weight)
     dynamic, before = kernel.activations[0] != "none", before_sums(kernel)
@@ -116,8 +120,9 @@ def _error(
         u, eta = kernel.off(kernel.compute)
         cast = u * box.up(box.mag(early) + error) + eta
         # what the bias is added to is off by it, and so is the rounding of that sum
-        error = box.up(error + box.up(cast * (1 + 2 * kernel.accumulate.u)))
-    return error
+        own = box.up(cast * (1 + 2 * kernel.accumulate.u))
+        return box.up(error + own), own
+    return error, None
 
 
 def before_sums(kernel: Kernel) -> int:

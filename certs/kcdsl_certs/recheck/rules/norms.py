@@ -14,6 +14,7 @@ from kcdsl_certs.recheck.rules.attention import others
 from kcdsl_certs.recheck.rules.elementwise import underflow
 from kcdsl_certs.recheck.rules.state import Scene, State, Value, gamma, numeric, settle
 from kcdsl_certs.recheck.spec import Kernel
+from kcdsl_certs.recheck.versions import Own
 
 # float32 arithmetic inside: a smaller variance may lose its squares to underflow, a greater sum of
 # squares may overflow.
@@ -63,10 +64,16 @@ def _norm(scene: Scene, node: Node, inputs: list[Value], centred: bool) -> State
         ),
     )
     errors = (
-        _error(scene.train, x.t, t, weight[0], bias[0], centred),
-        _error(scene.infer, x.i, i, weight[1], bias[1], centred),
+        _error(scene.train, x.t, t, weight[0], bias[0], centred, x.own[0]),
+        _error(scene.infer, x.i, i, weight[1], bias[1], centred, x.own[1]),
     )
-    return settle(scene, node, exact, errors)
+    own = _scaled_own(x.own[0], t, weight[0]), _scaled_own(x.own[1], i, weight[1])
+    return settle(scene, node, exact, errors, own=own)
+
+
+def _scaled_own(own: Own, side: Side, weight: Box) -> Own:
+    """Return how far results are apart that normalise readings of x by one mean and one root."""
+    return None if own is None else box.up(own * side.r.hi * box.mag(weight), 4)
 
 
 def _affine(
@@ -170,8 +177,13 @@ def _omega(a: Floats, b: Floats) -> Floats:
     return (a * b) ** 2 / (a + b)
 
 
-def _error(kernel: Kernel, x: Box, side: Side, weight: Box, bias: Box, centred: bool) -> Floats:
-    """Return the error inside the norm, the affine map included."""
+def _error(
+    kernel: Kernel, x: Box, side: Side, weight: Box, bias: Box, centred: bool, own: Own
+) -> Floats:
+    """Return the error inside the norm, the affine map included.
+
+    Mean and root may be of a reading of x that is up to 2·own from the one that is normalised.
+    """
     n, u = x.shape[-1], kernel.inner.u
     size = box.mag(x)
     if centred:
@@ -181,6 +193,12 @@ def _error(kernel: Kernel, x: Box, side: Side, weight: Box, bias: Box, centred: 
     else:
         from_c = np.zeros(x.shape)
     theta = root_error(kernel, size, side.v.lo, centred)
+    if own is not None:
+        away = np.broadcast_to(2 * own, x.shape)
+        if centred:
+            from_c = box.up(from_c + away.mean(axis=-1, keepdims=True) * (1 + n * ULP))
+        length = np.sqrt((away**2).mean(axis=-1, keepdims=True) / side.v.lo) * (1 + (n + 8) * ULP)
+        theta = box.up(theta + length * (1 + theta))
     theta = box.up((1 + theta) * (1 + u) ** 2 - 1 + 16 * ULP)
     y = box.mag(side.y)
     error = box.up(theta * y + box.up(from_c) * side.r.hi * (1 + theta))

@@ -36,4 +36,5 @@ def held(scene: Scene, key: str, *, linear: bool) -> State:
 
 def rows(table: State, ids: NDArray[np.int64]) -> State:
     """Return rows of a table."""
-    return State(*(part.map(lambda v: v[ids]) for part in (table.t, table.i, table.d)))
+    t, i, d = (part.map(lambda v: v[ids]) for part in (table.t, table.i, table.d))
+    return State(t, i, d)

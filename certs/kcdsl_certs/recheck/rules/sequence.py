@@ -22,6 +22,7 @@ from kcdsl_certs.recheck.rules.state import (
 )
 from kcdsl_certs.recheck.sequences import KEY
 from kcdsl_certs.recheck.spec import Kernel
+from kcdsl_certs.recheck.versions import Own
 
 _CHUNK = 512  # positions at a time
 
@@ -54,14 +55,21 @@ def probabilities(scene: Scene, node: Node, inputs: list[Value], longest: int) -
     star = reduce(unit, unit, box.around(np.broadcast_to(most, scores.shape)))
     everywhere = np.ones(scores.shape, dtype=np.bool_)
     single, total = [], []
-    for kernel, own in ((scene.train, scores.t), (scene.infer, scores.i)):
-        theta = attention.relative_rounding(kernel, own, everywhere, longest)
+    for kernel, read, own in (
+        (scene.train, scores.t, scores.own[0]),
+        (scene.infer, scores.i, scores.own[1]),
+    ):
+        theta = attention.relative_rounding(kernel, read, everywhere, longest, own)
         single.append(np.broadcast_to(_misplaced(kernel, theta, 1), scores.shape))
         total.append(_misplaced(kernel, theta, longest))
     stored = reduce(
         box.widen(star.t, single[0]),
         box.widen(star.i, single[1]),
         box.widen(star.d, box.up(single[0] + single[1])),
+        (
+            None if scene.train.stepped else box.up(1 + single[0]),
+            None if scene.infer.stepped else box.up(1 + single[1]),
+        ),
     )
     return Probabilities(star, most, single[0], single[1], allowed, stored, (total[0], total[1]))
 
@@ -85,7 +93,7 @@ def context(scene: Scene, node: Node, inputs: list[Value], longest: int) -> Stat
     v = numeric(inputs[1])
     check_product(p.shape, v.shape)
     shape = (*np.broadcast_shapes(p.shape[:-2], v.shape[:-2]), p.shape[-2], v.shape[-1])
-    one = State(*(_widest(part) for part in (v.t, v.i, v.d)))
+    one = State(_widest(v.t), _widest(v.i), _widest(v.d))
     moved = box.up(p.variation * box.lifted(box.add_up(one.t.hi, -one.t.lo)))
     errors = [
         np.broadcast_to(_error(kernel, off, values, longest), shape)
@@ -123,14 +131,28 @@ def rotation(scene: Scene, node: Node, inputs: list[Value], rows: Rows) -> State
     """Return the rotation by whichever position: what the rotations by all positions hold."""
     node.attrs.exactly()
     x = numeric(inputs[0])
-    first = State(*(part.map(lambda ends: ends[..., :1, :]) for part in (x.t, x.i, x.d)))
+    first_t, first_i, first_d = (
+        part.map(lambda ends: ends[..., :1, :]) for part in (x.t, x.i, x.d)
+    )
+    first = State(first_t, first_i, first_d)
+    versions = [None if own is None else own[..., :1, :] for own in x.own]
     cos, sin = (rows.tables[name] for name in node.inputs[1:3])
     found: list[tuple[Box, Box, Box, Floats, Floats]] = []
+    own: list[Own] = [None, None]
     for start in range(0, rows.longest, _CHUNK):
         some = slice(start, start + _CHUNK)
         c, s = (_rows_of(table, some) for table in (cos, sin))
         exact, errors = elementwise.rotated(scene, first, c, s)
         boxes = [_widest(part) for part in exact]
+        turned = [
+            elementwise.rotated_own(one, table_c.lo, table_s.lo)
+            for one, table_c, table_s in zip(versions, (c.t, c.i), (s.t, s.i), strict=True)
+        ]
+        for side, part in enumerate(turned):
+            if part is not None:
+                most = part.max(axis=-2, keepdims=True)
+                before = own[side]
+                own[side] = most if before is None else np.maximum(before, most)
         worst = [error.max(axis=-2, keepdims=True) for error in errors]
         found.append((boxes[0], boxes[1], boxes[2], worst[0], worst[1]))
     t, i, d, wrong_t, wrong_i = found[0]
@@ -139,8 +161,9 @@ def rotation(scene: Scene, node: Node, inputs: list[Value], rows: Rows) -> State
         wrong_t, wrong_i = np.maximum(wrong_t, more[3]), np.maximum(wrong_i, more[4])
     errors = np.broadcast_to(wrong_t, x.shape), np.broadcast_to(wrong_i, x.shape)
     exact = _filled(t, x.shape), _filled(i, x.shape), _filled(d, x.shape)
-    return settle(scene, node, exact, errors)
+    return settle(scene, node, exact, errors, own=(own[0], own[1]))
 
 
 def _rows_of(table: State, some: slice) -> State:
-    return State(*(part.map(lambda ends: ends[some]) for part in (table.t, table.i, table.d)))
+    t, i, d = (part.map(lambda ends: ends[some]) for part in (table.t, table.i, table.d))
+    return State(t, i, d)

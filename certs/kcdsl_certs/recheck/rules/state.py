@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
@@ -15,6 +15,7 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import stepped
 from kcdsl_certs.recheck.sequences import Marks
 from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
+from kcdsl_certs.recheck.versions import SUMMED, Own, plus, several
 from kcdsl_certs.recheck.weights import Parameters
 
 
@@ -25,6 +26,7 @@ class State:
     t: Box
     i: Box
     d: Box
+    own: tuple[Own, Own] = (None, None)  # how far readings of either value may be apart
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,7 +60,7 @@ class Probabilities:
     rounding_t: Floats
     rounding_i: Floats
     allowed: Bools
-    stored: State
+    stored: State  # with what readings may be apart
     total: tuple[Floats, Floats] | None = None
 
     @property
@@ -105,6 +107,10 @@ class Scene:
     rho: Fraction = Fraction(0)  # the region around the weights: every |θ' - θ| ≤ ρ|θ|
     held: Held | None = None  # ellipsoids around the rows of the drift, beside its box
     errors: dict[str, tuple[Box, Box]] | None = None  # kept where wanted: of what is stored
+    several: frozenset[str] = field(init=False)  # nodes with several versions
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "several", several(self.block))
 
     @property
     def nodes(self) -> Mapping[str, Node]:
@@ -119,21 +125,27 @@ class Scene:
 
 def recast(scene: Scene, node: Node, x: State) -> State:
     """Return a state in the format of a node, as it is where that holds all that it may be."""
-    sides = []
+    sides, nothing = [], np.zeros(x.shape)
     for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
         form, read = target(kernel, node), kernel.reads(scene.nodes, node.inputs[0], scene.handed)
-        nothing = np.zeros(own.shape)
         if all(form.holds(other) for other in read):
             sides.append((own, box.exact(nothing)))
         else:
             widest = max(read, key=lambda other: other.precision)
             sides.append(stored(kernel, form, own, nothing, widest))
     (t, wrong_t), (i, wrong_i) = sides
+    versions: list[Own] = []
+    for now, before, kernel, version in (
+        (t, x.t, scene.train, x.own[0]),
+        (i, x.i, scene.infer, x.own[1]),
+    ):
+        cast = None if now is before else _versions(scene, node, kernel, before, nothing, version)
+        versions.append(version if cast is None else cast)
     if scene.errors is not None:
         scene.errors[node.name] = (wrong_t, wrong_i)
     if t is x.t and i is x.i:
         return x
-    return reduce(t, i, box.add(x.d, box.sub(wrong_i, wrong_t)))
+    return reduce(t, i, box.add(x.d, box.sub(wrong_i, wrong_t)), (versions[0], versions[1]))
 
 
 def pinned(scene: Scene, node: Node) -> Scene:
@@ -158,14 +170,14 @@ def numeric(value: Value) -> State:
             raise Rejection("rule/mask", "a mask is read as numbers")
 
 
-def reduce(t: Box, i: Box, d: Box) -> State:
+def reduce(t: Box, i: Box, d: Box, own: tuple[Own, Own] = (None, None)) -> State:
     """Return the state after the boxes have been intersected with what the others imply."""
     if t.point and i.point:
-        return State(t, i, box.checked(box.meet(d, box.sub(i, t)), "the drift"))
+        return State(t, i, box.checked(box.meet(d, box.sub(i, t)), "the drift"), own)
     d = box.checked(box.meet(d, box.sub(i, t)), "the drift")
     i = box.checked(box.meet(i, box.add(t, d)), "the inference value")
     t = box.checked(box.meet(t, box.sub(i, d)), "the training value")
-    return State(t, i, d)
+    return State(t, i, d, own)
 
 
 def target(kernel: Kernel, node: Node) -> Format:
@@ -180,12 +192,14 @@ def settle(
     errors: tuple[Floats, Floats],
     inner: tuple[Format, Format] | None = None,
     beside: tuple[Box, Box] | None = None,
+    own: tuple[Own, Own] = (None, None),
 ) -> State:
     """Return the state of a stored result.
 
     `exact` encloses f_t, f_i and f_i - f_t of real arithmetic, `errors` bound the error inside
     the operation, `inner` are the formats of that arithmetic (default: `Kernel.inner`);
-    `beside` is what either kernel may add to f before it is stored.
+    `beside` is what either kernel may add to f before it is stored. `own` is what readings of the
+    operands are apart by, in the result of either kernel.
     """
     y_t, y_i, d = exact
     inner_t, inner_i = inner or (scene.train.inner, scene.infer.inner)
@@ -198,7 +212,27 @@ def settle(
         wrong_t, wrong_i = box.add(wrong_t, beside[0]), box.add(wrong_i, beside[1])
     if scene.errors is not None:
         scene.errors[node.name] = (wrong_t, wrong_i)
-    return reduce(t, i, box.add(d, box.sub(wrong_i, wrong_t)))
+    versions = (
+        _versions(scene, node, scene.train, y_t, errors[0], own[0]),
+        _versions(scene, node, scene.infer, y_i, errors[1], own[1]),
+    )
+    if beside is not None:
+        one, two = versions
+        versions = (
+            None if one is None else plus(one, box.mag(beside[0])),
+            None if two is None else plus(two, box.mag(beside[1])),
+        )
+    return reduce(t, i, box.add(d, box.sub(wrong_i, wrong_t)), versions)
+
+
+def _versions(scene: Scene, node: Node, kernel: Kernel, y: Box, error: Floats, own: Own) -> Own:
+    """Return how far a reading of a result may be from what all readings are versions of: its cast,
+    and everything inside of an operation that is computed for each of them."""
+    if kernel.stepped or (node.op in SUMMED and node.name not in scene.several):
+        return None
+    u, eta = kernel.off(target(kernel, node))
+    cast = box.up(u * box.mag(box.widen(y, error)) + eta)
+    return plus(own, cast, None if node.op in SUMMED else error)
 
 
 def stored(kernel: Kernel, form: Format, y: Box, error: Floats, inner: Format) -> tuple[Box, Box]:

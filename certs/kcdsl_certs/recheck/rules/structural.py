@@ -16,6 +16,7 @@ from kcdsl_certs.recheck.formats import nearest
 from kcdsl_certs.recheck.rules.parameters import held, known, rows
 from kcdsl_certs.recheck.rules.state import Mask, Scene, State, Value, numeric, reduce, stored
 from kcdsl_certs.recheck.spec import FLOAT32, FORMATS, Kernel
+from kcdsl_certs.recheck.versions import Own
 from kcdsl_certs.recheck.weights import plain
 
 Move = Callable[[NDArray[Any]], NDArray[Any]]
@@ -159,7 +160,15 @@ def concat(scene: Scene, node: Node, inputs: list[Value]) -> Value:
             return box.exact(lo)
         return Box(lo, np.concatenate([b.hi for b in boxes], axis=dim))
 
-    return State(*(joined([getattr(s, part) for s in states]) for part in ("t", "i", "d")))
+    def own(side: int) -> Own:
+        if all(s.own[side] is None for s in states):
+            return None
+        each = ((s.own[side], s.shape) for s in states)
+        parts = [np.zeros(n) if part is None else np.broadcast_to(part, n) for part, n in each]
+        return np.concatenate(parts, axis=dim)
+
+    t, i, d = (joined([getattr(s, part) for s in states]) for part in ("t", "i", "d"))
+    return State(t, i, d, (own(0), own(1)))
 
 
 def _shape(node: Node) -> tuple[int, ...]:
@@ -179,6 +188,7 @@ def moved(value: Value, move: Move) -> Value:
         if isinstance(value, Mask):
             return Mask(move(value.allowed))
         state = numeric(value)
-        return State(state.t.map(move), state.i.map(move), state.d.map(move))
+        one, two = (None if part is None else move(part) for part in state.own)
+        return State(state.t.map(move), state.i.map(move), state.d.map(move), (one, two))
     except ValueError as error:
         raise Rejection("graph/shape", str(error)[:200]) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from kcdsl_certs.recheck.rules.elementwise import (
     slopes,
 )
 from kcdsl_certs.recheck.rules.state import gamma, target
+from kcdsl_certs.recheck.versions import by
 
 Bend = Callable[[Box], Box]
 
@@ -91,8 +93,10 @@ def _activation(
     total = _total(walk, node, bend, x)
     remainder = second_order(function, bend, x, slope, lean)
     carried = raised(np.abs(slope) * x.reach)
-    value = image(function, x.box)
-    size = x.size if by_input else box.mag(value)
+    apart = walk.own(node, 0)
+    wide = x if apart is None else replace(x, reach=raised(x.reach + apart))
+    value = image(function, wide.box)
+    size = wide.size if by_input else box.mag(value)
     error = 16 * walk.kernel.inner.u * size + SLACK
     # what the slope is off by is no remainder: it is bounded element by element
     tilted = raised(lean * x.reach)
@@ -100,8 +104,9 @@ def _activation(
     operands = () if x.place is None else ((x.place, lambda a: a.times(slope)),)
     bent = np.maximum(-remainder.lo, remainder.hi)
     curved = (Remainder(remainder.lo, remainder.hi, total).curve,)
-    formed = Formed(reference, carried, operands, own, bent=bent, curved=curved)
-    return settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
+    turned = by(apart, box.mag(slopes(function, wide.box)))
+    formed = Formed(reference, carried, operands, own, bent=bent, curved=curved, own=turned)
+    return settle(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
 
 
 def _middle(lo: Floats, hi: Floats) -> tuple[Floats, Floats]:

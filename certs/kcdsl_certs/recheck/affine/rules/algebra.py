@@ -105,11 +105,13 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if shared is not None:
         rest = raised(alone + shared.rest + terms_back * carried + error)
         formed = replace(formed, shared=replace(shared, rest=rest))
-    form = settle(walk, formed, target(kernel, node), kernel.accumulate, sums=node.name)
+    form = settle(walk, node, formed, target(kernel, node), kernel.accumulate, sums=True)
     entry = None if form.place is None else walk.tape.entries[form.place]
     if entry is None or entry.kept is not None or not entry.operands or x is not before:
         return form
     rest = raised(straight.radius_of(entry))
+    version = walk.versions.get(node.name)
+    rest = rest if version is None else raised(rest + version.own)
     index = np.arange(form.reference.size).reshape(form.shape)
     rest = rest.reshape(-1, weight.shape[0])
     plain = entry.centre is None and entry.apart is None
@@ -201,7 +203,9 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         raise Rejection("rule/mask", "a product with a mask")
     a, b = numeric(inputs[0]), numeric(inputs[1])
     n = check_product(a.shape, b.shape)
-    context = node.role == "context" and node.inputs[0] in walk.softmaxes
+    context = (
+        node.role == "context" and walk.named.get(node.inputs[0], node.inputs[0]) in walk.softmaxes
+    )
     reference = a.reference @ b.reference
     left, right = np.abs(a.reference), np.abs(b.reference)
     own = product_up(left, right) * gamma(n + 4, UNIT) + FAINT
@@ -243,7 +247,7 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     )
     region = walk.tape.region
     tight = context and region is not None and bool(region.any())
-    return settle(walk, formed, target(kernel, node), kernel.accumulate, tight=tight)
+    return settle(walk, node, formed, target(kernel, node), kernel.accumulate, tight=tight)
 
 
 def _in_cases(p: Form, v: Form, error: Floats) -> Cases | None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded, merged, summed
-from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, known, numeric, raised
+from kcdsl_certs.recheck.affine.form import (
+    UNIT,
+    Form,
+    Operand,
+    Version,
+    Walk,
+    known,
+    numeric,
+    raised,
+)
 from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.reaches import until
 from kcdsl_certs.recheck.affine.storing import Formed, settle
@@ -16,9 +26,10 @@ from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rules.elementwise import constant, rope_error, underflow
+from kcdsl_certs.recheck.rules.elementwise import constant, rope_error, rotated_own, underflow
 from kcdsl_certs.recheck.rules.elementwise import inverse as inverses
 from kcdsl_certs.recheck.rules.state import gamma, target
+from kcdsl_certs.recheck.versions import by, plus
 
 
 def add(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -39,9 +50,13 @@ def _sum(walk: Walk, node: Node, inputs: list[Operand], sign: float) -> Form:
     error = walk.kernel.inner.u * raised(np.abs(reference) * (1 + 2 * UNIT) + carried)
     own = 2 * UNIT * np.abs(reference) + _copies(reference, a, b) * carried
     operands = _operands((a, _spread(a.shape)), (b, _scaled(b.shape, sign)))
-    split = only_sure(own).with_one(error)
-    formed = Formed(reference, carried, operands, error + own, split=split)
-    return settle(walk, formed, target(walk.kernel, node), walk.kernel.inner, sums=node.name)
+    split, apart = only_sure(own).with_one(error), plus(walk.own(node, 0), walk.own(node, 1))
+    radius = error + own
+    if apart is not None:
+        radius = raised(radius + walk.kernel.inner.u * apart)
+    formed = Formed(reference, carried, operands, radius, split=split, own=apart)
+    kernel = walk.kernel
+    return settle(walk, node, formed, target(kernel, node), kernel.inner, sums=True)
 
 
 def mul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -62,7 +77,12 @@ def mul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     radius, split = raised(others + error), only_sure(others).with_one(error)
     left, right = _broadcast(b, reference), _broadcast(a, reference)
     operands = _operands((a, _times(left, a.shape)), (b, _times(right, b.shape)))
-    return _settled(walk, node, Formed(reference, carried, operands, radius, split=split))
+    one, two = walk.own(node, 0), walk.own(node, 1)
+    apart = plus(by(one, b.size), by(two, a.size), None if two is None else by(one, two))
+    if apart is not None:
+        radius = raised(radius + walk.kernel.inner.u * apart)
+    formed = Formed(reference, carried, operands, radius, split=split, own=apart)
+    return _settled(walk, node, formed)
 
 
 def scale(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -93,7 +113,10 @@ def _proportional(
     error = 3 * walk.kernel.inner.u * whole + underflow(walk.kernel)
     radius = raised(own + error + other + gamma(6, UNIT) * carried)
     operands = _operands((x, _scaled(x.shape, factor)))
-    return _settled(walk, node, Formed(reference, carried, operands, radius))
+    apart = by(walk.own(node, 0), raised(np.asarray(abs(factor) + away)))
+    if apart is not None:
+        radius = raised(radius + 3 * walk.kernel.inner.u * apart)
+    return _settled(walk, node, Formed(reference, carried, operands, radius, own=apart))
 
 
 def shift(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -107,7 +130,10 @@ def shift(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     size = raised(np.abs(reference) + own + x.reach + away)
     error = u * raised(size + max(abs(low), abs(high)) * (1 + u)) + away
     operands = _operands((x, _spread(x.shape)))
-    return _settled(walk, node, Formed(reference, x.reach, operands, raised(own + error)))
+    apart, radius = walk.own(node, 0), raised(own + error)
+    if apart is not None:
+        radius = raised(radius + u * apart)
+    return _settled(walk, node, Formed(reference, x.reach, operands, radius, own=apart))
 
 
 def cast(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -119,11 +145,14 @@ def cast(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         if x.place is None:
             return known(x.reference)
         place = walk.tape.add(Entry(x.reach, ((x.place, lambda a: a),)))
+        own = walk.own(node, 0)
+        if own is not None:
+            walk.versions[node.name] = Version(own)
         return Form(x.reference, x.reach, place, x.origin, cases=x.cases)
     widest = max(read, key=lambda other: other.precision)
     pulls = _operands((x, lambda a: a))
     formed = Formed(x.reference, x.reach, pulls, np.zeros(x.shape), cases=x.cases)
-    return settle(walk, formed, form, widest)
+    return settle(walk, node, replace(formed, own=walk.own(node, 0)), form, widest)
 
 
 def rope(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -139,8 +168,11 @@ def rope(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = x.reference * c + turned * s
     carried = raised(x.reach * np.abs(c) + far * np.abs(s))
     own = 4 * UNIT * (np.abs(x.reference * c) + np.abs(turned * s)) + FAINT
-    around = box.widen(box.exact(turned), far)
-    error = rope_error(walk.kernel, x.box, around, c, s)
+    apart = walk.own(node, 0)
+    wide = x if apart is None else replace(x, reach=raised(x.reach + apart))
+    far_wide = np.concatenate([wide.reach[..., h:], wide.reach[..., :h]], axis=-1)
+    around = box.widen(box.exact(turned), far_wide)
+    error = rope_error(walk.kernel, wide.box, around, c, s)
     own = own + gamma(8, UNIT) * carried
     split, kernel = only_sure(own + error), walk.kernel
     if kernel.coarse:  # both products are stored: their roundings are no part of what is sure
@@ -151,7 +183,16 @@ def rope(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         split = only_sure(own + inside).with_cast(kernel, cast, 2 * (1 + 2.0**-10) * eta)
     operands = _operands((x, _turned(c, s)))
     return _settled(
-        walk, node, Formed(reference, carried, operands, raised(own + error), split=split)
+        walk,
+        node,
+        Formed(
+            reference,
+            carried,
+            operands,
+            raised(own + error),
+            split=split,
+            own=rotated_own(apart, c, s),
+        ),
     )
 
 
@@ -169,7 +210,7 @@ def _turned(cos: Floats, sin: Floats) -> Pull:
 
 
 def _settled(walk: Walk, node: Node, formed: Formed) -> Form:
-    return settle(walk, formed, target(walk.kernel, node), walk.kernel.inner)
+    return settle(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
 
 
 def _operands(*parts: tuple[Form, Pull]) -> tuple[tuple[int, Pull], ...]:

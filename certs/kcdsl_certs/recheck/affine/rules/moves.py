@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import part, permuted, reshaped, spread, summed
 from kcdsl_certs.recheck.affine.drifting import symbol
-from kcdsl_certs.recheck.affine.form import UNIT, Form, Operand, Walk, known, numeric, raised
+from kcdsl_certs.recheck.affine.form import (
+    UNIT,
+    Form,
+    Operand,
+    Version,
+    Walk,
+    known,
+    numeric,
+    raised,
+)
 from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull, Shared
 from kcdsl_certs.recheck.block import Node
@@ -41,7 +50,7 @@ def source(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if form.precision >= FLOAT32.precision:
         return Form(centre, region, 0)
     formed = Formed(centre, region, ((0, lambda a: a),), np.zeros(centre.shape))
-    return settle(walk, formed, form, FLOAT32)
+    return settle(walk, node, formed, form, FLOAT32)
 
 
 def _apart(walk: Walk, centre: Floats, region: Floats, drift: Box) -> Form:
@@ -106,7 +115,9 @@ def reshape(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     """Return the same elements in another shape."""
     shape, before = _shape(node), inputs[0].shape
     value = inputs[0]
-    form = _moved(walk, value, lambda v: v.reshape(shape), lambda a: reshaped(a, shape, before))
+    form = _moved(
+        walk, node, value, lambda v: v.reshape(shape), lambda a: reshaped(a, shape, before)
+    )
     if isinstance(form, Mask) or isinstance(value, Mask) or value.cases is None:
         return form
     return replace(form, cases=value.cases.shaped(shape))
@@ -118,6 +129,7 @@ def expand(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     copies = max(1, int(np.prod(shape)) // max(1, int(np.prod(before))))
     return _moved(
         walk,
+        node,
         inputs[0],
         lambda v: np.broadcast_to(v, shape),
         lambda a: summed(a, before),
@@ -133,7 +145,7 @@ def permute(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     if sorted(dims) != list(range(rank)) or len(stated) != rank:
         raise Rejection("graph/field", "'dims' must be an order of the dimensions")
     value = inputs[0]
-    form = _moved(walk, value, lambda v: np.transpose(v, dims), lambda a: permuted(a, dims))
+    form = _moved(walk, node, value, lambda v: np.transpose(v, dims), lambda a: permuted(a, dims))
     if isinstance(form, Mask) or isinstance(value, Mask) or value.cases is None:
         return form
     return replace(form, cases=value.cases.turned(dims))
@@ -149,7 +161,7 @@ def slice_(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     axis, start = dim % rank, attrs.integer("start", 0)
     stop, step = attrs.integer("stop", 0), attrs.integer("step", 1)
     index = (slice(None),) * axis + (slice(start, stop, step),)
-    return _moved(walk, inputs[0], lambda v: v[index], lambda a: spread(a, axis, start, step))
+    return _moved(walk, node, inputs[0], lambda v: v[index], lambda a: spread(a, axis, start, step))
 
 
 def concat(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
@@ -172,7 +184,18 @@ def concat(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
         offset += form.shape[axis]
     if not operands:
         return known(reference)
+    parts = [walk.own(node, place) for place in range(len(forms))]
+    if any(own is not None for own in parts):
+        each = zip(parts, forms, strict=True)
+        whole = [np.zeros(form.shape) if own is None else own for own, form in each]
+        _versions(walk, node, np.concatenate(whole, axis=axis))
     return Form(reference, reach, walk.tape.add(Entry(reach, tuple(operands))))
+
+
+def _versions(walk: Walk, node: Node, own: Floats | None) -> None:
+    """Note how far readings of moved elements are apart."""
+    if own is not None:
+        walk.versions[node.name] = Version(own)
 
 
 def _taken(axis: int, offset: int, size: int) -> Pull:
@@ -187,6 +210,7 @@ def neg(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         return known(-x.reference)
     minus = np.full(x.shape, -1.0)
     entry = Entry(x.reach, ((x.place, lambda a: a.times(minus)),))
+    _versions(walk, node, walk.own(node, 0))
     return Form(-x.reference, x.reach, walk.tape.add(entry))
 
 
@@ -205,6 +229,7 @@ def relu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     radius = np.where(sure, 0.0, raised(half) + FAINT)
     reach = np.where(sure, on * x.reach, radius)
     entry = Entry(reach, ((x.place, lambda a: a.times(on)),), radius)
+    _versions(walk, node, walk.own(node, 0))
     return Form(reference, reach, walk.tape.add(entry))
 
 
@@ -215,7 +240,9 @@ def _shape(node: Node) -> tuple[int, ...]:
     return shape
 
 
-def _moved(walk: Walk, value: Operand, move: Move, pull: Pull, copies: int = 1) -> Operand:
+def _moved(
+    walk: Walk, node: Node, value: Operand, move: Move, pull: Pull, copies: int = 1
+) -> Operand:
     """Return a mask or a form after a move of its elements; sums of `copies` adjoints round."""
     if isinstance(value, Mask):
         return Mask(move(value.allowed))
@@ -225,6 +252,8 @@ def _moved(walk: Walk, value: Operand, move: Move, pull: Pull, copies: int = 1) 
     reach = np.ascontiguousarray(move(value.reach))
     radius = None if copies == 1 else raised(reach * gamma(copies, UNIT)) + FAINT
     place = walk.tape.add(Entry(reach, ((value.place, pull),), radius))
+    own = walk.own(node, 0)
+    _versions(walk, node, None if own is None else np.ascontiguousarray(move(own)))
     origin = value.origin
     if origin is not None:
         origin = replace(origin, index=np.ascontiguousarray(move(origin.index)))

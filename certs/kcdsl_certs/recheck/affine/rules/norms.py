@@ -84,7 +84,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     tangent = raised(at.r * moved.delta + size_y * moved.along)
     step = raised(tangent * sides)
     y_mag = raised(size_y + at.wrong_y + step)
-    inner = _rounding(walk.kernel, x, at, moved, y_mag, eps, centred)
+    inner = _rounding(walk.kernel, x, at, moved, y_mag, eps, centred, walk.own(node, 0))
     tilt = raised(inner.theta * sides)
     # scalars per row: κ - 1 and the root's error in the direction y, the mean's in 1
     turned = raised(inner.theta * (1 + sides * moved.along + moved.shrink))
@@ -134,7 +134,8 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         split=only_sure(others).with_cast(walk.kernel, cast, 0.0),
         shared=shared,
     )
-    form = settle(walk, formed, target(walk.kernel, node), walk.kernel.inner, sums=node.name)
+    kernel = walk.kernel
+    form = settle(walk, node, formed, target(kernel, node), kernel.inner, sums=True)
     place = form.place if centred else x.place
     walk.tape.cut = walk.tape.cut if place is None else place
     rows = walk.chosen(node, node.inputs[0], "ellipsoid", before)
@@ -301,25 +302,40 @@ def _rounding(
     y_mag: Floats,
     eps: float,
     centred: bool,
+    own: Floats | None,
 ) -> _Inner:
     """Return the roundings inside before gain and bias.
+
+    What is normalised is a reading of x that may be off by `own`, and so is that of mean and root.
 
     Raises:
         Rejection: "bound/not-finite".
     """
     n, u, size = x.shape[-1], kernel.inner.u, x.size
     least = at.v * (1 - at.wrong) * (1 - moved.along) ** 2 * (1 - 2.0**-40)
+    away, turned = np.zeros(x.shape), np.zeros(at.v.shape)
+    if own is not None:
+        away = np.broadcast_to(own, x.shape)
+        size = raised(size + away)
+        length = np.sqrt(_mean(away**2))
+        root = np.sqrt(np.maximum(least, 0.0)) * (1 - 2.0**-45) - length
+        if not bool((root > 0).all()):
+            raise Rejection("bound/not-finite", "readings differ by as much as the variance")
+        least, turned = root**2 * (1 - 2.0**-45), raised(length / root)
     sums = n * size.max(axis=-1) ** 2 + eps
     if not bool((least >= LEAST_VARIANCE).all() and (sums <= MOST_SQUARES).all()):
         raise Rejection("bound/not-finite", "the variance may leave the range of float32")
     theta = raised(root_error(kernel, size, least, centred))
     root = raised(1 / np.sqrt(least) * (1 + theta))
+    theta = raised(theta + turned * (1 + theta))
     mean = np.zeros(at.v.shape)
     element = np.zeros(x.shape)
     if centred:
         usual = raised(size.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT))
-        mean = raised(gamma(n + 6, u) * usual * root)
+        mean = raised((gamma(n + 6, u) * usual + (0 if own is None else _mean(away))) * root)
         element = raised((4 * u * (size + usual) + (n + 6) * underflow(kernel)) * root)
+    if own is not None:
+        element = raised(element + away * root)
     products = 6 * u * raised(y_mag + mean + element) * (1 + theta)
     element = raised(element + products)
     cast = np.zeros(x.shape)

@@ -65,7 +65,7 @@ def softmax(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     factor = np.maximum(box.up(np.expm1(c), 16), low)
     reach = np.minimum(1.0, raised(p * factor * (1 + 2 * wrong) + own))
     high = np.minimum(1.0, raised(p * (1 + wrong) + reach))
-    error = _error(walk, scores, high, allowed)
+    error = _error(walk, scores, high, allowed, walk.own(node, 0))
     formed = Formed(
         p,
         carried,
@@ -75,7 +75,10 @@ def softmax(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         sure=~allowed,
     )
     fused = walk.kernel.fused
-    form = settle(walk, formed, walk.kernel.probabilities, walk.kernel.inner, rounds=not fused)
+    kernel = walk.kernel
+    form = settle(walk, node, formed, kernel.probabilities, kernel.inner, rounds=not fused)
+    if node.name in walk.versions:
+        return replace(form, allowed=allowed)
     steps = None if form.steps is None else _chosen(scores, form, form.steps, allowed, error)
     # the map Π leaves Σ num·(1 - Σp) of a row, where p sums up to 1 but for what is wrong with it
     lost = 2 * wrong[..., :1] * _row(numerator_reach)
@@ -152,12 +155,20 @@ def _row(values: Floats) -> Floats:
     return raised(values.sum(axis=-1, keepdims=True) * (1 + values.shape[-1] * 2 * UNIT))
 
 
-def _error(walk: Walk, scores: Form, high: Floats, allowed: Bools) -> Floats:
-    """Return the error of the kernel's softmax; fused, with the cast of the probabilities."""
+def _error(walk: Walk, scores: Form, high: Floats, allowed: Bools, own: Floats | None) -> Floats:
+    """Return the error of the kernel's softmax; fused, with the cast of the probabilities.
+
+    A score may be read by itself, and so may those of the sum of its row: `own`.
+    """
     kernel, around = walk.kernel, scores.box
+    if own is not None:
+        around = replace(scores, reach=raised(scores.reach + own)).box
     if kernel.fused:
-        return softmax_rounding(kernel, around, high, allowed)
+        return softmax_rounding(kernel, around, high, allowed, own)
     theta = relative_rounding(kernel, around, allowed)
+    if own is not None:
+        most = np.where(allowed, own, 0.0).max(axis=-1, keepdims=True)
+        theta = raised(theta + np.expm1(own + most) * (1 + theta) * (1 + 2.0**-40))
     return np.where(allowed, raised(theta * box.lifted(high) + ZETA), 0.0)
 
 

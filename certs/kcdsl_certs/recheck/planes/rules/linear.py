@@ -61,7 +61,7 @@ def linear(course: Course, node: Node) -> None:
         Added(np.zeros(reference.shape), raised(formed * sizes[0] + carried * on_e) + FAINT),
         Added(known, raised(formed * sizes[1] + carried * on_d) + FAINT),
     )
-    if straight and reference.ndim == 2 and x.place == course.places[node.inputs[0]]:
+    if straight and reference.ndim == 2 and x.place == course.operand(node, 0).place:
         index = np.arange(reference.size, dtype=np.int64).reshape(reference.shape)
         place = course.places[node.name]
         course.origins[node.name] = Origin(x.place, place, train, infer, index)
