@@ -40,7 +40,7 @@ SERVER_FIELDS = ("url", "model", "key", "tokens", "concurrency", "logprobs")
 LOGPROBS_FIELDS = ("values", "temperature", "top_p", "top_k", "min_p", "top")
 VALUES = ("raw", "processed")
 _URL = re.compile(r"https?://(?P<user>[^/@\s]*@)?[^/@?#\s:]+(:\d{1,5})?(?P<path>/[^?#\s]*)?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_VARIABLE = re.compile(r"KCDSL_SERVER_KEY(_[A-Z0-9_]+)?")
 _ABOVE = "more than"
 _FROM = "at least"
 
@@ -168,9 +168,9 @@ def _variable(raw: RawKernel, reader: StructureReader) -> str | None:
     if not _VARIABLE.fullmatch(node.text):
         reader.reporter.error(
             NOT_ALLOWED,
-            "`key` does not name a variable of the environment",
+            "`key` does not name a variable for keys of servers",
             node.span,
-            "write the name of the variable, such as `key: SERVER_KEY`; never the key itself",
+            "write `key: KCDSL_SERVER_KEY`, or KCDSL_SERVER_KEY_NAME; never the key itself",
         )
         return None
     return node.text

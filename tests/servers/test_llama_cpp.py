@@ -136,12 +136,12 @@ def test_its_key_is_needed_and_shown_nowhere(
         with pytest.raises(Refusal) as caught:
             load(url)
         assert "status 401" in caught.value.diagnostics[0].message
-        monkeypatch.setenv("KCDSL_TEST_KEY", "a-wrong-key")
+        monkeypatch.setenv("KCDSL_SERVER_KEY_TEST", "a-wrong-key")
         with pytest.raises(Refusal) as caught:
-            load(url, key="KCDSL_TEST_KEY")
+            load(url, key="KCDSL_SERVER_KEY_TEST")
         assert "a-wrong-key" not in str(caught.value.diagnostics)
-        monkeypatch.setenv("KCDSL_TEST_KEY", secret)
-        server = load(url, key="KCDSL_TEST_KEY")
+        monkeypatch.setenv("KCDSL_SERVER_KEY_TEST", secret)
+        server = load(url, key="KCDSL_SERVER_KEY_TEST")
         assert len(server.draw(requests[0].tokens, 1).tokens) == 16
         assert secret not in json.dumps(server.fingerprint())
         assert secret not in repr(server)

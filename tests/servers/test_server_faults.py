@@ -223,21 +223,21 @@ def test_a_key_is_sent_and_told_to_nobody(
     load: Loader, train: TorchKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where the server repeats it in what it says of its refusal."""
-    monkeypatch.setenv("KCDSL_TEST_KEY", "swordfish-4711")
+    monkeypatch.setenv("KCDSL_SERVER_KEY_TEST", "swordfish-4711")
     fake = Fake(train.logits)
     with serving(fake) as url:
-        server = load(url, key="KCDSL_TEST_KEY")
+        server = load(url, key="KCDSL_SERVER_KEY_TEST")
         assert fake.headers[-1]["Authorization"] == "Bearer swordfish-4711"
         assert "swordfish" not in repr(server) + json.dumps(server.fingerprint())
         fake.change = lambda answer, _: {**answer, "model": "other"}
-    monkeypatch.setenv("KCDSL_TEST_KEY", "two\nlines")
+    monkeypatch.setenv("KCDSL_SERVER_KEY_TEST", "two\nlines")
     with pytest.raises(Refusal) as caught:
-        load(url, key="KCDSL_TEST_KEY")
+        load(url, key="KCDSL_SERVER_KEY_TEST")
     assert "lines" not in str(caught.value.diagnostics[0].message)
-    monkeypatch.delenv("KCDSL_TEST_KEY")
+    monkeypatch.delenv("KCDSL_SERVER_KEY_TEST")
     with pytest.raises(Refusal) as caught:
-        load(url, key="KCDSL_TEST_KEY")
-    assert "KCDSL_TEST_KEY is not set" in caught.value.diagnostics[0].message
+        load(url, key="KCDSL_SERVER_KEY_TEST")
+    assert "KCDSL_SERVER_KEY_TEST is not set" in caught.value.diagnostics[0].message
 
 
 def test_a_server_that_becomes_another_one_is_refused_in_the_end(

@@ -46,7 +46,7 @@ def analysed(
 
 def test_a_server_reaches_the_program_and_comes_back_from_the_file() -> None:
     program, found, _ = analysed(
-        f"{URL}, model: large, key: SERVER_KEY, tokens: 48, concurrency: 8, "
+        f"{URL}, model: large, key: KCDSL_SERVER_KEY, tokens: 48, concurrency: 8, "
         "logprobs: {values: processed, temperature: 0.7, top_p: 0.9, top_k: 50, min_p: 0.01,"
         " top: 8}",
         temperature="0.7",
@@ -56,7 +56,7 @@ def test_a_server_reaches_the_program_and_comes_back_from_the_file() -> None:
     service = program.infer.service
     assert service is not None
     assert (service.url, service.model, service.key) == (
-        "http://10.0.0.1:8000", "large", "SERVER_KEY",
+        "http://10.0.0.1:8000", "large", "KCDSL_SERVER_KEY",
     )  # fmt: skip
     assert (service.tokens, service.logprobs.top, service.logprobs.top_k) == (48, 8, 50)
     assert service.concurrency == 8
@@ -98,7 +98,7 @@ def test_every_field_of_a_server_is_bound_by_digest_and_fingerprint() -> None:
     digests = {digest(program) for program in programs if program is not None}
     records = {str(kernel_fingerprint(p.infer)) for p in programs if p is not None}
     assert len(digests) == len(records) == len(programs)
-    keyed = analysed(plain.replace("tokens: 16", "tokens: 16, key: K"))[0]
+    keyed = analysed(plain.replace("tokens: 16", "tokens: 16, key: KCDSL_SERVER_KEY_K"))[0]
     assert keyed is not None
     assert str(kernel_fingerprint(keyed.infer)) in records
 
@@ -146,6 +146,12 @@ BAD: dict[str, tuple[str, Code, str]] = {
     "a key in the address": (
         f'run: server, url: "http://h/?key=secret", {RAW}', codes.SERVER_ADDRESS,
         '"http://h/?key=secret"',
+    ),
+    "a variable of another program": (
+        f"{URL}, key: CLOUD_SECRET, {RAW}", codes.NOT_ALLOWED, "CLOUD_SECRET",
+    ),
+    "the password of the signing key": (
+        f"{URL}, key: KCDSL_KEY_PASSWORD, {RAW}", codes.NOT_ALLOWED, "KCDSL_KEY_PASSWORD",
     ),
     "a key instead of its variable": (
         f'{URL}, key: "sk-secret", {RAW}', codes.NOT_ALLOWED, '"sk-secret"',

@@ -209,7 +209,7 @@ kernels:
     run: server
     url: "http://127.0.0.1:8000"
     model: tiny
-    key: SERVER_KEY
+    key: KCDSL_SERVER_KEY
     tokens: 8
     concurrency: 2
     logprobs: {values: processed}

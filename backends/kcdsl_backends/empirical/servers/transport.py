@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.verdict.quantities import stated
-
-if TYPE_CHECKING:
-    import httpx
+from kcdsl_backends.empirical.servers.network import HOSTS, Forbidden, client, destination
 
 LATER = frozenset((408, 425, 429, 500, 502, 503, 504))
 """Answers after which it is asked again."""
 ABSENT = frozenset((404, 405, 501))
 """Answers of a server that does not know the question."""
-_LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
+_KEY = re.compile(r"KCDSL_SERVER_KEY(_[A-Z0-9_]+)?")
 _SHOWN = 200
 
 
@@ -104,17 +102,21 @@ class Transport:
         """Return status and text of one answer."""
         import httpx
 
-        headers = {"Accept": "application/json"}
+        # A compressed answer could be far larger than what came over the network.
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
         started, parts, size = self.clock(), [], 0
-        local = urlsplit(self.url).hostname in _LOOPBACK
+        place = destination(self.url, self.key is not None)
+        times = self.limits.connect, self.limits.answer
         try:
             with (
-                self._client(httpx, local) as client,
-                client.stream(method, self.url + path, json=body, headers=headers) as reply,
+                client(httpx, place, *times, self.clock) as asking,
+                asking.stream(method, self.url + path, json=body, headers=headers) as reply,
             ):
-                for part in reply.iter_bytes():
+                if reply.headers.get("content-encoding", "identity") != "identity":
+                    raise _NoAnswer("the answer is compressed, which nobody asked for", True)
+                for part in reply.iter_raw():
                     size += len(part)
                     if size > self.limits.size:
                         raise _NoAnswer(f"the answer has more than {self.limits.size} bytes", True)
@@ -124,19 +126,19 @@ class Transport:
                         )
                     parts.append(part)
                 return reply.status_code, b"".join(parts).decode("utf-8", errors="replace")
+        except Forbidden as error:
+            raise refuse(
+                codes.SERVER_ADDRESS,
+                f"the server {self.url} is not asked: {error}",
+                help=f"allow its host, {HOSTS}={place.host}, if you know whose it is; "
+                f"{HOSTS}=http://{place.host} also without TLS",
+            ) from None
         except httpx.TimeoutException as error:
             slow = not isinstance(error, httpx.ConnectTimeout)
             seconds = self.limits.answer if slow else self.limits.connect
             raise _NoAnswer(f"no answer in {stated(seconds, 's')}", slow) from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise _NoAnswer(self._hidden(f"{type(error).__name__}: {error}"), False) from None
-
-    def _client(self, library: Any, local: bool) -> httpx.Client:
-        times = library.Timeout(self.limits.answer, connect=self.limits.connect)
-        client: httpx.Client = library.Client(
-            timeout=times, follow_redirects=False, trust_env=not local
-        )
-        return client
 
     def _unreachable(self, what: str, attempt: int) -> Refusal:
         return refuse(
@@ -170,9 +172,16 @@ def _help(status: int) -> str:
 
 
 def key_of(variable: str | None) -> str | None:
-    """Return the key that a variable of the environment holds. Refuse one that is not set."""
+    """Return the key that a variable of the environment holds. Refuse one that is not set, and
+    every variable but those for keys of servers: a contract may name none of another program."""
     if variable is None:
         return None
+    if _KEY.fullmatch(variable) is None:
+        raise refuse(
+            codes.SERVER_UNREACHABLE,
+            f"the variable {variable} is not read: it is none for keys of servers",
+            help="put the key into KCDSL_SERVER_KEY, or KCDSL_SERVER_KEY_NAME, and write that",
+        )
     key = os.environ.get(variable, "").strip()
     if key and key.isascii() and key.isprintable():
         return key

@@ -1,0 +1,238 @@
+"""Where questions to a server may go: what the contract names, within what the user allowed.
+
+A contract is foreign text: it names an address and a variable, and may name those of others. So
+keys are in variables of their own and go to hosts that the user listed, the name of a host is
+resolved once and the address that was looked at is the one that is connected to, and every byte of
+an answer comes before the deadline.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+if TYPE_CHECKING:
+    import httpx
+
+HOSTS = "KCDSL_SERVER_HOSTS"
+"""The variable with hosts that the user allowed, separated by commas."""
+_LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
+_METADATA = frozenset(
+    map(
+        ipaddress.ip_address,
+        ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254"),
+    )
+)
+"""Addresses at which clouds tell their machines secrets, beside those of the link."""
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Forbidden(Exception):
+    """A question that the user did not allow to go where the contract sends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The server that a contract names. `listed` says that the user listed its host, `plain` that
+    he listed it without TLS; `with_key` that a key is to be sent."""
+
+    url: str
+    with_key: bool
+    listed: bool
+    plain: bool
+
+    @property
+    def parts(self) -> SplitResult:
+        """Return the parts of the address."""
+        return urlsplit(self.url)
+
+    @property
+    def host(self) -> str:
+        """Return the name or the address of the host."""
+        return self.parts.hostname or ""
+
+    @property
+    def proxy(self) -> str | None:
+        """Return the proxy of the environment, which is not asked for this machine."""
+        if self.host in _LOCAL_NAMES or proxy_bypass(self.host):
+            return None
+        return getproxies().get(self.parts.scheme)
+
+    def refuse(self, addresses: Iterable[_Address]) -> None:
+        """Raise Forbidden for a place that the user did not allow."""
+        found = tuple(addresses)
+        here = bool(found) and all(address.is_loopback for address in found)
+        if not self.listed:
+            for address in found:
+                if _is_special(address):
+                    raise Forbidden(f"{self.host} is {address}, an address of the link or the like")
+        if self.parts.scheme != "https" and not here:
+            if self.with_key:
+                raise Forbidden("a key goes nowhere without TLS but to this machine")
+            if not self.plain:
+                raise Forbidden(f"without TLS only this machine is asked, and {self.host} is none")
+        if self.with_key and not here and not self.listed:
+            raise Forbidden(f"a key goes to this machine and to hosts of {HOSTS} alone")
+
+
+def destination(url: str, with_key: bool) -> Destination:
+    """Return the server of a contract, with what the user allowed of it."""
+    parts = urlsplit(url)
+    listed = [
+        entry.scheme
+        for entry in map(_entry, os.environ.get(HOSTS, "").split(","))
+        if entry.hostname == parts.hostname and _port(entry) in (None, _port(parts))
+    ]
+    return Destination(url, with_key, bool(listed), "http" in listed)
+
+
+def _entry(text: str) -> SplitResult:
+    text = text.strip().lower()
+    return urlsplit(text if "://" in text else f"https://{text}")
+
+
+def _port(parts: SplitResult) -> int | None:
+    try:
+        return parts.port
+    except ValueError:
+        return -1
+
+
+def resolve(host: str, port: int) -> tuple[_Address, ...]:
+    """Return the addresses of a host; none where it has none."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ()
+    return tuple(dict.fromkeys(ipaddress.ip_address(item[4][0]) for item in found))
+
+
+def _is_special(address: _Address) -> bool:
+    """Say whether an address is of the link, of a cloud's metadata, of many, or of nobody."""
+    return any(
+        one.is_link_local or one.is_multicast or one.is_unspecified or one in _METADATA
+        for one in (address, *_inside(address))
+    )
+
+
+def _inside(address: _Address) -> Iterable[_Address]:
+    """Yield the addresses of version 4 that one of version 6 stands for."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            yield address.ipv4_mapped
+        if address.sixtofour is not None:
+            yield address.sixtofour
+        if address.teredo is not None:
+            yield from address.teredo
+        if address in _NAT64:
+            yield ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+
+
+def client(
+    library: Any, place: Destination, connect: float, whole: float, clock: Callable[[], float]
+) -> httpx.Client:
+    """Return a client that asks the server of a contract alone, and that ends in time.
+
+    Raises Forbidden.
+    """
+    proxy = place.proxy
+    if proxy is not None:
+        place.refuse(resolve(place.host, _port(place.parts) or 443))
+    transport = library.HTTPTransport(proxy=proxy)
+    pool = transport._pool
+    if not hasattr(pool, "_network_backend"):
+        raise Forbidden("this version of httpx does not let addresses be looked at")
+    pool._network_backend = _Guard(place if proxy is None else None, clock() + whole, clock)
+    made: httpx.Client = library.Client(
+        transport=transport,
+        timeout=library.Timeout(whole, connect=connect),
+        follow_redirects=False,
+        trust_env=False,
+    )
+    return made
+
+
+class _Guard:
+    """A network of httpcore that connects to addresses that were looked at, until a deadline."""
+
+    def __init__(
+        self,
+        place: Destination | None,
+        deadline: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.place, self.deadline, self.clock = place, deadline, clock
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Any = None,
+    ) -> Any:
+        import httpcore
+
+        addresses = resolve(host, port)
+        if not addresses:
+            raise httpcore.ConnectError(f"{host} has no address")
+        if self.place is not None:
+            self.place.refuse(addresses)
+        last: Exception | None = None
+        for address in addresses:
+            try:
+                stream = httpcore.SyncBackend().connect_tcp(
+                    str(address), port, timeout, local_address, socket_options
+                )
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                last = error
+                continue
+            return _Timed(stream, self.deadline, self.clock)
+        assert last is not None
+        raise last
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class _Timed:
+    """A connection whose every read and write ends before the deadline."""
+
+    def __init__(self, stream: Any, deadline: float, clock: Callable[[], float]) -> None:
+        self.stream, self.deadline, self.clock = stream, deadline, clock
+
+    def _left(self, timeout: float | None) -> float:
+        import httpcore
+
+        left = self.deadline - self.clock()
+        if left <= 0:
+            raise httpcore.ReadTimeout("the time for the whole answer is over")
+        return left if timeout is None else min(left, timeout)
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data: bytes = self.stream.read(max_bytes, self._left(timeout))
+        return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self.stream.write(buffer, self._left(timeout))
+
+    def close(self) -> None:
+        self.stream.close()
+
+    def start_tls(
+        self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
+    ) -> Any:
+        inner = self.stream.start_tls(ssl_context, server_hostname, self._left(timeout))
+        return _Timed(inner, self.deadline, self.clock)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self.stream.get_extra_info(info)
