@@ -32,6 +32,7 @@ from kcdsl.check.thresholds import check_table
 from kcdsl.check.user_metrics import read_registry
 from kcdsl.diagnostics.codes import (
     DATA_ABSENT,
+    MODEL_CONFIG,
     NOT_A_CONTRACT,
     STORED_PROGRAM,
     UNUSED_TABLE,
@@ -222,6 +223,8 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts |
     good = not sink.has_errors
     if good and folder is not None:
         _note_absent_files(raw, folder, reporter)
+        _check_configuration(model, folder, reporter)
+        good = not sink.has_errors
     program = ir.Program(
         name=raw.name.text,
         version=raw.version.text,
@@ -353,6 +356,30 @@ def _provenance(
         if brings and item.loaded is not None and item.loaded.digest is not None:
             found[ir.ImportedFrom(item.file, item.loaded.digest)] = None
     return tuple(found)
+
+
+def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -> None:
+    """Report a config.json that the built-in architecture does not implement; one that is not there
+    yet is noted elsewhere."""
+    from kcdsl.model.config import read_config
+    from kcdsl.model.families import FAMILIES, family_of
+    from kcdsl.model.files import PACKAGE_PREFIX, resolve_file
+
+    architecture = model.architecture or ""
+    if architecture not in {family.architecture for family in FAMILIES.values()}:
+        return
+    try:
+        if model.config is not None:
+            path = resolve_file(model.config, folder)
+        elif model.checkpoint.startswith(PACKAGE_PREFIX):
+            path = resolve_file(model.checkpoint, folder).parent / "config.json"
+        else:
+            path = (folder / model.checkpoint).parent / "config.json"
+        family_of(architecture, read_config(path))
+    except Refusal as refusal:
+        for found in refusal.diagnostics:
+            if found.code == MODEL_CONFIG:
+                reporter.sink.add(replace(found, source=reporter.source, span=model.span))
 
 
 def _note_absent_files(raw: RawContract, folder: Path, reporter: Reporter) -> None:

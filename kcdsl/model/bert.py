@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
 from kcdsl.model.config import LARGEST_DEPTH, Fields
+from kcdsl.model.families import family_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class BertConfig:
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> BertConfig:
         """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+        family_of("bert", raw)
         f = Fields(raw, "bert")
         f.require("hidden_act", ("gelu",), default="gelu")
         f.require("position_embedding_type", ("absolute",), default="absolute")

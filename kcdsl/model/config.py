@@ -69,6 +69,14 @@ class Fields:
         assert isinstance(value, dict)
         return value
 
+    def kinds(self, name: str, allowed: Iterable[str]) -> tuple[str, ...]:
+        """Return a list of words that are all allowed; empty where it is missing or null."""
+        value = self._raw.get(name)
+        value = [] if value is None else value
+        good = isinstance(value, list) and set(map(str, value)) <= set(allowed)
+        self.check(good, f"{name!r} must be a list of {', '.join(allowed)}, not {value!r}")
+        return tuple(value)
+
     def require(self, name: str, allowed: Iterable[object], default: object) -> None:
         """Refuse a value outside `allowed`."""
         options = tuple(allowed)

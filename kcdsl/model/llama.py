@@ -17,17 +17,7 @@ from torch.nn import functional as F
 
 from kcdsl.model.attention import AttentionProgram, Composed, merge_heads, split_heads
 from kcdsl.model.config import LARGEST_DEPTH, Fields
-
-_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
-"""The positive numbers that each form of RoPE scaling needs."""
+from kcdsl.model.families import ROPE_FIELDS, family_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +43,7 @@ class LlamaConfig:
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> LlamaConfig:
         """Read Hugging Face field names. Refuse what the forward pass would not honour."""
+        family_of("llama", raw)
         f = Fields(raw, "llama")
         f.require("hidden_act", ("silu", "swish"), default="silu")
         heads = f.count("num_attention_heads")
@@ -61,15 +52,19 @@ class LlamaConfig:
         head_width = f.count("head_dim", width // heads)
         rope = f.mapping("rope_parameters") or f.mapping("rope_scaling")
         kind = str(rope.get("rope_type", rope.get("type", "default")))
-        f.check(kind in ("default", "linear", "llama3"), f"RoPE scaling {kind!r} is not supported")
         f.check(heads % kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
         f.check(head_width % 2 == 0, "head_dim must be even for RoPE")
         bias = f.flag("attention_bias", False)
         positions = f.count("max_position_embeddings", 2048)
-        if f.flag("use_sliding_window", True):
+        kinds = f.kinds("layer_types", ("full_attention", "sliding_attention"))
+        windowed = raw.get("model_type") == "mistral" or f.flag("use_sliding_window", False)
+        if windowed or "sliding_attention" in kinds:
+            # the first `sliding_window` positions see all earlier ones, as here
+            stated = raw.get("sliding_window", 0)
+            f.check(stated != 0, "the field 'sliding_window' is missing")
             positions = min(positions, f.count("sliding_window", positions))
         scaling = Fields(rope, "llama RoPE")
-        for name in _ROPE_FIELDS.get(kind, ()):
+        for name in ROPE_FIELDS.get(kind, ()):
             scaling.check(name in rope, f"the field {name!r} is missing")
             scaling.number(name, 1.0)
         if kind == "llama3":

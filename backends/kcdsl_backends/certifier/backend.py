@@ -11,7 +11,8 @@ import torch
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
-from kcdsl.model.architecture import load_model
+from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.hugging_face import compare
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl.route.execution import Execution
@@ -56,6 +57,8 @@ HERE = Execution(jobs=1)
 
 _LARGEST_BATCH = 2**30
 """Bytes of region centres that are kept at a time."""
+_ROWS_COMPARED, _LONGEST_COMPARED = 3, 256
+"""How many rows, and up to how many tokens of each, are run by transformers too."""
 
 
 class IntervalBackend:
@@ -114,6 +117,7 @@ class IntervalBackend:
         for goal in goals:
             with at(goal.span):
                 rows.append(slice_rows(program, base, model, goal.region.slice))
+        assumptions = (*ASSUMPTIONS, *_compared(program, model, rows))
         threads = threads_of(execution, sum(map(_size, goals, rows)))
         sha256, rules = model.checkpoint.sha256, rules_version()
         setting = Setting(program, base, device, threads, sha256, rules, execution.cache)
@@ -133,7 +137,7 @@ class IntervalBackend:
                 )
                 for one in batch:
                     told = notes if chain else (*notes, *_unasked(station, one))
-                    outcomes.append(self._outcome(station, one, told))
+                    outcomes.append(self._outcome(station, one, told, assumptions))
         return tuple(outcomes)
 
     def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
@@ -182,7 +186,9 @@ class IntervalBackend:
         """
         return replay(program, base.resolve(), document, device=device, checkpoint=checkpoint)
 
-    def _outcome(self, station: Station, one: Open, notes: tuple[str, ...]) -> GoalOutcome:
+    def _outcome(
+        self, station: Station, one: Open, notes: tuple[str, ...], always: tuple[str, ...]
+    ) -> GoalOutcome:
         if not one.cases:
             reason = f"the slice {one.goal.region.slice!r} selects no request"
             evidence = Evidence(EvidenceKind.PROOF, n=0)
@@ -190,7 +196,7 @@ class IntervalBackend:
         any_length = (ANY_LENGTH,) if one.goal.region.kind is RegionKind.ROWS else ()
         alphas = {case.alpha for case in one.outcomes if case.alpha is not None}
         chances = tuple(INDEPENDENT.format(alpha=alpha) for alpha in sorted(alphas))
-        assumptions = (*ASSUMPTIONS, *any_length, *chances, *notes)
+        assumptions = (*always, *any_length, *chances, *notes)
         kind = EvidenceKind.PROBABILISTIC if alphas else EvidenceKind.PROOF
         return GoalOutcome(
             goal=one.goal,
@@ -229,6 +235,20 @@ def _counterexample(station: Station, one: Open) -> bytes | None:
     problem = station.shop.problem(one.goal.block, one.attacked.tokens)
     record = case_record(problem, station.shop, one.goal, one.attacked)
     return counterexample(station.setting.program, one.goal, {**record, **one.strongest.record})
+
+
+def _compared(program: Program, model: Model, rows: Sequence[Sequence[Request]]) -> tuple[str, ...]:
+    """Compare a built-in architecture with transformers on rows of the slices, and say what came
+    of it; empty for a module of the user's own, which no other program is known for.
+
+    Raises Refusal where the two are different programs.
+    """
+    architecture = program.model.architecture
+    if not model.built_in or architecture is None:
+        return ()
+    known = dict.fromkeys(row.tokens[:_LONGEST_COMPARED] for own in rows for row in own)
+    found = compare(architecture, model.module, model.config, tuple(known)[:_ROWS_COMPARED])
+    return (f"the architecture {architecture} is the program of the checkpoint: {found}",)
 
 
 def _size(goal: Goal, rows: Sequence[Request]) -> int:
