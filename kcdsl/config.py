@@ -215,6 +215,14 @@ def user_file(environment: Mapping[str, str] | None = None) -> Path | None:
     return None if folder is None else (folder / "kcdsl.toml").resolve()
 
 
+_SIZE_LIMIT = 2**18
+"""Largest configuration in bytes."""
+_ENTRIES = 100
+"""The most entries of a configuration that are looked at one by one."""
+_DOTS = 200
+"""The most points that a line of a configuration has."""
+
+
 def _nearest(
     start: Path, sink: Sink, mine: Path | None
 ) -> tuple[SourceFile, Path, Mapping[str, Any]] | None:
@@ -242,7 +250,7 @@ def _read(
 ) -> tuple[SourceFile, Mapping[str, Any]] | None:
     """Return the section of a file; None where it has none, or none that can be read."""
     try:
-        source = read_source(shown(file))
+        source = read_source(shown(file), _SIZE_LIMIT)
     except Refusal as refusal:
         for diagnostic in refusal.diagnostics:
             sink.add(diagnostic)
@@ -252,13 +260,23 @@ def _read(
     import tomllib
 
     try:
+        if any(line.count(".") > _DOTS for line in source.text.split("\n")):
+            raise RecursionError  # reading such a key takes the square of its length
         table: Any = _tables(source.text)
+    except RecursionError:
+        message = f"{source.name} nests too deeply"
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, Span(0, 0)))
+        return source, {}
     except tomllib.TOMLDecodeError as error:
         from kcdsl.source.toml import error_span
 
         problem = str(error).partition(" (at ")[0]
         message = f"{source.name} is not valid TOML: {problem}"
         sink.add(Diagnostic(BAD_CONFIGURATION, message, source, error_span(source, error)))
+        return source, {}
+    except ValueError as error:  # a number of too many digits
+        message = f"{source.name} cannot be read: {error}"
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, Span(0, 0)))
         return source, {}
     for number, key in enumerate(section):
         table = table.get(key)
@@ -294,6 +312,10 @@ def _with_file(
     """Return the configuration with a file; what a file before it gave is replaced."""
     before = config.origins
     config = replace(config, origins={})
+    if len(table) > _ENTRIES:
+        message = f"{source.name} has {len(table)} options, and there are {len(OPTIONS)}"
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, Span(0, 0)))
+        return replace(config, origins=before)
     for key, value in table.items():
         config = _take(config, key, value, source, folder, sink)
     return replace(config, origins={**before, **config.origins})

@@ -25,6 +25,8 @@ from kcdsl.source.text import SourceFile, Span
 
 SIZE_LIMIT = 256 * 2**20
 """Largest request file in bytes."""
+LINES = 250_000
+"""Most lines of a request file."""
 
 Tokenize = Callable[[str], Sequence[int]]
 Check = Callable[[Sequence[int]], object]
@@ -67,6 +69,12 @@ def load_requests(
     tokens that differ from those of the text beside them, and tokens that `check` refuses.
     """
     source = read_source(shown(path), SIZE_LIMIT)
+    if source.line_count > LINES:
+        raise refuse(
+            codes.TOO_LARGE,
+            f"{source.name} has more than {LINES} lines",
+            help="split it into the files of several slices",
+        )
     digest = hashlib.sha256(source.text.encode("utf-8")).hexdigest()
     requests: list[Request] = []
     seen: dict[str, int] = {}

@@ -37,7 +37,15 @@ from kcdsl.diagnostics.codes import (
     STORED_PROGRAM,
     UNUSED_TABLE,
 )
-from kcdsl.diagnostics.model import Diagnostic, Fix, Refusal, Sink, Suppressed, refuse
+from kcdsl.diagnostics.model import (
+    Diagnostic,
+    Fix,
+    Refusal,
+    Sink,
+    Suppressed,
+    TooManyFindings,
+    refuse,
+)
 from kcdsl.ir import terms as ir
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.source.files import is_there, read_source
@@ -141,17 +149,21 @@ def analyse(
     `folder` is where the files it names are looked for; `texts` count instead of the files at
     their paths. The sink is left in the order of the places.
     """
-    analysis = _analyse(source, sink, folder, texts)
-    if analysis.root is None:
-        sink.found[:] = recover(
-            source, sink, lambda text, into: _analyse(text, into, folder, texts).root
-        )
-    if _SUPPRESSION.search(source.text):
-        from kcdsl.check.suppressions import accept
+    try:
+        analysis = _analyse(source, sink, folder, texts)
+        if analysis.root is None:
+            sink.found[:] = recover(
+                source, sink, lambda text, into: _analyse(text, into, folder, texts).root
+            )
+        if _SUPPRESSION.search(source.text):
+            from kcdsl.check.suppressions import accept
 
-        analysis = replace(analysis, suppressed=accept(source, analysis.root, sink, folder))
-        if sink.has_errors:  # the configuration may refuse what comments accept
-            analysis = replace(analysis, program=None, library=None)
+            analysis = replace(analysis, suppressed=accept(source, analysis.root, sink, folder))
+            if sink.has_errors:  # the configuration may refuse what comments accept
+                analysis = replace(analysis, program=None, library=None)
+    except TooManyFindings as many:
+        sink.found[:] = many.diagnostics
+        return Analysis(source)
     if any(found.fix is not None for found in sink):
         from kcdsl.check.sparing import spare_comments
 

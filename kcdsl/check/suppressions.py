@@ -28,6 +28,7 @@ from kcdsl.diagnostics.codes import (
     REFUSED_SUPPRESSION,
     SOLVER_UNDECIDED,
     SUPPRESSED_ERROR,
+    TOO_LARGE,
     UNUSED_SLICE,
     UNUSED_SUPPRESSION,
     Code,
@@ -38,6 +39,8 @@ from kcdsl.format.comments import find_comments, scalars
 from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Node
 
+_MOST = 500
+"""How many findings the comments of a document may speak of."""
 _HELP = "write `# kcdsl: ignore[KC507] why it is accepted`"
 _MEANT = re.compile(r"(?i)#\s*kcdsl\s*:\s*(?:ignore|disable|allow|suppress|noqa)\b")
 _COMMENT = re.compile(r"#\s*kcdsl: ignore(?:\[([^\]]*)\])?[ \t]*(.*)")
@@ -158,7 +161,7 @@ def read(source: SourceFile, root: Node, sink: Sink) -> tuple[Suppression, ...]:
     """Return the suppressions of a document; those without codes, known codes or a reason are
     reported and left out."""
     found: list[Suppression] = []
-    last = _last_lines(source, root)
+    last, following = _last_lines(source, root), _next_lines(source)
     for comment, alone in _comments(source, root):
         text = source.text[comment.start : comment.end]
         if not _MEANT.match(text):
@@ -170,7 +173,7 @@ def read(source: SourceFile, root: Node, sink: Sink) -> tuple[Suppression, ...]:
             sink.add(_bad(source, problem or "", comment))
             continue
         line = source.position(comment.start).line
-        first = _next_line(source, line) if alone else line
+        first = following[line] if alone else line
         lines = range(first, last.get(first, first) + 1)
         for code in codes:
             start = comment.start + match.start(1) + code.start()
@@ -178,6 +181,10 @@ def read(source: SourceFile, root: Node, sink: Sink) -> tuple[Suppression, ...]:
             known = find(code[0])
             if known is None:
                 sink.add(_bad(source, f"there is no code {code[0]}", place))
+            elif len(found) == _MOST:
+                message = f"there are more than {_MOST} comments that accept findings"
+                sink.add(Diagnostic(TOO_LARGE, message, source, place))
+                return tuple(found)
             else:
                 found.append(Suppression(known.id, lines, match[2].strip(), place, comment))
     return tuple(found)
@@ -208,13 +215,16 @@ def _bad(source: SourceFile, problem: str, place: Span) -> Diagnostic:
     )
 
 
-def _next_line(source: SourceFile, line: int) -> int:
-    """Return the next line that is neither empty nor a comment."""
-    for number in range(line + 1, source.line_count + 1):
+def _next_lines(source: SourceFile) -> list[int]:
+    """Return for each line (from 1) the next that is neither empty nor a comment; itself where
+    there is none."""
+    found, after = list(range(source.line_count + 1)), 0
+    for number in range(source.line_count, 0, -1):
+        found[number] = after or number
         text = source.line(number).strip()
         if text and not text.startswith("#"):
-            return number
-    return line
+            after = number
+    return found
 
 
 def _last_lines(source: SourceFile, root: Node) -> dict[int, int]:

@@ -16,18 +16,10 @@ _NEEDED = ("pygls", "lsprotocol")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "--stdio", action="store_true", help="talk on standard input and output (the default)"
+        "--stdio",
+        action="store_true",
+        help="talk on standard input and output, which it does in any case",
     )
-    parser.add_argument(
-        "--tcp", type=_port, metavar="PORT", help="listen at a port of this machine instead"
-    )
-
-
-def _port(text: str) -> int:
-    value = int(text)
-    if not 0 < value < 65536:
-        raise argparse.ArgumentTypeError("must be a number from 1 to 65535")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> Exit:
@@ -41,5 +33,5 @@ def run(arguments: argparse.Namespace) -> Exit:
         )
     from kcdsl.lsp.server import serve
 
-    serve(arguments.tcp)
+    serve()
     return Exit.HELD

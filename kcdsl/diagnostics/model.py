@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kcdsl.diagnostics.codes import Code
+from kcdsl.diagnostics.codes import TOO_LARGE, Code
 from kcdsl.source.text import SourceFile, Span
 
 
@@ -74,18 +74,31 @@ class Suppressed:
     line: int
 
 
+ERRORS = 200
+FINDINGS = 2000
+
+
 @dataclass(slots=True)
 class Sink:
-    """Collects diagnostics, so that a pass reports everything it finds and not only the first."""
+    """Collects diagnostics, so that a pass reports everything it finds and not only the first.
+
+    It takes `ERRORS` errors and `FINDINGS` in all: a file that has more is no work of a person, and
+    telling of them all could take hours.
+    """
 
     found: list[Diagnostic] = field(default_factory=list)
     _seen: set[Diagnostic] = field(default_factory=set)
+    _errors: int = 0
 
     def add(self, diagnostic: Diagnostic) -> None:
-        """Keep one diagnostic; the same one twice is kept once."""
-        if diagnostic not in self._seen:
-            self._seen.add(diagnostic)
-            self.found.append(diagnostic)
+        """Keep one diagnostic; the same one twice is kept once. Raises TooManyFindings."""
+        if diagnostic in self._seen:
+            return
+        self._errors += diagnostic.severity is Severity.ERROR
+        if self._errors > ERRORS or len(self._seen) >= FINDINGS:
+            raise TooManyFindings(self.found, diagnostic.source)
+        self._seen.add(diagnostic)
+        self.found.append(diagnostic)
 
     def __iter__(self) -> Iterator[Diagnostic]:
         return iter(self.found)
@@ -103,6 +116,15 @@ class Refusal(Exception):
         items = (diagnostics,) if isinstance(diagnostics, Diagnostic) else tuple(diagnostics)
         self.diagnostics: tuple[Diagnostic, ...] = items
         super().__init__("; ".join(d.message for d in items))
+
+
+class TooManyFindings(Refusal):
+    """Raised by a sink that takes no more; carries what it took."""
+
+    def __init__(self, found: Iterable[Diagnostic], source: SourceFile | None) -> None:
+        message = f"there are more than {ERRORS} errors, or {FINDINGS} findings; the rest is left"
+        place = None if source is None else Span(0, 0)
+        super().__init__((*found, Diagnostic(TOO_LARGE, message, source, place)))
 
 
 def refuse(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 _SIZE_LIMIT = 4 * 2**20
@@ -52,7 +53,7 @@ def verdicts(folder: Path | None, contract: str) -> tuple[Verdict, ...]:
             about = file.stat()
         except OSError:
             continue
-        if about.st_size <= _SIZE_LIMIT:
+        if S_ISREG(about.st_mode) and about.st_size <= _SIZE_LIMIT:
             found += _read(file, about.st_mtime_ns, about.st_size)
     own = [verdict for verdict in found if verdict.contract == contract]
     # A report says more than the certificate that was written with it.

@@ -387,12 +387,9 @@ def _take_commands(server: Server) -> None:
         return server.explain(code)
 
 
-def serve(port: int | None = None) -> None:
-    """Serve one client on standard input and output, or at a TCP port of this machine."""
+def serve() -> None:
+    """Serve one client on standard input and output."""
     server = build()
-    if port is not None:
-        server.start_tcp("127.0.0.1", port)
-        return
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     # Nothing but messages may be written to standard output.
     sys.stdout = sys.stderr

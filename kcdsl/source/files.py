@@ -10,8 +10,8 @@ from kcdsl.diagnostics.codes import FILE_MISSING, INPUT_OUTPUT, NOT_UTF8, TOO_LA
 from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.source.text import SourceFile, Span
 
-SIZE_LIMIT = 4 * 2**20
-"""Largest contract in bytes; one that a person can review is a thousand times smaller."""
+SIZE_LIMIT = 2**20
+"""Largest contract in bytes; one that a person can review is a hundred times smaller."""
 
 
 MARK = "\ufeff"

@@ -28,11 +28,12 @@ from kcdsl.diagnostics.codes import (
     NOT_YAML,
     SEVERAL_DOCUMENTS,
     TOO_DEEP,
+    TOO_LARGE,
     UNQUOTED_EXPRESSION,
     WRONG_KIND,
     Code,
 )
-from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink
+from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink, TooManyFindings
 from kcdsl.source.masking import Masked, mask_expressions
 from kcdsl.source.numbers import exact
 from kcdsl.source.properties import properties
@@ -49,6 +50,11 @@ from kcdsl.source.yaml_errors import NO_CHARACTER, syntax_error
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEPTH_LIMIT = 40
+NODES = 30_000
+"""How many keys, values and collections a document may have."""
+
+LONGEST = 2**16
+"""How many characters a key or a value may have."""
 
 Value = str | int | Fraction | bool | None
 
@@ -152,7 +158,11 @@ in quotation marks has it."""
 
 def parse_yaml(source: SourceFile, sink: Sink) -> Node | None:
     """Return the root node of the only document, or None after a fatal error in the sink."""
-    return _Builder(source, sink).build()
+    try:
+        return _Builder(source, sink).build()
+    except TooManyFindings as many:
+        sink.found[:] = many.diagnostics
+        return None
 
 
 def _in_quotes(text: str) -> str:
@@ -172,7 +182,7 @@ class _Builder:
         self._shift = 1 if source.text.startswith("\ufeff") else 0
         self._open: list[_Open] = []
         self._root: Node | None = None
-        self._documents = 0
+        self._documents = self._nodes = 0
         self._anchored: dict[str, str] = {}
         self._masked: Masked = mask_expressions(source.text[self._shift :])
 
@@ -227,6 +237,12 @@ class _Builder:
 
     def _take(self, event: yaml.Event) -> bool:
         """Process one event; False ends the reading."""
+        if isinstance(event, yaml.NodeEvent):
+            self._nodes += 1
+            if self._nodes > NODES:
+                message = f"the document has more than {NODES} keys and values"
+                self._error(TOO_LARGE, message, self._span(event), "split it into several files")
+                return False
         match event:
             case yaml.DocumentStartEvent():
                 self._documents += 1
@@ -250,6 +266,10 @@ class _Builder:
                 written = self._source.text[span.start : span.end]
                 self._attach(Scalar(None, written, "plain", span, broken=True))
             case yaml.ScalarEvent():
+                if len(event.value) > LONGEST:
+                    message = f"a text of more than {LONGEST} characters"
+                    self._error(TOO_LARGE, message, self._span(event))
+                    return False
                 scalar = self._scalar(event, self._without_properties(event))
                 if event.anchor is not None:
                     written = self._source.text[scalar.span.start : scalar.span.end].strip()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kcdsl.check.compile import analyse
-from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.model import Refusal, Sink
 from kcdsl.diagnostics.render import FORMATS, Run, render
 from kcdsl.format import format_text
 from kcdsl.ir.cases import Undecided, find_case, first_taken
@@ -143,7 +144,8 @@ def test_a_large_document_does_not_take_long(text: str) -> None:
     analyse(source, sink)
     assert taken(begun) < SECONDS
     begun = time.process_time()
-    format_text(source, Sink())
+    with suppress(Refusal):  # of what has too many findings
+        format_text(source, Sink())
     assert taken(begun) < SECONDS
     for name in FORMATS:
         begun = time.process_time()

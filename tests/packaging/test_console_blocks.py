@@ -174,7 +174,6 @@ NOT_RUN = {
     "docs/editors.md": {
         'pip install "kcdsl[lsp]"': NETWORK,
         "kcdsl lsp": EDITOR,
-        "kcdsl lsp --tcp 9257": EDITOR,
     },
     "grammar/editors/vscode/README.md": {
         'pip install "kcdsl[lsp]"': NETWORK,

@@ -10,10 +10,20 @@ import pytest
 import yaml
 
 from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.model import ERRORS
 from kcdsl.source import yaml_nodes
 from kcdsl.source.resolution import CORE_BOOL, CORE_FLOAT, CORE_NULL, NOT_FINITE, ambiguity
 from kcdsl.source.text import SourceFile
-from kcdsl.source.yaml_nodes import DEPTH_LIMIT, Mapping, Node, Scalar, Sequence, parse_yaml
+from kcdsl.source.yaml_nodes import (
+    DEPTH_LIMIT,
+    LONGEST,
+    NODES,
+    Mapping,
+    Node,
+    Scalar,
+    Sequence,
+    parse_yaml,
+)
 
 
 def read(text: str) -> tuple[Node | None, list[tuple[str, int, int]]]:
@@ -220,10 +230,27 @@ def test_an_unquoted_text_of_several_lines_is_quoted_on_one() -> None:
 
 def test_many_anchors_and_repeated_keys_are_cheap() -> None:
     many = "".join(f"- &a{n} 1\n" for n in range(20_000))
-    assert len(read(many)[1]) == 20_000
-    large = "x" * 200_000
-    repeated = f"k: '{large}'\n" + "k: 1\n" * 20_000
-    assert len(read(repeated)[1]) == 20_000
+    assert len(read(many)[1]) == ERRORS + 1
+    large = "x" * LONGEST
+    repeated = f"k: '{large}'\n" + "k: 1\n" * 10_000
+    assert len(read(repeated)[1]) == ERRORS + 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"k: '{'x' * (LONGEST + 1)}'", "- 1\n" * NODES],
+    ids=["value", "nodes"],
+)
+def test_a_document_that_no_person_writes_is_too_large(text: str) -> None:
+    root, found = read(text)
+    assert root is None
+    assert [code for code, _, _ in found] == ["KC011"]
+
+
+def test_a_document_of_the_largest_size_is_read() -> None:
+    root, found = read("- 1\n" * (NODES - 1))
+    assert root is not None
+    assert not found
 
 
 PIECES = (

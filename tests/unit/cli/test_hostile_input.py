@@ -1,0 +1,109 @@
+"""Commands that read end soon on hostile files, with a diagnostic.
+
+Time is that of this processor, which other programs on the machine do not change; the limit is far
+from what the commands take, and what they took before is minutes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kcdsl.diagnostics.model import FINDINGS
+from tests.support import hostile
+
+if TYPE_CHECKING:
+    from tests.conftest import Cli
+    from tests.support.commands import Ran
+
+SECONDS = 20.0
+"""The most that one command may take; each takes less than five on a machine of two cores."""
+LONGEST = 2_000_000
+"""The most characters that one command may print."""
+
+Soon = Callable[..., "Ran"]
+
+
+@pytest.fixture
+def soon(cli: Cli, tmp_path: Path) -> Soon:
+    """Return a function that runs a command in a folder with a contract, and looks at its end."""
+    (tmp_path / "contract.yaml").write_text(hostile.HEAD + hostile.CLAUSE)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(hostile.CHECKPOINT)
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "tokens": [0, 1]}\n')
+    assert cli("keygen", "-o", "own.key", cwd=tmp_path).code == 0
+
+    def run(*words: str) -> Ran:
+        begun = time.process_time()
+        ran = cli(*words, cwd=tmp_path)
+        took = time.process_time() - begun
+        assert took < SECONDS
+        assert len(ran.stdout) + len(ran.stderr) < LONGEST
+        assert "KC999" not in ran.stderr + ran.stdout
+        assert "Traceback" not in ran.stderr
+        return ran
+
+    return run
+
+
+@pytest.mark.parametrize("name", hostile.CONTRACTS)
+def test_contracts(soon: Soon, tmp_path: Path, name: str) -> None:
+    (tmp_path / "contract.yaml").write_text(hostile.CONTRACTS[name])
+    ran = soon("lint", "--format", "concise", "contract.yaml")
+    assert ran.code in (1, 2), ran.stdout
+    assert "error[KC" in ran.stdout + ran.stderr
+    assert len(ran.stdout.splitlines()) <= FINDINGS + 1
+    assert soon("compile", "contract.yaml").code == 2
+    assert soon("fmt", "--check", "contract.yaml").code != 0
+
+
+@pytest.mark.parametrize("name", hostile.CONFIGURATIONS)
+def test_configurations(soon: Soon, tmp_path: Path, name: str) -> None:
+    (tmp_path / "kcdsl.toml").write_text(hostile.CONFIGURATIONS[name])
+    for words in (("lint", "contract.yaml"), ("config", "show"), ("plan",)):
+        ran = soon(*words)
+        assert ran.code in (1, 2)
+        assert "error[KC" in ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("name", hostile.MODULES)
+def test_modules_of_metrics(soon: Soon, tmp_path: Path, name: str) -> None:
+    (tmp_path / "kcdsl.toml").write_text('metrics = ["own.py"]')
+    (tmp_path / "own.py").write_text(hostile.MODULES[name])
+    assert soon("lint", "contract.yaml").code in (0, 1)
+
+
+@pytest.mark.parametrize("name", hostile.DATA)
+def test_data(soon: Soon, tmp_path: Path, name: str) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(hostile.DATA[name])
+    ran = soon("plan")
+    assert ran.code == 2
+    assert "error[KC" in ran.stderr
+
+
+@pytest.mark.parametrize("name", hostile.DOCUMENTS)
+def test_documents(soon: Soon, tmp_path: Path, name: str) -> None:
+    (tmp_path / "j.json").write_bytes(hostile.DOCUMENTS[name])
+    check = ("check", "j.json", "--contract", "contract.yaml", "--key", "own.key.pub")
+    for words in (
+        check,
+        ("report", "j.json"),
+        ("sign", "j.json"),
+        ("plan", "--pilot", "j.json"),
+        ("replay", "j.json"),
+        ("diff", "j.json", "contract.yaml"),
+        ("transfer", "j.json", "model.safetensors", "--key", "own.key.pub"),
+    ):
+        assert soon(*words).code in (2, 4)
+
+
+@pytest.mark.parametrize("name", hostile.CHECKPOINTS)
+def test_checkpoints(soon: Soon, tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(hostile.CHECKPOINTS[name])
+    (tmp_path / "j.json").write_text("{}")
+    assert soon("compile", "contract.yaml").code == 0
+    assert soon("check", "j.json", "--contract", "contract.yaml", "--key", "own.key.pub").code == 4
