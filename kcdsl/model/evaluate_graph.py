@@ -102,6 +102,13 @@ def _linear(node: Node, store: Round, x: Array, weight: Array, bias: Array | flo
     return product
 
 
+def _gelu_share(n: Node, x: Array) -> Array:
+    """Return what a GELU adds to half of x, over that: by erf, or by its approximation by tanh."""
+    if n.attrs.get("approximate") != "tanh":
+        return np.asarray(erf(x / np.sqrt(2.0)))
+    return np.asarray(np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def _slice(node: Node, store: Round, x: Array) -> Array:
     a = node.attrs
     places = [slice(None)] * x.ndim
@@ -182,7 +189,7 @@ _OPERATIONS: dict[str, Callable[..., Array]] = {
     "relu": lambda n, s, x: np.maximum(x, 0.0),
     "tanh": lambda n, s, x: np.tanh(x),
     "silu": _silu,
-    "gelu": lambda n, s, x: 0.5 * x * (1.0 + erf(x / np.sqrt(2.0))),
+    "gelu": lambda n, s, x: 0.5 * x * (1.0 + _gelu_share(n, x)),
     "reshape": lambda n, s, x: x.reshape(n.attrs["shape"]),
     "expand": lambda n, s, x: np.broadcast_to(x, tuple(n.attrs["shape"])),
     "permute": lambda n, s, x: x.transpose(n.attrs["dims"]),

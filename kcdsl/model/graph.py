@@ -17,7 +17,8 @@ masks) and token ids. Nodes stand in an order in which every node comes after it
 | scale | x | factor | x * factor |
 | divide | x | divisor | x / divisor |
 | shift | x | offset | x + offset |
-| neg, relu, tanh, silu, gelu | x | – | elementwise; gelu is the erf form |
+| neg, relu, tanh, silu | x | – | elementwise |
+| gelu | x | approximate: "tanh" (optional) | the erf form, or that by tanh |
 | reshape, expand | x | shape | |
 | permute | x | dims | |
 | slice | x | dim, start, stop, step | |

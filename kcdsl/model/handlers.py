@@ -377,8 +377,10 @@ def _unary(s: Lowering, a: Arguments) -> Any:
 
 @_handles("gelu")
 def _gelu(s: Lowering, a: Arguments) -> Any:
-    s.need(a["approximate"] == "none", "only the erf form of GELU is supported, not the tanh form")
-    return s.emit("gelu", [a["self"]], s.out_shape)
+    form = a["approximate"]
+    s.need(form in ("none", "tanh"), f"there is no form {form!r} of GELU")
+    attrs = {"approximate": form} if form == "tanh" else {}
+    return s.emit("gelu", [a["self"]], s.out_shape, **attrs)
 
 
 def _over_last(s: Lowering, a: Arguments) -> Ref:

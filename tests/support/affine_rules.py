@@ -265,6 +265,7 @@ RULES: dict[str, Build] = {
     "tanh": unary("tanh"),
     "silu": unary("silu"),
     "gelu": unary("gelu"),
+    "gelu by tanh": unary("gelu", approximate="tanh"),
     "linear": linear(4, False),
     "linear with bias": linear(13, True),
     "rms_norm": norm("rms_norm", True),

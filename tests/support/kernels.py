@@ -240,6 +240,8 @@ class Run:
         match op:
             case "gelu":
                 y = x * 0.5 * (1 + np.frompyfunc(erf, 1, 1)(x / np.sqrt(2)).astype(float))
+            case "gelu by tanh":
+                y = x * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
             case "silu":
                 y = x / (1 + np.exp(-x))
             case _:
@@ -360,7 +362,7 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
             case "relu":
                 y, settled = run.relu(args[0]), False
             case "gelu" | "silu" | "tanh":
-                y = run.function(op, args[0])
+                y = run.function("gelu by tanh" if "approximate" in attrs else op, args[0])
             case "reshape":
                 y, settled = args[0].reshape(attrs["shape"]), False
             case "expand":

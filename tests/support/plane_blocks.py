@@ -54,7 +54,8 @@ def activated(rng: np.random.Generator) -> Any:
     x = g.add("input", [], (3, 6))
     y = g.add("linear", [x, g.param("w", rng.standard_normal((6, 6)))], (3, 6))
     parts = [g.add(op, [y], (3, 6)) for op in ("silu", "gelu", "tanh")]
-    g.add("concat", parts, (3, 18), dim=1)
+    parts.append(g.add("gelu", [y], (3, 6), approximate="tanh"))
+    g.add("concat", parts, (3, 24), dim=1)
     return g
 
 
@@ -65,7 +66,8 @@ def twice_activated(rng: np.random.Generator) -> Any:
     y = g.add("linear", [x, g.param("w", rng.standard_normal((6, 6)))], (3, 6))
     y = g.add("gelu", [y], (3, 6))
     parts = [g.add(op, [y], (3, 6)) for op in ("silu", "gelu", "tanh")]
-    g.add("concat", parts, (3, 18), dim=1)
+    parts.append(g.add("gelu", [y], (3, 6), approximate="tanh"))
+    g.add("concat", parts, (3, 24), dim=1)
     return g
 
 

@@ -76,7 +76,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "mul": lambda node, a, b: a * b,
     "scale": lambda node, x: x * float(node.attrs["factor"]),
     "divide": lambda node, x: x / float(node.attrs["divisor"]),
-    "gelu": lambda node, x: F.gelu(x),
+    "gelu": lambda node, x: F.gelu(x, approximate=node.attrs.get("approximate", "none")),
     "silu": lambda node, x: F.silu(x),
     "neg": lambda node, x: -x,
     "softmax": _softmax,

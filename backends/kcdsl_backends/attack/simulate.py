@@ -487,5 +487,5 @@ _UNARY: Mapping[str, Callable[[Tensor, Node], Tensor]] = {
     "relu": lambda x, node: torch.relu(x),
     "tanh": lambda x, node: torch.tanh(x),
     "silu": lambda x, node: F.silu(x),
-    "gelu": lambda x, node: F.gelu(x),
+    "gelu": lambda x, node: F.gelu(x, approximate=node.attrs.get("approximate", "none")),
 }

@@ -20,6 +20,21 @@ def gelu_slope(x: arb) -> arb:
     return normal(x) + x * (-x * x / 2).exp() / (2 * arb.pi()).sqrt()
 
 
+def _steep(x: arb) -> arb:
+    return 2 * (numbers.TWO / arb.pi()).sqrt() * (1 + 3 * arb(0.044715) * x * x)
+
+
+def gelu_tanh_slope(x: arb) -> arb:
+    s = 1 / (1 + (-numbers.cubic(x)).exp())
+    return s + x * s * (1 - s) * _steep(x)
+
+
+def _gelu_tanh_bend(x: arb) -> arb:
+    s = 1 / (1 + (-numbers.cubic(x)).exp())
+    bent = 12 * (numbers.TWO / arb.pi()).sqrt() * arb(0.044715) * x
+    return 2 * _steep(x) + x * bent + x * (1 - 2 * s) * _steep(x) ** 2
+
+
 def silu_slope(x: arb) -> arb:
     s = 1 / (1 + (-x).exp())
     return s + x * s * (1 - s)
@@ -45,6 +60,8 @@ def _silu_bend(x: arb) -> arb:
 
 
 GELU_VALLEY = _root(gelu_slope, -1.0, -0.5)
+GELU_TANH_VALLEY = _root(gelu_tanh_slope, -1.0, -0.5)
+GELU_TANH_TURN = _root(_gelu_tanh_bend, 1.0, 2.0)
 SILU_VALLEY = _root(silu_slope, -2.0, -1.0)
 SILU_TURN = _root(_silu_bend, 1.0, 4.0)
 

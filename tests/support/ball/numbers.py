@@ -70,6 +70,16 @@ def gelu(x: arb) -> arb:
     return x * (-x / TWO.sqrt()).erfc() / 2
 
 
+def cubic(x: arb) -> arb:
+    """Return 2√(2/π)(x + 0.044715 x³), the constant as float64 has it."""
+    return 2 * (TWO / arb.pi()).sqrt() * (x + arb(0.044715) * x**3)
+
+
+def gelu_tanh(x: arb) -> arb:
+    """Return the approximation of GELU by tanh."""
+    return x / (1 + (-cubic(x)).exp())
+
+
 def silu(x: arb) -> arb:
     """Return x·σ(x)."""
     return x / (1 + (-x).exp())

@@ -15,10 +15,13 @@ from flint import arb
 from tests.support.ball import numbers
 from tests.support.ball.boxes import Box, Softmax, State, around, known, max_of, min_of, reduced
 from tests.support.ball.curves import (
+    GELU_TANH_TURN,
+    GELU_TANH_VALLEY,
     GELU_VALLEY,
     SILU_TURN,
     SILU_VALLEY,
     gelu_slope,
+    gelu_tanh_slope,
     range_of,
     silu_slope,
     tanh_slope,
@@ -244,6 +247,11 @@ class Page:
         return self.settle(node, (*y, d), errors)
 
     def _gelu(self, node: Any) -> State:
+        if node["attrs"].get("approximate") == "tanh":
+            turns = [-GELU_TANH_TURN, GELU_TANH_TURN]
+            return self._function(
+                node, numbers.gelu_tanh, gelu_tanh_slope, [GELU_TANH_VALLEY], turns
+            )
         root = numbers.TWO.sqrt()
         return self._function(node, numbers.gelu, gelu_slope, [GELU_VALLEY], [-root, root])
 

@@ -83,7 +83,12 @@ class BallRun(kernels.Run):
         return balls(x)
 
     def function(self, op: str, x: Any) -> Balls:
-        known = {"gelu": numbers.gelu, "silu": numbers.silu, "tanh": numbers.tanh}
+        known = {
+            "gelu": numbers.gelu,
+            "gelu by tanh": numbers.gelu_tanh,
+            "silu": numbers.silu,
+            "tanh": numbers.tanh,
+        }
         return self.wobble(each(known[op], balls(x)), self.inner, 8)
 
     def relu(self, x: Any) -> Balls:

@@ -229,6 +229,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], set[str]]
         {"softmax"},
     ),
     "gates": (lambda x, m, v: F.silu(x) * torch.tanh(x) + F.gelu(x) - F.relu(-x), {"silu", "gelu"}),
+    "GELU by tanh": (lambda x, m, v: F.gelu(x, approximate="tanh") - F.gelu(x), {"gelu", "sub"}),
     "in place": (lambda x, m, v: (x * 2).add_(1).mul_(v), {"scale", "shift", "mul"}),
     "numbers on the left": (lambda x, m, v: 3.0 - (2 * x) / 5.0, {"neg", "shift", "divide"}),
     "alpha": (lambda x, m, v: torch.sub(torch.add(x, v, alpha=3), x, alpha=0.5), {"scale", "sub"}),
@@ -310,7 +311,6 @@ def refused(*words: str, code: object = OPERATION_UNSUPPORTED) -> Any:
 
 UNSUPPORTED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     "sine": (lambda x, m, v: torch.sin(x), "aten::sin"),
-    "tanh form of GELU": (lambda x, m, v: F.gelu(x, approximate="tanh"), "erf form"),
     "root outside a norm": (lambda x, m, v: torch.sqrt(x * x + 1), "aten::sqrt"),
     "division by an activation": (lambda x, m, v: x / (x * x + 1), "aten::div"),
     "norm of another tensor": (

@@ -22,10 +22,12 @@ from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_writ
 from kcdsl_backends.interval.readings import added, times
 from kcdsl_backends.interval.rules.elementwise import (
     GELU,
+    GELU_TANH,
     SILU,
     TANH,
     Smooth,
     activation_error,
+    gelu_tanh_curvature,
     scalar_of,
 )
 
@@ -163,9 +165,19 @@ def _gelu_curvature(x: Box) -> tuple[Tensor, Tensor]:
     def second(v: Tensor) -> Tensor:
         return torch.exp(-v * v / 2) / math.sqrt(2 * math.pi) * (2 - v * v)
 
+    return _extremes(x, second, 2.0)
+
+
+def _gelu_tanh_curvature(x: Box) -> tuple[Tensor, Tensor]:
+    """Return the range of the second derivative of the form by tanh, extreme at 0 and two more."""
+    return _extremes(x, gelu_tanh_curvature, 2.0134807246242579)
+
+
+def _extremes(x: Box, second: Callable[[Tensor], Tensor], turn: float) -> tuple[Tensor, Tensor]:
+    """Return the range of an even function on a box that is extreme at 0 and at ±turn."""
     ends = second(x.lo), second(x.hi)
     low, high = torch.minimum(*ends), torch.maximum(*ends)
-    for place in (-2.0, 0.0, 2.0):
+    for place in (-turn, 0.0, turn):
         inside = (x.lo <= place + 1e-6) & (x.hi >= place - 1e-6)
         value = second(torch.full_like(x.lo, place))
         low = torch.where(inside, torch.minimum(low, value), low)
@@ -179,6 +191,7 @@ def _constant(low: float, high: float) -> Callable[[Box], tuple[Tensor, Tensor]]
 
 _CURVATURES: dict[str, tuple[Smooth, Callable[[Box], tuple[Tensor, Tensor]]]] = {
     "gelu": (GELU, _gelu_curvature),
+    "gelu by tanh": (GELU_TANH, _gelu_tanh_curvature),
     "silu": (SILU, _constant(-0.1, 0.5 + 2.0**-40)),
     "tanh": (TANH, _constant(-0.77, 0.77)),
 }
@@ -187,7 +200,8 @@ _CURVATURES: dict[str, tuple[Smooth, Callable[[Box], tuple[Tensor, Tensor]]]] = 
 def activation(run: KernelRun, node: Node) -> None:
     """Append a smooth activation: tangent at the reference, remainder by the second derivative."""
     refuse_written(node)
-    function, curvature = _CURVATURES[node.op]
+    by_tanh = node.attrs.get("approximate") == "tanh"
+    function, curvature = _CURVATURES["gelu by tanh" if by_tanh else node.op]
     index, x = run.entry(node, 0)
     h, slope = x.reference, function.derivative(x.reference)
     worth = run.negligible * function.value(h).abs().clamp_max(1.0).sum(-1, keepdim=True)

@@ -276,6 +276,38 @@ GELU = Smooth(
     (-math.sqrt(2), math.sqrt(2)),
     lambda x, y, u: 16 * u * x + 2.0**-100,
 )
+
+
+def _cubic(x: Tensor) -> Tensor:
+    """Return 2√(2/π)(x + 0.044715 x³); beyond 30 its sigmoid is 0 or 1 in float64."""
+    near = x.clamp(-30, 30)
+    return 2 * _ROOT * (near + _CUBE * near**3)
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    near = x.clamp(-30, 30)
+    argument = _cubic(near)
+    s = torch.sigmoid(argument)
+    return s + near * s * torch.sigmoid(-argument) * (2 * _ROOT * (1 + 3 * _CUBE * near**2))
+
+
+def gelu_tanh_curvature(x: Tensor) -> Tensor:
+    """Return the second derivative, s(u' + x·u''/2 - x·t·u'²) with t = tanh u, s = 1 - t²."""
+    near = x.clamp(-30, 30)
+    t = torch.tanh(_cubic(near) / 2)
+    first = _ROOT * (1 + 3 * _CUBE * near**2)
+    flat = 4 * torch.sigmoid(_cubic(near)) * torch.sigmoid(-_cubic(near))
+    return flat * (first + 3 * _ROOT * _CUBE * near**2 - near * t * first**2)
+
+
+_ROOT, _CUBE = math.sqrt(2 / math.pi), 0.044715
+GELU_TANH = Smooth(
+    lambda x: x * torch.sigmoid(_cubic(x)),
+    _gelu_tanh_slope,
+    -0.7524614220710163,
+    (-1.4185040087908284, 1.4185040087908284),
+    lambda x, y, u: 16 * u * x + 2.0**-100,
+)
 SILU = Smooth(
     lambda x: x * torch.sigmoid(x),
     _silu_slope,
@@ -292,12 +324,17 @@ TANH = Smooth(
 )
 
 
-def activation(function: Smooth) -> Callable[[Step], State]:
+def gelu(node: Node) -> Smooth:
+    """Return the form of GELU that a node is."""
+    return GELU_TANH if node.attrs.get("approximate") == "tanh" else GELU
+
+
+def activation(function_of: Callable[[Node], Smooth]) -> Callable[[Step], State]:
     """Return the rule of a smooth activation: Δφ = φ'(ξ) Δx for some ξ between both arguments."""
 
     def rule(step: Step) -> State:
         refuse_written(step.node)
-        x = step.operand(0)
+        x, function = step.operand(0), function_of(step.node)
         train, infer = function.range(x.train), function.range(x.infer)
         slopes = function.slopes(x.train.hull(x.infer))
         drift, steep = slopes * x.drift, slopes.mag()

@@ -11,7 +11,14 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.interval.box import EPS, Box, gamma, up
-from kcdsl_backends.interval.rules.elementwise import GELU, SILU, TANH, Smooth
+from kcdsl_backends.interval.rules.elementwise import (
+    GELU,
+    GELU_TANH,
+    SILU,
+    TANH,
+    Smooth,
+    gelu_tanh_curvature,
+)
 from kcdsl_backends.planes.functional import Functional, total
 from kcdsl_backends.planes.relu import Change, ReluPlanes, first_slopes
 from kcdsl_backends.planes.rules.linear import PASS
@@ -114,6 +121,7 @@ Curvature = Callable[[Tensor], Tensor]
 
 CURVATURES: dict[str, tuple[Smooth, Curvature, float, float]] = {
     "gelu": (GELU, _second_of_gelu, 0.7979, 0.7788),
+    "gelu by tanh": (GELU_TANH, gelu_tanh_curvature, 0.7979, 0.7788),
     "silu": (SILU, _second_of_silu, 0.5001, 0.3083),
     "tanh": (TANH, _second_of_tanh, 0.7699, 2.0001),
 }
@@ -122,7 +130,8 @@ CURVATURES: dict[str, tuple[Smooth, Curvature, float, float]] = {
 
 def activation(run: Run, node: Node) -> None:
     """Append a smooth activation by its slopes in the middle, of deviation and drift."""
-    function, second, steepest, third = CURVATURES[node.op]
+    by_tanh = node.attrs.get("approximate") == "tanh"
+    function, second, steepest, third = CURVATURES["gelu by tanh" if by_tanh else node.op]
     x = run.operand(node, 0)
     h = x.reference
     (ec, er), (dc, dr) = x.deviation.midpoint(), x.drift.midpoint()

@@ -209,6 +209,9 @@ def neg(scene: Scene, node: Node, inputs: list[Value]) -> State:
     return State(box.neg(x.t), box.neg(x.i), box.neg(x.d), x.own)
 
 
+_SPREAD, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the form of GELU by tanh
+
+
 @dataclass(frozen=True, slots=True)
 class Function:
     """A smooth function with its derivative, both as (lower, upper) at given doubles.
@@ -231,6 +234,34 @@ def _gelu_value(x: Floats) -> tuple[Floats, Floats]:
 def _gelu_slope(x: Floats) -> tuple[Floats, Floats]:
     density = np.exp(-x * x / 2) * (1 / math.sqrt(2 * math.pi))
     return _about(_normal(x) + x * density, np.full(x.shape, 2.0**-47))
+
+
+def _by_tanh(x: Floats) -> tuple[Floats, Floats]:
+    """Return 2u and 2u' of u = √(2/π)(x + 0.044715 x³), for x within ±30: beyond, σ(2u) is flat."""
+    square = x * x
+    first = 2 * _SPREAD * x * (1 + _CUBIC * square)
+    return first, 2 * _SPREAD * (1 + 3 * _CUBIC * square)
+
+
+def _gelu_tanh_value(x: Floats) -> tuple[Floats, Floats]:
+    twice, _ = _by_tanh(np.clip(x, -30.0, 30.0))
+    return _about(x * _logistic(twice), np.abs(x) * 2.0**-49)
+
+
+def _gelu_tanh_slope(x: Floats) -> tuple[Floats, Floats]:
+    near = np.clip(x, -30.0, 30.0)
+    twice, steep = _by_tanh(near)
+    s, other = _logistic(twice), _logistic(-twice)
+    return _about(s + near * s * other * steep, np.full(x.shape, 2.0**-46))
+
+
+def gelu_tanh_second(x: Floats) -> Floats:
+    """Return the second derivative of x·σ(w), w = 2u: σ'(2w' + xw'' + x(1 - 2σ)w'²)."""
+    near = np.clip(x, -30.0, 30.0)
+    twice, steep = _by_tanh(near)
+    s, other = _logistic(twice), _logistic(-twice)
+    bent = 12 * _SPREAD * _CUBIC * near
+    return np.asarray(s * other * (2 * steep + near * bent + near * (other - s) * steep * steep))
 
 
 def _normal(x: Floats) -> Floats:
@@ -273,15 +304,25 @@ def _about(y: Floats, radius: Floats) -> tuple[Floats, Floats]:
 
 
 GELU = Function(_gelu_value, _gelu_slope, -0.7517915246935645, (-math.sqrt(2), math.sqrt(2)))
+GELU_TANH = Function(
+    *(_gelu_tanh_value, _gelu_tanh_slope, -0.75246142207101626),
+    (-1.41850400879082836, 1.41850400879082836),
+)
 SILU = Function(
     _silu_value, _silu_slope, -1.2784645427610738, (-2.3993572805154677, 2.3993572805154677)
 )
 TANH = Function(_tanh_value, _tanh_slope, None, (0.0,))
 
 
+def approximated(node: Node) -> bool:
+    """Say whether a GELU is the form by tanh."""
+    return node.attrs.has("approximate") and bool(node.attrs.choice("approximate", ("tanh",)))
+
+
 def gelu(scene: Scene, node: Node, inputs: list[Value]) -> State:
-    """Return x·Φ(x)."""
-    return _activation(scene, node, inputs, GELU, lambda kernel, x, y: x)
+    """Return x·Φ(x), or its approximation by tanh."""
+    function = GELU_TANH if approximated(node) else GELU
+    return _activation(scene, node, inputs, function, lambda kernel, x, y: x)
 
 
 def silu(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -308,7 +349,7 @@ def _activation(
     """Return the state of f(x); the error is 16·u_f of what `scaled_by` picks from x and Y."""
     if node.written:
         raise Rejection("rule/written", f"there is no rule for a {node.op} written out")
-    node.attrs.exactly()
+    node.attrs.exactly(optional=("approximate",) if node.op == "gelu" else ())
     x = numeric(inputs[0])
     y_t, y_i = image(function, x.t), image(function, x.i)
     tangents = slopes(function, box.join(x.t, x.i))

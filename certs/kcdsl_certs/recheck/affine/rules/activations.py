@@ -21,10 +21,13 @@ from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.elementwise import (
     GELU,
+    GELU_TANH,
     SILU,
     SLACK,
     TANH,
     Function,
+    approximated,
+    gelu_tanh_second,
     image,
     slopes,
 )
@@ -35,7 +38,9 @@ Bend = Callable[[Box], Box]
 
 
 def gelu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
-    """Return x·Φ(x)."""
+    """Return x·Φ(x), or its approximation by tanh."""
+    if approximated(node):
+        return _activation(walk, node, inputs, GELU_TANH, gelu_tanh_bend, True)
     return _activation(walk, node, inputs, GELU, gelu_bend, True)
 
 
@@ -51,11 +56,21 @@ def tanh(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 def gelu_bend(x: Box) -> Box:
     """Return the range of (2 - x²)·density(x), whose extremes are at 0 and ±2."""
-    ends = [_gelu_second(x.lo), _gelu_second(x.hi)]
+    return _even(x, _gelu_second, 2.0)
+
+
+def gelu_tanh_bend(x: Box) -> Box:
+    """Return the range of the same of the form by tanh, whose extremes are at 0 and ±2.0134807…"""
+    return _even(x, gelu_tanh_second, 2.013480724624258)
+
+
+def _even(x: Box, second: Callable[[Floats], Floats], far: float) -> Box:
+    """Return the range of an even function with extremes at 0 and ±far."""
+    ends = [second(x.lo), second(x.hi)]
     lo, hi = np.minimum(*ends), np.maximum(*ends)
-    for turn in (-2.0, 0.0, 2.0):
-        inside = (x.lo <= turn) & (turn <= x.hi)
-        at = _gelu_second(np.array(turn))
+    for turn in (-far, 0.0, far):
+        inside = (x.lo <= turn + 2.0**-40) & (turn - 2.0**-40 <= x.hi)
+        at = second(np.array(turn))
         lo, hi = np.where(inside, np.minimum(lo, at), lo), np.where(inside, np.maximum(hi, at), hi)
     return Box(lo - 2.0**-46, hi + 2.0**-46)
 
@@ -85,7 +100,7 @@ def _activation(
     """Return φ(x); the error inside is 16·u_f of x (`by_input`) or of the value."""
     if node.written:
         raise Rejection("rule/written", f"there is no rule for a {node.op} written out")
-    node.attrs.exactly()
+    node.attrs.exactly(optional=("approximate",) if node.op == "gelu" else ())
     x = numeric(inputs[0])
     reference, wrong = _middle(*function.value(x.reference))
     slope, lean = _middle(*function.slope(x.reference))

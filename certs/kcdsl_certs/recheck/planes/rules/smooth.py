@@ -14,7 +14,16 @@ from kcdsl_certs.recheck.planes.course import Added, Course, halves, raised
 from kcdsl_certs.recheck.planes.functional import Functional, joined
 from kcdsl_certs.recheck.planes.rules.linear import SPARE
 from kcdsl_certs.recheck.planes.tape import FAINT, UNIT
-from kcdsl_certs.recheck.rules.elementwise import GELU, SILU, TANH, Function, slopes
+from kcdsl_certs.recheck.rules.elementwise import (
+    GELU,
+    GELU_TANH,
+    SILU,
+    TANH,
+    Function,
+    approximated,
+    gelu_tanh_second,
+    slopes,
+)
 from kcdsl_certs.recheck.rules.state import gamma
 
 _TRUST = 2.0**-45
@@ -47,6 +56,7 @@ def _second_of_tanh(x: Floats) -> Floats:
 
 _CURVES = {
     "gelu": Curve(GELU, _second_of_gelu, 0.7979, 0.7788),
+    "gelu by tanh": Curve(GELU_TANH, gelu_tanh_second, 0.7979, 0.7788),
     "silu": Curve(SILU, _second_of_silu, 0.5001, 0.3083),
     "tanh": Curve(TANH, _second_of_tanh, 0.7699, 2.0001),
 }
@@ -54,7 +64,7 @@ _CURVES = {
 
 def activation(course: Course, node: Node) -> None:
     """Write φ(x): φ'(m) e, and φ'(m + D_c) D + (φ'(m + D_c) - φ'(m)) e, around the middles."""
-    curve = _CURVES[node.op]
+    curve = _CURVES["gelu by tanh" if node.op == "gelu" and approximated(node) else node.op]
     function = curve.function
     x = course.operand(node, 0)
     h, (ec, er), (dc, dr) = x.reference, halves(x.e), halves(x.d)
