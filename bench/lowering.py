@@ -1,0 +1,175 @@
+"""Do block graphs do what the modules do that they are traced from? Random modules of every view,
+cast, number, buffer, norm, activation and attention, run beside their graphs.
+
+    make bench-lowering
+    python -m bench.lowering --count 1000 --seed 0
+
+A graph is wrong where its result is further from what the converted module gives than what changes
+of the input by a rounding explain, has another type, or overflows elsewhere. `block_graph` compares
+both as well, on other inputs and less strictly; what it finds to differ is a defect of the lowering
+too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.common import Better, Figure, report
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl.model.agreement import ComposedAttention, result_type
+from kcdsl.model.evaluate_graph import graph_output, round_to
+from kcdsl.model.export import block_graph, converted
+from kcdsl.model.formats import FORMATS
+from kcdsl.model.graph import BlockGraph
+from kcdsl.model.stored import TYPES
+from tests.support.random_modules import Variant, random_module
+
+FORMATS_OF_KERNELS = (
+    (),
+    ("bfloat16",),
+    ("float16",),
+    ("bfloat16", "float16"),
+    ("float64",),
+    ("bfloat16", "float16", "float64"),
+)
+"""Formats for which modules are lowered, beside float32."""
+SCALES = (1.0, 2.0**-70, 1e-3, 40.0)
+"""Of the inputs; the last is one at which squares of float16 nearly overflow."""
+LARGEST_RATIO = 64.0
+"""How many roundings of its input a module may be from its graph."""
+LEAST_TRACED = 0.8
+
+
+@dataclass(slots=True)
+class Campaign:
+    """What became of the modules of a campaign."""
+
+    count: int = 0
+    traced: int = 0
+    differ: list[int] = field(default_factory=list)
+    wrong: list[int] = field(default_factory=list)
+    crashed: list[str] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    worst: float = 0.0
+
+    def take(self, seed: int) -> None:
+        """Lower one module, and compare its graph with it."""
+        self.count += 1
+        variant = random_module(seed, longest=17 if seed % 8 else 300)
+        formats = FORMATS_OF_KERNELS[seed % len(FORMATS_OF_KERNELS)]
+        try:
+            graph = block_graph(variant.model(), "part", variant.rows, formats=formats)
+        except Refusal as refusal:
+            (found,) = refusal.diagnostics
+            self.refused[_reason(found.message)] += 1
+            if found.code is codes.GRAPH_DIFFERS:
+                self.differ.append(seed)
+            return
+        except Exception as error:  # the campaign counts every kind of crash
+            self.crashed.append(f"{seed}: {type(error).__name__}: {error}")
+            return
+        self.traced += 1
+        ratio = apart(variant, graph, ("float32", *formats))
+        self.worst = max(self.worst, ratio)
+        if ratio > LARGEST_RATIO:
+            self.wrong.append(seed)
+
+    def figures(self) -> list[Figure]:
+        """Return what is reported."""
+        text = f"{self.count} random modules, float32 and {len(FORMATS_OF_KERNELS)} sets of formats"
+        return [
+            Figure("graphs that are not their module", len(self.wrong), Better.LOWER, 0, text),
+            Figure("found when lowering", len(self.differ), Better.LOWER, 0, text),
+            Figure("crashes", len(self.crashed), Better.LOWER, 0, text),
+            Figure("share lowered", self.traced / self.count, Better.HIGHER, LEAST_TRACED, text),
+            Figure("worst ratio to a rounding", self.worst, Better.LOWER, LARGEST_RATIO, text),
+        ]
+
+
+def apart(variant: Variant, graph: BlockGraph, formats: Iterable[str]) -> float:
+    """Return how far a module is from its graph, in what roundings of its input do to it: the worst
+    of all formats and inputs; infinite for other types and overflows."""
+    model = variant.model()
+    params = {k: t.numpy() for k, t in model.checkpoint.tensors.items()}
+    drawn = np.random.default_rng(variant.seed)
+    worst = 0.0
+    for format in dict.fromkeys(formats):
+        part = replace(model, module=converted(model, format)).block("part")
+        for scale in SCALES:
+            normal = scale * drawn.standard_normal((variant.rows, variant.width))
+            x = round_to(normal, format)
+
+            def run(x: NDArray[np.float64], part: torch.nn.Module = part) -> torch.Tensor:
+                entering = torch.from_numpy(x).to(TYPES[format])  # noqa: B023
+                with torch.no_grad(), ComposedAttention():
+                    found: torch.Tensor = part(entering)
+                return found
+
+            result = run(x)
+            if result.dtype != result_type(graph, graph.output, format):
+                return float("inf")
+            found = result.to(torch.float64).numpy()
+            expected = graph_output(graph, params, x, format)
+            pinned = [FORMATS[node.format].unit_roundoff for node in graph.nodes if node.format]
+            unit = max(FORMATS[format].unit_roundoff, *pinned, 0.0)
+            noise = [
+                run(round_to(x * (1 + 4 * unit * drawn.uniform(-1, 1, x.shape)), format))
+                .to(torch.float64)
+                .numpy()
+                for _ in range(3)
+            ]
+            near = [found, *noise]
+            if not any(_same_kinds(expected, other) for other in near):
+                return float("inf")
+            finite = np.logical_and.reduce([np.isfinite(v) for v in (*near, expected)])
+            if not finite.any():
+                continue
+            moved = max(float(np.abs(v - found)[finite].max()) for v in noise)
+            size = float(np.abs(found[finite]).max())
+            allowed = moved + unit * size + 8 * FORMATS[format].smallest_subnormal
+            worst = max(worst, float(np.abs(found - expected)[finite].max()) / allowed)
+    return worst
+
+
+def _same_kinds(one: NDArray[np.float64], two: NDArray[np.float64]) -> bool:
+    return one.shape == two.shape and np.array_equal(np.isfinite(one), np.isfinite(two))
+
+
+def _reason(message: str) -> str:
+    inside = re.search(r"\(([^()]*(?:\([^()]*\)[^()]*)*)\)$", message)
+    return re.sub(r"[-\d.e]*\d[-\d.e]*", "N", inside.group(1) if inside else message)
+
+
+def main(words: list[str]) -> int:
+    """Run the campaign; return 0 if every limit is met."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(words)
+    torch.set_num_threads(1)
+    campaign = Campaign()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in range(given.seed, given.seed + given.count):
+            campaign.take(seed)
+    for reason, count in campaign.refused.most_common():
+        print(f"{count:5}  refused: {reason}")
+    for name, seeds in (("wrong", campaign.wrong), ("differ", campaign.differ)):
+        print(f"{name}: {seeds}")
+    for crash in campaign.crashed:
+        print(crash)
+    return report("lowering", campaign.figures())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,38 @@
+"""Random modules are what their graphs say, or refused: a sample of `make bench-lowering`."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.lowering import Campaign, apart
+from kcdsl.model.export import block_graph
+from tests.support.random_modules import STEPS, random_module
+
+SEEDS = range(5000, 5024)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_modules_are_their_graphs() -> None:
+    campaign = Campaign()
+    for seed in SEEDS:
+        campaign.take(seed)
+    assert (campaign.wrong, campaign.differ, campaign.crashed) == ([], [], [])
+    assert campaign.traced >= len(SEEDS) / 2
+
+
+def test_a_seed_gives_the_same_module() -> None:
+    one, two = random_module(7), random_module(7)
+    assert (one.steps, one.rows, one.width) == (two.steps, two.rows, two.width)
+    assert {name for seed in range(60) for name in random_module(seed).steps} == set(STEPS)
+
+
+def test_the_campaign_sees_another_graph() -> None:
+    """A graph of other numbers counts as wrong, and so does one of another type."""
+    variant = next(v for v in map(random_module, range(100)) if v.steps == ("activation",))
+    other = next(
+        v
+        for v in map(random_module, range(1000))
+        if v.steps == ("scalar",) and (v.rows, v.width) == (variant.rows, variant.width)
+    )
+    graph = block_graph(other.model(), "part", other.rows)
+    assert apart(variant, graph, ("float32",)) > 64.0
