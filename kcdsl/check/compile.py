@@ -29,6 +29,7 @@ from kcdsl.check.structure import (
     stored_schema,
 )
 from kcdsl.check.thresholds import check_table
+from kcdsl.check.traces import check_traces
 from kcdsl.check.user_metrics import read_registry
 from kcdsl.diagnostics.codes import (
     DATA_ABSENT,
@@ -219,9 +220,13 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts |
     brought = {name: kernel for item in imports for name, kernel in item.kernels}
     train = brought.get("train") or read_kernel(raw.train, reporter)
     infer = brought.get("infer") or read_kernel(raw.infer, reporter)
+    guard = brought.get("guard") or read_kernel(raw.guard, reporter)
+    fallback = brought.get("fallback") or read_kernel(raw.fallback, reporter)
     clauses = tuple(check_clause(item, scope, reporter) for item in raw.clauses)
     escalation = read_escalation(raw.escalation, reader)
     check_actions(raw.clauses, clauses, escalation, reporter)
+    known_slices = [*slices, *(s for item in imports for s in item.slices)]
+    check_traces(clauses, [s for s in known_slices if s is not None], scope.metrics, reporter)
     constants = read_constants(raw.constants, reader)
     used = _names_in_use(clauses)
     if None not in clauses and clauses:
@@ -243,6 +248,8 @@ def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts |
         model=model,
         train=train,
         infer=infer,
+        guard=guard,
+        fallback=fallback,
         data=raw.data.text if raw.data is not None else None,
         slices=(
             *(item for item in slices if item is not None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from kcdsl.check.clauses import FAMILIES, check_action
@@ -20,11 +20,21 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label
-from kcdsl.ir.terms import Clause, Constants, Escalation, Family, Level
+from kcdsl.ir.terms import (
+    FALLBACK_FROM,
+    GUARD_FROM,
+    Clause,
+    Constants,
+    Escalation,
+    Family,
+    Level,
+)
 from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Entry, Mapping, Scalar
 
 _LEVELS = tuple(Level.__members__)
+_HEALTH = ("guard_from", "fallback_from")
+_LARGEST = 1_000_000
 _CONSTANTS = ("temperature", "reward_range", "advantage_max", "score_norm_max")
 
 
@@ -60,15 +70,56 @@ def read_escalation(node: Mapping | None, reader: StructureReader) -> Escalation
                     _unknown(row.key, reader, [family.value for family in Family])
         elif name in FAMILIES:
             _family(node, name, reader, stated)
-        else:
-            rows = [*_LEVELS, *(family.value for family in Family), "by_family"]
+        elif name != "health":
+            rows = [*_LEVELS, *(family.value for family in Family), "by_family", "health"]
             _unknown(entry.key, reader, rows)
-    escalation = build_escalation(
-        {level: _name(scalar) for level, scalar in stated.levels.items()},
-        {cell: _name(scalar) for cell, scalar in stated.cells.items()},
+    guard_from, fallback_from = _health(node, reader)
+    escalation = replace(
+        build_escalation(
+            {level: _name(scalar) for level, scalar in stated.levels.items()},
+            {cell: _name(scalar) for cell, scalar in stated.cells.items()},
+        ),
+        guard_from=guard_from,
+        fallback_from=fallback_from,
     )
     _report_weakened(escalation, stated, reader)
     return escalation
+
+
+def _health(node: Mapping | None, reader: StructureReader) -> tuple[Fraction, Fraction]:
+    """Return the thresholds of the health score; the defaults after an error."""
+    defaults = GUARD_FROM, FALLBACK_FROM
+    section = reader.mapping(node, "health", _HEALTH)
+    if section is None:
+        return defaults
+    found = dict(zip(_HEALTH, defaults, strict=True))
+    for entry in section.entries:
+        if entry.key.text not in found:
+            continue
+        number = _number(entry, reader)
+        if number is None:
+            return defaults
+        found[entry.key.text] = number
+    guard_from, fallback_from = found.values()
+    if not 0 < guard_from < fallback_from <= _LARGEST:
+        reader.reporter.error(
+            OUT_OF_RANGE,
+            f"`health` needs 0 < guard_from < fallback_from <= {_LARGEST}",
+            section.span,
+            f"the defaults are guard_from: {GUARD_FROM} and fallback_from: {FALLBACK_FROM}",
+        )
+        return defaults
+    return guard_from, fallback_from
+
+
+def _number(entry: Entry, reader: StructureReader) -> Fraction | None:
+    """Return the number of an entry; None after an error."""
+    value = entry.value
+    number = value.value if isinstance(value, Scalar) else None
+    if isinstance(number, bool) or not isinstance(number, int | Fraction):
+        reader.reporter.error(WRONG_KIND, f"`{entry.key.text}` takes a number", value.span)
+        return None
+    return Fraction(number)
 
 
 def _report_weakened(escalation: Escalation, stated: _Stated, reader: StructureReader) -> None:
@@ -175,14 +226,14 @@ def read_constants(node: Mapping | None, reader: StructureReader) -> Constants:
         name, value = entry.key.text, entry.value
         if name not in _CONSTANTS:
             continue
-        number = value.value if isinstance(value, Scalar) else None
-        if isinstance(number, bool) or not isinstance(number, int | Fraction):
-            reader.reporter.error(WRONG_KIND, f"`{name}` takes a number", value.span)
-        elif number < 0 or (name == "temperature" and number == 0):
+        number = _number(entry, reader)
+        if number is None:
+            continue
+        if number < 0 or (name == "temperature" and number == 0):
             word = "positive" if name == "temperature" else "not negative"
             reader.reporter.error(OUT_OF_RANGE, f"`{name}` is {word}", value.span)
         else:
-            values[name] = Fraction(number)
+            values[name] = number
     return Constants(
         values.get("temperature", Fraction(1)),
         values.get("reward_range"),

@@ -36,6 +36,8 @@ _FIRST_FIELDS = {
     "model": "checkpoint",
     "train": "run",
     "infer": "run",
+    "guard": "run",
+    "fallback": "run",
     "numerics": "preset",
     "weights": "format",
     "activations": "format",

@@ -20,8 +20,10 @@ ROW_FIELDS = ("where", "value")
 IMPORT_FIELDS = ("file", "digest", "slices", "kernels", "tables")
 IMPORTED = ("slices", "kernels", "tables")
 """What an import may bring."""
-ROLES = ("train", "infer")
-"""The kernels of a contract."""
+PAIR = ("train", "infer")
+"""The kernels that a contract compares; both are required."""
+ROLES = (*PAIR, "guard", "fallback")
+"""Every kernel that a contract can name: the compared pair, and what actions route to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from kcdsl.check.reading import CLAUSE_ID, identifier
 from kcdsl.check.reading import StructureReader as StructureReader
 from kcdsl.check.report import Reporter, nearest, replacement, without
 from kcdsl.check.sections import (
+    PAIR,
     ROLES,
     RawImport,
     RawTable,
@@ -111,6 +112,8 @@ class RawContract:
     model: Mapping | None
     train: RawKernel | None
     infer: RawKernel | None
+    guard: RawKernel | None
+    fallback: RawKernel | None
     data: Scalar | None
     slices: tuple[RawSlice, ...]
     clauses: tuple[RawClause, ...]
@@ -198,7 +201,7 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
     _check_version(root, reporter)
     imports = read_imports(reader, root, ROLES)
     roles = {name.local.text for item in imports for name in item.brought("kernels")}
-    own = tuple(role for role in ROLES if role not in roles)
+    own = tuple(role for role in PAIR if role not in roles)
     imported = {"slices"} & {what for item in imports for what, _ in item.names}
     imported |= set() if own else {"kernels"}
     required = [name for name in _REQUIRED_SECTIONS if name not in imported]
@@ -211,6 +214,8 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
         model=model,
         train=read_kernel_fields(reader, kernels, "train"),
         infer=read_kernel_fields(reader, kernels, "infer"),
+        guard=read_kernel_fields(reader, kernels, "guard"),
+        fallback=read_kernel_fields(reader, kernels, "fallback"),
         data=reader.text(root, "data"),
         slices=read_slices(reader, root),
         clauses=_clauses(reader, root),

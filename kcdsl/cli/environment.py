@@ -33,9 +33,8 @@ PURPOSES: Mapping[str, Purpose] = {
     "duckdb": Purpose("duckdb", "tables of tokens, recorded runs"),
     "jinja2": Purpose("jinja2", "the HTML report"),
     "lark": Purpose("lark", "expressions of contracts"),
-    "matplotlib": Purpose("matplotlib", "charts of the HTML report"),
     "numpy": Purpose("numpy", "block graphs, interval backend, check --recheck"),
-    "onnx": Purpose("onnx", "not used yet: no command reads ONNX files"),
+    "onnx": Purpose("onnx", "kernels onnxruntime.*: the exported program"),
     "packaging": Purpose("packaging", "version ranges in this report"),
     "pyarrow": Purpose("pyarrow", "traces: Parquet files"),
     "pyyaml": Purpose("yaml", "contracts"),
@@ -272,9 +271,12 @@ def _compiler() -> Package:
 COMPILERS = ("g++", "clang++")
 
 
+_LIRPA_PURPOSE = "not used yet: no backend calls it"
+
+
 def _auto_lirpa() -> Package:
     """Look for auto_LiRPA, which no index offers in a version that works with current torch."""
-    found = _package("auto_LiRPA", "auto_LiRPA", "second opinion in real arithmetic", "auto_LiRPA")
+    found = _package("auto_LiRPA", "auto_LiRPA", _LIRPA_PURPOSE, "auto_LiRPA")
     problem = found.problem
     if found.installed is not None and found.installed.startswith(("0.2", "0.3")):
         problem = "releases up to 0.3 do not work with current torch"

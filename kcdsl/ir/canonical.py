@@ -76,7 +76,8 @@ def library_json(library: ir.Library) -> dict[str, Any]:
 def to_json(program: ir.Program) -> dict[str, Any]:
     """Return a program as plain JSON data with the schema `kcdsl.ir/1`.
 
-    `tables`, `metrics`, and `holdout` of a clause, are left out where they are empty or false.
+    `tables`, `metrics`, `holdout` of a clause, the kernels `guard` and `fallback`, and `health` of
+    the escalation are left out where they are empty, false or the default.
     """
     escalation = program.escalation
     constants = program.constants
@@ -91,7 +92,7 @@ def to_json(program: ir.Program) -> dict[str, Any]:
             "config": program.model.config,
             "tokenizer": program.model.tokenizer,
         },
-        "kernels": {"train": _kernel(program.train), "infer": _kernel(program.infer)},
+        "kernels": {role: _kernel(kernel) for role, kernel in program.kernels.items()},
         "data": program.data,
         "slices": _slices(program.slices),
         "clauses": [_clause(c) for c in sorted(program.clauses, key=lambda c: c.id)],
@@ -101,6 +102,7 @@ def to_json(program: ir.Program) -> dict[str, Any]:
                 family.value: {lv.value: act for f, lv, act in escalation.by_family if f is family}
                 for family in ir.Family
             },
+            **_health(escalation),
         },
         "constants": {
             "temperature": _fraction(constants.temperature),
@@ -114,6 +116,15 @@ def to_json(program: ir.Program) -> dict[str, Any]:
     if program.metrics:
         found["metrics"] = [_metric(m) for m in sorted(program.metrics, key=lambda m: m.name)]
     return found
+
+
+def _health(escalation: ir.Escalation) -> dict[str, Any]:
+    """Return the thresholds of the health score, nothing where they are the defaults."""
+    thresholds = escalation.guard_from, escalation.fallback_from
+    if thresholds == (ir.GUARD_FROM, ir.FALLBACK_FROM):
+        return {}
+    guard_from, fallback_from = map(_fraction, thresholds)
+    return {"health": {"guard_from": guard_from, "fallback_from": fallback_from}}
 
 
 def _metric(metric: ir.UserMetric) -> dict[str, Any]:

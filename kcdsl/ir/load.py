@@ -106,6 +106,7 @@ def _program(value: dict[str, Any]) -> ir.Program:
                 for family in ir.Family
                 for level in ir.Level
             ),
+            *_health(escalation.get("health")),
         ),
         constants=ir.Constants(
             _fraction(constants["temperature"]),
@@ -119,7 +120,20 @@ def _program(value: dict[str, Any]) -> ir.Program:
             for item in value.get("imports", ())
         ),
         metrics=tuple(_metric(m) for m in value.get("metrics", ())),
+        guard=_optional_kernel(value["kernels"].get("guard")),
+        fallback=_optional_kernel(value["kernels"].get("fallback")),
     )
+
+
+def _health(value: Any) -> tuple[Fraction, Fraction]:
+    if value is None:
+        return ir.GUARD_FROM, ir.FALLBACK_FROM
+    found = _fraction(value["guard_from"]), _fraction(value["fallback_from"])
+    if not 0 < found[0] < found[1]:
+        raise ValueError(
+            "the thresholds of the health score are not 0 < guard_from < fallback_from"
+        )
+    return found
 
 
 def _metric(value: dict[str, Any]) -> ir.UserMetric:
@@ -168,6 +182,10 @@ def _fraction(value: Any) -> Fraction:
 
 def _optional(value: Any) -> Fraction | None:
     return None if value is None else _fraction(value)
+
+
+def _optional_kernel(value: dict[str, Any] | None) -> ir.KernelRef | None:
+    return None if value is None else _kernel(value)
 
 
 def _kernel(value: dict[str, Any]) -> ir.KernelRef:

@@ -41,6 +41,8 @@ from kcdsl.ir.kernels import KernelRef
 from kcdsl.source.text import Span
 
 __all__ = [
+    "FALLBACK_FROM",
+    "GUARD_FROM",
     "MOST_ROWS",
     "Abs",
     "AllOf",
@@ -199,15 +201,23 @@ class ModelRef:
     span: Span = field(default=_NOWHERE, compare=False)
 
 
+GUARD_FROM = Fraction(1)
+FALLBACK_FROM = Fraction(3)
+
+
 @dataclass(frozen=True, slots=True)
 class Escalation:
     """Π: the action for each level, and per family where it differs.
 
     `by_level` and `by_family` are total: every (family, level) has an action, defaults included.
+    The health score asks for the guard kernel from D = `guard_from` on (eta_1 of the paper), for
+    the fallback kernel from D = `fallback_from` on (eta_2); 0 < guard_from < fallback_from.
     """
 
     by_level: tuple[tuple[Level, str], ...]
     by_family: tuple[tuple[Family, Level, str], ...]
+    guard_from: Fraction = GUARD_FROM
+    fallback_from: Fraction = FALLBACK_FROM
 
     def action(self, family: Family, level: Level) -> str:
         """Return the action for a clause of this family and level."""
@@ -294,6 +304,21 @@ class Program:
     imports: tuple[ImportedFrom, ...] = field(default=(), compare=False)
     metrics: tuple[UserMetric, ...] = ()
     """The user's metrics that clauses speak of, by name."""
+    guard: KernelRef | None = None
+    """The kernel of the guarded route; None where the contract names none."""
+    fallback: KernelRef | None = None
+    """The kernel that `fallback` switches to; None where the contract names none."""
+
+    @property
+    def kernels(self) -> dict[str, KernelRef]:
+        """Return every kernel that the contract names, by its role."""
+        named = {
+            "train": self.train,
+            "infer": self.infer,
+            "guard": self.guard,
+            "fallback": self.fallback,
+        }
+        return {role: kernel for role, kernel in named.items() if kernel is not None}
 
     def slice(self, name: str) -> Slice:
         """Return the declared slice of this name."""

@@ -13,6 +13,7 @@ from kcdsl.verdict.console import print_on
 from kcdsl.verdict.names import SHOWN
 from kcdsl.verdict.quantities import UNREACHED as _UNREACHED
 from kcdsl.verdict.quantities import scale, told
+from kcdsl.verdict.report import not_decided
 
 
 def print_aggregate(document: Mapping[str, Any], stream: TextIO, *, queries: bool = False) -> None:
@@ -43,6 +44,8 @@ def _render(document: Mapping[str, Any]) -> RenderableType:
             .append(word, style=style)
             .append(f"  health {health:.3f}  action {document['action']}")
         )
+        if open_clauses := not_decided(document["deferred"]):
+            parts.append(Text(open_clauses))
     return Group(*parts)
 
 

@@ -1,36 +1,43 @@
-"""Health score and recommended action.
+"""Health score and recommended action of decided clauses.
 
-v_c = max(0, m - tau)/tau (mirrored where a larger value is better), D = sum v_c >= 0, and
-health = exp(-D). One clause counts once, with its worst slice. Off tau = 0 a deviation is infinite:
-such a clause asks for equality. A clause that could not be measured deviates infinitely.
+Every clause with an event adds 1 + v to E, where v is its deviation (`deviation`; the worst slice
+counts). An event is a violation, missing valid evidence, or a hard clause that is undecided. The
+highest level of a violation, or of missing valid evidence, selects the range of D:
 
-The action of the score is log for D < 1, guard for D < 3, fallback beyond. The recommended action
-is the more severe of that and the action of the clauses: the score raises an action, never lowers
-it.
+    L3                        D = eta_2 + E
+    L2                        D = eta_1 + (eta_2 - eta_1) E / (1 + E)    in [eta_1, eta_2)
+    L1, or undecided alone    D = eta_1 E / (1 + E)                      in [0, eta_1)
+
+so that D >= eta_1 exactly on an event of L2 or L3, and D >= eta_2 exactly on one of L3: however
+many clauses of a level fail, they never count as one of the next level. Health is exp(-D). The
+score asks for log below eta_1, for guard below eta_2, for fallback from eta_2 on. The contract sets
+both in `escalation.health`.
+
+The recommended action is the most severe of the action of the violated clauses, that of the
+undecided hard ones, and that of the score: the score raises an action and never lowers it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kcdsl.check.escalation import severity
-from kcdsl.ir.terms import Level
-
-ETA_GUARD = 1.0
-"""D from which on the score asks for the guarded route."""
-ETA_FALLBACK = 3.0
-"""D from which on the score asks for the fallback kernel."""
+from kcdsl.ir.terms import Escalation, Level
+from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Violated
+from kcdsl.verdict.result import ClauseResult
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """D >= 0 (infinite: not measurable), the score exp(-D), and the action that it asks for."""
+    """D >= 0 (infinite: unbounded), the action that it asks for, and both thresholds of D."""
 
     deviation: float
     action: str
+    guard_from: float
+    fallback_from: float
 
     @property
     def score(self) -> float:
@@ -44,8 +51,8 @@ class Health:
             "deviation": self.deviation if finite else None,
             "score": self.score,
             "action": self.action,
-            "guard_from": ETA_GUARD,
-            "fallback_from": ETA_FALLBACK,
+            "guard_from": self.guard_from,
+            "fallback_from": self.fallback_from,
         }
 
 
@@ -59,29 +66,65 @@ def deviation(value: float, threshold: float, better: str) -> float:
     return excess / abs(threshold) if threshold != 0 else math.inf
 
 
-def assess(deviations: Mapping[str, Iterable[float]]) -> Health:
-    """Combine the deviations of each clause (one per slice) to the score."""
-    worst = [max(values, default=0.0) for values in deviations.values()]
-    if any(math.isnan(v) or v < 0 for v in worst):
-        return Health(math.inf, "fallback")
-    total = math.fsum(worst) if all(map(math.isfinite, worst)) else math.inf
-    return Health(total, score_action(total))
+def over_budget(rate: float, budget: float) -> float:
+    """Return v_c of a soft clause in [0, 1]: the share of what the budget leaves that is used up.
+
+    A rate of 75 % deviates by 0.747 from a budget of 1 %, not by 74. Infinite for NaN.
+    """
+    if not 0 <= rate <= 1 or not 0 <= budget < 1:
+        return math.inf
+    return max(0.0, rate - budget) / (1 - budget)
 
 
-def score_action(total: float) -> str:
-    """Return the action that D asks for; NaN asks for the fallback."""
-    if total < ETA_GUARD:
-        return "log"
-    return "guard" if total < ETA_FALLBACK else "fallback"
+def is_broken(row: ClauseResult) -> bool:
+    """Say whether a result is a violation, or has no valid evidence, which counts as one."""
+    return isinstance(row.verdict, Violated | InvalidEvidence)
 
 
-def recommend(called: Iterable[tuple[Level, str]], health: Health) -> str:
-    """Return the more severe of the clauses' action and the score's.
+def is_open(row: ClauseResult) -> bool:
+    """Say whether a result leaves a hard clause undecided."""
+    return isinstance(row.verdict, Inconclusive) and row.budget is None
 
-    `called` holds level and action of each clause that is violated or not measurable; the most
-    severe is that of the highest level, then of the most severe action. Without any it is "log".
+
+def assess(rows: Iterable[ClauseResult], escalation: Escalation) -> Health:
+    """Return the health of decided clauses; the worst slice of each clause counts."""
+    worst: dict[str, float] = {}
+    highest: Level | None = None
+    for row in rows:
+        if not (is_broken(row) or is_open(row)):
+            continue
+        v = row.deviation if row.deviation >= 0 else math.inf  # NaN too
+        worst[row.clause] = max(worst.get(row.clause, 0.0), v)
+        if is_broken(row):
+            level = Level(row.level)
+            highest = level if highest is None else max(highest, level)
+    guard, fallback = float(escalation.guard_from), float(escalation.fallback_from)
+    total = sum(1 + v for v in worst.values())
+    match highest:
+        case Level.L3:
+            found = fallback + total
+        case Level.L2:
+            found = _within(guard, fallback, total)
+        case _:
+            found = _within(0.0, guard, total)
+    action = "log" if found < guard else "guard" if found < fallback else "fallback"
+    return Health(found, action, guard, fallback)
+
+
+def _within(low: float, high: float, total: float) -> float:
+    """Return a number that grows with `total` from low, and stays below high."""
+    share = total / (1 + total) if math.isfinite(total) else 1.0
+    return min(low + (high - low) * share, math.nextafter(high, -math.inf))
+
+
+def recommend(rows: Sequence[ClauseResult], health: Health) -> str:
+    """Return the most severe action that violated clauses, undecided ones or the score ask for.
+
+    Of the violated clauses that is the action of the highest level, then the most severe one.
     """
     order = tuple(Level)
-    ranked = sorted(called, key=lambda c: (order.index(c[0]), severity(c[1])))
-    chosen = ranked[-1][1] if ranked else "log"
-    return health.action if severity(health.action) > severity(chosen) else chosen
+    broken = [(order.index(Level(r.level)), r.action) for r in rows if is_broken(r) and r.action]
+    ranked = sorted(broken, key=lambda c: (c[0], severity(c[1])))
+    asked = [ranked[-1][1]] if ranked else []
+    asked += [row.action for row in rows if is_open(row) and row.action]
+    return max([*asked, health.action, "log"], key=severity)

@@ -246,4 +246,5 @@ def _conclusion(report: Report) -> Text:
         (word, style),
         f"  health {report.health.score:.3f} (deviation {shown})  action ",
         (report.action, "bold"),
+        f"\n{report.not_decided}" if report.not_decided else "",
     )

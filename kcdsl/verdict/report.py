@@ -176,7 +176,7 @@ class Report:
     crosschecks: tuple[CrossCheck, ...]
     implied: tuple[ImpliedClause, ...]
     deferred: Mapping[str, str]
-    """Clauses that running the kernels does not decide, each with the reason."""
+    """Clauses, or a clause on a slice, that this evaluation does not decide, with the reason."""
     health: Health
     action: str
     notes: tuple[str, ...] = field(default=())
@@ -196,6 +196,11 @@ class Report:
     def verdict(self) -> str:
         """Return violated, else invalid_evidence, else inconclusive, else held."""
         return overall(self.clauses)[0]
+
+    @property
+    def not_decided(self) -> str:
+        """Name what this evaluation does not decide; empty where it decides the whole contract."""
+        return not_decided(self.deferred)
 
     @property
     def exit(self) -> Exit:
@@ -231,6 +236,17 @@ class Report:
     def dumps(self) -> str:
         """Return the document as text; raises ValueError rather than write NaN or infinity."""
         return json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def not_decided(deferred: Mapping[str, str]) -> str:
+    """Say in a sentence that a verdict leaves clauses open; empty where it leaves none."""
+    if not deferred:
+        return ""
+    return (
+        f"not the verdict of the contract: {', '.join(deferred)} "
+        f"{'is' if len(deferred) == 1 else 'are'} not decided here; `kcdsl status` joins the "
+        "results of `kcdsl verify` and `kcdsl evaluate`"
+    )
 
 
 def overall(clauses: Sequence[ClauseResult]) -> tuple[str, Exit]:

@@ -293,6 +293,8 @@ EVERYTHING = ir.Program(
     ir.Escalation(
         tuple((level, "log") for level in ir.Level),
         tuple((family, level, "guard") for family in ir.Family for level in ir.Level),
+        Fraction(1, 2),
+        Fraction(9),
     ),
     ir.Constants(Fraction(1), Fraction(2), Fraction(3), Fraction(4)),
     (
@@ -310,6 +312,8 @@ EVERYTHING = ir.Program(
             ("max", "mean"), ("logits",), False, Fraction(0), Fraction(1),
         ),
     ),
+    ir.KernelRef("torch.sdpa", ()),
+    ir.KernelRef("torch.eager", (), folder="another"),
 )  # fmt: skip
 LIBRARY = ir.Library(
     "fleet",

@@ -55,6 +55,8 @@ def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...],
             deferred[clause.id] = "no slice of it was selected"
         else:
             chosen.append(clause)
+            left_out = [name for name in named if name not in slices]
+            deferred |= {f"{clause.id} on {n}": "the slice was not selected" for n in left_out}
     for clause in chosen:  # other buckets of its table may have been left out
         deferred.pop(clause.id, None)
     if not chosen:

@@ -17,7 +17,6 @@ from kcdsl_backends.empirical.charts.buckets import mean
 from kcdsl_backends.empirical.evidence import SUMMARY_METRICS, Evidence
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics.measures import MEASURES
-from kcdsl_backends.empirical.results import called
 from kcdsl_backends.empirical.sampling_units import sampling_unit
 from kcdsl_backends.empirical.statistics import CONFIDENCE, quantile_rank
 
@@ -30,10 +29,7 @@ def build_report(
     statistics: Statistics,
 ) -> Report:
     """Return the report, with health score and recommended action."""
-    deviations: dict[str, list[float]] = {}
-    for result in results:
-        deviations.setdefault(result.clause, []).append(result.deviation)
-    health = assess(deviations)
+    health = assess(results, evidence.program.escalation)
     return Report(
         contract=evidence.contract,
         model=evidence.model,
@@ -54,7 +50,7 @@ def build_report(
         implied=evidence.implied,
         deferred=deferred,
         health=health,
-        action=recommend(called(results), health),
+        action=recommend(results, health),
         notes=(*evidence.notes, *evidence.accepted),
         statistics=statistics,
         warnings=below_noise(results),

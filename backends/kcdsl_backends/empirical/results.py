@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from kcdsl.ir.terms import Budget, Clause, EvidenceKind, HasFields, Level, Program
-from kcdsl.verdict.health import deviation
+from kcdsl.check.escalation import severity
+from kcdsl.ir.terms import Budget, Clause, EvidenceKind, HasFields, Program
+from kcdsl.verdict.health import deviation, over_budget
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, Shown
 from kcdsl_backends.empirical import statistics
@@ -153,7 +154,6 @@ def _row(
     shows: Shown | None = None,
     enough: int | None = None,
 ) -> ClauseResult:
-    broken = isinstance(verdict, Violated | InvalidEvidence)
     budget = clause.budget
     shared = confidence.divided(statistic_count(clause.require))
     return ClauseResult(
@@ -176,7 +176,7 @@ def _row(
         confidence=shared.share,
         exceedance=exceedance,
         budget=None if budget is None else _budget(budget, data.unit),
-        action=action_of(clause, program) if broken else None,
+        action=_asked_for(clause, program, verdict),
         deviation=_deviation(clause, figures, verdict, exceedance),
         estimators=tuple(
             _estimator(data.measures[name])
@@ -194,20 +194,33 @@ def _budget(budget: Budget, unit: str) -> str:
     return f"{float(budget.rate) * 100:g}% of {units}"
 
 
+def _asked_for(clause: Clause, program: Program, verdict: Verdict) -> str | None:
+    """Return the action that a result asks for.
+
+    An undecided hard clause asks for its own action, but for none beyond freezing the promotion:
+    nothing shows that the kernel that runs is bad.
+    """
+    own = action_of(clause, program)
+    match verdict:
+        case Violated() | InvalidEvidence():
+            return own
+        case Inconclusive() if clause.budget is None:
+            return min(own, "freeze", key=severity)
+        case _:
+            return None
+
+
 def action_of(clause: Clause, program: Program) -> str:
     """Return the action that a violated clause calls for: its own, else that of the policy."""
     return clause.action or program.escalation.action(clause.family, clause.level)
-
-
-def called(results: tuple[ClauseResult, ...]) -> list[tuple[Level, str]]:
-    """Return level and action of every result that calls for one."""
-    return [(Level(r.level), r.action) for r in results if r.action is not None]
 
 
 def _deviation(
     clause: Clause, figures: Figures, verdict: Verdict, exceedance: ExceedanceCount | None
 ) -> float:
     """Return v_c: of the exceedance rate for a soft clause, of the value for a hard one.
+
+    0 for a clause that is neither violated nor without evidence.
 
     A trace clause deviates by the share of records without the fields; a compound clause, which
     has no number, by one unit where it is violated.
@@ -217,7 +230,7 @@ def _deviation(
     if isinstance(clause.require, HasFields):
         return 0.0 if figures.value is None else 1.0 - figures.value
     if clause.budget is not None and exceedance is not None:
-        return deviation(exceedance.rate, float(clause.budget.rate), "lower")
+        return over_budget(exceedance.rate, float(clause.budget.rate))
     if figures.value is None or figures.threshold is None:
         return 1.0 if isinstance(verdict, Violated) else 0.0
     if figures.op == "==":

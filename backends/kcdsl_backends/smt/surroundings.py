@@ -23,8 +23,14 @@ def _changes(old: Program, new: Program) -> Iterator[Change]:
         before, after = getattr(old.model, name), getattr(new.model, name)
         if before != after:
             yield _change(f"model {name}", before, after)
-    yield from _kernel("train", old.train, new.train)
-    yield from _kernel("infer", old.infer, new.infer)
+    yield from _kernel("kernel train", old.train, new.train)
+    yield from _kernel("kernel infer", old.infer, new.infer)
+    yield from _kernel("route guard", old.guard, new.guard)
+    yield from _kernel("route fallback", old.fallback, new.fallback)
+    for name in ("guard_from", "fallback_from"):
+        before, after = getattr(old.escalation, name), getattr(new.escalation, name)
+        if before != after:
+            yield _change(f"health {name}", real_text(before), real_text(after))
     for name in ("temperature", "reward_range", "advantage_max", "score_norm_max"):
         before, after = getattr(old.constants, name), getattr(new.constants, name)
         if before != after:
@@ -54,13 +60,14 @@ def _change(name: str, old: str | None, new: str | None) -> Change:
     return Change(name, old or "none", new or "none", Relation.INCOMPARABLE)
 
 
-def _kernel(name: str, old: KernelRef, new: KernelRef) -> Iterator[Change]:
-    if old.run != new.run:
-        yield _change(f"kernel {name} run", old.run, new.run)
-    before, after = dict(_flat(old.numerics)), dict(_flat(new.numerics))
+def _kernel(name: str, old: KernelRef | None, new: KernelRef | None) -> Iterator[Change]:
+    before, after = (
+        {} if kernel is None else {"run": kernel.run, **dict(_flat(kernel.numerics))}
+        for kernel in (old, new)
+    )
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) != after.get(key):
-            yield _change(f"kernel {name} {key}", before.get(key), after.get(key))
+            yield _change(f"{name} {key}", before.get(key), after.get(key))
 
 
 def _flat(pairs: tuple[tuple[str, object], ...], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kcdsl.verdict.names import HELD, SIGNS, WORST_FIRST
 from kcdsl.verdict.quantities import quantity, scale, stated, told
+from kcdsl.verdict.report import not_decided
 
 _WORDS = {
     "held": "held",
@@ -25,7 +26,7 @@ _HEADLINES = {
     "invalid_evidence": "The evidence cannot be trusted",
 }
 _ADVICE = {
-    "held": "Nothing has to be done. What was not decided here is listed under “Clauses”.",
+    "held": "Every clause of the contract was decided here. Nothing has to be done.",
     "violated": "Do not promote this kernel.",
     "inconclusive": "Do not read this as a pass: gather what the open clauses lack.",
     "invalid_evidence": "Mend the cause that is named below, then evaluate again.",
@@ -86,7 +87,11 @@ def advice(report: Mapping[str, Any]) -> list[str]:
     ]
     for check in blocking:
         found.append(f"Precondition {check['name']} failed: {check['detail']}")
-    found.append(_ADVICE[report["verdict"]])
+    open_clauses = not_decided(report["deferred"])
+    if not open_clauses or report["verdict"] != HELD:
+        found.append(_ADVICE[report["verdict"]])
+    if open_clauses:
+        found.append(f"This is {open_clauses}.")
     if report["action"] != "log":
         action = report["action"].replace("_", " ")
         found.append(f"The escalation policy asks for: {action}.")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
 from kcdsl.check.compile import compile_source
 from kcdsl.check.escalation import ACTIONS, FAMILY_DEFAULTS, build_escalation, severity, weakened
-from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics import Severity, Sink
+from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Escalation, Family, Level
 from kcdsl.source.text import SourceFile
 
@@ -183,3 +186,54 @@ def test_the_policy_of_the_contract_counts() -> None:
     sink = Sink()
     compile_source(SourceFile("x", text + "escalation: {statistical: {L3: guard}}\n"), sink)
     assert [d.code.id for d in sink] == []
+
+
+def test_the_contract_sets_the_thresholds_of_the_health_score() -> None:
+    escalation, found = policy("escalation: {health: {guard_from: 0.5, fallback_from: 2.5}}\n")
+    assert (escalation.guard_from, escalation.fallback_from) == (Fraction(1, 2), Fraction(5, 2))
+    assert found == []
+    one, _ = policy("escalation: {health: {fallback_from: 4}}\n")
+    assert (one.guard_from, one.fallback_from) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("health", "code"),
+    [
+        ("{guard_from: 0}", "KC303"),
+        ("{guard_from: 3}", "KC303"),
+        ("{guard_from: -1, fallback_from: 2}", "KC303"),
+        ("{fallback_from: 1e9}", "KC303"),
+        ("{guard_from: high}", "KC103"),
+        ("{guard_from: true}", "KC103"),
+        ("{guard: 1}", "KC101"),
+        ("1", "KC103"),
+    ],
+)
+def test_thresholds_that_make_no_order_are_errors(health: str, code: str) -> None:
+    sink = Sink()
+    source = SourceFile("x", f"{HEAD}escalation: {{health: {health}}}\n")
+    assert compile_source(source, sink) is None
+    assert [d.code.id for d in sink if d.severity is Severity.ERROR] == [code]
+    assert all(d.span is not None for d in sink)
+
+
+def test_guard_and_fallback_kernels_are_part_of_the_contract() -> None:
+    named = HEAD.replace(
+        "infer: {run: torch.sdpa}}",
+        "infer: {run: torch.sdpa}, guard: {run: torch.sdpa.math}, fallback: {run: torch.eager}}",
+    )
+    program, plain = (compile_source(SourceFile("x", text), Sink()) for text in (named, HEAD))
+    assert program is not None
+    assert plain is not None
+    assert {role: kernel.run for role, kernel in program.kernels.items()} == {
+        "train": "torch.eager",
+        "infer": "torch.sdpa",
+        "guard": "torch.sdpa.math",
+        "fallback": "torch.eager",
+    }
+    assert (plain.guard, plain.fallback) == (None, None)
+    assert digest(program) != digest(plain)
+    sink = Sink()
+    wrong = named.replace("torch.sdpa.math", "torch.sdpa.maths")
+    assert compile_source(SourceFile("x", wrong), sink) is None
+    assert [d.code.id for d in sink] == ["KC210"]

@@ -68,6 +68,7 @@ escalation:
   L3: rollback
   numerical: {L1: log, L2: guard, L3: rollback}
   by_family: {runtime: {L1: log}}
+  health: {guard_from: 1, fallback_from: 3}
 constants: {temperature: 1, reward_range: 1, advantage_max: 1, score_norm_max: 1}
 clauses:
   A: {require: p99(kl) <= table(own), slices: [all, long], level: L2, then: guard, evidence: census}
@@ -95,8 +96,9 @@ imports:
   - file: fleet.kc.yaml
     digest: DIGEST
     slices: {talk: chat}
-    kernels: {train: eager, infer: flash}
+    kernels: {train: eager, infer: flash, guard: flash}
     tables: [limits]
+kernels: {fallback: {run: torch.eager}}
 slices: {all: {where: 'length in [1, 2] or length > 5'}}
 escalation:
   N: {L1: log, L3: fallback}

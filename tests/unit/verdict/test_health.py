@@ -1,32 +1,68 @@
-"""Health score, severity and their combination: families x levels, tau = 0, NaN."""
+"""Health score, severity and their combination: families x levels, tau = 0, NaN, many clauses."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
+from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kcdsl.check.escalation import ACTIONS, FAMILY_DEFAULTS, build_escalation, severity
 from kcdsl.ir.terms import Family, Level
-from kcdsl.verdict.health import (
-    ETA_FALLBACK,
-    ETA_GUARD,
-    Health,
-    assess,
-    deviation,
-    recommend,
-    score_action,
-)
+from kcdsl.verdict.health import Health, assess, deviation, over_budget, recommend
+from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
+from kcdsl.verdict.result import ClauseResult
 
-FINE = Health(0.0, "log")
+POLICY = build_escalation({}, {})
+FINE = assess([], POLICY)
+
+
+def row(
+    level: Level | str = "L2",
+    verdict: Verdict | None = None,
+    *,
+    deviates: float = 0.5,
+    action: str | None = None,
+    clause: str = "N-1",
+    slice: str = "all",
+    budget: str | None = None,
+) -> ClauseResult:
+    """Return a result; violated unless it is said otherwise."""
+    return ClauseResult(
+        clause=clause,
+        family="numerical",
+        level=str(level),
+        slice=slice,
+        requirement="p99(kl) <= 1",
+        metric="p99(kl)",
+        unit="nat",
+        op="<=",
+        value=1.5,
+        low=None,
+        high=None,
+        n=10,
+        counted="requests",
+        threshold=1.0,
+        verdict=Violated() if verdict is None else verdict,
+        evidence="sample",
+        confidence=None,
+        budget=budget,
+        action=action,
+        deviation=deviates,
+    )
 
 
 @pytest.mark.parametrize(("family", "level"), list(itertools.product(Family, Level)))
 def test_every_family_and_level_gives_its_documented_action(family: Family, level: Level) -> None:
-    action = build_escalation({}, {}).action(family, level)
+    action = POLICY.action(family, level)
     assert action == FAMILY_DEFAULTS[family, level]
-    assert recommend([(level, action)], FINE) == action
+    one = [row(level, action=action)]
+    assert recommend(one, FINE) == action
+    assert severity(recommend(one, assess(one, POLICY))) >= severity(action)
 
 
 @pytest.mark.parametrize(
@@ -36,39 +72,110 @@ def test_every_family_and_level_gives_its_documented_action(family: Family, leve
 def test_the_most_severe_of_two_violations_decides(
     first: tuple[Family, Level], second: tuple[Family, Level]
 ) -> None:
-    policy = build_escalation({}, {})
-    called = [(level, policy.action(family, level)) for family, level in (first, second)]
-    chosen = recommend(called, FINE)
+    called = [(level, POLICY.action(family, level)) for family, level in (first, second)]
+    rows = [row(level, action=action) for level, action in called]
+    chosen = recommend(rows, FINE)
     top = max(level for level, _ in called)
     assert chosen in [action for level, action in called if level == top]
     assert severity(chosen) == max(severity(a) for level, a in called if level == top)
-    assert recommend(called[::-1], FINE) == chosen
+    assert recommend(rows[::-1], FINE) == chosen
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("total", [0.0, ETA_GUARD, ETA_FALLBACK, math.inf])
+@pytest.mark.parametrize("score", ["log", "guard", "fallback"])
 def test_paper_defect_6_the_score_raises_an_action_and_never_lowers_it(
-    action: str, total: float
+    action: str, score: str
 ) -> None:
-    health = Health(total, score_action(total))
-    chosen = recommend([(Level.L2, action)], health)
-    assert severity(chosen) == max(severity(action), severity(health.action))
-    assert severity(chosen) >= severity(action)
+    chosen = recommend([row("L2", action=action)], Health(0.0, score, 1.0, 3.0))
+    assert severity(chosen) == max(severity(action), severity(score))
 
 
-def test_paper_defect_6_many_small_deviations_add_up_and_one_severe_one_does_not_vanish() -> None:
-    many = assess({f"R-{i}": [0.5] for i in range(8)})
-    assert many.action == "fallback"
-    assert recommend([(Level.L1, "log")], many) == "fallback"
-    tiny = assess({"S-1": [1e-9]})
-    assert tiny.action == "log"
-    assert recommend([(Level.L3, "rollback")], tiny) == "rollback"
+@pytest.mark.parametrize("deviates", [0.0, 0.5, 74.0, 1e300, math.inf, math.nan])
+@pytest.mark.parametrize("verdict", [Violated(), InvalidEvidence("no values")])
+@pytest.mark.parametrize("count", [1, 2, 50])
+def test_the_score_reaches_each_threshold_exactly_on_an_event_of_its_level(
+    deviates: float, verdict: Verdict, count: int
+) -> None:
+    for level, asked in ((Level.L1, "log"), (Level.L2, "guard"), (Level.L3, "fallback")):
+        rows = [row(level, verdict, deviates=deviates, clause=f"C-{i}") for i in range(count)]
+        health = assess(rows, POLICY)
+        assert health.action == asked
+        assert health.deviation > 0
+        assert health.score < 1
+        assert (health.deviation >= 1, health.deviation >= 3) == (level >= "L2", level == "L3")
 
 
-def test_no_violation_and_no_deviation_ask_for_nothing() -> None:
+def test_a_violated_l1_clause_alone_is_logged() -> None:
+    rows = [row("L1", deviates=math.inf, action="log")]
+    assert recommend(rows, assess(rows, POLICY)) == "log"
+
+
+def test_a_soft_l2_clause_far_over_its_budget_is_no_fallback() -> None:
+    v = over_budget(0.75, 0.01)
+    assert 0 < v < 1
+    rows = [row("L2", deviates=v, action="other_decoding", budget="1% of requests")]
+    assert recommend(rows, assess(rows, POLICY)) == "guard"
+
+
+@pytest.mark.parametrize(("level", "action"), [("L1", "log"), ("L2", "guard"), ("L3", "freeze")])
+def test_an_undecided_hard_clause_is_never_full_health_and_log(level: str, action: str) -> None:
+    rows = [row(level, Inconclusive("too few"), deviates=0.0, action=action)]
+    health = assess(rows, POLICY)
+    assert 0.5 < health.score < 1
+    assert health.action == "log"
+    assert recommend(rows, health) == action
+    soft = [replace(rows[0], budget="1% of requests", action=None)]
+    assert assess(soft, POLICY) == FINE
+
+
+def test_an_undecided_l3_clause_does_not_hide_the_action_of_a_violated_l2_clause() -> None:
+    rows = [
+        row("L2", action="rollback"),
+        row("L3", Inconclusive("too few"), action="freeze", clause="N-2"),
+    ]
+    assert recommend(rows, assess(rows, POLICY)) == "rollback"
+
+
+def test_the_contract_sets_the_thresholds() -> None:
+    policy = replace(POLICY, guard_from=Fraction(1, 10), fallback_from=Fraction(20))
+    mild, bad, worst = (assess([row(level)], policy) for level in Level)
+    assert mild.deviation < 0.1 <= bad.deviation < 20 <= worst.deviation
+    assert bad.to_json()["guard_from"] == 0.1
+    assert bad.to_json()["fallback_from"] == 20.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(list(Level)),
+            st.floats(min_value=0) | st.just(math.nan),
+            st.sampled_from([Held(), Violated(), Inconclusive("x"), InvalidEvidence("x")]),
+        ),
+        max_size=12,
+    )
+)
+def test_more_events_never_improve_health(
+    events: list[tuple[Level, float, Verdict]],
+) -> None:
+    rows = [
+        row(level, verdict, deviates=v, clause=f"C-{i}")
+        for i, (level, v, verdict) in enumerate(events)
+    ]
+    before = 0.0
+    for count in range(len(rows) + 1):
+        health = assess(rows[:count], POLICY)
+        assert health.deviation >= before
+        before = health.deviation
+    assert assess(rows[::-1], POLICY).deviation == pytest.approx(before)
+
+
+def test_no_event_asks_for_nothing_and_the_worst_slice_counts() -> None:
+    assert (FINE.deviation, FINE.score, FINE.action) == (0.0, 1.0, "log")
     assert recommend([], FINE) == "log"
-    assert assess({}) == FINE
-    assert assess({"N-1": []}).deviation == 0
+    assert assess([row("L3", Held())], POLICY) == FINE
+    slices = [row("L2", deviates=0.2), row("L2", deviates=0.5, slice="long")]
+    assert assess(slices, POLICY) == assess(slices[1:], POLICY)
+    assert Health(math.inf, "fallback", 1.0, 3.0).to_json()["deviation"] is None
 
 
 @pytest.mark.parametrize(
@@ -88,21 +195,23 @@ def test_deviation_is_relative_to_the_threshold(
     assert deviation(value, threshold, better) == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize(
+    ("rate", "budget", "wanted"),
+    [(0.0, 0.01, 0.0), (0.01, 0.01, 0.0), (1.0, 0.01, 1.0), (0.505, 0.01, 0.5), (0.5, 0.0, 0.5)],
+)
+def test_a_budget_is_exceeded_by_the_share_of_what_it_leaves(
+    rate: float, budget: float, wanted: float
+) -> None:
+    assert over_budget(rate, budget) == pytest.approx(wanted)
+
+
 def test_paper_defect_9_a_threshold_of_zero_is_defined_and_nan_fails_closed() -> None:
     assert deviation(0.0, 0.0, "lower") == 0
     assert deviation(1e-300, 0.0, "lower") == math.inf
     for value, threshold in ((math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0)):
         assert deviation(value, threshold, "lower") == math.inf
-    lost = assess({"N-1": [math.nan], "N-2": [0.0]})
-    assert (lost.deviation, lost.score, lost.action) == (math.inf, 0.0, "fallback")
-    assert assess({"N-1": [math.inf]}).score == 0
-    assert assess({"N-1": [-1.0]}).action == "fallback"
-    assert score_action(math.nan) == "fallback"
-
-
-def test_the_score_is_exp_of_minus_the_sum_of_the_worst_slices() -> None:
-    health = assess({"N-1": [0.2, 0.5], "S-1": [0.25]})
-    assert health.deviation == 0.75
-    assert health.score == pytest.approx(math.exp(-0.75))
-    assert health.action == "log"
-    assert Health(math.inf, "fallback").to_json()["deviation"] is None
+    for rate, budget in ((math.nan, 0.1), (0.5, math.nan), (0.5, 1.0), (-0.1, 0.5), (1.1, 0.5)):
+        assert over_budget(rate, budget) == math.inf
+    for v in (math.nan, -1.0, math.inf):
+        lost = assess([row("L3", deviates=v)], POLICY)
+        assert (lost.deviation, lost.score, lost.action) == (math.inf, 0.0, "fallback")

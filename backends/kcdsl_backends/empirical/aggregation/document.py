@@ -35,7 +35,6 @@ from kcdsl_backends.empirical.aggregation.tables import (
 )
 from kcdsl_backends.empirical.aggregation.tokens import count_tokens
 from kcdsl_backends.empirical.metrics.measures import MEASURES
-from kcdsl_backends.empirical.results import called
 
 SCHEMA = "kcdsl.aggregate/1"
 Progress = Callable[[str, int, int], None]
@@ -173,15 +172,12 @@ def _conclusion(program: Program | None, decided: Decided | None) -> dict[str, A
     if program is None or decided is None:
         return {"verdict": None, "exit": 0, "contract": None}
     rows = decided.results
-    deviations: dict[str, list[float]] = {}
-    for row in rows:
-        deviations.setdefault(row.clause, []).append(row.deviation)
-    health = assess(deviations)
+    health = assess(rows, program.escalation)
     verdict, code = overall(rows)
     return {
         "verdict": verdict,
         "exit": int(code),
-        "action": recommend(called(rows), health),
+        "action": recommend(rows, health),
         "health": health.to_json(),
         "contract": {
             "name": program.name,
