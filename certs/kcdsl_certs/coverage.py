@@ -27,16 +27,8 @@ def check_clauses(
     Every result must be admitted by its own numbers, every required clause within the scope (or
     at all, unless `partial`) must be shown on every slice, and nothing else may be stated.
     """
-    if not required:
-        raise Reject("clause/nothing-required", "the contract names no clause")
-    results = check_results(predicate, stated)
-    demands = {(r.id, r.slice): r for r in required}
-    for key, found in results.items():
-        if key not in demands:
-            raise Reject("clause/unknown", f"the contract has no clause {key[0]} on {key[1]}")
-        for clause in found:
-            check_implied(clause, demands[key], predicate.clauses)
-    scope = _scope(predicate, demands.keys())
+    results = check_stated(predicate, stated, required)
+    scope = _scope(predicate, {(r.id, r.slice) for r in required})
     demanded = [r for r in required if not partial or (r.id, r.slice) in scope]
     if not demanded:
         raise Reject("clause/nothing-covered", "the certificate covers no clause of the contract")
@@ -47,6 +39,23 @@ def check_clauses(
     rest = f"; not covered: {', '.join(outside)}" if outside else ""
     around = around_weights(predicate.clauses)
     return f"{len(demanded)} of {len(required)} required results hold{rest}{around}", outside
+
+
+def check_stated(
+    predicate: Predicate, stated: Verdict, required: tuple[RequiredClause, ...]
+) -> dict[tuple[str, str | None], list[CertifiedClause]]:
+    """Return the results by clause and slice; raises Reject where one is not about this contract,
+    or where they contradict themselves."""
+    if not required:
+        raise Reject("clause/nothing-required", "the contract names no clause")
+    results = check_results(predicate, stated)
+    demands = {(r.id, r.slice): r for r in required}
+    for key, found in results.items():
+        if key not in demands:
+            raise Reject("clause/unknown", f"the contract has no clause {key[0]} on {key[1]}")
+        for clause in found:
+            check_implied(clause, demands[key], predicate.clauses)
+    return results
 
 
 def check_results(

@@ -116,7 +116,7 @@ def verify(
 
         transfer = state.transfer
         log.run("subject", lambda: _subject(state, expected_triple))
-        log.run("components", lambda: _components(transfer, expected_triple, None))
+        log.run("components", lambda: check_components(transfer, expected_triple, None))
         log.run("validity", lambda: _validity(transfer, moment, trusted))
         log.run("sequence", lambda: _sequence(transfer, payload, minimum_sequence, trusted))
         log.run("contract", lambda: _contract(transfer, expected_triple, trusted))
@@ -136,7 +136,7 @@ def verify(
     assert state.predicate is not None
     predicate = state.predicate
     log.run("subject", lambda: _subject(state, expected_triple))
-    log.run("components", lambda: _components(predicate, expected_triple, expected_inputs))
+    log.run("components", lambda: check_components(predicate, expected_triple, expected_inputs))
     log.run("validity", lambda: _validity(predicate, moment, trusted))
     log.run("sequence", lambda: _sequence(predicate, payload, minimum_sequence, trusted))
     log.run("contract", lambda: _contract(predicate, expected_triple, trusted))
@@ -266,9 +266,10 @@ def _subject(state: _State, expected: Triple) -> str:
     return f"sha256:{subjects[0]}"
 
 
-def _components(
+def check_components(
     predicate: Predicate | Transfer, expected: Triple, expected_inputs: Mapping[str, str] | None
 ) -> str:
+    """Compare the triple and the data with those expected; raises Reject where one differs."""
     found = differences(predicate.triple, expected)
     if found:
         raise Reject(found[0].reason, "; ".join(d.detail for d in found))

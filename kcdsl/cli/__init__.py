@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "attribute": "kcdsl.cli.attribute",
     "aggregate": "kcdsl.cli.aggregate",
     "experiment": "kcdsl.cli.experiment",
+    "status": "kcdsl.cli.status",
     "check": "kcdsl.cli.check",
     "transfer": "kcdsl.cli.transfer",
     "keygen": "kcdsl.cli.keygen",

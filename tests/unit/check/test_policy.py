@@ -193,7 +193,7 @@ def test_the_contract_sets_the_thresholds_of_the_health_score() -> None:
     assert (escalation.guard_from, escalation.fallback_from) == (Fraction(1, 2), Fraction(5, 2))
     assert found == []
     one, _ = policy("escalation: {health: {fallback_from: 4}}\n")
-    assert (one.guard_from, one.fallback_from) == (1, 4)
+    assert (one.guard_from, one.fallback_from) == (Fraction(1), Fraction(4))
 
 
 @pytest.mark.parametrize(
