@@ -185,7 +185,7 @@ def _regions(program: Program, base: Path, later: Path) -> Regions:
         chosen = [goal for goal in goals(program) if goal.clause.id == clause]
         if not chosen:
             raise _cannot(f"the contract has no clause {clause!r} about every input of a region")
-        backend = formal_backend(None, around_weights=True)
+        backend = formal_backend("interval", around_weights=True)
         return backend.regions(program, base, chosen[:1], checkpoint=later)[0]
 
     return regions

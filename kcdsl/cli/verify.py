@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     from kcdsl.cli.devices import CHOICES
     from kcdsl.cli.execution import add_options
+    from kcdsl.cli.numbers import positive
     from kcdsl.cli.signatures import add_signing_options
 
     parser.add_argument("contract", nargs="?", metavar="CONTRACT", help="default: the one here")
@@ -37,6 +39,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--clause", action="append", metavar="ID", help="only this clause")
     parser.add_argument("--backend", metavar="NAME", help="decide with this backend")
+    parser.add_argument(
+        "--backend-seconds",
+        type=positive,
+        default=3600.0,
+        metavar="S",
+        help="how long a backend of another distribution may take (default: 3600)",
+    )
     parser.add_argument(
         "--domains",
         metavar="NAMES",
@@ -122,7 +131,9 @@ def run(arguments: argparse.Namespace) -> Exit:
     keys = signing_keys(arguments.sign)
     device = choose_device(arguments.device)
     more = arguments.weights is not None or arguments.states is not None
-    backend = formal_backend(arguments.backend, around_weights=more)
+    backend = formal_backend(
+        arguments.backend, around_weights=more, seconds=arguments.backend_seconds
+    )
     if arguments.chain:
         _refuse_unchained(backend)
     if arguments.domains is not None:
@@ -255,13 +266,17 @@ def _decide(
     return outcomes
 
 
-def formal_backend(name: str | None, *, around_weights: bool = False) -> Any:
+def formal_backend(
+    name: str | None, *, around_weights: bool = False, seconds: float = math.inf
+) -> Any:
     """Return the backend for drift goals: the named one, else the first of the catalogue.
 
-    One that knows no region around the weights is refused where one is asked for.
+    One that knows no region around the weights is refused where one is asked for. One of another
+    distribution is asked in a process of its own, and has so many `seconds` for all its answers.
     """
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import NO_BACKEND, WEIGHTS_REGION
+    from kcdsl.release.foreign import ForeignBackend, is_foreign
     from kcdsl.route.catalogue import Fragment, catalogue
 
     specs = catalogue()
@@ -269,7 +284,7 @@ def formal_backend(name: str | None, *, around_weights: bool = False) -> Any:
     named = [s for s in able if name is None or s.name == name]
     fit = [s for s in named if s.around_weights or not around_weights]
     if fit:
-        return fit[0].load()
+        return ForeignBackend(fit[0], seconds) if is_foreign(fit[0]) else fit[0].load()
     if named:
         raise refuse(
             WEIGHTS_REGION,

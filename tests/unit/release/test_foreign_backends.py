@@ -1,0 +1,267 @@
+"""What a backend of another distribution says is believed only as far as it can be looked at."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.check.compile import load_program
+from kcdsl.diagnostics import Refusal
+from kcdsl.release.foreign import ForeignBackend
+from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
+from kcdsl.route.goals import goals
+from kcdsl.verdict.model import Inconclusive, InvalidEvidence
+from kcdsl.verdict.outcome import GoalOutcome
+from tests.support.small_models import write_model
+
+CONTRACT = """\
+kcdsl: 1
+contract: small
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama, config: config.json, tokenizer: bytes}
+kernels:
+  train: {run: torch.eager, numerics: {preset: torch-eager}}
+  infer: {run: torch.sdpa.flash, numerics: {preset: torch-sdpa-flash}}
+data: prompts.jsonl
+slices: {all: {}}
+clauses:
+  N-0:
+    require: "forall x in points(all): norm_inf(drift(attn_0, x)) <= LIMIT"
+    evidence: proof
+    level: L2
+"""
+FOREIGN = """\
+import json, os, pickle, sys, time
+from dataclasses import replace
+from pathlib import Path
+from kcdsl.ir.terms import EvidenceKind
+from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, Violated
+from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
+
+def right(program, base, goals, **wishes):
+    kept = Path(__file__).with_name(f"right-{goals[0].threshold.denominator}")
+    if kept.exists():
+        return [replace(found, goal=goals[0]) for found in pickle.loads(kept.read_bytes())]
+    from kcdsl_backends.certifier.backend import BACKEND
+    found = list(BACKEND.decide(program, base, goals, **wishes))
+    kept.write_bytes(pickle.dumps(found))
+    return found
+
+def empty(goals, **more):
+    made = dict(evidence=Evidence(EvidenceKind.PROOF), backend="mine", cases=(), seconds=0.0,
+                peak_bytes=0, verdict=Held())
+    return [GoalOutcome(goal=goal, **{**made, **more}) for goal in goals]
+
+CASES = tuple(CaseOutcome(f"p{i}", 5, 1e-9) for i in range(2))
+
+def edited(found, change):
+    document = json.loads(found.proof)
+    change(document)
+    return [replace(found, proof=json.dumps(document).encode())]
+
+class Mine:
+    name = "mine"
+
+    def decide(self, program, base, goals, **wishes):
+        way = Path(__file__).with_name("way").read_text()
+        wishes.pop("progress", None)
+        if way in WITHOUT:
+            return WITHOUT[way](goals)
+        found = right(program, base, goals, **wishes)
+        return WITH[way](found)
+
+def hang(goals):
+    while True:
+        time.sleep(1)
+
+WITHOUT = {
+    "nothing at all": lambda goals: [],
+    "held alone": lambda goals: empty(goals),
+    "held with cases": lambda goals: empty(goals, cases=CASES),
+    "no proof": lambda goals: empty(goals, cases=CASES, proof=b"{}"),
+    "no document": lambda goals: empty(goals, cases=CASES, proof=b"trust me"),
+    "a list": lambda goals: empty(goals, cases=CASES, proof=b"[]"),
+    "deep": lambda goals: empty(goals, cases=CASES, proof=b"[" * 100000),
+    "nan": lambda goals: empty(goals, cases=(CaseOutcome("p0", 5, float("nan")),), proof=b"{}"),
+    "negative": lambda goals: empty(goals, cases=(CaseOutcome("p0", 5, -1.0),), proof=b"{}"),
+    "nan attack": lambda goals: empty(
+        goals, cases=(CaseOutcome("p0", 5, 0.0, float("nan")),), proof=b"{}"
+    ),
+    "census": lambda goals: empty(
+        goals, cases=CASES, proof=b"{}", evidence=Evidence(EvidenceKind.CENSUS)
+    ),
+    "real": lambda goals: empty(
+        goals, cases=CASES, proof=b"{}", evidence=Evidence(EvidenceKind.PROOF_REAL)
+    ),
+    "violated alone": lambda goals: empty(goals, verdict=Violated({"value": "9"})),
+    "violated without values": lambda goals: empty(goals, verdict=Violated()),
+    "violated by nothing": lambda goals: empty(
+        goals, verdict=Violated({"value": "9"}), counterexample=b"{}"
+    ),
+    "another word": lambda goals: empty(goals, verdict=True),
+    "raises": lambda goals: 1 / 0,
+    "exits": lambda goals: os._exit(0),
+    "leaves": lambda goals: sys.exit(0),
+    "hangs": hang,
+    "no list": lambda goals: None,
+    "strings": lambda goals: ["held"],
+    "twice": lambda goals: empty(goals) * 2,
+    "another goal": lambda goals: empty([replace(goals[0], block="mlp_0")]),
+    "another slice": lambda goals: empty(
+        [replace(goals[0], region=replace(goals[0].region, slice="short"))]
+    ),
+}
+WITH = {
+    "right": lambda found: found,
+    "prints": lambda found: print('{"schema": "kcdsl.verify/1"}') or found,
+    "one case": lambda found: edited(found[0], lambda d: d["cases"].pop()),
+    "one case, said": lambda found: [
+        replace(edited(found[0], lambda d: d["cases"].pop())[0], cases=found[0].cases[:1])
+    ],
+    "one case twice": lambda found: edited(
+        found[0], lambda d: d["cases"].__setitem__(1, {**d["cases"][0], "name": "p1"})
+    ),
+    "lower claims": lambda found: edited(
+        found[0], lambda d: [c.update(claim=(0.0).hex()) for c in d["cases"]]
+    ),
+    "another block": lambda found: edited(found[0], lambda d: d.update(block="mlp_0")),
+    "lower bounds": lambda found: [
+        replace(found[0], cases=tuple(replace(c, bound=0.0, attack=None) for c in found[0].cases))
+    ],
+}
+BACKEND = Mine()
+"""
+MINE = BackendSpec(
+    "mine", "foreign_backend:BACKEND", frozenset({Fragment.UNIVERSAL_DRIFT}), rank=90
+)
+Ask = Callable[..., GoalOutcome]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model and its rows, beside which the backend is installed."""
+    folder = tmp_path_factory.mktemp("foreign")
+    (folder / "installed").mkdir()
+    (folder / "installed" / "foreign_backend.py").write_text(FOREIGN)
+    rows = [{"id": f"p{i}", "text": text} for i, text in enumerate(("hello", "a b"))]
+    write_model(folder, rows=rows)
+    return folder
+
+
+@pytest.fixture
+def prepare(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Return a function that has the backend answer in a way about a contract with a limit."""
+    monkeypatch.syspath_prepend(str(work / "installed"))
+
+    def ready(way: str, limit: str = "0.01") -> Path:
+        (work / "installed" / "way").write_text(way)
+        (work / "contract.yaml").write_text(CONTRACT.replace("LIMIT", limit))
+        return work
+
+    return ready
+
+
+@pytest.fixture
+def ask(prepare: Callable[[str, str], Path]) -> Ask:
+    """Return a function that asks the foreign backend, which answers in a way."""
+
+    def run(way: str, limit: str = "0.01", seconds: float = 300.0) -> GoalOutcome:
+        folder = prepare(way, limit)
+        program = load_program(folder / "contract.yaml")
+        (found,) = ForeignBackend(MINE, seconds).decide(program, folder, goals(program))
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("limit", "code", "verdict"), [("0.01", 0, "held"), ("1e-9", 1, "violated")]
+)
+def test_what_can_be_looked_at_is_believed(
+    limit: str,
+    code: int,
+    verdict: str,
+    prepare: Callable[[str, str], Path],
+    cli: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the command; whatever the backend prints does not stand on stdout."""
+    known = (*catalogue(), MINE)
+    monkeypatch.setattr("kcdsl.route.catalogue.catalogue", lambda: known)
+    ran = cli("verify", "--backend", "mine", "--json", cwd=prepare("prints", limit))
+    (goal,) = json.loads(ran.stdout)["goals"]
+    assert (ran.code, goal["verdict"], goal["backend"]) == (code, verdict, "mine"), ran
+    assert goal["evidence"]["confirmed"] is (verdict == "held")
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("held alone", "it names no case"),
+        ("held with cases", "it brings no proof object"),
+        ("no proof", "its proof does not show the clause"),
+        ("no document", "its proof is no document"),
+        ("a list", "its proof does not show the clause"),
+        ("deep", "its proof is no document"),
+        ("nan", "no bound that settles the goal"),
+        ("negative", "no bound that settles the goal"),
+        ("census", "is not shown by census"),
+        ("real", "the clause demands proof"),
+        ("violated alone", "it brings no run"),
+        ("violated without values", "it brings no run"),
+        ("violated by nothing", "its counterexample"),
+        ("one case", "its proof"),
+        ("one case, said", "recount/rows-missing"),
+        ("one case twice", "recount/case"),
+        ("lower claims", "its proof is not confirmed"),
+        ("another block", "proof/"),
+        ("lower bounds", "proof/bound-not-confirmed"),
+    ],
+)
+def test_what_is_not_shown_is_inconclusive(way: str, words: str, ask: Ask) -> None:
+    found = ask(way)
+    assert isinstance(found.verdict, Inconclusive), found
+    assert words in found.verdict.reason
+    assert "backend 'mine' is not believed" in found.verdict.reason
+    assert (found.proof, found.counterexample, found.confirmed) == (None, None, False)
+
+
+@pytest.mark.parametrize("way", ["nan attack", "another word"])
+def test_what_no_run_can_have_is_invalid(way: str, ask: Ask) -> None:
+    assert isinstance(ask(way).verdict, InvalidEvidence)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("nothing at all", "1 goals were asked, in order; it answers []"),
+        ("twice", "it answers [0, 0]"),
+        ("another goal", "it answers [another goal]"),
+        ("another slice", "it answers [another goal]"),
+        ("raises", "ZeroDivisionError"),
+        ("exits", "its process ended with exit code 0"),
+        ("leaves", "SystemExit"),
+        ("no list", "TypeError"),
+        ("strings", "AttributeError"),
+    ],
+)
+def test_answers_to_something_else_are_refused(way: str, words: str, ask: Ask) -> None:
+    with pytest.raises(Refusal) as refused:
+        ask(way)
+    (diagnostic,) = refused.value.diagnostics
+    assert diagnostic.code.id == "KC402"
+    assert diagnostic.message.startswith("backend 'mine' gave no usable answer: ")
+    assert words in diagnostic.message
+
+
+def test_a_backend_that_hangs_is_ended(ask: Ask) -> None:
+    started = time.monotonic()
+    found = ask("hangs", seconds=3)
+    assert time.monotonic() - started < 60
+    assert isinstance(found.verdict, Inconclusive)
+    assert "gave no answer within 3 s" in found.verdict.reason
