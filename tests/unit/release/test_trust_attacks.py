@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.trust_attacks import ATTACKS, CONTROLS, Outcome, Scene, scene
+from tests.support.trust_attacks import (
+    ATTACKS,
+    CONTROLS,
+    Outcome,
+    Scene,
+    scene,
+    sign_runs_the_contract,
+)
 
 Act = Callable[[Scene], Outcome]
 
@@ -27,6 +34,11 @@ def test_no_attack_is_accepted(at: Scene, attack: Act) -> None:
     assert outcome.code in {0, 2, 4}
     assert "Traceback" not in outcome.said
     assert "internal" not in outcome.said
+
+
+def test_a_process_that_signs_runs_nothing_of_the_folder(tmp_path: Path, cli_process: Any) -> None:
+    outcome = sign_runs_the_contract(scene(tmp_path / "scene", cli_process))
+    assert (outcome.accepted, outcome.code) == (False, 0), outcome.said
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
