@@ -144,8 +144,8 @@ def verify(
     log.run("stage", lambda: _stage(state, stage, trusted.threshold))
     log.run("proofs", lambda: _proofs(predicate, proofs, signature_only))
     beside = None if evidence is None else Evidence(evidence)
-    log.run("evidence", lambda: _evidence(predicate, beside, strict))
-    log.run("recount", lambda: _recount(predicate, beside, data, slices or {}, strict))
+    log.run("evidence", lambda: check_evidence(predicate, beside, strict))
+    log.run("recount", lambda: check_recount(predicate, beside, data, slices or {}, strict))
     return Report(
         log.finish(),
         certificate_id(payload),
@@ -355,13 +355,14 @@ def _stage(state: _State, stage: str | None, threshold: int) -> str:
     return stated
 
 
-def _recount(
+def check_recount(
     predicate: Predicate,
     evidence: Evidence | None,
     data: Data | None,
     slices: Mapping[str, SliceSource],
     strict: bool,
 ) -> str:
+    """Count the coverage of the results again from the data; raises like `check_evidence`."""
     if data is None or evidence is None:
         detail = "coverage was not counted again: no data was given"
         raise (Reject if strict else NotRun)("recount/no-data", detail)
@@ -377,7 +378,11 @@ def _recount(
     return said.removeprefix("; ")
 
 
-def _evidence(predicate: Predicate, found: Evidence | None, strict: bool) -> str:
+def check_evidence(predicate: Predicate, found: Evidence | None, strict: bool) -> str:
+    """Compare the files that measured results rest on with their digests and with the results.
+
+    Raises Reject where one differs; with `strict` also where one is missing, else NotRun.
+    """
     refuse_unnamed(predicate.clauses, predicate.evidence)
     if not predicate.evidence:
         return "no result was measured"

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> Exit:
         expectation = build_expectation(program, base, fingerprints=kernels)
     except ArtefactRefused as error:
         raise refuse(FILE_MISSING, f"{error.detail} ({error.reason})") from error
-    found = _join(program, expectation, files)
+    found = _join(program, expectation, files, base)
     if arguments.json:
         print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
     else:
@@ -80,7 +80,9 @@ def _written(folder: Path) -> list[Path]:
     return sorted([*folder.glob(f"*{CERTIFICATE}"), *folder.glob(f"*{STATEMENT}")])
 
 
-def _join(program: Program, expectation: Expectation, files: Sequence[Path]) -> Convergence:
+def _join(
+    program: Program, expectation: Expectation, files: Sequence[Path], base: Path
+) -> Convergence:
     from kcdsl.verdict.convergence import join
     from kcdsl_certs.reject import Reject
 
@@ -88,7 +90,7 @@ def _join(program: Program, expectation: Expectation, files: Sequence[Path]) -> 
     unused: dict[str, str] = {}
     for file in files:
         try:
-            read[str(file)] = _read(file, expectation)
+            read[str(file)] = _read(file, expectation, base)
         except Reject as error:
             unused[str(file)] = f"{error.detail} ({error.reason})"
     contract = expectation.triple.contract
@@ -96,17 +98,19 @@ def _join(program: Program, expectation: Expectation, files: Sequence[Path]) -> 
     return join(program, named, expectation.clauses, read, unused)
 
 
-def _read(file: Path, expectation: Expectation) -> Predicate:
+def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     """Return what a statement says about this triple; raises Reject where it says nothing."""
     from datetime import UTC, datetime
 
+    from kcdsl.release.artefacts import data_file
     from kcdsl.release.signing import CERTIFICATE, read_envelope
     from kcdsl_certs.admission import admit
     from kcdsl_certs.coverage import check_stated
+    from kcdsl_certs.evidence import Evidence
     from kcdsl_certs.policy import read_limited
     from kcdsl_certs.reject import Reject
     from kcdsl_certs.statement import LARGEST_PAYLOAD, Predicate
-    from kcdsl_certs.verify import check_components
+    from kcdsl_certs.verify import check_components, check_evidence, check_recount
 
     signed = file.name.endswith(CERTIFICATE)
     payload = read_envelope(file).payload if signed else read_limited(file, LARGEST_PAYLOAD)
@@ -115,6 +119,9 @@ def _read(file: Path, expectation: Expectation) -> Predicate:
         raise Reject("statement/transfer", "it carries a certificate over to other weights")
     check_components(body, expectation.triple, expectation.inputs)
     check_stated(body, body.verdict, expectation.clauses)
+    beside = Evidence(file.parent)
+    check_evidence(body, beside, strict=True)
+    check_recount(body, beside, lambda name: data_file(name, base), expectation.slices, strict=True)
     return body
 
 

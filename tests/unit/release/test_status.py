@@ -32,12 +32,19 @@ def shown(every_result: Results, proof: bytes, folder: Path) -> list[CertifiedCl
 
 
 @pytest.fixture
-def write(program: Program, folder: Path) -> Write:
+def write(program: Program, folder: Path, rest_on: Callable[..., Any]) -> Write:
     """Return a function that writes an unsigned statement to out."""
 
     def statement(name: str, results: list[CertifiedClause], **how: Any) -> Path:
-        file = folder / "out" / f"{name}.statement.json"
-        file.write_bytes(issue(program=program, base=folder, clauses=results, keys=[], **how))
+        file = folder / "out" / name / f"{name}.statement.json"
+        file.parent.mkdir(exist_ok=True)
+        for proof in (folder / "out").glob("*.proof.json"):
+            (file.parent / proof.name).write_bytes(proof.read_bytes())
+        measured = [r for r in results if not r.evidence.is_proof]
+        evidence = rest_on(folder / "out" / name, measured) if measured else ()
+        file.write_bytes(
+            issue(program=program, base=folder, clauses=results, keys=[], evidence=evidence, **how)
+        )
         return file
 
     return statement
@@ -48,13 +55,18 @@ def status(cli: Callable[..., Any], folder: Path, follows: Callable[..., None]) 
     """Return a function that runs `kcdsl status --json`: the exit code and the document."""
 
     def run(*words: str) -> tuple[int, dict[str, Any]]:
-        ran = cli("status", "--json", *words, cwd=folder)
+        written = sorted((folder / "out").glob("*/*.statement.json"))
+        named = [word for file in written for word in ("--from", str(file))]
+        ran = cli("status", "--json", *named, *words, cwd=folder)
         document = json.loads(ran.stdout)
         follows(document)
         assert document["exit"] == ran.code
         return ran.code, document
 
     return run
+
+
+ATTACKS = ("weights", "contract", "data", "proof", "trace", "report", "expired", "forged")
 
 
 def verdicts(document: dict[str, Any]) -> dict[tuple[str, str], str]:
@@ -114,7 +126,7 @@ def test_a_refuted_clause_is_violated_whatever_another_statement_says(
     assert [Path(name).name for name in row["files"]] == ["b-bad.statement.json"]
 
 
-@pytest.mark.parametrize("attack", ["weights", "contract", "data", "proof", "expired", "forged"])
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_a_statement_about_something_else_counts_for_nothing(
     status: Status, write: Write, shown: list[CertifiedClause], folder: Path, attack: str
 ) -> None:
@@ -132,7 +144,11 @@ def test_a_statement_about_something_else_counts_for_nothing(
         case "data":
             (folder / "prompts.jsonl").write_text('{"id": "2", "text": "other"}\n')
         case "proof":
-            (folder / "out" / "N-ATTN-0.proof.json").unlink()
+            (file.parent / "N-ATTN-0.proof.json").unlink()
+        case "trace":
+            (file.parent / "trace.jsonl").write_text("{}")
+        case "report":
+            (file.parent / "report.json").unlink()
         case "forged":
             before = file.read_bytes()
             file.write_bytes(before.replace((0.01).hex().encode(), (0.09).hex().encode()))
@@ -140,7 +156,7 @@ def test_a_statement_about_something_else_counts_for_nothing(
     code, document = status()
     assert code == 3
     assert set(verdicts(document).values()) == {"inconclusive"}
-    assert list(document["unused"]) == [str(Path("out") / file.name)]
+    assert list(document["unused"]) == [str(file)]
 
 
 def test_nothing_at_all_is_no_pass(cli: Callable[..., Any], folder: Path) -> None:
