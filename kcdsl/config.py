@@ -68,6 +68,7 @@ class Option:
 
 
 OPTIONS = (
+    Option("allow-folders", Kind.TEXTS, (), "folders whose files contracts may name as well"),
     Option("color", Kind.TEXT, "auto", "when output is coloured", COLOURS),
     Option("contract", Kind.TEXT, None, "the contract of commands that are given none"),
     Option("docs-url", Kind.TEXT, None, "where the pages of codes are published: URL/KC203.md"),
@@ -139,6 +140,7 @@ class Config:
     none.
     """
 
+    allow_folders: tuple[str, ...] = ()
     color: str = "auto"
     contract: str | None = None
     docs_url: str | None = None
@@ -204,6 +206,46 @@ def read_config(start: Path, sink: Sink, environment: Mapping[str, str] | None =
         if text is not None:
             config = _from_environment(config, option, text, sink)
     return config
+
+
+def allowed_folders(start: Path, environment: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+    """Return the folders whose files the contracts of a folder may name beside those below it.
+
+    The variable of `allow-folders` and the user's own file may name any. The files of this folder
+    and of those above it speak of folders below their own alone, so that a contract brings no
+    permission that its folder does not have.
+    """
+    variables = os.environ if environment is None else environment
+    option = next(o for o in OPTIONS if o.name == "allow-folders")
+    named = [part.strip() for part in variables.get(option.variable, "").split(",")]
+    mine, here = user_file(variables), start.resolve()
+    if mine is not None and mine.is_file():
+        named += _own_entries(option, mine, (), own=True)
+    found = [Path(name).expanduser().resolve() for name in named if name]
+    for folder in (here, *here.parents):
+        for name, section in FILES:
+            if (folder / name).is_file() and folder / name != mine:
+                found += [
+                    (folder / entry).resolve()
+                    for entry in _own_entries(option, folder / name, section, own=False)
+                ]
+    return tuple(found)
+
+
+def _own_entries(
+    option: Option, file: Path, section: tuple[str, ...], *, own: bool
+) -> tuple[str, ...]:
+    """Return the entries of an option that holds texts in one file; none where it is in error."""
+    sink = Sink()
+    read = _read(file, section, sink)
+    if read is None:
+        return ()
+    config = Config(own=read[0] if own else None)
+    for key, value in read[1].items():
+        if key.replace("_", "-") == option.name:
+            config = _take(config, key, value, read[0], file.parent, sink)
+    found: tuple[str, ...] = getattr(config, option.field)
+    return found
 
 
 # --- the files -----------------------------------------------------------------------------------
@@ -347,6 +389,14 @@ def _take(
         sink.add(Diagnostic(BAD_CONFIGURATION, message, source, origin.span, help=example))
         return config
     changed = _with(config, option, given, origin)
+    if option.name == "allow-folders" and source is not config.own:
+        for index, entry in enumerate(given):
+            if not (folder / entry).resolve().is_relative_to(folder.resolve()):
+                message = f"`{entry}` is no folder below that of {Path(source.name).name}"
+                help = f"{option.variable}=FOLDER,… allows folders elsewhere"
+                place = changed.place(option.name, index)
+                sink.add(Diagnostic(BAD_CONFIGURATION, message, source, place, help=help))
+                return config
     wrong = [(path, word) for path, word in _words(option, given) if not _allowed(option, word)]
     for path, word in wrong:
         place = changed.place(option.name, *path)
@@ -420,6 +470,7 @@ def _example(option: Option) -> str | None:
     if option.allowed:
         return f"allowed: {', '.join(option.allowed)}"
     return {
+        "allow-folders": 'such as ["."], the folder of the file and all below it',
         "metrics": 'such as ["package.metrics", "metrics.py"]',
         "ignore": 'such as ["KC208", "KC5"]',
         "select": 'such as ["KC208", "KC5"]',

@@ -20,6 +20,7 @@ from kcdsl.config import shown
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate, Slice
+from kcdsl.model.files import Artefacts
 from kcdsl.source.files import MARK, MARKED, UNMARKED, read_source
 from kcdsl.source.text import SourceFile, Span
 
@@ -94,6 +95,16 @@ def load_requests(
         seen[request.id] = number
         requests.append(request)
     return RequestFile(name, digest, tuple(requests), source)
+
+
+def requests_of(
+    files: Artefacts, name: str, tokenize: Tokenize | None, check: Check = lambda tokens: None
+) -> RequestFile:
+    """Read the JSONL file that a contract calls `name`, and record its digest; see
+    `load_requests`."""
+    found = load_requests(files.find(name), name, tokenize, check)
+    files.record(name, found.sha256)
+    return found
 
 
 def select(file: RequestFile, slice_: Slice) -> tuple[Request, ...]:

@@ -15,7 +15,6 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -23,7 +22,7 @@ from pathlib import Path, PurePosixPath
 
 from kcdsl_certs.combined import Combined
 from kcdsl_certs.envelope import LARGEST_BUNDLE
-from kcdsl_certs.manifest import build_manifest
+from kcdsl_certs.manifest import build_manifest, open_regular, plain_path
 from kcdsl_certs.policy import read_policy, trust
 from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
 from kcdsl_certs.recount import Data
@@ -37,6 +36,7 @@ from kcdsl_certs.triple import Checkpoint
 from kcdsl_certs.verify import verify
 
 VALID, COULD_NOT_RUN, INVALID = 0, 2, 4
+_LARGEST_KEY = 64 * 1024
 _LARGEST_EXPECTATION = 64 * 1024 * 1024
 
 
@@ -148,7 +148,7 @@ def _check(options: argparse.Namespace) -> Combined:
     if options.recheck and find_spec("numpy") is None:
         raise Reject("recheck/no-numpy", "--recheck needs numpy: pip install numpy")
     bundles = [_read(path) for path in options.certificates]
-    with options.expect.open("rb") as file:
+    with open_regular(options.expect, "expectation/malformed") as file:
         document = file.read(_LARGEST_EXPECTATION + 1)
     try:
         expectation = Expectation.from_json(strict_load(document, _LARGEST_EXPECTATION))
@@ -166,7 +166,7 @@ def _check(options: argparse.Namespace) -> Combined:
         rules = dataclasses.replace(rules, refuse_suppressions=True)
     moment = datetime.now(UTC) if options.at is None else parse_time(options.at)
     try:
-        manifest = build_manifest(Path(os.path.normpath(options.checkpoint)))
+        manifest = build_manifest(plain_path(options.checkpoint))
     except Reject as error:
         refusal = refused("components", error)
         refusals = tuple((path.name, refusal) for path in options.certificates)
@@ -218,7 +218,7 @@ def _beside(folder: Path) -> Data:
 
 
 def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with open_regular(path, "bundle/malformed") as file:
         return file.read(LARGEST_BUNDLE + 1)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kcdsl_certs.clauses import CertifiedClause, Verdict
 from kcdsl_certs.fields import Fields, plain_name
+from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.strict import LARGEST_DOCUMENT, loose_load
 from kcdsl_certs.triple import Triple
@@ -97,7 +98,7 @@ def _read(path: Path, kept: bool) -> tuple[str, bytes]:
     """Return the digest of a file and, if it is to be kept, the bytes that were hashed."""
     found, parts, size = hashlib.sha256(), [], 0
     try:
-        with path.open("rb") as file:
+        with open_regular(path, "evidence/unreadable") as file:
             while chunk := file.read(_CHUNK):
                 found.update(chunk)
                 size += len(chunk)

@@ -6,10 +6,13 @@ names. The digest of the manifest itself does. Both go into a certificate.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
+import unicodedata
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -64,27 +67,47 @@ def build_manifest(checkpoint: Path) -> Manifest:
     """Hash a checkpoint file, or every file below a checkpoint folder (nothing is ignored).
 
     Raises Reject: `checkpoint/symlink`, `checkpoint/special-file`, `checkpoint/hardlink` (two
-    names of one file), `checkpoint/name`, `checkpoint/empty`, `checkpoint/changed` (the file
-    changed while it was read). Raises OSError where a file cannot be read.
+    names of one file), `checkpoint/name` (one that cannot be read safely, or two that differ in
+    case alone), `checkpoint/empty`, `checkpoint/sparse` (a file that is almost all hole),
+    `checkpoint/changed` (a file was changed, added or replaced meanwhile). Raises OSError where a
+    file cannot be read.
     """
-    mode = os.lstat(checkpoint).st_mode
-    if stat.S_ISLNK(mode):
-        raise Reject("checkpoint/symlink", f"{checkpoint.name} is a symbolic link")
-    if stat.S_ISDIR(mode):
-        pairs = [(_name(path, checkpoint), path) for path in _walk(checkpoint)]
-    else:
-        pairs = [(_checked_name(checkpoint.name), checkpoint)]
-    if not pairs:
-        raise Reject("checkpoint/empty", f"{checkpoint.name} holds no file")
+    found = files_of(checkpoint)
     seen: dict[tuple[int, int], str] = {}
     resources: list[Resource] = []
-    for name, path in sorted(pairs, key=lambda pair: PurePosixPath(pair[0])):
+    for name, path in found:
         resource, identity = _hash_file(path, name)
         if identity in seen:
             raise Reject("checkpoint/hardlink", f"{seen[identity]} and {name} are one file")
         seen[identity] = name
         resources.append(resource)
+    if files_of(checkpoint) != found:
+        raise Reject("checkpoint/changed", f"{_said(checkpoint.name)} changed while it was read")
     return Manifest(tuple(resources))
+
+
+def files_of(checkpoint: Path) -> list[tuple[str, Path]]:
+    """Return the files of a checkpoint with their names, in component order; nothing is read.
+
+    Raises Reject as `build_manifest` does, for what can be told without reading.
+    """
+    mode = os.lstat(checkpoint).st_mode
+    if stat.S_ISLNK(mode):
+        raise Reject("checkpoint/symlink", f"{_said(checkpoint.name)} is a symbolic link")
+    if stat.S_ISDIR(mode):
+        pairs = [(_name(path, checkpoint), path) for path in _walk(checkpoint)]
+    elif stat.S_ISREG(mode):
+        pairs = [(_checked_name(checkpoint.name), checkpoint)]
+    else:
+        raise Reject("checkpoint/special-file", f"{_said(checkpoint.name)} is no regular file")
+    if not pairs:
+        raise Reject("checkpoint/empty", f"{_said(checkpoint.name)} holds no file")
+    once: dict[str, str] = {}
+    for name, _ in pairs:
+        same = once.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
+        if same != name:
+            raise Reject("checkpoint/name", f"{same} and {name} are one name on some systems")
+    return sorted(pairs, key=lambda pair: PurePosixPath(pair[0]))
 
 
 def _walk(folder: Path) -> list[Path]:
@@ -92,11 +115,13 @@ def _walk(folder: Path) -> list[Path]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_symlink():
-                raise Reject("checkpoint/symlink", f"{entry.name} is a symbolic link")
+                raise Reject("checkpoint/symlink", f"{_said(entry.name)} is a symbolic link")
             if entry.is_dir(follow_symlinks=False):
                 found.extend(_walk(Path(entry.path)))
-            else:
+            elif entry.is_file(follow_symlinks=False):
                 found.append(Path(entry.path))
+            else:
+                raise Reject("checkpoint/special-file", f"{_said(entry.name)} is no regular file")
     return found
 
 
@@ -109,34 +134,82 @@ def _checked_name(part: str) -> str:
     try:
         part.encode("utf-8")
     except UnicodeEncodeError:
-        raise Reject("checkpoint/name", f"{part!r} is not UTF-8") from None
-    if part in ("", ".", "..") or "/" in part or "\0" in part:
-        raise Reject("checkpoint/name", f"{part!r} is not a file name")
+        raise Reject("checkpoint/name", f"{_said(part)} is not UTF-8") from None
+    if part in ("", ".", "..") or "/" in part or not part.isprintable():
+        raise Reject("checkpoint/name", f"{_said(part)} is not a plain file name")
     return part
 
 
+def _said(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
+
+
 def _hash_file(path: Path, name: str) -> tuple[Resource, tuple[int, int]]:
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    descriptor = os.open(path, flags)
-    with os.fdopen(descriptor, "rb") as file:
-        before = os.fstat(descriptor)
-        if not stat.S_ISREG(before.st_mode):
-            raise Reject("checkpoint/special-file", f"{name} is not a regular file")
+    with open_regular(path, "checkpoint/special-file", links=False) as file:
+        before = os.fstat(file.fileno())
+        if _is_hollow(file.fileno(), before):
+            raise Reject("checkpoint/sparse", f"{name} is almost all hole")
         digest, size = hashlib.sha256(), 0
-        while chunk := file.read(_CHUNK):
+        while size <= before.st_size and (chunk := file.read(_CHUNK)):
             digest.update(chunk)
             size += len(chunk)
-        after = os.fstat(descriptor)
-    same = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
-    if size != before.st_size or not same:
+        after = os.fstat(file.fileno())
+    now = os.lstat(path)  # the name may lead to another file by now
+    if size != before.st_size or len({_identity(found) for found in (before, after, now)}) > 1:
         raise Reject("checkpoint/changed", f"{name} changed while it was read")
     return Resource(name, size, digest.hexdigest()), (before.st_dev, before.st_ino)
 
 
-def file_digest(path: Path) -> str:
-    """Return the sha256 (hex) of one file (links are followed: for data, not for checkpoints)."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def _is_hollow(descriptor: int, found: os.stat_result) -> bool:
+    """Say whether reading a file would mostly read a hole: it is larger than 1 GiB, and less than
+    a quarter of it is stored. What such a file holds is honest, and reading it can take for ever.
+    """
+    stored = getattr(found, "st_blocks", found.st_size) * 512
+    if found.st_size <= 1 << 30 or stored * 4 >= found.st_size or not hasattr(os, "SEEK_DATA"):
+        return False
+    stored, at = 0, 0
+    try:
+        while at < found.st_size and stored * 4 < found.st_size:
+            start = os.lseek(descriptor, at, os.SEEK_DATA)
+            at = os.lseek(descriptor, start, os.SEEK_HOLE)
+            stored += at - start
+    except OSError:  # no data after this place, or a file system that cannot tell
+        pass
+    finally:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    return stored * 4 < found.st_size
+
+
+def open_regular(path: Path, reason: str, *, links: bool = True) -> BufferedReader:
+    """Open a regular file to read; raises Reject with `reason` for a pipe, a device or a folder.
+
+    Nothing is waited for, and with `links` false a symbolic link is refused, as
+    `checkpoint/symlink`. Raises OSError where the file cannot be opened.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    if not links:
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not links:
+            raise Reject("checkpoint/symlink", f"{_said(path.name)} is a symbolic link") from None
+        if os.path.isdir(path):
+            raise Reject(reason, f"{_said(path.name)} is no regular file") from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise Reject(reason, f"{_said(path.name)} is no regular file")
+
+
+def plain_path(path: Path) -> Path:
+    """Return a path whose folders are no links and no `..`, as the system would follow them; what
+    the last step of it names is left as it is."""
+    if path.name in ("", ".", ".."):
+        return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path.parent)) / path.name

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from kcdsl_certs.clauses import LOWER, UPPER, CertifiedClause, Evidence, Verdict, holds
 from kcdsl_certs.fields import Fields, sha256_of
+from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.reals import parse_hex, parse_real, real_text
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.strict import strict_base64, strict_load
@@ -79,7 +80,7 @@ def load_proof(folder: Path, clause: CertifiedClause) -> bytes:
         detail = f"{clause.label}: there is no file {clause.proof.path} beside the certificate"
         raise Reject("proof/missing", detail)
     try:
-        with path.open("rb") as file:
+        with open_regular(path, "proof/missing") as file:
             proof = file.read(LARGEST_PROOF + 1)
     except OSError as error:
         detail = f"{clause.label}: {clause.proof.path} ({error.strerror or error})"

@@ -12,6 +12,7 @@ from typing import Any
 from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.clauses import CertifiedClause, Verdict
 from kcdsl_certs.fields import Fields
+from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.proofs import LARGEST_PROOF, load_proof
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.rows import Row, Selected, SliceSource, read_rows, select
@@ -85,7 +86,7 @@ class Recount:
                 self._rows[key] = None
                 return None
             try:
-                with path.open("rb") as file:
+                with open_regular(path, "recount/data") as file:
                     data = file.read(LARGEST_DOCUMENT + 1)
             except OSError as error:
                 raise Reject("recount/data", f"{source.data}: {error.strerror or error}") from None

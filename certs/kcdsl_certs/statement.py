@@ -225,5 +225,7 @@ def _accepted(value: Any) -> AcceptedFinding:
 def _input(value: Any) -> Input:
     fields = Fields.of(value, "predicate.inputs")
     item = Input(fields.text("name"), fields.sha256("digest"))
+    if not item.name.isprintable():
+        raise Reject("statement/malformed", f"the name {item.name!a} of an input is not printable")
     fields.done()
     return item

@@ -13,7 +13,7 @@ from typing import Any
 from kcdsl_certs import envelope as dsse
 from kcdsl_certs.clauses import CertifiedClause
 from kcdsl_certs.coverage import check_clauses
-from kcdsl_certs.manifest import build_manifest
+from kcdsl_certs.manifest import build_manifest, open_regular
 from kcdsl_certs.proofs import (
     LARGEST_PROOF,
     Outcome,
@@ -172,7 +172,7 @@ def earlier_triple(payload: bytes, expected: Triple, checkpoint: Path) -> Triple
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path, "transfer/no-base") as file:
             return file.read(dsse.LARGEST_BUNDLE + 1)
     except OSError as error:
         raise Reject("transfer/no-base", f"{path.name}: {error.strerror or error}") from None

@@ -181,7 +181,7 @@ def _place(diagnostic: Diagnostic, source: SourceFile) -> tuple[str, int]:
 
 
 def _analyse(source: SourceFile, sink: Sink, folder: Path | None, texts: Texts | None) -> Analysis:
-    reporter, loader = Reporter(source, sink), Loader(sink, texts=texts or {})
+    reporter, loader = Reporter(source, sink), Loader(sink, folder, texts=texts or {})
     root = parse_yaml(source, sink)
     stored = stored_schema(root)
     if stored is not None:

@@ -27,6 +27,7 @@ FILE_LIMIT = 64
 """Most libraries behind one contract."""
 DEPTH_LIMIT = 8
 """Longest chain of libraries that import each other."""
+OUTSIDE = "leads outside of the contract's folder"
 SIZE_LIMIT = 2**20
 """Largest library in bytes."""
 Texts = abc.Mapping[Path, SourceFile]
@@ -53,9 +54,11 @@ class Loaded:
 
 @dataclass(slots=True)
 class Loader:
-    """Reads libraries, each once; their own findings go to the sink."""
+    """Reads libraries, each once; their own findings go to the sink. `folder` is that of the
+    contract, below which they lie, if the user does not allow more."""
 
     sink: Sink
+    folder: Path | None = None
     known: dict[Path, Loaded] = field(default_factory=dict)
     stack: list[Path] = field(default_factory=list)
     texts: Texts = field(default_factory=dict)
@@ -77,6 +80,8 @@ class Loader:
             limits = f"{FILE_LIMIT} files and {DEPTH_LIMIT} levels"
             return Loaded(path, None, None, f"is one too many: imports end at {limits}")
         source = self.texts.get(path)
+        if source is None and self._is_outside(path):
+            return Loaded(path, None, None, f"{OUTSIDE} (`kcdsl explain KC610`)")
         if source is None and not is_file(path):
             return Loaded(path, None, None, "is a folder" if is_folder(path) else "is not there")
         try:
@@ -98,6 +103,17 @@ class Loader:
             return Loaded(path, source, None, "is not a library: it has no field `library`")
         failed = any(d.severity is Severity.ERROR for d in own)
         return Loaded(path, source, library, "has errors" if failed else None)
+
+    def _is_outside(self, path: Path) -> bool:
+        if self.folder is None:
+            return False
+        from kcdsl.model.files import Artefacts
+
+        try:
+            Artefacts.of(self.folder).admitted(path)
+        except Refusal:
+            return True
+        return False
 
 
 def _identity(path: Path) -> object:

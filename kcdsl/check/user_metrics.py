@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING
 
 from kcdsl.check.metrics import MetricDefinition, Registry
 from kcdsl.config import Config, read_config, shown
-from kcdsl.diagnostics.codes import BAD_CONFIGURATION, METRIC_MODULE, METRIC_NAME_TAKEN
+from kcdsl.diagnostics.codes import (
+    BAD_CONFIGURATION,
+    METRIC_MODULE,
+    METRIC_NAME_TAKEN,
+    OUTSIDE_FOLDER,
+)
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Sink
 from kcdsl.source.files import read_source
 from kcdsl.source.text import SourceFile, Span
@@ -125,6 +130,10 @@ def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
             sink.add(Diagnostic(BAD_CONFIGURATION, message, modules.source, span))
             continue
         path = find_file(name, modules.folder)
+        if path is not None and is_file_name(name) and not _is_inside(path, modules.folder):
+            message = f"`{name}` leads outside of the folder of its configuration"
+            sink.add(Diagnostic(OUTSIDE_FOLDER, message, modules.source, span))
+            continue
         source = None if path is None else _source(path, sink)
         if path is None:
             kind = "file" if is_file_name(name) else "module"
@@ -140,6 +149,16 @@ def _declared(modules: Modules, sink: Sink) -> Iterator[Declared]:
             )
         if source is not None:
             yield from read_declarations(source, plain_name(name), sink)
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    from kcdsl.model.files import Artefacts
+
+    try:
+        Artefacts.of(folder).admitted(path)
+    except Refusal:
+        return False
+    return True
 
 
 def _source(path: Path, sink: Sink) -> SourceFile | None:

@@ -84,7 +84,8 @@ def run(arguments: argparse.Namespace) -> Exit:
 
 def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl.cli.discover import find_contract
-    from kcdsl.release.artefacts import ArtefactRefused, data_file, locate
+    from kcdsl.model.files import Artefacts
+    from kcdsl.release.artefacts import ArtefactRefused
     from kcdsl.release.kernels import read_kernels
     from kcdsl.release.triple import build_expectation
     from kcdsl.release.trust import trusted
@@ -108,10 +109,11 @@ def _report(arguments: argparse.Namespace) -> Combined:
     program = _compile(contract)
     trust = trusted(arguments, base)
     given = None if arguments.checkpoint is None else Path(arguments.checkpoint)
-    checkpoint = locate(program.model.checkpoint, base) if given is None else given
+    files = Artefacts.of(base)
+    checkpoint = files.locate(program.model.checkpoint) if given is None else given
     kernels = None if arguments.kernels is None else read_kernels(Path(arguments.kernels))
     try:
-        expectation = build_expectation(program, base, fingerprints=kernels, checkpoint=checkpoint)
+        expectation = build_expectation(program, files, fingerprints=kernels, checkpoint=checkpoint)
     except ArtefactRefused as error:
         refusal = refused("components", Reject(error.reason, error.detail))
         refusals = tuple((str(path), refusal) for path in paths)
@@ -139,7 +141,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
             expected_inputs=expectation.inputs,
             signature_only=arguments.signature_only,
             evidence=None if arguments.signature_only else path.parent,
-            data=None if arguments.signature_only else lambda name: data_file(name, base),
+            data=None if arguments.signature_only else files.find,
             slices=expectation.slices,
             strict=arguments.complete,
             earlier=None
@@ -185,10 +187,11 @@ def read_certificate(path: Path) -> bytes:
     """Return the bytes of a certificate; refuse one that cannot be read."""
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import FILE_MISSING
+    from kcdsl.source.files import open_regular
     from kcdsl_certs.envelope import LARGEST_BUNDLE
 
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             return stream.read(LARGEST_BUNDLE + 1)
     except OSError as error:
         raise refuse(

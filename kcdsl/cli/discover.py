@@ -14,7 +14,7 @@ from kcdsl.diagnostics.codes import (
     NO_CONTRACT,
     SEVERAL_CONTRACTS,
 )
-from kcdsl.source.files import missing
+from kcdsl.source.files import missing, open_regular
 
 
 def find_contract(given: str | None, start: Path) -> Path:
@@ -133,7 +133,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 def _is_library(path: Path) -> bool:
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             return _LIBRARY.search(stream.read(2**16)) is not None
     except OSError:
         return False

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kcdsl.cli.report_formats import Output
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
-    from kcdsl.release.artefacts import Inputs
+    from kcdsl.model.files import Artefacts
     from kcdsl.release.triple import Fingerprints
     from kcdsl.source.writing import NewFile
     from kcdsl.verdict.report import ImpliedClause, Report
@@ -85,7 +85,9 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.discover import find_contract
     from kcdsl.cli.progress import progress_bars
     from kcdsl.cli.report_formats import outputs
+    from kcdsl.cli.verify import recording
     from kcdsl.diagnostics.places import in_contract
+    from kcdsl.model.files import Artefacts
     from kcdsl.release.signing import refuse_other_signers, tell_unsigned, written_as
     from kcdsl.source.writing import refuse_targets
 
@@ -96,7 +98,8 @@ def run(arguments: argparse.Namespace) -> Exit:
     keys = _keys_for(program, arguments.sign)
     device = choose_device(arguments.device)
     # What no certificate can name is refused before hours of measuring.
-    before = _inputs(program, base, bool(keys))
+    files = Artefacts.of(base)
+    unnamed = _unnamed(program, files, bool(keys))
     folder = Path(arguments.output) if arguments.output else path.parent / "out"
     target = written_as(folder / "evaluate", bool(keys))
     refuse_targets(_targets(folder, wanted, arguments.svg, target), made=(folder,))
@@ -115,6 +118,7 @@ def run(arguments: argparse.Namespace) -> Exit:
                 looks=None if arguments.anytime else arguments.looks,
                 bound_seconds=arguments.bound_seconds,
                 progress=progress,
+                **recording(backend.prepare, program, files),
             )
             spread = backend.spread(
                 program,
@@ -133,15 +137,13 @@ def run(arguments: argparse.Namespace) -> Exit:
                 )
                 report: Report = backend.conclude(evidence)
         trace = backend.write_trace(evidence, report)
-        files = _evidence_files(folder, report, trace, backend.records(evidence), journal.resumed)
-        stated, why = None, before if isinstance(before, str) else ""
-        if not isinstance(before, str):
-            stated, why = _certificate(
-                program, base, report, files, suppressed, keys, before, arguments
-            )
+        made = _evidence_files(folder, report, trace, backend.records(evidence), journal.resumed)
+        stated, why = None, unnamed or ""
+        if unnamed is None:
+            stated, why = _certificate(program, files, report, made, suppressed, keys, arguments)
         texts = _in_formats(wanted, report, path, program)
         extra = [(file, text) for (_, file), text in texts.items() if file is not None]
-        written = _write(folder, report, files, (target, stated), arguments.svg, extra)
+        written = _write(folder, report, made, (target, stated), arguments.svg, extra)
         journal.remove()
     for (format, file), text in texts.items():
         if format == "text" and file is None:
@@ -192,20 +194,21 @@ def _keys_for(program: Program, named: Sequence[str]) -> tuple[SigningKey, ...]:
     return signing_keys(named)
 
 
-def _inputs(program: Program, base: Path, signing: bool) -> Inputs | str:
-    """Return the digests of all that is read, or why nothing can be certified; where keys are to
-    sign, that is refused."""
+def _unnamed(program: Program, files: Artefacts, signing: bool) -> str | None:
+    """Return why no certificate can name what is read, None if one can; where keys are to sign,
+    that is refused."""
     from kcdsl.diagnostics import Refusal
-    from kcdsl.release.artefacts import Inputs
+    from kcdsl.release.artefacts import refuse_untrusted
 
     if _unread(program):
         return _UNCERTIFIED
     try:
-        return Inputs.of(program, base)
+        refuse_untrusted(program, files)
     except Refusal as refusal:
         if signing:
             raise
         return refusal.diagnostics[0].message
+    return None
 
 
 @contextmanager
@@ -285,12 +288,11 @@ def accepted_findings(suppressed: Sequence[Suppressed]) -> tuple[str, ...]:
 
 def _certificate(
     program: Program,
-    base: Path,
+    files: Artefacts,
     report: Report,
-    files: Mapping[str, NewFile],
+    made: Mapping[str, NewFile],
     suppressed: Sequence[Suppressed],
     keys: Sequence[SigningKey],
-    before: Inputs,
     arguments: argparse.Namespace,
 ) -> tuple[bytes | None, str]:
     """Return the certificate, or its statement, or why there is none where no key is to sign."""
@@ -302,15 +304,15 @@ def _certificate(
     try:
         stated = issue(
             program=program,
-            base=base,
-            clauses=certified_clauses(program, base, report),
+            base=files,
+            clauses=certified_clauses(program, files, report),
             keys=keys,
             fingerprints=_fingerprints(report),
             stage=arguments.stage,
             lifetime=arguments.valid_for,
             suppressed=suppressed,
-            before=before,
-            evidence=resting_on({role: (file.path, file.data) for role, file in files.items()}),
+            evidence=resting_on({role: (file.path, file.data) for role, file in made.items()}),
+            loaded=files.digests,
         )
     except Refusal as refusal:
         if keys or refusal.diagnostics[0].code is not CANNOT_CERTIFY:

@@ -137,12 +137,15 @@ def _pictures(path: Path) -> set[str]:
     """
     import json
 
+    from kcdsl.diagnostics import Refusal
+    from kcdsl.source.files import read_bytes
     from kcdsl.verdict.html.experiment_maps import names
+    from kcdsl.verdict.report_file import LARGEST
 
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_bytes(path, LARGEST))
         found = names(document) if document["experiment"] == "e2" else ()
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (Refusal, OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
     return {f"{name}.svg" for name in found}
 

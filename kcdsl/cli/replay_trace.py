@@ -21,12 +21,12 @@ _SHOWN = 12
 
 def is_trace(file: Path) -> bool:
     """Say whether a file begins or ends as Parquet files do; raises Refusal where there is none."""
-    from kcdsl.source.files import read_bytes
+    from kcdsl.source.files import open_file, read_bytes
 
     mark = b"PAR1"
     if read_bytes(file, len(mark)) == mark:
         return True
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         size = stream.seek(0, 2)
         stream.seek(max(0, size - len(mark)))
         return stream.read() == mark

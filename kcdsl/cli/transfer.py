@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.check import read_certificate
     from kcdsl.cli.discover import find_contract
     from kcdsl.diagnostics.places import in_contract
-    from kcdsl.release.artefacts import locate
+    from kcdsl.model.files import Artefacts
     from kcdsl.release.signing import refuse_other_signers, signing_keys, tell_unsigned
     from kcdsl.release.transfer import plan
     from kcdsl.source.writing import write_bytes
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     program = _compile(contract)
     refuse_foreign_code(program, contract, arguments, metrics=False)
     named = arguments.base
-    earlier = locate(program.model.checkpoint, base) if named is None else Path(named)
+    earlier = Artefacts.of(base).locate(program.model.checkpoint) if named is None else Path(named)
     later = Path(arguments.checkpoint)
     report, triple = _verified(arguments, program, base, bundle, earlier, later)
     if not report.accepted or report.predicate is None or report.certificate is None:

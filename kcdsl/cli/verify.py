@@ -16,7 +16,7 @@ from kcdsl.exits import Exit
 if TYPE_CHECKING:
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
-    from kcdsl.release.artefacts import Inputs
+    from kcdsl.model.files import Artefacts
     from kcdsl.route.execution import Execution
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.implied import Implied
@@ -111,8 +111,9 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.discover import find_contract
     from kcdsl.cli.execution import execution_of, tell_cached
     from kcdsl.diagnostics.places import in_contract
+    from kcdsl.model.files import Artefacts
     from kcdsl.model.presets import resolve
-    from kcdsl.release.artefacts import Inputs
+    from kcdsl.release.artefacts import refuse_untrusted
     from kcdsl.release.signing import refuse_other_signers, signing_keys, tell_unsigned, written_as
     from kcdsl.source.writing import refuse_folder
     from kcdsl.verdict.goal_report import VERIFY_SCHEMA, goal_json
@@ -145,12 +146,13 @@ def run(arguments: argparse.Namespace) -> Exit:
     stem = "-".join(["verify", *(arguments.block or ()), *(arguments.clause or ())])
     target = written_as(folder / stem, bool(keys))
     replaced = bool(keys) and refuse_other_signers(target, keys)
-    before = Inputs.of(program, base)
+    files = Artefacts.of(base)
+    refuse_untrusted(program, files)
     with in_contract(path):
-        outcomes = _decide(program, base, chosen, backend, device, execution, arguments)
-        implied = _implied(program, base, outcomes, backend)
+        outcomes = _decide(program, files, chosen, backend, device, execution, arguments)
+        implied = _implied(program, files, outcomes, backend)
     certificate = _write(
-        program, base, before, target, outcomes, implied, suppressed, keys, device, arguments
+        program, files, target, outcomes, implied, suppressed, keys, device, arguments
     )
     code = _exit(outcomes)
     if arguments.json:
@@ -176,6 +178,19 @@ def run(arguments: argparse.Namespace) -> Exit:
     elif replaced:
         print(f"note: {certificate} replaces an earlier one by the same keys", file=sys.stderr)
     return code
+
+
+def recording(function: Any, program: Program, files: Artefacts) -> dict[str, Any]:
+    """Return the argument by which a function of a backend records what it reads. For a backend
+    that has none, record the files as they are before it runs."""
+    from inspect import signature
+
+    from kcdsl.release.artefacts import record_all
+
+    if "artefacts" in signature(function).parameters:
+        return {"artefacts": files}
+    record_all(program, files)
+    return {}
 
 
 def _refuse_inconsistent(program: Program, path: Path) -> None:
@@ -241,7 +256,7 @@ def _choose(program: Program, arguments: argparse.Namespace) -> tuple[Goal, ...]
 
 def _decide(
     program: Program,
-    base: Path,
+    files: Artefacts,
     chosen: Sequence[Goal],
     backend: Any,
     device: str,
@@ -254,7 +269,7 @@ def _decide(
     with progress_bars() as progress:
         outcomes: tuple[GoalOutcome, ...] = backend.decide(
             program,
-            base,
+            files.base,
             chosen,
             device=device,
             attacks=arguments.attack == "on",
@@ -262,6 +277,7 @@ def _decide(
             progress=progress,
             execution=remembering(execution, confirmed=arguments.confirm == "on"),
             **({"chain": True} if arguments.chain else {}),
+            **recording(backend.decide, program, files),
         )
     return outcomes
 
@@ -323,7 +339,7 @@ def _refuse_unchained(backend: Any) -> None:
 
 
 def _implied(
-    program: Program, base: Path, outcomes: Sequence[GoalOutcome], backend: Any
+    program: Program, files: Artefacts, outcomes: Sequence[GoalOutcome], backend: Any
 ) -> tuple[Implied, ...]:
     """Return the empirical clauses, on slices with rows, that the proved drift bounds imply.
 
@@ -343,7 +359,8 @@ def _implied(
     written, missed = expand_tables(program), gaps(program)
     asked = replace(written, slices=(*written.slices, *(gap.slice for gap in missed)))
     names = {item.slice for item in found} | {gap.slice.name for gap in missed}
-    sizes = backend.slice_sizes(asked, base, names)
+    more = recording(backend.slice_sizes, program, files)
+    sizes = backend.slice_sizes(asked, files.base, names, **more)
     spoiled = {name for gap in missed if sizes[gap.slice.name] > 0 for name in gap.spoils}
     return tuple(item for item in found if sizes[item.slice] > 0 and item.slice not in spoiled)
 
@@ -360,8 +377,7 @@ def _implied_json(item: Implied) -> dict[str, Any]:
 
 def _write(
     program: Program,
-    base: Path,
-    before: Inputs,
+    files: Artefacts,
     target: Path,
     outcomes: Sequence[GoalOutcome],
     implied: Sequence[Implied],
@@ -379,13 +395,13 @@ def _write(
     proofs = {o.goal.clause.id: o.proof for o in outcomes if o.proof is not None}
     broken = {o.goal.clause.id: o.counterexample for o in outcomes if o.counterexample is not None}
     references = {name: proof_reference(name, proof) for name, proof in proofs.items()}
-    results = proved_clauses(program, base, outcomes, references)
-    results += implied_clauses(program, base, implied)
+    results = proved_clauses(program, files, outcomes, references)
+    results += implied_clauses(program, files, implied)
     folder = target.parent
     runs = {name: (_counterexample_file(folder, name), data) for name, data in broken.items()}
     bundle = issue(
         program=program,
-        base=base,
+        base=files,
         clauses=results,
         keys=keys,
         fingerprints={
@@ -395,13 +411,13 @@ def _write(
         stage=arguments.stage,
         lifetime=arguments.valid_for,
         suppressed=suppressed,
-        before=before,
         evidence=[f for run in runs.values() for f in resting_on({"counterexample": run})],
+        loaded=files.digests,
     )
     make_folder(folder)
-    files = [NewFile(folder / references[name].path, proofs[name], 0o644) for name in proofs]
-    files += [NewFile(path, data, 0o644) for path, data in runs.values()]
-    write_together([*files, NewFile(target, bundle, 0o644)], replace=True)
+    made = [NewFile(folder / references[name].path, proofs[name], 0o644) for name in proofs]
+    made += [NewFile(path, data, 0o644) for path, data in runs.values()]
+    write_together([*made, NewFile(target, bundle, 0o644)], replace=True)
     return target
 
 

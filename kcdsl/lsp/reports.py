@@ -17,6 +17,9 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
+from kcdsl.diagnostics.model import Refusal
+from kcdsl.source.files import read_bytes
+
 _SIZE_LIMIT = 4 * 2**20
 _MOST_FILES = 64
 _SECOND = 10**9
@@ -83,13 +86,13 @@ def _candidates(folder: Path) -> list[Path]:
 def _read(file: Path, modified: int, size: int) -> tuple[Verdict, ...]:
     """Return what one file says; nothing where it is no report and no certificate."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(read_bytes(file, _SIZE_LIMIT))
         if not isinstance(data, dict):
             return ()
         if data.get("schema") == "kcdsl.report/1":
             return tuple(_of_report(data, file.name, modified))
         return tuple(_of_certificate(data, file.name, modified))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (Refusal, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ()
 
 

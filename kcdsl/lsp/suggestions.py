@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from kcdsl.check.metrics import MetricDefinition
 from kcdsl.check.names import PERCENTILE, REGIONS, STATEMENTS, STATISTICS
 from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.check.units import UNITS, Dimension, describe
+from kcdsl.diagnostics.model import Refusal
 from kcdsl.lsp.completion import Item, ItemKind
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.lexemes import Frame, Lexeme, Role, Start, lexemes, open_frames
@@ -29,6 +31,7 @@ from kcdsl.lsp.words import (
     describe_unit,
     find_function,
 )
+from kcdsl.source.files import open_regular
 from kcdsl.source.text import Span
 
 _NORMS = ("norm_inf", "norm_2", "span")
@@ -309,8 +312,14 @@ def _data_files(snapshot: Snapshot) -> list[Path]:
     raw, folder = snapshot.analysis.raw or snapshot.analysis.raw_library, snapshot.document.folder
     if raw is None or folder is None:
         return []
-    names = [raw.data, *(item.data for item in raw.slices)]
-    return list(dict.fromkeys(folder / name.text for name in names if name is not None))
+    from kcdsl.model.files import Artefacts
+
+    files, found = Artefacts.of(folder), dict[Path, None]()
+    for name in (raw.data, *(item.data for item in raw.slices)):
+        if name is not None:
+            with suppress(Refusal):
+                found[files.find(name.text)] = None
+    return list(found)
 
 
 def _sampled(file: Path) -> dict[str, list[object]]:
@@ -325,7 +334,7 @@ def _sampled(file: Path) -> dict[str, list[object]]:
 def _fields_of(file: Path, modified: int) -> dict[str, list[object]]:
     """Return the fields of the first records of a file, each with its distinct values."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             lines = stream.read(_SAMPLE_BYTES).split(b"\n")[:-1]
     except OSError:
         return {}

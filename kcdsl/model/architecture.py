@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -31,7 +31,7 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model import bert, hugging_face, llama
 from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors
 from kcdsl.model.config import find_config
-from kcdsl.model.files import resolve_file
+from kcdsl.model.files import CHECKPOINT, Artefacts
 from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
 
 Factory = Callable[[dict[str, Any]], nn.Module]
@@ -51,7 +51,7 @@ class Model:
     """A loaded model: the training program in float32 on the CPU.
 
     `keys` gives the checkpoint key of every parameter name; `built_in` says that the module is one
-    of `kcdsl.model`.
+    of `kcdsl.model`; `files` has the digests of what was read for it.
     """
 
     module: nn.Module
@@ -60,6 +60,7 @@ class Model:
     keys: Mapping[str, str]
     tokenizer_source: Tokenizer | None
     built_in: bool
+    files: Artefacts = field(default_factory=lambda: Artefacts.of(Path()))
 
     @property
     def encoder_only(self) -> bool:
@@ -193,30 +194,32 @@ def _summary(names: tuple[str, ...]) -> str:
     return ", ".join(spans)
 
 
-def load_model(ref: ModelRef, base: Path) -> Model:
-    """Load the model that a contract names; `base` is the folder of the contract.
+def load_model(ref: ModelRef, base: Path | Artefacts) -> Model:
+    """Load the model that a contract names; `base` is the folder of the contract, or the files of
+    the command so far, with which the digests of those that are read here are recorded.
 
     Refuse every defect of the checkpoint, the configuration, the tokenizer or the factory.
     """
     with at(ref.span):
-        return _load(ref, base)
+        return _load(ref, Artefacts.of(base))
 
 
-def _load(ref: ModelRef, base: Path) -> Model:
-    path = resolve_file(ref.checkpoint, base)
-    config = find_config(ref, path, base)
-    module, rule = _build(ref, config, base)
+def _load(ref: ModelRef, files: Artefacts) -> Model:
+    path = files.find(ref.checkpoint)
+    config = find_config(ref, path, files)
+    module, rule = _build(ref, config, files)
     checkpoint = load_checkpoint(path)
+    files.record(CHECKPOINT, checkpoint.root_digest)
     keys = _take_weights(module, checkpoint, rule)
     module.eval().requires_grad_(False)
-    tokenizer = find_tokenizer(ref, path, base, config)
+    tokenizer = find_tokenizer(ref, path, files, config)
     built_in = ref.module is None and ref.architecture not in _FOREIGN
-    return Model(module, checkpoint, config, keys, tokenizer, built_in)
+    return Model(module, checkpoint, config, keys, tokenizer, built_in, files)
 
 
-def _build(ref: ModelRef, config: dict[str, Any], base: Path) -> tuple[nn.Module, KeyRule]:
+def _build(ref: ModelRef, config: dict[str, Any], files: Artefacts) -> tuple[nn.Module, KeyRule]:
     if ref.module is not None:
-        return _from_factory(ref.module, config, base), lambda key: key
+        return _from_factory(ref.module, config, files.base), lambda key: key
     known = ARCHITECTURES.get(ref.architecture or "")
     if known is None:
         near = difflib.get_close_matches(ref.architecture or "", ARCHITECTURES, n=1)

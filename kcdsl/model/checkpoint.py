@@ -1,21 +1,169 @@
-"""Checkpoints: safetensors files, their digest, and the tensors as exact float32."""
+"""Checkpoints: safetensors files, their digest, and the tensors as exact float32.
+
+A file is read once, into memory: what is hashed are the bytes that the tensors consist of, so
+nobody can replace or rewrite the file between the two. It is never mapped.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kcdsl.config import shown
 from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
-from kcdsl.model.files import file_digest
+from kcdsl.source.files import open_file
 
 EXACT_AS_FLOAT32 = {"F32", "F16", "BF16"}
 _OTHER_PROGRAM = "check model.architecture and the configuration beside the checkpoint"
+_CHUNK = 1 << 22
+_LARGEST_HEADER = 100_000_000
+_BITS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "C64": 64,
+    "BOOL": 8,
+    "F4": 4,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U64": 64,
+    "U32": 32,
+    "U16": 16,
+    "U8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor lies in a file: its type, its shape and its bytes."""
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A safetensors file in memory; `sha256` (hex) is that of the bytes in `memory`."""
+
+    path: Path
+    sha256: str
+    memory: Tensor
+    stored: Mapping[str, Stored]
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, which shares the memory of the file; ValueError for a type that torch
+        does not have."""
+        found = self.stored[name]
+        kind = _TYPES.get(found.kind)
+        if kind is None:
+            raise ValueError(f"{name} is stored as {found.kind}")
+        part = self.memory[found.start : found.end]
+        if found.start % kind.itemsize:
+            part = part.clone()
+        return part.view(kind).reshape(found.shape)
+
+
+def read_tensors(path: Path) -> TensorFile:
+    """Read a safetensors file, once; ValueError where it is damaged or changes meanwhile.
+
+    Raises Refusal where there is no such file, and for a pipe or a device.
+    """
+    with open_file(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        try:
+            memory = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError:
+            raise ValueError(f"its {size} bytes do not fit in memory") from None
+        view, digest, at = memoryview(memory.numpy().data), hashlib.sha256(), 0
+        while at < size:
+            count = stream.readinto(view[at : at + _CHUNK])
+            if not count:
+                raise ValueError("it became shorter while it was read")
+            digest.update(view[at : at + count])
+            at += count
+        if stream.read(1):
+            raise ValueError("it grew while it was read")
+    return TensorFile(path, digest.hexdigest(), memory, header_of(view, size))
+
+
+def header_of(data: bytes | memoryview, size: int) -> dict[str, Stored]:
+    """Return where the tensors of a file lie, by its beginning and its size in bytes.
+
+    They lie one after the other, with nothing between or after them; ValueError where they do not.
+    """
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
+        raise ValueError("its header is cut off")
+    try:
+        header = json.loads(bytes(data[8 : 8 + length]).decode(), object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    header.pop("__metadata__", None)
+    first = 8 + length
+    found = {name: _stored(name, told, first) for name, told in header.items()}
+    end = first
+    for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
+        if one.start != end:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        end = one.end
+    if end != size:
+        raise ValueError(f"it has {size} bytes, and its tensors end at {end}")
+    return found
+
+
+def _stored(name: str, told: Any, first: int) -> Stored:
+    match told:
+        case {"dtype": str(kind), "shape": list(shape), "data_offsets": [start, end], **rest}:
+            numbers = [*shape, start, end]
+            plain = all(type(n) is int and n >= 0 for n in numbers) and not rest
+            if plain and (end - start) * 8 == math.prod(shape) * _BITS.get(kind, -1):
+                return Stored(kind, tuple(shape), first + start, first + end)
+    raise ValueError(f"the type, shape and bytes of {ascii(name)[1:-1][:80]} do not fit")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("its header names something twice")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +179,34 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     others: Mapping[str, str]
 
+    @property
+    def root_digest(self) -> str:
+        """Return the OpenSSF root digest (hex) of the one file."""
+        return hashlib.sha256(bytes.fromhex(self.sha256)).hexdigest()
+
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a safetensors file.
 
     Refuse a file that is missing or damaged, and one with a weight that is NaN or infinite.
     """
-    digest = file_digest(path)
     tensors: dict[str, Tensor] = {}
     others: dict[str, str] = {}
     try:
-        with safe_open(path, framework="pt") as stored:
-            for key in sorted(stored.keys()):
-                kind = str(stored.get_slice(key).get_dtype())
-                if kind in EXACT_AS_FLOAT32:
-                    tensors[key] = stored.get_tensor(key).to(torch.float32)
-                else:
-                    others[key] = kind
-    except (SafetensorError, ValueError, OSError) as error:
+        file = read_tensors(path)
+    except (ValueError, OSError) as error:
         raise refuse(
             codes.CHECKPOINT_FORMAT,
             f"{shown(path)} is not a readable safetensors file: {error}",
             help="save the weights with safetensors.torch.save_file",
         ) from None
-    if file_digest(path) != digest:
-        raise refuse(codes.CHECKPOINT_FORMAT, f"{shown(path)} changed while it was read")
+    for key, stored in sorted(file.stored.items()):
+        if stored.kind in EXACT_AS_FLOAT32:
+            tensors[key] = file.tensor(key).to(torch.float32)
+        else:
+            others[key] = stored.kind
     _refuse_non_finite(path, tensors)
-    return Checkpoint(path, digest, tensors, others)
+    return Checkpoint(path, file.sha256, tensors, others)
 
 
 def _refuse_non_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import ModelRef
-from kcdsl.model.files import resolve_file
+from kcdsl.model.files import Artefacts, companion
+from kcdsl.source.files import read_bytes
 
 LARGEST_COUNT = 1 << 24
 """No width, vocabulary or length is greater; a number beyond would only fill the memory."""
+_LARGEST_CONFIG = 16 * 2**20
+"""The largest config.json in bytes; real ones have thousands."""
 LARGEST_DEPTH = 1 << 12
 """The greatest number of layers."""
 
@@ -87,13 +90,15 @@ class Fields:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Refuse a missing file, and what is no JSON object."""
+    return parse_config(path, read_bytes(path, _LARGEST_CONFIG + 1))
+
+
+def parse_config(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the JSON object of a file by its bytes. Refuse what is none."""
     try:
-        raw = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise refuse(
-            codes.FILE_MISSING, f"cannot read the configuration {shown(path)}: {reason}"
-        ) from None
+        if len(data) > _LARGEST_CONFIG:
+            raise ValueError(f"it is larger than {_LARGEST_CONFIG} bytes")
+        raw = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise refuse(codes.MODEL_CONFIG, f"{shown(path)} is not JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -101,13 +106,18 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-def find_config(ref: ModelRef, checkpoint: Path, base: Path) -> dict[str, Any]:
+def find_config(ref: ModelRef, checkpoint: Path, base: Path | Artefacts) -> dict[str, Any]:
     """Return the configuration of a model: the file its contract names, else the config.json beside
     the checkpoint; empty for a module of the user's own that has none.
 
     `base` is the folder of the contract. Refuse a file that is missing or cannot be read.
     """
+    files = Artefacts.of(base)
     if ref.config is not None:
-        return read_config(resolve_file(ref.config, base))
-    beside = checkpoint.parent / "config.json"
-    return read_config(beside) if ref.module is None or beside.is_file() else {}
+        path = files.find(ref.config)
+    else:
+        beside = files.beside(checkpoint, "config.json")
+        if beside is None and ref.module is not None:
+            return {}
+        path = beside or checkpoint.parent / "config.json"
+    return parse_config(path, files.read(path, companion("config"), _LARGEST_CONFIG))

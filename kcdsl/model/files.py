@@ -1,36 +1,174 @@
-"""Where the files lie that a contract names, and their digests."""
+"""The files of a contract: where they may lie, and the digests of what was read of them."""
 
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import PackageNotFoundError
+import os
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from kcdsl.config import shown
-from kcdsl.diagnostics import codes, refuse
-from kcdsl.source.files import missing
+from kcdsl.config import allowed_folders, shown
+from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.ir.terms import KernelRef
+from kcdsl.source.files import excerpt, open_file, read_bytes
 
 PACKAGE_PREFIX = "package:"
+CHECKPOINT = "the checkpoint"
+"""The name under which the root digest of the weights is recorded."""
+_CHUNK = 1 << 22
+_LARGEST = 256 * 2**20
 
 
-def resolve_file(ref: str, base: Path) -> Path:
-    """Return the path of a file that a contract names.
+def companion(role: str) -> str:
+    """Return the name under which a file that belongs to the weights is recorded."""
+    return f"the {role} of the checkpoint"
 
-    `ref` is absolute, relative to `base`, or `package:NAME/path/inside`, a file inside an installed
-    package, which is located without importing it. Refuse what does not exist.
+
+@dataclass(slots=True)
+class Artefacts:
+    """The files that one command reads for a contract.
+
+    What a contract names lies below its folder, in an installed package, or in a folder that the
+    user allows (`allow-folders`); links are followed only to such places. Every reader records the
+    digest of the bytes that it used, so that a certificate can be held against them.
     """
-    if ref.startswith(PACKAGE_PREFIX):
-        return _inside_package(ref)
-    path = (base / ref).resolve() if not Path(ref).is_absolute() else Path(ref)
-    if not path.is_file():
-        raise refuse(codes.FILE_MISSING, f"there is no file {ref} (looked in {base})")
-    return path
+
+    base: Path
+    allowed: list[Path] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    """The sha256 (hex) of what was read, by the name that certificates use."""
+    hashed: dict[Path, str] = field(default_factory=dict)
+    """The sha256 (hex) of files that were hashed and not read."""
+
+    @classmethod
+    def of(cls, base: Path | Artefacts) -> Artefacts:
+        """Return the files of the contracts in a folder, nothing of them read yet."""
+        if isinstance(base, Artefacts):
+            return base
+        here = Path(os.path.realpath(base))
+        return cls(here, [here, *allowed_folders(here)])
+
+    def allow(self, path: Path) -> None:
+        """Allow the files of a folder that the user named on the command line."""
+        self.allowed.append(Path(os.path.realpath(path)))
+
+    def locate(self, reference: str) -> Path:
+        """Return the path that a contract names: absolute, relative to the contract's folder, or
+        `package:NAME/inside`. Links are followed but for the last step.
+
+        Refuse what is not there, and what lies, or leads, outside of the folders that are allowed.
+        """
+        if reference.startswith(PACKAGE_PREFIX):
+            return self._inside_package(reference)
+        if "\0" in reference:
+            raise refuse(codes.FILE_MISSING, f"{reference!a} is no path: it has a zero byte")
+        path = self.base / reference
+        found = self.admitted(path, reference)
+        if not os.path.lexists(path):
+            raise self._missing(reference)
+        return found
+
+    def find(self, reference: str) -> Path:
+        """Return the path of a file that a contract names; as `locate`, and refuse a folder."""
+        path = self.locate(reference)
+        if not os.path.exists(path) or os.path.isdir(path):
+            raise self._missing(reference)
+        return path
+
+    def beside(self, checkpoint: Path, name: str) -> Path | None:
+        """Return the path of a file in the folder of the weights; None where there is none."""
+        path = checkpoint.parent / name
+        if not os.path.lexists(path):
+            return None
+        return self.admitted(path, name)
+
+    def read(self, path: Path, name: str, most: int = _LARGEST) -> bytes:
+        """Return the bytes of a file, and record their digest under `name`."""
+        data = read_bytes(path, most + 1)
+        if len(data) > most:
+            raise refuse(codes.TOO_LARGE, f"{shown(path)} is larger than {most} bytes")
+        self.record(name, hashlib.sha256(data).hexdigest())
+        return data
+
+    def record(self, name: str, digest: str) -> None:
+        """Record what was read. Refuse another digest than before: the file was replaced."""
+        if self.digests.setdefault(name, digest) != digest:
+            raise refuse(
+                codes.CHANGED_MEANWHILE,
+                f"{name} changed while the command ran",
+                help="run it again: what it found is about the files as they were",
+            )
+
+    def digest(self, path: Path) -> str:
+        """Return the sha256 (hex) of a file as it is now; each file is hashed once."""
+        if path not in self.hashed:
+            self.hashed[path] = file_digest(path)
+        return self.hashed[path]
+
+    def admitted(self, path: Path, named: str | None = None) -> Path:
+        """Return a path with its links followed but for the last step; refuse one that lies, or
+        leads, outside of the folders that are allowed."""
+        real = Path(os.path.realpath(path))
+        if any(real.is_relative_to(root) for root in self.allowed):
+            if path.name in ("", "..", "."):
+                return real
+            return Path(os.path.realpath(path.parent)) / path.name
+        raise refuse(
+            codes.OUTSIDE_FOLDER,
+            f"{excerpt(named or path, 100)} leads outside of the contract's folder",
+            help="move the file below it, or allow its folder: KCDSL_ALLOW_FOLDERS=FOLDER "
+            "(`kcdsl explain KC610`)",
+        )
+
+    def _missing(self, reference: str) -> Refusal:
+        place = f"there is no file {reference} (looked in {self.base})"
+        return refuse(codes.FILE_MISSING, place)
+
+    def _inside_package(self, reference: str) -> Path:
+        root, path = _package_file(reference)
+        self.allow(root)
+        self.allow(path.resolve().parent)
+        return path
 
 
-def _inside_package(ref: str) -> Path:
+def resolve_file(ref: str, base: Path | Artefacts) -> Path:
+    """Return the path of a file that a contract in the folder `base` names; see `Artefacts`."""
+    return Artefacts.of(base).find(ref)
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files that transformers reads the weights of a folder from."""
+    single = folder / "model.safetensors"
+    return (single,) if single.is_file() else tuple(sorted(folder.glob("model-*.safetensors")))
+
+
+def folder_files(folder: Path) -> tuple[Path, ...]:
+    """Return all files that transformers reads of a folder, those that are there."""
+    usual = ("config.json", "generation_config.json", "model.safetensors.index.json")
+    found = (folder / name for name in usual)
+    return (*(path for path in found if os.path.lexists(path)), *weight_files(folder))
+
+
+def folder_name(kernel: KernelRef, file: str) -> str:
+    """Return the name under which a file of a kernel's folder is recorded."""
+    return f"{file} beside the checkpoint" if kernel.folder is None else f"{kernel.folder}/{file}"
+
+
+def copy_hashed(path: Path, target: Path) -> str:
+    """Copy a regular file; return the sha256 (hex) of the copy."""
+    digest = hashlib.sha256()
+    with open_file(path) as stream, target.open("xb") as copy:
+        while data := stream.read(_CHUNK):
+            digest.update(data)
+            copy.write(data)
+    return digest.hexdigest()
+
+
+def _package_file(ref: str) -> tuple[Path, Path]:
+    """Return the folder of a package, and a file inside that `package:NAME/path/inside` names."""
     inner = PurePosixPath(ref.removeprefix(PACKAGE_PREFIX))
-    if len(inner.parts) < 2 or ".." in inner.parts or inner.is_absolute():
+    if len(inner.parts) < 2 or ".." in inner.parts or inner.is_absolute() or "\0" in ref:
         raise refuse(
             codes.FILE_MISSING,
             f"{ref!r} is no file inside a package",
@@ -39,7 +177,7 @@ def _inside_package(ref: str) -> Path:
     name, rest = inner.parts[0], inner.parts[1:]
     try:
         spec = find_spec(name) if name.isidentifier() else None
-    except (ImportError, ValueError, PackageNotFoundError):
+    except (ImportError, ValueError):
         spec = None
     roots = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not roots:
@@ -51,17 +189,15 @@ def _inside_package(ref: str) -> Path:
     for root in roots:
         path = Path(root).joinpath(*rest)
         if path.is_file():
-            return path
+            return Path(root), path
     raise refuse(codes.FILE_MISSING, f"the package {name!r} has no file {'/'.join(rest)}")
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 (hex) of a file. Refuse what cannot be read."""
-    try:
-        with path.open("rb") as stream:
+    """Return the sha256 (hex) of a regular file. Refuse what cannot be read."""
+    with open_file(path) as stream:
+        try:
             return hashlib.file_digest(stream, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise missing(shown(path)) from None
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise refuse(codes.FILE_MISSING, f"cannot read {shown(path)}: {reason}") from None
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise refuse(codes.FILE_MISSING, f"cannot read {shown(path)}: {reason}") from None

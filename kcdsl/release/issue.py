@@ -13,7 +13,8 @@ from kcdsl import __version__
 from kcdsl.diagnostics import Suppressed, refuse
 from kcdsl.diagnostics.codes import CANNOT_CERTIFY
 from kcdsl.ir.terms import Program
-from kcdsl.release.artefacts import Inputs, data_digests
+from kcdsl.model.files import Artefacts
+from kcdsl.release.artefacts import data_digests, refuse_others, stated_digests
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.triple import Fingerprints, build_triple
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
@@ -109,7 +110,7 @@ def weakened(clause: CertifiedClause) -> CertifiedClause:
 def issue(
     *,
     program: Program,
-    base: Path,
+    base: Path | Artefacts,
     clauses: Sequence[CertifiedClause],
     keys: Sequence[SigningKey],
     clock: Callable[[], datetime] = utc_now,
@@ -121,8 +122,8 @@ def issue(
     assumptions: Sequence[str] = (),
     supersedes: str | None = None,
     suppressed: Sequence[Suppressed] = (),
-    before: Inputs | None = None,
     evidence: Sequence[EvidenceFile] = (),
+    loaded: Mapping[str, str] | None = None,
 ) -> bytes:
     """Build the certificate of these results, signed by every key; returns the bundle.
 
@@ -130,17 +131,18 @@ def issue(
     `base` is the folder of the contract. The same results at the same time give the same payload.
     `sequence` defaults to the time of issue in seconds, so that later certificates come later.
     `supersedes` is the identity of an older certificate; `suppressed` are the findings about the
-    contract that comments in it accept. `before` is what the files were before the first was read.
+    contract that comments in it accept. `loaded` are the digests of the files as they were read.
     `evidence` are the files that measured results rest on, beside the certificate.
-    Raises Refusal for results that cannot be certified, and for files that changed since then.
+    Raises Refusal for results that cannot be certified, and for files that are now others.
     """
     if not clauses or stage not in STAGES or lifetime <= timedelta(0):
         raise refuse(CANNOT_CERTIFY, "a certificate needs results, a stage and a lifetime")
     issued_at = clock().replace(microsecond=0)
-    triple = build_triple(program, base, fingerprints=fingerprints)
-    data = data_digests(program, base)
-    if before is not None:
-        before.refuse_changed(Inputs.named(triple.checkpoint, data))
+    files = Artefacts.of(base)
+    triple = build_triple(program, files, fingerprints=fingerprints)
+    data = data_digests(program, files)
+    if loaded is not None:
+        refuse_others(loaded, stated_digests(triple.checkpoint, data))
     # A clause may state one comparison twice; the certificate states its result once.
     results = tuple(dict.fromkeys(weakened(_with_numerics(c, triple)) for c in clauses))
     try:
@@ -150,7 +152,7 @@ def issue(
             issued_at=issued_at,
             valid_until=issued_at + lifetime,
             sequence=int(issued_at.timestamp()) if sequence is None else sequence,
-            scope=_scope(required_clauses(program, base), results),
+            scope=_scope(required_clauses(program, files), results),
             clauses=results,
             evaluator=Evaluator(evaluator, __version__),
             inputs=tuple(Input(*item) for item in data.items()),

@@ -9,6 +9,7 @@ from typing import Any
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import FILE_MISSING, KERNELS_FILE
 from kcdsl.release.triple import Fingerprints
+from kcdsl.source.files import open_regular
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.strict import strict_load
 
@@ -29,7 +30,7 @@ def kernels_document(fingerprints: Fingerprints) -> bytes:
 def read_kernels(path: Path) -> Fingerprints:
     """Read the fingerprints of `train` and `infer`; raises Refusal where that fails."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             value: Any = strict_load(stream.read(_LARGEST + 1), _LARGEST)
     except OSError as error:
         raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error

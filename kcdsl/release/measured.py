@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from kcdsl.ir.terms import Program
+from kcdsl.model.files import Artefacts
 from kcdsl.release.issue import results_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
@@ -21,7 +22,9 @@ _METHODS = {"census": "census/1", "sample": "one-sided-limits/1"}
 _RATES = "clopper-pearson/1"
 
 
-def certified_clauses(program: Program, base: Path, report: Report) -> list[CertifiedClause]:
+def certified_clauses(
+    program: Program, base: Path | Artefacts, report: Report
+) -> list[CertifiedClause]:
     """Return the results of an evaluation as a certificate states them.
 
     Every row is one comparison of its clause, in the order of the contract. A verdict that the

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kcdsl.ir.terms import EvidenceKind, Program
+from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
 from kcdsl.release.issue import results_for
 from kcdsl.release.requirements import required_clauses
@@ -29,7 +30,7 @@ def proof_reference(clause: str, proof: bytes) -> ProofReference:
 
 def proved_clauses(
     program: Program,
-    base: Path,
+    base: Path | Artefacts,
     outcomes: Sequence[GoalOutcome],
     proofs: Mapping[str, ProofReference],
 ) -> list[CertifiedClause]:
@@ -86,7 +87,7 @@ def _word(verdict: Found) -> Verdict:
 
 
 def implied_clauses(
-    program: Program, base: Path, implied: Sequence[Implied]
+    program: Program, base: Path | Artefacts, implied: Sequence[Implied]
 ) -> list[CertifiedClause]:
     """Return the implied hard clauses as results, one for each comparison of the alternative that
     the bounds decide. A clause with a budget is left to what is measured."""

@@ -37,7 +37,8 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.walk import terms_of, walk
-from kcdsl.release.artefacts import companions, data_file, digest_of
+from kcdsl.model.files import Artefacts
+from kcdsl.release.artefacts import companions
 from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.clauses import Evidence
 from kcdsl_certs.reals import real_text
@@ -52,13 +53,14 @@ _MOST_ALTERNATIVES = 64
 _WITHOUT_LOGITS = ("bert",)
 
 
-def required_clauses(program: Program, base: Path) -> tuple[RequiredClause, ...]:
+def required_clauses(program: Program, base: Path | Artefacts) -> tuple[RequiredClause, ...]:
     """Return every (clause, slice) that the contract names, in its order.
 
     A clause with a table is required on each bucket of its slices by itself, with its threshold.
     `base` is the folder of the contract; the data of the slices is hashed. Raises Refusal where a
     data file is missing.
     """
+    files = Artefacts.of(base)
     program = expand_tables(program)
     digests: dict[str, str | None] = {}
     required: list[RequiredClause] = []
@@ -66,7 +68,7 @@ def required_clauses(program: Program, base: Path) -> tuple[RequiredClause, ...]
         region = region_of(clause.require)
         for name in slices_of(clause):
             if name is not None and name not in digests:
-                digests[name] = slice_digest(program, base, name)
+                digests[name] = slice_digest(program, files, name)
             required.append(
                 RequiredClause(
                     id=clause.id,
@@ -91,24 +93,24 @@ def slices_of(clause: Clause) -> tuple[str | None, ...]:
     return (None,) if region is None else (region.slice,)
 
 
-def slice_digest(program: Program, base: Path, name: str) -> str | None:
+def slice_digest(program: Program, files: Artefacts, name: str) -> str | None:
     """Return the digest that pins a slice: its data file and its predicate; None without data."""
     declared = program.slice(name)
     data = declared.data if declared.data is not None else program.data
     if data is None:
         return None
-    record = {"data": digest_of(data_file(data, base)), "where": _predicate(declared.where)}
+    record = {"data": files.digest(files.find(data)), "where": _predicate(declared.where)}
     return canonical_digest(record)
 
 
-def slice_sources(program: Program, base: Path) -> dict[str, SliceSource]:
+def slice_sources(program: Program, files: Artefacts) -> dict[str, SliceSource]:
     """Return where the rows of every slice with data come from, buckets of tables included.
 
     Without a tokenizer of its own the model reads bytes. Kernels that draw after prompts, or whose
     rollouts are read, are measured in other units than rows.
     """
     program = expand_tables(program)
-    tokens = "other" if "tokenizer" in companions(program.model, base) else BYTES
+    tokens = "other" if "tokenizer" in companions(program.model, files) else BYTES
     kernels = (program.train, program.infer)
     drawn = any(k.service is not None or k.recording is not None for k in kernels)
     found = {}

@@ -10,12 +10,8 @@ from typing import Any
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import KERNELS_FILE
 from kcdsl.ir.terms import KernelRef, Program
-from kcdsl.release.artefacts import (
-    checkpoint_manifest,
-    companions,
-    data_digests,
-    locate,
-)
+from kcdsl.model.files import Artefacts
+from kcdsl.release.artefacts import checkpoint_manifest, companions, data_digests
 from kcdsl.release.requirements import required_clauses, slice_sources
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.requirements import Expectation
@@ -27,7 +23,7 @@ Fingerprints = Mapping[str, Mapping[str, Any]]
 
 def build_triple(
     program: Program,
-    base: Path,
+    base: Path | Artefacts,
     *,
     fingerprints: Fingerprints | None = None,
     checkpoint: Path | None = None,
@@ -38,14 +34,15 @@ def build_triple(
     `checkpoint` replaces the path that the contract names. Raises Refusal where a file is missing
     or must not be trusted.
     """
-    path = checkpoint if checkpoint is not None else locate(program.model.checkpoint, base)
+    files = Artefacts.of(base)
+    path = checkpoint if checkpoint is not None else files.locate(program.model.checkpoint)
     manifest = checkpoint_manifest(path)
     kernels = {
         role: _kernel(ref, None if fingerprints is None else fingerprints.get(role), role)
         for role, ref in (("train", program.train), ("infer", program.infer))
     }
     return Triple(
-        Checkpoint.of(path.name, manifest, companions(program.model, base)),
+        Checkpoint.of(path.name, manifest, companions(program.model, files)),
         kernels["train"],
         kernels["infer"],
         Contract(program.name, program.version, _contract_digest(program)),
@@ -76,15 +73,16 @@ def _contract_digest(program: Program) -> str:
 
 def build_expectation(
     program: Program,
-    base: Path,
+    base: Path | Artefacts,
     *,
     fingerprints: Fingerprints | None = None,
     checkpoint: Path | None = None,
 ) -> Expectation:
     """Return all that a verifier must know beforehand: triple, clauses, data digests, slices."""
+    files = Artefacts.of(base)
     return Expectation(
-        build_triple(program, base, fingerprints=fingerprints, checkpoint=checkpoint),
-        required_clauses(program, base),
-        data_digests(program, base),
-        slice_sources(program, base),
+        build_triple(program, files, fingerprints=fingerprints, checkpoint=checkpoint),
+        required_clauses(program, files),
+        data_digests(program, files),
+        slice_sources(program, files),
     )

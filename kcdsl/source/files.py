@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 
@@ -31,17 +34,59 @@ def read_source(path: Path, limit: int = SIZE_LIMIT) -> SourceFile:
     return decode_source(str(path), data, limit)
 
 
-def read_bytes(path: Path, most: int = -1) -> bytes:
-    """Return a file, or its first `most` bytes; raises Refusal where it cannot be read."""
+def read_bytes(path: Path, most: int | None = None) -> bytes:
+    """Return a file, or its first `most` bytes; raises Refusal where it cannot be read, and where
+    it holds more than its size says, as the files of /proc do."""
+    with open_file(path) as stream:
+        try:
+            size = os.fstat(stream.fileno()).st_size
+            data = stream.read((size if most is None else min(size, most)) + 1)
+        except OSError as error:
+            raise refuse(INPUT_OUTPUT, f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > size:
+        raise refuse(INPUT_OUTPUT, f"{path} holds more bytes than its size says")
+    return data if most is None else data[:most]
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a regular file to read; raises Refusal for what is missing or is no regular file."""
     try:
-        with path.open("rb") as stream:
-            return stream.read(most)
+        return open_regular(path)
     except FileNotFoundError as error:
         raise missing(path) from error
     except IsADirectoryError as error:
         raise refuse(FILE_MISSING, f"{path} is a folder, not a file") from error
     except OSError as error:
         raise refuse(INPUT_OUTPUT, f"{path} cannot be read: {error.strerror}") from error
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file to read; raises OSError for what is missing, a folder, a pipe, a device.
+
+    Nothing is waited for: a pipe without a writer is refused like one that has a writer.
+    """
+    flags = os.O_RDONLY | _flag("O_NONBLOCK") | _flag("O_NOCTTY") | _flag("O_BINARY")
+    try:
+        descriptor = os.open(path, flags)
+    except ValueError:
+        raise FileNotFoundError(errno.ENOENT, "its name has a zero byte") from None
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    raise OSError(errno.EINVAL, "it is no regular file")
+
+
+def _flag(name: str) -> int:
+    return int(getattr(os, name, 0))
+
+
+def excerpt(text: object, most: int = 60) -> str:
+    """Return the beginning of what a file says, as a message may quote it: short, and escaped."""
+    said = str(text)
+    return ascii(said[:most])[1:-1] + ("…" if len(said) > most else "")
 
 
 def missing(path: Path, notes: tuple[str, ...] = ()) -> Refusal:

@@ -18,6 +18,7 @@ from kcdsl.diagnostics.codes import COUNTEREXAMPLE_FILE, FILE_MISSING
 from kcdsl.exits import Exit
 from kcdsl.ir.terms import Program
 from kcdsl.route.goals import Goal
+from kcdsl.source.files import open_regular
 
 COUNTEREXAMPLE_SCHEMA = "kcdsl.counterexample/1"
 REPLAY_SCHEMA = "kcdsl.replay/1"
@@ -126,7 +127,7 @@ def read_counterexample(path: Path) -> dict[str, Any]:
     from kcdsl_certs.strict import strict_load
 
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             document: Any = strict_load(stream.read(LARGEST + 1), LARGEST)
     except OSError as error:
         raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import ATTRIBUTION_FILE, FILE_MISSING, REPORT_FILE, Code
+from kcdsl.source.files import open_regular
 from kcdsl.verdict.names import EXITS, WORST_FIRST, worst
 from kcdsl.verdict.report import REPORT_SCHEMA
 
@@ -74,7 +75,7 @@ def unusable(path: Path, why: str) -> Refusal:
 
 def _read(path: Path, code: Code, schema: str, advice: str) -> dict[str, Any]:
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             data = stream.read(LARGEST + 1)
     except FileNotFoundError:
         raise refuse(FILE_MISSING, f"there is no file {path}", help=f"give {advice}") from None

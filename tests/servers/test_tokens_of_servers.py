@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.diagnostics.codes import Code
+from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, FileTokenizer
 from kcdsl_backends.empirical.kernels import TorchKernel
 from kcdsl_backends.empirical.servers.alignment import Vocabulary, ends_of
@@ -224,7 +225,7 @@ def test_which_tokens_end_texts_the_files_of_the_model_say(
 ) -> None:
     if generating is not None:
         (tmp_path / "generation_config.json").write_text(generating, "utf-8")
-    assert ends_of(tmp_path, config) == ends
+    assert ends_of(Artefacts.of(tmp_path), tmp_path / "model.safetensors", config) == ends
 
 
 def test_an_end_that_is_drawn_and_not_given_is_refused(

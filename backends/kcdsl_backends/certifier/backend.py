@@ -12,6 +12,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.files import Artefacts
 from kcdsl.model.hugging_face import compare
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
@@ -78,6 +79,7 @@ class IntervalBackend:
         progress: Progress | None = None,
         execution: Execution = HERE,
         chain: bool = False,
+        artefacts: Artefacts | None = None,
     ) -> tuple[GoalOutcome, ...]:
         """Decide goals; their outcomes come in the same order.
 
@@ -93,6 +95,8 @@ class IntervalBackend:
             execution: where cases run, how many at a time, and what may be remembered. Nothing of
                 an outcome but seconds, memory and what the cache had depends on it.
             chain: prove each goal link by link, instead of its block as one.
+            artefacts: the files of the command, with which the digests of what is read are
+                recorded.
 
         Raises:
             Refusal: the model, the kernels, the data or a block cannot be used, or the engine.
@@ -104,7 +108,9 @@ class IntervalBackend:
                 help="leave out --chain, or --weights and --states",
             )
         base = base.resolve()
-        model = load_model(program.model, base)
+        files = artefacts or Artefacts.of(base)
+        model = load_model(program.model, files)
+        loaded = dict(files.digests)
         train, infer = resolve(program.train), resolve(program.infer)
         for goal in goals:
             with at(goal.span):
@@ -116,11 +122,11 @@ class IntervalBackend:
         rows = []
         for goal in goals:
             with at(goal.span):
-                rows.append(slice_rows(program, base, model, goal.region.slice))
+                rows.append(slice_rows(program, model, goal.region.slice))
         assumptions = (*ASSUMPTIONS, *_compared(program, model, rows))
         threads = threads_of(execution, sum(map(_size, goals, rows)))
         sha256, rules = model.checkpoint.sha256, rules_version()
-        setting = Setting(program, base, device, threads, sha256, rules, execution.cache)
+        setting = Setting(program, base, device, threads, sha256, rules, execution.cache, loaded)
         station = open_station(setting, model)
         outcomes: list[GoalOutcome] = []
         with Crew(station, execution) as crew:
@@ -140,10 +146,17 @@ class IntervalBackend:
                     outcomes.append(self._outcome(station, one, told, assumptions))
         return tuple(outcomes)
 
-    def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
+    def slice_sizes(
+        self,
+        program: Program,
+        base: Path,
+        slices: Collection[str],
+        *,
+        artefacts: Artefacts | None = None,
+    ) -> dict[str, int]:
         """Return how many rows each of these slices of the contract has."""
-        model = load_model(program.model, base)
-        return {name: len(slice_rows(program, base, model, name)) for name in slices}
+        model = load_model(program.model, artefacts or base)
+        return {name: len(slice_rows(program, model, name)) for name in slices}
 
     def regions(
         self,
@@ -161,13 +174,13 @@ class IntervalBackend:
         Raises:
             Refusal: the model, the data or a block cannot be used.
         """
-        base = base.resolve()
-        model = load_model(with_weights(program.model, base, checkpoint), base)
+        files = Artefacts.of(base)
+        model = load_model(with_weights(program.model, files, checkpoint), files)
         shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device(device))
         found = []
         for goal in goals:
             with at(goal.span):
-                cases = cases_of(shop, goal, slice_rows(program, base, model, goal.region.slice))
+                cases = cases_of(shop, goal, slice_rows(program, model, goal.region.slice))
                 found.append(tuple(stated_case(shop, goal, case) for case in cases))
         return tuple(found)
 

@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kcdsl.source.files import open_regular
+
 ENTRY_SCHEMA = "kcdsl.cache-entry/1"
 LARGEST_ENTRY = 64 * 2**20
 _KINDS = frozenset({"bool", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
@@ -95,7 +97,7 @@ class Cache:
     def read(self, key: str) -> tuple[Found, Any]:
         """Return what stands under a key. Whatever is wrong with the file, it is `DAMAGED`."""
         try:
-            with self.path(key).open("rb") as stream:
+            with open_regular(self.path(key)) as stream:
                 data = stream.read(LARGEST_ENTRY + 1)
         except FileNotFoundError:
             return Found.ABSENT, None

@@ -17,15 +17,15 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import ModelRef, Program, RegionKind
 from kcdsl.model.architecture import Model
+from kcdsl.model.files import Artefacts
 from kcdsl.model.graph import array_digest
-from kcdsl.release.artefacts import locate
 from kcdsl.route.goals import Goal
 from kcdsl_backends.certifier.nearby import NearbyProblem
 from kcdsl_backends.certifier.proof import box_region, rows_region, token_region
 from kcdsl_backends.certifier.sequences import SequenceProblem
 from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
 from kcdsl_backends.interval.box import up
-from kcdsl_backends.requests import Request, load_requests, select
+from kcdsl_backends.requests import Request, requests_of, select
 from kcdsl_certs.reals import real_text
 
 
@@ -147,23 +147,24 @@ def stated_case(shop: Workshop, goal: Goal, case: Case) -> Stated:
     return Stated(case.name, problem_of(shop, goal, case).graph.digest, region_of(shop, goal, case))
 
 
-def with_weights(model: ModelRef, base: Path, checkpoint: Path) -> ModelRef:
+def with_weights(model: ModelRef, files: Artefacts, checkpoint: Path) -> ModelRef:
     """Return a model with other weights, and the configuration and tokenizer that it had."""
-    folder = locate(model.checkpoint, base).parent
+    files.allow(checkpoint)
+    usual_place = files.locate(model.checkpoint)
 
     def beside(named: str | None, usual: str) -> str | None:
-        found = folder / usual
-        return str(found) if named is None and found.is_file() else named
+        found = files.beside(usual_place, usual)
+        return str(found) if named is None and found is not None else named
 
     return replace(
         model,
-        checkpoint=str(checkpoint.resolve()),
+        checkpoint=str(checkpoint.absolute()),
         config=beside(model.config, "config.json"),
         tokenizer=beside(model.tokenizer, "tokenizer.json"),
     )
 
 
-def slice_rows(program: Program, base: Path, model: Model, name: str) -> tuple[Request, ...]:
+def slice_rows(program: Program, model: Model, name: str) -> tuple[Request, ...]:
     """Return the rows of the data that a slice selects."""
     declared = program.slice(name)
     data = declared.data or program.data
@@ -175,7 +176,7 @@ def slice_rows(program: Program, base: Path, model: Model, name: str) -> tuple[R
         )
     tokenizer = model.tokenizer_source
     tokenize = None if tokenizer is None else tokenizer.encode
-    return select(load_requests(base / data, data, tokenize, model.ids), declared)
+    return select(requests_of(model.files, data, tokenize, model.ids), declared)
 
 
 def cases_of(shop: Workshop, goal: Goal, rows: Sequence[Request]) -> list[Case]:

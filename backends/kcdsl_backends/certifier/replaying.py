@@ -16,6 +16,7 @@ from kcdsl.diagnostics.places import at
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import load_model
+from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl.verdict.counterexample import Replayed
@@ -74,16 +75,17 @@ def replay(
     for name, here in (("name", program.name), ("version", program.version)):
         _same(f"contract.{name}", document["contract"][name], here)
     goal = _goal(program, document)
-    named = program.model
+    named, files = program.model, Artefacts.of(base)
     if checkpoint is not None:
-        named = replace(named, checkpoint=str(Path(checkpoint).resolve()))
-    model = load_model(named, base)
+        named = replace(named, checkpoint=str(Path(checkpoint).absolute()))
+        files.allow(Path(checkpoint).parent)
+    model = load_model(named, files)
     _same("checkpoint.sha256", document["checkpoint"]["sha256"], model.checkpoint.sha256)
     shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device(device))
     for side, numerics in (("train", shop.train), ("infer", shop.infer)):
         _same(f"numerics.{side}", document["numerics"][side], numerics.to_json())
     with at(goal.span):
-        rows = slice_rows(program, base, model, goal.region.slice)
+        rows = slice_rows(program, model, goal.region.slice)
         cases = {case.name: case for case in cases_of(shop, goal, rows)} if rows else {}
     case = cases.get(document["case"]["name"])
     if case is None:

@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -53,8 +53,9 @@ from kcdsl_certs.recheck import recheck
 class Setting:
     """What every piece of work of one run shares.
 
-    `checkpoint` is the sha256 of the weights and `rules` the version of the program with which the
-    work was given out: a process that finds others refuses to work.
+    `checkpoint` is the sha256 of the weights, `rules` the version of the program and `loaded` the
+    digests of the model's files with which the work was given out: a process that finds others
+    refuses to work.
     """
 
     program: Program
@@ -64,6 +65,7 @@ class Setting:
     checkpoint: str
     rules: str
     cache: Path | None
+    loaded: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -307,6 +309,9 @@ def open_station(setting: Setting, model: Model | None = None) -> Station:
     loaded = load_model(setting.program.model, setting.base) if model is None else model
     if loaded.checkpoint.sha256 != setting.checkpoint:
         raise _changed("the checkpoint")
+    for name, digest in loaded.files.digests.items():
+        if setting.loaded.get(name, digest) != digest:
+            raise _changed(name)
     if rules_version() != setting.rules:
         raise _changed("the program (kcdsl, torch or numpy)")
     train, infer = resolve(setting.program.train), resolve(setting.program.infer)

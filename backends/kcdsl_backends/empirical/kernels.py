@@ -19,6 +19,7 @@ from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import AttentionProgram, Composed, ScaledDotProduct, use_attention
+from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.numerics import Numerics, Weights
 from kcdsl.model.presets import resolve
@@ -161,20 +162,21 @@ def load_kernel(
     ref: KernelRef,
     model: Model,
     device: torch.device | str | None = None,
-    base: Path = Path(),
+    base: Path | None = None,
 ) -> TorchKernel:
     """Prepare a kernel of a model; `device` None means CUDA where there is one, else the CPU.
-    `base` is the folder of the contract, which a kernel's own folder is relative to.
+    `base` is the folder of the contract, which a kernel's own folder is relative to, if it is not
+    that of the model.
 
     Refuse an unknown adapter, numerics that the adapter does not compute in (the message names
     those that do), a weight that does not fit its format, and a kernel that cannot run here.
     """
     with at(ref.span):
-        return _load(ref, model, device, base)
+        return _load(ref, model, device, model.files if base is None else Artefacts.of(base))
 
 
 def _load(
-    ref: KernelRef, model: Model, device: torch.device | str | None, base: Path
+    ref: KernelRef, model: Model, device: torch.device | str | None, files: Artefacts
 ) -> TorchKernel:
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
@@ -191,7 +193,7 @@ def _load(
     _refuse_foreign(ref.run, adapter, model, numerics)
     if adapter.engine == "hf":
         dtype = TORCH_TYPES[numerics.compute]
-        program, own = hugging_face(ref, model, base, dtype, adapter.style)
+        program, own = hugging_face(ref, model, files, dtype, adapter.style)
         _refuse_overflow(program, numerics)
         program.to(place).requires_grad_(False)
         return TorchKernel(ref, numerics, own, place, program, None)

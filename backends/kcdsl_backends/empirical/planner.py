@@ -19,7 +19,7 @@ from kcdsl.ir.recordings import LOGITS
 from kcdsl.ir.terms import Abs, Clause, EvidenceKind, HasFields, ModelRef, Program
 from kcdsl.ir.walk import walk
 from kcdsl.model.config import find_config
-from kcdsl.model.files import resolve_file
+from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from kcdsl.verdict import plan as document
 from kcdsl.verdict.plan import Plan, PlanRow
@@ -45,7 +45,7 @@ from kcdsl_backends.empirical.sampling_units import sampling_unit
 from kcdsl_backends.empirical.statistics import CONFIDENCE, FEWEST_CLUSTERS, Confidence
 from kcdsl_backends.empirical.statistics.rates import most_exceedances
 from kcdsl_backends.empirical.windows import NO_WINDOW_HAS, WINDOW, window_count
-from kcdsl_backends.requests import RequestFile, load_requests, select
+from kcdsl_backends.requests import RequestFile, requests_of, select
 
 _PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
 NOISY = frozenset(
@@ -326,18 +326,19 @@ def _available(program: Program, base: Path) -> Mapping[str, int | None]:
 
 
 def _load(program: Program, base: Path, name: str) -> RequestFile | None:
+    files = Artefacts.of(base)
     try:
-        resolve_file(name, base)
-        tokenizer = _tokenizer(program.model, base)
+        files.find(name)
+        tokenizer = _tokenizer(program.model, files)
     except Refusal as refusal:
         if refusal.diagnostics[0].code is codes.FILE_MISSING:
             return None
         raise
-    return load_requests(base / name, name, None if tokenizer is None else tokenizer.encode)
+    return requests_of(files, name, None if tokenizer is None else tokenizer.encode)
 
 
-def _tokenizer(model: ModelRef, base: Path) -> Tokenizer | None:
+def _tokenizer(model: ModelRef, files: Artefacts) -> Tokenizer | None:
     if model.tokenizer == "bytes":  # which needs no checkpoint
         return ByteTokenizer()
-    checkpoint = resolve_file(model.checkpoint, base)
-    return find_tokenizer(model, checkpoint, base, find_config(model, checkpoint, base))
+    checkpoint = files.find(model.checkpoint)
+    return find_tokenizer(model, checkpoint, files, find_config(model, checkpoint, files))

@@ -18,7 +18,7 @@ from kcdsl.ir.buckets import Gap, expand_tables, gaps, whole_of
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import KernelRef, Program, Slice
 from kcdsl.model.architecture import Model, load_model
-from kcdsl.model.files import file_digest
+from kcdsl.model.files import Artefacts, file_digest
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import find_adapter
@@ -38,7 +38,7 @@ from kcdsl_backends.empirical.run import Kernel
 from kcdsl_backends.empirical.servers.kernel import load_server
 from kcdsl_backends.empirical.setting import Setting, spoiled_slices
 from kcdsl_backends.empirical.user_metrics import functions_record, load_functions
-from kcdsl_backends.requests import Request, RequestFile, load_requests, select
+from kcdsl_backends.requests import Request, RequestFile, requests_of, select
 
 PREPARE_STEPS = 3
 
@@ -55,6 +55,7 @@ def prepare(
     crosscheck: bool = True,
     bound_seconds: float = 0.0,
     progress: Progress = lambda stage, done, total: None,
+    artefacts: Artefacts | None = None,
 ) -> Setting | RecordedSetting:
     """Load what a contract names, whose folder is `base`.
 
@@ -69,10 +70,12 @@ def prepare(
         crosscheck: compare measured block drift with certified bounds.
         bound_seconds: how long the drift of the whole model may be bounded, over all requests.
         progress: told (stage, done, total).
+        artefacts: the files of the command, with which the digests of what is read are recorded.
 
     Raises:
         Refusal: the model, the data or a kernel cannot be used.
     """
+    files = artefacts or Artefacts.of(base)
     place = torch.device(device)
     served = program.infer.service is not None
     sides = (program.train, program.infer)
@@ -87,16 +90,16 @@ def prepare(
     chosen += _buckets(program, stated, names)
     if program.infer.recording is not None and not holds_logits(program.infer):
         return _recorded(
-            stated, base, place, chosen, missed, seed=seed, looks=looks, progress=progress
+            stated, files, place, chosen, missed, seed=seed, looks=looks, progress=progress
         )
     if all(holds_logits(kernel) for kernel in sides):
         return prepare_logits(
             stated,
-            base,
+            files,
             chosen,
             missed,
             {s.name: _data_of(program, s) for s in (*chosen, *(gap.slice for gap in missed))},
-            stated_vocabulary(stated, base),
+            stated_vocabulary(stated, files),
             contract=_identity(stated),
             model=_unread_model(stated),
             environment={**_environment(place), **functions_record(user)},
@@ -104,15 +107,15 @@ def prepare(
             looks=looks,
             user=user,
         )
-    model = load_model(program.model, base)
+    model = load_model(program.model, files)
     progress("load", 1, PREPARE_STEPS)
-    files = _files(program, chosen, base, model)
-    selected = {s.name: select(files[_data_of(program, s)], s) for s in chosen}
-    train = _kernel(program.train, model, place, base, selected)
-    infer = _kernel(program.infer, model, place, base, selected)
+    data = _files(program, chosen, model)
+    selected = {s.name: select(data[_data_of(program, s)], s) for s in chosen}
+    train = _kernel(program.train, model, place, selected)
+    infer = _kernel(program.infer, model, place, selected)
     progress("load", 2, PREPARE_STEPS)
     spoiled = spoiled_slices(
-        (gap, select(files[_data_of(program, gap.slice)], gap.slice)) for gap in missed
+        (gap, select(data[_data_of(program, gap.slice)], gap.slice)) for gap in missed
     )
     progress("load", 3, PREPARE_STEPS)
     return Setting(
@@ -120,7 +123,7 @@ def prepare(
         train=train,
         infer=infer,
         block_input=_block_inputs(model),
-        files=files,
+        files=data,
         slices=selected,
         encoder=model.encoder_only,
         blocks=frozenset(model.block_names() if shown else ()),
@@ -157,7 +160,7 @@ def prepare(
 
 def _recorded(
     stated: Program,
-    base: Path,
+    files: Artefacts,
     place: torch.device,
     chosen: Sequence[Slice],
     missed: Sequence[Gap],
@@ -167,17 +170,17 @@ def _recorded(
     progress: Progress,
 ) -> RecordedSetting:
     """Read what was recorded; the model only where the training kernel has to score it."""
-    model = load_model(stated.model, base) if stated.train.recording is None else None
-    train = None if model is None else load_kernel(stated.train, model, place, base)
+    model = load_model(stated.model, files) if stated.train.recording is None else None
+    train = None if model is None else load_kernel(stated.train, model, place)
     progress("load", 1, PREPARE_STEPS)
     return prepare_recorded(
         stated,
-        base,
+        files,
         chosen,
         missed,
         {s.name: _data_of(stated, s) for s in (*chosen, *(gap.slice for gap in missed))},
         train=train,
-        vocabulary=stated_vocabulary(stated, base) if model is None else model.limits[0],
+        vocabulary=stated_vocabulary(stated, files) if model is None else model.limits[0],
         progress=progress,
         contract=_identity(stated),
         model={
@@ -239,15 +242,14 @@ def _kernel(
     kernel: KernelRef,
     model: Model,
     place: torch.device,
-    base: Path,
     selected: Mapping[str, Sequence[Request]],
 ) -> Kernel:
     """Load a kernel, or what was recorded of it; a server draws on trial after a request."""
     if holds_logits(kernel):
         every = {r.key: r for rows in selected.values() for r in rows}
-        return load_recorded_logits(kernel, base, list(every.values()))
+        return load_recorded_logits(kernel, model.files, list(every.values()))
     if kernel.service is None:
-        return load_kernel(kernel, model, place, base)
+        return load_kernel(kernel, model, place)
     first = next((rows[0].tokens for rows in selected.values() if rows), (0,))
     return load_server(kernel, model, first)
 
@@ -264,13 +266,11 @@ def _data_of(program: Program, slice_: Slice) -> str:
     return name
 
 
-def _files(
-    program: Program, chosen: Sequence[Slice], base: Path, model: Model
-) -> dict[str, RequestFile]:
+def _files(program: Program, chosen: Sequence[Slice], model: Model) -> dict[str, RequestFile]:
     tokenizer = model.tokenizer_source
     tokenize = None if tokenizer is None else tokenizer.encode
     names = dict.fromkeys(_data_of(program, s) for s in chosen)
-    return {name: load_requests(base / name, name, tokenize, model.ids) for name in names}
+    return {name: requests_of(model.files, name, tokenize, model.ids) for name in names}
 
 
 def _block_inputs(model: Model) -> Any:

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.recheck import strict
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.reject import Reject
 
 LONGEST_HEADER = 100_000_000
 _SIZES = {
@@ -46,8 +48,9 @@ def read(path: Path) -> Checkpoint:
             that do not fit shapes, tensors that overlap, leave holes or run past the end.
     """
     try:
-        content = path.read_bytes()  # once, so that what is hashed is what is used
-    except (OSError, ValueError) as error:
+        with open_regular(path, "checkpoint/unreadable") as file:
+            content = file.read()  # once, so that what is hashed is what is used
+    except (OSError, ValueError, Reject) as error:
         raise Rejection("checkpoint/unreadable", f"{path}: {error}") from None
     return Checkpoint(hashlib.sha256(content).hexdigest(), parse(memoryview(content)))
 

@@ -81,6 +81,7 @@ def place(tmp_path: Path) -> Path:
     """A folder with the library and the contract."""
     for name in ("shared", "own"):
         (tmp_path / name).mkdir()
+    (tmp_path / "kcdsl.toml").write_text('allow-folders = ["."]\n')
     file = tmp_path / "shared" / "fleet.kc.yaml"
     file.write_text(LIBRARY)
     text = CONTRACT.replace("DIGEST", library_digest(library_of(file)))

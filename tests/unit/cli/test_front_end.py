@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_lint_of_a_file_that_cannot_be_read(
     def refuse_to_open(*arguments: object, **named: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse_to_open)
+    monkeypatch.setattr(os, "open", refuse_to_open)
     ran = cli("lint", "contract.yaml", cwd=folder)
     assert ran.code == 2
     assert "KC602" in ran.stdout

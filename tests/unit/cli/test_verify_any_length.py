@@ -48,7 +48,7 @@ def case_of(folder: Path, program: Program) -> tuple[Workshop, Case]:
     model = load_model(program.model, folder)
     shop = Workshop(model, resolve(program.train), resolve(program.infer), torch.device("cpu"))
     (goal,) = goals(program)
-    (case,) = cases_of(shop, goal, slice_rows(program, folder, model, "all"))
+    (case,) = cases_of(shop, goal, slice_rows(program, model, "all"))
     return shop, case
 
 

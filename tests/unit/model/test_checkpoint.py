@@ -137,5 +137,6 @@ def test_a_reference_to_nothing_is_refused(tmp_path: Path, ref: str, word: str) 
 def test_a_relative_reference_is_relative_to_the_contract(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "m.safetensors").write_bytes(b"x")
+    (tmp_path / "kcdsl.toml").write_text('allow-folders = ["."]\n')
     found = resolve_file("../m.safetensors", tmp_path / "deep")
     assert found == (tmp_path / "m.safetensors").resolve()

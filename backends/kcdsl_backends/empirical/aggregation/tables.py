@@ -11,6 +11,7 @@ from typing import Any
 
 from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.source.files import open_regular
 
 REQUEST, SLICE, POSITION, NAMES = "request", "slice", "position", "kcdsl.slices"
 """The columns of requests, slices and positions, and the key of the names of integer slices."""
@@ -172,7 +173,7 @@ def file_records(
     """Return name, sha256 and bytes of every file; what is decided is bound to them."""
     found = []
     for done, file in enumerate(table.files, 1):
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         found.append({"name": str(shown(file)), "sha256": digest, "bytes": file.stat().st_size})
         progress(done, len(table.files))

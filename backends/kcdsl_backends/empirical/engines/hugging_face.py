@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -14,23 +15,31 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.checkpoint import load_checkpoint
-from kcdsl.model.hugging_face import HuggingFace, load_folder, weight_files
+from kcdsl.model.files import Artefacts, copy_hashed, folder_files, folder_name, weight_files
+from kcdsl.model.hugging_face import HuggingFace, load_folder
 
 ATTENTION = {"composed": "eager", "fused": "sdpa"}
 """What transformers calls the styles of attention."""
 
 
 def hugging_face(
-    ref: KernelRef, model: Model, base: Path, dtype: torch.dtype, style: str
+    ref: KernelRef, model: Model, files: Artefacts, dtype: torch.dtype, style: str
 ) -> tuple[HuggingFace, Model]:
     """Load the model of a folder in a type; return it, and the model of the contract with it.
 
     The digest of its checkpoint is that of the contract where it holds the same weights, else its
     own, so that `weights_checksum` sees a difference. Refuse a model with another vocabulary, and
-    one that holds other weights than its files.
+    one that holds other weights than its files. What is loaded is a private copy of the files, made
+    while they are hashed, so that nobody can change them in between.
     """
-    folder = model.checkpoint.path.parent if ref.folder is None else base / ref.folder
-    program = load_folder(folder, dtype, ATTENTION[style], encoder_only=model.encoder_only)
+    folder = model.checkpoint.path.parent if ref.folder is None else files.locate(ref.folder)
+    with TemporaryDirectory(prefix="kcdsl-") as copied:
+        for path in (files.admitted(path) for path in folder_files(folder)):
+            digest = copy_hashed(path, Path(copied) / path.name)
+            files.record(folder_name(ref, path.name), digest)
+        encoder = model.encoder_only
+        program = load_folder(Path(copied), dtype, ATTENTION[style], folder, encoder_only=encoder)
+        tensors = _read(Path(copied))
     if program.limits[0] != model.limits[0]:
         raise refuse(
             codes.HF_FOLDER,
@@ -38,7 +47,6 @@ def hugging_face(
             f" that of the contract {model.limits[0]}",
             help="name the folder of the contract's model",
         )
-    tensors = _read(folder, model)
     _compare(program, tensors, dtype)
     same = tensors.keys() == model.checkpoint.tensors.keys() and all(
         torch.equal(tensor, model.checkpoint.tensors[key]) for key, tensor in tensors.items()
@@ -48,13 +56,10 @@ def hugging_face(
     return program, replace(model, module=program, checkpoint=checkpoint, built_in=False)
 
 
-def _read(folder: Path, model: Model) -> dict[str, Tensor]:
+def _read(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of the files of a folder, as float32."""
-    files = weight_files(folder)
-    if files == (model.checkpoint.path,):
-        return dict(model.checkpoint.tensors)
     found: dict[str, Tensor] = {}
-    for path in files:
+    for path in weight_files(folder):
         found.update(load_checkpoint(path).tensors)
     return found
 

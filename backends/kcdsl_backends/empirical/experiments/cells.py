@@ -23,8 +23,8 @@ from kcdsl import __version__
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
-from kcdsl.model.files import file_digest
-from kcdsl.release.artefacts import companions, data_digests, locate
+from kcdsl.model.files import Artefacts, file_digest
+from kcdsl.release.artefacts import companions, data_digests
 from kcdsl.source.writing import write_bytes
 
 CELL_SCHEMA = "kcdsl.cell/1"
@@ -37,9 +37,10 @@ def manifest(program: Program, base: Path, seed: int, **more: Any) -> dict[str, 
     A file that is not there has no digest; what reads it refuses it.
     """
     files: dict[str, str] = {}
+    artefacts = Artefacts.of(base)
     for read in (_weights, _companions, data_digests):
         with suppress(Refusal):
-            files.update(read(program, base))
+            files.update(read(program, artefacts))
     return {
         "contract": {
             "name": program.name,
@@ -61,18 +62,18 @@ def manifest(program: Program, base: Path, seed: int, **more: Any) -> dict[str, 
     }
 
 
-def _weights(program: Program, base: Path) -> dict[str, str]:
+def _weights(program: Program, artefacts: Artefacts) -> dict[str, str]:
     """Return the digest of the checkpoint, of every file of it where it is a folder."""
     name = program.model.checkpoint
-    path = locate(name, base)
+    path = artefacts.locate(name)
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if file.is_file())
         return {f"{name}/{file.relative_to(path)}": file_digest(file) for file in inside}
     return {name: file_digest(path)}
 
 
-def _companions(program: Program, base: Path) -> dict[str, str]:
-    return {f"({role})": digest for role, digest in companions(program.model, base).items()}
+def _companions(program: Program, artefacts: Artefacts) -> dict[str, str]:
+    return {f"({role})": digest for role, digest in companions(program.model, artefacts).items()}
 
 
 def _libraries() -> dict[str, str]:

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.buckets import Gap
 from kcdsl.ir.kernels import LogProbabilities
 from kcdsl.ir.terms import Program, Slice
+from kcdsl.model.files import Artefacts, companion
 from kcdsl.source.text import SourceFile
 from kcdsl_backends.empirical.rollouts.assembling import Recording, assemble
 from kcdsl_backends.empirical.rollouts.columns import mapped
 from kcdsl_backends.empirical.rollouts.readers import read_rows
+from kcdsl_backends.empirical.rollouts.readers.rows import Rows
 from kcdsl_backends.empirical.rollouts.record import Rollout, Semantics
 from kcdsl_backends.empirical.rollouts.units import groups_of
 from kcdsl_backends.empirical.rollouts.whole_logits import NOTHING_RAN
@@ -64,16 +66,20 @@ def semantics_of(stated: LogProbabilities | None) -> Semantics | None:
     )
 
 
-def stated_vocabulary(program: Program, base: Path) -> int | None:
+def stated_vocabulary(program: Program, base: Path | Artefacts) -> int | None:
     """Return the vocabulary size of the model's configuration, None where there is none to read:
     a recording needs no model."""
-    named = program.model.config
-    path = base / named if named is not None else None
-    if path is None or not path.is_file():
+    named, files = program.model.config, Artefacts.of(base)
+    if named is None:
         return None
     try:
-        size = json.loads(path.read_text(encoding="utf-8")).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
+        found = json.loads(files.read(files.find(named), companion("config")).decode("utf-8"))
+        size = found.get("vocab_size")
+    except Refusal as refusal:
+        if refusal.diagnostics[0].code is codes.FILE_MISSING:
+            return None
+        raise
+    except (ValueError, RecursionError, AttributeError):
         return None
     return size if isinstance(size, int) and not isinstance(size, bool) else None
 
@@ -82,7 +88,7 @@ def stated_vocabulary(program: Program, base: Path) -> int | None:
 
 
 def load_recordings(
-    program: Program, base: Path, names: Sequence[str], vocabulary: int | None
+    program: Program, files: Artefacts, names: Sequence[str], vocabulary: int | None
 ) -> dict[str, Recording]:
     """Read the recordings of a contract, by the names it gives them."""
     train, infer = program.train.recording, program.infer.recording
@@ -98,7 +104,7 @@ def load_recordings(
         )
     return {
         name: assemble(
-            read_rows(base / name, name),
+            _rows(files, name),
             plan,
             infer.format,
             None if train is None else semantics_of(train.logprobs),
@@ -109,9 +115,15 @@ def load_recordings(
     }
 
 
+def _rows(files: Artefacts, name: str) -> Rows:
+    found = read_rows(files.find(name), name)
+    files.record(name, found.sha256)
+    return found
+
+
 def prepare_recorded(
     stated: Program,
-    base: Path,
+    artefacts: Artefacts,
     chosen: Sequence[Slice],
     missed: Sequence[Gap],
     data_of: Mapping[str, str],
@@ -125,7 +137,7 @@ def prepare_recorded(
 
     `data_of` names the file of each slice; `settings` are further fields of `RecordedSetting`.
     """
-    recordings = load_recordings(stated, base, list(data_of.values()), vocabulary)
+    recordings = load_recordings(stated, artefacts, list(data_of.values()), vocabulary)
     progress("load", 2, 3)
     files = {name: _as_requests(found) for name, found in recordings.items()}
     by_key = {
@@ -193,18 +205,29 @@ def _as_requests(found: Recording) -> RequestFile:
 def units_available(program: Program, base: Path) -> dict[str, int | None]:
     """Return how many sampling units each slice has; None where its recording is not here yet."""
     found: dict[str, int | None] = {}
-    vocabulary = stated_vocabulary(program, base)
+    files = Artefacts.of(base)
+    vocabulary = stated_vocabulary(program, files)
     for slice_ in program.slices:
         name = slice_.data if slice_.data is not None else program.data
-        if name is None or not (base / name).is_file():
+        if name is None or not _is_here(files, name):
             found[slice_.name] = None
             continue
-        recording = load_recordings(program, base, [name], vocabulary)[name]
+        recording = load_recordings(program, files, [name], vocabulary)[name]
         by_key = {f"{name}:{r.key}": r for r in recording.rollouts}
         rows = [by_key[q.key] for q in _selected(_as_requests(recording), slice_)]
         usable = [r for r in rows if counts(r)]
         found[slice_.name] = len(groups_of(name, recording.rollouts, usable))
     return found
+
+
+def _is_here(files: Artefacts, name: str) -> bool:
+    try:
+        files.find(name)
+    except Refusal as refusal:
+        if refusal.diagnostics[0].code is codes.FILE_MISSING:
+            return False
+        raise
+    return True
 
 
 def counts(rollout: Rollout) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +14,13 @@ from kcdsl.ir.buckets import Gap
 from kcdsl.ir.kernels import KernelRef
 from kcdsl.ir.recordings import LOGITS
 from kcdsl.ir.terms import Program, Slice
+from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import fingerprint_digest
 from kcdsl_backends.empirical.diagnoses.model import not_applicable
 from kcdsl_backends.empirical.evidence import Evidence
 from kcdsl_backends.empirical.rollouts.readers.logits import load_recorded_logits
 from kcdsl_backends.empirical.setting import Setting, spoiled_slices
-from kcdsl_backends.requests import Request, load_requests, select
+from kcdsl_backends.requests import Request, requests_of, select
 
 NOTHING_RAN = (
     "both kernels are recorded: the checkpoint was not read, and nothing here says that it ran"
@@ -34,7 +34,7 @@ def holds_logits(kernel: KernelRef) -> bool:
 
 def prepare_logits(
     stated: Program,
-    base: Path,
+    artefacts: Artefacts,
     chosen: Sequence[Slice],
     missed: Sequence[Gap],
     data_of: Mapping[str, str],
@@ -52,11 +52,11 @@ def prepare_logits(
             raise refuse(codes.SEQUENCE, f"token {wrong} is out of the vocabulary of {vocabulary}")
 
     names = dict.fromkeys(data_of.values())
-    files = {name: load_requests(base / name, name, None, known) for name in names}
+    files = {name: requests_of(artefacts, name, None, known) for name in names}
     slices = {s.name: select(files[data_of[s.name]], s) for s in chosen}
     distinct = list({r.key: r for rows in slices.values() for r in rows}.values())
     train, infer = (
-        load_recorded_logits(kernel, base, distinct) for kernel in (stated.train, stated.infer)
+        load_recorded_logits(kernel, artefacts, distinct) for kernel in (stated.train, stated.infer)
     )
     return Setting(
         program=stated,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.model.files import Artefacts, companion
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer
 from kcdsl_backends.empirical.servers.replies import Named
 
@@ -81,13 +82,16 @@ class Vocabulary:
         return self._ids
 
 
-def ends_of(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+def ends_of(files: Artefacts, checkpoint: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """Return the tokens that end texts: `eos_token_id` of the configuration, and of a file
     generation_config.json in the folder of the checkpoint, which servers read too."""
-    try:
-        generating = json.loads((folder / "generation_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        generating = {}
+    generating, path = {}, files.beside(checkpoint, "generation_config.json")
+    if path is not None:
+        data = files.read(path, companion("generation_config"))
+        try:
+            generating = json.loads(data.decode("utf-8"))
+        except (ValueError, RecursionError):
+            generating = {}
     found: set[int] = set()
     for stated in (config, generating):
         named = stated.get("eos_token_id") if isinstance(stated, Mapping) else None

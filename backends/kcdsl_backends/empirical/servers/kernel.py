@@ -246,7 +246,7 @@ def _load(ref: KernelRef, model: Model, trial: Sequence[int], limits: Limits) ->
             f" {size}",
             help="serve the model of the contract",
         )
-    ends = ends_of(model.checkpoint.path.parent, model.config)
+    ends = ends_of(model.files, model.checkpoint.path, model.config)
     vocabulary = Vocabulary(size, model.tokenizer_source, ends)
     kernel = ServerKernel(ref, service, transport, identity, vocabulary, longest)
     return _tried(kernel, tuple(trial))

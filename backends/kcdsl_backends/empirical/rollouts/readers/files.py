@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,7 @@ from numpy.typing import NDArray
 from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.model.files import file_digest
-from kcdsl.source.files import MARK, MARKED, UNMARKED
+from kcdsl.source.files import MARK, MARKED, UNMARKED, read_bytes
 from kcdsl_backends.empirical.rollouts.readers.rows import Rows
 
 SUFFIXES = (".jsonl", ".parquet", ".safetensors")
@@ -43,10 +43,7 @@ def read_rows(path: Path, name: str) -> Rows:
             f"{shown(path)}: recordings are {', '.join(SUFFIXES)} files",
             help=_WAY_OUT,
         )
-    digest = file_digest(path)
-    found = _READERS[suffix](path, name, digest)
-    if file_digest(path) != digest:
-        raise refuse(codes.ROLLOUT_FILE, f"{shown(path)} changed while it was read")
+    found = _READERS[suffix](path, name)
     if found.count == 0:
         raise refuse(codes.ROLLOUT_FILE, f"{shown(path)} has no rows", help=_WAY_OUT)
     return found
@@ -59,23 +56,24 @@ def _damaged(path: Path, error: object) -> Refusal:
 # --- JSONL ---------------------------------------------------------------------------------------
 
 
-def _jsonl(path: Path, name: str, digest: str) -> Rows:
+def _jsonl(path: Path, name: str) -> Rows:
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
-    try:
-        with path.open(encoding="utf-8", newline="\n") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    rows.append(_object(path, number, line))
-                    numbers.append(number)
-    except UnicodeDecodeError as error:
-        raise _damaged(path, error) from None
+    data = read_bytes(path)
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            rows.append(_object(path, number, line))
+            numbers.append(number)
     names = dict.fromkeys(key for row in rows for key in row)
     columns = {key: [row.get(key) for row in rows] for key in names}
-    return Rows(name, digest, len(rows), columns, "line", numbers)
+    return Rows(name, _digest(data), len(rows), columns, "line", numbers)
 
 
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _object(path: Path, number: int, data: bytes) -> dict[str, Any]:
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
         row = dict(found)
         if len(row) != len(found):
@@ -83,6 +81,10 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
             raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} comes twice")
         return row
 
+    try:
+        line = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _damaged(path, f"line {number} is not UTF-8: {error.reason}") from None
     if number == 1 and line.startswith(MARK):
         raise refuse(codes.MALFORMED_ROLLOUT, f"{shown(path)}, line 1: {MARKED}", help=UNMARKED)
     try:
@@ -121,18 +123,19 @@ class _Lists(Sequence[Any]):
         return None if self.null[row] else self.values[self.starts[row] : self.ends[row]]
 
 
-def _parquet(path: Path, name: str, digest: str) -> Rows:
+def _parquet(path: Path, name: str) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    data = read_bytes(path)
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(pa.BufferReader(data))
         columns = {n: _column(table.column(n)) for n in table.column_names}
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from None
     if len(columns) != len(table.column_names):
         raise _damaged(path, "two columns have one name")
-    return Rows(name, digest, table.num_rows, columns)
+    return Rows(name, _digest(data), table.num_rows, columns)
 
 
 def _column(chunked: Any) -> Sequence[Any]:
@@ -163,24 +166,25 @@ def _is_float(kind: Any) -> bool:
 # --- safetensors ---------------------------------------------------------------------------------
 
 
-def _safetensors(path: Path, name: str, digest: str) -> Rows:
+def _safetensors(path: Path, name: str) -> Rows:
     """Read a batch: every tensor [rows, ...]; a file without text columns."""
     import torch
-    from safetensors import SafetensorError, safe_open
+
+    from kcdsl.model.checkpoint import read_tensors
 
     columns: dict[str, Sequence[Any]] = {}
     try:
-        with safe_open(path, framework="pt") as stored:
-            for key in sorted(stored.keys()):
-                tensor = stored.get_tensor(key)
-                wide = tensor.to(torch.float64) if tensor.is_floating_point() else tensor
-                columns[key] = _cells(wide.numpy())
-    except (SafetensorError, ValueError, OSError) as error:
+        file = read_tensors(path)
+        for key in sorted(file.stored):
+            tensor = file.tensor(key)
+            wide = tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+            columns[key] = _cells(wide.numpy())
+    except (ValueError, OSError) as error:
         raise _damaged(path, error) from None
     counts = {key: len(cells) for key, cells in columns.items()}
     if len(set(counts.values())) > 1:
         raise _damaged(path, f"its tensors have different numbers of rows: {_differing(counts)}")
-    return Rows(name, digest, next(iter(counts.values()), 0), columns)
+    return Rows(name, file.sha256, next(iter(counts.values()), 0), columns)
 
 
 def _cells(values: NDArray[Any]) -> Sequence[Any]:
@@ -197,7 +201,7 @@ def _differing(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{key} has {count}" for count, key in first.items())
 
 
-_READERS: Mapping[str, Callable[[Path, str, str], Rows]] = {
+_READERS: Mapping[str, Callable[[Path, str], Rows]] = {
     ".jsonl": _jsonl,
     ".parquet": _parquet,
     ".safetensors": _safetensors,

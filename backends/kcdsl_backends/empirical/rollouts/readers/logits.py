@@ -1,17 +1,18 @@
 """Recorded logits as a kernel: whole logits of known requests, read where they lie in the file.
 
 The file holds one tensor [T, V] for each request, named by its id; a run in float32 or wider may
-stand beside it as `gold.ID`. The file is mapped into memory: only rows that are read are loaded.
+stand beside it as `gold.ID`. The file stays open: a tensor is read when it is asked for, and held
+against its digest from when the file was hashed.
 """
 
 from __future__ import annotations
 
-import json
-import mmap
+import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor
 from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.files import file_digest
+from kcdsl.model.checkpoint import Stored, header_of
+from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
+from kcdsl.source.files import open_file
 from kcdsl_backends.requests import Request
 
 GOLD = "gold."
@@ -31,17 +34,8 @@ _TYPES: Mapping[str, tuple[str, torch.dtype | None]] = {
     "F16": ("<f2", None),
     "BF16": ("<i2", torch.bfloat16),
 }
+_CHUNK = 1 << 22
 _WAY_OUT = "save one tensor [tokens, vocabulary] for each request, named by its id"
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Where a tensor lies: its type, its shape and its bytes."""
-
-    kind: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -51,10 +45,12 @@ class RecordedLogits:
     ref: KernelRef
     path: Path
     sha256: str
-    stored: Mapping[str, _Stored]
+    stored: Mapping[str, Stored]
     ids: Mapping[tuple[int, ...], str]
     """The id of each request by its tokens."""
-    memory: mmap.mmap
+    stream: BinaryIO
+    digests: Mapping[str, str]
+    """The sha256 of each tensor as the file was hashed; one that is read is held against it."""
 
     def logits(self, ids: Any) -> Tensor:
         """Return the recorded logits [T, V] of a request, in their own format.
@@ -98,14 +94,24 @@ class RecordedLogits:
         found = self.stored[name]
         kind, view = _TYPES[found.kind]
         count = int(np.prod(found.shape))
-        flat = np.frombuffer(self.memory, dtype=kind, count=count, offset=found.start)
-        if not flat.flags.aligned:
-            flat = flat.copy()
+        data, at = bytearray(found.end - found.start), 0
+        while at < len(data):
+            read = os.preadv(self.stream.fileno(), [memoryview(data)[at:]], found.start + at)
+            at += read or len(data)  # the end of a file that was cut off: the digest tells
+        if hashlib.sha256(data).hexdigest() != self.digests[name]:
+            raise refuse(
+                codes.CHANGED_MEANWHILE,
+                f"{shown(self.path)} changed while the command ran",
+                help="run it again: what it found is about the file as it was",
+            )
+        flat = np.frombuffer(data, dtype=kind, count=count)
         values = torch.from_numpy(flat).reshape(found.shape)
         return values if view is None else values.view(view)
 
 
-def load_recorded_logits(ref: KernelRef, base: Path, requests: Sequence[Request]) -> RecordedLogits:
+def load_recorded_logits(
+    ref: KernelRef, files: Artefacts, requests: Sequence[Request]
+) -> RecordedLogits:
     """Open recorded logits and hold them against the requests.
 
     Raises Refusal for a missing or damaged file, a request without a tensor, and a tensor that has
@@ -113,9 +119,13 @@ def load_recorded_logits(ref: KernelRef, base: Path, requests: Sequence[Request]
     """
     assert ref.recording is not None
     assert ref.recording.file is not None
-    path = base / ref.recording.file
-    digest = file_digest(path)
-    stored = _header(path)
+    path = files.find(ref.recording.file)
+    stream = open_file(path)
+    try:
+        stored, digest, digests = _hashed(stream)
+    except (ValueError, OSError) as error:
+        raise _damaged(path, error) from None
+    files.record(ref.recording.file, digest)
     ids: dict[tuple[int, ...], str] = {}
     widths: dict[int, str] = {}
     for request in requests:
@@ -138,12 +148,10 @@ def load_recorded_logits(ref: KernelRef, base: Path, requests: Sequence[Request]
     if len(widths) > 1:
         said = ", ".join(f"{name} has {width}" for width, name in widths.items())
         raise _damaged(path, f"its requests have vocabularies of different sizes: {said}")
-    with path.open("rb") as stream:
-        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    return RecordedLogits(ref, path, digest, stored, ids, memory)
+    return RecordedLogits(ref, path, digest, stored, ids, stream, digests)
 
 
-def _check(path: Path, request: Request, found: _Stored) -> None:
+def _check(path: Path, request: Request, found: Stored) -> None:
     if found.kind not in _TYPES:
         raise _damaged(
             path, f"{request.id!r} is stored as {found.kind}, not as F64, F32, F16, BF16"
@@ -157,7 +165,7 @@ def _check(path: Path, request: Request, found: _Stored) -> None:
         raise _damaged(path, f"{request.id!r} has {found.end - found.start} bytes, not {size}")
 
 
-def _check_gold(path: Path, request: Request, found: _Stored, gold: _Stored | None) -> None:
+def _check_gold(path: Path, request: Request, found: Stored, gold: Stored | None) -> None:
     if gold is None:
         return
     _check(path, request, gold)
@@ -165,30 +173,24 @@ def _check_gold(path: Path, request: Request, found: _Stored, gold: _Stored | No
         raise _damaged(path, f"{GOLD}{request.id} is no run in float32 or wider of the same shape")
 
 
-def _header(path: Path) -> dict[str, _Stored]:
-    """Return where the tensors of a safetensors file lie."""
-    try:
-        with path.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            whole = path.stat().st_size
-            if not 2 <= size <= whole - 8:
-                raise ValueError("its header is cut off")
-            header = json.loads(stream.read(size))
-        found = {
-            str(name): _Stored(
-                str(told["dtype"]),
-                tuple(int(n) for n in told["shape"]),
-                8 + size + int(told["data_offsets"][0]),
-                8 + size + int(told["data_offsets"][1]),
-            )
-            for name, told in header.items()
-            if name != "__metadata__"
-        }
-        if any(not 8 + size <= s.start <= s.end <= whole for s in found.values()):
-            raise ValueError("a tensor lies outside of the file")
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise _damaged(path, error) from None
-    return found
+def _hashed(stream: BinaryIO) -> tuple[dict[str, Stored], str, dict[str, str]]:
+    """Return where the tensors of a file lie, the digest of the file, and that of each tensor."""
+    size = os.fstat(stream.fileno()).st_size
+    first = stream.read(8)
+    head = first + stream.read(min(int.from_bytes(first, "little"), size))
+    stored = header_of(head, size)
+    whole, digests = hashlib.sha256(head), {}
+    for name, tensor in sorted(stored.items(), key=lambda item: (item[1].start, item[1].end)):
+        own, left = hashlib.sha256(), tensor.end - tensor.start
+        while left:
+            data = stream.read(min(left, _CHUNK))
+            if not data:
+                raise ValueError("it became shorter while it was read")
+            whole.update(data)
+            own.update(data)
+            left -= len(data)
+        digests[name] = own.hexdigest()
+    return stored, whole.hexdigest(), digests
 
 
 def _damaged(path: Path, what: object) -> Exception:
