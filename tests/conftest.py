@@ -62,6 +62,15 @@ def _nothing_remembered(
     monkeypatch.delenv("KCDSL_POLICY", raising=False)
 
 
+@pytest.fixture
+def shared_files(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let contracts name the files of the examples, and those of other temporary folders."""
+    allowed = (repository / "examples", tmp_path_factory.getbasetemp())
+    monkeypatch.setenv("KCDSL_ALLOW_FOLDERS", ",".join(map(str, allowed)))
+
+
 @pytest.fixture(autouse=True)
 def _graphs_remembered() -> None:
     """Have the certifier trace each block of the same model once in this process."""

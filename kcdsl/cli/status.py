@@ -102,7 +102,7 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     """Return what a statement says about this triple; raises Reject where it says nothing."""
     from datetime import UTC, datetime
 
-    from kcdsl.release.artefacts import data_file
+    from kcdsl.model.files import resolve_file
     from kcdsl.release.signing import CERTIFICATE, read_envelope
     from kcdsl_certs.admission import admit
     from kcdsl_certs.coverage import check_stated
@@ -121,7 +121,9 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     check_stated(body, body.verdict, expectation.clauses)
     beside = Evidence(file.parent)
     check_evidence(body, beside, strict=True)
-    check_recount(body, beside, lambda name: data_file(name, base), expectation.slices, strict=True)
+    check_recount(
+        body, beside, lambda name: resolve_file(name, base), expectation.slices, strict=True
+    )
     return body
 
 

@@ -27,12 +27,14 @@ from typing import Any
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND
 from kcdsl.ir.terms import EvidenceKind, Program
-from kcdsl.release.artefacts import data_digests, data_file, locate
+from kcdsl.model.files import Artefacts
+from kcdsl.release.artefacts import data_digests
 from kcdsl.release.proved import proof_reference, proved_clauses
 from kcdsl.release.requirements import slice_sources
 from kcdsl.release.triple import build_triple
 from kcdsl.route.catalogue import BackendSpec, catalogue
 from kcdsl.route.goals import Goal
+from kcdsl.source.files import read_bytes
 from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 from kcdsl_certs.clauses import Evidence as Kind
@@ -102,12 +104,13 @@ class ForeignBackend:
 
     def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
         """Return how many rows each slice has at least, without a tokenizer of the model."""
-        sources = slice_sources(program, base)
+        files = Artefacts.of(base)
+        sources = slice_sources(program, files)
         found = dict.fromkeys(slices, 0)
         for name in found.keys() & sources.keys():
             source = sources[name]
             with suppress(Reject):
-                rows = read_rows(data_file(source.data, base).read_bytes(), source.tokens)
+                rows = read_rows(read_bytes(files.find(source.data)), source.tokens)
                 found[name] = len(select(rows, source.where).rows)
         return found
 
@@ -288,7 +291,8 @@ def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -
     assert outcome.proof is not None
     name = outcome.goal.clause.id
     reference = proof_reference(name, outcome.proof)
-    checkpoint = locate(program.model.checkpoint, base)
+    files = Artefacts.of(base)
+    checkpoint = files.locate(program.model.checkpoint)
     prints = {
         role: kernel_fingerprint(getattr(program, role), device) for role in ("train", "infer")
     }
@@ -301,8 +305,8 @@ def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -
             found = Rechecker(folder, checkpoint)(clause, triple)
             if found.outcome is not Outcome.OK:
                 return f"its proof is not confirmed: {found.detail} ({found.reason})"
-            digests, sources = data_digests(program, base), slice_sources(program, base)
-            count = Recount(sources, lambda data: data_file(data, base), digests, folder, None)
+            digests, sources = data_digests(program, files), slice_sources(program, files)
+            count = Recount(sources, files.find, digests, folder, None)
             count.run((clause,))
     except Reject as error:
         return f"its proof does not show the clause: {error.detail} ({error.reason})"

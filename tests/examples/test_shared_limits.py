@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("shared_files")
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm"
 CONTRACT = EXAMPLE / "variants" / "shared-limits.kc.yaml"
 TABLE = """\

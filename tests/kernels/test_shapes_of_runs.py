@@ -13,6 +13,7 @@ from bench import kernels, kernels_inputs
 from bench.kernels import Case
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.files import Artefacts
 from kcdsl_backends.empirical.engines.exact import exact_settings
 from kcdsl_backends.empirical.kernels import TorchKernel, load_kernel
 
@@ -106,7 +107,9 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Model:
     path = tmp_path_factory.mktemp("longer") / "config.json"
     path.write_text(json.dumps(config | {"max_position_embeddings": 2048}), encoding="utf-8")
     ref = ModelRef("model.safetensors", architecture="llama", tokenizer="bytes", config=str(path))
-    return load_model(ref, folder)
+    files = Artefacts.of(folder)
+    files.allow(path)
+    return load_model(ref, files)
 
 
 @pytest.mark.parametrize("case", ATTENTION[6:], ids=lambda c: c.name)

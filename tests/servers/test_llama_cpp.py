@@ -22,6 +22,8 @@ from tests.conftest import Cli
 from tests.servers.conftest import Loader
 from tests.support.llama_cpp import llama_cpp_server, write_gguf
 
+pytestmark = pytest.mark.usefixtures("shared_files")
+
 FLOAT_NOISE = 1e-4
 """ln-probabilities of two float32 programs of this model differ by some 1e-5 at most."""
 

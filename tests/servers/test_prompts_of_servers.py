@@ -13,6 +13,8 @@ from kcdsl_backends.empirical.kernels import TorchKernel
 from tests.conftest import Cli
 from tests.support.fake_server import Fake, serving
 
+pytestmark = pytest.mark.usefixtures("shared_files")
+
 CONTRACT = """\
 kcdsl: 1
 contract: served

@@ -30,6 +30,8 @@ from tests.conftest import Cli
 from tests.servers.conftest import QUICK
 from tests.support.fake_server import Fake, serving
 
+pytestmark = pytest.mark.usefixtures("shared_files")
+
 COUNT = 8
 CONTRACT = """\
 kcdsl: 1

@@ -21,6 +21,8 @@ from kcdsl_backends.empirical.diagnoses.weights import weights_digests
 from kcdsl_backends.empirical.kernels import TorchKernel, load_kernel
 from tests.conftest import Cli
 
+pytestmark = pytest.mark.usefixtures("shared_files")
+
 IDS = [7, 200, 3, 3, 90, 41, 250, 11, 64, 5, 128, 77, 19, 230, 2, 99]
 PRECISIONS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 

@@ -19,6 +19,8 @@ from kcdsl_backends.empirical.rollouts.record import Rollout
 from tests.support import planted_bugs, recordings
 from tests.support.recordings import BFLOAT16, FLOAT32, FP8, at
 
+pytestmark = pytest.mark.usefixtures("shared_files")
+
 MODEL = planted_bugs.FOLDER
 RECORDED = "{run: recorded, logprobs: {values: raw}}"
 EAGER = "{run: torch.eager, numerics: {compute: float32}}"

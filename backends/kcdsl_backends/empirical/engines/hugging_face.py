@@ -32,7 +32,10 @@ def hugging_face(
     one that holds other weights than its files. What is loaded is a private copy of the files, made
     while they are hashed, so that nobody can change them in between.
     """
-    folder = model.checkpoint.path.parent if ref.folder is None else files.locate(ref.folder)
+    named = ref.folder
+    folder = model.checkpoint.path.parent if named is None else files.base / named
+    if named is not None:
+        folder = files.admitted(folder, named)
     with TemporaryDirectory(prefix="kcdsl-") as copied:
         for path in (files.admitted(path) for path in folder_files(folder)):
             digest = copy_hashed(path, Path(copied) / path.name)
