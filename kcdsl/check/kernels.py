@@ -53,7 +53,7 @@ _UNIT = ("fraction_bits", "chunk", "result_bits", "promote")
 _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
     "": (
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
-        *("results", "tensor_core", "sigmoid", "byte_sums"),
+        *("results", "tensor_core", "sigmoid", "byte_sums", "products"),
     ),
     "weights": ("format", "scale", "rounding", "scale_format"),
     "activations": (

@@ -283,6 +283,7 @@ def _numerics(parent: str, name: str) -> list[str]:
         ("numerics", "casts"): presets.CASTS,
         ("numerics", "sigmoid"): presets.SIGMOIDS,
         ("numerics", "byte_sums"): presets.BYTE_SUMS,
+        ("numerics", "products"): presets.PRODUCTS,
         ("weights", "format"): presets.WEIGHT_FORMATS,
         ("weights", "scale"): presets.WEIGHT_SCALES,
         ("weights", "rounding"): presets.WEIGHT_ROUNDINGS,

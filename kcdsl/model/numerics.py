@@ -203,6 +203,7 @@ class Numerics:
     "absolute" (to some units in the last place of 1, however small it is).
     `byte_sums` says how linears sum products of unsigned with signed bytes: "wide" (exactly), or
     "int16_pairs" (two products at a time in 16 bits, where they saturate).
+    `products` is "compute", or "tfloat32": what products of matrices read is cut to tfloat32 first.
     """
 
     preset: str
@@ -216,6 +217,7 @@ class Numerics:
     tensor_core: TensorCore | None = None
     sigmoid: str = "relative"
     byte_sums: str = "wide"
+    products: str = "compute"
 
     @property
     def cast(self) -> Casts:
@@ -284,6 +286,8 @@ class Numerics:
             record["sigmoid"] = self.sigmoid
         if self.byte_sums != "wide":
             record["byte_sums"] = self.byte_sums
+        if self.products != "compute":
+            record["products"] = self.products
         return record
 
 

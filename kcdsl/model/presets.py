@@ -38,6 +38,7 @@ _STATIC = ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "int8", "int8
 STYLES = ("composed", "fused")
 SIGMOIDS = ("relative", "absolute")
 BYTE_SUMS = ("wide", "int16_pairs")
+PRODUCTS = ("compute", "tfloat32")
 RESULTS = (
     *("input", "context", "linear", "matmul", "add", "sub", "mul", "scale", "divide", "shift"),
     *("tanh", "silu", "gelu", "rope", "rms_norm", "layer_norm"),
@@ -213,6 +214,7 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         raise _refusal(f"accumulate {accumulate} is coarser than compute {compute}")
     activations = _activations(_merged(base, given, "activations"), compute)
     tensor_core = merged.get("tensor_core", "none")
+    products = _products(merged.get("products", "compute"), compute, accumulate)
     weights = _weights(_merged(base, given, "weights"), compute)
     return Numerics(
         preset=preset,
@@ -223,10 +225,23 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         activations=activations,
         attention=_attention(base, given, compute, accumulate),
         results=_results(merged.get("results", {}), compute, accumulate),
-        tensor_core=_tensor_core(tensor_core, compute, accumulate, activations),
+        tensor_core=_tensor_core(tensor_core, compute, accumulate, activations, products),
         sigmoid=_choice("sigmoid", merged.get("sigmoid", "relative"), SIGMOIDS),
         byte_sums=_byte_sums(merged.get("byte_sums", "wide"), weights, activations),
+        products=products,
     )
+
+
+def _products(raw: object, compute: str, accumulate: str) -> str:
+    """Read `products`; only float32 numbers are shortened before they are multiplied."""
+    found = _choice("products", raw, PRODUCTS)
+    if found != "compute" and (compute, accumulate) != ("float32", "float32"):
+        raise _refusal(
+            f"products are in {found}, compute in {compute} and sums in {accumulate}: it is for"
+            " float32",
+            ("compute",),
+        )
+    return found
 
 
 def _byte_sums(raw: object, weights: Weights, activations: Activations) -> str:
@@ -269,7 +284,7 @@ def _results(raw: object, compute: str, accumulate: str) -> tuple[tuple[str, str
 
 
 def _tensor_core(
-    raw: object, compute: str, accumulate: str, activations: Activations
+    raw: object, compute: str, accumulate: str, activations: Activations, products: str
 ) -> TensorCore | None:
     """Read `tensor_core`: a name, or the mapping of a numerics record."""
     if raw == "none":
@@ -279,9 +294,10 @@ def _tensor_core(
         core = TensorCore(_unit("linears", raw), _unit("others", raw))
     else:
         core = TENSOR_CORES[_choice("tensor_core", raw, ("none", *TENSOR_CORES))]
-    if compute not in ("float16", "bfloat16") or accumulate != "float32":
+    short = compute in ("float16", "bfloat16") or products == "tfloat32"
+    if not short or accumulate != "float32":
         raise _refusal(
-            "a tensor core multiplies float16 or bfloat16 and accumulates in float32;"
+            "a tensor core multiplies float16, bfloat16 or tfloat32 and accumulates in float32;"
             f" compute is {compute} and accumulate {accumulate}"
         )
     if core.linears != core.others and not activations.format.startswith("fp8"):

@@ -112,6 +112,15 @@ NUMERICS: dict[str, dict[str, object]] = {
         "preset": "fp8-w8a8-per-tensor",
         "activations": {"format": "fp8_e4m3", "scale": "per_batch", "batch_amax": 400},
     },
+    "TF32": {"preset": "torch-eager", "products": "tfloat32", "casts": "nearest"},
+    "TF32 in a unit": {
+        "preset": "torch-eager",
+        "products": "tfloat32",
+        "tensor_core": {
+            key: {"fraction_bits": 24, "chunk": 4, "result_bits": 23}
+            for key in ("linears", "others")
+        },
+    },
     "bytes in pairs nearest": {"preset": "onnxruntime-int8-pairs", "casts": "nearest"},
     "int8 full nearest": {"preset": "torchao-int8-dynamic", "casts": "nearest"},
     "fp8 static": {

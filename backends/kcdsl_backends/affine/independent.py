@@ -183,7 +183,8 @@ def of_sums(
         left, right, total, result, extra, before, quantised: as for `summation_error`.
         error: E, what that returned.
     """
-    if unit_of(kernel, quantised) is not None:  # matrix units cut off toward zero
+    shortened = kernel.numerics.products != "compute"
+    if shortened or unit_of(kernel, quantised) is not None:  # what is cut off has no mean of zero
         return Roundings.none(error)
     terms, largest = left.shape[-1], (total + error) * _UP
     partial = (total + result) / 2 + error

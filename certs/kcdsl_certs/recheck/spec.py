@@ -198,6 +198,7 @@ class Kernel:
     inward: bool = False  # casts go toward zero
     units: int = 1  # of u and η in one cast
     cut_weights: bool = False  # parameters are cut off toward zero
+    shortened: bool = False  # products of matrices read tfloat32
     paired: bool = False  # linears sum two products of bytes at a time, in 16 bits
     scale_format: Format = FLOAT32  # of the scales of weights
     least_scale: float = 0.0  # of dynamic scales of activations
@@ -333,7 +334,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
     """
     record = Reader(value, place, "document/numerics").exactly(
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
-        optional=("results", "tensor_core", "sigmoid", "byte_sums"),
+        optional=("results", "tensor_core", "sigmoid", "byte_sums", "products"),
     )
     record.text("preset")
     names = tuple(FORMATS)
@@ -373,6 +374,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
         units=most,
         cut_weights=_cut_weights(weights),
         paired=_paired(record, weights, activations),
+        shortened=_shortened(record),
         scale_format=_scale_format(weights),
         least_scale=limits[0],
         amax_limit=limits[1],
@@ -406,6 +408,15 @@ def _limits(record: Reader) -> tuple[float, float, float]:
     if scale == "per_batch" and not found[2]:
         raise wrong
     return found[0], found[1], found[2]
+
+
+def _shortened(record: Reader) -> bool:
+    if not record.has("products"):
+        return False
+    record.choice("products", ("tfloat32",))
+    if (record.text("compute"), record.text("accumulate")) != ("float32", "float32"):
+        raise Rejection("document/numerics", "products in tfloat32 without float32 beside them")
+    return True
 
 
 def _paired(record: Reader, weights: Reader, activations: Reader) -> bool:

@@ -116,6 +116,10 @@ PAIRS = [
         )
     ),
     (
+        proofs.numerics("float32", "any", products="tfloat32"),
+        proofs.numerics("float32", "nearest", products="tfloat32"),
+    ),
+    (
         proofs.numerics("float32", "nearest"),
         proofs.numerics("bfloat16", "toward_zero", weights=("bfloat16", "none", "toward_zero")),
     ),

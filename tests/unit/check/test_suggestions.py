@@ -130,6 +130,7 @@ kernels:
       preset: fp8-w8a8-per-tensor
       sigmoid: absolute
       byte_sums: wide
+      products: compute
       weights: {format: fp8_e4m3, scale: per_tensor, scale_format: float16}
       activations:
         format: fp8_e4m3

@@ -35,6 +35,8 @@ _DIVISION = 1.0 + 2.0**-20
 _FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
 """What a code loses where its scale is subnormal, and a product of codes where the product of both
 scales is: a code has at most 17 bits before the point, and an error of 2^-150 counts that often."""
+_SHORTENED = 2.0**-9 + 2.0**-20
+"""What a term loses relatively where both factors are cut to tfloat32, each by 2^-10."""
 _LEAST_POWER = 2.0 ** E8M0_EXPONENTS[0]
 _ROUNDED_TERMS, _CODED_TERMS = 2, 4
 """Roundings of a term before it is added: its product and one more; of codes the weight's own
@@ -209,6 +211,8 @@ def summation_error(
             `right` [..., 1, n] bounds what each of them meets.
     """
     terms, unit = columns or left.shape[-1], unit_of(kernel, quantised)
+    short = 0.0 if kernel.numerics.products == "compute" else up(total * _SHORTENED, 2)
+    total, result = total + short, result + short
     if unit is None:
         error = accumulation_error(total, result, terms + extra, kernel, before)
     else:
@@ -225,7 +229,7 @@ def summation_error(
         error = up(rounded + cut * (1 + 4 * steps * kernel.u_accumulate), 4)
         largest = FORMATS[kernel.numerics.accumulate].largest
         error = torch.where(total + error <= largest, error, torch.inf)
-    return up(error + flushing_error(left, right, kernel, columns), 2)
+    return up(error + short + flushing_error(left, right, kernel, columns), 4)
 
 
 def accumulation_error(
@@ -253,12 +257,12 @@ def flushing_error(
     """Return how much a product loses near zero.
 
     Matrix units of coarse formats may treat operands, products and partial sums as zero that are
-    subnormal: 2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Nothing for kernels that compute in
+    subnormal: 2^-126·(Σ|a| + Σ|b| + 2n + 4) per element. Nothing for kernels that multiply in
     float32, unless activations are quantised: then the product of two scales may be subnormal.
     """
     faint = _FAINT_PRODUCT if kernel.numerics.activations.format != "none" else 0.0
     terms, each = columns or left.shape[-1], columns or 1
-    if not kernel.coarse:
+    if not kernel.coarse and kernel.numerics.products == "compute":
         return faint * terms
     sizes = left.sum(-1, keepdim=True) + right.sum(-2, keepdim=True) * each + (2 * terms + 4)
     return up(2.0**-126 * (sizes * _DIVISION) + faint * terms, 2)

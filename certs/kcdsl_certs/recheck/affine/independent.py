@@ -89,7 +89,7 @@ def of_sum(
     dynamic: bool = False,
 ) -> Split:
     """Return the parts of the error of sums; arguments as for `rules.linear.summed`."""
-    if unit_of(kernel, dynamic) is not None:
+    if kernel.shortened or unit_of(kernel, dynamic) is not None:
         return only_sure(error)
     n, form = factors[0].shape[-1], kernel.accumulate
     whole = size[0] + error

@@ -164,7 +164,7 @@ def _flushed(
     activations are quantised."""
     left = product(a, x, b, [Fraction(1)] * len(y))
     scaled = Fraction(a[-1], 2**117) if kernel.activations[0] != "none" else ZERO
-    if not kernel.coarse:
+    if not kernel.coarse and not kernel.shortened:
         return [scaled] * len(left)
     right = product(a, [Fraction(1)] * len(x), b, y)
     more = 2 * a[-1] + 4
@@ -178,12 +178,16 @@ def _accumulated(
     if kernel.other_unit is not None:
         raise Rejection("rule/unknown-op", "there is no exact rule for sums of matrix units")
     form = kernel.accumulate
+    cut = Fraction(1, 2**9) + Fraction(1, 2**20) if kernel.shortened else ZERO
+    short = [s * cut for s in sizes]
+    sizes = [s + e for s, e in zip(sizes, short, strict=True)]
+    results = [y + e for y, e in zip(results, short, strict=True)]
     each, lost = gamma(k + j, form.u) / (k + j), (k + j) * eta(form)
     pairs = zip(sizes, results, strict=True)
     errors = [each * (k * (s + y) / 2 + j * s) + lost for s, y in pairs]
     if any(s + e > Fraction(form.largest) for s, e in zip(sizes, errors, strict=True)):
         raise Rejection("bound/overflow", f"a partial sum may overflow {form.name}")
-    return errors
+    return [e + more for e, more in zip(errors, short, strict=True)]
 
 
 def _quantisation(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:

@@ -33,6 +33,7 @@ from kcdsl_certs.recheck.versions import Own
 
 _SMALL = 2.0**-20
 _FLUSHED = 2.0**-126
+_CUT_TERM = 2.0**-9 + 2.0**-20  # of a product whose factors are cut by 2^-10 each
 _FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
 
 
@@ -170,7 +171,7 @@ def flushed(
     """
     n = columns or left.shape[-1]
     scaled = n * _FAINT_PRODUCT if kernel.activations[0] != "none" else 0.0
-    if not kernel.coarse:
+    if not kernel.coarse and not kernel.shortened:
         return scaled
     sizes = left.sum(axis=-1, keepdims=True), right.sum(axis=-2, keepdims=True) * (columns or 1)
     lost = box.up((sizes[0] + sizes[1] + 2 * n + 4) * (1 + _SMALL)) * _FLUSHED
@@ -200,9 +201,11 @@ def summed(
         Rejection: as `accumulated`.
     """
     n, unit = columns or factors[0].shape[-1], matrix_units.unit_of(kernel, dynamic)
+    lost = box.up(size[0] * _CUT_TERM) if kernel.shortened else np.zeros(())
+    size = size[0] + lost, size[1] + lost
     if unit is None:
         error = accumulated(kernel, *size, n + extra, before)
-        return box.up(error + flushed(kernel, *factors, columns))
+        return box.up(box.up(error + lost) + flushed(kernel, *factors, columns))
     count = matrix_units.instructions(unit, n, extra)
     steps = count[0] + extra + 1
     error = accumulated(kernel, *size, steps, before)
@@ -211,7 +214,7 @@ def summed(
     error = box.up(error + box.up(cut * (1 + 4 * steps * kernel.accumulate.u)))
     if not bool((size[0] + error <= kernel.accumulate.largest).all()):
         raise Rejection("bound/overflow", "a sum of a matrix unit may overflow")
-    return box.up(error + flushed(kernel, *factors, columns))
+    return box.up(box.up(error + lost) + flushed(kernel, *factors, columns))
 
 
 def accumulated(kernel: Kernel, size: Floats, result: Floats, k: int, j: int) -> Floats:

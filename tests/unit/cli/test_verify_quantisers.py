@@ -1,0 +1,97 @@
+"""Formats of codes, layouts of scales and sums of bytes through the commands: proved, attacked,
+signed, checked again, and a violation replayed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.model.presets import resolve
+from tests.support.commands import run_here
+from tests.support.small_models import write_model
+
+CONTRACT = """\
+kcdsl: 1
+contract: small
+version: 1.0.0
+model: {checkpoint: model.safetensors, architecture: llama, config: config.json, tokenizer: bytes}
+kernels:
+  train: {run: torch.eager, numerics: {preset: torch-eager}}
+  infer: {run: torch.eager, numerics: NUMERICS}
+data: prompts.jsonl
+slices: {all: {}}
+clauses:
+  LOOSE: {require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= 10", level: L2}
+"""
+TIGHT = """\
+  TIGHT: {require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= 1e-9", level: L2}
+"""
+NUMERICS = {
+    "vLLM": "{preset: vllm-fp8-per-token, casts: nearest}",
+    "limited": "{preset: fp8-w8a8-per-channel, activations: {format: fp8_e4m3, scale: per_token,"
+    " amax_limit: 1200, least_scale: 0.001}}",
+    "AWQ": "{preset: awq-int4}",
+    "NVFP4": "{preset: nvfp4-weights, casts: nearest}",
+    "MXFP4": "{preset: mxfp4, casts: nearest}",
+    "MXFP6": "{preset: mxfp8, weights: {format: fp6_e2m3, scale: mx},"
+    " activations: {format: fp6_e3m2, scale: mx}}",
+    "UE8M0": "{preset: fp8-w8a8-blocks-e8m0}",
+    "fnuz": "{preset: fp8-w8a8-per-tensor, weights: {format: fp8_e4m3fnuz, scale: per_tensor},"
+    " activations: {format: fp8_e4m3fnuz, scale: group_32}}",
+    "batch": "{preset: fp8-w8a8-per-tensor,"
+    " activations: {format: fp8_e4m3, scale: per_batch, batch_amax: 100}}",
+    "TF32": "{preset: torch-eager, products: tfloat32}",
+    "bytes": "{preset: onnxruntime-int8-pairs}",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path, prompts=("hey",))
+    return tmp_path
+
+
+def contract(folder: Path, name: str, more: str = "") -> None:
+    text = CONTRACT.replace("NUMERICS", NUMERICS[name]) + more
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NUMERICS)
+def test_a_signed_certificate_is_derived_again(folder: Path, follows: Any, name: str) -> None:
+    contract(folder, name)
+    assert run_here("keygen", cwd=folder).code == 0
+    words = ("--json", "--cache", "off", "--sign", "kcdsl.key")
+    ran = run_here("verify", *words, cwd=folder)
+    assert ran.code == 0, ran.stderr
+    document = json.loads(ran.stdout)
+    follows(document)
+    (goal,) = document["goals"]
+    assert goal["verdict"] == "held"
+    assert 0 < goal["attack"] <= goal["bound"]
+    record = goal["numerics"]["infer"]
+    assert resolve(record).to_json() == record
+    proof = json.loads((folder / "out" / "LOOSE.proof.json").read_bytes())
+    follows(proof)
+    assert proof["numerics"]["infer"] == record
+    checking = ("check", "out/verify.cert.json", "--recheck", "--key", "kcdsl.key.pub")
+    checked = run_here(*checking, cwd=folder)
+    assert checked.code == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("name", ["vLLM", "AWQ", "MXFP4"])
+def test_a_run_outside_of_a_bound_is_replayed(folder: Path, follows: Any, name: str) -> None:
+    contract(folder, name, TIGHT)
+    ran = run_here("verify", "--json", "--cache", "off", cwd=folder)
+    assert ran.code == 1, ran.stderr
+    goals = {goal["clause"]: goal for goal in json.loads(ran.stdout)["goals"]}
+    assert goals["TIGHT"]["verdict"] == "violated"
+    file = goals["TIGHT"]["counterexample"]["file"]
+    follows(json.loads((folder / file).read_text()))
+    again = run_here("replay", file, "--json", cwd=folder)
+    assert again.code == 1, again.stderr
+    found = json.loads(again.stdout)
+    assert found["exact"]
+    assert found["violated"]
