@@ -133,7 +133,8 @@ def _base(
     report = verify(bundle, triple, checker)
     found.proofs = next((c for c in report.checks if c.name == "proofs"), None)
     if not report.accepted or report.predicate is None:
-        detail = next((f"{c.name}: {c.detail}" for c in report.checks if c.reason), "")
+        failed = (c for c in report.checks if c.outcome is Outcome.FAILED)
+        detail = next((f"{c.name}: {c.detail}" for c in failed), "")
         reason = report.reasons[0] if report.reasons else "transfer/base-refused"
         raise Reject(reason, f"the earlier certificate: {detail}")
     if transfer.valid_until > report.predicate.valid_until:

@@ -75,8 +75,8 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / "contract.yaml").write_text(CONTRACT)
     call("keygen", cwd=folder)
-    call("verify", "--attack", "off", cwd=folder)
-    call("evaluate", "--seconds", "1", cwd=folder)
+    call("verify", "--attack", "off", "--sign", "kcdsl.key", cwd=folder)
+    call("evaluate", "--seconds", "1", "--sign", "kcdsl.key", cwd=folder)
     return folder
 
 

@@ -133,6 +133,7 @@ def test_the_checker_by_itself_accepts_it(cli: Any, folder: Path) -> None:
     words = [
         *("check", str(folder / "out" / "verify.transfer.json"), "--expect", expectation),
         *("--key", str(folder / "kcdsl.key.pub"), "--checkpoint", str(path)),
+        *("--data", str(folder)),
     ]
     assert main([*words, "--base", str(folder / "model.safetensors"), "--complete"]) == 0
     assert main(words) == 4

@@ -82,5 +82,5 @@ def test_a_certificate_of_an_earlier_evaluation_is_named(cli: Any, folder: Path)
     assert "earlier" not in cli("evaluate", cwd=folder).stderr
     (folder / "out" / "evaluate.cert.json").write_text("{}")
     ran = cli("evaluate", cwd=folder)
-    assert "out/evaluate.cert.json is of an earlier evaluation" in ran.stderr
+    assert "out/evaluate.cert.json is of an earlier run" in ran.stderr
     assert (folder / "out" / "evaluate.cert.json").read_text() == "{}"
