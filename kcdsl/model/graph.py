@@ -41,8 +41,8 @@ and relu: their format is not read. Parameters, embeddings and inputs have none.
 
 `form` "fused" (or absent) is one operation that rounds its result once; "written" is the same
 written out, each of its `parts` a stored result: a list of [part, format], the format as above, in
-the order of the program. silu and rope may be written too, without parts: their sigmoid and their
-products are stored in the format of the node.
+the order of the program (docs/relational-interval.md, section 6). silu and rope may be written too,
+without parts: their sigmoid and their products are stored in the format of the node.
 
 Float attributes are exact doubles. A kernel may round a factor, a divisor or an offset to the
 format of the result first, or not.

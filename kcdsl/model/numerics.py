@@ -291,6 +291,22 @@ class Numerics:
         return record
 
 
+def narrower(nodes: Mapping[str, Node], node: Node, numerics: Numerics) -> str | None:
+    """Return an operand of a sum or product whose pinned format the result does not hold.
+
+    Whether a kernel rounds it first is not known: PyTorch rounds tensors without dimensions in
+    sums, and not in products. Numbers of scale, divide and shift may be either.
+    """
+    form = FORMATS[numerics.stored_format(node.op, node.role)]
+    for name in node.inputs:
+        source = nodes[name]
+        while source.op in _MOVES and source.op != "embedding":
+            source = nodes[source.inputs[0]]
+        if source.format and not form.holds(FORMATS[source.format]):
+            return name
+    return None
+
+
 _MOVES = frozenset({"reshape", "expand", "permute", "slice", "concat", "neg", "relu", "embedding"})
 
 

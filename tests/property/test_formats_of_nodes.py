@@ -220,6 +220,87 @@ def test_a_pinned_format_decides_where_the_kernel_computes_in_another(tmp_path: 
         assert (again[name] or 0.0) <= float(box.mag().amax()) * (1 + 2.0**-10)
 
 
+@pytest.mark.parametrize("op", ["add", "sub", "mul"])
+def test_an_operand_of_a_wider_format_has_no_bound(op: str, tmp_path: Path) -> None:
+    """Of a tensor without dimensions PyTorch rounds it in sums, and not in products."""
+    graph = proofs.Graph((2, 8))
+    x = graph.add("input", [], (2, 8))
+    table = graph.constant("table", np.full((2, 8), 0.1, dtype=np.float32), "float32")
+    graph.add(op, [x, graph.add("neg", [table], (2, 8))], (2, 8))
+    for form, known in (("bfloat16", 0), ("float32", 3)):
+        pair = N("float32"), N(form)
+        assert len(boxes(graph, pair, np.ones((2, 8)))) == known
+        again = checked(graph, pair, np.ones((2, 8)), tmp_path)
+        assert {value is not None for value in again.values()} == {known > 0}
+
+
+def norm(op: str, eps: float, names: tuple[str, ...], format: str = "") -> Any:
+    """Return a norm that is written out in these parts."""
+    graph = proofs.Graph((2, 64))
+    x = graph.add("input", [], (2, 64))
+    x = graph.add("cast", [x], (2, 64), "", format) if format else x
+    parts = [[name, format] for name in names]
+    graph.add(op, [x], (2, 64), "", format, eps=eps, form="written", parts=parts)
+    return graph
+
+
+SQUARES = ("square", "mean", "shift", "root", "normed")
+
+
+@pytest.mark.parametrize("size", [300.0, 1e-6])
+def test_squares_that_leave_float16_have_no_bound(size: float, tmp_path: Path) -> None:
+    """Of 300 they are infinite, of 1e-6 they are zero, and eps is rounded to zero as well."""
+    x = np.random.default_rng(3).standard_normal((2, 64)) * size
+    graph = norm("rms_norm", 1e-9, SQUARES)
+    for compute, known in (("float16", 0), ("float32", 3)):
+        pair = N("float32"), N(compute)
+        assert len(boxes(graph, pair, x)) == known
+        again = checked(graph, pair, x, tmp_path)
+        assert {again[name] is not None for name in DOMAINS} == {known > 0}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_norms_written_out_stay_inside_and_near(seed: int, tmp_path: Path) -> None:
+    """Whole blocks of rows against float64; every part of every way to write one is rounded."""
+    rng = np.random.default_rng(seed)
+    x = ((rng.standard_normal((2, 64)) + seed % 3) * 2.0).astype(np.float32).astype(np.float64)
+    exact = N("float64", accumulate="float64")
+    for op, spreads in (("rms_norm", (("square", "mean"),)), ("layer_norm", eager.SPREADS)):
+        for spread in spreads:
+            for root in eager.ROOTS:
+                graph = norm(op, 1e-5, (*spread, "shift", *root))
+                for form, casts in (("bfloat16", "any"), ("float16", "nearest")):
+                    pair = exact, N(form, casts)
+                    found, again = boxes(graph, pair, x), checked(graph, pair, x, tmp_path)
+                    first, second = (
+                        eager.run(graph, name, x)[graph.output].double()
+                        for name in ("float64", form)
+                    )
+                    worst = float((second - first).abs().amax())
+                    for name in DOMAINS:
+                        box, most = found[name], again[name] or 0.0
+                        inside = (box.lo <= second - first) & (second - first <= box.hi)
+                        assert bool(inside.all()), (name, spread, root)
+                        assert worst <= most <= float(box.mag().amax()) * (1 + 2.0**-10)
+                        assert most <= 16 * worst, (name, spread, root)
+
+
+def test_a_sigmoid_that_is_stored_costs_its_rounding(tmp_path: Path) -> None:
+    x = np.random.default_rng(4).standard_normal((2, 64)).astype(np.float32).astype(np.float64)
+    widths = {}
+    for form in ("fused", "written"):
+        graph = one("silu", form=form)
+        pair = N("float64", accumulate="float64"), N("float16")
+        found, again = boxes(graph, pair, x), checked(graph, pair, x, tmp_path)
+        run = eager.run(graph, "float16", x)[graph.output].double()
+        drift = run - eager.run(graph, "float64", x)[graph.output]
+        for name in DOMAINS:
+            assert bool(((found[name].lo <= drift) & (drift <= found[name].hi)).all())
+            assert float(drift.abs().amax()) <= (again[name] or 0.0)
+        widths[form] = float(found["interval"].mag().amax())
+    assert 1.3 < widths["written"] / widths["fused"] < 2
+
+
 def test_a_fused_attention_does_not_take_a_coarser_format(tmp_path: Path) -> None:
     graph = proofs.Graph((4, 4))
     x = graph.add("input", [], (4, 4))

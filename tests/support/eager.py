@@ -14,6 +14,12 @@ from tests.support import proofs
 
 SCALARS = (-3.3, 0.1, 1 / 3, 1e-3, 0.5, 2.0, 1e-6, 300.7)
 UNARY = ("neg", "relu", "tanh", "silu", "gelu")
+ROOTS = (("root", "normed"), ("sqrt", "quotient"), ("sqrt", "reciprocal", "normed"))
+SPREADS = (
+    ("mean", "centred", "square", "mean2"),
+    ("mean", "centred", "variance"),
+    ("variance", "mean", "centred"),
+)
 FORMATS = ("float32", "bfloat16", "float16")
 
 
@@ -42,7 +48,9 @@ def random_graph(rng: np.random.Generator, rows: int, width: int, steps: int) ->
             number = {name: float(rng.choice(SCALARS))}
             known.append((g.add(op, [a], shape, "", form, **number), form))
         elif some < 0.55:
-            known.append((g.add(str(rng.choice(UNARY)), [a], shape, "", form), form))
+            op = str(rng.choice(UNARY))
+            how = {"form": "written"} if op == "silu" and rng.random() < 0.7 else {}
+            known.append((g.add(op, [a], shape, "", form, **how), form))
         elif some < 0.7 and form == "":
             w = g.param(f"w{step}", rng.standard_normal((width, width)) / width**0.5)
             known.append((g.add("linear", [a, w], shape), ""))
@@ -72,7 +80,20 @@ def _norm(
     inputs = [x]
     if form == "" and rng.random() < 0.6:
         inputs.append(g.param(f"gain {step}", 1 + 0.3 * rng.standard_normal(shape[1])))
-    return str(g.add(op, inputs, shape, "", form, eps=float(rng.choice([1e-6, 1e-5, 1e-2]))))
+        if op == "layer_norm" and rng.random() < 0.6:
+            inputs.append(g.param(f"bias {step}", rng.standard_normal(shape[1])))
+    eps = float(rng.choice([1e-8, 1e-6, 1e-5, 1e-2]))
+    how: dict[str, Any] = {}
+    if rng.random() < 0.75:
+        spread = SPREADS[rng.integers(3)] if op == "layer_norm" else ("square", "mean")
+        names = (
+            *spread,
+            "shift",
+            *ROOTS[rng.integers(3)],
+            *("weighted", "biased")[: len(inputs) - 1],
+        )
+        how = {"form": "written", "parts": [[name, form] for name in names]}
+    return str(g.add(op, inputs, shape, "", form, eps=eps, **how))
 
 
 def _promoted(a: str, b: str) -> str | None:
@@ -114,6 +135,8 @@ _NUMBERS = ("eps", "factor", "divisor", "offset")
 
 def _operation(op: str, attrs: Mapping[str, Any], args: list[Tensor]) -> Tensor:
     x = args[0]
+    if attrs.get("form") == "written":
+        return x * torch.sigmoid(x) if op == "silu" else _written(attrs, args)
     match op:
         case "linear":
             return F.linear(*args)
@@ -140,3 +163,43 @@ def _operation(op: str, attrs: Mapping[str, Any], args: list[Tensor]) -> Tensor:
             function: Any = getattr(F, op)
             y: Tensor = function(x)
             return y
+
+
+def _written(attrs: Mapping[str, Any], args: list[Tensor]) -> Tensor:
+    """Return a norm as a program writes it out, in the order of its parts."""
+    found: dict[str, Tensor] = {}
+    x = args[0]
+    for part, _ in attrs["parts"]:
+        c = found.get("centred", x)
+        match part:
+            case "mean":
+                averaged = found.get("square", x)
+                y = averaged.mean(-1, keepdim=True)
+            case "centred":
+                y = x - found["mean"]
+            case "square":
+                y = c.pow(2)
+            case "mean2":
+                y = found["square"].mean(-1, keepdim=True)
+            case "variance":
+                y = x.var(-1, keepdim=True, unbiased=False)
+            case "shift":
+                spread = {**found, "rms": found["mean"]} if "mean" in found else found
+                of = next(name for name in ("mean2", "variance", "rms") if name in spread)
+                y = spread[of] + attrs["eps"]
+            case "root":
+                y = torch.rsqrt(found["shift"])
+            case "sqrt":
+                y = torch.sqrt(found["shift"])
+            case "reciprocal":
+                y = 1.0 / found["sqrt"]
+            case "quotient":
+                y = c / found["sqrt"]
+            case "normed":
+                y = c * (found["root"] if "root" in found else found["reciprocal"])
+            case "weighted":
+                y = (found["normed"] if "normed" in found else found["quotient"]) * args[1]
+            case _:
+                y = found["weighted"] + args[2]
+        found[part] = y
+    return y

@@ -14,7 +14,7 @@ from kcdsl_backends.affine.passes import Kind, Passes
 from kcdsl_backends.affine.tape import INPUT, SAFE, Entry, Shared, Tape
 from kcdsl_backends.affine.tape import Apart as TakenApart
 from kcdsl_backends.interval.context import Kernels
-from kcdsl_backends.interval.readings import ONCE, STATISTICS, Apart
+from kcdsl_backends.interval.readings import ONCE, Apart, reads_twice
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
 
@@ -147,7 +147,7 @@ class KernelRun:
         private = self.private.get(node.inputs[position])
         if private is None:
             return None
-        several = node.op in STATISTICS if position == 0 else False
+        several = reads_twice(node) if position == 0 else False
         several = several or (node.op not in ONCE and node.name in self.several)
         return private.reach if several else None
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Numerics
+from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rules.written import written
 
 NORMS = frozenset({"layer_norm", "rms_norm"})
 """Operations with one rounding of the inverse root for each row."""
@@ -50,6 +53,25 @@ def turned_sizes(operands: Sequence[Tensor]) -> Tensor:
     x, half = operands[0].abs(), operands[0].shape[-1] // 2
     turned = torch.cat([x[..., half:], x[..., :half]], -1)
     return x * operands[1].abs() + turned * operands[2].abs()
+
+
+def written_error(
+    node: Node, x: Tensor, kernel: Rounding, moved: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """Return what a norm that is written out is off by, before its gain: of the inverse root, of
+    the mean and of every element, each times a symbol. Nothing where it has no bound."""
+    centred, eps = node.op == "layer_norm", float(node.attrs["eps"])
+    mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
+    c = x - mean
+    v = c.square().mean(-1, keepdim=True) + eps
+    r = v.rsqrt()
+    y = c * r
+    try:
+        found = written(node, kernel, x.abs(), c.abs(), mean.abs(), v, v, torch.zeros_like(x))
+    except NoBound:
+        return torch.zeros_like(x)
+    each, row, root = moved
+    return root * found.theta * y + row * found.mean * r + each * found.apart(y.abs(), r)
 
 
 def _norm_elements(node: Node, value: Tensor, operands: Sequence[Tensor]) -> Tensor:

@@ -42,6 +42,7 @@ from kcdsl_backends.attack.inside import (
     tiles,
     turned_sizes,
     unit,
+    written_error,
 )
 from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
 from kcdsl_backends.attack.quantiser import Exceeded, moved_by, to_nearest
@@ -50,6 +51,7 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.elementwise import scalar_of
 from kcdsl_backends.interval.rules.linear import summation_error
+from kcdsl_backends.interval.rules.written import parts_of
 from kcdsl_backends.parameters import StoredParameters
 
 SIMULATED = 53
@@ -168,7 +170,8 @@ class Simulator:
     def _casts_early(self, node: Node) -> bool:
         """Say whether a result may be stored before its bias, its gain or its sum."""
         biased = self.free and node.op == "linear" and len(node.inputs) > 2
-        return biased or node.op in NORMS or node.op == "rope"
+        written = node.attrs.get("form", "fused") != "fused"
+        return biased or node.op in NORMS or node.op == "rope" or (written and node.op == "silu")
 
     def _scalars(self, node: Node) -> tuple[float, float, float] | None:
         """Return the number of an operation and the least and greatest that it may be rounded to;
@@ -313,6 +316,13 @@ class Simulator:
         if "scalar" in named:
             value = value + self._moved_scalar(node, operands[0], named["scalar"])
         exact = value
+        if parts_of(node):
+            nothing = torch.zeros_like(operands[0][..., :1])
+            named.pop("inside", None)  # counted with the parts
+            moved = tuple(named.pop(kind, nothing) for kind in ("early", "mean", "root"))
+            kernel, x = Rounding(numerics, self.numerics), operands[0]
+            gain = operands[1] if len(operands) > 1 else 1.0
+            value = value + gain * written_error(node, x, kernel, (moved[0], moved[1], moved[2]))
         if "mean" in named:
             gain = operands[1] if len(operands) > 1 else 1.0
             value = value + named["mean"] * mean_error(node, operands[0], numerics) * gain
@@ -327,7 +337,8 @@ class Simulator:
             value = value + named["inside"] * unit(numerics) * size
         if "early" in named:
             stored = turned_sizes(operands) if node.op == "rope" else value - bias
-            roundoff = FORMATS[numerics.compute].unit_roundoff
+            form = self._format(node) if node.op == "silu" else FORMATS[numerics.compute]
+            roundoff = form.unit_roundoff
             if self.numerics.cast.toward_zero:  # both products of a rope lose the same share
                 value = value - roundoff * (1 + named["early"]) * (value - bias)
             else:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import held_formats
 from kcdsl_backends.interval.box import Box
+from kcdsl_backends.interval.errors import refuse_wide
 from kcdsl_backends.interval.neighbourhood import Moved, at_rows
 from kcdsl_backends.interval.readings import Apart, added
 from kcdsl_backends.interval.rounding import Rounding, Stored
@@ -131,6 +132,15 @@ class Step:
             return self.kernels.plain(node).state()
         state = self.known[node.name]
         return state if isinstance(state, State) else state.collapse()
+
+    def promoted(self) -> None:
+        """Refuse operands of formats that the result does not hold.
+
+        Raises:
+            NoBound: naming one.
+        """
+        for kernel in (self.kernels.train, self.kernels.infer):
+            refuse_wide(self.nodes, self.node, kernel.numerics)
 
     def cast(self) -> State:
         """Return the operand in the format of the node: as it is where that holds all of it."""

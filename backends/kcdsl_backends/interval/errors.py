@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from kcdsl.model.formats import Format
 from kcdsl.model.graph import Node
+from kcdsl.model.numerics import Numerics, narrower
 
 
 class NoBound(Exception):
@@ -18,14 +21,15 @@ class NoBound(Exception):
         super().__init__(f"{node}: {reason}")
 
 
-def refuse_written(node: Node) -> None:
-    """Refuse an operation that is written out.
+def refuse_wide(nodes: Mapping[str, Node], node: Node, numerics: Numerics) -> None:
+    """Refuse a sum or product of which an operand has a format that the result does not hold.
 
     Raises:
-        NoBound: it is.
+        NoBound: naming the operand.
     """
-    if node.attrs.get("form", "fused") != "fused":
-        raise NoBound(node.name, f"there is no rule for a {node.op} written out")
+    name = narrower(nodes, node, numerics)
+    if name is not None:
+        raise NoBound(node.name, f"{name} has a format that the result does not hold: cast it")
 
 
 def refuse_overflow(node: str, size: Tensor, form: Format, which: str = "") -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kcdsl.model.graph import BlockGraph
+from kcdsl.model.graph import BlockGraph, Node
 
 ONCE = frozenset({"linear", "matmul"})
 """Operations that are computed once, and whose operands are read where they are stored."""
@@ -18,6 +18,16 @@ _GIVEN = frozenset({"input", "param", "constant", "embedding"})
 
 Apart = Tensor | None
 """How far a reading may be from the value of which all readings are versions; None: not at all."""
+
+
+def reads_twice(node: Node) -> bool:
+    """Say whether an operation reads its first operand twice: for a sum of rows and for the result,
+    or for the sigmoid and the product of a silu that is written out."""
+    return node.op in STATISTICS or _written(node)
+
+
+def _written(node: Node) -> bool:
+    return node.attrs.get("form", "fused") == "written" and node.op != "rope"
 
 
 def several(graph: BlockGraph) -> frozenset[str]:
@@ -37,8 +47,10 @@ def several(graph: BlockGraph) -> frozenset[str]:
         rows = node.op in STATISTICS
         again, times = min(2, every.get(node.name, 0)), min(2, direct.get(node.name, 0))
         for position, name in enumerate(node.inputs):
-            every[name] = every.get(name, 0) + max(1, again) + (rows and position == 0)
+            first = position == 0
+            every[name] = every.get(name, 0) + max(1, again) + (first and reads_twice(node))
             direct[name] = direct.get(name, 0) + (1 if rows else max(1, times))
+            direct[name] += first and _written(node)
     return frozenset(
         node.name
         for node in graph.nodes

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kcdsl_certs.recheck import strict
 from kcdsl_certs.recheck.errors import Rejection
@@ -60,7 +61,7 @@ class Node:
     parts: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Block:
     """A block graph with its constants, checked for wiring but not for meaning."""
 
@@ -69,6 +70,11 @@ class Block:
     output: str
     constants: Mapping[str, Array]
     input_shape: tuple[int, ...] | None
+
+    @cached_property
+    def named(self) -> Mapping[str, Node]:
+        """Return the nodes by their names."""
+        return {node.name: node for node in self.nodes}
 
     @property
     def weights(self) -> frozenset[str]:

@@ -116,7 +116,10 @@ def _apply(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     rule, least, most = _RULES[node.op]
     if not least <= len(inputs) <= most:
         raise Rejection("graph/field", f"{node.op} with {len(inputs)} inputs")
-    value = rule(pinned(scene, node), node, inputs)
+    scene = pinned(scene, node)
+    for kernel in (scene.train, scene.infer):
+        kernel.refuse_wide(scene.block.named, node)
+    value = rule(scene, node, inputs)
     if value.t.shape != node.shape:
         raise Rejection("graph/shape", f"the shape is {list(value.t.shape)}")
     return value

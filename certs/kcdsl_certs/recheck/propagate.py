@@ -138,6 +138,8 @@ def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     if node.role in ("probabilities", "context") and node.op not in _OPS_OF_ROLE[node.role]:
         raise Rejection("graph/field", f"{node.op} in the role {node.role!r}")
     scene = pinned(scene, node)
+    for kernel in (scene.train, scene.infer):
+        kernel.refuse_wide(scene.block.named, node)
     try:
         other = sequence.at_any_length(scene, node, inputs)
         if other is not None:

@@ -265,6 +265,21 @@ class Kernel:
             found.append(form)
         return found
 
+    def refuse_wide(self, nodes: Mapping[str, Node], node: Node) -> None:
+        """Refuse a sum or product that reads a pinned format which its result does not hold: some
+        kernels round such an operand first.
+
+        Raises:
+            Rejection: "rule/format".
+        """
+        form = self.result(node.op, node.role)
+        for name in node.inputs if node.op in ("add", "sub", "mul") else ():
+            read = nodes[name]
+            while read.op in _UNROUNDED and read.inputs and read.op != "embedding":
+                read = nodes[read.inputs[0]]
+            if read.format and not form.holds(FORMATS[read.format]):
+                raise Rejection("rule/format", f"{form.name} does not hold what {name[:80]!r} is")
+
     def scalar(self, value: float, node: Node) -> tuple[float, float]:
         """Return the least and the greatest number that a kernel may take for a Python scalar:
         itself, or what it is in the format of the result. The inside of an operation counts what
@@ -273,9 +288,18 @@ class Kernel:
         Raises:
             Rejection: "bound/overflow".
         """
-        form = self.result(node.op, node.role)
-        scaling = node.role == "scores" and node.op in ("scale", "divide")
-        if form.precision >= self.inner.precision or scaling:
+        if node.role == "scores" and node.op in ("scale", "divide"):
+            return value, value
+        return self.number(value, self.result(node.op, node.role), self.inner)
+
+    def number(self, value: float, form: Format, inner: Format) -> tuple[float, float]:
+        """Return the least and the greatest of a number and what it may be in a format; where that
+        is as precise as the arithmetic inside, which counts it, the number alone.
+
+        Raises:
+            Rejection: "bound/overflow".
+        """
+        if form.precision >= inner.precision:
             return value, value
         steps = _neighbours(value, form) if self.units != 1 else [_to_nearest(value, form)]
         if max(map(abs, (value, *steps))) > form.largest:

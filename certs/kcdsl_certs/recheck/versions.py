@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kcdsl_certs.recheck.block import Block
+from kcdsl_certs.recheck.block import Block, Node
 from kcdsl_certs.recheck.box import Floats
 
 SUMMED = ("linear", "matmul")  # computed once, from operands as they are stored
@@ -16,6 +16,12 @@ _FIXED = ("input", "param", "constant", "embedding")
 
 Own = Floats | None
 """How far a reading may be from what all readings are versions of; None: no way."""
+
+
+def twice(node: Node) -> bool:
+    """Return whether an operation reads its first operand twice: in sums over a row and beside, or
+    in the sigmoid and the product of a silu that is written out."""
+    return node.op in BY_ROW or (node.op == "silu" and node.written)
 
 
 def several(block: Block) -> frozenset[str]:
@@ -30,8 +36,9 @@ def several(block: Block) -> frozenset[str]:
         made, handed = (min(max(count[node.name], 1), 2) for count in (whole, near))
         for place, name in enumerate(node.inputs):
             by_row = node.op in BY_ROW
-            whole[name] += made + int(by_row and place == 0)
-            near[name] += 1 if by_row else handed
+            written = node.written and node.op != "rope" and place == 0
+            whole[name] += made + int(twice(node) and place == 0)
+            near[name] += (1 if by_row else handed) + int(written)
     found = set()
     for node in block.nodes:
         count = near if node.op in SUMMED else whole

@@ -18,7 +18,7 @@ from kcdsl_backends.affine.rules.linear import before_linear, sharpen
 from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import PASS, SAFE, Entry, Pulled
 from kcdsl_backends.interval.box import Box, gamma
-from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_written
+from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_wide
 from kcdsl_backends.interval.readings import added, times
 from kcdsl_backends.interval.rules.elementwise import (
     GELU,
@@ -41,6 +41,7 @@ def total(sign: float) -> Callable[[KernelRun, Node], None]:
     """Return the rule of a + b (sign 1) or a - b (sign -1)."""
 
     def rule(run: KernelRun, node: Node) -> None:
+        refuse_wide(run.nodes, node, run.rounding.numerics)
         a, b = run.operand(node, 0), run.operand(node, 1)
         reference = a.reference + sign * b.reference
         reach = (a.reach + b.reach) * SAFE
@@ -70,6 +71,7 @@ def _same_shape(node: Node, *operands: Operand) -> None:
 
 def mul(run: KernelRun, node: Node) -> None:
     """Append a * b."""
+    refuse_wide(run.nodes, node, run.rounding.numerics)
     _same_shape(node, run.operand(node, 0), run.operand(node, 1))
     sharpen(run, node, torch.mul)
     a, b = run.operand(node, 0), run.operand(node, 1)
@@ -199,7 +201,6 @@ _CURVATURES: dict[str, tuple[Smooth, Callable[[Box], tuple[Tensor, Tensor]]]] = 
 
 def activation(run: KernelRun, node: Node) -> None:
     """Append a smooth activation: tangent at the reference, remainder by the second derivative."""
-    refuse_written(node)
     by_tanh = node.attrs.get("approximate") == "tanh"
     function, curvature = _CURVATURES["gelu by tanh" if by_tanh else node.op]
     index, x = run.entry(node, 0)
@@ -244,9 +245,11 @@ def activation(run: KernelRun, node: Node) -> None:
     again = run.again(node, 0)
     wider = reach if again is None else (reach + again) * SAFE
     around = box if again is None else _around(h, wider)[0]
+    twice = times(again, 2.0)
     values, again = function.range(around), times(again, function.slopes(around).mag())
     reference = function.value(h)
-    inside = activation_error(function, run.rounding, (h.abs() + wider) * SAFE, values.mag())
+    size = (h.abs() + wider) * SAFE
+    inside = activation_error(function, node, run.rounding, size, values.mag(), twice)
     trust = 2.0**-45 * torch.maximum(reference.abs(), h.abs().clamp_max(1.0)) + 2.0**-45 * reach
     own = trust + gamma(PASS) * linear + 2.0**-1000
     internal = (inside + own) * SAFE

@@ -24,9 +24,10 @@ from kcdsl_backends.affine.spectra import largest_eigenvalue
 from kcdsl_backends.affine.storing import Result, store
 from kcdsl_backends.affine.tape import INPUT, SAFE, Amplified, Curved, Entry, Pulled, Shared, Tape
 from kcdsl_backends.interval.box import gamma
-from kcdsl_backends.interval.errors import NoBound, refuse_written
+from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.rules.norms import LEAST_VARIANCE, refuse_large_squares
+from kcdsl_backends.interval.rules.written import parts_of, written
 
 FARTHEST = 0.9
 """Relative drift along the row from which on there is no bound."""
@@ -65,7 +66,6 @@ def layer_norm(run: KernelRun, node: Node) -> None:
 
 
 def _norm(run: KernelRun, node: Node, *, centred: bool) -> None:
-    refuse_written(node)
     index, x = run.entry(node, 0)
     n, eps = x.shape[-1], float(node.attrs["eps"])
     if centred and n < 2:
@@ -249,6 +249,8 @@ def _inside(
     if not bool((least >= LEAST_VARIANCE).all()):
         raise NoBound(node.name, "the variance may be zero")
     refuse_large_squares(node.name, size, float(node.attrs["eps"]))
+    if parts_of(node):
+        return _written(run, node, x, y, r, moved, g, b, own, centred=centred)
     if centred:
         kappa = 4 * gamma(n + 6, u) * squares / least * SAFE
         if not bool((kappa < 1).all()):
@@ -279,6 +281,41 @@ def _inside(
     inside = (each * steep + scaled + underflow + second * steep) * SAFE
     along = theta * (1 + grown * moved.mean + moved.shrink)
     return inside, cast * steep * SAFE, shifted, along, formed
+
+
+def _written(
+    run: KernelRun,
+    node: Node,
+    x: Entry,
+    y: Tensor,
+    r: Tensor,
+    moved: _Moved,
+    g: Tensor,
+    b: Tensor,
+    again: Tensor,
+    *,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what `_inside` does, of a norm that is written out; all of it is sure."""
+    middle = x.reference.mean(-1, keepdim=True).abs() + x.reach.mean(-1, keepdim=True)
+    middle = (middle + 2.0**-40 * x.size.mean(-1, keepdim=True)) * SAFE
+    size = (y.abs() / r + moved.reach) * SAFE * SAFE
+    spread = moved.reach.square().mean(-1, keepdim=True)
+    most = (r**-2 * (1 + 2 * moved.mean) + spread) * (1 + 2.0**-40)
+    found = written(node, run.rounding, x.size, size, middle, moved.least, most, again)
+    root = moved.least.rsqrt() * (1 + found.theta) * SAFE
+    grown = 1 + moved.factor
+    magnitude = y.abs() * (1 + grown * moved.mean) + grown * r * moved.reach
+    magnitude = magnitude * SAFE
+    shifted = found.mean * root * SAFE
+    each = (found.apart((magnitude + again * root) * SAFE, root) + again * root) * SAFE
+    formed = (magnitude * (1 + found.theta) + shifted + each) * SAFE
+    second = found.theta * grown * r * moved.reach
+    error = (formed - magnitude).clamp_min(0) + 2.0**-50 * formed
+    own = (each + second) * SAFE
+    inside = found.result(node.name, magnitude, error, own, g.abs(), b.abs())
+    along = found.theta * (1 + grown * moved.mean + moved.shrink)
+    return inside, torch.zeros_like(inside), shifted, along, formed
 
 
 def _others(

@@ -13,7 +13,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.interval.box import Box, gamma, up
 from kcdsl_backends.interval.context import Parameter, Step
-from kcdsl_backends.interval.errors import NoBound, refuse_overflow, refuse_written
+from kcdsl_backends.interval.errors import NoBound, refuse_overflow
 from kcdsl_backends.interval.readings import Apart, added, times
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.state import State, settle
@@ -25,6 +25,7 @@ def _relative(kernel: Rounding, exact: Box, times: int = 1) -> Tensor:
 
 def add(step: Step) -> State:
     """Bound a + b."""
+    step.promoted()
     a, b = step.operand(0), step.operand(1)
     train, infer = a.train + b.train, a.infer + b.infer
     return step.finish(
@@ -39,6 +40,7 @@ def add(step: Step) -> State:
 
 def sub(step: Step) -> State:
     """Bound a - b."""
+    step.promoted()
     a, b = step.operand(0), step.operand(1)
     train, infer = a.train - b.train, a.infer - b.infer
     return step.finish(
@@ -58,6 +60,7 @@ def _together(a: State, b: State) -> tuple[Apart, Apart]:
 
 def mul(step: Step) -> State:
     """Bound a * b: Δ(ab) = (a + Δa/2) Δb + Δa (b + Δb/2)."""
+    step.promoted()
     a, b = step.operand(0), step.operand(1)
     train, infer = a.train * b.train, a.infer * b.infer
     return step.finish(
@@ -333,8 +336,7 @@ def activation(function_of: Callable[[Node], Smooth]) -> Callable[[Step], State]
     """Return the rule of a smooth activation: Δφ = φ'(ξ) Δx for some ξ between both arguments."""
 
     def rule(step: Step) -> State:
-        refuse_written(step.node)
-        x, function = step.operand(0), function_of(step.node)
+        x, node, function = step.operand(0), step.node, function_of(step.node)
         train, infer = function.range(x.train), function.range(x.infer)
         slopes = function.slopes(x.train.hull(x.infer))
         drift, steep = slopes * x.drift, slopes.mag()
@@ -342,18 +344,39 @@ def activation(function_of: Callable[[Node], Smooth]) -> Callable[[Step], State]
             train,
             infer,
             drift,
-            up(activation_error(function, step.kernels.train, x.train.mag(), train.mag()), 2),
-            up(activation_error(function, step.kernels.infer, x.infer.mag(), infer.mag()), 2),
+            up(_activation(function, node, step.kernels.train, x.train, train, x.apart[0]), 2),
+            up(_activation(function, node, step.kernels.infer, x.infer, infer, x.apart[1]), 2),
             apart=(times(x.apart[0], steep), times(x.apart[1], steep)),
         )
 
     return rule
 
 
-def activation_error(function: Smooth, kernel: Rounding, x: Tensor, y: Tensor) -> Tensor:
-    """Return E of an activation: x and y are magnitudes of its argument and its value."""
+def _activation(
+    function: Smooth, node: Node, kernel: Rounding, x: Box, y: Box, apart: Apart
+) -> Tensor:
+    return activation_error(function, node, kernel, x.mag(), y.mag(), times(apart, 2.0))
+
+
+def activation_error(
+    function: Smooth, node: Node, kernel: Rounding, x: Tensor, y: Tensor, apart: Apart = None
+) -> Tensor:
+    """Return E of an activation: x and y are magnitudes of its argument and its value.
+
+    Of a silu that is written out the sigmoid is stored before the product, and may be of a reading
+    of x up to `apart` from the one that it multiplies.
+    """
     by_argument = function is SILU and kernel.numerics.sigmoid == "absolute"
-    return function.error(x, x if by_argument else y, kernel.u_function)
+    error = function.error(x, x if by_argument else y, kernel.u_function)
+    if node.attrs.get("form", "fused") == "fused":
+        return error
+    form = kernel.format_for(node.role, node.op)
+    turned = torch.zeros_like(y) if apart is None else x * apart / 4
+    error, y = error + turned, y + turned
+    if not kernel.free and form.precision >= max(24, kernel.inner(False).precision):
+        return error
+    stored = kernel.unit(form) * y + kernel.faint(form) * x
+    return (error + stored) * (1.0 + 2.0**-10)
 
 
 def rope(step: Step) -> State:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kcdsl_backends.interval.box import EPS, Box, exclusive_sums, gamma, up
 from kcdsl_backends.interval.context import Parameter, Step
-from kcdsl_backends.interval.errors import NoBound, overflow, refuse_written
+from kcdsl_backends.interval.errors import NoBound, overflow
 from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rules.written import parts_of, written
 from kcdsl_backends.interval.state import State
 
 LEAST_VARIANCE, MOST_SQUARES = 2.0**-100, 2.0**126
@@ -40,7 +41,6 @@ def layer_norm(step: Step) -> State:
 
 
 def _norm(step: Step, *, centre: bool) -> State:
-    refuse_written(step.node)
     x, eps, inputs = step.operand(0), float(step.node.attrs["eps"]), step.node.inputs
     gain = step.kernels.plain(step.operand_node(1)) if len(inputs) > 1 else None
     bias = step.kernels.plain(step.operand_node(2)) if len(inputs) > 2 else None
@@ -49,22 +49,33 @@ def _norm(step: Step, *, centre: bool) -> State:
     dc = _centred(x.drift) if centre else x.drift
     dy = _drift(train, infer, dc)
     name, (first, second) = step.node.name, x.apart
-    error_train = _inside(x.train, train, step.kernels.train, centre, name, first)
-    error_infer = _inside(x.infer, infer, step.kernels.infer, centre, name, second)
-    return step.finish(
+    exact = (
         _affine(train.y, gain, bias, train_side=True),
         _affine(infer.y, gain, bias, train_side=False),
         _affine_drift(train.y, dy, gain, bias),
+    )
+    apart = (
+        _moved(first, train, gain, train_side=True),
+        _moved(second, infer, gain, train_side=False),
+    )
+    if parts_of(step.node):
+        return step.finish(
+            *exact,
+            _written(step, x, train, gain, bias, centre, train_side=True),
+            _written(step, x, infer, gain, bias, centre, train_side=False),
+            apart=apart,
+        )
+    error_train = _inside(x.train, train, step.kernels.train, centre, name, first)
+    error_infer = _inside(x.infer, infer, step.kernels.infer, centre, name, second)
+    return step.finish(
+        *exact,
         _affine_error(
             x.train, train.y, error_train, gain, bias, step.kernels.train, train_side=True
         ),
         _affine_error(
             x.infer, infer.y, error_infer, gain, bias, step.kernels.infer, train_side=False
         ),
-        apart=(
-            _moved(first, train, gain, train_side=True),
-            _moved(second, infer, gain, train_side=False),
-        ),
+        apart=apart,
     )
 
 
@@ -74,6 +85,31 @@ def _moved(apart: Apart, normal: _Normal, gain: Parameter | None, *, train_side:
         return None
     scaled = apart * normal.r.hi
     return up(scaled if gain is None else scaled * _side(gain, train_side).mag(), 4)
+
+
+def _written(
+    step: Step,
+    x: State,
+    normal: _Normal,
+    gain: Parameter | None,
+    bias: Parameter | None,
+    centre: bool,
+    *,
+    train_side: bool,
+) -> Tensor:
+    """Return E of a norm that is written out, whose sums may read x up to 2·apart beside."""
+    kernel = step.kernels.train if train_side else step.kernels.infer
+    own = x.train if train_side else x.infer
+    again = x.apart[0 if train_side else 1]
+    y, v, one = normal.y.mag(), normal.v, torch.ones_like(own.lo[..., :1])
+    middle = own.mean().mag() if centre else 0 * one
+    apart = torch.zeros_like(y) if again is None else 2 * again.expand(y.shape)
+    found = written(step.node, kernel, own.mag(), normal.c.mag(), middle, v.lo, v.hi, apart)
+    root = up(normal.r.hi * (1 + found.theta), 4)
+    error = up(found.theta * y + found.mean * root + found.apart(y, root), 4)
+    factor = one if gain is None else _side(gain, train_side).mag()
+    shift = 0 * one if bias is None else _side(bias, train_side).mag()
+    return found.result(step.node.name, y, error, error, factor, shift)
 
 
 def _centred(x: Box) -> Box:

@@ -18,7 +18,7 @@ from kcdsl_certs.recheck.document import Pass
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import Mask, Scene, gamma
 from kcdsl_certs.recheck.spec import Format, Kernel
-from kcdsl_certs.recheck.versions import BY_ROW, SUMMED
+from kcdsl_certs.recheck.versions import SUMMED, twice
 
 UNIT = 2.0**-53
 
@@ -135,8 +135,8 @@ class Walk:
         version = self.versions.get(node.inputs[place])
         if version is None or node.op in SUMMED:
             return None
-        twice = node.op in BY_ROW and place == 0
-        return version.own if twice or node.name in self.scene.several else None
+        again = (twice(node) and place == 0) or node.name in self.scene.several
+        return version.own if again else None
 
     def read(self, node: Node) -> Node:
         """Return a node with the names of the readings in the place of its operands."""

@@ -121,6 +121,7 @@ def _apply(at: Walk, node: Node) -> Operand:
     if scene is not at.scene:
         kernel = scene.train if at.kernel is at.scene.train else scene.infer
         at = replace(at, scene=scene, kernel=kernel)
+    at.kernel.refuse_wide(scene.block.named, node)
     try:
         read = at.read(node)
         value = rule(at, read, [at.forms[name] for name in read.inputs])

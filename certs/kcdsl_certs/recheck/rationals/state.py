@@ -57,8 +57,7 @@ def pinned(scene: Scene, node: Node) -> Scene:
 
 def recast(scene: Scene, node: Node, x: Known) -> Known:
     """Return what is known in the format of a node."""
-    nodes = {one.name: one for one in scene.block.nodes}
-    sides = []
+    nodes, sides = scene.block.named, []
     for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
         form = kernel.result(node.op, node.role)
         read = kernel.reads(nodes, node.inputs[0], scene.drift is not None)

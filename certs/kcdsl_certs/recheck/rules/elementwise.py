@@ -22,6 +22,7 @@ from kcdsl_certs.recheck.rules.state import (
     recast,
     reduce,
     settle,
+    target,
 )
 from kcdsl_certs.recheck.spec import FLOAT32, Kernel
 from kcdsl_certs.recheck.versions import Own, by, plus
@@ -347,19 +348,35 @@ def _activation(
     scaled_by: Callable[[Kernel, Box, Box], Box],
 ) -> State:
     """Return the state of f(x); the error is 16·u_f of what `scaled_by` picks from x and Y."""
-    if node.written:
-        raise Rejection("rule/written", f"there is no rule for a {node.op} written out")
     node.attrs.exactly(optional=("approximate",) if node.op == "gelu" else ())
     x = numeric(inputs[0])
     y_t, y_i = image(function, x.t), image(function, x.i)
     tangents = slopes(function, box.join(x.t, x.i))
     d, steep = box.mul(tangents, x.d), box.mag(tangents)
-    errors = (
-        box.up(16 * scene.train.inner.u * box.mag(scaled_by(scene.train, x.t, y_t)) + SLACK),
-        box.up(16 * scene.infer.inner.u * box.mag(scaled_by(scene.infer, x.i, y_i)) + SLACK),
-    )
+
+    def error(kernel: Kernel, x: Box, y: Box, apart: Own) -> Floats:
+        inside = 16 * kernel.inner.u * box.mag(scaled_by(kernel, x, y)) + SLACK
+        stored = sigmoid_stored(kernel, node, box.mag(x), box.mag(y), inside, by(apart, 2))
+        return box.up(inside + stored)
+
+    errors = error(scene.train, x.t, y_t, x.own[0]), error(scene.infer, x.i, y_i, x.own[1])
     own = by(x.own[0], steep), by(x.own[1], steep)
     return settle(scene, node, (y_t, y_i, d), errors, own=own)
+
+
+def sigmoid_stored(
+    kernel: Kernel, node: Node, x: Floats, y: Floats, inside: Floats, apart: Own
+) -> Floats | float:
+    """Return what it adds to the error inside of x·σ(x) that σ(x) is stored before the product,
+    and that it may be of a reading of x up to `apart` from the one that it multiplies."""
+    if not node.written:
+        return 0.0
+    form = target(kernel, node)
+    turned = 0.0 if apart is None else x * apart / 4
+    if kernel.stepped and form.precision >= max(FLOAT32.precision, kernel.inner.precision):
+        return turned
+    u, eta = kernel.off(form)
+    return (u * (y + turned) + eta * x + turned) * (1 + 2.0**-10) + 2.0**-10 * inside
 
 
 def image(function: Function, x: Box) -> Box:

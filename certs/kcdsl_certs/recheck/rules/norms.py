@@ -13,6 +13,7 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.attention import others
 from kcdsl_certs.recheck.rules.elementwise import underflow
 from kcdsl_certs.recheck.rules.state import Scene, State, Value, gamma, numeric, settle
+from kcdsl_certs.recheck.rules.written import Norm, losses
 from kcdsl_certs.recheck.spec import Kernel
 from kcdsl_certs.recheck.versions import Own
 
@@ -43,8 +44,6 @@ def layer_norm(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def _norm(scene: Scene, node: Node, inputs: list[Value], centred: bool) -> State:
-    if node.written:
-        raise Rejection("rule/written", f"there is no rule for a {node.op} written out")
     eps = node.attrs.exactly("eps").real("eps")
     x = numeric(inputs[0])
     n = x.shape[-1]
@@ -63,17 +62,52 @@ def _norm(scene: Scene, node: Node, inputs: list[Value], centred: bool) -> State
             bias[2],
         ),
     )
+    own = _scaled_own(x.own[0], t, weight[0]), _scaled_own(x.own[1], i, weight[1])
+    if node.written:
+        return settle(
+            scene,
+            node,
+            exact,
+            (
+                _written(scene.train, node, eps, x.t, t, weight[0], bias[0], x.own[0]),
+                _written(scene.infer, node, eps, x.i, i, weight[1], bias[1], x.own[1]),
+            ),
+            own=own,
+        )
     errors = (
         _error(scene.train, x.t, t, weight[0], bias[0], centred, x.own[0]),
         _error(scene.infer, x.i, i, weight[1], bias[1], centred, x.own[1]),
     )
-    own = _scaled_own(x.own[0], t, weight[0]), _scaled_own(x.own[1], i, weight[1])
     return settle(scene, node, exact, errors, own=own)
 
 
 def _scaled_own(own: Own, side: Side, weight: Box) -> Own:
     """Return how far results are apart that normalise readings of x by one mean and one root."""
     return None if own is None else box.up(own * side.r.hi * box.mag(weight), 4)
+
+
+def _written(
+    kernel: Kernel,
+    node: Node,
+    eps: float,
+    x: Box,
+    own: Side,
+    weight: Box,
+    bias: Box,
+    apart: Own,
+) -> Floats:
+    """Return the error inside a norm that is written out, the affine map included."""
+    usual = np.zeros((*x.shape[:-1], 1))
+    if node.op == "layer_norm":
+        ends = [np.abs(end.mean(axis=-1, keepdims=True)) for end in (x.lo, x.hi)]
+        lost = gamma(x.shape[-1] + 4, 2.0**-53) * box.mag(x).mean(axis=-1, keepdims=True)
+        usual = box.up(np.maximum(*ends) + 2 * lost)
+    away = np.zeros(x.shape) if apart is None else np.broadcast_to(2 * apart, x.shape)
+    norm = Norm(box.mag(x), box.mag(own.c), usual, own.v.lo, own.v.hi, away)
+    loss = losses(node, kernel, eps, norm)
+    root, y, gain = box.up(own.r.hi * (1 + loss.theta)), box.mag(own.y), box.mag(weight)
+    error = box.up(loss.theta * y + loss.mean * root + loss.elements(y, root))
+    return box.up(error * gain + loss.last(y, error, gain, box.magnitude(bias)))
 
 
 def _affine(

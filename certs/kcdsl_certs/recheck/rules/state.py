@@ -113,11 +113,6 @@ class Scene:
         object.__setattr__(self, "several", several(self.block))
 
     @property
-    def nodes(self) -> Mapping[str, Node]:
-        """Return the nodes of the block by name."""
-        return {node.name: node for node in self.block.nodes}
-
-    @property
     def handed(self) -> bool:
         """Return whether another block stored the input."""
         return self.drift is not None
@@ -127,7 +122,8 @@ def recast(scene: Scene, node: Node, x: State) -> State:
     """Return a state in the format of a node, as it is where that holds all that it may be."""
     sides, nothing = [], np.zeros(x.shape)
     for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
-        form, read = target(kernel, node), kernel.reads(scene.nodes, node.inputs[0], scene.handed)
+        form = target(kernel, node)
+        read = kernel.reads(scene.block.named, node.inputs[0], scene.handed)
         if all(form.holds(other) for other in read):
             sides.append((own, box.exact(nothing)))
         else:

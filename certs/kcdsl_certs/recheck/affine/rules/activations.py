@@ -18,7 +18,6 @@ from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.elementwise import (
     GELU,
     GELU_TANH,
@@ -29,6 +28,7 @@ from kcdsl_certs.recheck.rules.elementwise import (
     approximated,
     gelu_tanh_second,
     image,
+    sigmoid_stored,
     slopes,
 )
 from kcdsl_certs.recheck.rules.state import gamma, target
@@ -98,8 +98,6 @@ def _activation(
     by_input: bool,
 ) -> Form:
     """Return φ(x); the error inside is 16·u_f of x (`by_input`) or of the value."""
-    if node.written:
-        raise Rejection("rule/written", f"there is no rule for a {node.op} written out")
     node.attrs.exactly(optional=("approximate",) if node.op == "gelu" else ())
     x = numeric(inputs[0])
     reference, wrong = _middle(*function.value(x.reference))
@@ -113,6 +111,9 @@ def _activation(
     value = image(function, wide.box)
     size = wide.size if by_input else box.mag(value)
     error = 16 * walk.kernel.inner.u * size + SLACK
+    error = error + sigmoid_stored(
+        walk.kernel, node, wide.size, box.mag(value), error, by(apart, 2)
+    )
     # what the slope is off by is no remainder: it is bounded element by element
     tilted = raised(lean * x.reach)
     own = raised(wrong + tilted + error + gamma(4, UNIT) * carried + FAINT)

@@ -140,7 +140,8 @@ def cast(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return x in the format of the node, as it is where that holds all that it may be."""
     node.attrs.exactly()
     x, form = numeric(inputs[0]), target(walk.kernel, node)
-    read = walk.kernel.reads(walk.scene.nodes, node.inputs[0], walk.scene.handed)
+    nodes = walk.scene.block.named
+    read = walk.kernel.reads(nodes, nodes[node.name].inputs[0], walk.scene.handed)
     if all(form.holds(other) for other in read):
         if x.place is None:
             return known(x.reference)

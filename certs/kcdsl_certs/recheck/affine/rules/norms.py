@@ -20,6 +20,7 @@ from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules.elementwise import underflow
 from kcdsl_certs.recheck.rules.norms import LEAST_VARIANCE, MOST_SQUARES, root_error
 from kcdsl_certs.recheck.rules.state import gamma, target
+from kcdsl_certs.recheck.rules.written import Loss, Norm, losses
 from kcdsl_certs.recheck.spec import Kernel
 
 _FARTHEST = 0.9  # the largest move along the row, relatively
@@ -65,8 +66,6 @@ def layer_norm(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     """Return the norm: e = B + B·(κ/(1 + μ) - 1) + y(κ - 1), B = rδ - μy, one μ and κ per row."""
-    if node.written:
-        raise Rejection("rule/written", f"there is no rule for a {node.op} written out")
     eps = node.attrs.exactly("eps").real("eps")
     x = numeric(inputs[0])
     n = x.shape[-1]
@@ -84,7 +83,10 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     tangent = raised(at.r * moved.delta + size_y * moved.along)
     step = raised(tangent * sides)
     y_mag = raised(size_y + at.wrong_y + step)
-    inner = _rounding(walk.kernel, x, at, moved, y_mag, eps, centred, walk.own(node, 0))
+    own_x = walk.own(node, 0)
+    inner, loss = _rounding(walk.kernel, x, at, moved, y_mag, eps, centred, own_x), None
+    if node.written:
+        inner, loss = _written(walk.kernel, node, x, at, moved, y_mag, eps, own_x)
     tilt = raised(inner.theta * sides)
     # scalars per row: κ - 1 and the root's error in the direction y, the mean's in 1
     turned = raised(inner.theta * (1 + sides * moved.along + moved.shrink))
@@ -103,6 +105,8 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     tiny = underflow(walk.kernel)
     largest = x.size.max(axis=-1, keepdims=True)
     last = last + tiny * (1 + size_g + 3 * largest)
+    if loss is not None:
+        last = loss.last(y_mag, whole, size_g, np.abs(bias))
     cast = raised(size_g * inner.cast)
     shared = None
     if walk.scene.rho:  # what other gains and biases make of the normalised number, rounded
@@ -344,6 +348,31 @@ def _rounding(
         cast = raised(relative * raised(y_mag + theta * y_mag + mean + element))
         element = raised(element) + faint
     return _Inner(theta, mean, element, cast)
+
+
+def _written(
+    kernel: Kernel,
+    node: Node,
+    x: Form,
+    at: _Reference,
+    moved: _Drift,
+    y_mag: Floats,
+    eps: float,
+    own: Floats | None,
+) -> tuple[_Inner, Loss]:
+    """Return the roundings before gain and bias of a norm that is written out, and all it loses."""
+    least = at.v * (1 - at.wrong) * (1 - moved.along) ** 2 * (1 - 2.0**-40)
+    delta = (moved.delta**2).mean(axis=-1, keepdims=True)
+    most = raised(at.v * (1 + at.wrong) * (1 + 2 * moved.along) + delta) + FAINT
+    usual = np.abs(x.reference.mean(axis=-1, keepdims=True)) + _mean(x.reach)
+    usual = raised(usual + gamma(x.shape[-1] + 4, UNIT) * _mean(x.size))
+    centred = raised(np.abs(at.c) + at.wrong_c + moved.delta)
+    away = np.zeros(x.shape) if own is None else np.broadcast_to(own, x.shape)
+    loss = losses(node, kernel, eps, Norm(x.size, centred, usual, least, most, away))
+    root = raised((1 + loss.theta) / np.sqrt(least))
+    mean, moving = raised(loss.mean * root), raised(away * root)
+    element = raised(loss.elements(raised(y_mag + moving), root) + moving)
+    return _Inner(loss.theta, mean, element, np.zeros(x.shape)), loss
 
 
 def _float_errors(x: Form, at: _Reference, moved: _Drift, centred: bool) -> Floats:
