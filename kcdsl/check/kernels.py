@@ -53,7 +53,7 @@ _UNIT = ("fraction_bits", "chunk", "result_bits", "promote")
 _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
     "": (
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
-        *("results", "tensor_core", "sigmoid", "byte_sums", "products"),
+        *("results", "tensor_core", "sigmoid", "byte_sums", "products", "shards"),
     ),
     "weights": ("format", "scale", "rounding", "scale_format"),
     "activations": (
@@ -66,7 +66,7 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
     "linears": _UNIT,
     "others": _UNIT,
 }
-_NUMBERS = {"tile", "exp_ulps", *_UNIT}
+_NUMBERS = {"tile", "exp_ulps", "shards", *_UNIT}
 _BY_LINEAR = {"input_scale", "input_zero_point"}
 """Numbers that may stand in mappings of names of linears, and in lists; kept as written."""
 _AS_WRITTEN = {"least_scale", "amax_limit", "batch_amax"}

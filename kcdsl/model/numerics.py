@@ -203,6 +203,8 @@ class Numerics:
     "absolute" (to some units in the last place of 1, however small it is).
     `byte_sums` says how linears sum products of unsigned with signed bytes: "wide" (exactly), or
     "int16_pairs" (two products at a time in 16 bits, where they saturate).
+    `shards`: a linear may be split along its inputs among so many devices, whose results are stored
+    in `compute` and added in it, in any order.
     `products` is "compute", or "tfloat32": what products of matrices read is cut to tfloat32 first.
     """
 
@@ -218,6 +220,7 @@ class Numerics:
     sigmoid: str = "relative"
     byte_sums: str = "wide"
     products: str = "compute"
+    shards: int = 1
 
     @property
     def cast(self) -> Casts:
@@ -288,6 +291,8 @@ class Numerics:
             record["byte_sums"] = self.byte_sums
         if self.products != "compute":
             record["products"] = self.products
+        if self.shards != 1:
+            record["shards"] = self.shards
         return record
 
 

@@ -53,6 +53,7 @@ SMALLEST_TILE = 32
 WHOLE_ROW = 1 << 20
 LARGEST_TILE = 1 << 24
 LARGEST_EXP_ULPS = 1 << 16
+LARGEST_SHARDS = 1 << 10
 
 _E4M3_PER_CHANNEL = {"format": "fp8_e4m3", "scale": "per_channel"}
 _E4M3_PER_TENSOR = {"format": "fp8_e4m3", "scale": "per_tensor"}
@@ -229,6 +230,7 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         sigmoid=_choice("sigmoid", merged.get("sigmoid", "relative"), SIGMOIDS),
         byte_sums=_byte_sums(merged.get("byte_sums", "wide"), weights, activations),
         products=products,
+        shards=_count("shards", merged.get("shards", 1), LARGEST_SHARDS),
     )
 
 

@@ -94,6 +94,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "activations": {"format": "fp8_e4m3", "scale": "per_batch", "batch_amax": 100},
         },
     ),
+    "four shards": (EAGER, {**EAGER, "compute": "bfloat16", "casts": "nearest", "shards": 4}),
     "TF32": (EAGER, {"preset": "torch-sdpa-flash", "products": "tfloat32"}),
     "bytes in pairs": (EAGER, {"preset": "onnxruntime-int8-pairs"}),
     "uint8, nearest": (EAGER, {"preset": "onnxruntime-int8", "casts": "nearest"}),

@@ -112,6 +112,13 @@ NUMERICS: dict[str, dict[str, object]] = {
         "preset": "fp8-w8a8-per-tensor",
         "activations": {"format": "fp8_e4m3", "scale": "per_batch", "batch_amax": 400},
     },
+    "two shards": {"preset": "torch-sdpa-flash", "compute": "float16", "shards": 2},
+    "eight shards": {
+        "preset": "torch-eager",
+        "compute": "bfloat16",
+        "casts": "nearest",
+        "shards": 8,
+    },
     "TF32": {"preset": "torch-eager", "products": "tfloat32", "casts": "nearest"},
     "TF32 in a unit": {
         "preset": "torch-eager",

@@ -198,6 +198,7 @@ class Kernel:
     inward: bool = False  # casts go toward zero
     units: int = 1  # of u and η in one cast
     cut_weights: bool = False  # parameters are cut off toward zero
+    shards: int = 1  # parts of a linear, stored and added in the compute format
     shortened: bool = False  # products of matrices read tfloat32
     paired: bool = False  # linears sum two products of bytes at a time, in 16 bits
     scale_format: Format = FLOAT32  # of the scales of weights
@@ -358,7 +359,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
     """
     record = Reader(value, place, "document/numerics").exactly(
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
-        optional=("results", "tensor_core", "sigmoid", "byte_sums", "products"),
+        optional=("results", "tensor_core", "sigmoid", "byte_sums", "products", "shards"),
     )
     record.text("preset")
     names = tuple(FORMATS)
@@ -399,6 +400,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
         cut_weights=_cut_weights(weights),
         paired=_paired(record, weights, activations),
         shortened=_shortened(record),
+        shards=record.integer("shards", 2) if record.has("shards") else 1,
         scale_format=_scale_format(weights),
         least_scale=limits[0],
         amax_limit=limits[1],

@@ -116,6 +116,10 @@ PAIRS = [
         )
     ),
     (
+        proofs.numerics("float32", "any", shards=3),
+        proofs.numerics("bfloat16", "nearest", shards=2),
+    ),
+    (
         proofs.numerics("float32", "any", products="tfloat32"),
         proofs.numerics("float32", "nearest", products="tfloat32"),
     ),

@@ -131,6 +131,7 @@ kernels:
       sigmoid: absolute
       byte_sums: wide
       products: compute
+      shards: 2
       weights: {format: fp8_e4m3, scale: per_tensor, scale_format: float16}
       activations:
         format: fp8_e4m3

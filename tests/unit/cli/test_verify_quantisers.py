@@ -43,6 +43,7 @@ NUMERICS = {
     " activations: {format: fp8_e4m3fnuz, scale: group_32}}",
     "batch": "{preset: fp8-w8a8-per-tensor,"
     " activations: {format: fp8_e4m3, scale: per_batch, batch_amax: 100}}",
+    "shards": "{preset: torch-eager, compute: bfloat16, shards: 4}",
     "TF32": "{preset: torch-eager, products: tfloat32}",
     "bytes": "{preset: onnxruntime-int8-pairs}",
 }

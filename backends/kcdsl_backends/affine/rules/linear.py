@@ -26,6 +26,7 @@ from kcdsl_backends.interval.box import Box, gamma
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.linear import (
     activation_error,
+    all_reduce_error,
     saturation_error,
     summation_error,
     term_roundings,
@@ -66,6 +67,7 @@ def linear(run: KernelRun, node: Node) -> None:
         *(x.size, absolute, total, value, error, kernel), before=terms_before, quantised=dynamic
     )
     lost = _saturated(run, node, weight, key)
+    lost = lost + all_reduce_error(total, error + lost, kernel)
     error, parts = error + lost, parts.beside(torch.zeros_like(error) + lost)
     early = None
     if bias is not None and kernel.free and kernel.coarse:

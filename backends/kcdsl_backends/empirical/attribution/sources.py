@@ -114,6 +114,7 @@ def mixed(train: KernelRef, infer: KernelRef, taken: Collection[str]) -> KernelR
         "tensor_core": "none" if formats.tensor_core is None else formats.tensor_core.to_json(),
         "sigmoid": of[OPERATOR].sigmoid,
         "products": formats.products,
+        "shards": of[OPERATOR].shards,
         "byte_sums": _byte_sums(of[OPERATOR], of[WEIGHTS], of[ACTIVATIONS]),
         "activations": of[ACTIVATIONS].activations.to_json(),
         "weights": (stored(of[WEIGHTS]) or Weights(formats.compute)).to_json(),

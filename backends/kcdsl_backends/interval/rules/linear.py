@@ -146,6 +146,7 @@ def _linear_error(
         weight=key,
     )
     error = error + lost
+    error = error + all_reduce_error(total, error, kernel)
     early: Apart = None
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
@@ -182,6 +183,26 @@ def saturation_error(
         weight = weight.lo
     scale = quantiser(x, numerics.activations, key, node).scale.hi.amax(-1, keepdim=True)
     return up(scale * pair_loss(weight, numerics) * _DIVISION, 4)
+
+
+def all_reduce_error(total: Tensor, error: Tensor, kernel: Rounding) -> Tensor | float:
+    """Return what adding the parts of a linear in the compute format loses; infinite where a part
+    or a sum of parts may overflow it.
+
+    Each part is stored, n of them are added in any order, and a bias after them: no part of a term
+    is rounded more than n + 1 times.
+
+    Args:
+        total: S, the magnitudes of all terms.
+        error: how far the parts are off before, together.
+    """
+    shards = kernel.numerics.shards
+    if shards == 1:
+        return 0.0
+    grown = math.expm1((shards + 1) * math.log1p(kernel.unit(kernel.compute))) * (1 + 2.0**-40)
+    faint = (2 * shards + 2) * (1 + grown) * kernel.faint(kernel.compute)
+    lost = up((total + error) * grown + faint, 6)
+    return torch.where(total + error + lost <= kernel.compute.largest, lost, torch.inf)
 
 
 def summation_error(

@@ -123,11 +123,24 @@ def _linear_error(
     errors = _accumulated(kernel, sizes, results, n, before)
     lost = _flushed(kernel, x.shape, x.mags, w.shape, w.mags)
     errors = [e + f + c for e, f, c in zip(errors, lost, clipped, strict=True)]
+    errors = [e + _reduced(kernel, s, e) for e, s in zip(errors, sizes, strict=True)]
     if early is None or kernel.stepped or not kernel.coarse:
         return errors
     u, least = kernel.units * Fraction(kernel.compute.u), kernel.units * eta(kernel.compute)
     again = 1 + 2 * Fraction(kernel.accumulate.u)  # the sum with the bias is rounded too
     return [e + again * (u * (m + e) + least) for e, m in zip(errors, early.mags, strict=True)]
+
+
+def _reduced(kernel: Kernel, size: Fraction, error: Fraction) -> Fraction:
+    """Return what adding the stored parts of a linear in the compute format loses."""
+    if kernel.shards == 1:
+        return ZERO
+    factor = (1 + kernel.units * Fraction(kernel.compute.u)) ** (kernel.shards + 1) - 1
+    tiny = 2 * (kernel.shards + 1) * (1 + factor) * kernel.units * eta(kernel.compute)
+    lost = (size + error) * factor + tiny
+    if size + error + lost > Fraction(kernel.compute.largest):
+        raise Rejection("bound/overflow", f"a sum of parts may overflow {kernel.compute.name}")
+    return lost
 
 
 def _clipped(kernel: Kernel, x: Cells, w: Cells, key: str) -> list[Fraction]:

@@ -117,6 +117,7 @@ def _error(
     dynamic, before = kernel.activations[0] != "none", before_sums(kernel)
     error = summed(kernel, factors, size, before=before, dynamic=dynamic, key=key)
     error = box.up(error + lost)
+    error = box.up(error + reduced(kernel, size[0], error))
     if early is not None and not kernel.stepped and kernel.coarse:
         u, eta = kernel.off(kernel.compute)
         cast = u * box.up(box.mag(early) + error) + eta
@@ -130,6 +131,24 @@ def before_sums(kernel: Kernel) -> int:
     """Return the roundings of a term of a linear: of codes those of the weight and of both scales,
     wherever they are multiplied in, beside that of the product."""
     return 2 if kernel.activations[0] == "none" else 4
+
+
+def reduced(kernel: Kernel, size: Floats, error: Floats) -> Floats | float:
+    """Return what is lost where the parts of a linear are stored and added in the compute format:
+    every term is rounded once for each part, and once with a bias.
+
+    Raises:
+        Rejection: "bound/overflow" where a sum of parts may leave the format.
+    """
+    if kernel.shards == 1:
+        return 0.0
+    u, eta = kernel.off(kernel.compute)
+    factor = math.expm1((kernel.shards + 1) * math.log1p(u)) * (1 + 2.0**-40)
+    tiny = 2 * (kernel.shards + 1) * (1 + factor) * eta
+    lost = box.up(box.up(size + error) * factor + tiny)
+    if not bool((size + error + lost <= kernel.compute.largest).all()):
+        raise Rejection("bound/overflow", f"a sum of parts may overflow {kernel.compute.name}")
+    return lost
 
 
 def clipped(kernel: Kernel, x: Box, weight: Box, key: str) -> Floats | float:

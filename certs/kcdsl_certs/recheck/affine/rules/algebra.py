@@ -39,6 +39,7 @@ from kcdsl_certs.recheck.rules.linear import (
     clipped,
     product_roundings,
     quantisation,
+    reduced,
 )
 from kcdsl_certs.recheck.rules.linear import summed as rounding_of_sums
 from kcdsl_certs.recheck.rules.parameters import held
@@ -84,6 +85,9 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
             raise Rejection("rule/weight", "sums of bytes with weights that are not known")
         lost = clipped(kernel, before.box, box.exact(weight), key) + np.zeros(error.shape)
         error, split = raised(error + lost), split.with_sure(lost)
+    if kernel.shards > 1:
+        parts = raised(reduced(kernel, sizes[0], error) + np.zeros(error.shape))
+        error, split = raised(error + parts), split.with_sure(parts)
     terms_back = gamma(weight.shape[0] + 8, UNIT)  # the reverse pass sums over the outputs
     early = None
     if bias is not None and not kernel.stepped and kernel.coarse:
