@@ -57,6 +57,12 @@ def _nothing_remembered(
     user would have."""
     name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / name))
+    # The digests of installed libraries are the same for all tests, and take seconds to form.
+    own = cache_home / name / "kcdsl"
+    own.mkdir(parents=True, exist_ok=True)
+    (cache_home / "libraries").mkdir(exist_ok=True)
+    if not (own / "libraries").is_symlink():
+        (own / "libraries").symlink_to(cache_home / "libraries")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(cache_home / name / "configuration"))
     monkeypatch.setenv("XDG_STATE_HOME", str(cache_home / "state"))
     monkeypatch.delenv("KCDSL_POLICY", raising=False)

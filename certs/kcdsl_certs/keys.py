@@ -225,7 +225,9 @@ class TrustPolicy:
     """The trusted keys, how many distinct ones must have signed, and what is not accepted.
 
     `max_validity` limits the time from issue to the end of a certificate. `revoked_certificates`
-    are identities of certificates, `revoked_keys` fingerprints of keys, both sha256 in hex. With
+    are identities of certificates, `revoked_keys` fingerprints of keys, both sha256 in hex. Of the
+    parts of kernel fingerprints (`triple.PARTS`), `relaxed_parts` may differ from what is expected,
+    and `required_parts` must be stated. With
     `refuse_suppressions` a contract some of whose findings were accepted is refused.
     """
 
@@ -235,6 +237,8 @@ class TrustPolicy:
     revoked_certificates: frozenset[str] = frozenset()
     revoked_keys: frozenset[str] = frozenset()
     refuse_suppressions: bool = False
+    relaxed_parts: frozenset[str] = frozenset()
+    required_parts: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         distinct = {k.key.spki for k in self.keys}

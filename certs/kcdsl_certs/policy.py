@@ -25,12 +25,14 @@ from kcdsl_certs.reject import Reject
 from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
 from kcdsl_certs.strict import parse_time, time_text
 from kcdsl_certs.transfer import TRANSFER_TYPE
+from kcdsl_certs.triple import PARTS
 
 ROLES = {"certificate": PREDICATE_TYPE, "transfer": TRANSFER_TYPE}
 _LARGEST = 4 * 1024 * 1024
 _LARGEST_KEY = 64 * 1024
 _REVOKED = ("revoked-certificates", "revoked-keys")
-_OPTIONS = ("trusted-keys", "threshold", "max-validity", "refuse-suppressions", *_REVOKED)
+_PARTS = ("relaxed-kernel-parts", "required-kernel-parts")
+_OPTIONS = (*_PARTS, "trusted-keys", "threshold", "max-validity", "refuse-suppressions", *_REVOKED)
 _OF_A_KEY = ("path", "sha256", "roles", "stages", "valid-from", "valid-until")
 _DAYS = re.compile(r"[1-9]\d{0,4}d", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -48,6 +50,8 @@ class Policy:
     refuse_suppressions: bool = False
     revoked_certificates: frozenset[str] = frozenset()
     revoked_keys: frozenset[str] = frozenset()
+    relaxed_parts: frozenset[str] = frozenset()
+    required_parts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,12 @@ class Trust:
         revoked = len(rules.revoked_certificates) + len(rules.revoked_keys)
         if revoked:
             limits.append(f"{revoked} revocation(s)")
+        for word, parts in (
+            ("may differ", rules.relaxed_parts),
+            ("must say", rules.required_parts),
+        ):
+            if parts:
+                limits.append(f"kernels {word} in {', '.join(sorted(parts))}")
         return f"{origin}: {', '.join(limits)}"
 
     def to_json(self) -> dict[str, Any]:
@@ -91,6 +101,8 @@ class Trust:
             "threshold": rules.threshold,
             "maxValidityDays": rules.max_validity.days,
             "refuseSuppressions": rules.refuse_suppressions,
+            "relaxedKernelParts": sorted(rules.relaxed_parts),
+            "requiredKernelParts": sorted(rules.required_parts),
             "keys": [
                 _key_json(key, policy is not None and key in policy.keys) for key in rules.keys
             ],
@@ -158,6 +170,8 @@ def trust(
         refuse_suppressions=base.refuse_suppressions,
         revoked_certificates=certificates,
         revoked_keys=revoked,
+        relaxed_parts=base.relaxed_parts,
+        required_parts=base.required_parts,
     )
     return Trust(rules, source, policy, tuple(outside), tuple(revocations))
 
@@ -180,6 +194,8 @@ def read_policy(path: Path) -> Policy:
             if not isinstance(strict, bool):
                 raise Reject("policy/malformed", "`refuse-suppressions` is true or false")
             found = dataclasses.replace(found, refuse_suppressions=strict)
+        relaxed, required = (frozenset(_words(table, name, PARTS) or ()) for name in _PARTS)
+        found = dataclasses.replace(found, relaxed_parts=relaxed, required_parts=required)
         certificates, revoked = _revocations(table)
         return dataclasses.replace(found, revoked_certificates=certificates, revoked_keys=revoked)
 

@@ -6,8 +6,8 @@ lists the components would verify for a swapped kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kcdsl_certs.canonical import canonical_digest
@@ -146,6 +146,53 @@ def _kernel(fields: Fields) -> Kernel:
             f"{fields.place}: the fingerprint does not hash to the digest beside it",
         )
     return kernel
+
+
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "software": ("software",),
+    "compiler": ("software", "compiler"),
+    "processor": ("hardware", "processor"),
+    "gpu": ("hardware", "gpu"),
+    "driver": ("hardware", "gpu", "driver"),
+    "host": ("hardware", "host"),
+    "switches": ("switches",),
+}
+"""The parts of a kernel fingerprint that a policy can leave out of account, or demand."""
+
+
+def relaxed(claimed: Triple, expected: Triple, parts: Iterable[str]) -> Triple:
+    """Return what is expected, with these parts of the kernels as a certificate says."""
+    kernels = {"train": (claimed.train, expected.train), "infer": (claimed.infer, expected.infer)}
+    for part in sorted(parts):
+        for role, (one, other) in kernels.items():
+            fingerprint = _with_part(one.fingerprint, other.fingerprint, PARTS[part])
+            kernels[role] = (one, Kernel(other.name, fingerprint))
+    return replace(expected, train=kernels["train"][1], infer=kernels["infer"][1])
+
+
+def _with_part(
+    source: Mapping[str, Any], target: Mapping[str, Any], path: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the target with what the source has at a path, which may be nothing."""
+    name, rest = path[0], path[1:]
+    found = dict(target)
+    inner, own = source.get(name), found.get(name)
+    if rest:
+        if isinstance(inner, Mapping) and isinstance(own, Mapping):
+            found[name] = _with_part(inner, own, rest)
+    elif name in source:
+        found[name] = inner
+    else:
+        found.pop(name, None)
+    return found
+
+
+def states(kernel: Kernel, part: str) -> bool:
+    """Say whether a fingerprint states a part; that of a server or a recording states none."""
+    found: Any = kernel.fingerprint
+    for name in PARTS[part]:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,9 +33,11 @@ from kcdsl_certs.statement import (
 from kcdsl_certs.strict import strict_load, time_text
 from kcdsl_certs.transfer import TRANSFER_TYPE, Transfer, parse_transfer
 from kcdsl_certs.transferring import Earlier, compare
-from kcdsl_certs.triple import Triple, differences
+from kcdsl_certs.triple import Triple, differences, relaxed, states
 
 Clock = Callable[[], datetime]
+_RUNTIME = re.compile(r"latency|ttft|tpot|throughput|peak_memory|kv_memory|prefill|decode")
+"""What quantities about times and memory are named by."""
 
 
 @dataclass(slots=True)
@@ -115,8 +118,9 @@ def verify(
             )
 
         transfer = state.transfer
+        expected_triple = _as_far_as_asked(transfer, expected_triple, trusted)
         log.run("subject", lambda: _subject(state, expected_triple))
-        log.run("components", lambda: check_components(transfer, expected_triple, None))
+        log.run("components", lambda: _components(transfer, expected_triple, None, trusted))
         log.run("validity", lambda: _validity(transfer, moment, trusted))
         log.run("sequence", lambda: _sequence(transfer, payload, minimum_sequence, trusted))
         log.run("contract", lambda: _contract(transfer, expected_triple, trusted))
@@ -135,8 +139,9 @@ def verify(
         )
     assert state.predicate is not None
     predicate = state.predicate
+    expected_triple = _as_far_as_asked(predicate, expected_triple, trusted)
     log.run("subject", lambda: _subject(state, expected_triple))
-    log.run("components", lambda: check_components(predicate, expected_triple, expected_inputs))
+    log.run("components", lambda: _components(predicate, expected_triple, expected_inputs, trusted))
     log.run("validity", lambda: _validity(predicate, moment, trusted))
     log.run("sequence", lambda: _sequence(predicate, payload, minimum_sequence, trusted))
     log.run("contract", lambda: _contract(predicate, expected_triple, trusted))
@@ -264,6 +269,34 @@ def _subject(state: _State, expected: Triple) -> str:
             raise Reject("subject/mismatch", "the subject is not the triple that is deployed")
         raise Reject(found[0].reason, "; ".join(d.detail for d in found))
     return f"sha256:{subjects[0]}"
+
+
+def _as_far_as_asked(
+    predicate: Predicate | Transfer, expected: Triple, trusted: TrustPolicy
+) -> Triple:
+    """Return what is expected, but for the parts of the kernels that may differ.
+
+    What was timed or took memory holds of the machine that measured it: no part of it may differ
+    then. Otherwise cores and memory of the host may, and what the policy says.
+    """
+    results = predicate.clauses if isinstance(predicate, Predicate) else ()
+    if any(_RUNTIME.search(clause.quantity) for clause in results):
+        return expected
+    return relaxed(predicate.triple, expected, trusted.relaxed_parts | {"host"})
+
+
+def _components(
+    predicate: Predicate | Transfer,
+    expected: Triple,
+    expected_inputs: Mapping[str, str] | None,
+    trusted: TrustPolicy,
+) -> str:
+    for role, kernel in (("train", predicate.triple.train), ("infer", predicate.triple.infer)):
+        missing = sorted(p for p in trusted.required_parts if not states(kernel, p))
+        if missing:
+            detail = f"the {role} kernel does not say its {', '.join(missing)}"
+            raise Reject("triple/kernel-part-missing", detail)
+    return check_components(predicate, expected, expected_inputs)
 
 
 def check_components(

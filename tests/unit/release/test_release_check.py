@@ -159,7 +159,7 @@ def test_a_changed_kernel_build_is_named(folder: Path, check: Check) -> None:
     }
     (folder / "kernels.json").write_text(json.dumps(prints))
     assert check("--kernels", str(folder / "kernels.json"))[0] == 0
-    prints["infer"]["torch"] = "99.0"
+    prints["infer"]["software"]["torch"]["version"] = "99.0"
     (folder / "kernels.json").write_text(json.dumps(prints))
     code, report = check("--kernels", str(folder / "kernels.json"))
     assert code == 4

@@ -1,0 +1,164 @@
+"""Fingerprints identify a build and a machine: what differs shows, and what is patched shows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import Distribution, PathDistribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rfc8785
+
+from kcdsl.ir.terms import KernelRef
+from kcdsl.model.fingerprint import fingerprint_digest, kernel_fingerprint
+from kcdsl.model.machine import Machine, described, torch_flags
+
+H200 = {
+    "model": "NVIDIA H100 80GB HBM3", "capability": "9.0", "architecture": "", "processors": 132,
+    "memory": 85520809984, "driver": "550.54.15",
+}  # fmt: skip
+TORCH = {"version": "2.13.0+cu128", "record": "a" * 64, "code": "b" * 64}
+PROCESSOR = {"machine": "x86_64", "model": "AMD EPYC 9654", "instructions": ["avx2", "avx512f"]}
+
+
+def machine(**changes: Any) -> Machine:
+    """Return a machine that is described, with some probes replaced."""
+    libraries: Mapping[str, Any] = {"torch": TORCH, "nvidia-cublas-cu12": TORCH, "other": TORCH}
+    probes: dict[str, Any] = {
+        "library": libraries.get,
+        "libraries": lambda: tuple(libraries),
+        "processor": lambda: PROCESSOR,
+        "host": lambda: {"cores": 8, "memory": 64},
+        "device": lambda: H200,
+        "compiler": lambda: "g++ 12.2.0",
+        "flags": dict,
+        "environment": {},
+    }
+    return Machine(**(probes | changes))
+
+
+def digest(place: Machine, run: str = "torch.eager", device: str = "cuda") -> str:
+    return fingerprint_digest(kernel_fingerprint(KernelRef(run, ()), device, place))
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "another GPU": {"device": lambda: {**H200, "model": "NVIDIA B200", "capability": "10.0"}},
+    "another driver": {"device": lambda: {**H200, "driver": "570.86.10"}},
+    "another local version": {"library": lambda name: {**TORCH, "version": "2.13.0+cu126"}},
+    "another record": {"library": lambda name: {**TORCH, "record": "c" * 64}},
+    "a patched file": {"library": lambda name: {**TORCH, "code": "d" * 64}},
+    "a patched cuBLAS": {
+        "library": lambda name: {**TORCH, "code": "d" * 64} if "cublas" in name else TORCH
+    },
+    "another processor": {"processor": lambda: {**PROCESSOR, "model": "Intel Xeon 8480"}},
+    "fewer instructions": {"processor": lambda: {**PROCESSOR, "instructions": ["avx2"]}},
+    "more cores": {"host": lambda: {"cores": 16, "memory": 64}},
+    "a flag of torch": {"flags": lambda: {"matmul.allow_tf32": True}},
+    **{
+        f"the variable {name}": {"environment": {name: value}}
+        for name, value in {
+            "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "3", "MKL_CBWR": "COMPATIBLE",
+            "NVIDIA_TF32_OVERRIDE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "VLLM_ATTENTION_BACKEND": "FLASHINFER", "XFORMERS_FORCE_DISABLE_TRITON": "1",
+            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "LD_PRELOAD": "/opt/fast.so",
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_can_change_a_result_changes_the_digest(change: str) -> None:
+    assert digest(machine()) == digest(machine())
+    assert digest(machine(**CHANGES[change])) != digest(machine())
+
+
+def test_what_changes_no_result_and_what_is_secret_is_not_stated() -> None:
+    names = ("VLLM_API_KEY", "HOME", "TRITON_CACHE_DIR", "OMP_TOKEN", "CUDNN_LOGINFO_DBG", "PATH")
+    place = machine(environment=dict.fromkeys(names, "do-not-show-this"))
+    assert place.switches() == {}
+    assert digest(place) == digest(machine())
+
+
+def test_a_kernel_on_the_processor_has_no_gpu_and_no_libraries_of_one() -> None:
+    found = kernel_fingerprint(KernelRef("torch.eager", ()), "cpu", machine())
+    assert set(found["software"]) == {"torch"}
+    assert "gpu" not in found["hardware"]
+    rfc8785.dumps(found)  # no floats
+    compiled = kernel_fingerprint(KernelRef("torch.compile", ()), "cpu", machine())
+    assert compiled["software"]["compiler"] == "g++ 12.2.0"
+    other = replace(machine(), compiler=lambda: "clang 19")
+    assert digest(other, "torch.compile") != digest(machine(), "torch.compile")
+
+
+# --- wheels --------------------------------------------------------------------------------------
+
+FILES = {"fast/__init__.py": b"def f(x): return x\n", "fast/kernels.so": b"\x7fELF" + bytes(500)}
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Distribution:
+    """Install a small distribution with a file RECORD."""
+    rows = []
+    for name, data in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+        sha = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows.append(f"{name},sha256={sha},{len(data)}")
+    about = tmp_path / "fast-1.0+local.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fast\nVersion: 1.0+local\n")
+    (about / "RECORD").write_text("\n".join(rows) + "\nfast-1.0+local.dist-info/RECORD,,\n")
+    return PathDistribution(about)
+
+
+def test_the_local_part_of_a_version_is_stated(wheel: Distribution) -> None:
+    assert described("fast", wheel)["version"] == "1.0+local"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_patched_in_place_shows(wheel: Distribution, name: str) -> None:
+    """The RECORD is as it was, and so are size and times of the file."""
+    before = described("fast", wheel)
+    assert described("fast", wheel) == before
+    path = Path(str(wheel.locate_file(name)))
+    about = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    with path.open("r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    after = described("fast", wheel)
+    assert after["record"] == before["record"]
+    assert after["code"] != before["code"]
+
+
+def test_a_record_that_was_written_anew_shows(wheel: Distribution, tmp_path: Path) -> None:
+    before = described("fast", wheel)
+    with (tmp_path / "fast-1.0+local.dist-info" / "RECORD").open("a") as file:
+        file.write("fast/more.py,sha256=AAAA,3\n")
+    after = described("fast", wheel)
+    assert after["record"] != before["record"]
+    assert after["code"] != before["code"]
+
+
+def test_a_file_that_is_gone_shows(wheel: Distribution) -> None:
+    before = described("fast", wheel)
+    Path(str(wheel.locate_file("fast/kernels.so"))).unlink()
+    assert described("fast", wheel)["code"] != before["code"]
+
+
+def test_settings_of_torch_that_are_not_as_it_comes_are_stated() -> None:
+    import torch
+
+    assert torch_flags() == {}
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch_flags() == {"deterministic_algorithms": True}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch_flags() == {}
