@@ -145,7 +145,7 @@ def _mask(run: KernelRun, node: Node, scores: Entry) -> Tensor:
 def _columns(mask: Tensor) -> Callable[[Adjoint], Adjoint]:
     """Return a function that leaves out of functionals of one row the columns before the first and
     behind the last that the mask admits in any head, where they are zero."""
-    admitted = mask.flatten(0, -3).any(0)
+    admitted = mask.reshape(-1, *mask.shape[-2:]).any(0)
     places = torch.arange(mask.shape[-1], device=mask.device)
     starts = torch.where(admitted, places, mask.shape[-1]).amin(-1).tolist()
     stops = (torch.where(admitted, places, -1).amax(-1) + 1).tolist()

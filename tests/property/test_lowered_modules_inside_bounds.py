@@ -1,0 +1,133 @@
+"""Real runs of modules that users write are inside of the bounds of what was lowered from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kcdsl.diagnostics import Refusal
+from kcdsl.model.attention import composed_attention
+from kcdsl.model.presets import resolve
+from kcdsl_backends.certifier.workshop import Workshop, claim_margin
+from kcdsl_backends.interval.errors import NoBound
+from tests.support.random_modules import model_of
+
+ROWS, WIDTH = 5, 4
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Part(nn.Module):
+    """A block on [5, 4]: a function of itself and of x."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.register_buffer("number", torch.tensor(0.1), persistent=False)
+        steps = torch.tensor([1.0, 0.1, 0.01, 0.001])
+        self.register_buffer("steps", steps, persistent=False)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def cube(x: Tensor) -> Tensor:
+    return x.reshape(ROWS, 2, 2)
+
+
+def gate(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def root_norm(s: Any, x: Tensor) -> Tensor:
+    normed: Tensor = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * s.gain
+    return normed
+
+
+MODULES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "swapaxes": lambda s, x: (
+        x.reshape(2, 2, 5).swapaxes(0, 1).reshape(ROWS, WIDTH) * s.steps.to(x.dtype)
+    ),
+    "T of three dimensions": lambda s, x: cube(x).T.flatten(1) - 0.5,
+    "a number that is added": lambda s, x: x + -3.3,
+    "a table in float32": lambda s, x: x * (3.0 * torch.arange(ROWS)[:, None]).cos(),
+    "a table from a buffer": lambda s, x: (
+        x * torch.outer(300.0 * torch.arange(float(ROWS)), s.steps).cos().to(x.dtype)
+    ),
+    "a gate": lambda s, x: gate(8 * x),
+    "a cast": lambda s, x: x.to(torch.bfloat16).to(x.dtype) * 0.3,
+    "a buffer without dimensions": lambda s, x: x * s.number,
+    "a norm that is written out": root_norm,
+    "a norm of large numbers": lambda s, x: root_norm(s, 300 * x),
+    "attention without heads": lambda s, x: composed_or_not(x),
+    "a softmax in float32": lambda s, x: torch.softmax(x, -1, dtype=torch.float32).to(x.dtype),
+    "a random table": lambda s, x: x * torch.rand(WIDTH),
+}
+
+
+def composed_or_not(x: Tensor) -> Tensor:
+    """Return attention as the kernels of this test form it; traced, it is one operation."""
+    if torch.compiler.is_exporting():
+        return F.scaled_dot_product_attention(x, x, x)
+    return composed_attention(x, x, x)
+
+
+@pytest.mark.filterwarnings("ignore:The use of")
+@pytest.mark.parametrize("format", HALVES)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_inside_of_its_bounds(name: str, format: str) -> None:
+    """A module has bounds in every domain that reach what its runs are apart, or none."""
+    part = Part(MODULES[name]).eval().requires_grad_(False)
+    train, infer = (resolve({"preset": "torch-eager", "compute": f}) for f in ("float32", format))
+    shop = Workshop(model_of(part, WIDTH), train, infer, torch.device("cpu"))
+    drawn = torch.Generator().manual_seed(3)
+    for scale in (1.0, 40.0):
+        x = scale * torch.randn(ROWS, WIDTH, generator=drawn)
+        wide = part(x)
+        halved: nn.Module = copy.deepcopy(part).to(HALVES[format])
+        narrow = halved(x.to(HALVES[format]))
+        real = (wide.double() - narrow.double()).abs().nan_to_num(nan=torch.inf)
+        for bound in bounds(shop, x.double()):
+            assert bool((real <= bound * claim_margin(train, infer)).all())
+
+
+def bounds(shop: Workshop, x: Tensor) -> list[Tensor]:
+    """Return the bounds of the domains at a point."""
+    try:
+        problem = shop.problem("part", tuple(range(ROWS)))
+    except Refusal:
+        return []
+    radius = torch.zeros(1, 1, dtype=torch.float64)
+    found: list[Tensor] = []
+    domains: list[Callable[[], Tensor]] = [
+        lambda: problem.bound(x, radius).output.drift.mag(),
+        lambda: problem.affine(x, radius).box.mag(),
+    ]
+    for bounded in domains:
+        try:
+            found.append(bounded())
+        except NoBound:
+            found.append(torch.tensor(torch.inf, dtype=torch.float64))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The use of")
+@pytest.mark.parametrize("name", MODULES)
+def test_what_can_be_followed_is_lowered(name: str) -> None:
+    """Few of these modules are refused, so that the bounds above are not those of nothing."""
+    train, infer = (
+        resolve({"preset": "torch-eager", "compute": f}) for f in ("float32", "bfloat16")
+    )
+    part = Part(MODULES[name]).eval().requires_grad_(False)
+    shop = Workshop(model_of(part, WIDTH), train, infer, torch.device("cpu"))
+    if name in ("a random table", "a table from a buffer"):
+        with pytest.raises(Refusal):
+            shop.problem("part", tuple(range(ROWS)))
+    else:
+        assert shop.problem("part", tuple(range(ROWS))).graph.block == "part"
