@@ -46,17 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = _check(options)
     except Reject as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(_printable(f"error: {error}"), file=sys.stderr)
         return COULD_NOT_RUN
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror or error}", file=sys.stderr)
+        print(_printable(f"error: {error.filename}: {error.strerror or error}"), file=sys.stderr)
         return COULD_NOT_RUN
     if options.json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
     else:
         print("\n".join(_table(name, part) for name, part in report.reports))
         if report.coverage is not None:
-            print(f"coverage  {report.coverage.outcome.value}  {report.coverage.detail}".rstrip())
+            said = f"coverage  {report.coverage.outcome.value}  {report.coverage.detail}"
+            print(_printable(said).rstrip())
         if report.accepted:
             for text in report.assumptions:
                 print(f"assumed: {text if text.isprintable() else ascii(text)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.cli.numbers import count, fraction, not_negative, seed
+from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line
 from kcdsl.exits import Exit
 
 HELP = "count logged tokens by slice, and decide a contract on them"
@@ -82,7 +83,10 @@ def run(arguments: argparse.Namespace) -> Exit:
             spill=None if arguments.spill is None else Path(arguments.spill),
             progress=progress,
         )
-    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    text = (
+        json_for_terminals(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False))
+        + "\n"
+    )
     if arguments.output is not None:
         write_bytes(Path(arguments.output), text.encode())
     if arguments.json:
@@ -92,7 +96,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 
         print_aggregate(document, sys.stdout, queries=arguments.sql)
     if arguments.output is not None:
-        print(f"wrote {arguments.output}", file=sys.stderr)
+        print(one_line(f"wrote {arguments.output}"), file=sys.stderr)
     return Exit(document["exit"])
 
 

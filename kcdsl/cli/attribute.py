@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 
         print_attribution(found, sys.stdout)
     for name in written:
-        print(f"wrote {name}", file=sys.stderr)
+        print(one_line(f"wrote {name}"), file=sys.stderr)
     return found.exit
 
 

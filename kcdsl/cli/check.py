@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kcdsl.diagnostics.render.terminal import json_for_terminals
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     """Check certificates: 0 valid, 4 invalid; what could not be read is refused (2)."""
     report = _report(arguments)
     if arguments.json:
-        print(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
+        print(json_for_terminals(json.dumps(report.to_json(), indent=2, ensure_ascii=False)))
     else:
         _print(report)
         if arguments.signature_only and report.accepted:
@@ -119,7 +120,10 @@ def _report(arguments: argparse.Namespace) -> Combined:
         refusals = tuple((str(path), refusal) for path in paths)
         return Combined(refusals, arguments.complete, trust)
     if arguments.write_expectation is not None:
-        document = json.dumps(expectation.to_json(), indent=1, ensure_ascii=False) + "\n"
+        document = (
+            json_for_terminals(json.dumps(expectation.to_json(), indent=1, ensure_ascii=False))
+            + "\n"
+        )
         write_bytes(Path(arguments.write_expectation), document.encode("utf-8"))
 
     def run(path: Path, bundle: bytes) -> Report:

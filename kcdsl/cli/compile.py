@@ -13,6 +13,7 @@ from kcdsl.config import load_config
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, Run, render
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 from kcdsl.ir.canonical import digest, document, library_digest
 from kcdsl.ir.terms import Library, ModelRef, Program
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> Exit:
         weights = _weights(program.model, path.parent)
         _deliver(_table(program, weights, routes, arguments.output), arguments.output)
     if withheld is not None:
-        print(f"left out for training: {withheld}", file=sys.stderr)
+        print(one_line(f"left out for training: {withheld}"), file=sys.stderr)
     return code
 
 
@@ -197,13 +198,14 @@ def _weights(model: ModelRef, folder: Path) -> str:
 def _table(program: Program, weights: str, routes: tuple[Route, ...], output: str | None) -> str:
     from io import StringIO
 
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from kcdsl.verdict.console import HarmlessConsole
+
     terminal = output is None and sys.stdout.isatty()
     buffer = StringIO()
-    console = Console(
+    console = HarmlessConsole(
         file=buffer, width=None if terminal else 100, force_terminal=terminal, highlight=False
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -218,7 +220,7 @@ def _table(program: Program, weights: str, routes: tuple[Route, ...], output: st
         table.add_row(*(Text(cell) for cell in cells), backend, Text(item.reason))
     console.print(Text(f"contract {program.name} {program.version}"))
     console.print(Text(f"digest      sha256:{digest(program)}"))
-    console.print(Text(f"checkpoint  {weights}\n"), soft_wrap=True)
+    console.print(Text(f"checkpoint  {one_line(weights)}\n"), soft_wrap=True)
     console.print(table)
     lines = buffer.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"

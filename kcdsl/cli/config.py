@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.config import OPTIONS, Config, Origin, load_config
+from kcdsl.diagnostics.render.terminal import json_for_terminals
 from kcdsl.exits import Exit
 
 HELP = "show the options of the configuration and where each value came from"
@@ -31,7 +32,11 @@ def run(arguments: argparse.Namespace) -> Exit:
     """Print the table or the JSON document; a configuration that cannot be used is refused (2)."""
     config = load_config(Path(arguments.folder))
     if arguments.format == "json":
-        print(json.dumps(_document(config), indent=2, ensure_ascii=False, default=str))
+        print(
+            json_for_terminals(
+                json.dumps(_document(config), indent=2, ensure_ascii=False, default=str)
+            )
+        )
     else:
         print(_table(config))
     return Exit.HELD
@@ -91,6 +96,6 @@ def _toml(value: Any) -> str:
         case Mapping():
             return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
         case str() | bool() | int():
-            return json.dumps(value, ensure_ascii=False)
+            return json_for_terminals(json.dumps(value, ensure_ascii=False))
         case _:
             return str(value)

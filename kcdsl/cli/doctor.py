@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 
 from kcdsl.cli.environment import Backend, Device, Environment, Package, examine, to_json
+from kcdsl.diagnostics.render.terminal import json_for_terminals
 from kcdsl.exits import Exit
 
 _WIDTH = 100
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     """Print the report; 0 where the main road works, 2 where something it needs is missing."""
     environment = examine()
     if arguments.json:
-        print(json.dumps(to_json(environment), indent=2, ensure_ascii=False))
+        print(json_for_terminals(json.dumps(to_json(environment), indent=2, ensure_ascii=False)))
     else:
         _print(environment)
     return Exit.HELD if environment.ready else Exit.COULD_NOT_RUN

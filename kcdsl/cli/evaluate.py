@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -153,13 +154,13 @@ def run(arguments: argparse.Namespace) -> Exit:
         elif file is None:
             sys.stdout.write(text)
     for name in written:
-        print(f"wrote {name}", file=sys.stderr)
+        print(one_line(f"wrote {name}"), file=sys.stderr)
     if stated is None:
         print(f"not certified: {why}", file=sys.stderr)
     if not keys:
         tell_unsigned(target, stated is not None)
     elif replaced:
-        print(f"note: {target} replaces an earlier one by the same keys", file=sys.stderr)
+        print(one_line(f"note: {target} replaces an earlier one by the same keys"), file=sys.stderr)
     return report.exit
 
 

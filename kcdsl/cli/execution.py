@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kcdsl.cli.numbers import count
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.route.execution import ENGINES, Execution
 
 if TYPE_CHECKING:
@@ -88,4 +89,4 @@ def tell_cached(outcomes: Sequence[GoalOutcome], execution: Execution) -> None:
     """Say how many cases had their bound from an earlier run."""
     cached, cases = sum(o.cached for o in outcomes), sum(len(o.cases) for o in outcomes)
     if cached:
-        print(f"cache: {cached} of {cases} cases from {execution.cache}", file=sys.stderr)
+        print(one_line(f"cache: {cached} of {cases} cases from {execution.cache}"), file=sys.stderr)

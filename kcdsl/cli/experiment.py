@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
+from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line
 from kcdsl.exits import Exit
 
 HELP = "sweep kernels, batches, lengths and streams under one contract"
@@ -90,7 +91,10 @@ def run(arguments: argparse.Namespace) -> Exit:
             fresh=arguments.fresh,
             progress=progress,
         )
-    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    text = (
+        json_for_terminals(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False))
+        + "\n"
+    )
     files = [
         NewFile(folder / f"{kind}.json", text.encode(), 0o644),
         NewFile(folder / f"{kind}.html", experiment_page(document).encode(), 0o644),
@@ -112,7 +116,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 
         print_experiment(document, sys.stdout)
     for file in files:
-        print(f"wrote {file.path}", file=sys.stderr)
+        print(one_line(f"wrote {file.path}"), file=sys.stderr)
     return Exit.HELD
 
 

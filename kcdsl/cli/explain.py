@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import FAMILIES, UNKNOWN_CODE, USAGE, Code, all_codes, find
+from kcdsl.diagnostics.render.terminal import json_for_terminals
 from kcdsl.exits import Exit
 
 HELP = "explain a diagnostic code, a metric, or which backends cover a clause and why"
@@ -125,4 +126,4 @@ def _json(codes: Sequence[Code]) -> str:
             for code in codes
         ],
     }
-    return json.dumps(document, indent=2, ensure_ascii=False)
+    return json_for_terminals(json.dumps(document, indent=2, ensure_ascii=False))

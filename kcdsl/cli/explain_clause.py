@@ -14,6 +14,7 @@ from kcdsl.cli.discover import find_contract
 from kcdsl.cli.explain_metric import metric_named, show_metric
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
 from kcdsl.diagnostics.codes import NO_CONTRACT, OUTSIDE_FRAGMENTS, UNKNOWN_CLAUSE
+from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line
 from kcdsl.exits import Exit
 from kcdsl.ir.fragment import Blame, classify
 from kcdsl.ir.terms import Clause, Program
@@ -138,20 +139,22 @@ def _text(
 ) -> str:
     from io import StringIO
 
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from kcdsl.diagnostics.render.full import render_place
+    from kcdsl.verdict.console import HarmlessConsole
 
     terminal = sys.stdout.isatty()
     buffer = StringIO()
-    console = Console(
+    console = HarmlessConsole(
         file=buffer, width=None if terminal else 100, force_terminal=terminal, highlight=False
     )
     at = source.position(clause.span.start)
-    console.print(Text(f"clause    {clause.id} of {program.name}, {source.name}:{at.line}"))
-    console.print(Text(f"requires  {clause.text}"))
+    console.print(
+        Text(f"clause    {clause.id} of {program.name}, {one_line(source.name)}:{at.line}")
+    )
+    console.print(Text(f"requires  {one_line(clause.text)}"))
     console.print(Text(f"fragment  {chosen.fragment}: {chosen.reason}"))
     console.print(Text(f"backend   {chosen.backend or 'none'}\n"))
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -203,7 +206,7 @@ def _json(
             for item in candidates
         ],
     }
-    return json.dumps(document, indent=2, ensure_ascii=False)
+    return json_for_terminals(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def _place(blame: Blame, source: SourceFile) -> dict[str, object]:

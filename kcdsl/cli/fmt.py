@@ -11,6 +11,7 @@ from kcdsl.config import load_config
 from kcdsl.diagnostics import Refusal, Sink, refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.render.full import render_full
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 from kcdsl.format import format_text
 from kcdsl.source.files import decode_source, read_source
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> Exit:
         if arguments.diff:
             sys.stdout.write(difference(source, text))
         elif arguments.check:
-            print(name)
+            print(one_line(str(name)))
     notes = [
         f"{seen} file{'s' if seen != 1 else ''}: {changed} {'would change' if dry else 'changed'}"
     ]
@@ -103,6 +104,7 @@ def difference(source: SourceFile, text: str, how: str = "formatted") -> str:
     from difflib import unified_diff
     from io import StringIO
 
+    name = one_line(source.name)
     old, new = (list(StringIO(part, newline="\n")) for part in (source.text, text))
-    lines = unified_diff(old, new, source.name, f"{source.name} ({how})")
+    lines = unified_diff(old, new, name, f"{name} ({how})")
     return "".join(line if line.endswith("\n") else f"{line}{_NO_END}" for line in lines)

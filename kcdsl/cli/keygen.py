@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
 HELP = "make a key pair for signing certificates"
@@ -57,6 +58,6 @@ def run(arguments: argparse.Namespace) -> Exit:
         ],
         replace=arguments.force,
     )
-    print(f"private key  {private}  (keep it secret, out of version control)")
-    print(f"public key   {public}  ({key.public.algorithm}, hint {key.public.hint})")
+    print(one_line(f"private key  {private}  (keep it secret, out of version control)"))
+    print(one_line(f"public key   {public}  ({key.public.algorithm}, hint {key.public.hint})"))
     return Exit.HELD

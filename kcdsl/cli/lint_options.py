@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kcdsl.config import CODES_HELP, Config, code_or_beginning, load_config
 from kcdsl.diagnostics import Diagnostic, Severity, refuse
-from kcdsl.diagnostics.codes import USAGE
+from kcdsl.diagnostics.codes import BAD_CONFIGURATION, USAGE
 from kcdsl.diagnostics.render import FORMATS, SUFFIXES
 
 _RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
@@ -84,6 +84,21 @@ def read_options(arguments: argparse.Namespace) -> Options:
 _LISTS = ("full", "concise")
 
 
+def _refuse_elsewhere(name: str, config: Config) -> None:
+    """Refuse a file that the configuration of a folder would have written outside of it."""
+    origin = config.origin("format")
+    if origin.source is not config.file or config.file is None:
+        return
+    if not Path(name).resolve().is_relative_to(origin.folder):
+        raise refuse(
+            BAD_CONFIGURATION,
+            f"`format` names the file {name}, which is not below {origin.folder}",
+            help="name a file below the folder of the configuration, or use --format",
+            source=origin.source,
+            span=origin.span,
+        )
+
+
 def _outputs(arguments: argparse.Namespace, config: Config) -> tuple[Output, ...]:
     """Return where findings go, in which form; at most one goes to standard output."""
     found: list[Output] = []
@@ -91,6 +106,8 @@ def _outputs(arguments: argparse.Namespace, config: Config) -> tuple[Output, ...
         format, sign, name = word.partition("=")
         if format not in FORMATS or (sign and not name):
             raise refuse(USAGE, f"there is no format `{word}`", help=f"one of {', '.join(FORMATS)}")
+        if sign and not arguments.format:
+            _refuse_elsewhere(name, config)
         found.append(Output(format, Path(name) if sign else None))
     if arguments.output is not None:
         path = Path(arguments.output)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -54,12 +55,12 @@ def replay_trace(file: Path, arguments: argparse.Namespace) -> Exit:
         said = _reproduced(file, report, trace.report)
     if arguments.json:
         sys.stdout.write(report.dumps())
-        print(said, file=sys.stderr)
+        print(one_line(said), file=sys.stderr)
     else:
         from kcdsl.verdict.render import print_report
 
         print_report(report, sys.stdout)
-        print(said)
+        print(one_line(said))
     return report.exit
 
 

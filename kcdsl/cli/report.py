@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> Exit:
         sys.stdout.write(text)
     else:
         write_bytes(Path(arguments.output), text.encode())
-        print(f"wrote {arguments.output}", file=sys.stderr)
+        print(one_line(f"wrote {arguments.output}"), file=sys.stderr)
     return Exit(document["exit"])
 
 

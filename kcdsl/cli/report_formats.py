@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.diagnostics.render.terminal import json_for_terminals
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -72,7 +74,12 @@ def document_in(
         case "json":
             import json
 
-            return json.dumps(report, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+            return (
+                json_for_terminals(
+                    json.dumps(report, indent=2, allow_nan=False, ensure_ascii=False)
+                )
+                + "\n"
+            )
         case "html":
             from kcdsl.verdict.html import page
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -81,9 +82,12 @@ def run(arguments: argparse.Namespace) -> Exit:
     if before is None or target != path:
         replaced = refuse_other_signers(target, keys)
         if replaced:
-            print(f"note: {target} replaces an earlier one by the same keys", file=sys.stderr)
+            print(
+                one_line(f"note: {target} replaces an earlier one by the same keys"),
+                file=sys.stderr,
+            )
     write_bytes(target, bundle_bytes(envelope, hint))
-    print(f"certificate: {target}")
+    print(one_line(f"certificate: {target}"))
     return Exit.HELD
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
+from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -207,14 +208,14 @@ def _signed(report: Report, path: Path, triple: Triple, found: Plan, keys: Any) 
 
 def _refused(report: Report, path: Path, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
+        print(json_for_terminals(json.dumps(report.to_json(), indent=2, ensure_ascii=False)))
         return
     from kcdsl.diagnostics.render.terminal import printable
 
     for check in report.checks:
         if check.reason in report.reasons:
             print(printable(f"{path}: {check.name}: {check.detail} ({check.reason})"))
-    print(f"{path} is not valid, so nothing of it goes over")
+    print(one_line(f"{path} is not valid, so nothing of it goes over"))
 
 
 def _show(found: Plan, target: Path | None, as_json: bool) -> None:
@@ -225,7 +226,7 @@ def _show(found: Plan, target: Path | None, as_json: bool) -> None:
             "carried": [item.to_json() for item in found.carried],
             "left": [item.to_json() for item in found.left],
         }
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print(json_for_terminals(json.dumps(document, indent=2, ensure_ascii=False)))
         return
     from rich.table import Table
     from rich.text import Text

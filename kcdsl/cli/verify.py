@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.cli.foreign import add_allow_code, refuse_foreign_code
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
@@ -176,7 +177,10 @@ def run(arguments: argparse.Namespace) -> Exit:
     if not keys:
         tell_unsigned(certificate)
     elif replaced:
-        print(f"note: {certificate} replaces an earlier one by the same keys", file=sys.stderr)
+        print(
+            one_line(f"note: {certificate} replaces an earlier one by the same keys"),
+            file=sys.stderr,
+        )
     return code
 
 

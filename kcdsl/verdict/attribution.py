@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any, Literal
 
+from kcdsl.diagnostics.render.terminal import json_for_terminals
 from kcdsl.exits import Exit
 
 ATTRIBUTION_SCHEMA = "kcdsl.attribution/1"
@@ -374,7 +375,12 @@ class Attribution:
 
     def dumps(self) -> str:
         """Return the document as text."""
-        return json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+        return (
+            json_for_terminals(
+                json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False)
+            )
+            + "\n"
+        )
 
 
 def attribution_schema() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kcdsl.diagnostics.render.terminal import json_for_terminals
 from kcdsl.verdict.difference import Change, ClauseDifference, Difference, Named, Witness
 
 SCHEMA = "kcdsl.diff/1"
@@ -20,7 +21,7 @@ def difference_json(found: Difference) -> str:
         "changes": [_change(change) for change in found.changes],
         "clauses": [_clause(clause) for clause in found.clauses],
     }
-    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    return json_for_terminals(json.dumps(document, indent=2, ensure_ascii=False)) + "\n"
 
 
 def _named(contract: Named) -> dict[str, str]:

@@ -12,6 +12,8 @@ from fractions import Fraction
 from importlib.resources import files
 from typing import Any, Literal
 
+from kcdsl.diagnostics.render.terminal import json_for_terminals
+
 PLAN_SCHEMA = "kcdsl.plan/1"
 State = Literal["enough", "too_few", "unknown", "never", "census"]
 
@@ -118,7 +120,12 @@ class Plan:
 
     def dumps(self) -> str:
         """Return the document as text."""
-        return json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+        return (
+            json_for_terminals(
+                json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False)
+            )
+            + "\n"
+        )
 
 
 def plan_schema() -> dict[str, Any]:

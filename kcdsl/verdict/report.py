@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
+from kcdsl.diagnostics.render.terminal import json_for_terminals
 from kcdsl.exits import Exit
 from kcdsl.verdict.health import Health
 from kcdsl.verdict.model import verdict_name
@@ -235,7 +236,12 @@ class Report:
 
     def dumps(self) -> str:
         """Return the document as text; raises ValueError rather than write NaN or infinity."""
-        return json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+        return (
+            json_for_terminals(
+                json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False)
+            )
+            + "\n"
+        )
 
 
 def not_decided(deferred: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from kcdsl.diagnostics.render.terminal import (
     BOLD,
     RED,
     YELLOW,
+    one_line,
     paint,
     printable,
     wants_colour,
@@ -39,7 +40,7 @@ def render_place(source: SourceFile, span: Span, text: str, stream: TextIO | Non
 def _one(diagnostic: Diagnostic, page: Page) -> Iterator[str]:
     colour, tint = page.colour, _COLOURS[diagnostic.severity]
     title = paint(f"{diagnostic.severity}[{diagnostic.code}]", f"{BOLD};{tint}", colour)
-    yield f"{title}: {paint(printable(diagnostic.message), BOLD, colour)}"
+    yield f"{title}: {paint(one_line(diagnostic.message), BOLD, colour)}"
     source, span = diagnostic.source, diagnostic.span
     if source is not None:
         marks = _marks(source, diagnostic)
@@ -68,7 +69,7 @@ def _gutter(marks: Iterable[Mark]) -> int:
 
 
 def _arrow(source: SourceFile, span: Span | None, page: Page) -> str:
-    name, place = printable(source.name).replace("\n", "\N{REPLACEMENT CHARACTER}"), ""
+    name, place = one_line(source.name), ""
     if span is not None:
         at = source.position(span.start)
         place = f":{at.line}:{at.column}"

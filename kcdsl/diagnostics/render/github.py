@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kcdsl.diagnostics.model import Diagnostic, Severity
-from kcdsl.diagnostics.render.terminal import printable
+from kcdsl.diagnostics.render.terminal import visible
 
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 
@@ -33,11 +33,11 @@ def _line(diagnostic: Diagnostic) -> str:
         if start.line == end.line:
             fields += [("col", start.column), ("endColumn", max(start.column, end.column - 1))]
     fields.append(("title", f"{diagnostic.code}: {diagnostic.code.title}"))
-    listed = ",".join(f"{name}={_field(str(value))}" for name, value in fields)
+    listed = ",".join(f"{name}={_field(_plain(str(value)))}" for name, value in fields)
     tail = [f"note: {note}" for note in diagnostic.notes]
     tail += [f"help: {diagnostic.help}"] if diagnostic.help else []
-    text = "\n".join([diagnostic.message, *tail])
-    return f"::{_COMMANDS[diagnostic.severity]} {listed}::{_message(printable(text))}"
+    text = _plain("\n".join([diagnostic.message, *tail]), ends="\n")
+    return f"::{_COMMANDS[diagnostic.severity]} {listed}::{_message(text)}"
 
 
 def _named(name: str) -> str:
@@ -47,6 +47,11 @@ def _named(name: str) -> str:
     if not root or not path.is_relative_to(Path(root).resolve()):
         return name
     return path.relative_to(Path(root).resolve()).as_posix()
+
+
+def _plain(text: str, ends: str = "\r\n") -> str:
+    """Return a text without what a terminal would obey; line ends stay, to be encoded."""
+    return "".join(char if char in ends else visible(char) for char in text)
 
 
 def _message(text: str) -> str:

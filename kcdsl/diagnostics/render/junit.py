@@ -9,6 +9,7 @@ from xml.etree import ElementTree as xml
 
 from kcdsl.diagnostics.model import Diagnostic, Severity
 from kcdsl.diagnostics.render.concise import render_concise
+from kcdsl.diagnostics.render.terminal import printable
 
 if TYPE_CHECKING:
     from kcdsl.diagnostics.render import Checked, Run
@@ -90,5 +91,5 @@ def _count(element: xml.Element, tests: int, failures: int) -> None:
 
 
 def _clean(text: str) -> str:
-    """Keep characters out that XML 1.0 does not have."""
-    return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)
+    """Keep characters out that XML 1.0 does not have, and those that a terminal would obey."""
+    return printable(_FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text))

@@ -13,6 +13,7 @@ from kcdsl import __version__
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Suppressed
 from kcdsl.diagnostics.render import page_url
+from kcdsl.diagnostics.render.terminal import json_for_terminals
 from kcdsl.exits import Exit
 from kcdsl.source.text import SourceFile, Span
 
@@ -66,7 +67,7 @@ def render_sarif(diagnostics: Iterable[Diagnostic], run: Run) -> str:
         "results": results,
     }
     document = {"$schema": _SCHEMA, "version": "2.1.0", "runs": [document_run]}
-    return json.dumps(document, indent=2, ensure_ascii=False)
+    return json_for_terminals(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def _rule(code: Code, docs_url: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ could do to it."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import unicodedata
 from functools import lru_cache
@@ -16,6 +17,8 @@ RED, GREEN, YELLOW, BLUE, BOLD = "31", "32", "33", "34", "1"
 _BIDIRECTIONAL = frozenset(
     "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 )
+_COMMAND = re.compile(r"(?:^|\n)[^\S\n]*::|##\[")
+_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def wants_colour(stream: TextIO | None) -> bool:
@@ -40,10 +43,29 @@ def paint(text: str, code: str, colour: bool) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text for one line or several, without what could move the cursor."""
-    if text.isprintable():
+    """Return a text for one line or several, without what could move the cursor, turn the order of
+    characters, or be a workflow command to the log of a build server."""
+    if not text.isprintable():
+        text = "".join(char if char == "\n" else visible(char) for char in text)
+    if "::" not in text and "##[" not in text:
         return text
-    return "".join(char if char == "\n" else visible(char) for char in text)
+    return _COMMAND.sub(lambda found: found[0][:-1] + "\N{REPLACEMENT CHARACTER}", text)
+
+
+def one_line(text: str) -> str:
+    """Return a text for one line: as `printable`, and line ends are shown as signs too."""
+    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
+
+
+def json_for_terminals(text: str) -> str:
+    """Return the text of a JSON document with escapes where a terminal, or the log of a build
+    server, would obey what it says: the document is the same."""
+    text = text.replace("##[", "##\\u005b")
+    return (
+        text
+        if text.isascii() and "\x7f" not in text
+        else _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -69,6 +91,7 @@ def cells(char: str) -> int:
 
 def shown(text: str) -> str:
     """Return a piece of a line of source: tabs as spaces, nothing that could harm."""
+    text = text.replace("##[", "##\N{REPLACEMENT CHARACTER}")
     if text.isprintable():
         return text
     return "".join(" " * TAB if char == "\t" else visible(char) for char in text)

@@ -186,3 +186,17 @@ def test_colour_is_chosen_by_option_variable_and_file(cli: Cli, folder: Path) ->
     assert not coloured(NO_COLOR="1")
     assert not coloured("--color", "never")
     assert cli("--color", "sometimes", "lint", cwd=folder).code == 2
+
+
+@pytest.mark.parametrize("name", ["../found.sarif", "/tmp/kcdsl-found.sarif", "out/../../f.sarif"])
+def test_a_configuration_has_nothing_written_outside_of_its_folder(
+    cli: Cli, folder: Path, name: str
+) -> None:
+    (folder / "kcdsl.toml").write_text(f'format = ["sarif={name}"]\n')
+    ran = cli("lint", cwd=folder)
+    assert ran.code == 2
+    assert "which is not below" in ran.stderr
+    assert not (folder / name).exists()
+    (folder / "kcdsl.toml").write_text('format = ["sarif=found.sarif"]\n')
+    cli("lint", cwd=folder)
+    assert (folder / "found.sarif").exists()
