@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kcdsl.check.metric_modules import find_module
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import bert, hugging_face, llama
 from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors
 from kcdsl.model.config import find_config
-from kcdsl.model.files import CHECKPOINT, Artefacts
+from kcdsl.model.files import CHECKPOINT, Artefacts, companion, file_digest
 from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
 
 Factory = Callable[[dict[str, Any]], nn.Module]
@@ -219,7 +220,7 @@ def _load(ref: ModelRef, files: Artefacts) -> Model:
 
 def _build(ref: ModelRef, config: dict[str, Any], files: Artefacts) -> tuple[nn.Module, KeyRule]:
     if ref.module is not None:
-        return _from_factory(ref.module, config, files.base), lambda key: key
+        return _recorded_factory(ref.module, config, files), lambda key: key
     known = ARCHITECTURES.get(ref.architecture or "")
     if known is None:
         near = difflib.get_close_matches(ref.architecture or "", ARCHITECTURES, n=1)
@@ -235,6 +236,18 @@ def _build(ref: ModelRef, config: dict[str, Any], files: Artefacts) -> tuple[nn.
         raise refuse(
             codes.MODEL_CONFIG, f"no model can be built from the configuration: {error}"
         ) from error
+
+
+def _recorded_factory(target: str, config: dict[str, Any], files: Artefacts) -> nn.Module:
+    """Call a factory; record the digest of its source, which is the same before and after."""
+    name = companion("module")
+    source = find_module(target.partition(":")[0], [str(files.base), *filter(None, sys.path)])
+    if source is not None:
+        files.record(name, file_digest(source))
+    module = _from_factory(target, config, files.base)
+    if source is not None:
+        files.record(name, file_digest(source))
+    return module
 
 
 def _from_factory(target: str, config: dict[str, Any], base: Path) -> nn.Module:

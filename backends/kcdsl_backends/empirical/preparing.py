@@ -83,6 +83,8 @@ def prepare(
     shown = not served and not recorded and not any(_foreign(k) for k in sides)
     crosscheck = crosscheck and shown
     user = load_functions(program, base)
+    for function in user:
+        files.record(function.metric.function.rpartition(":")[0], function.sha256)
     chosen = _chosen(program, slices)
     stated, program = program, expand_tables(program)
     names = {s.name for s in chosen}

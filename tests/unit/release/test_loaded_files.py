@@ -246,6 +246,28 @@ def test_every_file_of_the_model_is_recorded(folder: Path) -> None:
     }
 
 
+def test_the_source_of_a_factory_is_recorded_and_may_not_change_while_it_runs(
+    tmp_path: Path,
+) -> None:
+    from kcdsl.ir.terms import ModelRef
+    from kcdsl.model.architecture import load_model
+
+    write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
+    source = "from kcdsl.model.llama import build\n"
+    path = tmp_path / "own_recorded_network.py"
+    path.write_text(source)
+    ref = ModelRef("model.safetensors", module="own_recorded_network:build", tokenizer="bytes")
+    files = Artefacts.of(tmp_path)
+    load_model(ref, files)
+    assert files.digests["the module of the checkpoint"] == sha256(path)
+    swap = f"import pathlib\npathlib.Path({str(path)!r}).write_text({source!r})\n"
+    (tmp_path / "own_swapped_network.py").write_text(swap.replace("recorded", "swapped") + source)
+    other = ModelRef("model.safetensors", module="own_swapped_network:build", tokenizer="bytes")
+    with pytest.raises(Refusal) as caught:
+        load_model(other, Artefacts.of(tmp_path))
+    assert caught.value.diagnostics[0].code is codes.CHANGED_MEANWHILE
+
+
 def test_a_generation_config_that_changes_changes_the_triple(folder: Path) -> None:
     from kcdsl.check.compile import load_program
     from kcdsl.release.triple import build_triple
