@@ -95,8 +95,21 @@ def _byte_sums() -> tuple[dict[str, Any], ...]:
     return (pairs,) if saturates() else ({}, pairs)
 
 
+def _signed_bytes() -> tuple[Case, ...]:
+    """Return torchao's dynamic bytes where this processor multiplies them exactly."""
+    from importlib.util import find_spec
+
+    case = Case("torchao.int8_dynamic")
+    if find_spec("torchao") is None:
+        return (case,)
+    from kcdsl_backends.empirical.engines.torchao_linears import exact_bytes
+
+    return (case,) if exact_bytes("cpu") else ()
+
+
 _NEAREST = {"casts": "nearest"}
 BYTE_SUMS = _byte_sums()
+SIGNED_BYTES = _signed_bytes()
 _INT8 = {"format": "int8", "scale": "per_tensor"}
 _MX = {"format": "fp8_e4m3", "scale": "mx"}
 TRAIN = Case("torch.eager", _NEAREST)
@@ -117,7 +130,7 @@ CASES = (
     Case("torchao.float8_weight_only"),
     Case("torchao.float8_weight_only", {"compute": "float32"}),
     Case("torchao.int8_weight_only"),
-    Case("torchao.int8_dynamic"),
+    *SIGNED_BYTES,
     Case("onnxruntime.float32"),
     *(Case("onnxruntime.dynamic_int8", claim) for claim in BYTE_SUMS),
     Case(

@@ -27,7 +27,7 @@ BY_SEQUENCE = [
     Case("torch.sdpa.flash", {"compute": "bfloat16", **NEAREST}),
     Case("torch.scaled_mm"),
     Case("torch.scaled_mm", {"preset": "fp8-w8a8-per-tensor"}),
-    Case("torchao.int8_dynamic"),
+    *kernels.SIGNED_BYTES,
     Case("torchao.int4_weight_only"),
     Case("onnxruntime.dynamic_int8", kernels.BYTE_SUMS[0]),
 ]

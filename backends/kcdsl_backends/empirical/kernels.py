@@ -38,7 +38,7 @@ from kcdsl_backends.empirical.engines.programs import (
     refuse_other_weight,
 )
 from kcdsl_backends.empirical.engines.scaled import ScaledLinear
-from kcdsl_backends.empirical.engines.torchao_linears import quantise_linear
+from kcdsl_backends.empirical.engines.torchao_linears import exact_bytes, quantise_linear
 from kcdsl_backends.empirical.interception import Interception
 
 TORCH_TYPES = {
@@ -249,6 +249,14 @@ def _scaled(run: str, model: Model, module: nn.Module, numerics: Numerics) -> En
 
 
 def _torchao(run: str, model: Model, module: nn.Module, numerics: Numerics) -> Engine:
+    device = next(module.parameters()).device.type
+    if numerics.activations.format != "none" and not exact_bytes(device):
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"{run} adds products of 8-bit numbers in 16 bits on this processor, where they"
+            " saturate: no numerics admits that",
+            help="run it on a processor with VNNI instructions, or torchao.int8_weight_only",
+        )
     originals = dict(model.module.named_parameters(remove_duplicate=False))
     for name, weight in expected_weights(module, originals, numerics).items():
         linear = module.get_submodule(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +202,41 @@ def test_a_library_that_stores_another_weight_is_refused(
     monkeypatch.setattr(kernels, "quantise_linear", other)
     with refused(KERNEL_NUMERICS, "stores another weight for model.layers.0.self_attn.q_proj"):
         load_kernel(kernel("torchao.int8_weight_only"), tiny, "cpu")
+
+
+@pytest.fixture(autouse=True)
+def signed_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load torchao's dynamic bytes on every processor; how they are summed is tested apart."""
+    monkeypatch.setattr("kcdsl_backends.empirical.kernels.exact_bytes", lambda device: True)
+
+
+def test_signed_bytes_are_refused_where_they_saturate(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kcdsl_backends.empirical.kernels.exact_bytes", lambda device: False)
+    with refused(KERNEL_NUMERICS, "16 bits on this processor", "int8_weight_only"):
+        load_kernel(kernel("torchao.int8_dynamic"), tiny, "cpu")
+    load_kernel(kernel("torchao.int8_weight_only"), tiny, "cpu")
+
+
+def test_a_library_held_to_older_instructions_is_found_out() -> None:
+    """oneDNN without VNNI: where it sums bytes inexactly the probe says so, and only there."""
+    program = (
+        "import torch; from kcdsl_backends.empirical.engines.torchao_linears import exact_bytes;"
+        "a = torch.full((64, 1024), 127, dtype=torch.int8);"
+        "print(exact_bytes('cpu'), bool((torch._int_mm(a, a.t().contiguous()) == 1024 * 127**2)"
+        ".all()))"
+    )
+    for held in ({}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"ONEDNN_MAX_CPU_ISA": "SSE41"}):
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, **held},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        probed, exact = ran.stdout.split()
+        assert probed == exact
 
 
 def on_a_processor(monkeypatch: pytest.MonkeyPatch, *, saturating: bool) -> None:

@@ -7,6 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,20 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.numerics import Numerics
 
 TILE = 128
+
+
+@cache
+def exact_bytes(device: str) -> bool:
+    """Say whether products of matrices of signed bytes are exact on a kind of device.
+
+    On processors without VNNI instructions oneDNN adds them in 16 bits, where they saturate.
+    """
+    ends = torch.tensor([127, -128, 127, -128], dtype=torch.int8).repeat_interleave(16)
+    left = torch.stack([ends, -ends.clamp_min(-127), ends.abs().clamp_max(127), ends.roll(16)])
+    left = left.repeat(8, 1).to(torch.int8).to(device)
+    found = torch._int_mm(left, left[:16].t().contiguous())
+    wide = left.to("cpu", torch.float64)
+    return bool(torch.equal(found.cpu().to(torch.float64), wide @ wide[:16].T))
 
 
 def quantise_linear(linear: nn.Linear, original: Tensor, numerics: Numerics) -> None:
