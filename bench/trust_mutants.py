@@ -12,6 +12,7 @@ acceptance. Nothing here knows beforehand what the checker says.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -299,6 +300,14 @@ def _noted(scene: Scene, change: Change) -> str:
     return f"{change.field} {change.kind}" if change.kind in kinds else ""
 
 
+def _after(document: Any, chosen: list[Change]) -> Any:
+    """Return a document after changes; one whose place an earlier one took away does nothing."""
+    for change in chosen:
+        with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
+            document = change.of(document)
+    return document
+
+
 def mutants_of_statement(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
     """Yield statements with one, two or three changes, signed again by the trusted key."""
     every = list(changes(scene.statement, {}))
@@ -306,19 +315,17 @@ def mutants_of_statement(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
         chosen = rng.sample(every, rng.choice((1, 1, 2, 3)))
 
         def run(chosen: list[Change] = chosen) -> Tried:
-            changed = scene.statement
-            for change in chosen:
-                try:
-                    changed = change.of(changed)
-                except (KeyError, IndexError, TypeError, ValueError):
-                    continue  # an earlier change took its place away
+            changed = _after(scene.statement, chosen)
             what = "; ".join(map(str, chosen))
             if changed == scene.statement:
                 return Tried("statement", what, False)
             payload = json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode()
             accepted = scene.check(scene.signed(payload), recheck=False).accepted
-            noted = [_noted(scene, change) for change in chosen]
-            return Tried("statement", what, accepted, ", ".join(noted) if all(noted) else "")
+            # A later change may put back what an earlier one changed: what is left counts.
+            noted = [change for change in chosen if _noted(scene, change)]
+            left = _after(scene.statement, noted) == changed
+            reason = ", ".join(_noted(scene, change) for change in noted) if left else ""
+            return Tried("statement", what, accepted, reason)
 
         yield run
 
