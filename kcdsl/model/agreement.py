@@ -36,11 +36,11 @@ SCALES = (1.0, 2.0**-60, 2.0**12, 0.0)
 MOST = 2**24
 """Elements of a result up to which a graph is run."""
 _EXACT = {"float64": 2.0**-45, "float32": 2.0**-20}
-"""Relative changes of an input beside which the roundings of a format are small."""
+"""Relative changes of a result beside which the roundings of a format are small."""
 _NOTHING = 2.0**-120
 """What is lost of numbers that are below those of a format, in float32 and wider."""
 _TIMES = 64.0
-"""How many times what a change of the input by one rounding does two runs may differ."""
+"""How many times what a change of every result by one rounding does two runs may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +161,14 @@ def _in_format(run: _Run, x: Array | None, format: str, drawn: np.random.Generat
 
 
 def _moved(run: _Run, x: Array | None, change: float, drawn: np.random.Generator) -> float:
-    """Return how far relative changes of the input move the result."""
-    if x is None:
-        return 0.0
-    before = run.exact(x)
-    other = run.exact(x * (1 + change * drawn.uniform(-1, 1, x.shape)))
-    gap = np.abs(other - before)
+    """Return how far relative changes of the input and of every stored result move the output."""
+
+    def changed(value: Array) -> Array:
+        return value * (1 + change * drawn.uniform(-1, 1, value.shape))
+
+    before = graph_output(run.graph, run.params, x)
+    with np.errstate(all="ignore"):
+        gap = np.abs(graph_output(run.graph, run.params, x, None, changed) - before)
     return float(gap[np.isfinite(gap)].max(initial=0.0))
 
 

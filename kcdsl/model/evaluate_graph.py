@@ -37,12 +37,23 @@ def run_graph(
 
 
 def graph_output(
-    graph: BlockGraph, params: Mapping[str, Array], x: Array | None, compute: str | None = None
+    graph: BlockGraph,
+    params: Mapping[str, Array],
+    x: Array | None,
+    compute: str | None = None,
+    change: Callable[[Array], Array] | None = None,
 ) -> Array:
-    """Return the value of the output alone; see `run_graph`. A value is kept while it is read."""
+    """Return the value of the output alone; see `run_graph`. A value is kept while it is read.
+
+    `change` is applied to the input and to every result that is stored: to see what other roundings
+    would make of the output.
+    """
     last = {name: node.name for node in graph.nodes for name in node.inputs}
     values: dict[str, Array] = {}
-    for name, _ in _run(graph, params, x, compute, values):
+    for name, value in _run(graph, params, x, compute, values):
+        node = graph.node(name)
+        if change is not None and node.op not in UNROUNDED | {"param", "constant"}:
+            values[name] = change(value)
         for read in graph.node(name).inputs:
             if last.get(read) == name and read != graph.output:
                 values.pop(read, None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bench.lowering import Campaign, apart
+from bench.lowering import LARGEST_RATIO, Campaign, apart
 from kcdsl.model.export import block_graph
 from tests.support.random_modules import STEPS, random_module
 
-SEEDS = range(5000, 5024)
+SEEDS = (10085, 10223, 10268, 10381, 10480, 10593, *range(5000, 5018))
+"""The first are of rows that are nearly constant before a norm."""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -35,4 +36,4 @@ def test_the_campaign_sees_another_graph() -> None:
         if v.steps == ("scalar",) and (v.rows, v.width) == (variant.rows, variant.width)
     )
     graph = block_graph(other.model(), "part", other.rows)
-    assert apart(variant, graph, ("float32",)) > 64.0
+    assert apart(variant, graph, ("float32",)) > LARGEST_RATIO
