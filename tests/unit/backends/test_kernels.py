@@ -411,6 +411,18 @@ def test_half_precision_inside_of_the_math_kernel_is_off_while_a_kernel_runs() -
         library.allow_fp16_bf16_reduction_math_sdp(False)
 
 
+def test_a_kernel_does_not_run_where_subnormal_numbers_are_flushed(tiny: Model) -> None:
+    running = load_kernel(KernelRef("torch.eager", ()), tiny, "cpu")
+    before = running.logits(IDS)
+    if torch.set_flush_denormal(True):  # a processor may have no such mode
+        try:
+            with refused(KERNEL_NUMERICS, "flushes subnormal numbers", "set_flush_denormal"):
+                running.logits(IDS)
+        finally:
+            torch.set_flush_denormal(False)
+    assert torch.equal(running.logits(IDS), before)
+
+
 def test_half_precision_sums_of_a_device_are_off_while_a_kernel_runs() -> None:
     products: Any = torch.backends.cuda.matmul
     names = (

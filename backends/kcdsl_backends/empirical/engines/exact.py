@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kcdsl.diagnostics import codes, refuse
+
 _COARSE_SUMS = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_reduced_precision_reduction",
@@ -21,8 +23,10 @@ def exact_settings(device: torch.device) -> Iterator[None]:
     """Turn off, for a while, every setting by which PyTorch may compute coarser than it claims.
 
     TF32 or bfloat16 inside float32 products, half precision between the steps of its math
-    attention, and on CUDA half-precision sums, whole or partial.
+    attention, and on CUDA half-precision sums, whole or partial. Refuse to run where this thread
+    flushes subnormal numbers to zero, which no numerics of float32 admits.
     """
+    _refuse_flushing()
     with ExitStack() as stack:
         stack.enter_context(_exact_products())
         fused: Any = torch.backends.cuda
@@ -35,6 +39,16 @@ def exact_settings(device: torch.device) -> Iterator[None]:
                     setattr(fused.matmul, name, False)
                     stack.callback(setattr, fused.matmul, name, True)
         yield
+
+
+def _refuse_flushing() -> None:
+    if bool(torch.full((8,), 2.0**-126, device="cpu").mul(0.5).all()):
+        return
+    raise refuse(
+        codes.KERNEL_NUMERICS,
+        "this process flushes subnormal numbers to zero, which numerics do not admit",
+        help="call torch.set_flush_denormal(False); a library built with -ffast-math may set it",
+    )
 
 
 @contextmanager
