@@ -329,7 +329,6 @@ def test_what_depends_on_the_format_is_refused_where_a_kernel_has_another(name: 
 UNREAD: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "bits of numbers": (lambda s, x: x.view(torch.int32), "int32"),
     "a division that rounds": (lambda s, x: torch.div(x, 3.0, rounding_mode="floor"), "rounds"),
-    "tanh form of GELU": (lambda s, x: F.gelu(x, approximate="tanh"), "erf form"),
     "factors of addmm": (
         lambda s, x: torch.addmm(x[:, :3], x, s.matrix.T, beta=0.5),
         "addmm with factors",
