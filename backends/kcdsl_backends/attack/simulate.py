@@ -10,6 +10,8 @@ A run is admitted by a specification if every stored result obeys its error mode
 - scalar: a Python number that is rounded to the format of the result before it is used;
 - inside: elements of elementwise operations and norms, the mean and the inverse root of norms, and
   probabilities before they are stored (inside.py);
+- reading: where casts are free, another reader of a result than the first sees it cast in its own
+  way: as the cast below, of what was formed, of an operand of the node;
 - cast: with `casts: any` the stored result is v·(1 + u·s), with `any_direction` v·(1 + 2u·s), with
   `any_toward_zero` v·(1 - u·(1 + s)); with `nearest` it is v rounded to nearest, with `toward_zero`
   v cut off, and there is no symbol.
@@ -48,6 +50,7 @@ from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
 from kcdsl_backends.attack.quantiser import Exceeded, moved_by, to_nearest
 from kcdsl_backends.attack.sums import cut_to, nearest_to, ordered_product, sum_error
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.readings import ONCE, several
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.elementwise import scalar_of
 from kcdsl_backends.interval.rules.linear import summation_error
@@ -111,6 +114,8 @@ class Simulator:
         shapes: dict[str, tuple[int, ...]] = {}
         for node in self.graph.nodes:
             shapes |= {f"{kind} {node.name}": shape for kind, shape in self._symbols(node)}
+        for reading, name in self._readings().items():
+            shapes[f"reading {reading}"] = self.graph.node(name).shape
         return shapes
 
     def _symbols(self, node: Node) -> list[tuple[str, tuple[int, ...]]]:
@@ -132,8 +137,32 @@ class Simulator:
         if self.free and node.op == "linear" and self.numerics.activations.format != "none":
             source = self.graph.node(node.inputs[0])
             found.append(("quantised", source.shape))
-        if self.free and self._stores(node) and self._format(node).precision < SIMULATED:
+        if self._casts_freely(node):
             found.append(("cast", node.shape))
+        return found
+
+    def _casts_freely(self, node: Node) -> bool:
+        fine = self._format(node).precision >= SIMULATED
+        return self.free and self._stores(node) and not fine
+
+    def _readings(self) -> dict[str, str]:
+        """Return the readings that are cast in their own way: reader and position, and the node.
+
+        Sums read what is stored; if none does, the first reader does.
+        """
+        if not self.free:
+            return {}
+        again, nodes = several(self.graph), {node.name: node for node in self.graph.nodes}
+        seen = {n for node in self.graph.nodes if node.op in ONCE for n in node.inputs}
+        seen.add(self.graph.output)
+        found = {}
+        for node in self.graph.nodes:
+            for position, name in enumerate(node.inputs if node.op not in ONCE else ()):
+                if name not in again or not self._casts_freely(nodes[name]):
+                    continue
+                if name in seen:
+                    found[f"{node.name}/{position}"] = name
+                seen.add(name)
         return found
 
     @property
@@ -215,6 +244,8 @@ class Simulator:
         """
         values: dict[str, Tensor] = {}
         nodes = {n.name: n for n in self.graph.nodes}
+        readings, formed = self._readings(), dict[str, Tensor]()
+        again = set(readings.values())
         for node in self.graph.nodes:
             if node.op in ("param", "constant"):
                 continue
@@ -228,12 +259,21 @@ class Simulator:
                 entering = self._operand(node.inputs[0], nodes, values)
                 symbol = symbols.get(f"quantised {node.name}")
                 values[_entering(node)] = self._entered(node, entering, symbol, through)
+            own = {}
+            for position, name in enumerate(node.inputs):
+                key = f"{node.name}/{position}"
+                symbol = symbols.get(f"reading {key}")
+                if key in readings and symbol is not None:
+                    own[name] = self._store(nodes[name], formed[name], symbol, through)
+            read = {**values, **own} if own else values
             if orders and node.name in orders:
-                value = self._ordered(node, orders[node.name], nodes, values)
+                value = self._ordered(node, orders[node.name], nodes, read)
             else:
-                value = self._exact(node, nodes, values)
-                value = self._accumulated(node, value, symbols, nodes, values)
-            value = self._inside(node, value, symbols, nodes, values)
+                value = self._exact(node, nodes, read)
+                value = self._accumulated(node, value, symbols, nodes, read)
+            value = self._inside(node, value, symbols, nodes, read)
+            if node.name in again:
+                formed[node.name] = value
             cast = symbols.get(f"cast {node.name}")
             values[node.name] = self._store(node, value, cast, through)
         return values[self.graph.output]

@@ -261,8 +261,16 @@ def _torchao(run: str, model: Model, module: nn.Module, numerics: Numerics) -> E
     for name, weight in expected_weights(module, originals, numerics).items():
         linear = module.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        quantise_linear(linear, originals[f"{name}.weight"], numerics)
-        refuse_other_weight(run, name, getattr(linear.weight, "dequantize")(), weight)  # noqa: B009
+        try:
+            quantise_linear(linear, originals[f"{name}.weight"], numerics)
+            found = getattr(linear.weight, "dequantize")()  # noqa: B009
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            raise refuse(
+                codes.KERNEL_FAILED,
+                f"torchao cannot quantise {name} {list(weight.shape)}: {_first_line(error)}",
+                help="run torch.eager with the same weights",
+            ) from error
+        refuse_other_weight(run, name, found, weight)
     return as_it_is
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.diagnostics.codes import KERNEL_NUMERICS, NO_PACKAGE
+from kcdsl.diagnostics.codes import KERNEL_FAILED, KERNEL_NUMERICS, NO_PACKAGE
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.presets import ADAPTER_PRESETS, resolve
@@ -335,3 +335,55 @@ def test_four_bits_by_group_hold_the_weights_of_the_numerics() -> None:
             codes = (part * (1 / step)).round().clamp(-8, 7)
             assert torch.equal(held[row, start : start + 128], codes * step)
     assert torch.equal(held, linear_weight(w, numerics))
+
+
+def decoder(folder: Path, **config: Any) -> Model:
+    """Return a small random decoder."""
+    from tests.support.small_models import DECODER, write_model
+
+    write_model(folder, config={**DECODER, **config})
+    ref = ModelRef("model.safetensors", architecture="llama", config="config.json")
+    return load_model(ref, folder)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-12, 1e-5])
+def test_an_exported_norm_keeps_its_epsilon(tmp_path: Path, eps: float) -> None:
+    """On rows of zeros, tiny rows and huge ones it is the norm of the model."""
+    model = decoder(tmp_path, rms_norm_eps=eps)
+    sizes = [0.0, 1e-40, 1e-20, 1e-8, 1e-5, 1e-3, 1.0, 1e8]
+    x = torch.randn(len(sizes), 16, generator=torch.Generator().manual_seed(1))
+    x = x * torch.tensor(sizes)[:, None]
+    ran, wanted = (
+        load_kernel(kernel(run), model, "cpu").block("norm_0", x)
+        for run in ("onnxruntime.float32", "torch.eager")
+    )
+    assert torch.isfinite(ran).all()
+    torch.testing.assert_close(ran, wanted, rtol=1e-5, atol=1e-30)
+
+
+def test_a_program_that_is_not_the_models_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with an exporter that drops an epsilon: here another one is exported."""
+    from kcdsl_backends.empirical.engines import onnx_runtime
+
+    model, export = decoder(tmp_path, rms_norm_eps=1e-8), onnx_runtime._export
+
+    def other(part: Any, example: torch.Tensor, path: Path) -> None:
+        part.eps, before = 0.0, part.eps
+        export(part, example, path)
+        part.eps = before
+
+    monkeypatch.setattr(onnx_runtime, "_export", other)
+    running = load_kernel(kernel("onnxruntime.float32"), model, "cpu")
+    with refused(KERNEL_NUMERICS, "norm_0", "something else than the model"):
+        running.block("norm_0", torch.randn(3, 16))
+
+
+@pytest.mark.parametrize("run", LOADED_QUICKLY)
+def test_a_linear_that_torchao_cannot_take_is_refused(tmp_path: Path, run: str) -> None:
+    if not run.startswith("torchao"):
+        load_kernel(kernel(run), decoder(tmp_path, intermediate_size=1), "cpu")
+        return
+    with refused(KERNEL_FAILED, "torchao cannot quantise model.layers.0.mlp.down_proj [16, 1]"):
+        load_kernel(kernel(run), decoder(tmp_path, intermediate_size=1), "cpu")
