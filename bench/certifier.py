@@ -138,9 +138,9 @@ CASES = (
             (SHORT,),
             train=_EXACT,
         )
-        for form, limit in (("float32", 1.01), ("float16", 1.2), ("bfloat16", 5.0))
+        for form, limit in (("float32", 1.5), ("float16", 1.7), ("bfloat16", 7.0))
     ),
-    Case(STACK, "model", _rounded("float32"), 1.02, (SHORT,), train=_EXACT),
+    Case(STACK, "model", _rounded("float32"), None, (SHORT,), train=_EXACT),
     *(
         Case(
             f"layer_0, {form} against float32 in any order, all roundings inside of operations",

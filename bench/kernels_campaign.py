@@ -122,11 +122,12 @@ def _built_in(seed: int) -> tuple[Model, str, int, int]:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     heads, size = draw.choice(((1, 2), (2, 2), (3, 4), (2, 8), (4, 8), (2, 32)))
     kind, eps = draw.choice((llama, bert)), draw.choice((1e-12, 1e-8, 1e-6, 1e-5, 1e-3))
+    epsilon = "rms_norm_eps" if kind is llama else "layer_norm_eps"
     config = {
         "model_type": kind.__name__.rpartition(".")[2], "hidden_size": heads * size,
         "intermediate_size": draw.choice((3, 5, 16, 33)), "num_hidden_layers": 1,
         "num_attention_heads": heads, "vocab_size": 8, "max_position_embeddings": 320,
-        "rms_norm_eps": eps, "layer_norm_eps": eps,
+        epsilon: eps,
     }  # fmt: skip
     module = kind.build(config).eval().requires_grad_(False)
     for name, parameter in module.named_parameters():
