@@ -252,6 +252,8 @@ def activation(run: KernelRun, node: Node) -> None:
     inside = activation_error(function, node, run.rounding, size, values.mag(), twice)
     trust = 2.0**-45 * torch.maximum(reference.abs(), h.abs().clamp_max(1.0)) + 2.0**-45 * reach
     own = trust + gamma(PASS) * linear + 2.0**-1000
+    if again is not None and node.attrs.get("form") == "written":  # its readings are its own
+        inside = inside + again
     internal = (inside + own) * SAFE
 
     def pull(adjoint: Adjoint) -> Pulled:

@@ -114,13 +114,15 @@ def _activation(
     error = error + sigmoid_stored(
         walk.kernel, node, wide.size, box.mag(value), error, by(apart, 2)
     )
+    turned = by(apart, box.mag(slopes(function, wide.box)))
+    if node.written and turned is not None:  # it reads x by itself, whoever reads the result
+        error = error + turned
     # what the slope is off by is no remainder: it is bounded element by element
     tilted = raised(lean * x.reach)
     own = raised(wrong + tilted + error + gamma(4, UNIT) * carried + FAINT)
     operands = () if x.place is None else ((x.place, lambda a: a.times(slope)),)
     bent = np.maximum(-remainder.lo, remainder.hi)
     curved = (Remainder(remainder.lo, remainder.hi, total).curve,)
-    turned = by(apart, box.mag(slopes(function, wide.box)))
     formed = Formed(reference, carried, operands, own, bent=bent, curved=curved, own=turned)
     return settle(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
 
