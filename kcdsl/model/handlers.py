@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kcdsl.model.drafts import LEAVES
 from kcdsl.model.lowering_state import MASKED, Arguments, Lowering, Plain, Ref, Varied, plain_mask
-from kcdsl.model.stored import TYPES
 
 Handler = Callable[[Lowering, Arguments], Any]
 HANDLERS: dict[str, Handler] = {}
@@ -279,16 +278,15 @@ def repeated(s: Lowering, x: Ref, times: int, dim: int) -> Ref:
 def _scaled_other(s: Lowering, a: Arguments) -> Any:
     """Return alpha * other, formed inside of the operation.
 
-    A kernel rounds alpha to the format of the result first, or not.
+    Half-precision kernels round alpha and the product to their format first, or do not.
     """
     alpha, other = s.number(a["alpha"]), a["other"]
     assert alpha is not None
     if alpha == 1.0:
         return other
     s.need(isinstance(other, Ref), "a factor alpha of a number")
-    exact = torch.tensor(alpha, dtype=torch.float64)
-    held = all(torch.equal(exact.to(TYPES[f]).to(torch.float64), exact) for f in s.formats)
-    s.need(held, f"alpha={alpha}, which some format does not hold")
+    exact = abs(alpha) == 1.0 or not s.drafts.halves
+    s.need(exact, f"alpha={alpha}, whose product half-precision kernels may round")
     return s.emit("scale", [other], other.shape, stored=s.wide, factor=alpha)
 
 
