@@ -283,6 +283,8 @@ def test_norms_written_out_stay_inside_and_near(seed: int, tmp_path: Path) -> No
                         assert bool(inside.all()), (name, spread, root)
                         assert worst <= most <= float(box.mag().amax()) * (1 + 2.0**-10)
                         assert most <= 16 * worst, (name, spread, root)
+                        if name == "interval":  # the two programs know the same losses
+                            assert most >= float(box.mag().amax()) * (1 - 2.0**-10)
 
 
 def test_a_sigmoid_that_is_stored_costs_its_rounding(tmp_path: Path) -> None:
