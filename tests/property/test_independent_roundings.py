@@ -210,7 +210,7 @@ def _of_chance(**fields: Any) -> Callable[[Document], object]:
     ("edit", "reason"),
     [
         (lambda d: None, "ok"),
-        (lambda d: d["cases"][0].pop("chance"), "claim/too-small"),
+        (lambda d: d["cases"][0].pop("chance"), "witness/too-small"),
         (_of_chance(alpha="0.0000001"), "claim/too-small"),
         (_of_chance(functionals=8192), "claim/too-small"),
         (_of_chance(alpha="0.001"), "ok"),  # a weaker claim, bound to a clause by its alpha
