@@ -140,11 +140,11 @@ def _by_constant(step: Step, name: str, apply: Callable[[Box], Box]) -> State:
         return box * part
 
     moved = _off(step, name, away)
-    steepest = 0.0
-    for kernel in (step.kernels.train, step.kernels.infer):
+
+    def steepest(kernel: Rounding) -> float:
         ends = (constant, *scalar_of(step.node, name, kernel))
-        most = (abs(end) if name == "factor" else 1 / abs(end) for end in ends)
-        steepest = max(steepest, *most) * (1 + 2.0**-50)
+        return max(abs(c) if name == "factor" else 1 / abs(c) for c in ends) * (1 + 2.0**-50)
+
     train, infer = apply(x.train), apply(x.infer)
     sizes = [apply(x.train), apply(x.infer)]
     if moved is not None:
@@ -156,7 +156,10 @@ def _by_constant(step: Step, name: str, apply: Callable[[Box], Box]) -> State:
         up(_relative(step.kernels.train, sizes[0], 3) + step.kernels.train.eta_function),
         up(_relative(step.kernels.infer, sizes[1], 3) + step.kernels.infer.eta_function),
         moved=moved,
-        apart=(times(x.apart[0], steepest), times(x.apart[1], steepest)),
+        apart=(
+            times(x.apart[0], steepest(step.kernels.train)),
+            times(x.apart[1], steepest(step.kernels.infer)),
+        ),
     )
 
 

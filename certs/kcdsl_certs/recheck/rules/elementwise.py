@@ -82,10 +82,13 @@ def scale(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return x * factor."""
     factor = constant(node, "factor")
 
-    def beside(kernel: Kernel, x: Box) -> Box:
-        return box.mul(x, _other(kernel.scalar(factor, node), factor))
+    def ends(kernel: Kernel) -> tuple[float, float]:
+        return kernel.scalar(factor, node)
 
-    return _scaled(scene, node, inputs, lambda b: box.mul(b, box.exact(np.array(factor))), beside)
+    def move(b: Box) -> Box:
+        return box.mul(b, box.exact(np.array(factor)))
+
+    return _scaled(scene, node, inputs, factor, move, ends)
 
 
 def divide(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -94,10 +97,10 @@ def divide(scene: Scene, node: Node, inputs: list[Value]) -> State:
     if divisor == 0:
         raise Rejection("graph/field", "a division by zero")
 
-    def beside(kernel: Kernel, x: Box) -> Box:
-        return box.mul(x, _other(inverse(kernel.scalar(divisor, node)), 1 / divisor))
+    def ends(kernel: Kernel) -> tuple[float, float]:
+        return inverse(kernel.scalar(divisor, node))
 
-    return _scaled(scene, node, inputs, lambda b: _divided(b, divisor), beside)
+    return _scaled(scene, node, inputs, 1 / divisor, lambda b: _divided(b, divisor), ends)
 
 
 def inverse(ends: tuple[float, float]) -> tuple[float, float]:
@@ -131,22 +134,21 @@ def _scaled(
     scene: Scene,
     node: Node,
     inputs: list[Value],
+    factor: float,
     move: Callable[[Box], Box],
-    beside: Callable[[Kernel, Box], Box],
+    ends: Callable[[Kernel], tuple[float, float]],
 ) -> State:
-    """Return a multiple of x; `beside` is what other numbers than the one stated add to it."""
+    """Return a multiple of x; `ends` are those of the numbers that a kernel may take as factor."""
     x = numeric(inputs[0])
     y_t, y_i = move(x.t), move(x.i)
-    other = beside(scene.train, x.t), beside(scene.infer, x.i)
+    between = ends(scene.train), ends(scene.infer)
+    other = box.mul(x.t, _other(between[0], factor)), box.mul(x.i, _other(between[1], factor))
     errors = (
         _relative(scene.train, box.add(y_t, other[0]), 3, True),
         _relative(scene.infer, box.add(y_i, other[1]), 3, True),
     )
-    one, two = (None if part is None else box.around(part) for part in x.own)
-    own = (
-        None if one is None else box.mag(box.add(move(one), beside(scene.train, one))),
-        None if two is None else box.mag(box.add(move(two), beside(scene.infer, two))),
-    )
+    steepest = [max(abs(low), abs(high)) for low, high in between]
+    own = by(x.own[0], steepest[0]), by(x.own[1], steepest[1])
     return settle(scene, node, (y_t, y_i, move(x.d)), errors, beside=other, own=own)
 
 
