@@ -167,12 +167,17 @@ class Run:
         return made[key]
 
     def _again(self, index: int, train: Apart, infer: Apart) -> int:
-        """Append another reading of an entry: both are near that of which they are versions."""
+        """Append another reading of an entry.
+
+        Both are near that of which they are versions, and both lie in the boxes of the node.
+        """
         entry = self.tape.entries[index]
         zero = torch.zeros_like(entry.reference)
         deviation = up((zero if train is None else 2 * train.expand(zero.shape)) * SAFE)
         both = added(train, infer)
         drift = up((zero if both is None else 2 * both.expand(zero.shape)) * SAFE)
+        deviation = torch.minimum(deviation, _width(entry.deviation))
+        drift = torch.minimum(drift, _width(entry.drift))
         return self.tape.add(
             replace(
                 entry,
@@ -249,6 +254,10 @@ class Run:
                 Noise(deviation, drift),
             )
         )
+
+
+def _width(box: Box) -> Tensor:
+    return torch.where(box.lo == box.hi, 0.0, up(box.hi - box.lo))
 
 
 def _exactly_zero(like: Box) -> Box:

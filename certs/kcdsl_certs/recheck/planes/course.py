@@ -108,13 +108,17 @@ class Course:
         return self.versions[key]
 
     def _other(self, place: int, own: tuple[Own, Own]) -> int:
-        """Write another reading: it and the first are each near what both are versions of."""
+        """Write another reading: it and the first are each near what both are versions of, and in
+        the boxes of the node."""
         entry = self.tape.entries[place]
         shape, none = entry.reference.shape, np.zeros(entry.reference.shape)
         e, both = plus(own[0], none), plus(*own, none)
         assert e is not None
         assert both is not None
-        wide = tuple(np.broadcast_to(raised(2 * part), shape) for part in (e, both))
+        wide = tuple(
+            np.minimum(np.broadcast_to(raised(2 * part), shape), raised(inside.hi - inside.lo))
+            for part, inside in ((e, entry.e), (both, entry.d))
+        )
         return self.tape.add(
             Entry(
                 entry.reference,
