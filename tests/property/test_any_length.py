@@ -351,7 +351,7 @@ def test_a_wrong_number_of_tiles_is_seen(side: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(
             checker_attention,
             "relative_rounding",
-            lambda k, s, a, n=None: theta(k, s, a, 16 if n else None),
+            lambda k, s, a, n=None, own=None: theta(k, s, a, 16 if n else None, own),
         )
     else:
         monkeypatch.setattr(interval_rules.softmax, "tile_count", lambda columns, kernel: 1)
