@@ -380,20 +380,22 @@ def _provenance(
 def _check_configuration(model: ir.ModelRef, folder: Path, reporter: Reporter) -> None:
     """Report a config.json that the built-in architecture does not implement; one that is not there
     yet is noted elsewhere."""
+    architecture = model.architecture or ""
+    named = model.config or model.checkpoint
+    installed = named.startswith("package:")
+    beside = folder / named if model.config else (folder / named).parent / "config.json"
+    if model.module is not None or not (installed or is_there(beside)):
+        return
     from kcdsl.model.config import read_config
     from kcdsl.model.families import FAMILIES, family_of
-    from kcdsl.model.files import PACKAGE_PREFIX, resolve_file
+    from kcdsl.model.files import resolve_file
 
-    architecture = model.architecture or ""
     if architecture not in {family.architecture for family in FAMILIES.values()}:
         return
     try:
-        if model.config is not None:
-            path = resolve_file(model.config, folder)
-        elif model.checkpoint.startswith(PACKAGE_PREFIX):
-            path = resolve_file(model.checkpoint, folder).parent / "config.json"
-        else:
-            path = (folder / model.checkpoint).parent / "config.json"
+        path = resolve_file(named, folder) if installed else beside
+        if installed and not model.config:
+            path = path.parent / "config.json"
         family_of(architecture, read_config(path))
     except Refusal as refusal:
         for found in refusal.diagnostics:

@@ -24,7 +24,7 @@ import pytest
 from kcdsl.diagnostics.pages import Block, parse
 from tests.support.commands import PLAIN_TERMINAL, run_here
 from tests.support.files import files_below
-from tests.support.pages import FILES, agrees, alone, settled
+from tests.support.pages import agrees, alone, settled, stand_in
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -166,6 +166,7 @@ NOT_RUN = {
     "CONTRIBUTING.md": {
         "make setup": NETWORK,
         "make test": ITSELF,
+        "make test-programs": PACKAGES,
         "make test-slow": SLOW,
         "make demo": SAME_ROAD,
         "make format": SOURCES,
@@ -313,8 +314,7 @@ def test_commands_that_are_not_run_have_the_options_that_they_show() -> None:
 
 def _empty(repository: Path, folder: Path) -> Path:
     """Stand in a folder with the usual files, which have nothing in them."""
-    for name in FILES:
-        (folder / name).touch()
+    stand_in(folder)
     return folder
 
 

@@ -19,7 +19,7 @@ from kcdsl.diagnostics.pages import names
 from kcdsl.format.comments import find_comments, scalars
 from kcdsl.source.files import read_source
 from kcdsl.source.text import SourceFile
-from tests.support.pages import FILES, completed
+from tests.support.pages import completed, stand_in
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -74,8 +74,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with what the documents name, and the libraries of the corpus beside it."""
     shutil.copytree(CORPUS / "libraries", tmp_path / "libraries")
     (tmp_path / "here").mkdir()
-    for name in FILES:
-        (tmp_path / "here" / name).touch()
+    stand_in(tmp_path / "here")
     return tmp_path / "here"
 
 

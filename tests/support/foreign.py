@@ -194,6 +194,7 @@ READING: Mapping[str, tuple[str, ...]] = {
     "plan": ("plan", "contract.yaml"),
     "report": ("report", "report.json"),
     "aggregate": ("aggregate", "table.jsonl", "--contract", "contract.yaml"),
+    "status": ("status", "contract.yaml"),
     "check": ("check", "certificate.json", "--contract", "contract.yaml", "--key", "own.key.pub"),
     "keygen": ("keygen", "-o", "another.key"),
     "sign": ("sign", "certificate.json", "--key", "own.key"),

@@ -35,6 +35,12 @@ TINY_LM = ("model.safetensors", "config.json", "contract.yaml", "prompts.jsonl")
 FILES = ("model.safetensors", "requests.jsonl", "config.json", "tokenizer.json")
 
 
+def stand_in(folder: Path) -> None:
+    """Write the usual files, which have nothing in them; a configuration is an empty object."""
+    for name in FILES:
+        (folder / name).write_text("{}" if name == "config.json" else "")
+
+
 def completed(text: str) -> str:
     """Return an example with the sections it leaves out, which stand before it; an example that
     begins with `kcdsl:` or is no mapping of sections is whole already."""
@@ -48,8 +54,7 @@ def completed(text: str) -> str:
 
 def found(text: str, folder: Path) -> tuple[SourceFile, list[Diagnostic]]:
     """Return what an example reports in a folder where the usual files are."""
-    for name in FILES:
-        (folder / name).touch()
+    stand_in(folder)
     source, sink = SourceFile("contract.yaml", completed(text)), Sink()
     analyse(source, sink, folder)
     return source, sink.found

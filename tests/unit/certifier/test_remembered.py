@@ -219,6 +219,8 @@ def _changed(record: Any) -> list[Any]:
         "results": (("input", "float32"),),
         "input_scale": (("*", (0.5,)),),
         "input_zero_point": (("*", 3),),
+        "least_scale": 0.25,
+        "amax_limit": 2.0,
     }
     found = []
     for part in fields(record):

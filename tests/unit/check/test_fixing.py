@@ -15,7 +15,7 @@ from kcdsl.diagnostics.pages import names
 from kcdsl.ir.canonical import digest, library_digest
 from kcdsl.source.files import read_source
 from kcdsl.source.text import SourceFile
-from tests.support.pages import FILES, completed
+from tests.support.pages import completed, stand_in
 
 HEAD = """kcdsl: 1
 contract: c
@@ -36,8 +36,7 @@ def lined(clauses: str, *, unsafe: bool = False) -> tuple[str, list[str]]:
 
 def documents(repository: Path, folder: Path) -> Iterator[tuple[str, SourceFile, Path]]:
     """Yield every document that is wrong on purpose: of the pages of codes, and of the corpus."""
-    for name in FILES:
-        (folder / name).touch()
+    stand_in(folder)
     for name in names():
         code = find(name)
         assert code is not None

@@ -236,7 +236,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the files that the documents name."""
     made = tmp_path_factory.mktemp("suggestions")
     for name in ("model.safetensors", "c.json", "bpe.json", "requests.jsonl"):
-        (made / name).touch()
+        (made / name).write_text("{}" if name == "c.json" else "", encoding="utf-8")
     (made / "fleet.kc.yaml").write_text(LIBRARY, encoding="utf-8")
     return made
 

@@ -65,7 +65,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "3", "MKL_CBWR": "COMPATIBLE",
             "NVIDIA_TF32_OVERRIDE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "VLLM_ATTENTION_BACKEND": "FLASHINFER", "XFORMERS_FORCE_DISABLE_TRITON": "1",
-            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "LD_PRELOAD": "/opt/fast.so",
+            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "LD_PRELOAD": "fast.so",
         }.items()
     },
 }  # fmt: skip
