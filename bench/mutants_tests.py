@@ -32,6 +32,7 @@ CHAINS = (
 )  # fmt: skip
 EXACT = ("exact.py", "rationals/*.py")
 MOVED = ("norms.py",)
+READINGS = ("versions.py",)
 INTERVAL = (
     "rules/*.py", "box.py", "functionals.py", "formats.py", "weights.py", "propagate.py",
     "staircase.py", "matrix_units.py", "spec.py",
@@ -99,6 +100,7 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tests/property/test_chained_links.py",
     ),
     MOVED: ("tests/unit/cli/test_transfer.py",),
+    READINGS: ("tests/property/test_readings.py", "tests/unit/certs/test_recheck_rules.py"),
     INTERVAL: (
         "tests/property/test_casts_before_sums.py",
         "tests/property/test_ball_formulas.py",

@@ -40,7 +40,7 @@ HOLES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
         checker, "_signed_by", lambda envelope, trusted, *_: trusted.keys
     ),
     "trace": lambda patch: [
-        patch.setattr(checker, step, _nothing) for step in ("_evidence", "_recount")
+        patch.setattr(checker, step, _nothing) for step in ("check_evidence", "check_recount")
     ],
     "journal": lambda patch: patch.setattr(
         "kcdsl_backends.empirical.journal.hmac.compare_digest", lambda one, other: True
