@@ -318,7 +318,7 @@ CHANGES: dict[str, tuple[Callable[[Document], None], str]] = {
     "role of another op": (in_graph("nodes", place("add"), "role", to="context"), "graph/field"),
     "no mask": (
         in_graph("nodes", place("softmax"), "inputs", to=lambda i: i[:1]),
-        "witness/too-small",
+        "claim/too-small",
     ),
     "smaller divisor": (
         in_graph("nodes", place("divide"), "attrs", "divisor", to=(0.5).hex()),
