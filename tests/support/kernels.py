@@ -41,6 +41,10 @@ def cast(v: Floats, form: str) -> Floats:
     return v.astype(np.float32).astype(DTYPES[form]).astype(np.float64)
 
 
+def _limit(record: Mapping[str, Any], name: str, default: float = 0.0) -> np.float32:
+    return np.float32(float.fromhex(record[name]) if name in record else default)
+
+
 def cut(v: Floats, form: str) -> Floats:
     """Return the numbers of a format next to v on the side of zero: those to nearest, less one step
     where they are greater in magnitude."""
@@ -114,10 +118,14 @@ class Run:
     def dot(self, a: Floats, b: Floats) -> Floats:
         """Return a @ b, accumulated in some order with a rounding at every step.
 
-        What a matrix unit of a record cuts off is left out: such runs take fewer errors.
+        What a matrix unit of a record cuts off, and where pairs of bytes saturate, is left out:
+        such runs take fewer errors.
         """
         if "tensor_core" in self.numerics:
             return np.asarray(a @ b)
+        if self.numerics.get("products") == "tfloat32":
+            shorten = cast if self.rng.random() < 0.5 else cut
+            a, b = shorten(a, "tfloat32"), shorten(b, "tfloat32")
         n, form = a.shape[-1], self.numerics["accumulate"]
         order = self.rng.permutation(n)
         total = np.zeros(
@@ -136,12 +144,27 @@ class Run:
     # --- operations ---
 
     def linear(self, x: Floats, weight: Floats, bias: Floats | None, key: str = "") -> Floats:
-        y = self.dot(self.quantised(x, key), weight.T)
+        read = self.quantised(x, key)
+        if (count := self.numerics.get("shards", 1)) > 1:
+            return self.sharded(read, weight, bias, count)
+        y = self.dot(read, weight.T)
         if bias is not None:
             if self.coarse and self.numerics["casts"].startswith("any") and self.rng.random() < 0.5:
                 y = self.store(y, self.numerics["compute"])
             y = self.wobble(y + bias, self.numerics["accumulate"])
         return y
+
+    def sharded(self, x: Floats, weight: Floats, bias: Floats | None, count: int) -> Floats:
+        """Return a linear whose inputs are divided among devices: parts stored, and then added."""
+        form = self.numerics["compute"]
+        parts = np.array_split(self.rng.permutation(x.shape[-1]), count)
+        terms = [self.store(self.dot(x[:, p], weight[:, p].T), form) for p in parts if p.size]
+        if bias is not None:
+            terms.append(np.broadcast_to(bias, terms[0].shape))
+        total = terms[0]
+        for term in terms[1:]:
+            total = self.store(total + term, form)
+        return total
 
     def static(self, x: Floats, key: str) -> Floats:
         """Return the values of codes with static scales, divided by or multiplied as it comes."""
@@ -163,20 +186,24 @@ class Run:
 
     def quantised(self, x: Floats, key: str = "") -> Floats:
         """Return the quantised input of a linear, as float32 arithmetic gives it."""
-        kind = self.numerics["activations"]["format"]
-        scale = self.numerics["activations"]["scale"]
+        record = self.numerics["activations"]
+        kind, scale = record["format"], record["scale"]
         if kind == "none":
             return x
         if scale == "static":
             return self.static(x, key)
         v = x.astype(np.float32)
-        blocks = v.reshape(1, -1) if scale == "per_tensor" else v
+        blocks = v.reshape(1, -1) if scale in ("per_tensor", "per_batch") else v
         if scale in _GROUPS:
             # the last block may be short: padding with zeros changes no maximum
             pad = -v.shape[-1] % _GROUPS[scale]
             blocks = np.pad(v, [(0, 0), (0, pad)]).reshape(-1, _GROUPS[scale])
         size = np.abs(blocks).max(axis=-1, keepdims=True)
-        size = np.where(size == 0, np.float32(1), size)
+        if scale == "per_batch":  # the largest of other sequences, up to what a record admits
+            size = size + np.float32(self.rng.random()) * (_limit(record, "batch_amax") - size)
+        size = np.minimum(size, _limit(record, "amax_limit", np.inf))
+        least = _limit(record, "least_scale")
+        size = np.where(size == 0, np.float32(0 if least else 1), size)
         if scale == "none":
             s = np.ones_like(size)
         elif scale == "mx":
@@ -191,11 +218,11 @@ class Run:
             code = np.clip(np.rint(blocks / s) + zero, 0, 255) - zero
             return self._back(code.astype(np.float32) * s, x, scale)
         elif kind == "int8_full":
-            s = np.maximum(size / np.float32(127.5), np.float32(2.0**-23))
+            s = np.maximum(size / np.float32(127.5), max(least, np.float32(2.0**-23)))
             code = np.clip(np.rint(blocks * (np.float32(1) / s)), -128, 127).astype(np.float32)
             return self._back(code * s, x, scale)
         else:
-            s = size / np.float32(_LARGEST[kind])
+            s = np.maximum(size / np.float32(_LARGEST[kind]), least)
         ratio = np.clip(blocks / s, -np.float32(_LARGEST[kind]), np.float32(_LARGEST[kind]))
         code = np.rint(ratio) if kind == "int8" else ratio.astype(DTYPES[kind]).astype(np.float32)
         return self._back(code * s, x, scale)

@@ -351,6 +351,9 @@ def _to_nearest(value: float, form: Format) -> float:
     return float(round(Fraction(value) / _grid(value, form)) * _grid(value, form))
 
 
+_MOST_SHARDS = 1024
+
+
 def parse_kernel(value: object, place: str) -> Kernel:
     """Return the kernel of a numerics record (`Numerics.to_json`).
 
@@ -400,12 +403,21 @@ def parse_kernel(value: object, place: str) -> Kernel:
         cut_weights=_cut_weights(weights),
         paired=_paired(record, weights, activations),
         shortened=_shortened(record),
-        shards=record.integer("shards", 2) if record.has("shards") else 1,
+        shards=_shards(record),
         scale_format=_scale_format(weights),
         least_scale=limits[0],
         amax_limit=limits[1],
         batch_amax=limits[2],
     )
+
+
+def _shards(record: Reader) -> int:
+    if not record.has("shards"):
+        return 1
+    count = record.integer("shards", 2)
+    if count > _MOST_SHARDS:
+        raise Rejection("document/numerics", f"more than {_MOST_SHARDS} shards")
+    return count
 
 
 def _scale_format(record: Reader) -> Format:

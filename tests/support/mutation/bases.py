@@ -61,6 +61,14 @@ def with_more(record: Document, **fields: Any) -> Document:
     return {**record, **fields}
 
 
+def limited(format: str, scale: str, batch: float | None = None) -> Document:
+    """Return activations whose dynamic scales have limits, `batch` that of a batch's numbers."""
+    record: Document = {
+        "format": format, "scale": scale, "least_scale": (2.0**-9).hex(), "amax_limit": (2.0).hex(),
+    }  # fmt: skip
+    return record if batch is None else {**record, "batch_amax": batch.hex()}
+
+
 UNIT = {"fraction_bits": 13, "chunk": 4, "result_bits": 12, "promote": 8}
 CORE = {"linears": UNIT, "others": {**UNIT, "fraction_bits": 22, "result_bits": 22}}
 INT8 = ("int8", "per_channel")
@@ -68,6 +76,12 @@ FP8 = ("fp8_e4m3", "per_channel")
 DYNAMIC = ("fp8_e4m3", "per_token")
 GROUPS = ("fp8_e4m3", "group_128")
 CUT = {"format": "bfloat16", "scale": "none", "rounding": "toward_zero"}
+HALVES = {"format": "fp8_e4m3", "scale": "per_channel", "scale_format": "bfloat16"}
+BYTES: Document = {
+    "weights": INT8,
+    "activations": ("uint8", "per_tensor"),
+    "byte_sums": "int16_pairs",
+}
 NAMED = proofs.static(
     "int8", {"up": 2.0**-5, "gate": [2.0**-5, 2.0**-6, 2.0**-5, 2.0**-5], "*": 2.0**-4}
 )
@@ -212,6 +226,33 @@ BASES: dict[str, Base] = {
     "encoder, interval, any length": Base(
         partial(encoder, rows=2), "interval", "inf", "rows", N("float32", "any"),
         N("bfloat16", "any", style="fused", weights=FP8),
+    ),
+    "gated MLP, interval, limits of scales": Base(
+        gated, "interval", "inf", "points",
+        with_more(
+            N("float32", "nearest", shards=2, activations=limited("int8", "per_token")),
+            weights={**HALVES, "format": "int8"},
+        ),
+        with_more(
+            N("bfloat16", "any", shards=3, activations=limited("fp8_e4m3", "per_batch", 16.0)),
+            weights=HALVES,
+        ),
+    ),
+    "gated MLP, affine, limits of scales": Base(
+        gated, "affine", "2", "ball",
+        with_more(
+            N("float16", "any", activations=limited("int8_full", "per_batch", 16.0), shards=2),
+            weights={**HALVES, "scale_format": "float16"},
+        ),
+        with_more(N("float32", "any", products="tfloat32", shards=2)),
+    ),
+    "piecewise and tanh, interval, pairs of bytes": Base(
+        everything_else, "interval", "inf", "ball", N("float32", "any", products="tfloat32"),
+        N("float32", "nearest", **BYTES),
+    ),
+    "gated MLP, planes, pairs of bytes": Base(
+        gated, "planes", "inf", "points", N("float32", "nearest", **BYTES),
+        N("float32", "any", products="tfloat32", shards=2),
     ),
 }  # fmt: skip
 

@@ -11,7 +11,8 @@ OPS = (
     "slice", "concat", "softmax", "rms_norm", "layer_norm", "rope", "exp",
 )  # fmt: skip
 SCALES = (
-    "none", "per_tensor", "per_channel", "per_token", "block_128", "group_128", "mx", "static",
+    "none", "per_tensor", "per_channel", "per_token", "per_batch", "block_128", "group_128", "mx",
+    "static",
 )  # fmt: skip
 CASTS = ("any", "nearest", "toward_zero", "any_toward_zero", "any_direction", "free")
 CODES = ("int8", "int8_full", "uint8")
@@ -58,10 +59,13 @@ WORDS: dict[str, tuple[str, ...]] = {
                 f"numerics.{side}.weights.format": (*FORMATS, *CODES, "none"),
                 f"numerics.{side}.weights.scale": SCALES,
                 f"numerics.{side}.weights.rounding": ("toward_zero", "nearest", "up"),
+                f"numerics.{side}.weights.scale_format": ("float16", "bfloat16", "float32"),
                 f"numerics.{side}.activations.format": (*FORMATS, *CODES, "none"),
                 f"numerics.{side}.activations.scale": SCALES,
                 f"numerics.{side}.results{{}}": FORMATS,
                 f"numerics.{side}.sigmoid": ("absolute", "relative"),
+                f"numerics.{side}.byte_sums": ("int16_pairs", "wide"),
+                f"numerics.{side}.products": ("tfloat32", "compute", "bfloat16"),
                 f"numerics.{side}.attention.style": ("composed", "fused", "tiled"),
                 f"numerics.{side}.attention.scores": FORMATS,
                 f"numerics.{side}.attention.probabilities": FORMATS,

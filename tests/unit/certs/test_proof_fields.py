@@ -99,6 +99,12 @@ def test_the_bases_have_every_kind_of_everything() -> None:
     assert casts == {"any", "nearest", "toward_zero", "any_toward_zero", "any_direction"}
     assert {b.region for b in bases if b.planes} == {"ball", "hull"}
     assert {b.domain for b in bases if b.weights} == {"interval", "affine"}
+    for domain in ("interval", "affine", "planes"):
+        sides = [s for b in bases if domain in b.domain.split("+") for s in (b.train, b.infer)]
+        assert any("shards" in side for side in sides)
+        assert any("products" in side for side in sides)
+        limits = {key for side in sides for key in side["activations"]}
+        assert domain == "planes" or limits >= {"least_scale", "amax_limit", "batch_amax"}
     assert {b.functional for b in bases if b.chance} == {"inf", "2", "span"}
     assert {b.region for b in bases if b.chance} == {"points", "ball"}
 

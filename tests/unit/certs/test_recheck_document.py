@@ -352,6 +352,9 @@ CHANGES: dict[str, tuple[Callable[[Document], None], str]] = {
         put("numerics", "infer", "weights", to={"format": "int8", "scale": "none"}),
         "document/numerics",
     ),
+    "one shard": (put("numerics", "infer", "shards", to=1), "document/numerics"),
+    "shards beyond 1,024": (put("numerics", "infer", "shards", to=1025), "document/numerics"),
+    "shards without end": (put("numerics", "infer", "shards", to=2**53 - 1), "document/numerics"),
     "tile of zero": (put("numerics", "infer", "attention", "tile", to=0), "document/numerics"),
     "huge claim with a vacuous accumulator": (
         put("numerics", "infer", "accumulate", to="fp8_e5m2"),
