@@ -221,6 +221,7 @@ def _changed(record: Any) -> list[Any]:
         "input_zero_point": (("*", 3),),
         "least_scale": 0.25,
         "amax_limit": 2.0,
+        "batch_amax": 3.0,
     }
     found = []
     for part in fields(record):
