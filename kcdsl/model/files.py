@@ -122,7 +122,7 @@ class Artefacts:
         )
 
     def _missing(self, reference: str) -> Refusal:
-        place = f"there is no file {reference} (looked in {self.base})"
+        place = f"there is no file {reference} (looked in {shown(self.base)})"
         return refuse(codes.FILE_MISSING, place)
 
     def _inside_package(self, reference: str) -> Path:

@@ -117,7 +117,7 @@ ACCEPTED = (
     GOOD
     + """\
   # kcdsl: ignore[KC208] the field of our own tracer
-  O: {require: "has(trace, [rng_sed])", level: L3}
+  O: {require: [build_fingerprint, request_shape, replay_signature, rng_sed], level: L3}
 """
 )
 
