@@ -112,7 +112,10 @@ class _Mode(TorchFunctionMode):
 @contextmanager
 def pretend_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """Run the body where torch sees one CUDA device, of this compute capability."""
-    properties = SimpleNamespace(total_memory=2**30, major=capability[0], minor=capability[1])
+    major, minor = capability
+    properties = SimpleNamespace(
+        name="pretend", total_memory=2**30, major=major, minor=minor, multi_processor_count=1
+    )
     said: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -139,7 +142,7 @@ def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         kind: Any = type(own)
         return kind.__torch_function__(func, tuple(map(type, given)), args, kwargs)
     if name in _MOVES and given:
-        return _moved(name, args, kwargs)
+        return _moved(func, args, kwargs)
     if name in _SIZES_ALONE:
         given = given[:1]
     held = [tensor for tensor in given if isinstance(tensor, Held)]
@@ -181,9 +184,13 @@ def _name(func: Callable[..., Any]) -> str:
     return name if name.startswith("_") and not name.startswith("__") else name.strip("_")
 
 
-def _moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return a tensor on the device that is asked for, in the type that is."""
-    tensor, rest = args[0], args[1:]
+def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a tensor on the device that is asked for, in the type that is.
+
+    What stays off the device is left to torch: an export must see each call, also one that does
+    nothing in its format.
+    """
+    name, tensor, rest = _name(func), args[0], args[1:]
     inside = _inside(tensor)
     device, dtype = tensor.device, inside.dtype
     like = kwargs.get("other", rest[0] if rest else None)
@@ -195,6 +202,8 @@ def _moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         options = {key: value for key, value in kwargs.items() if key != "copy"}
         found = torch._C._nn._parse_to(*rest, **options)
         device, dtype = found[0] or device, found[1] or dtype
+    if device.type != "cuda" and not isinstance(tensor, Held):
+        return func(*args, **kwargs)
     same = (device.type == "cuda") == isinstance(tensor, Held)
     if same and dtype == inside.dtype and not kwargs.get("copy"):
         return tensor
