@@ -14,6 +14,7 @@ from bench.kernels import Case
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.files import Artefacts
+from kcdsl_backends.certifier.workshop import certified_block_drift
 from kcdsl_backends.empirical.engines.exact import exact_settings
 from kcdsl_backends.empirical.kernels import TorchKernel, load_kernel
 
@@ -23,10 +24,12 @@ ATTENTION = [
     for run in ("torch.eager", "torch.sdpa.math", "torch.sdpa.flash")
     for compute in ("float32", "bfloat16", "float16")
 ]
+FREE = Case("torch.scaled_mm", {"preset": "fp8-w8a8-per-tensor"})
+"""Its scores are of bfloat16, and freely cast."""
 BY_SEQUENCE = [
     Case("torch.sdpa.flash", {"compute": "bfloat16", **NEAREST}),
     Case("torch.scaled_mm"),
-    Case("torch.scaled_mm", {"preset": "fp8-w8a8-per-tensor"}),
+    FREE,
     *kernels.SIGNED_BYTES,
     Case("torchao.int4_weight_only"),
     Case("onnxruntime.dynamic_int8", kernels.BYTE_SUMS[0]),
@@ -64,9 +67,24 @@ def stays_inside(
 def test_a_batch_is_bounded_as_its_sequences_are(case: Case) -> None:
     """One scale for the tensor is one for each sequence, however large the others of a batch."""
     running = load_kernel(case.ref(), kernels_inputs.loaded("tiny LM"), "cpu")
-    batch = states("tiny LM", "attn_0", 3, 7)
+    share = 0.01 if case is FREE else 1.0  # large scores have no bound there, as asserted below
+    batch = [x * share for x in states("tiny LM", "attn_0", 3, 7)]
     for x, out in zip(batch, running.block("attn_0", torch.stack(batch)), strict=True):
         inside(case, "tiny LM", "attn_0", x, out)
+
+
+def test_large_scores_that_are_freely_cast_have_no_bound() -> None:
+    """The sum of a row may be of scores rounded to bfloat16, its numerators of others unrounded:
+    where scores are large, exp of what is between them has no bound. No batch is needed.
+    """
+    model = kernels_inputs.loaded("tiny LM")
+    shop = kernels.workshop(model, FREE)
+    small, _, large = states("tiny LM", "attn_0", 3, 7)
+    told = certified_block_drift(model, "attn_0", small, shop.train, shop.infer, shop)
+    assert told.reason is None
+    assert bool(torch.isfinite(torch.from_numpy(told.drift_bound)).all())
+    refused = certified_block_drift(model, "attn_0", large, shop.train, shop.infer, shop)
+    assert refused.reason == "softmax:0: a bound is not finite"
 
 
 def padded(running: TorchKernel, x: Tensor, more: int, fill: float) -> Tensor:
