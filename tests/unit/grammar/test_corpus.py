@@ -90,6 +90,7 @@ def test_every_code_of_the_front_end_is_in_the_corpus() -> None:
         "KC220",  # the same
         "KC232",  # a warning: tests/unit/check/test_tables.py
         "KC233",  # a warning: tests/unit/check/test_policy.py
+        "KC234",  # a warning: tests/unit/check/test_trace_fields.py
     }
     ours = {code for code in declared - shown - elsewhere if code < "KC510"}
     assert ours == set()

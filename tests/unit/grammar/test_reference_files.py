@@ -17,7 +17,9 @@ from kcdsl_grammar import text
 
 ROOT = Path(__file__).resolve().parents[3]
 REFERENCE = (ROOT / "grammar" / "README.md").read_text("utf-8")
-BLOCKS = dict(re.findall(r"^```yaml file=(\S+)\n(.*?)^```", REFERENCE, re.MULTILINE | re.DOTALL))
+BLOCKS = dict(
+    re.findall(r"^```(?:yaml|toml) file=(\S+)\n(.*?)^```", REFERENCE, re.MULTILINE | re.DOTALL)
+)
 FILES = {name: BLOCKS[name] for name in ("shared/fleet.kc.yaml", "contract/contract.yaml")}
 LIBRARIES = sorted((ROOT / "grammar" / "corpus" / "libraries").glob("*.kc.yaml"))
 SHARED = ROOT / "examples" / "tiny_lm" / "shared" / "fleet.kc.yaml"
@@ -25,7 +27,7 @@ RIGHT = [path for path in (*LIBRARIES, SHARED) if path.name[:6] not in {"broken"
 
 
 def test_the_files_compile_together(tmp_path: Path) -> None:
-    for name, content in FILES.items():
+    for name, content in {**FILES, "kcdsl.toml": BLOCKS["kcdsl.toml"]}.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
