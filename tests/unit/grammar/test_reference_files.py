@@ -17,9 +17,8 @@ from kcdsl_grammar import text
 
 ROOT = Path(__file__).resolve().parents[3]
 REFERENCE = (ROOT / "grammar" / "README.md").read_text("utf-8")
-BLOCKS = dict(
-    re.findall(r"^```(?:yaml|toml) file=(\S+)\n(.*?)^```", REFERENCE, re.MULTILINE | re.DOTALL)
-)
+_BLOCK = re.compile(r"^```(?:yaml|toml) file=(\S+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCKS = dict(_BLOCK.findall(REFERENCE))
 FILES = {name: BLOCKS[name] for name in ("shared/fleet.kc.yaml", "contract/contract.yaml")}
 LIBRARIES = sorted((ROOT / "grammar" / "corpus" / "libraries").glob("*.kc.yaml"))
 SHARED = ROOT / "examples" / "tiny_lm" / "shared" / "fleet.kc.yaml"
