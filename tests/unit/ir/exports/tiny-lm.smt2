@@ -1,4 +1,4 @@
-; contract tiny-lm 1.0.0, sha256:063d0b1a4188ac10766347305e753814c74d7be89bae2a9df824c8fe2b476067
+; contract tiny-lm 1.0.0, sha256:159223b0371a4b2250479ea39f0309b5d89ca4b6166403375282d7ee2c0932a1
 ; Can every clause hold at once? unsat: they contradict each other, or a slice is
 ; empty; (get-unsat-core) after (check-sat) names them. sat: not as far as is known.
 (set-info :smt-lib-version 2.6)
@@ -35,6 +35,7 @@
 ; --- statements
 (declare-const |trace has build_fingerprint on all| Bool)
 (declare-const |trace has replay_signature on all| Bool)
+(declare-const |trace has request_shape on all| Bool)
 (declare-const |trace has rng_seed on all| Bool)
 (declare-const |trace has sampling_params on all| Bool)
 
@@ -78,7 +79,7 @@
 (assert (! (<= |p95(latency) on all| 2.0) :named |R-LATENCY on all|))
 ; R-THROUGHPUT, L1, hard: throughput >= 50 tok/s
 (assert (! (>= |throughput on all| 50.0) :named |R-THROUGHPUT on all|))
-; O-TRACE, L3, hard: has(trace, [build_fingerprint, rng_seed, sampling_params, replay_signature])
-(assert (! (and |trace has build_fingerprint on all| |trace has replay_signature on all| |trace has rng_seed on all| |trace has sampling_params on all|) :named |O-TRACE on all|))
+; O-TRACE, L3, hard: has(trace, [build_fingerprint, request_shape, rng_seed, sampling_params, replay_signature])
+(assert (! (and |trace has build_fingerprint on all| |trace has replay_signature on all| |trace has request_shape on all| |trace has rng_seed on all| |trace has sampling_params on all|) :named |O-TRACE on all|))
 
 (check-sat)
