@@ -3,10 +3,12 @@
 A clause that had no finding, and whose text and context did not change, has none now either. So the
 document is *reduced*: such clauses become blank lines, which moves no character of the others, and
 the reduced document is checked by the passes that check every document. Kept are the clauses that
-changed, those that had findings, and for each name of the other sections one clause that uses it.
+changed, those that had findings, those about traces, which the others are compared with, and for
+each name of the other sections one clause that uses it.
 
 Whatever cannot be cut safely (a clause that is not YAML by itself, other layouts of `clauses`,
-clauses of one name, another context, libraries, which may change by themselves) is checked in full.
+clauses of one name, another context, libraries, which may change by themselves) is checked in full,
+and so is a document whose clauses about traces changed or lack fields, a finding about all clauses.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from pathlib import Path
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.layout import Layout, blank, layout, stands_alone
 from kcdsl.check.libraries import Texts
+from kcdsl.diagnostics.codes import UNCOVERED_TRACE
 from kcdsl.diagnostics.model import Diagnostic, Sink
+from kcdsl.ir.terms import Family
 from kcdsl.source.text import SourceFile
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -35,6 +39,7 @@ class Incremental:
     def __init__(self) -> None:
         self._context: tuple[str, Path | None, str] | None = None
         self._clean: set[str] = set()
+        self._observing: set[str] = set()
 
     def analyse(
         self, source: SourceFile, folder: Path | None = None, texts: Texts | None = None
@@ -68,24 +73,26 @@ class Incremental:
             # declared in files that may change by themselves.
             self._context = None
         elif found is not None:
-            self._clean = set()
+            self._observing = _observing(analysis, found)
             self._remember(source, found, sink)
         return lambda: analysis, sink
 
     def _remember(self, source: SourceFile, found: Layout, sink: Sink) -> None:
-        """Keep the text of every clause that no finding speaks of."""
+        """Keep the text of every clause that no finding speaks of; none if one speaks of all."""
         touched = {found.at(place) for d in sink for place in _places(d)}
         texts = (source.text[span.start : span.end] for span in found.clauses)
-        self._clean = {
-            text for i, text in enumerate(texts) if i not in touched and _NEVER_CLEAN not in text
-        }
+        self._clean = set()
+        if not any(d.code == UNCOVERED_TRACE for d in sink):
+            self._clean = {
+                t for i, t in enumerate(texts) if i not in touched and _NEVER_CLEAN not in t
+            }
 
     def _reduced(
         self, source: SourceFile, folder: Path | None, opened: Texts | None, found: Layout
     ) -> Sink | None:
         """Return the findings by the reduced document; None where it is not to be trusted."""
         texts = [source.text[span.start : span.end] for span in found.clauses]
-        kept = {i for i, text in enumerate(texts) if text not in self._clean}
+        kept = {i for i, t in enumerate(texts) if t not in self._clean or t in self._observing}
         if not all(stands_alone(texts[i], found.names[i]) for i in kept):
             return None
         kept |= _witnesses(found.context, texts)
@@ -93,9 +100,20 @@ class Incremental:
         pieces += [t if i in kept else blank(t) for i, t in enumerate(texts)]
         pieces.append(source.text[found.clauses[-1].end :])
         reduced, sink = SourceFile(source.name, "".join(pieces)), Sink()
-        if analyse(reduced, sink, folder, opened).root is None:
+        analysis = analyse(reduced, sink, folder, opened)
+        if analysis.root is None or _observing(analysis, found) != self._observing:
+            return None
+        if any(d.code == UNCOVERED_TRACE for d in sink):
             return None
         return _of(source, reduced, sink)
+
+
+def _observing(analysis: Analysis, found: Layout) -> set[str]:
+    """Return the texts of the clauses about traces."""
+    known = (c for c in analysis.clauses if c is not None and c.family is Family.OBSERVABILITY)
+    places = (found.at(clause.span.start) for clause in known)
+    spans = (found.clauses[i] for i in places if i is not None)
+    return {analysis.source.text[span.start : span.end] for span in spans}
 
 
 def _imports(found: Layout) -> bool:
