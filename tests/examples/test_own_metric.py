@@ -19,7 +19,7 @@ QUICK = ("--seconds", "1", "--bound-seconds", "0", "--allow-code")
 
 @pytest.fixture
 def folder(repository: Path, tmp_path: Path) -> Path:
-    """Return a copy of the example beside a copy of the model that it uses, which its settings allow."""
+    """Return a copy of the example beside the model that it uses, as the settings allow."""
     shutil.copy(repository / "examples" / "kcdsl.toml", tmp_path)
     for name in ("own_metric", "tiny_lm"):
         shutil.copytree(
