@@ -42,9 +42,9 @@ INPUTS = 3
 AFFINE = 10
 """Affine forms are asked of one module in so many, on inputs of few numbers."""
 FEW = 256
-COMPILED = 25
+COMPILED = 100
 """One user's module in so many is compiled."""
-BUILT_IN = 10
+BUILT_IN = 100
 """One module in so many is a built-in one."""
 _NEAREST = {"casts": "nearest"}
 _ATTENTION = ("torch.sdpa.math", "torch.sdpa.flash")
