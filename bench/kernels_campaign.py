@@ -19,6 +19,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
@@ -165,6 +166,7 @@ def examine(seed: int) -> list[Run]:
 
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
+    warnings.simplefilter("ignore")
     model, block, width, rows = module_of(seed)
     train = Case("torch.eager", _NEAREST)
     graphs: dict[Any, Any] = {}
