@@ -14,7 +14,7 @@ import numpy as np
 from flint import arb
 
 from tests.support import proofs
-from tests.support.affine_rules import RULES
+from tests.support.affine_rules import ROWS, RULES, WIDTH, heads, source
 from tests.support.ball import numbers
 from tests.support.ball.bounds import Ends, Setting, everything
 from tests.support.ball.boxes import Box
@@ -53,7 +53,49 @@ PAIRS = [
     ("float16 any toward zero", "bfloat16 toward zero"),
     ("float32 any", "float16 any direction, fused"),
 ]
-BLOCKS: dict[str, Any] = {**RULES, "decoder": decoder, "encoder": encoder, "gated": gated}
+
+
+def read_again(rng: np.random.Generator) -> Any:
+    """Return norms of what is computed again for each of its readings."""
+    g, x = source()
+    shape = (ROWS, WIDTH)
+    w = g.param("w", rng.standard_normal((WIDTH, WIDTH)) / 2)
+    a = g.add("linear", [x, w, g.param("b", rng.standard_normal(WIDTH))], shape)
+    y = g.add("shift", [g.add("scale", [a], shape, factor=-0.3)], shape, offset=0.7)
+    y = g.add("mul", [g.add("gelu", [y], shape), g.add("neg", [a], shape)], shape)
+    y = g.add("sub", [x, g.add("divide", [y], shape, divisor=1.7)], shape)
+    gain = g.param("g", 1 + 0.3 * rng.standard_normal(WIDTH))
+    y = g.add("rms_norm", [y, gain], shape, eps=1e-2)
+    y = g.add("add", [g.add("relu", [y], shape), a], shape)
+    g.add("layer_norm", [y, gain], shape, eps=1e-2)
+    return g
+
+
+def rows_read_again(rng: np.random.Generator) -> Any:
+    """Return a softmax of what is computed again, and a norm of a softmax."""
+    g, x = source()
+    y = heads(g, x, rng, "h")
+    shape = (2, ROWS, 2)
+    angles = rng.standard_normal((ROWS, 2))
+    y = g.add("slice", [y], shape, dim=-1, start=0, stop=2, step=1)
+    cos = g.constant("cos", np.cos(angles).astype(np.float32))
+    sin = g.constant("sin", np.sin(angles).astype(np.float32))
+    turned = g.add("rope", [y, cos, sin], shape)
+    y = g.add("concat", [turned, g.add("silu", [y], shape)], (2, ROWS, 4), dim=2)
+    p = g.add("softmax", [y], (2, ROWS, 4), role="probabilities")
+    y = g.add("mul", [p, g.add("tanh", [y], (2, ROWS, 4))], (2, ROWS, 4))
+    g.add("layer_norm", [y], (2, ROWS, 4), eps=1e-2)
+    return g
+
+
+BLOCKS: dict[str, Any] = {
+    **RULES,
+    "decoder": decoder,
+    "encoder": encoder,
+    "gated": gated,
+    "read again": read_again,
+    "rows read again": rows_read_again,
+}
 # Of a width. What rounds to float32 has bounds so narrow that float64 counts for more in them.
 AGREE, AGREE_FINE = 1e-9, 2e-5
 

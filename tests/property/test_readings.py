@@ -86,8 +86,20 @@ class Unfolded:
 
     def parameter(self, node: Any) -> np.ndarray:
         value = self.graph.tensors[node["attrs"]["key"]].astype(np.float64)
-        form = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.record["compute"])
-        return value if form is None else torch.from_numpy(value).to(form).double().numpy()
+        return (
+            value if self.form is None else torch.from_numpy(value).to(self.form).double().numpy()
+        )
+
+    @property
+    def form(self) -> torch.dtype | None:
+        return {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.record["compute"])
+
+    def factor(self, node: Any) -> float:
+        """Return a factor as it is or as a number of the format; each reading takes its own."""
+        exact = float.fromhex(node["attrs"]["factor"])
+        if self.form is None or self.rng.random() < 0.5:
+            return exact
+        return float(torch.tensor(exact).to(self.form))
 
     def linear(self, node: Any) -> np.ndarray:
         x, weight = self.stored(node["inputs"][0]), self.value(node["inputs"][1], ())
@@ -106,7 +118,7 @@ class Unfolded:
             case "mul":
                 found = read[0] * read[1]
             case "scale":
-                found = read[0] * float.fromhex(node["attrs"]["factor"])
+                found = read[0] * self.factor(node)
             case "tanh":
                 found = np.tanh(read[0])
             case "gelu":

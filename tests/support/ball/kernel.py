@@ -9,7 +9,7 @@ import numpy as np
 from flint import arb
 
 from tests.support.ball import numbers
-from tests.support.ball.boxes import Box, around
+from tests.support.ball.boxes import Box, around, known, max_of, min_of
 from tests.support.ball.numbers import Balls, balls, each, larger, total
 from tests.support.ball.runs import FORMATS
 
@@ -94,6 +94,22 @@ class Kernel:
         """Return u and η of one cast: twice that of a rounding to nearest where it is directed."""
         times = 1 if self.record["casts"] in ("any", "nearest") else 2
         return times * self.u(form), times * self.eta(form)
+
+    def taken_for(self, c: arb, role: str) -> Box:
+        """Return C, the hull of what may stand for a Python number (section 2)."""
+        form = self.target(role)
+        if FORMATS[form][0] >= FORMATS[self.inner][0]:
+            return known(c)
+        if self.record["casts"] in ("any", "nearest"):
+            ends = [numbers.nearest(c, *FORMATS[form])]
+        else:
+            ends = list(numbers.beside(c, *FORMATS[form]))
+        return Box(balls(min_of(balls([c, *ends]))), balls(max_of(balls([c, *ends]))))
+
+    def rereading(self, form: str, v: Box) -> Balls:
+        """Return how far the cast of one reading may be off, where casts are free."""
+        u, eta = self.cast(form)
+        return np.asarray(u * v.mag + eta, dtype=object)
 
     def held(self, value: arb) -> arb:
         """Return a constant as the kernel stores it."""

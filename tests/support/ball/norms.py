@@ -61,15 +61,20 @@ def _greatest(h: Balls, low: Balls, high: Balls, n: int, eps: arb) -> Balls:
     return each(one, h, total(low) - low, total(high) - high)
 
 
-def norm_error(kernel: Kernel, x: Box, at: Side, gain: Balls, bias: Balls, centred: bool) -> Balls:
+def norm_error(
+    kernel: Kernel, x: Box, apart: Balls, at: Side, gain: Balls, bias: Balls, centred: bool
+) -> Balls:
     n, u, eta = x.lo.shape[-1], kernel.u_f, kernel.eta_f
     mean = total(x.mag) / n
     e_c: Any = numbers.ZERO
     theta: Any = gamma(n + 3, u) + 8 * u
+    between = 2 * apart
     if centred:
-        e_c = 4 * u * x.mag + gamma(n + 6, u) * mean + (n + 6) * eta
+        e_c = 4 * u * x.mag + gamma(n + 6, u) * mean + (n + 6) * eta + total(between) / n
         kappa = 4 * gamma(n + 6, u) * (total(x.mag**2) / n) / at.v.lo
         theta = each(lambda z: (1 + 8 * u) / (1 - z).sqrt() - 1, kappa)
+    tau = each(lambda z, v: (z / (n * v)).sqrt(), total(between**2), at.v.lo)
+    theta = (1 + theta) * (1 + tau) - 1
     theta = (1 + theta) * (1 + u) ** 2 - 1
     y = at.y.mag
     e_n = theta * y + e_c * at.r.hi * (1 + theta)

@@ -114,15 +114,24 @@ def nearest(value: arb, precision: int, least_exponent: int) -> arb:
 
 def cut(value: arb, precision: int, least_exponent: int) -> arb:
     """Return the number of a format next to a ball's midpoint on the side of zero."""
+    return beside(value, precision, least_exponent)[0]
+
+
+def beside(value: arb, precision: int, least_exponent: int) -> tuple[arb, arb]:
+    """Return the numbers of a format next to a ball's midpoint, that on the side of zero first.
+
+    Both are the midpoint where that is a number of the format.
+    """
     mantissa, exponent = (int(part) for part in value.mid().man_exp())
     if not mantissa:
-        return ZERO
+        return ZERO, ZERO
     top = abs(mantissa).bit_length() + exponent - 1
     quantum = max(top, least_exponent) - (precision - 1)
     if quantum <= exponent:
-        return arb(value.mid())
-    whole = abs(mantissa) >> (quantum - exponent)
-    return arb(whole if mantissa > 0 else -whole) * power(quantum)
+        return arb(value.mid()), arb(value.mid())
+    whole, rest = divmod(abs(mantissa), 1 << (quantum - exponent))
+    unit = power(quantum) if mantissa > 0 else -power(quantum)
+    return whole * unit, (whole + bool(rest)) * unit
 
 
 def outside(values: Balls, lo: Any, hi: Any) -> str:

@@ -29,10 +29,14 @@ from tests.support.ball.curves import (
 from tests.support.ball.kernel import Kernel, gamma
 from tests.support.ball.norms import Side, centred_box, norm_error, secant
 from tests.support.ball.numbers import Balls, balls, each, larger, least, most, smaller, total
+from tests.support.ball.readings import counted
 from tests.support.ball.softmaxes import hull, softmax_drift, softmax_range, softmax_rounding
 
 # What a kernel stores for a key: as a parameter, and as the weight of a linear.
 Stored = tuple[Callable[[str], Any], Callable[[str], Any]]
+# How far readings are from the value of which they are versions, in the kernels of a pair.
+Apart = tuple[Balls, Balls]
+NOTHING = (numbers.ZERO, numbers.ZERO)
 
 
 @dataclass
@@ -45,10 +49,13 @@ class Page:
     centre: Any
     radius: float
     states: dict[str, Any] = field(default_factory=dict)
+    # h of both kernels
+    apart: dict[str, Apart] = field(default_factory=dict)
 
     def derive(self) -> State:
         """Return the state of the output."""
         self.keys = {n["name"]: n["attrs"]["key"] for n in self.graph.nodes if n["op"] == "param"}
+        self.readings = counted(self.graph)
         for node in self.graph.nodes:
             self.states[node["name"]] = getattr(self, f"_{node['op']}")(node)
         return self.state(self.graph.output)
@@ -60,13 +67,37 @@ class Page:
     def read(self, node: Any, place: int) -> State:
         return self.state(node["inputs"][place])
 
-    def settle(self, node: Any, y: tuple[Box, Box, Box], errors: Any, sums: bool = False) -> State:
-        sides = []
-        for kernel, box, error in zip(self.kernels, y, errors, strict=False):
+    def read_apart(self, node: Any, place: int) -> Apart:
+        return self.apart[node["inputs"][place]]
+
+    def settle(
+        self,
+        node: Any,
+        y: tuple[Box, Box, Box],
+        errors: Any,
+        before: Any,
+        sums: bool = False,
+        added: tuple[Box, Box] | None = None,
+    ) -> State:
+        """Store a result. `before`: h' of both kernels; `added`: A of both, which y has in it."""
+        sides, apart = [], []
+        for kernel, box, error, carried in zip(self.kernels, y, errors, before, strict=False):
             inner = kernel.accumulate if sums else kernel.inner
-            sides.append(kernel.stored(kernel.target(node["role"]), box, error, inner))
+            form = kernel.target(node["role"])
+            sides.append(kernel.stored(form, box, error, inner))
+            h = carried + kernel.rereading(form, box.widen(error)) + (0 if sums else error)
+            apart.append(h if kernel.free and self.readings[node["name"]] > 1 else h * 0)
+        self.apart[node["name"]] = (apart[0], apart[1])
         (t, wrong_t), (i, wrong_i) = sides
+        if added is not None:
+            wrong_t, wrong_i = wrong_t + added[0], wrong_i + added[1]
         return reduced(t, i, y[2] + (wrong_i - wrong_t))
+
+    def _once(self, node: Any, state: State) -> State:
+        """Return the state of a node that has one reading."""
+        none = balls(np.zeros(state.t.lo.shape))
+        self.apart[node["name"]] = (none, none)
+        return state
 
     # leaves and moves
 
@@ -78,21 +109,22 @@ class Page:
             for kernel in self.kernels
         ]
         (t, wrong_t), (i, wrong_i) = sides
-        return reduced(t, i, wrong_i - wrong_t)
+        return self._once(node, reduced(t, i, wrong_i - wrong_t))
 
     def _param(self, node: Any) -> State:
         t, i = (known(plain(node["attrs"]["key"])) for plain, _ in self.parameters)
-        return State(t, i, i - t)
+        return self._once(node, State(t, i, i - t))
 
     def _constant(self, node: Any) -> Any:
         value = self.graph.constants[node["attrs"]["key"]]
         if value.dtype == bool:
             return value
         sides = [known(each(lambda x, k=k: k.held(x), balls(value))) for k in self.kernels]
-        return State(sides[0], sides[1], sides[1] - sides[0])
+        return self._once(node, State(sides[0], sides[1], sides[1] - sides[0]))
 
     def _moved(self, node: Any, move: Callable[[Balls], Balls]) -> State:
-        x = self.read(node, 0)
+        x, (h_t, h_i) = self.read(node, 0), self.read_apart(node, 0)
+        self.apart[node["name"]] = (move(h_t), move(h_i))
         return State(x.t.map(move), x.i.map(move), x.d.map(move))
 
     def _reshape(self, node: Any) -> State:
@@ -116,20 +148,24 @@ class Page:
 
     def _concat(self, node: Any) -> State:
         states = [self.state(name) for name in node["inputs"]]
+        apart = [self.apart[name] for name in node["inputs"]]
+
+        def end_to_end(values: list[Balls]) -> Balls:
+            return np.concatenate(values, axis=node["attrs"]["dim"])
 
         def joined(part: str) -> Box:
             boxes = [getattr(s, part) for s in states]
-            return Box(
-                *(
-                    np.concatenate([getattr(b, end) for b in boxes], axis=node["attrs"]["dim"])
-                    for end in ("lo", "hi")
-                )
-            )
+            return Box(*(end_to_end([getattr(b, end) for b in boxes]) for end in ("lo", "hi")))
 
+        self.apart[node["name"]] = (
+            end_to_end([h for h, _ in apart]),
+            end_to_end([h for _, h in apart]),
+        )
         return State(joined("t"), joined("i"), joined("d"))
 
     def _neg(self, node: Any) -> State:
         x = self.read(node, 0)
+        self.apart[node["name"]] = self.read_apart(node, 0)
         return State(-x.t, -x.i, -x.d)
 
     # section 3
@@ -145,7 +181,7 @@ class Page:
         y = products
         if b is not None:
             y, d = (products[0] + b.t, products[1] + b.i), d + (b.i - b.t)
-        errors = []
+        errors, before = [], []
         for kernel, side, weight, product, result, bias in zip(
             self.kernels, (x.t, x.i), w, products, y, (b.t, b.i) if b else (None, None), strict=True
         ):
@@ -153,12 +189,14 @@ class Page:
             terms = side.mag @ weight.mag + (bias.mag if bias is not None else 0)
             error = kernel.accumulated(terms, result.mag, n, 2)
             error = error + kernel.flushed(side.mag, weight.mag)
+            cast: Any = numbers.ZERO
             if biased and kernel.free and kernel.coarse:
                 u, eta = kernel.cast(kernel.compute)
                 cast = u * (product.mag + error) + eta
-                error = error + cast * (1 + 2 * kernel.u(kernel.accumulate))
-            errors.append(error)
-        return self.settle(node, (*y, d), errors, sums=True)
+                cast = cast * (1 + 2 * kernel.u(kernel.accumulate))
+            errors.append(error + cast)
+            before.append(cast)
+        return self.settle(node, (*y, d), errors, before, sums=True)
 
     def _matmul(self, node: Any) -> State:
         before = self.states[node["inputs"][0]]
@@ -175,7 +213,7 @@ class Page:
             j = 6 if kernel.fused and node["role"] == "scores" else 2
             error = kernel.accumulated(left.mag @ right.mag, result.mag, n, j)
             errors.append(error + kernel.flushed(left.mag, right.mag))
-        return self.settle(node, (*y, d), errors, sums=True)
+        return self.settle(node, (*y, d), errors, NOTHING, sums=True)
 
     # section 4
 
@@ -186,7 +224,8 @@ class Page:
             for part in ("t", "i", "d")
         ]
         errors = [k.u_f * box.mag for k, box in zip(self.kernels, y, strict=False)]
-        return self.settle(node, (y[0], y[1], y[2]), errors)
+        apart = zip(self.read_apart(node, 0), self.read_apart(node, 1), strict=True)
+        return self.settle(node, (y[0], y[1], y[2]), errors, [h + k for h, k in apart])
 
     def _add(self, node: Any) -> State:
         return self._sum(node, 1)
@@ -199,28 +238,46 @@ class Page:
         y = a.t * b.t, a.i * b.i
         d = a.middle * b.d + a.d * b.middle
         errors = [k.u_f * box.mag + k.eta_f for k, box in zip(self.kernels, y, strict=True)]
-        return self.settle(node, (*y, d), errors)
+        (a_t, a_i), (b_t, b_i) = self.read_apart(node, 0), self.read_apart(node, 1)
+        before = a_t * b.t.mag + b_t * a.t.mag, a_i * b.i.mag + b_i * a.i.mag
+        return self.settle(node, (*y, d), errors, before)
 
-    def _scaled(self, node: Any, factor: arb) -> State:
+    def _scaled(self, node: Any, factor: arb, admitted: list[Box]) -> State:
+        """Multiply by a factor, where the kernels may take what is admitted in its place."""
         x = self.read(node, 0)
-        y = x.t.times(factor), x.i.times(factor)
+        added = x.t * (admitted[0] - known(factor)), x.i * (admitted[1] - known(factor))
+        y = x.t.times(factor) + added[0], x.i.times(factor) + added[1]
         errors = [3 * k.u_f * box.mag + k.eta_f for k, box in zip(self.kernels, y, strict=True)]
-        return self.settle(node, (*y, x.d.times(factor)), errors)
+        apart = zip(self.read_apart(node, 0), admitted, strict=True)
+        before = [h * c.mag + a.mag for (h, c), a in zip(apart, added, strict=True)]
+        return self.settle(node, (*y, x.d.times(factor)), errors, before, added=added)
+
+    def _factors(self, node: Any, c: arb) -> list[Box]:
+        if node["role"] == "scores":
+            return [known(c), known(c)]
+        return [k.taken_for(c, node["role"]) for k in self.kernels]
 
     def _scale(self, node: Any) -> State:
-        return self._scaled(node, arb(float.fromhex(node["attrs"]["factor"])))
+        factor = arb(float.fromhex(node["attrs"]["factor"]))
+        return self._scaled(node, factor, self._factors(node, factor))
 
     def _divide(self, node: Any) -> State:
-        return self._scaled(node, 1 / arb(float.fromhex(node["attrs"]["divisor"])))
+        divisor = arb(float.fromhex(node["attrs"]["divisor"]))
+        inverses = [Box(1 / c.hi, 1 / c.lo) for c in self._factors(node, divisor)]
+        return self._scaled(node, 1 / divisor, inverses)
 
     def _shift(self, node: Any) -> State:
         x, by = self.read(node, 0), arb(float.fromhex(node["attrs"]["offset"]))
-        y = x.t + known(by), x.i + known(by)
+        admitted = [k.taken_for(by, node["role"]) for k in self.kernels]
+        added = admitted[0] - known(by), admitted[1] - known(by)
+        y = x.t + known(by) + added[0], x.i + known(by) + added[1]
         errors = [
             k.u_f * box.mag + k.u_f * (1 + k.u_f) * abs(by)
             for k, box in zip(self.kernels, y, strict=True)
         ]
-        return self.settle(node, (*y, x.d), errors)
+        apart = zip(self.read_apart(node, 0), added, strict=True)
+        before = [h + a.mag for h, a in apart]
+        return self.settle(node, (*y, x.d), errors, before, added=added)
 
     def _relu(self, node: Any) -> State:
         x, zero = self.read(node, 0), numbers.ZERO
@@ -233,18 +290,20 @@ class Page:
             np.where(on, x.d.hi, np.where(off, none, open_.hi)),
         )
         t, i = (box.map(lambda v: larger(v, zero)) for box in (x.t, x.i))
+        self.apart[node["name"]] = self.read_apart(node, 0)
         return reduced(t, i, d)
 
     def _function(self, node: Any, value: Any, slope: Any, valley: Any, turns: Any) -> State:
         x = self.read(node, 0)
         y = range_of(value, x.t, valley), range_of(value, x.i, valley)
-        d = range_of(slope, x.t.join(x.i), turns) * x.d
+        steep = range_of(slope, x.t.join(x.i), turns)
         by = [x.t, x.i] if node["op"] == "gelu" else y
         errors = [
             16 * k.u_f * box.mag + numbers.power(-100)
             for k, box in zip(self.kernels, by, strict=True)
         ]
-        return self.settle(node, (*y, d), errors)
+        before = [steep.mag * h for h in self.read_apart(node, 0)]
+        return self.settle(node, (*y, steep * x.d), errors, before)
 
     def _gelu(self, node: Any) -> State:
         if node["attrs"].get("approximate") == "tanh":
@@ -277,12 +336,16 @@ class Page:
                 u, eta = kernel.cast(kernel.compute)
                 error = error + (1 + numbers.power(-10)) * (u * p + 2 * eta)
             errors.append(error)
-        return self.settle(node, (*y, d), errors)
+        before = [
+            h * cos.mag + _halves_exchanged(h) * sin.mag
+            for h, cos, sin in zip(self.read_apart(node, 0), (c.t, c.i), (s.t, s.i), strict=True)
+        ]
+        return self.settle(node, (*y, d), errors, before)
 
     # section 5
 
     def _softmax(self, node: Any) -> Softmax:
-        s = self.read(node, 0)
+        s, (h_t, h_i) = self.read(node, 0), self.read_apart(node, 0)
         allowed = np.ones(s.t.lo.shape, dtype=bool)
         if len(node["inputs"]) > 1:
             allowed = np.broadcast_to(self.states[node["inputs"][1]], allowed.shape)
@@ -303,9 +366,14 @@ class Page:
                 np.put_along_axis(ends[part][0][row], columns, box.lo, 0)
                 np.put_along_axis(ends[part][1][row], columns, box.hi, 0)
             n = int(s.t.lo.shape[-1])
-            by_t[where] = softmax_rounding(self.kernels[0], t, star.t.hi, n)
-            by_i[where] = softmax_rounding(self.kernels[1], i, star.i.hi, n)
+            by_t[where] = softmax_rounding(self.kernels[0], t, h_t[where], star.t.hi, n)
+            by_i[where] = softmax_rounding(self.kernels[1], i, h_i[where], star.i.hi, n)
         star = State(Box(*ends["t"]), Box(*ends["i"]), Box(*ends["d"]))
+        apart = [
+            p.hi - p.lo + b if kernel.free and self.readings[node["name"]] > 1 else zero
+            for kernel, p, b in zip(self.kernels, (star.t, star.i), (by_t, by_i), strict=True)
+        ]
+        self.apart[node["name"]] = (apart[0], apart[1])
         return Softmax(star, variation, (by_t, by_i), allowed)
 
     def _context(self, node: Any, p: Softmax, v: State) -> State:
@@ -328,7 +396,7 @@ class Page:
                 weights @ values.mag, result.mag + wrong, n + 2 * kernel.tiles(n) + 4, 2
             )
             errors.append(wrong + sums + kernel.flushed(weights, values.mag) + zero)
-        return self.settle(node, (*y, carried + moved), errors, sums=True)
+        return self.settle(node, (*y, carried + moved), errors, NOTHING, sums=True)
 
     # section 6
 
@@ -339,7 +407,8 @@ class Page:
         return self._norm(node, True)
 
     def _norm(self, node: Any, centred: bool) -> State:
-        x, eps = self.read(node, 0), arb(float.fromhex(node["attrs"]["eps"]))
+        x, apart = self.read(node, 0), self.read_apart(node, 0)
+        eps = arb(float.fromhex(node["attrs"]["eps"]))
         n = x.t.lo.shape[-1]
         one, none = known(np.ones(n)), known(np.zeros(n))
         g = self.read(node, 1) if len(node["inputs"]) > 1 else State(one, one, none)
@@ -358,12 +427,20 @@ class Page:
         y = t.y * g.t + b.t, i.y * g.i + b.i
         d = g.i * d_y + (g.i - g.t) * t.y + (b.i - b.t)
         errors = [
-            norm_error(kernel, side, at, gain.mag, bias.mag, centred)
-            for kernel, side, at, gain, bias in zip(
-                self.kernels, (x.t, x.i), (t, i), (g.t, g.i), (b.t, b.i), strict=True
+            norm_error(kernel, side, h, at, gain.mag, bias.mag, centred)
+            for kernel, side, h, at, gain, bias in zip(
+                self.kernels, (x.t, x.i), apart, (t, i), (g.t, g.i), (b.t, b.i), strict=True
             )
         ]
-        return self.settle(node, (*y, d), errors)
+        before = [
+            h * at.r.hi * gain.mag for h, at, gain in zip(apart, (t, i), (g.t, g.i), strict=True)
+        ]
+        return self.settle(node, (*y, d), errors, before)
+
+
+def _halves_exchanged(values: Balls) -> Balls:
+    h = values.shape[-1] // 2
+    return np.concatenate([values[..., h:], values[..., :h]], axis=-1)
 
 
 def _turned(x: Box) -> Box:

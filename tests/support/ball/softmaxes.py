@@ -48,7 +48,7 @@ def _extreme(low: arb, high: arb, t: arb, sign: int) -> arb:
     return ends
 
 
-def softmax_rounding(kernel: Kernel, s: Box, high: Balls, n: int) -> Balls:
+def softmax_rounding(kernel: Kernel, s: Box, apart: Balls, high: Balls, n: int) -> Balls:
     form = kernel.record["attention"]["probabilities"]
     u, (u_p, eta_p) = kernel.u_f, kernel.cast(form)
     spread = max_of(s.hi) - min_of(s.lo)
@@ -56,6 +56,7 @@ def softmax_rounding(kernel: Kernel, s: Box, high: Balls, n: int) -> Balls:
     epsilon = 2 * int(kernel.record["attention"]["exp_ulps"]) * u
     once = u / (1 - u)
     total_ = 2 * kernel.tiles(n) * (a + epsilon / (1 - epsilon) + once) + (n + 8) * once
+    total_ = total_ + 2 * max_of(apart)
     if kernel.fused and FORMATS[form][0] < FINE:
         lost = (1 + u_p) * n * eta_p
         total_ = total_ + u_p / (1 - u_p) + lost / (1 - lost)

@@ -1,0 +1,39 @@
+"""How often the nodes of a graph are read where casts are free (section 2, Readings)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ONCE = ("linear", "matmul")
+"""Operations that are computed once; a context product is a matmul."""
+TWICE = ("softmax", "rms_norm", "layer_norm")
+"""Operations that read their first operand once more, for sums over its rows."""
+
+
+def counted(graph: Any) -> dict[str, int]:
+    """Return how many readings each node has.
+
+    What is computed once ends a chain of operations that are computed again: where a norm or a
+    softmax begins the chain, all of its readings are the same.
+    """
+    each, same = _counted(graph, 2), _counted(graph, 1)
+    return {n["name"]: (same if n["op"] in ONCE else each)[n["name"]] for n in graph.nodes}
+
+
+def _counted(graph: Any, summed: int) -> dict[str, int]:
+    """Count; the first operand of a norm or softmax as often as it is computed, and once more
+    (`summed` 2), or once in all (1)."""
+    stored = {graph.output}
+    others = dict.fromkeys((node["name"] for node in graph.nodes), 0)
+    found: dict[str, int] = {}
+    for node in reversed(graph.nodes):
+        name, op = node["name"], node["op"]
+        found[name] = others[name] + (name in stored)
+        for place, read in enumerate(node["inputs"]):
+            if op in ONCE:
+                stored.add(read)
+            elif op in TWICE and place == 0:
+                others[read] += found[name] + 1 if summed == 2 else 1
+            else:
+                others[read] += found[name]
+    return found
