@@ -39,6 +39,8 @@ _EXACT = {"float64": 2.0**-45, "float32": 2.0**-20}
 """Relative changes of a result beside which the roundings of a format are small."""
 _NOTHING = 2.0**-120
 """What is lost of numbers that are below those of a format, in float32 and wider."""
+_DRAWN = 8
+"""How many inputs say whether a block is the same program in float64."""
 _TIMES = 64.0
 """How many times what a change of every result by one rounding does two runs may differ."""
 
@@ -112,10 +114,12 @@ def refuse_other_program(
 
 
 def _holds_in_float64(run: _Run) -> bool:
-    """Say whether the module runs in float64, and gives what the graph does without roundings."""
+    """Say whether the module runs in float64, and gives what the graph does without roundings, on
+    several inputs: on one, all that tells them apart may be zero."""
     shape, drawn = run.graph.input_shape, np.random.default_rng(0)
     try:
-        _as_exactly(run, None if shape is None else drawn.standard_normal(shape), drawn)
+        for _ in range(1 if shape is None else _DRAWN):
+            _as_exactly(run, None if shape is None else drawn.standard_normal(shape), drawn)
     except Refusal:
         return False
     return True

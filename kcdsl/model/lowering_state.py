@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.drafts import Drafts, as_constant, unsupported
-from kcdsl.model.stored import OWN, TYPES, stored_name, stored_type
+from kcdsl.model.stored import HALF, OWN, TYPES, stored_name, stored_type
 
 MASKED = -1e30
 """A score at or below this is masked out: its exp is exactly zero beside any ordinary score."""
@@ -170,9 +170,17 @@ class Lowering:
 
     def cast(self, value: Ref, stored: str) -> Ref:
         """Return a value rounded to a format, once for all that read it; itself where that is its
-        own."""
-        if self.format_of(value) == stored:
+        own. PyTorch rounds float64 to a half-precision format by way of float32."""
+        source = self.format_of(value)
+        if source == stored:
             return value
+        wide = source == "float64" or (source == OWN and "float64" in self.formats)
+        half = stored in HALF or (stored == OWN and any(f in HALF for f in self.formats))
+        if wide and half:
+            both = source != OWN and stored == OWN and "float64" in self.formats
+            if both:
+                raise self.unsupported("a cast from float64 that float64 kernels do not round")
+            value = self.cast(value, "float32")
         key = (value.name, stored)
         if key not in self._casts:
             self._casts[key] = self.emit("cast", [value], value.shape, stored=stored)

@@ -17,6 +17,7 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 OWN = ""
 """Stored in the kernel's own format."""
+HALF = ("bfloat16", "float16")
 WIDE = "wide"
 """Stored in float32 by half-precision kernels, and in float64 by those of float64. Only a graph
 under construction has it: inside of an operation."""

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import EXPORT_FAILED, GRAPH_DIFFERS, OPERATION_UNSUPPORTED, Code
 from kcdsl.model.architecture import Model
-from kcdsl.model.evaluate_graph import run_graph
+from kcdsl.model.evaluate_graph import graph_output, run_graph
 from kcdsl.model.export import block_graph
 from kcdsl.model.graph import BlockGraph
+from tests.support.random_modules import random_module
 from tests.unit.model.test_export import wrap
 
 HALVES = ("bfloat16", "float16")
@@ -131,7 +132,10 @@ TYPES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[tuple[str, str]]]] 
         lambda s, x: x.to(torch.bfloat16).to(x.dtype),
         [("cast", "bfloat16"), ("cast", "")],
     ),
-    "type_as": (lambda s, x: (x.double() + 1.5).type_as(x), [("shift", "float64"), ("cast", "")]),
+    "float64, rounded by way of float32": (
+        lambda s, x: (x.double() + 1.5).type_as(x),
+        [("shift", "float64"), ("cast", "float32"), ("cast", "")],
+    ),
     "a softmax in float32": (
         lambda s, x: torch.softmax(x, -1, dtype=torch.float32),
         [("softmax", "float32")],
@@ -152,6 +156,24 @@ TYPES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[tuple[str, str]]]] 
 def test_a_result_has_the_format_that_the_converted_module_stores_it_in(name: str) -> None:
     function, expected = TYPES[name]
     assert stored(traced(function, *HALVES)) == expected
+
+
+def test_float64_is_rounded_twice_on_its_way_to_half_precision() -> None:
+    """Just above the middle of two numbers of bfloat16, as PyTorch rounds it."""
+    near = torch.full((ROWS, 4), 1 + 2.0**-8 + 2.0**-40, dtype=torch.float64)
+    graph = traced(lambda s, x: x.to(torch.bfloat16), "float64")
+    found = graph_output(graph, {}, near.numpy(), "float64")
+    assert (found == near.to(torch.bfloat16).double().numpy()).all()
+    casts = [n.format for n in graph.nodes if n.op == "cast"]
+    assert casts == ["float32", "bfloat16"]
+    formats = ("float64", "bfloat16")
+    with pytest.raises(Refusal, match="that float64 kernels do not round"):
+        traced(lambda s, x: (x.double() * 1.5).to(x.dtype), *formats)
+
+
+def test_a_block_that_is_zero_on_one_input_is_compared_on_others() -> None:
+    """Its cast to float32 makes it another program in float64, which one input may not show."""
+    block_graph(random_module(849, longest=17).model(), "part", 1, formats=HALVES)
 
 
 def test_a_constant_is_the_number_that_the_module_holds() -> None:
