@@ -75,9 +75,9 @@ class Unfolded:
             return self.once(name, lambda: self.parameter(node))
         if op == "input":
             return self.once(name, lambda: self.x if self.fine else self.cast(self.x))
-        if op in ONCE:  # the readings of a norm are one
+        if op in ONCE:
             exact = self.once((name, "exact"), lambda: self.linear(node))
-            return self.once((name, path), lambda: self.cast(exact))
+            return self.once((name, of_one_norm(path)), lambda: self.cast(exact))
         return self.once((name, path), lambda: self.computed(node, path))
 
     @property
@@ -132,19 +132,20 @@ class Unfolded:
         return self.cast(found)
 
     def norm(self, node: Any, path: Path_) -> np.ndarray:
-        source = self.source_of_norm(node)
-        if source in ONCE:
-            rows = again = self.value(node["inputs"][0], ((node["name"], "rows"),))
-        else:
-            rows = self.value(node["inputs"][0], ((node["name"], "rows"),))
-            again = self.value(node["inputs"][0], (*path, (node["name"], "again")))
+        rows = self.value(node["inputs"][0], ((node["name"], "rows"),))
+        again = self.value(node["inputs"][0], (*path, (node["name"], "again")))
         mean = rows.mean(-1, keepdims=True) if node["op"] == "layer_norm" else 0.0
         root = 1 / np.sqrt(((rows - mean) ** 2).mean(-1, keepdims=True) + EPS)
         return np.asarray((again - mean) * root * self.value(node["inputs"][1], ()))
 
-    def source_of_norm(self, node: Any) -> str:
-        one = next(other for other in self.graph.nodes if other["name"] == node["inputs"][0])
-        return str(one["op"])
+
+def of_one_norm(path: Path_) -> Path_:
+    """Return the path of a reading of what is computed once: all by one norm are the same."""
+    for place in reversed(range(len(path))):
+        match path[place]:
+            case (norm, "rows" | "again"):
+                return ((norm, "rows"), *path[place + 1 :])
+    return path
 
 
 def random_graph(rng: np.random.Generator, ops: list[str]) -> Any:
