@@ -5,7 +5,7 @@ cast, number, buffer, norm, activation and attention, run beside their graphs.
     python -m bench.lowering --count 1000 --seed 0
 
 A graph is wrong where its result is further from what the converted module gives than changes of
-every result by a rounding explain, has another type, or overflows elsewhere. `block_graph` compares
+every result by a rounding and the order of sums explain, has another type, or overflows elsewhere. `block_graph` compares
 both as well, on other inputs and less strictly; what it finds to differ is a defect of the lowering
 too.
 """
@@ -127,8 +127,8 @@ def apart(variant: Variant, graph: BlockGraph, formats: Iterable[str]) -> float:
             def changed(value: NDArray[np.float64], unit: float = unit) -> NDArray[np.float64]:
                 return value * (1 + unit * drawn.uniform(-1, 1, value.shape))
 
-            nearby = round_to(x * (1 + 4 * unit * drawn.uniform(-1, 1, x.shape)), format)
-            noise = [run(nearby).to(torch.float64).numpy()]
+            inputs = [x * (1 + 4 * unit * drawn.uniform(-1, 1, x.shape)) for _ in range(4)]
+            noise = [run(round_to(near, format)).to(torch.float64).numpy() for near in inputs]
             others = [graph_output(graph, params, x, format, changed) for _ in range(3)]
             near = [found, *noise]
             if not any(_same_kinds(expected, other) for other in near):
@@ -139,7 +139,8 @@ def apart(variant: Variant, graph: BlockGraph, formats: Iterable[str]) -> float:
             gaps = [np.abs(v - found) for v in noise] + [np.abs(v - expected) for v in others]
             moved = max(float(gap[finite].max()) for gap in gaps)
             size = float(np.abs(found[finite]).max())
-            allowed = moved + unit * size + 8 * FORMATS[format].smallest_subnormal
+            sums = max(variant.rows, variant.width) * min(unit, 2.0**-24) / LARGEST_RATIO
+            allowed = moved + (unit + sums) * size + 8 * FORMATS[format].smallest_subnormal
             worst = max(worst, float(np.abs(found - expected)[finite].max()) / allowed)
     return worst
 
