@@ -5,9 +5,9 @@ cast, number, buffer, norm, activation and attention, run beside their graphs.
     python -m bench.lowering --count 1000 --seed 0
 
 A graph is wrong where its result is further from what the converted module gives than changes of
-every result by a rounding and the order of sums explain, has another type, or overflows elsewhere. `block_graph` compares
-both as well, on other inputs and less strictly; what it finds to differ is a defect of the lowering
-too.
+every result by a rounding and the order of sums explain, has another type, or overflows elsewhere.
+`block_graph` compares both as well, on other inputs and less strictly; what it finds to differ is a
+defect of the lowering too.
 """
 
 from __future__ import annotations
