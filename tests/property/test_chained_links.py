@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kcdsl_backends.affine import propagate as affine
 from kcdsl_backends.affine.outgoing import around
@@ -34,9 +35,12 @@ from kcdsl_certs.recheck.chain_document import parse_chain
 from kcdsl_certs.recheck.document import load, numbers_of
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
-from tests.support.chains import CLAUSES, PAIRS, Chained, chained
+from tests.support.chains import CLAUSES, PAIRS, Chained, chained, small
 from tests.support.grids import LATER
 from tests.support.mutation.changes import array_of, record_of
+
+CANCELLING = 99
+"""Seed of a model whose weights a test writes by itself."""
 
 
 @pytest.fixture(scope="module")
@@ -91,20 +95,14 @@ STATED = [
 
 @pytest.mark.parametrize(("kind", "pair", "clause"), STATED)
 def test_runs_stay_in_every_link(kind: str, pair: str, clause: int, folder: Path) -> None:
-    found = chained(folder, kind, pair, clause)
-    if found.found.contents is None:
-        assert found.found.bounded.outcome.bound == math.inf
-        assert found.found.bounded.outcome.reason
-        assert pair.startswith(("bfloat16", "fp8"))
-        return
-    assert leaving(found, 24) == []
+    assert leaving(chained(folder, kind, pair, clause), 24) == []
 
 
 HANDED = [
     ("llama", "float32 fused", None),
     ("llama", "bfloat16 nearest", None),
     ("bert", "float32 fused", None),
-    ("bert", "bfloat16 any", 2),
+    ("bert", "float16 any", 2),
     ("bert", "fp8 weights", None),
 ]
 
@@ -153,7 +151,7 @@ def test_ellipsoids_that_are_too_small_are_noticed(
         return None if whole is None else replace(whole, shapes=whole.shapes / 64)
 
     monkeypatch.setattr(linking, "around", smaller)
-    found = chained(folder, "bert", "bfloat16 any", ellipsoids=True)
+    found = chained(folder, "bert", "float16 any", ellipsoids=True)
     outcome = recheck(found.document, found.checkpoint)
     assert outcome.reason in ("claim/too-small", "witness/too-small", "chain/output")
 
@@ -162,8 +160,8 @@ def test_ellipsoids_that_are_too_small_are_noticed(
     ("kind", "pair"),
     [
         ("llama", "float32 fused"),
-        ("bert", "bfloat16 any"),
-        pytest.param("llama", "bfloat16 any", marks=LATER),
+        ("bert", "float16 any"),
+        pytest.param("llama", "float16 any", marks=LATER),
         pytest.param("bert", "float32 fused", marks=LATER),
     ],
 )
@@ -243,19 +241,50 @@ def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.Monke
 
 def test_ellipsoids_are_never_worse(folder: Path) -> None:
     """They are read beside boxes; where drifts are sums of many roundings they say far more."""
-    for kind, pair in (("llama", "float32 fused"), ("bert", "bfloat16 any")):
-        plain, more = (chained(folder, kind, pair, ellipsoids=e) for e in (False, True))
+    pairs = (
+        ("llama", "float32 fused", 17),
+        ("bert", "float16 any", 17),
+        ("llama", "float16 any", 17),
+        ("llama", "bfloat16 nearest", 18),
+    )
+    for kind, pair, seed in pairs:
+        plain, more = (chained(folder, kind, pair, seed=seed, ellipsoids=e) for e in (False, True))
         bounds = [found.found.bounded.outcome.bound for found in (plain, more)]
-        assert bounds[1] <= bounds[0] * (1 + 2.0**-20)
+        assert bounds[1] <= bounds[0] * (1 + 2.0**-20) < math.inf
     assert bounds[1] < 0.5 * bounds[0]
+
+
+def test_a_state_between_links_is_read_in_several_versions(folder: Path) -> None:
+    """r - relu(r) of a state r > 0: with one rounding for both readings of r it would be nothing
+    but what the link behind rounds by itself."""
+    small(folder, "plain", seed=CANCELLING)
+    path = folder / f"plain-{CANCELLING}" / "own.safetensors"
+    weights = load_file(path)
+    weights["embed.weight"] = weights["embed.weight"].abs() + 1
+    for name, factor in (("one", 1.0), ("two", 0.5), ("three", 1.0), ("four", -1.0)):
+        weights[f"{name}.weight"] = factor * torch.eye(3)
+    weights["head.weight"] = torch.eye(5, 3)
+    save_file(weights, path)
+    u = 2.0**-11 * (1 - 2.0**-20)
+    for ellipsoids in (False, True):
+        found = chained(
+            folder, "plain", "float16 any", seed=CANCELLING, tokens=(1, 5), ellipsoids=ellipsoids
+        )
+        outcome = recheck(found.document, found.checkpoint)
+        assert outcome.ok, outcome
+        state = 1.5 * weights["embed.weight"][[1, 5]].double()  # without roundings
+        summed, stored = state * (1 - u), state * (1 + u)
+        drift = (summed - stored * (1 + u) ** 2) * (1 + u) ** 2
+        assert float(drift.abs().amax()) <= float.fromhex(outcome.bound)
+        assert leaving(found, 24) == []
 
 
 def without_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant the defect that every domain must not have: a drift that is read as none."""
 
-    def none(node: Any, centre: Any, radius: Any, drift: Box) -> Any:
+    def none(node: Any, centre: Any, radius: Any, drift: Box, apart: Any) -> Any:
         zero = torch.zeros_like(drift.lo)
-        return drifting(node, centre, radius, Box(zero, zero))
+        return drifting(node, centre, radius, Box(zero, zero), apart)
 
     def stored(run: Any, node: Any, centre: Any, drift: Box, handed: Any) -> None:
         zero = torch.zeros_like(drift.lo)
@@ -269,7 +298,7 @@ def without_drift(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_drift_that_is_ignored_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail: runs leave such a chain, and the checker does not confirm it."""
     without_drift(monkeypatch)
-    found = chained(folder, "llama", "float32 fused")
+    found = chained(folder, "llama", "bfloat16 nearest")
     assert any(name.startswith("layer_1") for name in leaving(found, 24))
     outcome = recheck(found.document, found.checkpoint)
     assert not outcome.ok

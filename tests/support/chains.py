@@ -31,13 +31,13 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "identical": (EAGER, EAGER),
     "float32 fused": (EAGER, {"preset": "torch-sdpa-flash"}),
     "float32 nearest": ({**EAGER, "casts": "nearest"}, {**EAGER, "casts": "nearest"}),
-    "bfloat16 any": (EAGER, {"preset": "torch-sdpa-flash", "compute": "bfloat16"}),
+    "float16 any": (EAGER, {"preset": "torch-sdpa-flash", "compute": "float16"}),
     "bfloat16 nearest": (EAGER, {**EAGER, "compute": "bfloat16", "casts": "nearest"}),
     "bfloat16 twice": (
         {**EAGER, "compute": "bfloat16", "casts": "nearest", "results": {"add": "float32"}},
         {**EAGER, "compute": "bfloat16", "casts": "nearest", "results": {"add": "float32"}},
     ),
-    "fp8 weights": (EAGER, {"preset": "fp8-weights"}),
+    "fp8 weights": (EAGER, {"preset": "fp8-weights", "compute": "float16"}),
     "float64": (
         {**EAGER, "compute": "float64", "accumulate": "float64"},
         {"preset": "torch-sdpa-flash", "compute": "float64", "accumulate": "float64"},

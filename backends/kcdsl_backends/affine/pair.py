@@ -24,6 +24,7 @@ from kcdsl_backends.interval.box import Box, down, gamma, up
 from kcdsl_backends.interval.context import Kernels
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.propagate import boxes
+from kcdsl_backends.interval.readings import ALONE, Apart, Between
 from kcdsl_backends.parameters import StoredParameters
 
 IGNORED = 2.0**-12
@@ -151,6 +152,14 @@ class Both:
         return infer - _stored(self.train, self.output)
 
     @property
+    def readings(self) -> tuple[Apart, Apart]:
+        """Return how far each reading of the output may be from the value of which all are
+        versions, in training and inference."""
+        own = [run.private.get(self.output) for run in (self.train, self.infer)]
+        one, two = (None if private is None else private.reach for private in own)
+        return one, two
+
+    @property
     def chance(self) -> Chance | None:
         """Return how surely all that was bounded holds; None in the worst case.
 
@@ -238,6 +247,7 @@ def both(
     handed: Around | None = None,
     alpha: Fraction | None = None,
     grain: float = 0.0,
+    between: Between = ALONE,
 ) -> Both:
     """Run both kernels at the centre of [centre - radius, centre + radius], with their errors.
 
@@ -258,20 +268,34 @@ def both(
             most `alpha` of the runs on any one input.
         grain: count at least this as the unit roundoff of results: the larger, the fewer reverse
             passes are made, and the wider the bounds.
+        between: how the block stands in a chain.
 
     Raises:
         NoBound: some result has no finite bound.
     """
     first, second = (None, None) if nearby is None else (nearby.train, nearby.infer)
     kernels = Kernels.of(train, infer) if nearby is None else nearby.kernels
-    met = boxes(graph, kernels, centre, radius, drift)
+    met = boxes(graph, kernels, centre, radius, drift, between)
     grain = max(grain, coarsest(graph, train, infer))
     chances = [None if alpha is None else Chance(alpha, room(graph)) for _ in (train, infer)]
     region, apart = (centre, radius, grain), drift is not None
-    one = write(graph, train, *region, spread=first, chance=chances[0], boxes=met[0], stored=apart)
+    own, other = between.entering
+    one = write(
+        *(graph, train, *region),
+        spread=first,
+        chance=chances[0],
+        boxes=met[0],
+        stored=apart,
+        entering=own,
+        followed=between.followed,
+    )
     two = one
     if apart or not _same(train, infer):
-        two = write(graph, infer, *region, drift, second, handed, chances[1], met[1], one.common)
+        two = write(
+            *(graph, infer, *region, drift, second, handed, chances[1], met[1], one.common),
+            entering=other,
+            followed=between.followed,
+        )
     if graph.output not in one.computed or graph.output not in two.computed:
         raise NoBound(graph.output, "the output does not depend on the input")
     return Both(graph.output, one, two)

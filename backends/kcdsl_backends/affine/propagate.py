@@ -11,13 +11,13 @@ from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.affine.handing import Around, symbol
 from kcdsl_backends.affine.independent import Chance
-from kcdsl_backends.affine.kernel import KernelRun, Spread
+from kcdsl_backends.affine.kernel import KernelRun, Private, Spread
 from kcdsl_backends.affine.rules import attention, elementwise, linear, norms, structural
 from kcdsl_backends.affine.storing import Result, store, stored_format
 from kcdsl_backends.affine.tape import SAFE, Entry, Tape
 from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.readings import several
+from kcdsl_backends.interval.readings import Apart, several
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.parameters import StoredParameters
 
@@ -71,6 +71,8 @@ def write(
     common: dict[str, Tensor] | None = None,
     *,
     stored: bool = False,
+    entering: Apart = None,
+    followed: bool = False,
 ) -> KernelRun:
     """Return the reference run of a kernel on the centre of a region, with the tape of its errors.
 
@@ -87,7 +89,9 @@ def write(
         chance: with what probability bounds hold; None: in the worst case.
         boxes: where another domain says that results of this kernel lie, by node.
         common: what the other kernel's operations with weights read (`KernelRun.common`).
-        stored: the states of the region were stored by another block, and are read as they are.
+        stored: the states of the region were formed by another block, and are read as they are.
+        entering: how far readings of these states may be from the value that all are versions of.
+        followed: another block reads the output again and again.
 
     Raises:
         NoBound: some result has no finite bound.
@@ -98,7 +102,7 @@ def write(
     rounding = Rounding(parameters.numerics)
     run = KernelRun(graph, rounding, parameters, tape, nodes, grain, spread=spread)
     if rounding.free:
-        run.several = several(graph)
+        run.several = several(graph, followed=followed)
     run.common.update(common or {})
     run.handed = stored or drift is not None
     tape.add(Entry("region", torch.zeros_like(tape.radius), tape.radius, lambda a: []))
@@ -108,6 +112,8 @@ def write(
         run.rounding = rounding.at(node)
         if node.op == "input":
             _input(run, node, centre, drift, handed, stored=stored)
+            if rounding.free and entering is not None:
+                run.private[node.name] = Private(entering)
         elif node.op == "matmul" and node.role == "context":
             attention.context(run, node)
         else:

@@ -218,12 +218,10 @@ class _Walk:
             linked = Linked(kept.claim, _on(kept.output, self.station), kept.stated)
             self.outcomes.append(LinkOutcome(graph.block, linked.output.largest, cached=True))
             return linked
-        problem = LinkProblem(shop.problem_of_graph(graph), entering.box, entering.around)
+        problem = LinkProblem(shop.problem_of_graph(graph), entering, followed=True)
         builder = replace(self._builder, functional="inf", k=1)
         claims = Claims.of(shop.train, shop.infer)
-        linked = link_case(
-            graph.block, problem, entering, builder, claims, ellipsoids=self.ellipsoids
-        )
+        linked = link_case(graph.block, problem, builder, claims, ellipsoids=self.ellipsoids)
         self._keep(graph, entering, asked, linked)
         self.outcomes.append(LinkOutcome(graph.block, linked.output.largest))
         return linked
@@ -241,7 +239,7 @@ class _Walk:
             bounded, claim, stated = kept
             self.outcomes.append(LinkOutcome(graph.block, bounded.outcome.bound, cached=True))
             return bounded, claim, stated
-        problem = LinkProblem(shop.problem_of_graph(graph), entering.box, entering.around)
+        problem = LinkProblem(shop.problem_of_graph(graph), entering)
         builder = self._builder
         case = Case(graph.block, self.case.tokens, entering.centre, entering.radius)
         claims = Claims.of(shop.train, shop.infer)
@@ -313,6 +311,7 @@ def _refuse_strange(kept: Any, goal: Goal, graph: BlockGraph) -> None:
     if isinstance(kept, Linked):
         shape = graph.node(graph.output).shape
         parts, held = (*kept.output.train, *kept.output.drift), kept.output.around
+        parts = (*parts, *(kept.output.readings or ()))
         if type(kept.claim) is not float or any(tuple(p.shape) != shape for p in parts):
             raise ValueError("not a link")
         if held is not None and (
@@ -329,5 +328,7 @@ def _on(output: Output, station: Station) -> Output:
     device = station.shop.device
     low, high = (part.to(device) for part in output.train)
     least, most = (part.to(device) for part in output.drift)
-    around = None if output.around is None else output.around.on(device)
-    return Output((low, high), (least, most), around)
+    around, readings = None if output.around is None else output.around.on(device), None
+    if output.readings is not None:
+        readings = output.readings[0].to(device), output.readings[1].to(device)
+    return Output((low, high), (least, most), around, readings)

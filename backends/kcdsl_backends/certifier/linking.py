@@ -26,6 +26,7 @@ from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_backends.interval.propagate import Bounds, propagate
+from kcdsl_backends.interval.readings import Apart, Between
 from kcdsl_backends.interval.rounding import power_of_two
 from kcdsl_backends.planes.propagate import Found as Planes
 from kcdsl_backends.threads import threads_for
@@ -44,20 +45,24 @@ class Interface:
     """What a link reads: states [T, D] in centre ± radius, and their drift (None: no drift).
 
     `centre` None stands for the token ids of the block. `around` holds ellipsoids around the rows
-    of the drift, which a reader of the proof derives as well.
+    of the drift, which a reader of the proof derives as well. `readings` bound how far a reading of
+    the state may be from the one of which all are versions, in training and inference (None: they
+    are all the same).
     """
 
     centre: Tensor | None
     radius: Tensor
     drift: tuple[Tensor, Tensor] | None = None
     around: Around | None = None
+    readings: tuple[Tensor, Tensor] | None = None
 
     def on(self, device: torch.device) -> Interface:
         """Return it on a device."""
         centre = None if self.centre is None else self.centre.to(device)
-        drift = None if self.drift is None else (self.drift[0].to(device), self.drift[1].to(device))
+        drift = _moved(self.drift, device)
         around = None if self.around is None else self.around.on(device)
-        return Interface(centre, self.radius.to(device), drift, around)
+        readings = _moved(self.readings, device)
+        return Interface(centre, self.radius.to(device), drift, around, readings)
 
     @property
     def box(self) -> Box | None:
@@ -68,7 +73,7 @@ class Interface:
     def digest(self) -> str:
         """Return the sha256 (hex) of its numbers; token ids are part of the graph."""
         around = () if self.around is None else (self.around.middle, self.around.shapes)
-        parts = [self.centre, self.radius, *(self.drift or ()), *around]
+        parts = [self.centre, self.radius, *(self.drift or ()), *around, *(self.readings or ())]
         digests = ["" if p is None else array_digest(p.cpu().numpy()) for p in parts]
         return hashlib.sha256("|".join(digests).encode()).hexdigest()
 
@@ -77,21 +82,25 @@ class Interface:
         assert self.centre is not None
         assert self.drift is not None
         stated = {**box_region("hull", self.centre, self.radius), "drift": box_record(*self.drift)}
+        stated.update(_readings_record(self.readings))
         return stated if self.around is None else {**stated, "ellipsoids": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """Boxes of the training value and of the drift of a link's output, as they are claimed, and
-    ellipsoids around the rows of the drift where they were asked for."""
+    ellipsoids around the rows of the drift where they were asked for. `readings` are those of an
+    interface."""
 
     train: tuple[Tensor, Tensor]
     drift: tuple[Tensor, Tensor]
     around: Around | None = None
+    readings: tuple[Tensor, Tensor] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the output as it stands in a proof."""
-        return {"train": box_record(*self.train), "drift": box_record(*self.drift)}
+        boxes = {"train": box_record(*self.train), "drift": box_record(*self.drift)}
+        return {**boxes, **_readings_record(self.readings)}
 
     @property
     def largest(self) -> float:
@@ -103,7 +112,11 @@ class Output:
         train, drift = rounded(Box(*self.train)), rounded(Box(*self.drift))
         centre = train.lo / 2 + train.hi / 2
         radius = up(torch.maximum(train.hi - centre, centre - train.lo))
-        return Interface(centre, radius, (drift.lo, drift.hi), self.around)
+        readings = None
+        if self.readings is not None:
+            one, two = (rounded(Box(torch.zeros_like(own), own)).hi for own in self.readings)
+            readings = one, two
+        return Interface(centre, radius, (drift.lo, drift.hi), self.around, readings)
 
     def fits(self, interface: Interface) -> bool:
         """Say whether it lies in an interface, in exact comparison."""
@@ -116,17 +129,28 @@ class Output:
         inside = (_exceeds(centre - radius, centre, -radius) <= self.train[0]) & (
             self.train[1] <= -_exceeds(-centre - radius, -centre, -radius)
         )
+        if self.readings is not None:
+            if interface.readings is None:
+                return False
+            for own, most in zip(self.readings, interface.readings, strict=True):
+                if most.shape != shape or most.dtype != kind or not bool((own <= most).all()):
+                    return False
         low, high = interface.drift
         return bool((inside & (low <= self.drift[0]) & (self.drift[1] <= high)).all())
 
 
 @dataclass(frozen=True, slots=True)
 class LinkProblem:
-    """A link as the domains read it, on states that drift."""
+    """A link as the domains read it, on states that drift; `followed` says that another one reads
+    its output."""
 
     problem: BlockProblem
-    drift: Box | None
-    around: Around | None = None
+    entering: Interface
+    followed: bool = False
+
+    @property
+    def _between(self) -> Between:
+        return Between(self.entering.readings or (None, None), self.followed)
 
     @property
     def graph(self) -> BlockGraph:
@@ -137,7 +161,9 @@ class LinkProblem:
         """Propagate boxes; raises NoBound."""
         one = self.problem
         with threads_for(one.size):
-            return propagate(one.graph, one.kernels(), centre, radius, self.drift)
+            return propagate(
+                one.graph, one.kernels(), centre, radius, self.entering.box, self._between
+            )
 
     def planes(self, centre: Tensor | None, radius: Tensor, *_: object) -> Planes:
         """Planes are of whole blocks; raises NoBound."""
@@ -149,7 +175,11 @@ class LinkProblem:
         one = self.problem
         if alpha is not None:
             raise NoBound(one.graph.output, "links of a chain leave nothing to chance")
-        return both(one.graph, one.train, one.infer, centre, radius, self.drift, handed=self.around)
+        return both(
+            *(one.graph, one.train, one.infer, centre, radius, self.entering.box),
+            handed=self.entering.around,
+            between=self._between,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +194,6 @@ class Linked:
 def link_case(
     name: str,
     problem: LinkProblem,
-    entering: Interface,
     builder: ProofBuilder,
     claims: Claims,
     *,
@@ -181,7 +210,7 @@ def link_case(
     Raises:
         NoBound: no domain has a bound of the output.
     """
-    centre, radius = entering.centre, entering.radius
+    centre, radius = problem.entering.centre, problem.entering.radius
     bounds, forms, why = None, None, ""
     try:
         bounds = problem.bound(centre, radius)
@@ -196,12 +225,12 @@ def link_case(
         raise NoBound(name, why)
     if forms is None:
         assert bounds is not None
-        train, drift = bounds.output.train, bounds.output.drift
+        train, drift, apart = bounds.output.train, bounds.output.drift, bounds.output.apart
         claim = claims.claim(drift_bound(drift, "inf"), bounds.witness)
         builder.add(name, problem.graph, {}, claim, bounds.witness)
     else:
         end = output_entry(forms.train, forms.output)
-        train, drift = Box.point(end.reference).widen(end.reach), found
+        train, drift, apart = Box.point(end.reference).widen(end.reach), found, forms.readings
         if bounds is not None:
             train, drift = train.meet(bounds.output.train), drift.meet(bounds.output.drift)
         witness = forms.witness()
@@ -214,7 +243,26 @@ def link_case(
     one = _claimed(train, max(margin, 1 + REACHES), noise, REACHES)
     two = _claimed(drift, margin, noise, faint=LEAST_CLAIM if known > 0 else 0.0)
     held = around(forms) if ellipsoids and forms is not None else None
-    return Linked(claim, Output((one.lo, one.hi), (two.lo, two.hi), held), stated)
+    readings = None
+    if any(own is not None for own in apart):
+        first, second = (_claimed_readings(own, train, margin, noise) for own in apart)
+        readings = first, second
+    return Linked(claim, Output((one.lo, one.hi), (two.lo, two.hi), held, readings), stated)
+
+
+def _claimed_readings(own: Apart, like: Box, margin: float, noise: float) -> Tensor:
+    """Return how far readings may be apart, as it is claimed: they follow sizes, as T does."""
+    zero = torch.zeros_like(like.lo)
+    if own is None:
+        return zero
+    most = own.expand(zero.shape) + LEAST_CLAIM  # of zeros either program keeps another trace
+    return _claimed(Box(-most, most), max(margin, 1 + REACHES), noise, REACHES).hi
+
+
+def _moved(
+    pair: tuple[Tensor, Tensor] | None, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    return None if pair is None else (pair[0].to(device), pair[1].to(device))
 
 
 def _exceeds(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -227,6 +275,14 @@ def _exceeds(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def box_record(low: Tensor, high: Tensor) -> dict[str, Any]:
     """Return a box as it stands in a proof."""
     return {"low": encode_array(low.cpu().numpy()), "high": encode_array(high.cpu().numpy())}
+
+
+def _readings_record(readings: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
+    """Return the field of a region or an output, none where all readings are the same."""
+    if readings is None:
+        return {}
+    train, infer = (encode_array(own.cpu().numpy()) for own in readings)
+    return {"readings": {"train": train, "infer": infer}}
 
 
 def _claimed(

@@ -18,7 +18,7 @@ from kcdsl.model.numerics import Numerics
 from kcdsl_backends.certifier.workshop import LEAST_CLAIM, claim_margin
 
 PROOF_SCHEMA = "kcdsl.interval-proof/1"
-CHAIN_SCHEMA = "kcdsl.chain-proof/1"
+CHAIN_SCHEMA = "kcdsl.chain-proof/2"
 
 
 def encode_array(array: NDArray[Any]) -> dict[str, Any]:

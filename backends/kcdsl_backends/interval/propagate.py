@@ -13,7 +13,7 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.context import Kernels, Step
 from kcdsl_backends.interval.errors import NoBound
-from kcdsl_backends.interval.readings import several
+from kcdsl_backends.interval.readings import ALONE, Apart, Between, several
 from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.rules import (
     elementwise,
@@ -73,6 +73,7 @@ def propagate(
     centre: Tensor | None,
     radius: Tensor,
     drift: Box | None = None,
+    between: Between = ALONE,
 ) -> Bounds:
     """Bound every node of the graph for inputs in [centre - radius, centre + radius].
 
@@ -84,13 +85,14 @@ def propagate(
         radius: broadcastable to [T, D], float64, >= 0.
         drift: [T, D], how far the state that the inference kernel reads may be from that of the
             training kernel; None where both read the same (docs/chains.md).
+        between: how the block stands in a chain.
 
     Raises:
         NoBound: no finite bound exists (overflow reachable, variance may vanish, ...).
     """
     witness: dict[str, tuple[float, float]] = {}
     output: State | None = None
-    for node, state in _states(graph, kernels, centre, radius, drift):
+    for node, state in _states(graph, kernels, centre, radius, drift, between):
         witness[node.name] = _magnitudes(node, state)
         if node.name == graph.output:
             output = state
@@ -104,6 +106,7 @@ def boxes(
     centre: Tensor | None,
     radius: Tensor,
     drift: Box | None = None,
+    between: Between = ALONE,
 ) -> tuple[dict[str, Box], dict[str, Box]]:
     """Return where the training and the inference kernel's results lie, by node.
 
@@ -112,7 +115,7 @@ def boxes(
     train: dict[str, Box] = {}
     infer: dict[str, Box] = {}
     try:
-        for node, state in _states(graph, kernels, centre, radius, drift):
+        for node, state in _states(graph, kernels, centre, radius, drift, between):
             _magnitudes(node, state)
             train[node.name], infer[node.name] = state.train, state.infer
     except NoBound:
@@ -126,17 +129,18 @@ def _states(
     centre: Tensor | None,
     radius: Tensor,
     drift: Box | None,
+    between: Between,
 ) -> Iterator[tuple[Node, State]]:
     """Yield every computed node with its state; what nobody reads any more is dropped."""
     nodes = {node.name: node for node in graph.nodes}
     kernels = replace(kernels, handed=drift is not None)
     known: dict[str, Known] = {}
-    last_use, again = _last_uses(graph), several(graph)
+    last_use, again = _last_uses(graph), several(graph, followed=between.followed)
     for position, node in enumerate(graph.nodes):
         if node.op in ("param", "constant"):
             continue
         if node.op == "input":
-            found: Known = _input(node, kernels, centre, radius, drift)
+            found: Known = _input(node, kernels, centre, radius, drift, between)
         else:
             found = _result(Step(node, kernels.at(node), nodes, known, again))
         known[node.name] = found
@@ -156,23 +160,37 @@ def _result(step: Step) -> Known:
 
 
 def _input(
-    node: Node, kernels: Kernels, centre: Tensor | None, radius: Tensor, drift: Box | None
+    node: Node,
+    kernels: Kernels,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box | None,
+    between: Between,
 ) -> State:
     if drift is None:
         return block_input(node, kernels, _all_rows(node, kernels, centre), radius)
     if kernels.rows is not None:
         raise NoBound(node.name, "states that drift have one length")
-    return drifting_input(node, centre, radius, drift)
+    train, infer = between.entering
+    apart = train if kernels.train.free else None, infer if kernels.infer.free else None
+    return drifting_input(node, centre, radius, drift, apart)
 
 
-def drifting_input(node: Node, centre: Tensor | None, radius: Tensor, drift: Box) -> State:
-    """Return the state of a block input that another block stored: what the training kernel reads
+def drifting_input(
+    node: Node,
+    centre: Tensor | None,
+    radius: Tensor,
+    drift: Box,
+    apart: tuple[Apart, Apart] = (None, None),
+) -> State:
+    """Return the state of a block input that another block formed: what the training kernel reads
     lies in the region, what the inference kernel reads is off by `drift`; neither stores it again.
+    Readings of either are versions of one value, up to `apart` from it.
     """
     if centre is None or not tuple(centre.shape) == tuple(node.shape) == tuple(drift.shape):
         raise NoBound(node.name, "the region does not have the shape of the block's input")
     train = Box.point(centre).widen(radius.expand(centre.shape))
-    return settle(node.name, train, train + drift, drift)
+    return settle(node.name, train, train + drift, drift, apart)
 
 
 def _all_rows(node: Node, kernels: Kernels, centre: Tensor | None) -> Tensor | None:

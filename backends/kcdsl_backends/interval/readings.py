@@ -6,6 +6,8 @@ for a third: each reads it rounded in its own way, or not at all.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node
@@ -20,6 +22,20 @@ Apart = Tensor | None
 """How far a reading may be from the value of which all readings are versions; None: not at all."""
 
 
+@dataclass(frozen=True, slots=True)
+class Between:
+    """How a link stands in its chain: `entering` bounds how far a reading of the input may be from
+    the value of which all are versions, in training and inference; `followed` says that another
+    link reads the output, as often as it likes."""
+
+    entering: tuple[Apart, Apart] = (None, None)
+    followed: bool = False
+
+
+ALONE = Between()
+"""A block that is no link: its input has one reading, and so has its output."""
+
+
 def reads_twice(node: Node) -> bool:
     """Say whether an operation reads its first operand twice: for a sum of rows and for the result,
     or for the sigmoid and the product of a silu that is written out."""
@@ -30,8 +46,9 @@ def _written(node: Node) -> bool:
     return node.attrs.get("form", "fused") == "written" and node.op != "rope"
 
 
-def several(graph: BlockGraph) -> frozenset[str]:
-    """Return the nodes that are read more than once, or computed again for several readings.
+def several(graph: BlockGraph, *, followed: bool = False) -> frozenset[str]:
+    """Return the nodes that are read more than once, or computed again for several readings; with
+    `followed` the output is one of them.
 
     What is computed once is read unrounded only by what is computed with it, element by element,
     before any sum over a row: all readings by one norm or softmax are the same.
@@ -41,6 +58,8 @@ def several(graph: BlockGraph) -> frozenset[str]:
         if node.op in ONCE:
             stored.update(node.inputs)
     every, direct = dict.fromkeys(stored, 1), dict.fromkeys(stored, 1)
+    if followed:
+        every[graph.output] = direct[graph.output] = 2
     for node in reversed(graph.nodes):
         if node.op in ONCE:
             continue

@@ -13,14 +13,15 @@ from typing import Any
 
 from kcdsl_certs.recheck.block import Array
 from kcdsl_certs.recheck.chain_document import Chain, ChainCase, Link
-from kcdsl_certs.recheck.document import Case, Ends, numbers_of
+from kcdsl_certs.recheck.document import Apart, Case, Ends, numbers_of
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.joining import refuse_other
 
 Sizes = Mapping[str, tuple[float, float]]
-Inner = Callable[[Case, Any, bool], tuple[float, Sizes, Ends, Any]]
+Inner = Callable[[Case, Any, bool], tuple[float, Sizes, Ends, Apart | None, Any]]
 """Derives a link with what the one before handed to it: its largest drift, the sizes of its nodes,
-the boxes of its output, and, where they are wanted and there are such, ellipsoids to hand on."""
+the boxes of its output, how far readings of it may be apart (None: nothing is made of that), and,
+where they are wanted and there are such, ellipsoids to hand on."""
 Follows = Callable[[Case, Any], float]
 """Derives a case with what was handed to it, compares its claim and witnesses, and returns the
 bound."""
@@ -59,6 +60,22 @@ def _interface(one: Link, two: Link) -> None:
         raise Rejection("chain/interface", f"{place}: the drift leaves the box of the next link")
     if not _in_region(train_low, train_high, region.centre, region.radius):
         raise Rejection("chain/interface", f"{place}: the state leaves the region of the next link")
+    stated = None
+    if region.readings is not None:
+        stated = tuple(numbers_of(own) for own in region.readings)
+    if one.readings is not None and not _at_most(one.readings, stated):
+        raise Rejection("chain/interface", f"{place}: readings are farther apart than the next has")
+
+
+def _at_most(found: Sequence[Sequence[float]], stated: Sequence[Sequence[float]] | None) -> bool:
+    """Say whether readings are no farther apart than is stated; where nothing is, not at all."""
+    if stated is None:
+        return not any(any(own) for own in found)
+    return all(
+        a <= b
+        for own, most in zip(found, stated, strict=True)
+        for a, b in zip(own, most, strict=True)
+    )
 
 
 def _within(
@@ -108,7 +125,7 @@ def derive_chain(case: ChainCase, inner: Inner, follows: Follows, compare: Compa
 
 def _derive(link: Link, inner: Inner, compare: Compare, held: Any, wanted: bool) -> Any:
     """Derive a link, and return the ellipsoids that the next one reads; None if it reads none."""
-    bound, sizes, ends, handed = inner(link.case, held, wanted)
+    bound, sizes, ends, readings, handed = inner(link.case, held, wanted)
     if not math.isfinite(bound):
         raise Rejection("bound/not-finite", "the drift has no finite bound")
     compare(link.case, bound, sizes)
@@ -116,4 +133,6 @@ def _derive(link: Link, inner: Inner, compare: Compare, held: Any, wanted: bool)
     for first, what in zip((0, 2), _ENDS, strict=True):
         if not _within(*ends[first : first + 2], *link.output[first : first + 2]):
             raise Rejection("chain/output", f"{what} may leave the box that is claimed of it")
+    if readings is not None and not _at_most(readings, link.readings):
+        raise Rejection("chain/output", "readings may be farther apart than is claimed")
     return handed if wanted else None

@@ -1,7 +1,8 @@
-"""The chain document: strict parsing into values (schema kcdsl.chain-proof/1)."""
+"""The chain document: strict parsing into values (schema kcdsl.chain-proof/2)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from kcdsl_certs.recheck.block import Array, Block, parse_array, parse_block
 from kcdsl_certs.recheck.document import (
     MOST_CASES,
+    Apart,
     Case,
     Ends,
     Functional,
@@ -24,7 +26,7 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import parse_kernel
 from kcdsl_certs.recheck.strict import Reader
 
-CHAIN_SCHEMA = "kcdsl.chain-proof/1"
+CHAIN_SCHEMA = "kcdsl.chain-proof/2"
 MOST_LINKS = 10_000
 LARGEST_DRIFT = Functional("inf", 1)
 """What every link but the last claims."""
@@ -36,11 +38,13 @@ _KINDS = ("points", "ball", "hull")
 class Link:
     """A block of a chain on its region; `output` holds what its output is claimed to lie in: the
     training value and the drift. The last link has none. With `ellipsoids` the drift of its region
-    is also known by those that the link before hands on, which stand nowhere."""
+    is also known by those that the link before hands on, which stand nowhere. `readings` of its
+    output are this far apart in training and inference (None: not at all)."""
 
     case: Case
     output: Ends | None
     ellipsoids: bool = False
+    readings: Apart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +163,16 @@ def _link(
     record.exactly(*_FIELDS, *beside, optional=("domain", "passes"))
     stated = {name: part for name, part in record.value.items() if name != "output"}
     drift: object = None
+    own: object = None
     ellipsoids = False
     if first is None:
         region = record.reader("region")
-        region.exactly("kind", "centre", "radius", "drift", optional=("ellipsoids",))
+        region.exactly("kind", "centre", "radius", "drift", optional=("ellipsoids", "readings"))
+        own = region.raw("readings") if region.has("readings") else None
         drift, ellipsoids = region.raw("drift"), region.has("ellipsoids")
         if ellipsoids and region.raw("ellipsoids") is not True:
             raise region.fail("has ellipsoids that are not true")
-        apart = ("drift", "ellipsoids")
+        apart = ("drift", "ellipsoids", "readings")
         stated["region"] = {n: part for n, part in region.value.items() if n not in apart}
     else:
         entire = Reader(first, f"{record.place}.region", "document/region")
@@ -180,17 +186,38 @@ def _link(
     block = graphs[case.graph]
     if first is None:
         ends = _box(drift, f"{record.place}.region.drift", block.input_shape)
-        case = replace(case, region=replace(case.region, drift=ends))
-    return Link(case, None if last else _output(record, block), ellipsoids)
+        readings = None
+        if own is not None:
+            readings = _readings(own, f"{record.place}.region.readings", block.input_shape)
+        case = replace(case, region=replace(case.region, drift=ends, readings=readings))
+    if last:
+        return Link(case, None, ellipsoids)
+    output, apart_by = _output(record, block)
+    return Link(case, output, ellipsoids, apart_by)
 
 
-def _output(record: Reader, block: Block) -> Ends:
-    output = record.reader("output").exactly("train", "drift")
+def _output(record: Reader, block: Block) -> tuple[Ends, Apart | None]:
+    output = record.reader("output").exactly("train", "drift", optional=("readings",))
     shape = next(node.shape for node in block.nodes if node.name == block.output)
     train = _box(output.raw("train"), f"{record.place}.output.train", shape)
     drift = _box(output.raw("drift"), f"{record.place}.output.drift", shape)
     (a, b), (c, d) = train, drift
-    return numbers_of(a), numbers_of(b), numbers_of(c), numbers_of(d)
+    ends = numbers_of(a), numbers_of(b), numbers_of(c), numbers_of(d)
+    if not output.has("readings"):
+        return ends, None
+    one, two = _readings(output.raw("readings"), f"{record.place}.output.readings", shape)
+    return ends, (numbers_of(one), numbers_of(two))
+
+
+def _readings(value: object, place: str, shape: tuple[int, ...] | None) -> tuple[Array, Array]:
+    """Return how far readings may be apart in training and inference, finite and not negative."""
+    record = Reader(value, place, "document/readings").exactly("train", "infer")
+    train, infer = (parse_array(record.raw(side), f"{place}.{side}") for side in ("train", "infer"))
+    if any(array.dtype != "float64" or array.shape != shape for array in (train, infer)):
+        raise record.fail("must have float64 numbers of the shape of the state")
+    if not all(0 <= own < math.inf for array in (train, infer) for own in numbers_of(array)):
+        raise record.fail("must have finite numbers that are not negative")
+    return train, infer
 
 
 def _box(value: object, place: str, shape: tuple[int, ...] | None) -> tuple[Array, Array]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from kcdsl_certs.recheck.chain import Sizes, derive_chain, refuse_gaps
 from kcdsl_certs.recheck.chain_document import CHAIN_SCHEMA, Chain, parse_chain
-from kcdsl_certs.recheck.document import Case, Ends, Proof, load, proof_of
+from kcdsl_certs.recheck.document import Apart, Case, Ends, Proof, load, proof_of
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.room import check_room
 from kcdsl_certs.recheck.safetensors import Tensor, read
@@ -29,9 +29,12 @@ class Tier(Protocol):
         """Return the bound of a case and the sizes of its nodes."""
         ...
 
-    def handing(self, case: Case, held: Any, *, wanted: bool) -> tuple[float, Sizes, Ends, Any]:
-        """Return the largest drift, the sizes of nodes, the boxes of the output and, where that is
-        wanted and there is such, what else is known of its drift."""
+    def handing(
+        self, case: Case, held: Any, *, wanted: bool
+    ) -> tuple[float, Sizes, Ends, Apart | None, Any]:
+        """Return the largest drift, the sizes of nodes, the boxes of the output, how far readings
+        of it may be apart and, where that is wanted and there is such, what else is known of its
+        drift."""
         ...
 
 
@@ -121,7 +124,9 @@ def _check_chain(
         found.nodes += len(sizes)
         _compare(case, bound, sizes)
 
-    def derived(case: Case, held: Any, wanted: bool) -> tuple[float, Sizes, Ends, Any]:
+    def derived(
+        case: Case, held: Any, wanted: bool
+    ) -> tuple[float, Sizes, Ends, Apart | None, Any]:
         return inner.handing(case, held, wanted=wanted)
 
     def follows(case: Case, held: Any) -> float:

@@ -63,6 +63,7 @@ class Region:
     longest: int | None = None
     tables: Mapping[str, Array] = field(default_factory=dict)
     drift: tuple[Array, Array] | None = None  # of links of a chain: chain_document.py
+    readings: tuple[Array, Array] | None = None  # and how far readings of its states are apart
     weights: Fraction = Fraction(0)
 
 
@@ -88,6 +89,8 @@ class Pass:
 Hints = Mapping[Pass, tuple[int, ...]]
 Ends = tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]
 """Lower and upper ends of the training value and of the drift of an output, row by row."""
+Apart = tuple[Sequence[float], Sequence[float]]
+"""How far readings of a state may be apart in training and inference, row by row."""
 
 
 @dataclass(frozen=True, slots=True)

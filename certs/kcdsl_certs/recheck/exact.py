@@ -78,9 +78,10 @@ class Rational:
 
     def handing(
         self, case: Case, held: object | None, *, wanted: bool
-    ) -> tuple[float, dict[str, tuple[float, float]], Ends, None]:
-        """Return what `link` does, and no ellipsoids, of which intervals know none."""
-        return (*self.link(case), None)
+    ) -> tuple[float, dict[str, tuple[float, float]], Ends, None, None]:
+        """Return what `link` does, and no ellipsoids, of which intervals know none; nor how far
+        readings are apart, as no rule here makes use of what two of them have in common."""
+        return (*self.link(case), None, None)
 
     def states(self, case: Case) -> dict[str, Known]:
         """Return every node's enclosures."""

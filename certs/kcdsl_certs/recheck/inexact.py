@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from kcdsl_certs.recheck import box, planes
 from kcdsl_certs.recheck.affine import Pair, handed, of_rows, pair, stays
 from kcdsl_certs.recheck.block import Array, Block
 from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.document import Case, Ends, Proof
+from kcdsl_certs.recheck.document import Apart, Case, Ends, Proof
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import Floats
 from kcdsl_certs.recheck.functionals import bound, of_drift
@@ -20,6 +21,7 @@ from kcdsl_certs.recheck.rules.state import Held, Rows, Scene, State, numeric
 from kcdsl_certs.recheck.rules.structural import table
 from kcdsl_certs.recheck.safetensors import Tensor
 from kcdsl_certs.recheck.sequences import marks_of
+from kcdsl_certs.recheck.versions import Own
 from kcdsl_certs.recheck.weights import Parameters
 
 
@@ -57,26 +59,29 @@ class Doubles:
 
     def handing(
         self, case: Case, held: Held | None, *, wanted: bool
-    ) -> tuple[float, dict[str, tuple[float, float]], Ends, Held | None]:
-        """Return what `link` does, and, where that is wanted, ellipsoids around the output's rows.
+    ) -> tuple[float, dict[str, tuple[float, float]], Ends, Apart | None, Held | None]:
+        """Return what `link` does, how far readings of the output may be apart in either kernel,
+        and, where that is wanted, ellipsoids around the output's rows.
 
         There are none in the interval domain.
         """
-        scene, handed_on = self.scene(case, held), None
+        scene, handed_on = replace(self.scene(case, held), followed=True), None
         with np.errstate(all="ignore"):
             if case.domain == "interval":
                 output, sizes = _intervals(scene)
-                t, d = output.t, output.d
+                t, d, own = output.t, output.d, output.own
             else:
                 if "planes" in case.domains:
                     raise Rejection("document/domain", "planes are of whole blocks, not of links")
                 forms = pair(scene, case.passes)
                 t, d, sizes = forms.t.box, forms.output(), forms.sizes()
+                own = forms.readings
                 handed_on = handed(forms) if wanted else None
                 if forms.known is not None:
                     t = box.checked(box.meet(t, forms.known.t), "the training value")
                     d = box.checked(box.meet(d, forms.known.d), "the drift")
-            return of_drift("inf", d), sizes, (*_ends(t), *_ends(d)), handed_on
+            one, two = (_readings(part, t.shape) for part in own)
+            return of_drift("inf", d), sizes, (*_ends(t), *_ends(d)), (one, two), handed_on
 
     def _affine(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return what affine forms say beside the interval domain, where that has a bound."""
@@ -115,10 +120,12 @@ class Doubles:
         weights, rows = block.weights, self._rows(case, block)
         moved = case.region.drift
         drift = None if moved is None else Box(*(_numbers(array) for array in moved))
+        train_own, infer_own = case.region.readings or (None, None)
         return Scene(
             *(block, train, infer, self._parameters, keys, weights, centre, radius, rows, drift),
             rho=case.region.weights,
             held=held,
+            readings=(_doubles(train_own), _doubles(infer_own)),
         )
 
     def _rows(self, case: Case, block: Block) -> Rows | None:
@@ -137,6 +144,11 @@ class Doubles:
 
 def _ends(part: Box) -> tuple[list[float], list[float]]:
     return part.lo.ravel().tolist(), part.hi.ravel().tolist()
+
+
+def _readings(own: Own, shape: tuple[int, ...]) -> list[float]:
+    found: list[float] = np.broadcast_to(0.0 if own is None else own, shape).ravel().tolist()
+    return found
 
 
 def _intervals(scene: Scene) -> tuple[State, dict[str, tuple[float, float]]]:

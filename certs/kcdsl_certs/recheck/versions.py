@@ -24,12 +24,14 @@ def twice(node: Node) -> bool:
     return node.op in BY_ROW or (node.op == "silu" and node.written)
 
 
-def several(block: Block) -> frozenset[str]:
-    """Return the nodes of which there may be several versions."""
-    whole: Counter[str] = Counter({block.output: 1})
-    near: Counter[str] = Counter({block.output: 1})
+def several(block: Block, *, followed: bool = False) -> frozenset[str]:
+    """Return the nodes of which there may be several versions; one is the output of a block that
+    another block of a chain follows."""
+    whole: Counter[str] = Counter()
+    near: Counter[str] = Counter()
     for name in {name for node in block.nodes if node.op in SUMMED for name in node.inputs}:
         whole[name] = near[name] = 1
+    whole[block.output] = near[block.output] = 2 if followed else 1
     for node in reversed(block.nodes):
         if node.op in SUMMED:
             continue

@@ -141,7 +141,7 @@ def test_goals_are_decided_by_chains(decide: Decide) -> None:
         assert one.verdict == Held(), one
         assert one.confirmed
         document = json.loads(one.proof or b"")
-        assert document["schema"] == "kcdsl.chain-proof/1"
+        assert document["schema"] == "kcdsl.chain-proof/2"
         assert [case["name"] for case in document["cases"]] == ["p0", "p1"]
         for case in one.cases:
             assert case.links[-1].bound == case.bound
@@ -396,5 +396,14 @@ def test_interfaces_hold_what_they_are_made_of() -> None:
         assert not output.fits(replace(entering, radius=entering.radius * 0.5))
         assert not output.fits(Interface(None, entering.radius))
         assert not output.fits(replace(entering, radius=entering.radius[:1]))
+        read = replace(output, readings=(wide, wide * 0))
+        again = read.interface()
+        assert read.fits(again)
+        assert again.readings is not None
+        assert output.fits(again)
+        assert not read.fits(entering)
+        assert len({entering.digest, again.digest}) == 2
+        assert not read.fits(replace(again, readings=(again.readings[0] * 0.5, wide)))
+        assert not read.fits(replace(again, readings=(wide[:1], wide)))
     point = Box(torch.ones(1, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64))
     assert rounded(point).is_point

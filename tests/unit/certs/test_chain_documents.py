@@ -118,7 +118,7 @@ def test_chains_are_accepted(tokens: Base, halves: Base, follows: Any) -> None:
 
 def test_both_schemas_define_the_same(schemas: Any) -> None:
     """What chains and proofs of one block have in common is written down twice, and is the same."""
-    one, two = (schemas[f"kcdsl.{name}/1"] for name in ("interval-proof", "chain-proof"))
+    one, two = (schemas[f"kcdsl.{name}"] for name in ("interval-proof/1", "chain-proof/2"))
     both = set(one["definitions"]) & set(two["definitions"]) - {"case"}
     assert both >= {"sha256", "hex", "claim", "passes", "array", "kernel", "graph"}
     assert {name: one["definitions"][name] for name in both} == {
@@ -192,6 +192,54 @@ def test_a_point_is_no_region_of_what_a_run_may_return(tokens: Base) -> None:
         region["radius"] = moved(region["radius"], lambda r: r * 0)
 
     assert judged(tokens, point) == "chain/interface"
+
+
+def test_readings_that_are_farther_apart(tokens: Base) -> None:
+    """What a link returns may be read in several versions, and the next one is on all of them."""
+    number = 1
+
+    def ends(document: Document) -> tuple[Document, Document]:
+        before, after = links(document)[number : number + 2]
+        return before["output"]["readings"], after["region"]["readings"]
+
+    def lowered(document: Document, places: tuple[int, ...], side: str) -> None:
+        for place in places:
+            readings = ends(document)[place]
+            readings[side] = moved(readings[side], lambda own: own * 0.5)
+
+    def one(document: Document, side: str) -> None:
+        def less(values: np.ndarray) -> np.ndarray:
+            values.flat[3] *= 0.5
+            return values
+
+        readings = ends(document)[1]
+        readings[side] = moved(readings[side], less)
+
+    def without(document: Document, places: tuple[int, ...]) -> None:
+        for place in places:
+            where = ("output", "region")[place]
+            del links(document)[number + place][where]["readings"]
+
+    for side in ("train", "infer"):
+        assert judged(tokens, having(lowered, (1,), side)) == "chain/interface"
+        assert judged(tokens, having(lowered, (0,), side)) == "chain/output"
+        assert judged(tokens, having(lowered, (0, 1), side)) == "chain/output"
+        assert judged(tokens, having(one, side)) == "chain/interface"
+    assert judged(tokens, having(without, (1,))) == "chain/interface"
+    assert judged(tokens, having(without, (0,))) == "chain/output"
+    assert judged(tokens, having(without, (0, 1))) == "chain/output"
+    for value in (-1.0, math.nan, math.inf):
+
+        def put(document: Document, place: int, value: float = value) -> None:
+            def some(values: np.ndarray) -> np.ndarray:
+                values.flat[0] = value
+                return values
+
+            readings = ends(document)[place]
+            readings["infer"] = moved(readings["infer"], some)
+
+        for place in (0, 1):
+            assert judged(tokens, having(put, place)) == "document/readings"
 
 
 # --- what a link claims of its output -------------------------------------------------------------
@@ -468,8 +516,11 @@ def test_a_proof_of_one_block_has_no_drift(halves: Base) -> None:
         "cases": [link],
     }
     assert recheck(json.dumps(plain).encode(), path).reason == "document/region"
-    drift = link["region"].pop("drift")
+    drift, readings = link["region"].pop("drift"), link["region"].pop("readings")
     assert recheck(json.dumps(plain).encode(), path).reason != "document/region"
+    link["region"]["readings"] = readings
+    assert recheck(json.dumps(plain).encode(), path).reason == "document/region"
+    del link["region"]["readings"]
     link["output"] = {"train": drift, "drift": drift}
     assert recheck(json.dumps(plain).encode(), path).reason == "document/field"
 
@@ -516,7 +567,7 @@ def test_another_checkpoint(tokens: Base, tmp_path: Path) -> None:
 
 
 def test_an_unknown_schema(tokens: Base) -> None:
-    assert judged(tokens, lambda d: d.update(schema="kcdsl.chain-proof/2")) == "document/schema"
+    assert judged(tokens, lambda d: d.update(schema="kcdsl.chain-proof/1")) == "document/schema"
     assert judged(tokens, lambda d: d.update(more=1)) == "document/field"
 
 
@@ -530,6 +581,8 @@ WEIGHTLESS = {
     "cases[].links[].output.drift.low.data": {"lower", "raise"},
     "cases[].links[].output.train.high.data": {"lower", "raise"},
     "cases[].links[].output.train.low.data": {"lower", "raise"},
+    "cases[].links[].output.readings.infer.data": {"lower", "raise"},
+    "cases[].links[].output.readings.train.data": {"lower", "raise"},
     "cases[].links[].passes": {"removed"},
     "cases[].links[].passes.infer": {"removed", "reordered"},
     "cases[].links[].passes.infer[].kind": {"other"},
@@ -544,6 +597,8 @@ WEIGHTLESS = {
     "cases[].links[].region.drift.low.data": {"lower", "raise"},
     "cases[].links[].region.ellipsoids": {"removed"},
     "cases[].links[].region.radius.data": {"lower", "raise"},
+    "cases[].links[].region.readings.infer.data": {"lower", "raise"},
+    "cases[].links[].region.readings.train.data": {"lower", "raise"},
     "cases[].links[].witness": {"removed", "reordered"},
     "cases[].links[].witness[].drift": {"lower", "raise"},
     "cases[].links[].witness[].value": {"lower", "raise"},

@@ -41,7 +41,7 @@ def test_a_chain_is_certified_and_checked(cli: Any, follows: Any, folder: Path) 
         assert [link["cached"] for link in case["links"]] == [False] * len(case["links"])
         assert case["links"][-1]["bound"] == case["bound"]
         proof = json.loads((folder / "out" / f"{goal['clause']}.proof.json").read_bytes())
-        follows(proof, "kcdsl.chain-proof/1")
+        follows(proof, "kcdsl.chain-proof/2")
     checked = cli(
         *("check", document["certificate"], "--recheck", "--key", "kcdsl.key.pub", "--json"),
         cwd=folder,

@@ -19,6 +19,7 @@ from kcdsl_certs.recheck.box import Box, Floats
 from kcdsl_certs.recheck.document import Hints
 from kcdsl_certs.recheck.propagate import enclosed
 from kcdsl_certs.recheck.rules.state import Mask, Scene, State, shrunk
+from kcdsl_certs.recheck.versions import Own
 
 Row = tuple[int, ...]
 
@@ -109,6 +110,14 @@ class Pair:
                 one, two = (found.shared.get(name, (None,))[0] for found in (t, i))
                 wide = raised(wide + _apart(one, two, size))
         return box.widen(middle, wide)
+
+    @property
+    def readings(self) -> tuple[Own, Own]:
+        """Return how far readings of the output may be apart from their common value."""
+        name = self.train.scene.block.output
+        found = [side.versions.get(name) for side in (self.train, self.infer)]
+        t, i = (None if version is None else version.own for version in found)
+        return t, i
 
     def settle(self) -> None:
         """Refuse bounds of more functionals than their probability is divided among.

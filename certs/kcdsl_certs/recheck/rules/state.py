@@ -107,10 +107,19 @@ class Scene:
     rho: Fraction = Fraction(0)  # the region around the weights: every |θ' - θ| ≤ ρ|θ|
     held: Held | None = None  # ellipsoids around the rows of the drift, beside its box
     errors: dict[str, tuple[Box, Box]] | None = None  # kept where wanted: of what is stored
+    readings: tuple[Own, Own] = (None, None)  # how far those of a state that drifts may be apart
+    followed: bool = False  # whether another link of a chain reads the output
     several: frozenset[str] = field(init=False)  # nodes with several versions
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "several", several(self.block))
+        object.__setattr__(self, "several", several(self.block, followed=self.followed))
+
+    @property
+    def entering(self) -> tuple[Own, Own]:
+        """Return how far readings of the input may be from what all are versions of, in training
+        and inference."""
+        train, infer = self.readings
+        return None if self.train.stepped else train, None if self.infer.stepped else infer
 
     @property
     def handed(self) -> bool:

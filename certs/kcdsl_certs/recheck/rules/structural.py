@@ -46,10 +46,10 @@ def source(scene: Scene, node: Node, inputs: list[Value]) -> State:
 
 
 def _apart(scene: Scene, x: Box, drift: Box) -> State:
-    """Return an input that another block stored, and stored differently in either kernel."""
+    """Return an input that another block formed: every reading of it by either kernel."""
     if drift.shape != x.shape or scene.rows is not None:
         raise Rejection("graph/shape", "the drift does not have the input's shape")
-    return reduce(x, box.add(x, drift), drift)
+    return reduce(x, box.add(x, drift), drift, scene.entering)
 
 
 def _taken(kernel: Kernel, x: Box) -> tuple[Box, Box]:

@@ -45,6 +45,7 @@ def source(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if centre.shape != walk.scene.block.input_shape:
         raise Rejection("graph/shape", "the region does not have the input's shape")
     if walk.scene.drift is not None:
+        _versions(walk, node, walk.scene.entering[1 if walk.moved else 0])
         return _apart(walk, centre, region, walk.scene.drift)
     form = target(walk.kernel, node)
     if form.precision >= FLOAT32.precision:
