@@ -312,6 +312,7 @@ def _certificate(
             stage=arguments.stage,
             lifetime=arguments.valid_for,
             suppressed=suppressed,
+            assumptions=tuple(filter(None, (report.model.get("program"),))),
             evidence=resting_on({role: (file.path, file.data) for role, file in made.items()}),
             loaded=files.digests,
         )

@@ -10,11 +10,11 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from kcdsl.config import shown
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.files import weight_files
+
+if TYPE_CHECKING:
+    from kcdsl.model.architecture import Model
 
 _PREFIX = "program."
 _POOLER = "pooler."
@@ -91,6 +94,24 @@ AGREEMENT = 1e-4
 the tiny LM are about 1e-6 apart, and one ignored key of a configuration 1e-2 and more."""
 LARGEST_COMPARED = 2**31
 """Parameters up to which a second copy of the model is made for a comparison."""
+_ROWS_COMPARED, _LONGEST_COMPARED = 3, 256
+"""How many rows, and up to how many tokens of each, are run by transformers too."""
+
+
+def compared_program(
+    architecture: str | None, model: Model, rows: Iterable[Sequence[int]]
+) -> str | None:
+    """Compare a model of a built-in architecture with transformers on the first distinct rows, and
+    say what came of it; None for a module of the user's own, which no other program is known for.
+
+    Raises Refusal (KC455) where the two are different programs.
+    """
+    if not model.built_in or architecture is None:
+        return None
+    longest = min(_LONGEST_COMPARED, model.limits[1] or _LONGEST_COMPARED)
+    known = dict.fromkeys(tuple(row[:longest]) for row in rows if len(row))
+    found = compare(architecture, model.module, model.config, tuple(known)[:_ROWS_COMPARED])
+    return f"the architecture {architecture} is the program of the checkpoint: {found}"
 
 
 def compare(
@@ -123,17 +144,24 @@ def compare(
     if lost:
         raise _another_program(f"transformers has other weights: {', '.join(sorted(lost)[:4])}")
     theirs = HuggingFace(program, encoder_only=encoder)
+    done = 0
     with torch.no_grad():
         for row in rows:
             ids = torch.tensor(list(row))
-            apart = _distance(module(ids), theirs(ids))
+            results = (module(ids), theirs(ids))
+            if not any(bool(torch.isfinite(result).all()) for result in results):
+                continue  # neither gives numbers, which no distance can be told of
+            done += 1
+            apart = _distance(*results)
             if not apart <= AGREEMENT:
                 raise _another_program(
                     f"on a row of {len(row)} tokens its results are {apart:.2g} of their norm away "
                     f"from those of transformers {library.__version__}"
                 )
+    if not done:
+        return "it was not compared with transformers: no row gives finite numbers"
     return (
-        f"it was compared with transformers {library.__version__} on {len(rows)} row(s): the "
+        f"it was compared with transformers {library.__version__} on {done} row(s): the "
         f"results agree within {AGREEMENT:g} of their norm"
     )
 

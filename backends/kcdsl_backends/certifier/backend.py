@@ -11,9 +11,9 @@ import torch
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
-from kcdsl.model.architecture import Model, load_model
+from kcdsl.model.architecture import load_model
 from kcdsl.model.files import Artefacts
-from kcdsl.model.hugging_face import compare
+from kcdsl.model.hugging_face import compared_program
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl.route.execution import Execution
@@ -58,8 +58,6 @@ HERE = Execution(jobs=1)
 
 _LARGEST_BATCH = 2**30
 """Bytes of region centres that are kept at a time."""
-_ROWS_COMPARED, _LONGEST_COMPARED = 3, 256
-"""How many rows, and up to how many tokens of each, are run by transformers too."""
 
 
 class IntervalBackend:
@@ -123,7 +121,9 @@ class IntervalBackend:
         for goal in goals:
             with at(goal.span):
                 rows.append(slice_rows(program, model, goal.region.slice))
-        assumptions = (*ASSUMPTIONS, *_compared(program, model, rows))
+        every = (row.tokens for own in rows for row in own)
+        compared = compared_program(program.model.architecture, model, every)
+        assumptions = (*ASSUMPTIONS, *filter(None, (compared,)))
         threads = threads_of(execution, sum(map(_size, goals, rows)))
         sha256, rules = model.checkpoint.sha256, rules_version()
         setting = Setting(program, base, device, threads, sha256, rules, execution.cache, loaded)
@@ -248,20 +248,6 @@ def _counterexample(station: Station, one: Open) -> bytes | None:
     problem = station.shop.problem(one.goal.block, one.attacked.tokens)
     record = case_record(problem, station.shop, one.goal, one.attacked)
     return counterexample(station.setting.program, one.goal, {**record, **one.strongest.record})
-
-
-def _compared(program: Program, model: Model, rows: Sequence[Sequence[Request]]) -> tuple[str, ...]:
-    """Compare a built-in architecture with transformers on rows of the slices, and say what came
-    of it; empty for a module of the user's own, which no other program is known for.
-
-    Raises Refusal where the two are different programs.
-    """
-    architecture = program.model.architecture
-    if not model.built_in or architecture is None:
-        return ()
-    known = dict.fromkeys(row.tokens[:_LONGEST_COMPARED] for own in rows for row in own)
-    found = compare(architecture, model.module, model.config, tuple(known)[:_ROWS_COMPARED])
-    return (f"the architecture {architecture} is the program of the checkpoint: {found}",)
 
 
 def _size(goal: Goal, rows: Sequence[Request]) -> int:

@@ -24,7 +24,10 @@ def decisive(setting: Setting, plan: Plan, requests: Sequence[Request]) -> dict[
     """Return the digest of everything that decides what requests give, by the name of the part."""
     parts = {
         "contract": digest(setting.program),
-        "model": [dict(setting.model), dict(setting.weights)],
+        "model": [
+            {name: value for name, value in setting.model.items() if name != "program"},
+            dict(setting.weights),
+        ],
         "kernels": dict(setting.digests),
         "requests": [
             [request.key, list(request.tokens), rows.fields_text(request.fields)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,7 @@ from kcdsl.ir.terms import KernelRef, Program, Slice
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.files import Artefacts, file_digest
 from kcdsl.model.fingerprint import fingerprint_digest
+from kcdsl.model.hugging_face import compared_program
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import find_adapter
 from kcdsl_backends.empirical.certified import ModelBound
@@ -67,7 +69,8 @@ def prepare(
         seed: of token sampling and of resampling.
         seconds: how long runs may be timed.
         looks: how many evaluations of growing data share the error; None for any number.
-        crosscheck: compare measured block drift with certified bounds.
+        crosscheck: compare a built-in architecture with transformers, and measured block drift
+            with certified bounds.
         bound_seconds: how long the drift of the whole model may be bounded, over all requests.
         progress: told (stage, done, total).
         artefacts: the files of the command, with which the digests of what is read are recorded.
@@ -81,7 +84,7 @@ def prepare(
     sides = (program.train, program.infer)
     recorded = any(kernel.recording is not None for kernel in sides)
     shown = not served and not recorded and not any(_foreign(k) for k in sides)
-    crosscheck = crosscheck and shown
+    bounded = crosscheck and shown
     user = load_functions(program, base)
     for function in user:
         files.record(function.metric.function.rpartition(":")[0], function.sha256)
@@ -91,9 +94,13 @@ def prepare(
     missed = tuple(gap for gap in gaps(stated) if gap.whole in names)
     chosen += _buckets(program, stated, names)
     if program.infer.recording is not None and not holds_logits(program.infer):
-        return _recorded(
+        found, scored = _recorded(
             stated, files, place, chosen, missed, seed=seed, looks=looks, progress=progress
         )
+        if scored is None or not crosscheck:
+            return found
+        texts = (r.prompt + r.tokens for rows in found.rows.values() for r in rows)
+        return replace(found, model={**found.model, **_compared(program, scored, texts)})
     if all(holds_logits(kernel) for kernel in sides):
         return prepare_logits(
             stated,
@@ -113,6 +120,7 @@ def prepare(
     progress("load", 1, PREPARE_STEPS)
     data = _files(program, chosen, model)
     selected = {s.name: select(data[_data_of(program, s)], s) for s in chosen}
+    texts = (request.tokens for rows in selected.values() for request in rows)
     train = _kernel(program.train, model, place, selected)
     infer = _kernel(program.infer, model, place, selected)
     progress("load", 2, PREPARE_STEPS)
@@ -142,11 +150,12 @@ def prepare(
             "sha256": model.checkpoint.sha256,
             "architecture": program.model.architecture or program.model.module,
             "encoder": model.encoder_only,
+            **(_compared(program, model, texts) if crosscheck else {}),
         },
         environment={**_environment(place), **functions_record(user)},
         device=place,
-        certify=_certify(program, model) if crosscheck else None,
-        bound_model=_bound_model(program, model) if crosscheck and not served else None,
+        certify=_certify(program, model) if bounded else None,
+        bound_model=_bound_model(program, model) if bounded and not served else None,
         bound_seconds=bound_seconds,
         seed=seed,
         seconds=seconds,
@@ -170,12 +179,12 @@ def _recorded(
     seed: int,
     looks: int | None,
     progress: Progress,
-) -> RecordedSetting:
+) -> tuple[RecordedSetting, Model | None]:
     """Read what was recorded; the model only where the training kernel has to score it."""
     model = load_model(stated.model, files) if stated.train.recording is None else None
     train = None if model is None else load_kernel(stated.train, model, place)
     progress("load", 1, PREPARE_STEPS)
-    return prepare_recorded(
+    found = prepare_recorded(
         stated,
         files,
         chosen,
@@ -194,6 +203,13 @@ def _recorded(
         seed=seed,
         looks=looks,
     )
+    return found, model
+
+
+def _compared(program: Program, model: Model, rows: Iterable[Sequence[int]]) -> dict[str, str]:
+    """Return `program` of the report's model: what a comparison with transformers came to."""
+    said = compared_program(program.model.architecture, model, rows)
+    return {} if said is None else {"program": said}
 
 
 def _unread_model(stated: Program) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import MODEL_CONFIG
 from kcdsl.model import bert, llama
+from kcdsl.model.architecture import ARCHITECTURES
 from kcdsl.model.families import FAMILIES, family_of
 from kcdsl.model.hugging_face import compare
 
@@ -178,6 +179,7 @@ data: requests.jsonl
 slices: {all: {}}
 clauses:
   N-MLP: {require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= 0.1", level: L2}
+  S-KL: {require: "p99(kl) <= 0.02", level: L2}
 """
 
 
@@ -212,3 +214,44 @@ def test_the_statement_says_that_the_model_was_compared(
     statement = json.loads((folder / "out" / "verify.statement.json").read_text())
     said = [text for c in statement["predicate"]["clauses"] for text in c.get("assumptions", ())]
     assert any("compared with transformers" in text and "1 row(s)" in text for text in said)
+
+
+def test_what_was_measured_says_that_the_model_was_compared(
+    cli: Callable[..., Any], folder: Path
+) -> None:
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 0, ran.stderr
+    statement = json.loads((folder / "out" / "evaluate.statement.json").read_text())
+    (said,) = statement["predicate"]["assumptions"]
+    assert "compared with transformers" in said
+    assert "1 row(s)" in said
+    report = json.loads((folder / "out" / "report.json").read_text())
+    assert report["model"]["program"] == said
+
+
+@pytest.mark.parametrize("command", ["evaluate", "verify"])
+def test_another_program_is_neither_measured_nor_proved(
+    cli: Callable[..., Any],
+    folder: Path,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = llama.build
+
+    def other(raw: Any) -> Any:
+        module: Any = whole(raw)
+        module.model.norm.eps = 0.5
+        return module
+
+    monkeypatch.setitem(ARCHITECTURES, "llama", (other, llama.canonical_key))
+    ran = cli(command, cwd=folder)
+    assert ran.code == 2
+    assert "KC455" in ran.stdout + ran.stderr
+    assert not list((folder / "out").glob("*.statement.json"))
+
+
+def test_numbers_that_are_not_finite_agree_with_nothing() -> None:
+    module, raw = build("llama")
+    with torch.no_grad():
+        module.model.norm.weight.fill_(float("nan"))
+    assert "not compared" in compare("llama", module, raw, ROWS)
