@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -49,6 +50,10 @@ OPERATORS = (*UPPER, *LOWER, "==")
 IMPLIED = "bound-chain/1"
 DOMAINS = frozenset({"affine", "interval", "planes"})
 """In which a case of a proof, or a link of one, is derived."""
+_OF_A_MACHINE = re.compile(
+    r"latency|ttft|tpot|throughput|peak_memory|kv_memory|prefill|decode|determinism"
+)
+"""What quantities are named by that hold of the machine that measured them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,11 @@ class CertifiedClause:
     scope: str | None = None
     reason: str | None = None
     weights: Fraction | None = None
+
+    @property
+    def is_of_a_machine(self) -> bool:
+        """Say whether it is about times, memory or repeated runs: what a machine measured."""
+        return _OF_A_MACHINE.search(self.quantity) is not None
 
     @property
     def label(self) -> str:

@@ -11,7 +11,7 @@ from kcdsl_certs.reals import real_text
 from kcdsl_certs.reject import Reject
 from kcdsl_certs.requirements import RequiredClause, uncovered
 from kcdsl_certs.statement import Predicate
-from kcdsl_certs.triple import Triple, numerics_digest
+from kcdsl_certs.triple import Triple, numerics_digest, states_machine
 from kcdsl_certs.verdicts import check_verdict
 
 
@@ -70,6 +70,7 @@ def check_results(
         check_verdict(clause)
         _numerics(clause, predicate.triple)
         _weights(clause)
+        _machine(clause, predicate.triple)
         known = results.setdefault((clause.id, clause.slice), [])
         if any(_comparison(other) == _comparison(clause) for other in known):
             raise Reject("clause/duplicate", f"{clause.label} {clause.quantity} is stated twice")
@@ -104,6 +105,19 @@ def around_weights(clauses: tuple[CertifiedClause, ...]) -> str:
 
 def _comparison(clause: CertifiedClause) -> tuple[str, str, Fraction]:
     return clause.quantity, clause.op, clause.tau
+
+
+def _machine(clause: CertifiedClause, triple: Triple) -> None:
+    """What was timed, took memory or was repeated holds of a machine, which must be named; the
+    inference kernel is what such clauses are about."""
+    if clause.verdict is not Verdict.PASSED or not clause.is_of_a_machine:
+        return
+    if not states_machine(triple.infer):
+        detail = (
+            f"{clause.label}: {clause.quantity} holds of the machine that measured it, which "
+            "the fingerprint of the inference kernel does not name"
+        )
+        raise Reject("clause/machine-unnamed", detail)
 
 
 def _weights(clause: CertifiedClause) -> None:

@@ -195,6 +195,28 @@ def states(kernel: Kernel, part: str) -> bool:
     return found is not None
 
 
+def states_machine(kernel: Kernel) -> bool:
+    """Say whether a fingerprint names the machine that times and memory are of: the model of the
+    processor, cores and memory of the host, and the model of the device that is no processor."""
+    hardware = kernel.fingerprint.get("hardware")
+    found = hardware if isinstance(hardware, Mapping) else {}
+    device = kernel.fingerprint.get("device")
+    named = ["processor"] if device == "cpu" else ["processor", "gpu"]
+    host = found.get("host")
+    sizes = [host.get(name) for name in ("cores", "memory")] if isinstance(host, Mapping) else []
+    return (
+        isinstance(device, str)
+        and all(_names_model(found.get(part)) for part in named)
+        and len(sizes) == 2
+        and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes)
+    )
+
+
+def _names_model(part: Any) -> bool:
+    model = part.get("model") if isinstance(part, Mapping) else None
+    return isinstance(model, str) and bool(model.strip())
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """One component in which two triples differ."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,8 +35,6 @@ from kcdsl_certs.transferring import Earlier, compare
 from kcdsl_certs.triple import Triple, differences, relaxed, states
 
 Clock = Callable[[], datetime]
-_RUNTIME = re.compile(r"latency|ttft|tpot|throughput|peak_memory|kv_memory|prefill|decode")
-"""What quantities about times and memory are named by."""
 
 
 @dataclass(slots=True)
@@ -280,7 +277,7 @@ def _as_far_as_asked(
     then. Otherwise cores and memory of the host may, and what the policy says.
     """
     results = predicate.clauses if isinstance(predicate, Predicate) else ()
-    if any(_RUNTIME.search(clause.quantity) for clause in results):
+    if any(clause.is_of_a_machine for clause in results):
         return expected
     return relaxed(predicate.triple, expected, trusted.relaxed_parts | {"host"})
 

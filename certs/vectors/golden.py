@@ -60,7 +60,19 @@ def numerics(compute: str) -> dict[str, Any]:
 
 
 TRAIN = Kernel("torch.eager", {"run": "torch.eager", "numerics": numerics("float32")})
-INFER = Kernel("torch.sdpa", {"run": "torch.sdpa", "numerics": numerics("bfloat16")})
+HARDWARE = {
+    "processor": {"machine": "x86_64", "model": "Processor 1", "instructions": ["avx2"]},
+    "host": {"cores": 4, "memory": 16},
+}
+INFER = Kernel(
+    "torch.sdpa",
+    {
+        "run": "torch.sdpa",
+        "numerics": numerics("bfloat16"),
+        "device": "cpu",
+        "hardware": HARDWARE,
+    },
+)
 CONTRACT = Contract("vectors", "1.0.0", sha("contract"))
 
 

@@ -32,7 +32,7 @@ from kcdsl_certs.statement import (
     Scope,
     payload_bytes,
 )
-from kcdsl_certs.triple import Triple, numerics_digest
+from kcdsl_certs.triple import Triple, numerics_digest, states_machine
 from kcdsl_certs.verdicts import admissible
 
 DEFAULT_LIFETIME = timedelta(days=90)
@@ -144,7 +144,8 @@ def issue(
     if loaded is not None:
         refuse_others(loaded, stated_digests(triple.checkpoint, data))
     # A clause may state one comparison twice; the certificate states its result once.
-    results = tuple(dict.fromkeys(weakened(_with_numerics(c, triple)) for c in clauses))
+    named = (_of_machine(_with_numerics(clause, triple), triple) for clause in clauses)
+    results = tuple(dict.fromkeys(weakened(clause) for clause in named))
     try:
         predicate = Predicate(
             triple=triple,
@@ -202,6 +203,15 @@ def _with_numerics(clause: CertifiedClause, triple: Triple) -> CertifiedClause:
     if train is None or infer is None:
         return clause
     return dataclasses.replace(clause, numerics=(train, infer))
+
+
+def _of_machine(clause: CertifiedClause, triple: Triple) -> CertifiedClause:
+    """Leave open what holds of the machine that measured it where nothing names the machine."""
+    passed = clause.verdict is Verdict.PASSED
+    if not passed or not clause.is_of_a_machine or states_machine(triple.infer):
+        return clause
+    reason = "the machine that measured it is not known: the inference kernel did not run here"
+    return dataclasses.replace(clause, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
 
 def _scope(required: tuple[RequiredClause, ...], results: tuple[CertifiedClause, ...]) -> Scope:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kcdsl_certs.clauses import Verdict
 from kcdsl_certs.policy import read_policy
+from kcdsl_certs.proofs import Outcome
 from kcdsl_certs.reject import Reject
-from kcdsl_certs.triple import PARTS, Contract, Kernel, Triple, relaxed, states
+from kcdsl_certs.report import Report
+from kcdsl_certs.statement import Predicate
+from kcdsl_certs.triple import (
+    PARTS,
+    Contract,
+    Kernel,
+    Triple,
+    relaxed,
+    states,
+    states_machine,
+)
 from kcdsl_certs.triple import Checkpoint as Weights
 
 
@@ -58,3 +72,65 @@ def test_a_policy_names_parts(tmp_path: Path) -> None:
     with pytest.raises(Reject) as caught:
         read_policy(path)
     assert caught.value.reason == "policy/malformed"
+
+
+HERE = {
+    "processor": {"model": "EPYC"},
+    "gpu": {"model": "H100"},
+    "host": {"cores": 8, "memory": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "change", "named"),
+    [
+        ("cuda", {}, True),
+        ("cpu", {"gpu": None}, True),
+        ("cuda", {"gpu": None}, False),
+        ("cuda", {"gpu": {"model": None}}, False),
+        ("cpu", {"processor": {"model": " "}}, False),
+        ("cpu", {"processor": "EPYC"}, False),
+        ("cpu", {"host": {"cores": 8}}, False),
+        ("cpu", {"host": {"cores": True, "memory": 64}}, False),
+        ("cpu", {"host": None}, False),
+        (None, {}, False),
+    ],
+)
+def test_a_machine_is_named_by_processor_host_and_device(
+    device: str | None, change: dict[str, Any], named: bool
+) -> None:
+    fingerprint = {"device": device, "hardware": HERE | change}
+    assert states_machine(Kernel("torch.eager", fingerprint)) is named
+
+
+def without_machine(body: Predicate) -> Predicate:
+    """Return a body whose inference kernel names no machine, like that of a recording."""
+    bare = {k: v for k, v in body.triple.infer.fingerprint.items() if k != "hardware"}
+    infer = Kernel(body.triple.infer.name, bare)
+    return replace(body, triple=replace(body.triple, infer=infer))
+
+
+def test_times_without_the_machine_that_measured_them_are_refused(
+    body: Predicate, certify: Callable[..., bytes], check: Callable[..., Report]
+) -> None:
+    bare = without_machine(body)
+    report = check(certify(bare), expected_triple=bare.triple)
+    failed = {c.reason for c in report.checks if c.outcome is Outcome.FAILED}
+    assert "clause/machine-unnamed" in failed
+    assert not report.accepted
+
+
+def test_other_results_need_no_machine(
+    body: Predicate, certify: Callable[..., bytes], check: Callable[..., Report]
+) -> None:
+    bare = without_machine(body)
+    (place,) = (n for n, clause in enumerate(bare.clauses) if clause.is_of_a_machine)
+    results = list(bare.clauses)
+    results[place] = replace(results[place], verdict=Verdict.INCONCLUSIVE)
+    report = check(
+        certify(replace(bare, clauses=tuple(results))),
+        expected_triple=bare.triple,
+    )
+    failed = {c.reason for c in report.checks if c.outcome is Outcome.FAILED}
+    assert "clause/not-passed" in failed
+    assert "clause/machine-unnamed" not in failed

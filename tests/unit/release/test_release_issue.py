@@ -28,6 +28,7 @@ from kcdsl.ir.terms import (
     Region,
     RegionKind,
 )
+from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.release.issue import issue, results_for, weakened
 from kcdsl.release.proved import proof_reference, proved_clauses
 from kcdsl.release.requirements import alternatives, required_clauses
@@ -134,6 +135,35 @@ def test_measured_results_name_what_they_rest_on(
     for files in ((), evidence[1:], (*evidence, evidence[0])):
         with pytest.raises(Refusal, match="evidence/"):
             issue(program=program, base=folder, clauses=clauses, keys=[key], evidence=files)
+
+
+@pytest.mark.parametrize(("named", "wanted"), [(True, "PASSED"), (False, "INCONCLUSIVE")])
+def test_times_of_a_machine_that_is_not_named_are_left_open(
+    program: Program,
+    folder: Path,
+    proof: bytes,
+    evidence: tuple[EvidenceFile, ...],
+    every_result: Callable[[Any], list[CertifiedClause]],
+    named: bool,
+    wanted: str,
+) -> None:
+    results = every_result(proof_reference("N-ATTN-0", proof))
+    (times,) = (clause for clause in results if clause.id == "R-LAT")
+    prints = {side: kernel_fingerprint(getattr(program, side)) for side in ("train", "infer")}
+    if not named:
+        del prints["infer"]["hardware"]
+    made = issue(
+        program=program,
+        base=folder,
+        clauses=[times],
+        keys=[],
+        fingerprints=prints,
+        clock=lambda: NOW,
+        evidence=evidence,
+    )
+    (found,) = json.loads(made)["predicate"]["clauses"]
+    assert found["verdict"] == wanted
+    assert ("machine" in found.get("reason", "")) is not named
 
 
 def test_without_a_key_it_is_the_statement_alone(
