@@ -296,8 +296,8 @@ def formal_backend(
     """
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import NO_BACKEND, WEIGHTS_REGION
-    from kcdsl.release.foreign import ForeignBackend, is_foreign
-    from kcdsl.route.catalogue import Fragment, catalogue
+    from kcdsl.release.foreign import ForeignBackend
+    from kcdsl.route.catalogue import Fragment, catalogue, is_foreign
 
     specs = catalogue()
     able = [s for s in specs if Fragment.UNIVERSAL_DRIFT in s.fragments and not s.missing()]

@@ -32,7 +32,7 @@ from kcdsl.release.artefacts import data_digests
 from kcdsl.release.proved import proof_reference, proved_clauses
 from kcdsl.release.requirements import slice_sources
 from kcdsl.release.triple import build_triple
-from kcdsl.route.catalogue import BackendSpec, catalogue
+from kcdsl.route.catalogue import BackendSpec, catalogue, is_foreign
 from kcdsl.route.goals import Goal
 from kcdsl.source.files import read_bytes
 from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, Verdict, Violated
@@ -45,15 +45,8 @@ from kcdsl_certs.reject import Reject
 from kcdsl_certs.rows import read_rows, select
 from kcdsl_certs.strict import strict_base64, strict_load
 
-OWN = "kcdsl_backends."
-"""The package of the backends that are not foreign."""
 _LARGEST_ANSWER = 2**30
 _PROOFS = frozenset({EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC})
-
-
-def is_foreign(spec: BackendSpec) -> bool:
-    """Say whether a backend is of another distribution."""
-    return not spec.target.startswith(OWN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,6 +24,13 @@ class Fragment(StrEnum):
     """Follows from a proved drift clause by the bound chain."""
     OUTSIDE = "outside"
     """No backend of the catalogue decides such a formula."""
+
+
+OWN = "kcdsl_backends."
+"""The package of the backends that are not foreign."""
+_PROVABLE = frozenset({Fragment.UNIVERSAL_DRIFT, Fragment.UNIVERSAL_FLIP})
+"""What a foreign backend can decide: its answers bring a proof or a run that is looked at here.
+What it measured nobody can look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +75,22 @@ class BackendSpec:
         return _imported(self.attributor)
 
 
+def is_foreign(spec: BackendSpec) -> bool:
+    """Say whether a backend is of another distribution."""
+    return not spec.target.startswith(OWN)
+
+
 def _imported(target: str) -> Any:
     module, _, attribute = target.partition(":")
     return getattr(import_module(module), attribute)
 
 
 def catalogue() -> tuple[BackendSpec, ...]:
-    """Return the backends of every installed distribution (entry-point group `kcdsl.backends`)."""
+    """Return the backends of every installed distribution (entry-point group `kcdsl.backends`).
+
+    Those of other distributions have no fragments but those of proofs, and neither plan nor
+    attribute.
+    """
     from importlib.metadata import entry_points
 
     found: dict[str, tuple[str, BackendSpec]] = {}
@@ -84,5 +100,12 @@ def catalogue() -> tuple[BackendSpec, ...]:
                 raise ValueError(
                     f"backend {spec.name!r} is offered by {found[spec.name][0]} and {entry.value}"
                 )
-            found[spec.name] = (entry.value, spec)
+            found[spec.name] = (entry.value, _as_far_as_checked(spec))
     return tuple(spec for _, spec in sorted(found.values(), key=lambda p: (p[1].rank, p[1].name)))
+
+
+def _as_far_as_checked(spec: BackendSpec) -> BackendSpec:
+    """Return a backend with what can be believed of it."""
+    if not is_foreign(spec):
+        return spec
+    return replace(spec, fragments=spec.fragments & _PROVABLE, planner="", attributor="")

@@ -265,3 +265,47 @@ def test_a_backend_that_hangs_is_ended(ask: Ask) -> None:
     assert time.monotonic() - started < 60
     assert isinstance(found.verdict, Inconclusive)
     assert "gave no answer within 3 s" in found.verdict.reason
+
+
+MEASURING = """\
+from kcdsl.route.catalogue import BackendSpec, Fragment
+CATALOGUE = (
+    BackendSpec(
+        "theirs", "their_engine:BACKEND", frozenset(Fragment), rank=-1,
+        planner="their_engine:BACKEND", attributor="their_engine:BACKEND",
+    ),
+)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install a distribution whose backend claims every fragment, before all others, and leaves a
+    mark where it is imported; return the mark's path."""
+    place, mark = tmp_path / "site", tmp_path / "imported"
+    (place / "theirs-1.dist-info").mkdir(parents=True)
+    (place / "theirs-1.dist-info" / "METADATA").write_text("Name: theirs\nVersion: 1\n")
+    (place / "theirs-1.dist-info" / "entry_points.txt").write_text(
+        "[kcdsl.backends]\ntheirs = their_catalogue:CATALOGUE\n"
+    )
+    (place / "their_catalogue.py").write_text(MEASURING)
+    (place / "their_engine.py").write_text(f"open({str(mark)!r}, 'w').close()\nBACKEND = None\n")
+    monkeypatch.syspath_prepend(str(place))
+    return mark
+
+
+def test_only_the_own_backend_measures_plans_and_attributes(
+    installed: Path, tmp_path: Path, cli: Any
+) -> None:
+    (found,) = (spec for spec in catalogue() if spec.name == "theirs")
+    assert found.fragments == {Fragment.UNIVERSAL_DRIFT, Fragment.UNIVERSAL_FLIP}
+    folder = tmp_path / "work"
+    folder.mkdir()
+    write_model(folder, rows=[{"id": "p0", "text": "hello"}])
+    head, _, _ = CONTRACT.partition("clauses:")
+    clause = "clauses:\n  S-KL: {require: p99(kl) <= 1, level: L2}\n"
+    (folder / "contract.yaml").write_text(head + clause)
+    for words in (["evaluate"], ["plan"], ["attribute"]):
+        ran = cli(*words, cwd=folder)
+        assert ran.code in (0, 3), (words, ran)  # one request says too little for some
+    assert not installed.exists()
