@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,6 +14,7 @@ from kcdsl_certs.coverage import check_clauses
 from kcdsl_certs.evidence import Evidence, refuse_unnamed
 from kcdsl_certs.evidence import compare as compare_evidence
 from kcdsl_certs.keys import TrustedKey, TrustPolicy, unique_keys
+from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.proofs import Outcome, ProofChecker
 from kcdsl_certs.recount import Data, Recount
 from kcdsl_certs.reject import Reject
@@ -138,7 +140,10 @@ def verify(
     predicate = state.predicate
     expected_triple = _as_far_as_asked(predicate, expected_triple, trusted)
     log.run("subject", lambda: _subject(state, expected_triple))
-    log.run("components", lambda: _components(predicate, expected_triple, expected_inputs, trusted))
+    log.run(
+        "components",
+        lambda: _components(predicate, expected_triple, expected_inputs, trusted, data),
+    )
     log.run("validity", lambda: _validity(predicate, moment, trusted))
     log.run("sequence", lambda: _sequence(predicate, payload, minimum_sequence, trusted))
     log.run("contract", lambda: _contract(predicate, expected_triple, trusted))
@@ -287,19 +292,27 @@ def _components(
     expected: Triple,
     expected_inputs: Mapping[str, str] | None,
     trusted: TrustPolicy,
+    data: Data | None = None,
 ) -> str:
     for role, kernel in (("train", predicate.triple.train), ("infer", predicate.triple.infer)):
         missing = sorted(p for p in trusted.required_parts if not states(kernel, p))
         if missing:
             detail = f"the {role} kernel does not say its {', '.join(missing)}"
             raise Reject("triple/kernel-part-missing", detail)
-    return check_components(predicate, expected, expected_inputs)
+    return check_components(predicate, expected, expected_inputs, data)
 
 
 def check_components(
-    predicate: Predicate | Transfer, expected: Triple, expected_inputs: Mapping[str, str] | None
+    predicate: Predicate | Transfer,
+    expected: Triple,
+    expected_inputs: Mapping[str, str] | None,
+    data: Data | None = None,
 ) -> str:
-    """Compare the triple and the data with those expected; raises Reject where one differs."""
+    """Compare the triple and the inputs with those expected; raises Reject where one differs.
+
+    What is stated beside, such as modules that the contract's own code imported, is compared with
+    the files that `data` finds.
+    """
     found = differences(predicate.triple, expected)
     if found:
         raise Reject(found[0].reason, "; ".join(d.detail for d in found))
@@ -315,7 +328,28 @@ def check_components(
             raise Reject("input/missing", f"the certificate does not name the data {name}")
         if stated[name] != digest:
             raise Reject("input/mismatch", f"the data {name} changed")
-    return f"checkpoint, both kernels, contract, {len(stated)} input(s)"
+    absent = _others(stated, expected_inputs or {}, data)
+    rest = f"; not at hand: {', '.join(absent)}" if absent else ""
+    return f"checkpoint, both kernels, contract, {len(stated)} input(s){rest}"
+
+
+def _others(stated: Mapping[str, str], expected: Mapping[str, str], data: Data | None) -> list[str]:
+    """Compare the stated inputs that are not expected with their files; return those that are not
+    at hand. Raises Reject where one differs."""
+    absent = []
+    for name in sorted(stated.keys() - expected.keys()):
+        path = None if data is None else data(name)
+        if path is None or not path.is_file():
+            absent.append(name)
+            continue
+        try:
+            with open_regular(path, "input/unreadable") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise Reject("input/unreadable", f"{name}: {error.strerror or error}") from None
+        if found != stated[name]:
+            raise Reject("input/mismatch", f"{name} changed")
+    return absent
 
 
 def _validity(predicate: Predicate | Transfer, moment: datetime, trusted: TrustPolicy) -> str:

@@ -145,7 +145,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
             expected_inputs=expectation.inputs,
             signature_only=arguments.signature_only,
             evidence=None if arguments.signature_only else path.parent,
-            data=None if arguments.signature_only else files.find,
+            data=None if arguments.signature_only else files.at_hand,
             slices=expectation.slices,
             strict=arguments.complete,
             earlier=None

@@ -102,7 +102,7 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     """Return what a statement says about this triple; raises Reject where it says nothing."""
     from datetime import UTC, datetime
 
-    from kcdsl.model.files import resolve_file
+    from kcdsl.model.files import Artefacts
     from kcdsl.release.signing import CERTIFICATE, read_envelope
     from kcdsl_certs.admission import admit
     from kcdsl_certs.coverage import check_stated
@@ -117,13 +117,12 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     body = admit(payload, file.parent, datetime.now(UTC)).body
     if not isinstance(body, Predicate):
         raise Reject("statement/transfer", "it carries a certificate over to other weights")
-    check_components(body, expectation.triple, expectation.inputs)
+    at_hand = Artefacts.of(base).at_hand
+    check_components(body, expectation.triple, expectation.inputs, at_hand)
     check_stated(body, body.verdict, expectation.clauses)
     beside = Evidence(file.parent)
     check_evidence(body, beside, strict=True)
-    check_recount(
-        body, beside, lambda name: resolve_file(name, base), expectation.slices, strict=True
-    )
+    check_recount(body, beside, at_hand, expectation.slices, strict=True)
     return body
 
 

@@ -29,7 +29,7 @@ from kcdsl.check.metric_modules import find_module
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import ModelRef
-from kcdsl.model import bert, hugging_face, llama
+from kcdsl.model import bert, hugging_face, llama, own_code
 from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors
 from kcdsl.model.config import find_config
 from kcdsl.model.files import CHECKPOINT, Artefacts, companion, file_digest
@@ -241,12 +241,15 @@ def _build(ref: ModelRef, config: dict[str, Any], files: Artefacts) -> tuple[nn.
 def _recorded_factory(target: str, config: dict[str, Any], files: Artefacts) -> nn.Module:
     """Call a factory; record the digest of its source, which is the same before and after."""
     name = companion("module")
-    source = find_module(target.partition(":")[0], [str(files.base), *filter(None, sys.path)])
+    imported = target.partition(":")[0]
+    source = find_module(imported, [str(files.base), *filter(None, sys.path)])
     if source is not None:
         files.record(name, file_digest(source))
+    own_code.watch(imported, source, files.base)
     module = _from_factory(target, config, files.base)
     if source is not None:
         files.record(name, file_digest(source))
+        files.record(name, own_code.compiled_digest(source) or file_digest(source))
     return module
 
 

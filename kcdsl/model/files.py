@@ -76,6 +76,13 @@ class Artefacts:
             raise self._missing(reference)
         return path
 
+    def at_hand(self, reference: str) -> Path | None:
+        """Return the path of a file as `find` does; None where it would be refused."""
+        try:
+            return self.find(reference)
+        except Refusal:
+            return None
+
     def beside(self, checkpoint: Path, name: str) -> Path | None:
         """Return the path of a file in the folder of the weights; None where there is none."""
         path = checkpoint.parent / name

@@ -20,6 +20,7 @@ from kcdsl.model.files import (
     CHECKPOINT,
     Artefacts,
     companion,
+    file_digest,
     folder_files,
     folder_name,
 )
@@ -131,6 +132,37 @@ def metric_files(program: Program, base: Path) -> dict[str, Path]:
             raise refuse(METRIC_FUNCTION, f"{metric.function} declares no `{metric.name}` any more")
         found[metric.function.rpartition(":")[0]] = Path(place.source.name)
     return found
+
+
+def code_digests(program: Program, files: Artefacts) -> dict[str, str]:
+    """Return the sha256 of what the contract's own Python code imported, by the names that a
+    statement has for it; the modules that the contract names stand elsewhere.
+
+    Raises Refusal where a file is no longer the one that was imported.
+    """
+    if program.model.module is None and not program.metrics:
+        return {}
+    from kcdsl.model.own_code import imported_code
+
+    named = {path.resolve() for path in metric_files(program, files.base).values()}
+    if program.model.module is not None:
+        named.add(_factory_source(program.model.module, files.base).resolve())
+    found: dict[str, str] = {}
+    for path, (name, digest) in imported_code(files).items():
+        if path not in named:
+            found[name] = digest
+            refuse_changed(name, digest, file_digest(path))
+    return found
+
+
+def refuse_changed(name: str, before: str, now: str) -> None:
+    """Raise Refusal where a file is another than the one that was used."""
+    if before != now:
+        raise refuse(
+            CHANGED_MEANWHILE,
+            f"{name} changed while the command ran",
+            help="run it again: what it found is about the files as they were",
+        )
 
 
 def stated_digests(checkpoint: Checkpoint, data: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from kcdsl.diagnostics import Suppressed, refuse
 from kcdsl.diagnostics.codes import CANNOT_CERTIFY
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
-from kcdsl.release.artefacts import data_digests, refuse_others, stated_digests
+from kcdsl.release.artefacts import code_digests, data_digests, refuse_others, stated_digests
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.triple import Fingerprints, build_triple
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
@@ -140,7 +140,7 @@ def issue(
     issued_at = clock().replace(microsecond=0)
     files = Artefacts.of(base)
     triple = build_triple(program, files, fingerprints=fingerprints)
-    data = data_digests(program, files)
+    data = {**data_digests(program, files), **code_digests(program, files)}
     if loaded is not None:
         refuse_others(loaded, stated_digests(triple.checkpoint, data))
     # A clause may state one comparison twice; the certificate states its result once.

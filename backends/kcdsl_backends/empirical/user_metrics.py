@@ -31,6 +31,8 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, Sink, refuse
 from kcdsl.ir.recordings import LOGITS
 from kcdsl.ir.terms import Program, UserMetric
+from kcdsl.model import own_code
+from kcdsl.model.files import file_digest
 from kcdsl_backends.empirical.metrics.measures import MEASURES, Measure, Source
 from kcdsl_backends.empirical.metrics.recorded import RECORDED
 
@@ -133,6 +135,7 @@ def _load(metric: UserMetric, declared: Declared | None, base: Path) -> UserFunc
         )
     module_name, _, name = metric.function.rpartition(":")
     path = Path(declared.source.name)
+    own_code.watch(module_name, path, base)
     module = _import(metric, module_name, path, base)
     function = getattr(module, name, None)
     if not callable(function) or not hasattr(function, MARK):
@@ -141,6 +144,13 @@ def _load(metric: UserMetric, declared: Declared | None, base: Path) -> UserFunc
             f"{metric.function} is not the declared function once its module is imported",
             source=declared.source,
             span=declared.span,
+        )
+    compiled = own_code.compiled_digest(path)
+    if compiled is not None and compiled != file_digest(path):
+        raise refuse(
+            codes.CHANGED_MEANWHILE,
+            f"{path} changed while the command ran",
+            help="run it again: what it found is about the files as they were",
         )
     parameters = tuple(signature(function).parameters)
     digest = sha256(declared.source.text.encode("utf-8")).hexdigest()
@@ -176,6 +186,7 @@ def _import_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
+    spec.loader = own_code.SourceOnly(name, str(path))
     module = module_from_spec(spec)
     sys.modules[name] = module
     try:

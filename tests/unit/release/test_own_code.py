@@ -1,0 +1,156 @@
+"""Own Python code of a contract is bound by what was compiled of it, files that it imports too."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import py_compile
+from importlib.util import cache_from_source
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kcdsl.model.files import Artefacts
+from kcdsl.model.own_code import imported_code
+from tests.support.small_models import write_model
+
+CONTRACT = """\
+kcdsl: 1
+contract: small
+version: 1.0.0
+model: {checkpoint: model.safetensors, module: "own.net:build", tokenizer: bytes}
+kernels:
+  train: {run: torch.eager, numerics: {preset: torch-eager}}
+  infer: {run: torch.sdpa.flash, numerics: {preset: torch-sdpa-flash}}
+data: prompts.jsonl
+slices: {all: {}}
+clauses:
+  N-KL: {require: p99(kl) <= 1, level: L2}
+"""
+NET = """\
+from kcdsl.model import llama
+from own.parts import taken
+
+def build(config):
+    taken()
+    return llama.build(config)
+"""
+PARTS = """\
+def taken():
+    from own import late
+    open(late.MARK, "a").write("source ")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return the folder of a contract whose factory imports two further files, one of them when it
+    is called."""
+    write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
+    (tmp_path / "contract.yaml").write_text(CONTRACT)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__init__.py").write_text("")
+    (tmp_path / "own" / "net.py").write_text(NET)
+    (tmp_path / "own" / "parts.py").write_text(PARTS)
+    (tmp_path / "own" / "late.py").write_text(f"MARK = {str(tmp_path / 'mark')!r}\n")
+    return tmp_path
+
+
+def evaluated(cli: Any, folder: Path, *words: str) -> dict[str, str]:
+    """Evaluate; return the digests of the inputs that the statement names."""
+    ran = cli("evaluate", "--allow-code", *words, cwd=folder)
+    assert ran.code == 0, ran
+    statement = json.loads((folder / "out" / "evaluate.statement.json").read_text())
+    return {i["name"]: i["digest"]["sha256"] for i in statement["predicate"]["inputs"]}
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_statement_names_every_file_that_was_imported(cli: Any, folder: Path) -> None:
+    found = evaluated(cli, folder)
+    for name in ("own/__init__.py", "own/parts.py", "own/late.py"):
+        assert found[name] == sha256(folder / name)
+    assert not any("kcdsl" in name or "torch" in name for name in found)
+
+
+def test_a_changed_sibling_is_another_input(cli: Any, folder: Path) -> None:
+    evaluated(cli, folder)
+    assert cli("keygen", cwd=folder).code == 0
+    statement = "out/evaluate.statement.json"
+    assert cli("sign", statement, "--key", "kcdsl.key", cwd=folder).code == 0
+    words = ("check", "out/evaluate.cert.json", "--key", "kcdsl.key.pub")
+    assert cli(*words, cwd=folder).code == 0
+    (folder / "own" / "parts.py").write_text(PARTS + "# another\n")
+    ran = cli(*words, cwd=folder)
+    assert ran.code == 4
+    assert "own/parts.py changed" in ran.stdout
+    (folder / "own" / "parts.py").unlink()
+    ran = cli(*words, cwd=folder)
+    assert ran.code == 0
+    assert "not at hand: own/parts.py" in " ".join(ran.stdout.split())
+
+
+def test_no_compiled_cache_is_read_or_written(cli: Any, folder: Path) -> None:
+    """The cache says of itself that it need not be compared with its source."""
+    stale = folder / "stale.py"
+    stale.write_text(PARTS.replace("source", "cache"))
+    cache = Path(cache_from_source(str(folder / "own" / "parts.py")))
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(stale), str(cache), dfile="own/parts.py", invalidation_mode=mode)
+    evaluated(cli, folder)
+    assert set((folder / "mark").read_text().split()) == {"source"}
+    assert [path.name for path in cache.parent.iterdir()] == [cache.name]
+
+
+def test_a_change_between_two_runs_of_one_process_is_imported(cli: Any, folder: Path) -> None:
+    evaluated(cli, folder)
+    (folder / "own" / "parts.py").write_text(PARTS.replace("source", "changed"))
+    found = evaluated(cli, folder)
+    assert (folder / "mark").read_text().split()[-1] == "changed"
+    assert found["own/parts.py"] == sha256(folder / "own" / "parts.py")
+
+
+def test_a_file_that_changes_meanwhile_gets_no_statement(cli: Any, folder: Path) -> None:
+    late = folder / "own" / "late.py"
+    (folder / "own" / "parts.py").write_text(
+        PARTS + f"    open({str(late)!r}, 'a').write('# more\\n')\n"
+    )
+    ran = cli("evaluate", "--allow-code", cwd=folder)
+    assert ran.code == 2
+    assert "own/late.py changed while the command ran" in ran.stderr
+    assert not (folder / "out" / "evaluate.statement.json").exists()
+
+
+METRIC = """\
+from kcdsl import metric
+from own.parts import gain
+
+@metric(
+    family="statistical", needs=["logits"], counted="token", better="lower",
+    unit="nats", summary="the largest difference of logits",
+)
+def gap(train_logits, infer_logits):
+    return gain * abs(train_logits - infer_logits).max(axis=1)
+"""
+
+
+def test_modules_of_metrics_are_bound_with_what_they_import(cli: Any, folder: Path) -> None:
+    (folder / "own" / "gauge.py").write_text(METRIC)
+    (folder / "own" / "parts.py").write_text("gain = 1.0\n")
+    (folder / "kcdsl.toml").write_text('metrics = ["own.gauge"]\n')
+    plain = CONTRACT.replace('module: "own.net:build"', "architecture: llama, config: config.json")
+    (folder / "contract.yaml").write_text(plain.replace("p99(kl)", "p99(gap)"))
+    found = evaluated(cli, folder)
+    assert found["own/parts.py"] == sha256(folder / "own" / "parts.py")
+    assert found["own.gauge"] == sha256(folder / "own" / "gauge.py")
+    assert "own/gauge.py" not in found
+
+
+def test_code_of_another_contract_is_not_named(cli: Any, folder: Path, tmp_path: Path) -> None:
+    evaluated(cli, folder)
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    assert imported_code(Artefacts.of(other)) == {}
