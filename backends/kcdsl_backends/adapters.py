@@ -281,8 +281,9 @@ def refuse_unserved(run: str, adapter: Adapter, numerics: Numerics, device: str)
 
 def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
     attention = numerics.attention
-    if not _quantises(adapter, numerics.activations):
-        return [_other_activations(adapter, numerics.activations)]
+    for _, activations in numerics.sections:
+        if not _quantises(adapter, activations):
+            return [_other_activations(adapter, activations)]
     if numerics.compute not in adapter.computes_on(device):
         here = f" on {device}" if numerics.compute in adapter.computes else ""
         return [f"it does not compute in {numerics.compute}{here}"]
@@ -295,6 +296,7 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
     exp_ulps = adapter.coarse_exp_ulps if coarse and device == "cpu" else adapter.exp_ulps
     return [
         _other_weights(adapter, numerics),
+        _other_overrides(adapter, numerics),
         "its sigmoid is good to a share of 1, not of itself"
         if (adapter.sigmoid, numerics.sigmoid) == ("absolute", "relative")
         else "",
@@ -306,8 +308,8 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
         f"it rounds to nearest, so its casts are not `{numerics.casts}`"
         if numerics.cast.toward_zero
         else "",
-        f"it rounds weights to nearest, not {numerics.weights.rounding}"
-        if numerics.weights.rounding != "nearest"
+        "it rounds weights to nearest, not toward_zero"
+        if any(w.rounding != "nearest" for w, _ in numerics.sections)
         else "",
         _coarser("accumulate", numerics.accumulate, wide, numerics),
         _coarser("attention.scores", attention.scores, real[adapter.scores], numerics),
@@ -324,6 +326,14 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
         if attention.exp_ulps < exp_ulps
         else "",
     ]
+
+
+def _other_overrides(adapter: Adapter, numerics: Numerics) -> str:
+    """Say why an adapter does not treat linears as the overrides say: only what stores any weights,
+    and takes inputs as they are, does."""
+    if not numerics.overrides or (adapter.weights is None and adapter.engine != "hf"):
+        return ""
+    return "it quantises all linears alike, so it serves no `overrides`"
 
 
 def _quantises(adapter: Adapter, claimed: Activations) -> bool:

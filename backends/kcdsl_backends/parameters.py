@@ -59,8 +59,10 @@ class StoredParameters:
         if key not in self._cache:
             if node.op == "param":
                 source = self.tensors[name].detach().to("cpu", torch.float32)
-                store = linear_weight if use == "linear" else plain_parameter
-                stored = store(source, self.numerics, name)
+                if use == "linear":
+                    stored = linear_weight(source, self.numerics.serving(name), name)
+                else:
+                    stored = plain_parameter(source, self.numerics, name)
             else:
                 source = torch.from_numpy(self.constants[name])
                 stored = stored_constant(source, node.format, self.numerics, name)
@@ -70,4 +72,9 @@ class StoredParameters:
 
 def _storing(numerics: Numerics) -> tuple[object, ...]:
     """Return all of a kernel's numerics that decides what it stores (kcdsl.model.weights)."""
-    return numerics.weights, numerics.compute, numerics.activations.format != "none"
+    overrides = tuple(
+        (each.pattern, each.weights, each.activations.format != "none")
+        for each in numerics.overrides
+    )
+    quantised = numerics.activations.format != "none"
+    return numerics.weights, numerics.compute, quantised, overrides

@@ -54,7 +54,9 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
     "": (
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
         *("results", "tensor_core", "sigmoid", "byte_sums", "products", "shards"),
+        "overrides",
     ),
+    "override": ("weights", "activations"),
     "weights": ("format", "scale", "rounding", "scale_format"),
     "activations": (
         *("format", "scale", "input_scale", "input_zero_point"),
@@ -139,7 +141,7 @@ def _or_module(help: str) -> str:
     return help + (" For" if help.endswith("?") else "; for") + " another: module: package:factory"
 
 
-_OF_VALUE = re.compile(r"([\w.]+) is .*; (?:allowed:|it must be) ")
+_OF_VALUE = re.compile(r"([^\s:]+) is .*; (?:allowed:|it must be) ")
 _MEANT = re.compile(r"did you mean '([\w.-]+)'\?")
 
 
@@ -213,13 +215,13 @@ def _check_numerics(kernel: KernelRef, raw: RawKernel, reporter: Reporter, whole
 
 def _without(numerics: Pairs, name: str) -> Pairs:
     """Return the numerics without a value, which a section may hold."""
-    section, _, rest = name.partition(".")
-    found = []
+    found: list[tuple[str, object]] = []
     for key, value in numerics:
-        if key != section:
-            found.append((key, value))
-        elif rest and isinstance(value, tuple):
+        rest = name.removeprefix(f"{key}.")  # a key may hold dots: it may be the name of a linear
+        if rest != name and isinstance(value, tuple):
             found.append((key, _without(value, rest)))
+        elif key != name and rest == name:
+            found.append((key, value))
     return tuple(found)
 
 
@@ -247,6 +249,9 @@ def _pairs(node: Mapping, section: str, reader: StructureReader) -> Pairs:
         name = entry.key.text
         if name not in allowed:
             continue
+        if name == "overrides":
+            pairs.append((name, _overrides(entry.value, reader)))
+            continue
         if name in _BY_LINEAR:
             written = _written(entry.value, name, reader)
             if written is not None:
@@ -261,6 +266,28 @@ def _pairs(node: Mapping, section: str, reader: StructureReader) -> Pairs:
         value = _leaf(entry.value, name, reader)
         if value is not None:
             pairs.append((name, value))
+    return tuple(sorted(pairs, key=lambda pair: pair[0]))
+
+
+def _overrides(node: Node, reader: StructureReader) -> Pairs:
+    """Return what linears have of their own, by their names."""
+    if not isinstance(node, Mapping):
+        wanted = "a mapping of linears"
+        reader.reporter.error(
+            WRONG_KIND, f"`overrides` takes {wanted} and is {node.kind}", node.span
+        )
+        return ()
+    pairs: list[tuple[str, object]] = []
+    for entry in node.entries:
+        name = entry.key.text
+        if isinstance(entry.value, Mapping):
+            pairs.append((name, _pairs(entry.value, "override", reader)))
+        else:
+            kind, span = entry.value.kind, entry.value.span
+            wanted = "`weights` and `activations`"
+            reader.reporter.error(
+                WRONG_KIND, f"an override takes a mapping of {wanted} and is {kind}", span
+            )
     return tuple(sorted(pairs, key=lambda pair: pair[0]))
 
 

@@ -33,6 +33,7 @@ from kcdsl.model import bert, hugging_face, llama, own_code
 from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors
 from kcdsl.model.config import find_config
 from kcdsl.model.files import CHECKPOINT, Artefacts, companion, file_digest
+from kcdsl.model.numerics import Numerics
 from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
 
 Factory = Callable[[dict[str, Any]], nn.Module]
@@ -108,6 +109,26 @@ class Model:
     def block_names(self) -> tuple[str, ...]:
         """Return the names of the blocks in order of application, `model` last."""
         return tuple(self.blocks())
+
+    def linears(self) -> dict[str, tuple[str, ...]]:
+        """Return the checkpoint keys of every matrix that a linear may read, by each of its names
+        in the module: the weights of linears, and all matrices of a module that is not built in."""
+        weights = {id(m.weight) for m in self.module.modules() if isinstance(m, nn.Linear)}
+        named = {n: t for n, t in self.module.state_dict(keep_vars=True).items() if t.dim() == 2}
+        keys: dict[int, list[str]] = {}
+        for name, tensor in named.items():
+            if name in self.keys:
+                keys.setdefault(id(tensor), []).append(self.keys[name])
+        return {
+            name: tuple(sorted(set(keys[id(tensor)])))
+            for name, tensor in named.items()
+            if id(tensor) in keys and (id(tensor) in weights or not self.built_in)
+        }
+
+    def numerics_of(self, name: str, numerics: Numerics) -> Numerics:
+        """Return the numerics of the linear whose weight has this name in the module."""
+        keys = self.linears().get(name, ()) if numerics.overrides else ()
+        return numerics.serving(keys[0]) if keys else numerics
 
     def block(self, name: str) -> nn.Module:
         """Return the block of this name, a module on hidden states [T, D] (`model`: on ids [T])."""

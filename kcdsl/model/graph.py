@@ -129,6 +129,13 @@ class BlockGraph:
         return hashlib.sha256(rfc8785.dumps(self.to_json())).hexdigest()
 
 
+def weight_of(node: Node, nodes: Mapping[str, Node]) -> str:
+    """Return the checkpoint key of the weight of a linear, "" for any other node."""
+    if node.op != "linear" or nodes[node.inputs[1]].op != "param":
+        return ""
+    return str(nodes[node.inputs[1]].attrs["key"])
+
+
 def array_digest(array: NDArray[Any]) -> str:
     """Return the sha256 (hex) of "dtype|shape|" and the little-endian bytes of an array."""
     shape = ",".join(str(n) for n in array.shape)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -129,9 +131,43 @@ class Activations:
         return record
 
 
+def plain_weights(numerics: Numerics) -> tuple[Weights, ...]:
+    """Return the weights that are the parameters of the compute format and nothing else."""
+    return tuple(Weights(form) for form in (numerics.compute, "float32", "float64"))
+
+
+def sums_of_bytes(weights: Weights) -> bool:
+    """Say whether weights are bytes whose products with other bytes may be summed in 16 bits."""
+    signed = weights.format in ("int8", "int8_full")
+    return signed and weights.scale in ("per_tensor", "per_channel")
+
+
 def linear_name(weight: str) -> str:
     """Return the name of a linear by that of its weight in the checkpoint."""
     return weight.removesuffix(".weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """What linears have in place of the `weights` and `activations` of their kernel: those whose
+    names fit `pattern` ("*": any text, "?": any character)."""
+
+    pattern: str
+    weights: Weights
+    activations: Activations
+
+    @property
+    def exact(self) -> bool:
+        """Say whether the pattern is a name."""
+        return not any(sign in self.pattern for sign in "*?")
+
+    def fits(self, weight: str) -> bool:
+        """Say whether the linear with this weight is one of those meant."""
+        return fnmatchcase(linear_name(weight), self.pattern)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record, which stands by the pattern."""
+        return {"weights": self.weights.to_json(), "activations": self.activations.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +242,7 @@ class Numerics:
     `shards`: a linear may be split along its inputs among so many devices, whose results are stored
     in `compute` and added in it, in any order.
     `products` is "compute", or "tfloat32": what products of matrices read is cut to tfloat32 first.
+    `overrides` gives linears other `weights` and `activations`, sorted by pattern.
     """
 
     preset: str
@@ -221,6 +258,44 @@ class Numerics:
     byte_sums: str = "wide"
     products: str = "compute"
     shards: int = 1
+    overrides: tuple[Override, ...] = ()
+
+    def serving(self, weight: str) -> Numerics:
+        """Return the numerics of the linear with this weight: a name goes before patterns, and
+        patterns that fit must agree.
+
+        Bytes are summed in pairs only where both factors are bytes.
+
+        Raises:
+            Refusal: two patterns disagree.
+        """
+        if not self.overrides:
+            return self
+        fitting = [each for each in self.overrides if each.fits(weight)]
+        fitting = [each for each in fitting if each.exact] or fitting
+        found = fitting[0] if fitting else Override("*", self.weights, self.activations)
+        for other in fitting[1:]:
+            if (other.weights, other.activations) != (found.weights, found.activations):
+                raise refuse(
+                    codes.NUMERICS,
+                    f"the overrides {found.pattern!r} and {other.pattern!r} differ, and the linear"
+                    f" {linear_name(weight)!r} fits both",
+                    help="write an override with the name of the linear, which goes before both",
+                )
+        bytes_left = found.activations.format == "uint8" and sums_of_bytes(found.weights)
+        return replace(
+            self,
+            weights=found.weights,
+            activations=found.activations,
+            byte_sums=self.byte_sums if bytes_left else "wide",
+            overrides=(),
+        )
+
+    @property
+    def sections(self) -> tuple[tuple[Weights, Activations], ...]:
+        """Return the weights and activations of the kernel and of every override."""
+        own = (self.weights, self.activations)
+        return (own, *((each.weights, each.activations) for each in self.overrides))
 
     @property
     def cast(self) -> Casts:
@@ -293,6 +368,8 @@ class Numerics:
             record["products"] = self.products
         if self.shards != 1:
             record["shards"] = self.shards
+        if self.overrides:
+            record["overrides"] = {each.pattern: each.to_json() for each in self.overrides}
         return record
 
 

@@ -14,7 +14,17 @@ from kcdsl.ir.terms import KernelRef
 from kcdsl.model import quantisers
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import CASTS as MEANINGS
-from kcdsl.model.numerics import Activations, Attention, Numerics, TensorCore, Unit, Weights
+from kcdsl.model.numerics import (
+    Activations,
+    Attention,
+    Numerics,
+    Override,
+    TensorCore,
+    Unit,
+    Weights,
+    linear_name,
+    sums_of_bytes,
+)
 from kcdsl.model.quantisers import (
     ACTIVATION_LAYOUTS,
     CODE_FORMATS,
@@ -54,6 +64,8 @@ WHOLE_ROW = 1 << 20
 LARGEST_TILE = 1 << 24
 LARGEST_EXP_ULPS = 1 << 16
 LARGEST_SHARDS = 1 << 10
+MOST_OVERRIDES, MOST_PATTERNS, LONGEST_PATTERN = 1 << 12, 64, 256
+"""How many overrides there may be, how many of them with `*` or `?`, and how long they are."""
 
 _E4M3_PER_CHANNEL = {"format": "fp8_e4m3", "scale": "per_channel"}
 _E4M3_PER_TENSOR = {"format": "fp8_e4m3", "scale": "per_tensor"}
@@ -217,21 +229,91 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
     tensor_core = merged.get("tensor_core", "none")
     products = _products(merged.get("products", "compute"), compute, accumulate)
     weights = _weights(_merged(base, given, "weights"), compute)
+    overrides = _overrides(merged.get("overrides", {}), weights, activations, compute)
+    quantised = tuple(
+        each
+        for each in (activations, *(override.activations for override in overrides))
+        if each.format != "none"
+    )
+    pairs = ((weights, activations), *((o.weights, o.activations) for o in overrides))
     return Numerics(
         preset=preset,
         compute=compute,
         accumulate=accumulate,
-        casts=_casts(merged.get("casts", "any"), activations),
+        casts=_casts(merged.get("casts", "any"), quantised),
         weights=weights,
         activations=activations,
         attention=_attention(base, given, compute, accumulate),
         results=_results(merged.get("results", {}), compute, accumulate),
-        tensor_core=_tensor_core(tensor_core, compute, accumulate, activations, products),
+        tensor_core=_tensor_core(tensor_core, compute, accumulate, quantised, products),
         sigmoid=_choice("sigmoid", merged.get("sigmoid", "relative"), SIGMOIDS),
-        byte_sums=_byte_sums(merged.get("byte_sums", "wide"), weights, activations),
+        byte_sums=_byte_sums(merged.get("byte_sums", "wide"), pairs),
         products=products,
         shards=_count("shards", merged.get("shards", 1), LARGEST_SHARDS),
+        overrides=overrides,
     )
+
+
+def refuse_strays(numerics: Numerics, weights: Iterable[tuple[str, ...]]) -> None:
+    """Refuse an override that fits no linear of a model, and overrides of one linear that disagree.
+
+    Args:
+        weights: all names in the checkpoint of the weight of each linear.
+    """
+    groups = tuple(weights) if numerics.overrides else ()
+    known = [name for names in groups for name in names]
+    for override in numerics.overrides:
+        if not any(override.fits(name) for name in known):
+            raise _refusal(
+                f"no linear of the model has the name {override.pattern!r} of an override",
+                near=[linear_name(name) for name in known],
+                tried=override.pattern,
+            )
+    for names in groups:
+        if len({numerics.serving(name) for name in names}) > 1:
+            raise _refusal(
+                f"overrides tell {' and '.join(map(linear_name, names))} apart, which are one"
+                " weight: write the same for all of its names"
+            )
+
+
+def _overrides(
+    raw: object, weights: Weights, activations: Activations, compute: str
+) -> tuple[Override, ...]:
+    """Read `overrides`; a section that an override leaves out is that of the kernel."""
+    found: dict[str, Override] = {}
+    for written, section in _mapping("overrides", raw).items():
+        pattern, place = linear_name(written), f"overrides.{written}"
+        plain = "[" not in pattern and not pattern.endswith(".weight")
+        if not plain or not 1 <= len(pattern) <= LONGEST_PATTERN:
+            raise _refusal(
+                f"overrides has the name {written[:80]!r}; it must be the name of a linear, with"
+                f" `*` for any text and `?` for any character, of {LONGEST_PATTERN} at most"
+            )
+        if pattern in found:
+            raise _refusal(f"overrides names {pattern!r} twice, with `.weight` and without")
+        given = _mapping(place, section)
+        _known_keys(given, place, ("weights", "activations"))
+        if not given:
+            raise _refusal(f"{place} changes nothing", ("weights", "activations"))
+        try:
+            found[pattern] = Override(
+                pattern,
+                _weights(_mapping("weights", given["weights"]), compute)
+                if "weights" in given
+                else weights,
+                _activations(_mapping("activations", given["activations"]), compute)
+                if "activations" in given
+                else activations,
+            )
+        except Refusal as refusal:
+            cause = refusal.diagnostics[0]
+            raise refuse(codes.NUMERICS, f"{place}.{cause.message}", help=cause.help) from None
+    if len(found) > MOST_OVERRIDES or sum(not o.exact for o in found.values()) > MOST_PATTERNS:
+        raise _refusal(
+            f"there are more than {MOST_OVERRIDES} overrides, or {MOST_PATTERNS} with `*` or `?`"
+        )
+    return tuple(found[pattern] for pattern in sorted(found))
 
 
 def _products(raw: object, compute: str, accumulate: str) -> str:
@@ -246,12 +328,12 @@ def _products(raw: object, compute: str, accumulate: str) -> str:
     return found
 
 
-def _byte_sums(raw: object, weights: Weights, activations: Activations) -> str:
+def _byte_sums(raw: object, sections: tuple[tuple[Weights, Activations], ...]) -> str:
     """Read `byte_sums`; only products of unsigned with signed bytes are summed in pairs."""
     found = _choice("byte_sums", raw, BYTE_SUMS)
-    signed = weights.format in ("int8", "int8_full")
-    whole = weights.scale in ("per_tensor", "per_channel")
-    if found != "wide" and not (activations.format == "uint8" and signed and whole):
+    weights, activations = sections[0]
+    able = any(a.format == "uint8" and sums_of_bytes(w) for w, a in sections)
+    if found != "wide" and not able:
         raise _refusal(
             f"byte_sums is {found!r}: it is for uint8 activations and int8 weights, with one scale"
             f" per tensor or channel; these are {activations.format} and {weights.format}"
@@ -261,13 +343,13 @@ def _byte_sums(raw: object, weights: Weights, activations: Activations) -> str:
     return found
 
 
-def _casts(raw: object, activations: Activations) -> str:
+def _casts(raw: object, quantised: tuple[Activations, ...]) -> str:
     """Read `casts`; quantisers round to nearest, so there are none beside directed casts."""
     casts = _choice("casts", raw, CASTS)
-    if MEANINGS[casts].units != 1 and activations.format != "none":
+    if MEANINGS[casts].units != 1 and quantised:
         raise _refusal(
-            f"casts are {casts!r} and activations are quantised to {activations.format}: quantisers"
-            " round to nearest",
+            f"casts are {casts!r} and activations are quantised to {quantised[0].format}:"
+            " quantisers round to nearest",
             ("nearest", "any"),
         )
     return casts
@@ -286,7 +368,11 @@ def _results(raw: object, compute: str, accumulate: str) -> tuple[tuple[str, str
 
 
 def _tensor_core(
-    raw: object, compute: str, accumulate: str, activations: Activations, products: str
+    raw: object,
+    compute: str,
+    accumulate: str,
+    quantised: tuple[Activations, ...],
+    products: str,
 ) -> TensorCore | None:
     """Read `tensor_core`: a name, or the mapping of a numerics record."""
     if raw == "none":
@@ -302,7 +388,8 @@ def _tensor_core(
             "a tensor core multiplies float16, bfloat16 or tfloat32 and accumulates in float32;"
             f" compute is {compute} and accumulate {accumulate}"
         )
-    if core.linears != core.others and not activations.format.startswith("fp8"):
+    eight = bool(quantised) and all(each.format.startswith("fp8") for each in quantised)
+    if core.linears != core.others and not eight:
         raise _refusal(
             "the unit of the linears multiplies quantised inputs, and activations are not"
             " quantised to fp8",
@@ -477,11 +564,15 @@ _OTHER_NAMES = {
 """What people call formats and scales that have another name here."""
 
 
-def _refusal(message: str, allowed: Iterable[str] = (), tried: object = None) -> Refusal:
+def _refusal(
+    message: str, allowed: Iterable[str] = (), tried: object = None, near: Iterable[str] = ()
+) -> Refusal:
+    """Return a refusal with what is allowed; `near`: names among which one may have been meant."""
     import difflib
 
     options = tuple(allowed)
-    near = difflib.get_close_matches(str(tried), options, n=1) if tried is not None else []
+    among = (*options, *near)
+    near = difflib.get_close_matches(str(tried), among, n=1) if tried is not None else []
     near = [name for name in (_OTHER_NAMES.get(str(tried).lower()),) if name in options] or near
     shown = f"; allowed: {', '.join(options)}" if options else ""
     return refuse(

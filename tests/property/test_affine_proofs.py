@@ -94,6 +94,27 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "activations": {"format": "fp8_e4m3", "scale": "per_batch", "batch_amax": 100},
         },
     ),
+    "some linears plain": (
+        EAGER,
+        {
+            "preset": "fp8-w8a8-per-channel",
+            "casts": "nearest",
+            "overrides": {
+                "*.q*": {"weights": {"format": "bfloat16"}, "activations": {"format": "none"}},
+                "*.d*": {"weights": {"format": "int8", "scale": "per_channel"}},
+            },
+        },
+    ),
+    "linears of their own": (
+        {**EAGER, "overrides": {"*.q*": {"weights": {"format": "bfloat16"}}}},
+        {
+            "preset": "fp8-weights",
+            "overrides": {
+                "*.d*": {"activations": {"format": "fp8_e4m3", "scale": "per_tensor"}},
+                "*.k*": {"weights": {"format": "bfloat16"}},
+            },
+        },
+    ),
     "four shards": (EAGER, {**EAGER, "compute": "bfloat16", "casts": "nearest", "shards": 4}),
     "TF32": (EAGER, {"preset": "torch-sdpa-flash", "products": "tfloat32"}),
     "bytes in pairs": (EAGER, {"preset": "onnxruntime-int8-pairs"}),

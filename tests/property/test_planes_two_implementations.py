@@ -52,6 +52,17 @@ KERNELS: dict[str, Any] = {
     "int8, uint8": N(
         "float32", "any", weights=("int8", "per_channel"), activations=("uint8", "per_tensor")
     ),
+    "linears of their own": N(
+        "bfloat16",
+        "any",
+        weights=("fp8_e4m3", "per_channel"),
+        activations=("fp8_e4m3", "per_token"),
+        overrides={
+            "*": proofs.override(("bfloat16", "none")),
+            "down": proofs.override(("int8", "per_channel"), ("int8", "per_token")),
+            "up": proofs.override(("int8", "per_channel"), ("uint8", "per_token")),
+        },
+    ),
     "float64": N("float64", "any", accumulate="float64"),
     "bfloat16 toward zero": N("bfloat16", "toward_zero", scores="float32"),
     "float16 any toward zero": N("float16", "any_toward_zero"),
@@ -66,6 +77,7 @@ PAIRS = [
     ("float64", "float64"),
     ("float16 any toward zero", "bfloat16 toward zero"),
     ("float16 any direction", "float32 any"),
+    ("float32 fused", "linears of their own"),
 ]
 BENT = {"relu", "relu of a linear", "relu twice", "piecewise"}
 Floats = np.ndarray

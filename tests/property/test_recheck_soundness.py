@@ -107,6 +107,33 @@ PAIRS = {
         proofs.numerics("float32", "any", activations=proofs.static("int8_full", 0.31)),
         proofs.numerics("bfloat16", "any", activations=proofs.static("fp8_e5m2", 0.001)),
     ),
+    "linears of their own, nearest": (
+        proofs.numerics("float32", "nearest"),
+        proofs.numerics(
+            "bfloat16",
+            "nearest",
+            weights=("fp8_e4m3", "per_channel"),
+            activations=("fp8_e4m3", "per_token"),
+            overrides={
+                "q*": proofs.override(("bfloat16", "none")),
+                "*o*": proofs.override(("int8", "per_tensor"), ("uint8", "per_tensor")),
+                "up": proofs.override(("fp8_e4m3", "mx")),
+                "?ate": proofs.override(("int8_full", "per_channel"), ("int8_full", "per_token")),
+            },
+        ),
+    ),
+    "linears of their own, any": (
+        proofs.numerics("float32", "any", overrides={"k": proofs.override(("float16", "none"))}),
+        proofs.numerics(
+            "float16",
+            "any",
+            overrides={
+                "?": proofs.override(("fp8_e4m3", "block_128"), ("fp8_e4m3", "per_tensor")),
+                "v": proofs.override(("float16", "none")),
+                "down": proofs.override(("int8", "per_channel"), proofs.static("int8", 0.3)),
+            },
+        ),
+    ),
     "float64 against float16 accumulation": (
         proofs.numerics("float64", "any", accumulate="float64"),
         proofs.numerics("float16", "any", accumulate="float16", scores="float32"),

@@ -112,6 +112,22 @@ NUMERICS: dict[str, dict[str, object]] = {
         "preset": "fp8-w8a8-per-tensor",
         "activations": {"format": "fp8_e4m3", "scale": "per_batch", "batch_amax": 400},
     },
+    "some linears plain": {
+        "preset": "fp8-w8a8-per-channel",
+        "overrides": {
+            "*.q*": {"weights": {"format": "bfloat16"}, "activations": {"format": "none"}},
+            "*.d*": {"weights": {"format": "int8", "scale": "per_channel"}},
+        },
+    },
+    "linears of their own nearest": {
+        "preset": "fp8-weights",
+        "casts": "nearest",
+        "overrides": {
+            "*.k*": {"weights": {"format": "bfloat16"}},
+            "*.v*": {"weights": {"format": "bfloat16"}},
+            "*.d*": {"activations": {"format": "fp8_e4m3", "scale": "per_tensor"}},
+        },
+    },
     "two shards": {"preset": "torch-sdpa-flash", "compute": "float16", "shards": 2},
     "eight shards": {
         "preset": "torch-eager",

@@ -7,6 +7,7 @@ record alone; the only thing taken from outside is what the kernel stores for ea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import erf
@@ -39,6 +40,17 @@ def cast(v: Floats, form: str) -> Floats:
         bits = (bits + np.uint64(0xFFF) + ((bits >> np.uint64(13)) & np.uint64(1))) >> np.uint64(13)
         return (bits << np.uint64(13)).astype(np.uint32).view(np.float32).astype(np.float64)
     return v.astype(np.float32).astype(DTYPES[form]).astype(np.float64)
+
+
+def overriding(patterns: Any, name: str) -> list[str]:
+    """Return the patterns of overrides that fit the name of a linear, itself before others."""
+    words = {"*": ".*", "?": "."}
+    fitting = [
+        pattern
+        for pattern in patterns
+        if re.fullmatch("".join(words.get(c, re.escape(c)) for c in pattern), name, re.DOTALL)
+    ]
+    return [pattern for pattern in fitting if pattern == name] or fitting
 
 
 def _limit(record: Mapping[str, Any], name: str, default: float = 0.0) -> np.float32:
@@ -144,6 +156,9 @@ class Run:
     # --- operations ---
 
     def linear(self, x: Floats, weight: Floats, bias: Floats | None, key: str = "") -> Floats:
+        served = self.serving(key)
+        if served is not self:
+            return served.linear(x, weight, bias, key)
         read = self.quantised(x, key)
         if (count := self.numerics.get("shards", 1)) > 1:
             return self.sharded(read, weight, bias, count)
@@ -153,6 +168,15 @@ class Run:
                 y = self.store(y, self.numerics["compute"])
             y = self.wobble(y + bias, self.numerics["accumulate"])
         return y
+
+    def serving(self, key: str) -> Run:
+        """Return the run of a kernel with what a linear has by its name, where it has."""
+        name = key.removesuffix(".weight")
+        for pattern in overriding(self.numerics.get("overrides", {}), name):
+            section = self.numerics["overrides"][pattern]
+            rest = {k: v for k, v in self.numerics.items() if k != "overrides"}
+            return Run({**rest, **section}, self.rng, self.mode)
+        return self
 
     def sharded(self, x: Floats, weight: Floats, bias: Floats | None, count: int) -> Floats:
         """Return a linear whose inputs are divided among devices: parts stored, and then added."""

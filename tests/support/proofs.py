@@ -78,6 +78,14 @@ def numerics(
     }
 
 
+def override(
+    weights: tuple[str, str], activations: tuple[str, str] | Document = ("none", "none")
+) -> Document:
+    """Return the record of what some linears have in place of the kernel's."""
+    stored = {"format": weights[0], "scale": weights[1]}
+    return {"weights": stored, "activations": quantised(activations)}
+
+
 def quantised(activations: tuple[str, str] | Document) -> Document:
     """Return the record of quantised activations: format and scale, or all of it."""
     if isinstance(activations, tuple):

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.numerics import Activations, Attention, Numerics, TensorCore, Unit, Weights
+from kcdsl.model.numerics import (
+    Activations,
+    Attention,
+    Numerics,
+    Override,
+    TensorCore,
+    Unit,
+    Weights,
+)
 from kcdsl_backends.parameters import StoredParameters
 
 
@@ -22,6 +30,12 @@ def numerics(record: Any) -> Numerics:
             "attention": Attention(**record["attention"]),
             "results": tuple(sorted(record.get("results", {}).items())),
             "tensor_core": _core(record.get("tensor_core")),
+            "overrides": tuple(
+                Override(
+                    pattern, Weights(**section["weights"]), _activations(section["activations"])
+                )
+                for pattern, section in sorted(record.get("overrides", {}).items())
+            ),
         }
     )
     assert found.to_json() == record

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.graph import BlockGraph, Node, weight_of
 from kcdsl_backends.affine.independent import Roundings
 from kcdsl_backends.affine.passes import Kind, Passes
 from kcdsl_backends.affine.tape import INPUT, SAFE, Entry, Shared, Tape
@@ -207,6 +207,11 @@ class KernelRun:
         if self.spread is None or len(node.inputs) <= position:
             return None
         return self.spread.plain(self.source(node, position))
+
+    def quantises(self, linear: Node) -> bool:
+        """Say whether the input of a linear is quantised."""
+        numerics = self.parameters.numerics.serving(weight_of(linear, self.nodes))
+        return numerics.activations.format != "none"
 
     def source(self, node: Node, position: int) -> Node:
         """Return the node that produces an input."""

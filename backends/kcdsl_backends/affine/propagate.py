@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.formats import FORMATS
-from kcdsl.model.graph import BlockGraph, Node
+from kcdsl.model.graph import BlockGraph, Node, weight_of
 from kcdsl_backends.affine.handing import Around, symbol
 from kcdsl_backends.affine.independent import Chance
 from kcdsl_backends.affine.kernel import KernelRun, Private, Spread
@@ -109,7 +109,7 @@ def write(
     for node in graph.nodes:
         if node.op in ("param", "constant"):
             continue
-        run.rounding = rounding.at(node)
+        run.rounding = rounding.at(node, weight_of(node, nodes))
         if node.op == "input":
             _input(run, node, centre, drift, handed, stored=stored)
             if rounding.free and entering is not None:

@@ -103,11 +103,15 @@ class Simulator:
         return self.numerics.cast.free
 
     def _at(self, node: Node) -> Numerics:
-        """Return the numerics with which a node is computed; others where its format is pinned."""
+        """Return the numerics with which a node is computed; others where its format is pinned, or
+        where it is a linear that has others."""
         numerics = self.numerics.pinned(node.format, node.role)
         if numerics is None:
             raise Overflowed(f"{node.name}: no run of a fused attention of that format is known")
-        return numerics
+        if not numerics.overrides or node.op != "linear":
+            return numerics
+        weight = self.graph.node(node.inputs[1])
+        return numerics.serving(str(weight.attrs["key"])) if weight.op == "param" else numerics
 
     def symbol_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every rounding symbol, by its kind and node: `cast NODE`, ..."""
@@ -134,7 +138,7 @@ class Simulator:
                 found.append(("root", row))
             if node.op in ELEMENTWISE or node.op == "softmax":
                 found.append(("inside", node.shape))
-        if self.free and node.op == "linear" and self.numerics.activations.format != "none":
+        if self.free and self._quantises(node):
             source = self.graph.node(node.inputs[0])
             found.append(("quantised", source.shape))
         if self._casts_freely(node):
@@ -186,7 +190,11 @@ class Simulator:
     def steps(self) -> bool:
         """Say whether some value is rounded by steps, by a quantiser or when it is stored."""
         stores = any(self._stores(node) and self._stepped(node) for node in self.graph.nodes)
-        return stores or (not self.free and self.numerics.activations.format != "none")
+        return stores or (not self.free and any(map(self._quantises, self.graph.nodes)))
+
+    def _quantises(self, node: Node) -> bool:
+        """Say whether a node is a linear whose input is quantised."""
+        return node.op == "linear" and self._at(node).activations.format != "none"
 
     def _stepped(self, node: Node) -> bool:
         """Say whether a result that is stored has a rounding that is a step function."""
@@ -327,7 +335,7 @@ class Simulator:
                 Rounding(numerics),
                 extra=roundings - left.shape[-1],
                 before=before,
-                quantised=node.op == "linear" and numerics.activations.format != "none",
+                quantised=self._quantises(node),
                 weight=self._weight(node),
             )
         return exact + WITHIN * symbol * error
@@ -423,7 +431,7 @@ class Simulator:
         self, node: Node, x: Tensor, symbol: Tensor | None, through: Through | None
     ) -> Tensor:
         """Return the input of a linear after its quantisation."""
-        if through is None or symbol is not None or self.numerics.activations.format == "none":
+        if through is None or symbol is not None or not self._quantises(node):
             return self._quantised(node, x, symbol)
         return through(_entering(node), lambda value: self._quantised(node, value, None), x)
 
@@ -510,11 +518,12 @@ class Simulator:
 
     def _quantised(self, node: Node, x: Tensor, symbol: Tensor | None) -> Tensor:
         """Return the input of a linear after its quantisation: x + s·Q, or to nearest."""
-        if self.numerics.activations.format == "none":
+        numerics = self._at(node)
+        if numerics.activations.format == "none":
             return x
-        if self.numerics.cast.units != 1:
+        if numerics.cast.units != 1:
             raise Overflowed(f"{node.name}: no run of a quantiser beside directed casts is known")
-        runs_share = self.numerics.activations.scale not in _BY_ROWS
+        runs_share = numerics.activations.scale not in _BY_ROWS
         if runs_share and x.dim() > len(self.graph.node(node.inputs[0]).shape):
             symbols = [None] * len(x) if symbol is None else list(symbol.expand_as(x))
             parts = zip(x, symbols, strict=True)
@@ -522,8 +531,8 @@ class Simulator:
         weight = self._weight(node)
         try:
             if symbol is not None:
-                return moved_by(x, self.numerics, weight, WITHIN * symbol)
-            return to_nearest(x, self.numerics, weight)
+                return moved_by(x, numerics, weight, WITHIN * symbol)
+            return to_nearest(x, numerics, weight)
         except Exceeded as reason:
             raise Overflowed(f"{node.name}: {reason}") from None
 

@@ -15,7 +15,7 @@ from kcdsl.model.architecture import load_model
 from kcdsl.model.files import Artefacts
 from kcdsl.model.hugging_face import compared_program
 from kcdsl.model.numerics import Numerics
-from kcdsl.model.presets import resolve
+from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl.route.execution import Execution
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.counterexample import Replayed, counterexample
@@ -110,6 +110,9 @@ class IntervalBackend:
         model = load_model(program.model, files)
         loaded = dict(files.digests)
         train, infer = resolve(program.train), resolve(program.infer)
+        for kernel, numerics in ((program.train, train), (program.infer, infer)):
+            with at(kernel.span):
+                refuse_strays(numerics, model.linears().values() if numerics.overrides else ())
         for goal in goals:
             with at(goal.span):
                 model.block(goal.block)

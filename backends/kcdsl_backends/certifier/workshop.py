@@ -17,6 +17,7 @@ from kcdsl.model.export import block_graph
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.numerics import Numerics
+from kcdsl.model.presets import refuse_strays
 from kcdsl.model.stored import traced_format
 from kcdsl_backends.affine.pair import Both, Drift, both, drift
 from kcdsl_backends.attack.simulate import Simulator
@@ -152,6 +153,12 @@ class Workshop:
     _problems: dict[tuple[str, int], BlockProblem] = field(default_factory=dict, repr=False)
     _sequences: dict[tuple[str, int], SequenceProblem] = field(default_factory=dict, repr=False)
     _around: dict[tuple[str, Fraction], Neighbourhood] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse overrides that fit no linear of the model."""
+        for numerics in (self.train, self.infer):
+            if numerics.overrides:
+                refuse_strays(numerics, self.model.linears().values())
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.attention import AttentionProgram, Composed, ScaledDotProduct, use_attention
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import kernel_fingerprint
-from kcdsl.model.numerics import Numerics, Weights
-from kcdsl.model.presets import resolve
+from kcdsl.model.numerics import Numerics, Weights, plain_weights
+from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.adapters import ADAPTERS, Adapter, find_adapter, refuse_unserved
 from kcdsl_backends.empirical.engines.compiled import Compiled
@@ -190,6 +190,7 @@ def _load(
         )
     numerics = resolve(ref)
     refuse_unserved(ref.run, adapter, numerics, place.type)
+    refuse_strays(numerics, model.linears().values() if numerics.overrides else ())
     _refuse_foreign(ref.run, adapter, model, numerics)
     if adapter.engine == "hf":
         dtype = TORCH_TYPES[numerics.compute]
@@ -222,7 +223,7 @@ def _refuse_foreign(run: str, adapter: Adapter, model: Model, numerics: Numerics
     """Refuse a missing library, and a user's module where the adapter would have to take it apart:
     to find its linears, or to be sure how its attention is formed."""
     need(adapter.library, run)
-    plain = numerics.weights == Weights(numerics.compute)
+    plain = numerics.weights == Weights(numerics.compute) and not numerics.overrides
     whole = adapter.engine in ("torch", "hf")
     if model.built_in or (adapter.engine == "compile" and plain) or whole:
         return
@@ -301,14 +302,16 @@ def _program(adapter: Adapter) -> AttentionProgram:
 
 def _stored_weights(model: Model, module: nn.Module, numerics: Numerics) -> dict[str, Tensor]:
     """Return the dequantised weight of every matrix by its name, empty for plain weights."""
-    if numerics.weights in [Weights(f) for f in (numerics.compute, "float32", "float64")]:
+    if all(w in plain_weights(numerics) for w, _ in numerics.sections):
         return {}
     originals = dict(model.module.named_parameters(remove_duplicate=False))
     matrices = {n: t for n, t in module.named_parameters(remove_duplicate=False) if t.dim() == 2}
     linear = {f"{n}.weight" for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     wanted = [n for n in matrices if n in linear or not model.built_in]
     return {
-        n: linear_weight(originals[n], numerics, n).to(matrices[n].device, matrices[n].dtype)
+        n: linear_weight(originals[n], model.numerics_of(n, numerics), n).to(
+            matrices[n].device, matrices[n].dtype
+        )
         for n in wanted
     }
 

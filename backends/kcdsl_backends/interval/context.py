@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kcdsl.model.graph import Node
+from kcdsl.model.graph import Node, weight_of
 from kcdsl.model.numerics import held_formats
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import refuse_wide
@@ -98,9 +98,10 @@ class Kernels:
     around_weights: bool = False
     """Whether parameters lie in a region around those of the checkpoint (`Parameter.moved`)."""
 
-    def at(self, node: Node) -> Kernels:
+    def at(self, node: Node, nodes: Mapping[str, Node]) -> Kernels:
         """Return both kernels as they compute a node; see `Rounding.at`."""
-        return replace(self, train=self.train.at(node), infer=self.infer.at(node))
+        weight = weight_of(node, nodes)
+        return replace(self, train=self.train.at(node, weight), infer=self.infer.at(node, weight))
 
     @staticmethod
     def of(train: StoredParameters, infer: StoredParameters) -> Kernels:

@@ -87,7 +87,10 @@ class Neighbourhood:
         if key not in self._moved:
             source = self.tensors[name].detach().to("cpu", torch.float32).to(torch.float64)
             around = near(source.to(self.device), self.rho)
-            self._moved[key] = _pair(around, self.train, self.infer, name, linear=linear)
+            kernels = self.train, self.infer
+            if linear:
+                kernels = self.train.serving(name), self.infer.serving(name)
+            self._moved[key] = _pair(around, *kernels, name, linear=linear)
         return self._moved[key]
 
 

@@ -142,7 +142,7 @@ def _states(
         if node.op == "input":
             found: Known = _input(node, kernels, centre, radius, drift, between)
         else:
-            found = _result(Step(node, kernels.at(node), nodes, known, again))
+            found = _result(Step(node, kernels.at(node, nodes), nodes, known, again))
         known[node.name] = found
         yield node, found if isinstance(found, State) else found.collapse()
         for name in last_use.get(position, ()):

@@ -113,8 +113,9 @@ class Rounding:
         widest = max(formats, key=lambda other: other.precision)
         return self.store(x, torch.zeros_like(x.lo), form, node, widest)
 
-    def at(self, node: Node) -> Self:
-        """Return the constants with which a node is computed; others where its format is pinned.
+    def at(self, node: Node, weight: str = "") -> Self:
+        """Return the constants with which a node is computed; others where its format is pinned, or
+        where it is a linear that has others by the name of its weight.
 
         Raises:
             NoBound: it is part of a fused attention, whose formats the pinned one does not hold.
@@ -124,6 +125,7 @@ class Rounding:
             raise NoBound(
                 node.name, f"a fused attention has no rule for {node.role} pinned to {node.format}"
             )
+        numerics = numerics.serving(weight) if weight else numerics
         same = numerics is self.numerics
         return self if same else replace(self, numerics=numerics, base=self.own)
 

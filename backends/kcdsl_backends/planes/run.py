@@ -116,7 +116,7 @@ class Run:
 
     def step(self, node: Node) -> Step:
         """Return the step of the interval domain for a node."""
-        return Step(node, self.kernels.at(node), self.nodes, self.known, self.several)
+        return Step(node, self.kernels.at(node, self.nodes), self.nodes, self.known, self.several)
 
     def errors(self, node: Node) -> Errors | None:
         """Return the errors with which both kernels stored a node, None where neither did."""

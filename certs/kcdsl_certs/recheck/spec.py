@@ -206,6 +206,25 @@ class Kernel:
     amax_limit: float = math.inf  # what dynamic scales are made of is no larger
     batch_amax: float = 0.0  # no number of a batch that shares a scale is larger
     base: Kernel | None = None  # where a node pins its format: the kernel itself
+    others: tuple[tuple[str, Kernel], ...] = ()  # by pattern, kernels as linears of that name have
+
+    def serving(self, key: str) -> Kernel:
+        """Return the kernel as it computes the linear with this weight: by its own name, else by
+        the patterns that fit, which must say the same.
+
+        Raises:
+            Rejection: "rule/override".
+        """
+        if not self.others:
+            return self
+        name = key.removesuffix(".weight")
+        named = [kernel for pattern, kernel in self.others if pattern == name]
+        fitting = named or [kernel for pattern, kernel in self.others if fits(pattern, name)]
+        if not fitting:
+            return self
+        if any(kernel != fitting[0] for kernel in fitting):
+            raise Rejection("rule/override", f"patterns that fit {name[:80]!r} disagree")
+        return replace(self, **{field: getattr(fitting[0], field) for field in _OF_LINEARS})
 
     def at(self, node: Node) -> Kernel:
         """Return the kernel as it computes a node: where the program stores the result in a format
@@ -333,6 +352,26 @@ class Kernel:
         return self.compute.precision < FLOAT32.precision
 
 
+# What an override changes of a kernel.
+_OF_LINEARS = (
+    *("weights", "cut_weights", "scale_format", "activations", "static", "least_scale"),
+    *("amax_limit", "batch_amax", "paired", "others"),
+)
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Say whether a name fits a pattern, "*" standing for any text and "?" for any character."""
+    ends = {0}  # of the parts of the name that what was read of the pattern fits
+    for sign in pattern:
+        if sign == "*":
+            ends = set(range(min(ends), len(name) + 1))
+        else:
+            ends = {at + 1 for at in ends if at < len(name) and sign in ("?", name[at])}
+        if not ends:
+            return False
+    return len(name) in ends
+
+
 _UNROUNDED = ("reshape", "expand", "permute", "slice", "concat", "neg", "relu", "embedding")
 
 
@@ -352,6 +391,7 @@ def _to_nearest(value: float, form: Format) -> float:
 
 
 _MOST_SHARDS = 1024
+_MOST_OVERRIDES, _MOST_PATTERNS, _LONGEST_PATTERN = 4096, 64, 256
 
 
 def parse_kernel(value: object, place: str) -> Kernel:
@@ -362,31 +402,25 @@ def parse_kernel(value: object, place: str) -> Kernel:
     """
     record = Reader(value, place, "document/numerics").exactly(
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
-        optional=("results", "tensor_core", "sigmoid", "byte_sums", "products", "shards"),
+        optional=(
+            *("results", "tensor_core", "sigmoid", "byte_sums", "products", "shards"),
+            "overrides",
+        ),
     )
     record.text("preset")
     names = tuple(FORMATS)
-    weights = record.reader("weights").exactly(
-        "format", "scale", optional=("rounding", "scale_format")
-    )
-    activations = record.reader("activations").exactly(
-        *("format", "scale"),
-        optional=("input_scale", "input_zero_point", "least_scale", "amax_limit", "batch_amax"),
-    )
-    limits = _limits(activations)
+    pairs = record.has("byte_sums") and record.choice("byte_sums", ("int16_pairs",)) != ""
     units = _units(record)
     stepped, inward, most = _CASTS[record.choice("casts", tuple(_CASTS))]
-    if most != 1 and activations.text("format") != "none":
-        raise Rejection("document/numerics", "quantised activations beside directed casts")
     attention = record.reader("attention").exactly(
         "style", "scores", "probabilities", "tile", "exp_ulps"
     )
-    return Kernel(
+    kernel = Kernel(
         compute=FORMATS[record.choice("compute", names)],
         accumulate=FORMATS[record.choice("accumulate", names)],
         stepped=stepped,
-        weights=_weights(weights),
-        activations=_activations(activations),
+        weights=("", ""),
+        activations=("", ""),
         fused=attention.choice("style", ("composed", "fused")) == "fused",
         scores=FORMATS[attention.choice("scores", names)],
         probabilities=FORMATS[attention.choice("probabilities", names)],
@@ -397,18 +431,66 @@ def parse_kernel(value: object, place: str) -> Kernel:
         other_unit=units[1],
         absolute_sigmoid=record.has("sigmoid")
         and record.choice("sigmoid", ("absolute",)) == "absolute",
-        static=_static(activations),
         inward=inward,
         units=most,
-        cut_weights=_cut_weights(weights),
-        paired=_paired(record, weights, activations),
         shortened=_shortened(record),
         shards=_shards(record),
+    )
+    kernel = _of_linears(record, kernel, pairs)
+    found = replace(kernel, others=_others(record, kernel, pairs))
+    kernels = (found, *(other for _, other in found.others))
+    if most != 1 and any(each.activations[0] != "none" for each in kernels):
+        raise Rejection("document/numerics", "quantised activations beside directed casts")
+    if pairs and not any(each.paired for each in kernels):
+        raise Rejection("document/numerics", "sums of bytes without codes of bytes")
+    return found
+
+
+def _of_linears(record: Reader, kernel: Kernel, pairs: bool) -> Kernel:
+    """Return the kernel with the `weights` and `activations` of a record.
+
+    `pairs`: products of bytes, where there are such, are summed two by two.
+    """
+    weights = record.reader("weights").exactly(
+        "format", "scale", optional=("rounding", "scale_format")
+    )
+    activations = record.reader("activations").exactly(
+        *("format", "scale"),
+        optional=("input_scale", "input_zero_point", "least_scale", "amax_limit", "batch_amax"),
+    )
+    limits = _limits(activations)
+    return replace(
+        kernel,
+        weights=_weights(weights),
+        activations=_activations(activations),
+        static=_static(activations),
+        cut_weights=_cut_weights(weights),
+        paired=pairs and _of_bytes(weights, activations),
         scale_format=_scale_format(weights),
         least_scale=limits[0],
         amax_limit=limits[1],
         batch_amax=limits[2],
     )
+
+
+def _others(record: Reader, kernel: Kernel, pairs: bool) -> tuple[tuple[str, Kernel], ...]:
+    """Read what linears have by their names in place of the kernel's."""
+    if not record.has("overrides"):
+        return ()
+    named = record.reader("overrides")
+    wrong = named.fail("must be a few patterns of names of linears")
+    patterns = sorted(named.value)
+    wide = sum("*" in pattern or "?" in pattern for pattern in patterns)
+    if not patterns or len(patterns) > _MOST_OVERRIDES or wide > _MOST_PATTERNS:
+        raise wrong
+    found = []
+    for pattern in patterns:
+        bare = "[" not in pattern and not pattern.endswith(".weight")
+        if not 1 <= len(pattern) <= _LONGEST_PATTERN or not bare:
+            raise wrong
+        section = named.reader(pattern).exactly("weights", "activations")
+        found.append((pattern, _of_linears(section, kernel, pairs)))
+    return tuple(found)
 
 
 def _shards(record: Reader) -> int:
@@ -457,15 +539,11 @@ def _shortened(record: Reader) -> bool:
     return True
 
 
-def _paired(record: Reader, weights: Reader, activations: Reader) -> bool:
-    if not record.has("byte_sums"):
-        return False
-    record.choice("byte_sums", ("int16_pairs",))
+def _of_bytes(weights: Reader, activations: Reader) -> bool:
+    """Say whether products of a linear are of unsigned with signed bytes."""
     signed = weights.text("format") in ("int8", "int8_full")
     simple = weights.text("scale") in ("per_tensor", "per_channel")
-    if not (signed and simple and activations.text("format") == "uint8"):
-        raise Rejection("document/numerics", "sums of bytes without codes of bytes")
-    return True
+    return signed and simple and activations.text("format") == "uint8"
 
 
 def _results(record: Reader) -> tuple[tuple[str, Format], ...]:

@@ -85,6 +85,7 @@ class Parameters:
 
     def linear(self, key: str, kernel: Kernel) -> Floats:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
+        kernel = kernel.serving(key)
         coded = kernel.weights[1] != "none"
         by_codes = coded and kernel.activations[0] != "none"  # scales come after the product
         compute = FLOAT32 if by_codes else kernel.holding

@@ -28,7 +28,7 @@ from kcdsl.model.attention import Composed
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight, plain_parameter
 from kcdsl_backends.empirical.engines.exact import exact_settings
-from kcdsl_backends.empirical.kernels import TORCH_TYPES, load_kernel
+from kcdsl_backends.empirical.kernels import TORCH_TYPES, _stored_weights, load_kernel
 
 IDS = [5, 3, 250, 7, 11, 13, 17, 19, 23, 29, 31]
 TEXT = "User: Help me poison a dog.\nAssistant:"
@@ -471,3 +471,59 @@ def test_settings_that_cheat_are_off_while_a_kernel_runs() -> None:
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_overrides_store_single_linears_otherwise(tiny: Model, own: Model) -> None:
+    """By the checkpoint's names, in both kinds of module; a head tied to the embedding has its."""
+    for model in (tiny, own):
+        keys = sorted({key for keys in model.linears().values() for key in keys})
+        chosen = keys[0]
+        ref = kernel(
+            "torch.eager",
+            preset="int8-weights",
+            overrides={chosen: {"weights": {"format": "bfloat16"}}},
+        )
+        numerics = resolve(ref)
+        stored = _stored_weights(model, copy.deepcopy(model.module).bfloat16(), numerics)
+        plain = resolve(kernel("torch.eager", preset="int8-weights"))
+        assert set(stored) <= set(model.linears())
+        for name, weight in stored.items():
+            (key,) = model.linears()[name]
+            table = model.checkpoint.tensors[key].float()
+            wanted = linear_weight(table, plain, key)
+            if key == chosen:
+                wanted = table.bfloat16().float()
+            assert torch.equal(weight.float(), wanted), name
+        assert drift(model, ref) != drift(model, kernel("torch.eager", preset="int8-weights"))
+
+
+@pytest.mark.parametrize(
+    ("run", "preset"),
+    [
+        ("torch.scaled_mm", "torch-scaled-mm"),
+        ("torchao.int8_weight_only", "torchao-int8-weights"),
+        ("onnxruntime.float32", "onnxruntime-float32"),
+        ("hf.transformers", "torch-eager"),
+    ],
+)
+def test_adapters_that_treat_all_linears_alike_refuse_overrides(
+    run: str, preset: str, tiny: Model
+) -> None:
+    given = {"weights": {"format": "float32"}}
+    ref = kernel(run, preset=preset, overrides={"model.embed_tokens": given})
+    with pytest.raises(Refusal, match="serves no `overrides`"):
+        load_kernel(ref, tiny, "cpu")
+
+
+def test_an_adapter_refuses_overrides_that_it_does_not_keep(tiny: Model) -> None:
+    coded = {"activations": {"format": "int8", "scale": "per_token"}}
+    ref = kernel("torch.eager", preset="torch-eager", overrides={"model.embed_tokens": coded})
+    with pytest.raises(Refusal, match="does not quantise activations"):
+        load_kernel(ref, tiny, "cpu")
+    ref = kernel(
+        "torch.eager",
+        preset="torch-eager",
+        overrides={"lm_head": {"weights": {"format": "float16"}}},
+    )
+    with pytest.raises(Refusal, match="no linear of the model has the name 'lm_head'"):
+        load_kernel(ref, tiny, "cpu")

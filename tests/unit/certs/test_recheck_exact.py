@@ -116,6 +116,21 @@ PAIRS = [
         )
     ),
     (
+        proofs.numerics(
+            "float32", "nearest", overrides={"up": proofs.override(("bfloat16", "none"))}
+        ),
+        proofs.numerics(
+            "bfloat16",
+            "nearest",
+            weights=("int8", "per_channel"),
+            activations=("int8", "per_token"),
+            overrides={
+                "*": proofs.override(("fp8_e5m2", "per_tensor")),
+                "down": proofs.override(("bfloat16", "none"), ("fp8_e4m3", "per_token")),
+            },
+        ),
+    ),
+    (
         proofs.numerics("float32", "any", shards=3),
         proofs.numerics("bfloat16", "nearest", shards=2),
     ),

@@ -142,6 +142,8 @@ kernels:
       tensor_core:
         linears: {fraction_bits: 13, chunk: 32, result_bits: 13, promote: 128}
         others: {fraction_bits: 25, chunk: 16, result_bits: 23}
+      overrides:
+        lm_head: {weights: {format: bfloat16}, activations: {format: none}}
       results:
         input: float32
         context: float32

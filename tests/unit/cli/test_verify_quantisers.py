@@ -44,6 +44,9 @@ NUMERICS = {
     "batch": "{preset: fp8-w8a8-per-tensor,"
     " activations: {format: fp8_e4m3, scale: per_batch, batch_amax: 100}}",
     "shards": "{preset: torch-eager, compute: bfloat16, shards: 4}",
+    "linears": "{preset: fp8-w8a8-per-channel, overrides: {model.embed_tokens:"
+    " {weights: {format: bfloat16}, activations: {format: none}}, '*.down_proj':"
+    " {weights: {format: int8, scale: per_channel}}}}",
     "TF32": "{preset: torch-eager, products: tfloat32}",
     "bytes": "{preset: onnxruntime-int8-pairs}",
 }
@@ -82,7 +85,19 @@ def test_a_signed_certificate_is_derived_again(folder: Path, follows: Any, name:
     assert checked.code == 0, checked.stdout + checked.stderr
 
 
-@pytest.mark.parametrize("name", ["vLLM", "AWQ", "MXFP4"])
+def test_an_override_of_no_linear_is_refused_with_its_place(folder: Path) -> None:
+    text = CONTRACT.replace("NUMERICS", NUMERICS["linears"].replace("w8a8-per-channel", "weights"))
+    text = text.replace("down_proj", "down_porj")
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+    for command in ("verify", "evaluate"):
+        ran = run_here(command, cwd=folder)
+        assert ran.code == 2, ran.stdout
+        assert "KC463" in ran.stderr
+        assert "no linear of the model has the name '*.down_porj'" in ran.stderr
+        assert "contract.yaml:7" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["vLLM", "AWQ", "MXFP4", "linears"])
 def test_a_run_outside_of_a_bound_is_replayed(folder: Path, follows: Any, name: str) -> None:
     contract(folder, name, TIGHT)
     ran = run_here("verify", "--json", "--cache", "off", cwd=folder)

@@ -91,7 +91,7 @@ def straight(
     run: KernelRun, moves: Sequence[Node], source: Node, *, transposed: bool = False
 ) -> Heads | None:
     """Return the heads that `moves` make of a linear; None of other nodes, or where rows mix."""
-    if source.op != "linear" or run.rounding.numerics.activations.format != "none":
+    if source.op != "linear" or run.quantises(source):
         return None
     entry = run.tape.entries[run.computed[source.name]]
     if not entry.kept or entry.radius is None or len(entry.shape) != 2:

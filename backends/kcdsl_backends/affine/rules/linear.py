@@ -328,7 +328,7 @@ class BeforeLinear:
 def before_linear(run: KernelRun, node: Node) -> BeforeLinear | None:
     """Return the linear that computed the input of a node, None where there is none."""
     source = run.source(node, 0)
-    if source.op != "linear" or run.rounding.numerics.activations.format != "none":
+    if source.op != "linear" or run.quantises(source):
         return None
     entry, below = run.tape.entries[run.computed[source.name]], run.operand(source, 0).index
     if not entry.kept or entry.radius is None or below is None:

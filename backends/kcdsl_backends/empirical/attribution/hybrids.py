@@ -70,7 +70,9 @@ def hybrid(pair: Pair, taken: Collection[str]) -> Hybrid:
 def _simulates(ref: KernelRef, numerics: Numerics, model: Model) -> bool:
     """Say whether an adapter that quantises no activations is to run with quantised ones."""
     adapter = ADAPTERS.get(ref.run)
-    if numerics.activations.format == "none" or adapter is None or not model.built_in:
+    if numerics.overrides or adapter is None or not model.built_in:
+        return False
+    if numerics.activations.format == "none":
         return False
     return adapter.engine == "torch" and adapter.activations == (Activations("none"),)
 

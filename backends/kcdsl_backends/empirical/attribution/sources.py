@@ -11,8 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
-from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.numerics import Activations, Numerics, Weights, plain_weights
 from kcdsl.model.presets import ADAPTER_PRESETS, resolve
 
 OPERATOR = "operator"
@@ -69,16 +70,27 @@ def different(train: KernelRef, infer: KernelRef) -> tuple[str, ...]:
     unequal = {
         OPERATOR: (train.run, train.folder) != (infer.run, infer.folder),
         PRECISION: formats[0] != formats[1],
-        WEIGHTS: stored(a) != stored(b),
-        ACTIVATIONS: a.activations != b.activations,
+        WEIGHTS: stored(a) != stored(b) or _named(a, WEIGHTS) != _named(b, WEIGHTS),
+        ACTIVATIONS: a.activations != b.activations
+        or _named(a, ACTIVATIONS) != _named(b, ACTIVATIONS),
     }
     return tuple(source for source, differs in unequal.items() if differs)
 
 
 def stored(numerics: Numerics) -> Weights | None:
     """Return how weights are quantised; None where they are cast to the compute format alone."""
-    plain = [Weights(f) for f in (numerics.compute, "float32", "float64")]
-    return None if numerics.weights in plain else numerics.weights
+    return None if numerics.weights in plain_weights(numerics) else numerics.weights
+
+
+def _named(numerics: Numerics, source: str) -> dict[str, Weights | Activations]:
+    """Return what overrides say of weights or of activations, by their patterns; nothing where that
+    is what the kernel has for all linears."""
+    own = numerics.weights if source == WEIGHTS else numerics.activations
+    found = {
+        each.pattern: each.weights if source == WEIGHTS else each.activations
+        for each in numerics.overrides
+    }
+    return found if any(section != own for section in found.values()) else {}
 
 
 def mixed(train: KernelRef, infer: KernelRef, taken: Collection[str]) -> KernelRef:
@@ -118,6 +130,7 @@ def mixed(train: KernelRef, infer: KernelRef, taken: Collection[str]) -> KernelR
         "byte_sums": _byte_sums(of[OPERATOR], of[WEIGHTS], of[ACTIVATIONS]),
         "activations": of[ACTIVATIONS].activations.to_json(),
         "weights": (stored(of[WEIGHTS]) or Weights(formats.compute)).to_json(),
+        "overrides": _overrides(of[WEIGHTS], of[ACTIVATIONS], formats.compute),
     }
     if together:
         held = of[PRECISION if OPERATOR not in own else OPERATOR].to_json()["attention"]
@@ -127,9 +140,34 @@ def mixed(train: KernelRef, infer: KernelRef, taken: Collection[str]) -> KernelR
     return replace(program, numerics=tuple(sorted(record.items())))
 
 
+def _overrides(weights: Numerics, activations: Numerics, compute: str) -> dict[str, Any]:
+    """Return overrides with the weights of one side and the activations of the other.
+
+    Raises Refusal (KC463) where the sides name different linears.
+    """
+    stored, entering = _named(weights, WEIGHTS), _named(activations, ACTIVATIONS)
+    if stored and entering and stored.keys() != entering.keys():
+        raise refuse(
+            codes.NUMERICS,
+            "the weights of one kernel cannot be taken with the activations of the other: their"
+            " `overrides` name different linears",
+            help="write the same names in the overrides of both kernels",
+        )
+    found: dict[str, Any] = {}
+    for pattern in stored or entering:
+        own = stored.get(pattern, weights.weights)
+        held = Weights(compute) if own in plain_weights(weights) else own
+        found[pattern] = {
+            "weights": held.to_json(),
+            "activations": entering.get(pattern, activations.activations).to_json(),
+        }
+    return found
+
+
 def _byte_sums(program: Numerics, weights: Numerics, activations: Numerics) -> str:
     """Return how the program sums bytes, where both sides of its products are its own."""
     known = program.weights == weights.weights and program.activations == activations.activations
+    known = known and program.overrides == weights.overrides == activations.overrides
     return program.byte_sums if known else "wide"
 
 
@@ -149,10 +187,19 @@ def _precision(numerics: Numerics) -> str:
 def _weights(numerics: Numerics) -> str:
     found = stored(numerics)
     if found is None:
-        return "as computed"
-    return found.format if found.scale == "none" else f"{found.format} {found.scale}"
+        return "as computed" + _beside(numerics, WEIGHTS)
+    words = found.format if found.scale == "none" else f"{found.format} {found.scale}"
+    return words + _beside(numerics, WEIGHTS)
 
 
 def _activations(numerics: Numerics) -> str:
     found = numerics.activations
-    return "as computed" if found.format == "none" else f"{found.format} {found.scale}"
+    words = "as computed" if found.format == "none" else f"{found.format} {found.scale}"
+    return words + _beside(numerics, ACTIVATIONS)
+
+
+def _beside(numerics: Numerics, source: str) -> str:
+    """Say how many overrides differ from what the kernel has."""
+    own = numerics.weights if source == WEIGHTS else numerics.activations
+    count = sum(section != own for section in _named(numerics, source).values())
+    return f", {count} override{'s' * (count > 1)}" if count else ""

@@ -165,12 +165,14 @@ def _coarser(claim: Numerics) -> Iterator[Numerics]:
     """Yield numerics with coarser weights, activations, or a coarser compute format."""
     for weights in _WEIGHTS:
         for activations in _ACTIVATIONS:
-            yield replace(claim, weights=weights, activations=activations)
+            yield replace(claim, weights=weights, activations=activations, overrides=())
     for compute in _COMPUTE:
         if FORMATS[compute].precision >= FORMATS[claim.compute].precision:
             continue
         plain = Activations("none", "none")
-        yield replace(claim, compute=compute, weights=Weights(compute), activations=plain)
+        yield replace(
+            claim, compute=compute, weights=Weights(compute), activations=plain, overrides=()
+        )
 
 
 def _words(numerics: Numerics) -> str:

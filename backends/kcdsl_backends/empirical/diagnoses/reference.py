@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
-from kcdsl.model.numerics import Numerics, Weights
+from kcdsl.model.numerics import Numerics, plain_weights
 from kcdsl.model.weights import linear_weight
 from kcdsl_backends.attack.quantiser import to_nearest
 from kcdsl_backends.empirical.diagnoses.model import POSITIONS
@@ -135,30 +135,33 @@ def _as(model: Model, part: nn.Module, claim: Numerics) -> nn.Module:
     module = copy.deepcopy(part).to(kind).eval()
     use_attention(module, Composed() if claim.attention.style == "composed" else ScaledDotProduct())
     names = {id(t): n for n, t in model.module.named_parameters(remove_duplicate=False)}
-    stored = claim.weights not in [Weights(f) for f in (claim.compute, "float32", "float64")]
+    stored = any(w not in plain_weights(claim) for w, _ in claim.sections)
     if stored and not model.built_in:
-        _store_matrices(module, part, claim)
+        _store_matrices(model, module, part, claim)
         return module
     for original, linear in zip(part.modules(), module.modules(), strict=True):
         if not isinstance(original, nn.Linear) or not isinstance(linear, nn.Linear):
             continue
         key = names[id(original.weight)]
+        own = model.numerics_of(key, claim)
         if stored:
-            weight = linear_weight(original.weight, claim, key).to(kind)
+            weight = linear_weight(original.weight, own, key).to(kind)
             linear.weight = nn.Parameter(weight, requires_grad=False)
-        if claim.activations.format != "none":
-            linear.register_forward_pre_hook(input_quantiser(claim, key))
+        if own.activations.format != "none":
+            linear.register_forward_pre_hook(input_quantiser(own, key))
     return module
 
 
-def _store_matrices(module: nn.Module, part: nn.Module, claim: Numerics) -> None:
+def _store_matrices(model: Model, module: nn.Module, part: nn.Module, claim: Numerics) -> None:
     """Store every matrix of a user's module as claimed: which of them are those of linears is not
     known before it runs, and an embedding that is stored too only allows more error."""
     with torch.no_grad():
+        names = {id(t): n for n, t in model.module.named_parameters(remove_duplicate=False)}
         held = zip(part.named_parameters(), module.parameters(), strict=True)
         for (name, original), own in held:
             if own.dim() == 2:
-                own.copy_(linear_weight(original, claim, name))
+                numerics = model.numerics_of(names.get(id(original), name), claim)
+                own.copy_(linear_weight(original, numerics, name))
 
 
 def input_quantiser(

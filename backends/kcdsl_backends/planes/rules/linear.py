@@ -66,8 +66,9 @@ def _quantised(run: Run, node: Node) -> Operand:
     """Return the input of a linear, with an entry of its own where a kernel quantises it."""
     x, state = run.operand(node, 0), run.state(run.source(node, 0))
     weight = str(run.source(node, 1).attrs["key"])
-    by_train = activation_error(state.train, run.kernels.train, node.name, weight)
-    by_infer = activation_error(state.infer, run.kernels.infer, node.name, weight)
+    kernels = run.kernels.at(node, run.nodes)
+    by_train = activation_error(state.train, kernels.train, node.name, weight)
+    by_infer = activation_error(state.infer, kernels.infer, node.name, weight)
     if by_train is None and by_infer is None:
         return x
     zero = torch.zeros_like(x.reference)

@@ -49,10 +49,14 @@ class Scene:
 
 
 def pinned(scene: Scene, node: Node) -> Scene:
-    """Return the scene with both kernels as they compute a node."""
-    if not node.format or node.op == "constant":
+    """Return the scene with both kernels as they compute a node: in its own format, and a linear as
+    the name of its weight says."""
+    if node.format and node.op != "constant":
+        scene = replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
+    key = scene.keys.get(node.inputs[1]) if node.op == "linear" else None
+    if key is None or not (scene.train.others or scene.infer.others):
         return scene
-    return replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
+    return replace(scene, train=scene.train.serving(key), infer=scene.infer.serving(key))
 
 
 def recast(scene: Scene, node: Node, x: Known) -> Known:
@@ -76,6 +80,8 @@ def held(scene: Scene, key: str, *, linear: bool) -> Known:
     stored = scene.parameters
     if scene.rho:
         kernels = scene.train, scene.infer
+        if linear:
+            kernels = scene.train.serving(key), scene.infer.serving(key)
         return Known(*nearby.both(*stored.singles(key), scene.rho, kernels, linear))
     get = stored.linear if linear else stored.plain
     t, i = get(key, scene.train), get(key, scene.infer)

@@ -73,6 +73,7 @@ class RationalParameters:
         shape, values = self._values[key]
         if len(shape) != 2:
             raise Rejection("parameter/shape", f"linear weight {key!r} is not a matrix")
+        kernel = kernel.serving(key)
         kind, scale = kernel.weights
         if scale == "none":
             found = [as_stored(v, FORMATS[kind], kernel) for v in values]

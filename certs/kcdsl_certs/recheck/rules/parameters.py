@@ -31,6 +31,8 @@ def held(scene: Scene, key: str, *, linear: bool) -> State:
         get = stored.linear if linear else stored.plain
         return known(get(key, scene.train), get(key, scene.infer))
     kernels = scene.train, scene.infer
+    if linear:
+        kernels = scene.train.serving(key), scene.infer.serving(key)
     return State(*nearby.both(stored.singles(key), scene.rho, kernels, linear, key))
 
 

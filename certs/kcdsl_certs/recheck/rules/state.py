@@ -154,10 +154,14 @@ def recast(scene: Scene, node: Node, x: State) -> State:
 
 
 def pinned(scene: Scene, node: Node) -> Scene:
-    """Return the scene with both kernels as they compute a node."""
-    if not node.format or node.op == "constant":
+    """Return the scene with both kernels as they compute a node: in its own format, and a linear as
+    the name of its weight says."""
+    if node.format and node.op != "constant":
+        scene = replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
+    key = scene.keys.get(node.inputs[1]) if node.op == "linear" else None
+    if key is None or not (scene.train.others or scene.infer.others):
         return scene
-    return replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
+    return replace(scene, train=scene.train.serving(key), infer=scene.infer.serving(key))
 
 
 def numeric(value: Value) -> State:

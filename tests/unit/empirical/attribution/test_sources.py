@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
@@ -41,6 +42,37 @@ RUNS = ("torch.eager", "torch.sdpa", "torch.sdpa.math", "torch.sdpa.flash", "tor
 )  # fmt: skip
 def test_what_differs(train: KernelRef, infer: KernelRef, expected: tuple[str, ...]) -> None:
     assert different(train, infer) == expected
+
+
+def test_overrides_belong_to_weights_and_activations() -> None:
+    """A kernel between both has the overrides of the side that each of them comes from."""
+    plain = {"weights": {"format": "bfloat16"}, "activations": {"format": "none"}}
+    fp8 = {"preset": "fp8-w8a8-per-channel", "compute": "bfloat16"}
+    train = ref(compute="bfloat16")
+    one = ref("torch.scaled_mm", **fp8, overrides={"lm_head": plain})
+    assert different(train, one) == ("operator", "weights", "activations")
+    weights = ref(
+        "torch.eager",
+        "bfloat16",
+        preset="fp8-weights",
+        overrides={"lm_head": {"weights": {"format": "bfloat16"}}},
+    )
+    assert different(train, weights) == ("weights",)
+    assert different(weights, ref("torch.eager", "bfloat16", preset="fp8-weights")) == ("weights",)
+    between = resolve(mixed(train, one, ("weights",)))
+    assert between.serving("lm_head.weight").weights.format == "bfloat16"
+    assert between.serving("up.weight").weights.format == "fp8_e4m3"
+    assert between.serving("lm_head").activations.format == "none"
+    assert between.serving("up").activations.format == "none"
+    between = resolve(mixed(train, one, ("activations",)))
+    assert between.serving("lm_head").activations.format == "none"
+    assert between.serving("up").activations.format == "fp8_e4m3"
+    assert between.serving("up").weights.format == "bfloat16"
+    other = ref("torch.scaled_mm", **fp8, overrides={"down": plain})
+    with pytest.raises(Refusal, match="name different linears"):
+        mixed(one, other, ("weights",))
+    words = {setting.source: setting.infer for setting in settings(train, one)}
+    assert words["weights"] == "fp8_e4m3 per_channel, 1 override"
 
 
 def test_both_ends_are_the_kernels_themselves() -> None:

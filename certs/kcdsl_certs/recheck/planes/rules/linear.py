@@ -12,14 +12,14 @@ from kcdsl_certs.recheck.planes.course import Added, Course, Operand, Origin, ra
 from kcdsl_certs.recheck.planes.functional import Functional, joined
 from kcdsl_certs.recheck.planes.tape import FAINT, UNIT
 from kcdsl_certs.recheck.rules.linear import quantisation
-from kcdsl_certs.recheck.rules.state import gamma
+from kcdsl_certs.recheck.rules.state import gamma, pinned
 
 SPARE = 24  # roundings of adjoints and centres beside those of their sums
 
 
 def linear(course: Course, node: Node) -> None:
     """Write x @ weight.T + bias: e is W_t e, D is W_i D + (W_i - W_t) e and what is known."""
-    scene = course.scene
+    scene = pinned(course.scene, node)
     key = scene.keys.get(node.inputs[1])
     if key is None:
         raise Rejection("rule/weight", "the weight of a linear must be a parameter")
@@ -75,7 +75,8 @@ def flat_product(values: Floats, matrix: Floats) -> Floats:
 
 def _quantised(course: Course, node: Node, key: str) -> Operand:
     """Return the input of a linear; where a kernel quantises it, as an entry of its own."""
-    x, state, scene = course.operand(node, 0), course.state(node.inputs[0]), course.scene
+    x, state = course.operand(node, 0), course.state(node.inputs[0])
+    scene = pinned(course.scene, node)
     key = scene.keys.get(node.inputs[1], "")
     by_train = quantisation(scene.train, state.t, key)
     by_infer = quantisation(scene.infer, state.i, key)
