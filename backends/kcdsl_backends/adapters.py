@@ -297,6 +297,9 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
     return [
         _other_weights(adapter, numerics),
         _other_overrides(adapter, numerics),
+        "it multiplies weights with their scales before the product, not sums"
+        if any(w.applied != "weights" for w, _ in numerics.sections)
+        else "",
         "its sigmoid is good to a share of 1, not of itself"
         if (adapter.sigmoid, numerics.sigmoid) == ("absolute", "relative")
         else "",

@@ -76,5 +76,4 @@ def _storing(numerics: Numerics) -> tuple[object, ...]:
         (each.pattern, each.weights, each.activations.format != "none")
         for each in numerics.overrides
     )
-    quantised = numerics.activations.format != "none"
-    return numerics.weights, numerics.compute, quantised, overrides
+    return numerics.weights, numerics.compute, numerics.by_codes, overrides

@@ -57,7 +57,7 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
         "overrides",
     ),
     "override": ("weights", "activations"),
-    "weights": ("format", "scale", "rounding", "scale_format"),
+    "weights": ("format", "scale", "rounding", "scale_format", "applied"),
     "activations": (
         *("format", "scale", "input_scale", "input_zero_point"),
         *("least_scale", "amax_limit", "batch_amax"),

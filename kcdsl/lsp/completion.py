@@ -288,6 +288,7 @@ def _numerics(parent: str, name: str) -> list[str]:
         ("weights", "scale"): presets.WEIGHT_SCALES,
         ("weights", "rounding"): presets.WEIGHT_ROUNDINGS,
         ("weights", "scale_format"): presets.SCALE_FORMATS,
+        ("weights", "applied"): presets.WEIGHTS_APPLIED,
         ("activations", "format"): presets.ACTIVATION_FORMATS,
         ("activations", "scale"): presets.ACTIVATION_SCALES,
         ("attention", "style"): presets.STYLES,

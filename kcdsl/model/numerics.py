@@ -44,12 +44,16 @@ class Weights:
     """How parameters are stored: `format` a float format or one of codes; `scale` "none" (a plain
     cast) or a layout of scales (kcdsl.model.quantisers), whose scales are stored in `scale_format`.
     Dequantised values are rounded to float32, then to the compute format. `rounding` "nearest" or,
-    without a scale, "toward_zero"; it is that of every parameter and constant."""
+    without a scale, "toward_zero"; it is that of every parameter and constant.
+
+    `applied` says what scales are multiplied with: "weights", before the product, "sums" of
+    products of codes, or "stored_sums", which were stored in the compute format first."""
 
     format: str
     scale: str = "none"
     rounding: str = "nearest"
     scale_format: str = "float32"
+    applied: str = "weights"
 
     def to_json(self) -> dict[str, str]:
         """Return the record; what follows `scale` stands in it only where it says something."""
@@ -58,6 +62,8 @@ class Weights:
             record["rounding"] = self.rounding
         if self.scale_format != "float32":
             record["scale_format"] = self.scale_format
+        if self.applied != "weights":
+            record["applied"] = self.applied
         return record
 
 
@@ -290,6 +296,11 @@ class Numerics:
             byte_sums=self.byte_sums if bytes_left else "wide",
             overrides=(),
         )
+
+    @property
+    def by_codes(self) -> bool:
+        """Say whether linears multiply codes, or may, so that their scales come after the sum."""
+        return self.activations.format != "none" or self.weights.applied != "weights"
 
     @property
     def sections(self) -> tuple[tuple[Weights, Activations], ...]:

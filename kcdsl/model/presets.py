@@ -41,6 +41,7 @@ SCALED_FORMATS = tuple(name for name in CODE_FORMATS if name != "uint8")
 WEIGHT_FORMATS = tuple(dict.fromkeys((*FORMATS, *SCALED_FORMATS)))
 WEIGHT_ROUNDINGS = ("nearest", "toward_zero")
 WEIGHT_SCALES = ("none", *WEIGHT_LAYOUTS)
+WEIGHTS_APPLIED = ("weights", "sums", "stored_sums")
 SCALE_FORMATS = ("float32", "float16", "bfloat16")
 ACTIVATION_FORMATS = ("none", *quantisers.ACTIVATION_FORMATS)
 ACTIVATION_SCALES = ("none", *ACTIVATION_LAYOUTS, "static")
@@ -229,6 +230,7 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
     tensor_core = merged.get("tensor_core", "none")
     products = _products(merged.get("products", "compute"), compute, accumulate)
     weights = _weights(_merged(base, given, "weights"), compute)
+    shards = _count("shards", merged.get("shards", 1), LARGEST_SHARDS)
     overrides = _overrides(merged.get("overrides", {}), weights, activations, compute)
     quantised = tuple(
         each
@@ -236,6 +238,7 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         if each.format != "none"
     )
     pairs = ((weights, activations), *((o.weights, o.activations) for o in overrides))
+    _applied(pairs, accumulate, shards)
     return Numerics(
         preset=preset,
         compute=compute,
@@ -249,7 +252,7 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         sigmoid=_choice("sigmoid", merged.get("sigmoid", "relative"), SIGMOIDS),
         byte_sums=_byte_sums(merged.get("byte_sums", "wide"), pairs),
         products=products,
-        shards=_count("shards", merged.get("shards", 1), LARGEST_SHARDS),
+        shards=shards,
         overrides=overrides,
     )
 
@@ -326,6 +329,31 @@ def _products(raw: object, compute: str, accumulate: str) -> str:
             ("compute",),
         )
     return found
+
+
+def _applied(
+    sections: tuple[tuple[Weights, Activations], ...], accumulate: str, shards: int
+) -> None:
+    """Refuse scales that are multiplied with sums where there is no rule for it."""
+    for weights, activations in sections:
+        if weights.applied == "weights":
+            continue
+        if activations.format != "none":
+            raise _refusal(
+                f"weights.applied is {weights.applied!r} and activations are quantised to"
+                f" {activations.format}: scales may come after the sum there in any case",
+                ("weights",),
+            )
+        if FORMATS[accumulate].precision < FORMATS["float32"].precision:
+            raise _refusal(
+                f"weights.applied is {weights.applied!r} and accumulate {accumulate}: sums of codes"
+                " are formed in float32",
+                ("weights",),
+            )
+        if weights.applied == "stored_sums" and shards != 1:
+            raise _refusal(
+                "weights.applied is 'stored_sums' and there are shards", ("weights", "sums")
+            )
 
 
 def _byte_sums(raw: object, sections: tuple[tuple[Weights, Activations], ...]) -> str:
@@ -436,7 +464,17 @@ def _weights(raw: dict[str, Any], compute: str) -> Weights:
         raise _refusal(
             f"the codes of weights with a scale are not rounded {rounding}", ("nearest",)
         )
-    return Weights(format, scale, rounding, scale_format)
+    applied = _choice("weights.applied", raw.get("applied", "weights"), WEIGHTS_APPLIED)
+    whole = scale in ("per_tensor", "per_channel")
+    late = scale not in ("none", "nvfp4") and (applied != "stored_sums" or whole)
+    if applied != "weights" and not late:
+        raise _refusal(
+            f"weights.applied is {applied!r} and weights.scale {scale!r}: a scale for a whole"
+            " channel or tensor may be multiplied with stored sums, one of a part of a channel with"
+            " sums",
+            ("weights",),
+        )
+    return Weights(format, scale, rounding, scale_format, applied)
 
 
 def _activations(raw: dict[str, Any], compute: str) -> Activations:

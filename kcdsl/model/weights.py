@@ -55,15 +55,14 @@ def linear_weight(w: Tensor, numerics: Numerics, name: str = "a weight") -> Tens
     """Return the weight [out, in] of a linear as the kernel uses it, as float32.
 
     Stored in the format and scale of `numerics.weights`, dequantised in float32, then rounded to
-    `compute`. Where activations are quantised the product is one of codes, and scales come after
-    it: then the weight is not rounded to `compute`.
+    `compute`. Where the product is one of codes, scales come after it: then the weight is not
+    rounded to `compute`.
     """
     stored = numerics.weights
     if stored.scale == "none":
         return _cast(_cast(w, stored.format, numerics, name), numerics.compute, numerics, name)
     value = dequantised(w.to(torch.float32), stored, name)
-    by_codes = numerics.activations.format != "none"
-    return round_to(value, "float32" if by_codes else numerics.compute, name)
+    return round_to(value, "float32" if numerics.by_codes else numerics.compute, name)
 
 
 def dequantised(w: Tensor, stored: Weights, name: str = "a weight") -> Tensor:

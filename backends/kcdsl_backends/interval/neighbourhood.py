@@ -148,6 +148,8 @@ def held_linear(w: Box, numerics: Numerics, name: str) -> Held:
         NoBound: a number may leave its format, or a scale is too small.
     """
     stored = numerics.weights
+    if stored.applied != "weights":
+        raise NoBound(name, "there is no region around weights whose scales come after the sum")
     if stored.scale == "none":
         first = _rounded(w, Held(w, _zero(w)), FORMATS[stored.format], stored, name)
         if _contains(FORMATS[numerics.compute], FORMATS[stored.format]):

@@ -99,6 +99,8 @@ def _stored(v: Box, kernel: Kernel, linear: bool, name: str) -> Stored:
         return _cast(v, as_it_is, kernel.holding, kernel, name)
     if len(v.shape) != 2:
         raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
+    if kernel.late:
+        raise Rejection("parameter/scale", f"no region around {name!r}, whose scales come late")
     kind, scale = kernel.weights
     if scale == "none":
         found = _cast(v, as_it_is, FORMATS[kind], kernel, name)

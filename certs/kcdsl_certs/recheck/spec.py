@@ -202,6 +202,7 @@ class Kernel:
     shortened: bool = False  # products of matrices read tfloat32
     paired: bool = False  # linears sum two products of bytes at a time, in 16 bits
     scale_format: Format = FLOAT32  # of the scales of weights
+    late: str = ""  # "sums": scales of weights multiply sums of codes; "stored_sums": stored ones
     least_scale: float = 0.0  # of dynamic scales of activations
     amax_limit: float = math.inf  # what dynamic scales are made of is no larger
     batch_amax: float = 0.0  # no number of a batch that shares a scale is larger
@@ -250,6 +251,19 @@ class Kernel:
             results=(),
             base=self.own,
         )
+
+    @property
+    def by_codes(self) -> bool:
+        """Return whether the terms of linears may be codes, with scales after the sum."""
+        return self.activations[0] != "none" or self.late != ""
+
+    @property
+    def most_code(self) -> float:
+        """Return the largest code of the weights, less its zero point."""
+        kind = self.weights[0]
+        if kind == "uint4":
+            return float(NIBBLES)
+        return float(FULL_RANGE[kind]) if kind in FULL_RANGE else CODE_LARGEST[kind]
 
     @property
     def own(self) -> Kernel:
@@ -354,7 +368,7 @@ class Kernel:
 
 # What an override changes of a kernel.
 _OF_LINEARS = (
-    *("weights", "cut_weights", "scale_format", "activations", "static", "least_scale"),
+    *("weights", "cut_weights", "scale_format", "late", "activations", "static", "least_scale"),
     *("amax_limit", "batch_amax", "paired", "others"),
 )
 
@@ -452,7 +466,7 @@ def _of_linears(record: Reader, kernel: Kernel, pairs: bool) -> Kernel:
     `pairs`: products of bytes, where there are such, are summed two by two.
     """
     weights = record.reader("weights").exactly(
-        "format", "scale", optional=("rounding", "scale_format")
+        "format", "scale", optional=("rounding", "scale_format", "applied")
     )
     activations = record.reader("activations").exactly(
         *("format", "scale"),
@@ -467,6 +481,7 @@ def _of_linears(record: Reader, kernel: Kernel, pairs: bool) -> Kernel:
         cut_weights=_cut_weights(weights),
         paired=pairs and _of_bytes(weights, activations),
         scale_format=_scale_format(weights),
+        late=_late(weights, activations, kernel),
         least_scale=limits[0],
         amax_limit=limits[1],
         batch_amax=limits[2],
@@ -508,6 +523,19 @@ def _scale_format(record: Reader) -> Format:
     if record.text("scale") not in _PLAIN_WEIGHTS:
         raise Rejection("document/numerics", "these scales of weights are not rounded")
     return FORMATS[record.choice("scale_format", ("float16", "bfloat16"))]
+
+
+def _late(weights: Reader, activations: Reader, kernel: Kernel) -> str:
+    """Read where scales of weights are multiplied in, if not with the weights themselves."""
+    if not weights.has("applied"):
+        return ""
+    found, scale = weights.choice("applied", ("sums", "stored_sums")), weights.text("scale")
+    able = scale not in ("none", "nvfp4") and activations.text("format") == "none"
+    if found == "stored_sums":
+        able = able and scale in ("per_tensor", "per_channel") and kernel.shards == 1
+    if not able or kernel.accumulate.precision < FLOAT32.precision:
+        raise Rejection("document/numerics", "scales after sums that have none")
+    return found
 
 
 def _limits(record: Reader) -> tuple[float, float, float]:

@@ -86,8 +86,8 @@ class Parameters:
     def linear(self, key: str, kernel: Kernel) -> Floats:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
         kernel = kernel.serving(key)
-        coded = kernel.weights[1] != "none"
-        by_codes = coded and kernel.activations[0] != "none"  # scales come after the product
+        # of codes scales come after the product
+        by_codes = kernel.weights[1] != "none" and kernel.by_codes
         compute = FLOAT32 if by_codes else kernel.holding
         return self._get(key, compute, kernel.weights, kernel.cut_weights, kernel.scale_format)
 

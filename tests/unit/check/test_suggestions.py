@@ -132,7 +132,7 @@ kernels:
       byte_sums: wide
       products: compute
       shards: 2
-      weights: {format: fp8_e4m3, scale: per_tensor, scale_format: float16}
+      weights: {format: fp8_e4m3, scale: per_tensor, scale_format: float16, applied: weights}
       activations:
         format: fp8_e4m3
         scale: per_batch

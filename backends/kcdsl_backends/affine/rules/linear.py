@@ -27,6 +27,7 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rules.linear import (
     activation_error,
     all_reduce_error,
+    late_scale_error,
     saturation_error,
     summation_error,
     term_roundings,
@@ -68,6 +69,9 @@ def linear(run: KernelRun, node: Node) -> None:
     )
     lost = _saturated(run, node, weight, key)
     lost = lost + all_reduce_error(total, error + lost, kernel)
+    before, biased = error + lost, bias is not None
+    whole = (product.abs() + reach) * SAFE  # there is none where weights move
+    lost = lost + late_scale_error(x.size, absolute, total, whole, before, kernel, biased)
     error, parts = error + lost, parts.beside(torch.zeros_like(error) + lost)
     early = None
     if bias is not None and kernel.free and kernel.coarse:

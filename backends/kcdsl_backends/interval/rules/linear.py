@@ -147,6 +147,8 @@ def _linear_error(
     )
     error = error + lost
     error = error + all_reduce_error(total, error, kernel)
+    biased = bias is not None
+    error = error + late_scale_error(x.mag(), size, total, product.mag(), error, kernel, biased)
     early: Apart = None
     if bias is not None and kernel.free and kernel.coarse:
         stored = kernel.compute
@@ -159,7 +161,7 @@ def _linear_error(
 
 def term_roundings(kernel: Rounding) -> int:
     """Return how often a term of a linear may be rounded before it is added."""
-    return _ROUNDED_TERMS if kernel.numerics.activations.format == "none" else _CODED_TERMS
+    return _CODED_TERMS if kernel.numerics.by_codes else _ROUNDED_TERMS
 
 
 def saturation_error(
@@ -203,6 +205,47 @@ def all_reduce_error(total: Tensor, error: Tensor, kernel: Rounding) -> Tensor |
     faint = (2 * shards + 2) * (1 + grown) * kernel.faint(kernel.compute)
     lost = up((total + error) * grown + faint, 6)
     return torch.where(total + error + lost <= kernel.compute.largest, lost, torch.inf)
+
+
+def late_scale_error(
+    left: Tensor,
+    right: Tensor,
+    total: Tensor,
+    product: Tensor,
+    error: Tensor,
+    kernel: Rounding,
+    biased: bool,
+) -> Tensor | float:
+    """Return what a linear loses besides where scales of weights are multiplied with sums of
+    products of its input with codes; infinite where such a sum may overflow.
+
+    Near zero, numbers are off in units of codes, and count as often as the greatest scale, which
+    the largest weight is no smaller than.
+
+    Args:
+        left, right: magnitudes of the input and of the weight [in, out].
+        total: S, the magnitudes of all terms.
+        product: the magnitude of the sum without a bias.
+        error: how far the sum is off before.
+        biased: whether a bias is added to what was stored.
+    """
+    stored, terms = kernel.numerics.weights, left.shape[-1]
+    if stored.applied == "weights":
+        return 0.0
+    form = CODE_FORMATS[stored.format]
+    most, whole = right.amax() * _DIVISION, stored.applied == "stored_sums"
+    lost = 2.0**-126 * (2 * terms + 8) * most + torch.zeros_like(total)
+    largest = FORMATS[kernel.numerics.accumulate].largest
+    if whole:
+        u, faint = kernel.unit(kernel.compute), kernel.faint(kernel.compute)
+        once = u * (product + error + lost) * (1 + u) + faint * (1 + most)
+        lost = up(lost + once * ((2 if biased else 1) * (1 + 2.0**-6)), 6)
+        largest = min(largest, kernel.compute.largest)
+    codes = left.sum(-1, keepdim=True) * (2 * max(form.above, form.below) * _DIVISION)
+    close = (8 * error <= total) | (total == 0)
+    if unit_of(kernel, quantised=False) is None:
+        close = torch.full_like(close, (terms + 8) * kernel.u_accumulate <= 2.0**-4)
+    return torch.where((codes <= largest) & close, up(lost, 4), torch.inf)
 
 
 def summation_error(

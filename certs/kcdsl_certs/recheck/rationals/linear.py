@@ -119,16 +119,47 @@ def _linear_error(
     sums = product(x.shape, x.mags, w.shape, w.mags)
     sizes = [s + bias[k % len(bias)] for k, s in enumerate(sums)]
     results = both(matmul(x, w), b, add).mags
-    before = 2 if kernel.activations[0] == "none" else 4
+    before = 4 if kernel.by_codes else 2
     errors = _accumulated(kernel, sizes, results, n, before)
     lost = _flushed(kernel, x.shape, x.mags, w.shape, w.mags)
     errors = [e + f + c for e, f, c in zip(errors, lost, clipped, strict=True)]
     errors = [e + _reduced(kernel, s, e) for e, s in zip(errors, sizes, strict=True)]
+    if kernel.late:
+        alone = results if early is None else early.mags
+        late = _by_late_scales(kernel, x, w, alone, errors, early is not None)
+        errors = [e + lost for e, lost in zip(errors, late, strict=True)]
     if early is None or kernel.stepped or not kernel.coarse:
         return errors
     u, least = kernel.units * Fraction(kernel.compute.u), kernel.units * eta(kernel.compute)
     again = 1 + 2 * Fraction(kernel.accumulate.u)  # the sum with the bias is rounded too
     return [e + again * (u * (m + e) + least) for e, m in zip(errors, early.mags, strict=True)]
+
+
+def _by_late_scales(
+    kernel: Kernel,
+    x: Cells,
+    w: Cells,
+    alone: Sequence[Fraction],
+    errors: list[Fraction],
+    biased: bool,
+) -> list[Fraction]:
+    """Return what is lost where scales multiply sums of codes, that are stored or not."""
+    n, scale = x.shape[-1], max(w.mags) * (1 + _SMALL)
+    outputs, most = w.shape[1], Fraction(kernel.accumulate.largest)
+    faint, count = (2 * n + 8) * scale / 2**126, 0
+    u, least = kernel.units * Fraction(kernel.compute.u), kernel.units * eta(kernel.compute)
+    if kernel.late == "stored_sums":
+        count, most = 2 if biased else 1, min(most, Fraction(kernel.compute.largest))
+    wide = (n + 8) * Fraction(kernel.accumulate.u) > Fraction(1, 16)
+    found = []
+    for k, (value, error) in enumerate(zip(alone, errors, strict=True)):
+        row = k // outputs * n
+        codes = 2 * Fraction(kernel.most_code) * sum(x.mags[row : row + n])
+        if wide or codes > most:
+            raise Rejection("bound/overflow", "a sum of products with codes may overflow")
+        cast = u * (1 + u) * (value + error + faint) + least * (1 + scale)
+        found.append(faint + count * cast * (1 + Fraction(1, 64)))
+    return found
 
 
 def _reduced(kernel: Kernel, size: Fraction, error: Fraction) -> Fraction:

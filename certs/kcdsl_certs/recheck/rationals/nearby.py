@@ -100,6 +100,8 @@ def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) ->
     as_it_is = [_Held(v, (ZERO, ZERO)) for v in around]
     if not linear:
         return [_cast(v, h, kernel.holding, kernel) for v, h in zip(around, as_it_is, strict=True)]
+    if kernel.late:
+        raise Rejection("parameter/scale", "no region around weights whose scales come late")
     kind, scale = kernel.weights
     if scale == "none":
         form = FORMATS[kind]

@@ -80,7 +80,7 @@ class RationalParameters:
             found = [as_stored(v, FLOAT32, kernel) for v in found]
         else:
             found = _quantised(values, shape, kernel, key)
-        if scale == "none" or kernel.activations[0] == "none":  # else scales come after the product
+        if scale == "none" or not kernel.by_codes:  # else scales come after the product
             found = [as_stored(v, kernel.holding, kernel) for v in found]
         return points(shape, found)
 

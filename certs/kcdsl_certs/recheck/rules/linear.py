@@ -118,6 +118,10 @@ def _error(
     error = summed(kernel, factors, size, before=before, dynamic=dynamic, key=key)
     error = box.up(error + lost)
     error = box.up(error + reduced(kernel, size[0], error))
+    if kernel.late:
+        whole = box.mag(early) if early is not None else size[1]
+        late = by_late_scales(kernel, factors, size[0], whole, error, early is not None)
+        error = box.up(error + late)
     if early is not None and not kernel.stepped and kernel.coarse:
         u, eta = kernel.off(kernel.compute)
         cast = u * box.up(box.mag(early) + error) + eta
@@ -130,7 +134,42 @@ def _error(
 def before_sums(kernel: Kernel) -> int:
     """Return the roundings of a term of a linear: of codes those of the weight and of both scales,
     wherever they are multiplied in, beside that of the product."""
-    return 2 if kernel.activations[0] == "none" else 4
+    return 4 if kernel.by_codes else 2
+
+
+def by_late_scales(
+    kernel: Kernel,
+    factors: tuple[Floats, Floats],
+    size: Floats,
+    product: Floats,
+    error: Floats,
+    biased: bool,
+) -> Floats:
+    """Return what is lost where scales multiply sums of codes: what counts in units of codes near
+    zero, times the greatest scale, and two casts of a sum that is stored, one before a bias.
+
+    `factors` are the magnitudes of the input and of the weight, which is no smaller than its
+    scale; `size` is S, `product` the magnitude of the sum without bias, `error` that of the sum.
+
+    Raises:
+        Rejection: "bound/overflow" where a sum of codes may overflow.
+    """
+    n, scale = factors[0].shape[-1], float(factors[1].max()) * (1 + _SMALL)
+    lost = np.full(size.shape, (2 * n + 8) * _FLUSHED * scale)
+    most = kernel.accumulate.largest
+    if kernel.late == "stored_sums":
+        u, eta = kernel.off(kernel.compute)
+        cast = box.up(u * (1 + u) * box.up(product + error + lost)) + eta * (1 + scale)
+        lost = box.up(lost + cast * (2 if biased else 1) * (1 + 2.0**-6))
+        most = min(most, kernel.compute.largest)
+    codes = box.up(factors[0].sum(axis=-1, keepdims=True) * (1 + _SMALL)) * 2 * kernel.most_code
+    if kernel.other_unit is None:
+        close = np.asarray((n + 8) * kernel.accumulate.u <= 2.0**-4)
+    else:
+        close = (8 * error <= size) | (size == 0)
+    if not bool(((codes <= most) & close).all()):
+        raise Rejection("bound/overflow", "a sum of products with codes may overflow")
+    return box.up(lost)
 
 
 def reduced(kernel: Kernel, size: Floats, error: Floats) -> Floats | float:

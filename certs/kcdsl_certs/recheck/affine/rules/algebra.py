@@ -35,6 +35,7 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules.linear import (
     before_sums,
+    by_late_scales,
     check_product,
     clipped,
     product_roundings,
@@ -88,6 +89,11 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if kernel.shards > 1:
         parts = raised(reduced(kernel, sizes[0], error) + np.zeros(error.shape))
         error, split = raised(error + parts), split.with_sure(parts)
+    if kernel.late:
+        alone_sum = raised(np.abs(product) + carried + own)
+        biased = bias is not None
+        late = raised(by_late_scales(kernel, factors, sizes[0], alone_sum, error, biased))
+        error, split = raised(error + late), split.with_sure(late)
     terms_back = gamma(weight.shape[0] + 8, UNIT)  # the reverse pass sums over the outputs
     early = None
     if bias is not None and not kernel.stepped and kernel.coarse:
