@@ -123,9 +123,14 @@ def apart(variant: Variant, graph: BlockGraph, formats: Iterable[str]) -> float:
             expected = graph_output(graph, params, x, format)
             pinned = [FORMATS[node.format].unit_roundoff for node in graph.nodes if node.format]
             unit = max(FORMATS[format].unit_roundoff, *pinned, 0.0)
+            least = FORMATS[format].smallest_subnormal
 
-            def changed(value: NDArray[np.float64], unit: float = unit) -> NDArray[np.float64]:
-                return value * (1 + unit * drawn.uniform(-1, 1, value.shape))
+            def changed(
+                value: NDArray[np.float64], unit: float = unit, least: float = least
+            ) -> NDArray[np.float64]:
+                by, more = drawn.uniform(-1, 1, (2, *value.shape))
+                moved: NDArray[np.float64] = value * (1 + unit * by) + least * more
+                return moved
 
             inputs = [x * (1 + 4 * unit * drawn.uniform(-1, 1, x.shape)) for _ in range(4)]
             noise = [run(round_to(near, format)).to(torch.float64).numpy() for near in inputs]
@@ -140,7 +145,7 @@ def apart(variant: Variant, graph: BlockGraph, formats: Iterable[str]) -> float:
             moved = max(float(gap[finite].max()) for gap in gaps)
             size = float(np.abs(found[finite]).max())
             sums = max(variant.rows, variant.width) * min(unit, 2.0**-24) / LARGEST_RATIO
-            allowed = moved + (unit + sums) * size + 8 * FORMATS[format].smallest_subnormal
+            allowed = moved + (unit + sums) * size + 8 * least
             worst = max(worst, float(np.abs(found - expected)[finite].max()) / allowed)
     return worst
 
