@@ -194,7 +194,7 @@ def test_values(tmp_path: Path) -> None:
     [
         ("casts: ¦", {"nearest", "any", "toward_zero", "any_toward_zero", "any_direction"}),
         ("weights: {rounding: ¦}", {"nearest", "toward_zero"}),
-        ("weights: {¦}", {"format", "scale", "rounding", "scale_format"}),
+        ("weights: {¦}", {"format", "scale", "rounding", "scale_format", "applied"}),
     ],
 )
 def test_how_casts_and_weights_are_rounded(section: str, some: set[str]) -> None:
