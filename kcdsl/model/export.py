@@ -27,6 +27,8 @@ from kcdsl.model.roles import mark_attention
 from kcdsl.model.stored import NAMES, TYPES, traced_format
 
 _FAKE = "torch._subclasses.fake_tensor"
+_HARMLESS = frozenset({"aten::detach_"})
+"""Operations in place that change no number: of `torch.tensor` in a module, for instance."""
 
 
 def block_graph(
@@ -176,4 +178,5 @@ def _export(block: str, module: nn.Module, example: Tensor) -> torch.export.Expo
 def _writes_in_place(program: torch.export.ExportedProgram) -> bool:
     """Say whether any operation changes a tensor; such a program must be made functional first."""
     calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
-    return any(t._schema.is_mutable for t in calls if isinstance(t, torch._ops.OpOverload))
+    operators = [t for t in calls if isinstance(t, torch._ops.OpOverload)]
+    return any(t._schema.is_mutable and t._schema.name not in _HARMLESS for t in operators)

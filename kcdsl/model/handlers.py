@@ -33,7 +33,7 @@ def _handles(*names: str) -> Callable[[Handler], Handler]:
 # --- the same value ------------------------------------------------------------------------------
 
 
-@_handles("contiguous", "clone", "detach", "alias", "lift_fresh_copy", "positive")
+@_handles("contiguous", "clone", "detach", "detach_", "alias", "lift_fresh_copy", "positive")
 def _same(s: Lowering, a: Arguments) -> Any:
     return a["self"]
 
@@ -303,9 +303,9 @@ def _add(s: Lowering, a: Arguments) -> Any:
             continue
         if (number := s.number(two)) is not None:
             return _shifted(s, one, number)
-        mask = _additive_mask(two)
-        if mask is not None:
-            return masked(s, one, mask)
+        hiding = _hiding(two)
+        if hiding is not None:
+            return _hidden(s, one, *hiding)
     return s.emit("add", [x, y], s.out_shape)
 
 
@@ -580,20 +580,29 @@ def _hides(s: Lowering, value: Any) -> bool:
             return isinstance(value, int | float) and value <= MASKED
 
 
-def _additive_mask(value: Any) -> Tensor | None:
-    """Return the bool mask of a plain tensor that holds only 0 and -inf, both of them or -inf."""
+def _hiding(value: Any) -> tuple[Tensor, Plain | None] | None:
+    """Take a plain tensor that is added to scores apart: which it keeps, and what it adds to them.
+
+    None for a tensor that hides no score, or not the same in every format. What is added is None
+    where that is 0 everywhere, and 0 where a score is hidden.
+    """
     if not isinstance(value, Plain):
         return None
-    found: Tensor | None = None
-    for tensor in value.values.values():
-        if not tensor.is_floating_point():
-            return None
-        hidden = tensor <= MASKED
-        only = bool((hidden | (tensor == 0)).all()) and bool(hidden.any())
-        if not only or (found is not None and not torch.equal(found, ~hidden)):
-            return None
-        found = ~hidden
-    return found
+    tensors = value.values.values()
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        return None
+    hidden, *others = (tensor <= MASKED for tensor in tensors)
+    if not bool(hidden.any()) or not all(torch.equal(hidden, other) for other in others):
+        return None
+    kept = {name: tensor.masked_fill(hidden, 0.0) for name, tensor in value.values.items()}
+    bias = Plain(kept) if any(bool(tensor.any()) for tensor in kept.values()) else None
+    return ~hidden, bias
+
+
+def _hidden(s: Lowering, scores: Ref, keep: Tensor, bias: Plain | None) -> Ref:
+    """Return scores with a bias, where they are kept."""
+    added = scores if bias is None else s.emit("add", [scores, bias], s.out_shape)
+    return masked(s, added, keep)
 
 
 @_handles("scaled_dot_product_attention")
@@ -619,10 +628,11 @@ def _attention(s: Lowering, a: Arguments) -> Any:
         s.need(mask is None, "a mask beside is_causal")
         scores = masked(s, scores, torch.ones(q.shape[-2], length, dtype=torch.bool).tril())
     elif mask is not None:
-        keep = plain_mask(mask)
-        keep = _additive_mask(mask) if keep is None else keep
+        keep, hiding = plain_mask(mask), _hiding(mask)
         if keep is not None:
             scores = masked(s, scores, keep)
+        elif hiding is not None:
+            scores = _hidden(s, scores, *hiding)
         else:
             scores = s.emit("add", [scores, mask], shape)
     s.out_shape = out_shape
