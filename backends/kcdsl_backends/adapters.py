@@ -295,6 +295,9 @@ def _problems(adapter: Adapter, numerics: Numerics, device: str) -> list[str]:
     coarse = FORMATS[numerics.compute].precision < FORMATS["float32"].precision
     exp_ulps = adapter.coarse_exp_ulps if coarse and device == "cpu" else adapter.exp_ulps
     return [
+        f"it reads keys and values as they are, not from a cache ({numerics.kv_cache.format})"
+        if numerics.kv_cache is not None
+        else "",
         _other_weights(adapter, numerics),
         _other_overrides(adapter, numerics),
         "it multiplies weights with their scales before the product, not sums"

@@ -54,7 +54,7 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
     "": (
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
         *("results", "tensor_core", "sigmoid", "byte_sums", "products", "shards"),
-        "overrides",
+        *("overrides", "kv_cache"),
     ),
     "override": ("weights", "activations"),
     "weights": ("format", "scale", "rounding", "scale_format", "applied"),
@@ -62,6 +62,7 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
         *("format", "scale", "input_scale", "input_zero_point"),
         *("least_scale", "amax_limit", "batch_amax"),
     ),
+    "kv_cache": ("format", "scale", "key_scale", "value_scale", "least_scale"),
     "attention": ("style", "tile", "probabilities", "scores", "exp_ulps"),
     "results": RESULTS,
     "tensor_core": ("linears", "others"),
@@ -69,7 +70,7 @@ _NUMERICS_FIELDS: dict[str, tuple[str, ...]] = {
     "others": _UNIT,
 }
 _NUMBERS = {"tile", "exp_ulps", "shards", *_UNIT}
-_BY_LINEAR = {"input_scale", "input_zero_point"}
+_BY_LINEAR = {"input_scale", "input_zero_point", "key_scale", "value_scale"}
 """Numbers that may stand in mappings of names of linears, and in lists; kept as written."""
 _AS_WRITTEN = {"least_scale", "amax_limit", "batch_amax"}
 """Numbers that are kept as written, as decimals or float.hex()."""

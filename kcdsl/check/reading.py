@@ -41,6 +41,7 @@ _FIRST_FIELDS = {
     "numerics": "preset",
     "weights": "format",
     "activations": "format",
+    "kv_cache": "format",
 }
 """Mappings and the field that people mean who write a text in their place."""
 

@@ -291,6 +291,8 @@ def _numerics(parent: str, name: str) -> list[str]:
         ("weights", "applied"): presets.WEIGHTS_APPLIED,
         ("activations", "format"): presets.ACTIVATION_FORMATS,
         ("activations", "scale"): presets.ACTIVATION_SCALES,
+        ("kv_cache", "format"): presets.CACHE_FORMATS,
+        ("kv_cache", "scale"): presets.CACHE_SCALES,
         ("attention", "style"): presets.STYLES,
         ("attention", "probabilities"): ("compute", "accumulate", *FORMATS),
         ("attention", "scores"): ("compute", "accumulate", *FORMATS),

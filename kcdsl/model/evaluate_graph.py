@@ -187,6 +187,7 @@ def _written(node: Node) -> bool:
 
 _OPERATIONS: dict[str, Callable[..., Array]] = {
     "cast": lambda n, s, x: x,
+    "cache": lambda n, s, x: x,
     "embedding": lambda n, s, w: w[np.asarray(n.attrs["ids"])],
     "linear": _linear,
     "matmul": lambda n, s, a, b: a @ b,

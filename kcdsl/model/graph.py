@@ -10,6 +10,7 @@ masks) and token ids. Nodes stand in an order in which every node comes after it
 | param | – | key | a checkpoint tensor |
 | constant | – | key | an array of `constants` (float32, or bool for masks) |
 | cast | x | – | x, in the node's format |
+| cache | x | part, source | x: keys or values, stored and read back by a kernel with a kv_cache |
 | embedding | weight | ids (list of int) | weight[ids] |
 | linear | x, weight[, bias] | – | x @ weight.T + bias |
 | matmul | a, b | – | a @ b over the last two dimensions, leading dimensions broadcast |
@@ -43,6 +44,10 @@ and relu: their format is not read. Parameters, embeddings and inputs have none.
 written out, each of its `parts` a stored result: a list of [part, format], the format as above, in
 the order of the program (docs/relational-interval.md, section 6). silu and rope may be written too,
 without parts: their sigmoid and their products are stored in the format of the node.
+
+`cache` stands before a product that reads keys (part "keys", [.., d, T]) or values ("values",
+[.., T, d]), if one of two kernels has a quantised cache; `source` is the key of the weight of the
+linear that alone makes them, or "".
 
 Float attributes are exact doubles. A kernel may round a factor, a divisor or an offset to the
 format of the result first, or not.

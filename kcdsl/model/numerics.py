@@ -148,6 +148,51 @@ def sums_of_bytes(weights: Weights) -> bool:
     return signed and weights.scale in ("per_tensor", "per_channel")
 
 
+Scales = tuple[tuple[str, tuple[float, ...]], ...]
+_GROUPS = {"per_head": "per_token", "per_token_head": "per_token"}
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """How a kernel stores keys and values: as codes of `format`, read back in the compute format.
+
+    `scale` "none", "static", or of what shares a scale that is made of its largest magnitude:
+    "per_tensor", "per_head" (all rows of one head) or "per_token_head" (one row of one head).
+    Dynamic scales are never below `least_scale`. Static ones are `key_scale` and `value_scale`: one
+    for all heads, or one for each head of the product that reads them, by the name of the linear
+    that forms the keys or values ("*": any that is not named).
+    """
+
+    format: str
+    scale: str
+    key_scale: Scales = ()
+    value_scale: Scales = ()
+    least_scale: float = 0.0
+
+    def quantiser(self, part: str, source: str) -> Activations | None:
+        """Return the quantiser of "keys" or "values" whose elements are arranged so that it is one
+        of the input of a linear (`CacheRows`); None where a static scale is missing.
+
+        `source` is the weight of the linear that forms them, "" where that is not one alone.
+        """
+        if self.scale != "static":
+            layout = _GROUPS.get(self.scale, self.scale)
+            return Activations(self.format, layout, least_scale=self.least_scale)
+        scales = dict(self.key_scale if part == "keys" else self.value_scale)
+        found = scales.get(linear_name(source), scales.get("*"))
+        return None if found is None else Activations(self.format, "static", (("*", found),))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record; scales stand in it as float.hex()."""
+        record: dict[str, Any] = {"format": self.format, "scale": self.scale}
+        for key, scales in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
+            if scales:
+                record[key] = {name: [s.hex() for s in given] for name, given in scales}
+        if self.least_scale:
+            record["least_scale"] = self.least_scale.hex()
+        return record
+
+
 def linear_name(weight: str) -> str:
     """Return the name of a linear by that of its weight in the checkpoint."""
     return weight.removesuffix(".weight")
@@ -249,6 +294,7 @@ class Numerics:
     in `compute` and added in it, in any order.
     `products` is "compute", or "tfloat32": what products of matrices read is cut to tfloat32 first.
     `overrides` gives linears other `weights` and `activations`, sorted by pattern.
+    `kv_cache` None: keys and values are read as they are computed.
     """
 
     preset: str
@@ -265,6 +311,7 @@ class Numerics:
     products: str = "compute"
     shards: int = 1
     overrides: tuple[Override, ...] = ()
+    kv_cache: KvCache | None = None
 
     def serving(self, weight: str) -> Numerics:
         """Return the numerics of the linear with this weight: a name goes before patterns, and
@@ -381,6 +428,8 @@ class Numerics:
             record["shards"] = self.shards
         if self.overrides:
             record["overrides"] = {each.pattern: each.to_json() for each in self.overrides}
+        if self.kv_cache is not None:
+            record["kv_cache"] = self.kv_cache.to_json()
         return record
 
 

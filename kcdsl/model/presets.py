@@ -17,6 +17,7 @@ from kcdsl.model.numerics import CASTS as MEANINGS
 from kcdsl.model.numerics import (
     Activations,
     Attention,
+    KvCache,
     Numerics,
     Override,
     TensorCore,
@@ -32,7 +33,7 @@ from kcdsl.model.quantisers import (
     WEIGHT_LAYOUTS,
     fitting_layouts,
 )
-from kcdsl.model.static_scales import dynamic_limits, static_scales
+from kcdsl.model.static_scales import cache_scales, dynamic_limits, static_scales
 
 COMPUTE_FORMATS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 ACCUMULATORS = ("float64", "float32", "tfloat32", "float16", "bfloat16")
@@ -46,6 +47,16 @@ SCALE_FORMATS = ("float32", "float16", "bfloat16")
 ACTIVATION_FORMATS = ("none", *quantisers.ACTIVATION_FORMATS)
 ACTIVATION_SCALES = ("none", *ACTIVATION_LAYOUTS, "static")
 _STATIC = ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "int8", "int8_full", "uint8")
+CACHE_FORMATS = (
+    "none",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_e4m3fnuz",
+    "fp8_e5m2fnuz",
+    "int8",
+    "int8_full",
+)
+CACHE_SCALES = ("none", "per_tensor", "per_head", "per_token_head", "static")
 STYLES = ("composed", "fused")
 SIGMOIDS = ("relative", "absolute")
 BYTE_SUMS = ("wide", "int16_pairs")
@@ -119,6 +130,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "compute": "bfloat16",
         "weights": _E4M3_PER_CHANNEL,
         "activations": {"format": "fp8_e4m3", "scale": "per_token", "least_scale": _VLLM_LEAST},
+    },
+    "vllm-fp8-kv-cache": {
+        "compute": "bfloat16",
+        "attention": {"style": "fused"},
+        "kv_cache": {"format": "fp8_e4m3", "scale": "static", "key_scale": 1.0, "value_scale": 1.0},
     },
     "fp8-w8a8-blocks": {
         "compute": "bfloat16",
@@ -254,6 +270,7 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
         products=products,
         shards=shards,
         overrides=overrides,
+        kv_cache=_kv_cache(_merged(base, given, "kv_cache"), merged.get("casts", "any")),
     )
 
 
@@ -317,6 +334,27 @@ def _overrides(
             f"there are more than {MOST_OVERRIDES} overrides, or {MOST_PATTERNS} with `*` or `?`"
         )
     return tuple(found[pattern] for pattern in sorted(found))
+
+
+def _kv_cache(raw: dict[str, Any], casts: object) -> KvCache | None:
+    """Read the section `kv_cache`; without one, and with the format "none", there is no cache."""
+    if not raw:
+        return None
+    _known_keys(raw, "kv_cache", KvCache.__dataclass_fields__)
+    format = _choice("kv_cache.format", raw.get("format", "none"), CACHE_FORMATS)
+    scale = _choice("kv_cache.scale", raw.get("scale", "none"), CACHE_SCALES)
+    if format == "none":
+        if scale != "none" or set(raw) - {"format", "scale"}:
+            raise _refusal("kv_cache has scales but no format", CACHE_FORMATS[1:])
+        return None
+    if scale == "none" and format not in FORMATS:
+        raise _refusal(f"a kv_cache of {format} has no scale 'none'", CACHE_SCALES[1:])
+    if MEANINGS[_choice("casts", casts, CASTS)].units != 1:
+        raise _refusal(
+            f"casts are {casts!r} and kv_cache is {format}: quantisers round to nearest",
+            ("nearest", "any"),
+        )
+    return KvCache(format, scale, *cache_scales(raw, scale))
 
 
 def _products(raw: object, compute: str, accumulate: str) -> str:

@@ -58,6 +58,33 @@ def static_scales(section: Mapping[str, Any], format: str, scale: str) -> tuple[
     return found, zeros
 
 
+def cache_scales(section: Mapping[str, Any], scale: str) -> tuple[Scales, Scales, float]:
+    """Return `key_scale`, `value_scale` and `least_scale` of a section `kv_cache`.
+
+    Static scales are read as those of activations, and both must be there. Refuse a least scale
+    where none is dynamic.
+    """
+    found: list[Scales] = []
+    for key in ("key_scale", "value_scale"):
+        if (key in section) != (scale == "static"):
+            there = "have no" if scale == "static" else "have a"
+            raise _refusal(
+                f"the keys and values of kv_cache.scale {scale!r} {there} kv_cache.{key}",
+                "write `scale: static` with `key_scale` and `value_scale`",
+            )
+        if scale == "static":
+            given = _by_name(key, section[key], "kv_cache")
+            found.append(
+                tuple((n, _scales(_place(key, n, "kv_cache"), value)) for n, value in given)
+            )
+    least = 0.0
+    if "least_scale" in section:
+        if scale in ("none", "static"):
+            raise _refusal(f"kv_cache has `least_scale` and the scale {scale!r}")
+        least = _scale("kv_cache.least_scale", section["least_scale"])
+    return (found[0], found[1], least) if found else ((), (), least)
+
+
 def dynamic_limits(
     section: Mapping[str, Any], format: str, scale: str
 ) -> tuple[float, float, float]:
@@ -84,16 +111,16 @@ def dynamic_limits(
     return found["least_scale"], found["amax_limit"], found["batch_amax"]
 
 
-def _by_name(key: str, value: object) -> list[tuple[str, object]]:
+def _by_name(key: str, value: object, section: str = "activations") -> list[tuple[str, object]]:
     if not isinstance(value, Mapping):
         return [("*", value)]
     if not value or not all(isinstance(name, str) and name for name in value):
-        raise _refusal(f"activations.{key} names no linear", "name one, or write `*` for all")
+        raise _refusal(f"{section}.{key} names no linear", "name one, or write `*` for all")
     return sorted(value.items())
 
 
-def _place(key: str, name: str) -> str:
-    return f"activations.{key}" if name == "*" else f"activations.{key}.{name}"
+def _place(key: str, name: str, section: str = "activations") -> str:
+    return f"{section}.{key}" if name == "*" else f"{section}.{key}.{name}"
 
 
 def _scales(place: str, value: object) -> tuple[float, ...]:

@@ -26,6 +26,12 @@ DTYPES: dict[str, Any] = {
     "fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2,
 }  # fmt: skip
 _LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0}
+_LARGEST |= {"fp8_e4m3fnuz": 240.0, "fp8_e5m2fnuz": 57344.0}
+_DIVISOR = {"int8_full": 127.5, "fp8_e4m3fnuz": 224.0}
+_CACHE_TYPES = {
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2,
+    "fp8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz, "fp8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+}  # fmt: skip
 _MX = {"fp8_e4m3": 8, "fp8_e5m2": 15}
 _GROUPS = {"mx": 32, "group_128": 128}
 
@@ -251,6 +257,37 @@ class Run:
         code = np.rint(ratio) if kind == "int8" else ratio.astype(DTYPES[kind]).astype(np.float32)
         return self._back(code * s, x, scale)
 
+    def cached(self, x: Floats, part: str, source: str) -> Floats:
+        """Return keys [.., d, T] or values [.., T, d] as float32 arithmetic stores and reads them.
+
+        Where casts are free a code may be off by a step at most where a ratio is near its edge.
+        """
+        record = self.numerics["kv_cache"]
+        kind, scale = record["format"], record["scale"]
+        v = (np.swapaxes(x, -1, -2) if part == "keys" else x).astype(np.float32)
+        heads = v.reshape(-1, *v.shape[-2:])
+        if scale == "static":
+            given = record["key_scale" if part == "keys" else "value_scale"]
+            own = given.get(source.removesuffix(".weight"), given.get("*"))
+            s = np.array([float.fromhex(value) for value in own], np.float32).reshape(-1, 1, 1)
+        else:
+            axes = {"per_tensor": (0, 1, 2), "per_head": (1, 2), "per_token_head": (2,)}
+            divisor = np.float32(_DIVISOR.get(kind, _LARGEST.get(kind)))
+            size = np.abs(heads).max(axis=axes.get(scale, ()), keepdims=True)
+            s = np.maximum(size / divisor, _limit(record, "least_scale"))
+            s = np.maximum(s, np.float32(2.0**-23 if kind == "int8_full" else 0))
+            s = np.where(s == 0, np.float32(1), s) if scale != "none" else np.ones_like(size[:1])
+        times = kind == "int8_full" if scale != "static" else self.rng.random() < 0.5
+        ratio = heads * (np.float32(1) / s) if times else heads / s
+        if kind in _CACHE_TYPES:
+            top = np.float32(_LARGEST[kind])
+            code = np.clip(ratio, -top, top).astype(_CACHE_TYPES[kind]).astype(np.float32)
+        else:
+            code = np.clip(np.rint(ratio), -128 if kind == "int8_full" else -127, 127)
+        value = (code.astype(np.float32) * s).reshape(v.shape).astype(np.float64)
+        value = np.swapaxes(value, -1, -2) if part == "keys" else value
+        return self.store(value, self.numerics["compute"])
+
     def _back(self, found: Floats, x: Floats, scale: str) -> Floats:
         if scale in _GROUPS:
             found = found.reshape(x.shape[0], -1)[:, : x.shape[-1]]
@@ -418,6 +455,10 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
                 y, settled = args[0].reshape(attrs["shape"]), False
             case "expand":
                 y, settled = np.broadcast_to(args[0], attrs["shape"]), False
+            case "cache":
+                y, settled = args[0], False
+                if "kv_cache" in run.numerics:
+                    y = run.cached(args[0], attrs["part"], attrs["source"])
             case "permute":
                 y, settled = np.transpose(args[0], attrs["dims"]), False
             case "slice":

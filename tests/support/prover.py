@@ -11,6 +11,7 @@ from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import (
     Activations,
     Attention,
+    KvCache,
     Numerics,
     Override,
     TensorCore,
@@ -36,6 +37,7 @@ def numerics(record: Any) -> Numerics:
                 )
                 for pattern, section in sorted(record.get("overrides", {}).items())
             ),
+            "kv_cache": _cache(record.get("kv_cache")),
         }
     )
     assert found.to_json() == record
@@ -50,6 +52,19 @@ def _activations(record: Any) -> Activations:
         tuple((name, tuple(float.fromhex(s) for s in given)) for name, given in scales),
         tuple(sorted(record.get("input_zero_point", {}).items())),
     )
+
+
+def _cache(record: Any) -> KvCache | None:
+    if record is None:
+        return None
+
+    def scales(key: str) -> tuple[tuple[str, tuple[float, ...]], ...]:
+        given = sorted(record.get(key, {}).items())
+        return tuple((name, tuple(float.fromhex(s) for s in found)) for name, found in given)
+
+    least = float.fromhex(record.get("least_scale", "0x0p0"))
+    kind, scale = record["format"], record["scale"]
+    return KvCache(kind, scale, scales("key_scale"), scales("value_scale"), least)
 
 
 def _core(record: Any) -> TensorCore | None:

@@ -12,18 +12,20 @@ from kcdsl.model.graph import BlockGraph, Node, weight_of
 from kcdsl_backends.affine.handing import Around, symbol
 from kcdsl_backends.affine.independent import Chance
 from kcdsl_backends.affine.kernel import KernelRun, Private, Spread
-from kcdsl_backends.affine.rules import attention, elementwise, linear, norms, structural
+from kcdsl_backends.affine.rules import attention, cache, elementwise, linear, norms, structural
 from kcdsl_backends.affine.storing import Result, store, stored_format
 from kcdsl_backends.affine.tape import SAFE, Entry, Tape
 from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.readings import Apart, several
 from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rules.cache import refuse_uncached
 from kcdsl_backends.parameters import StoredParameters
 
 RULES: Mapping[str, Callable[[KernelRun, Node], None]] = {
     "embedding": structural.embedding,
     "cast": structural.cast,
+    "cache": cache.cache,
     "linear": linear.linear,
     "matmul": linear.matmul,
     "add": elementwise.total(1.0),
@@ -96,6 +98,7 @@ def write(
     Raises:
         NoBound: some result has no finite bound.
     """
+    refuse_uncached(graph, parameters.numerics)
     shape = (1, 1) if centre is None else tuple(centre.shape)
     tape = Tape(radius.expand(shape).contiguous(), chance=chance)
     nodes = {node.name: node for node in graph.nodes}

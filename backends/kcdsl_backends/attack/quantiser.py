@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Activations, Numerics
 from kcdsl.model.quantisers import CODE_FORMATS
 from kcdsl_backends.attack.sums import nearest_to
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rules.cache import ANY, arranged, as_linears, quantiser_of, replaced
 from kcdsl_backends.interval.rules.linear import activation_error
 from kcdsl_backends.interval.scales import (
     Quantiser,
@@ -61,7 +63,25 @@ def to_nearest(x: Tensor, numerics: Numerics, weight: str) -> Tensor:
         ratio = _single(v * _single(1.0 / scale)) if times else _single(v / scale)
         code = nearest_to(ratio.clamp(-form.below, form.above), form.grid)
         value = code.clamp(-form.below, form.above) * scale
-    return x + (_single(value) - v)
+    return _single(value) + (x - v)  # the value to the last bit
+
+
+def cached(x: Tensor, node: Node, numerics: Numerics, share: Tensor | None) -> Tensor:
+    """Return the values of the codes of keys or values, each step to nearest, or x + share·Q.
+
+    Raises:
+        Exceeded: there is no admitted run.
+    """
+    try:
+        spec = quantiser_of(node, numerics)
+    except NoBound as reason:
+        raise Exceeded(str(reason)) from None
+    if spec is None:
+        return x
+    inside, rows = as_linears(numerics, spec), arranged(x, node, numerics)
+    if share is None:
+        return replaced(to_nearest(rows, inside, ANY), node, numerics, x)
+    return replaced(moved_by(rows, inside, ANY, arranged(share, node, numerics)), node, numerics, x)
 
 
 def _asymmetric(v: Tensor, spec: Activations, weight: str) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kcdsl.model.caching import uncached
 from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics, held_formats
@@ -47,7 +48,7 @@ from kcdsl_backends.attack.inside import (
     written_error,
 )
 from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
-from kcdsl_backends.attack.quantiser import Exceeded, moved_by, to_nearest
+from kcdsl_backends.attack.quantiser import Exceeded, cached, moved_by, to_nearest
 from kcdsl_backends.attack.sums import cut_to, nearest_to, ordered_product, sum_error
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.readings import ONCE, several
@@ -141,6 +142,8 @@ class Simulator:
         if self.free and self._quantises(node):
             source = self.graph.node(node.inputs[0])
             found.append(("quantised", source.shape))
+        if self.free and node.op == "cache" and self.numerics.kv_cache is not None:
+            found.append(("quantised", node.shape))
         if self._casts_freely(node):
             found.append(("cast", node.shape))
         return found
@@ -190,7 +193,9 @@ class Simulator:
     def steps(self) -> bool:
         """Say whether some value is rounded by steps, by a quantiser or when it is stored."""
         stores = any(self._stores(node) and self._stepped(node) for node in self.graph.nodes)
-        return stores or (not self.free and any(map(self._quantises, self.graph.nodes)))
+        caches = self.numerics.kv_cache is not None
+        quantises = caches or any(map(self._quantises, self.graph.nodes))
+        return stores or (not self.free and quantises)
 
     def _quantises(self, node: Node) -> bool:
         """Say whether a node is a linear whose input is quantised."""
@@ -232,6 +237,8 @@ class Simulator:
     def _stores(self, node: Node) -> bool:
         if node.op == "cast":
             return bool(self._held(node))
+        if node.op == "cache":
+            return self.numerics.kv_cache is not None
         return node.op in STORED or (node.op == "input" and self._format(node).precision < 24)
 
     def run(
@@ -250,6 +257,9 @@ class Simulator:
         Raises:
             Overflowed: a value leaves its format.
         """
+        unknown = uncached(self.graph) if self.numerics.kv_cache is not None else None
+        if unknown is not None:
+            raise Overflowed(f"no run of a kernel with a kv_cache is known: {unknown}")
         values: dict[str, Tensor] = {}
         nodes = {n.name: n for n in self.graph.nodes}
         readings, formed = self._readings(), dict[str, Tensor]()
@@ -274,7 +284,10 @@ class Simulator:
                 if key in readings and symbol is not None:
                     own[name] = self._store(nodes[name], formed[name], symbol, through)
             read = {**values, **own} if own else values
-            if orders and node.name in orders:
+            if node.op == "cache":
+                entering = self._operand(node.inputs[0], nodes, read)
+                value = self._cached(node, entering, symbols.get(f"quantised {node.name}"), through)
+            elif orders and node.name in orders:
                 value = self._ordered(node, orders[node.name], nodes, read)
             else:
                 value = self._exact(node, nodes, read)
@@ -434,6 +447,28 @@ class Simulator:
         if through is None or symbol is not None or not self._quantises(node):
             return self._quantised(node, x, symbol)
         return through(_entering(node), lambda value: self._quantised(node, value, None), x)
+
+    def _cached(
+        self, node: Node, x: Tensor, symbol: Tensor | None, through: Through | None
+    ) -> Tensor:
+        """Return what a kernel with a cache makes of keys or values before it reads them back."""
+        if self.numerics.kv_cache is None:
+            return x
+        if x.dim() > len(node.shape):
+            symbols = [None] * len(x) if symbol is None else list(symbol.expand_as(x))
+            parts = zip(x, symbols, strict=True)
+            return torch.stack([self._cached(node, one, own, through) for one, own in parts])
+        share = None if symbol is None else WITHIN * symbol.expand_as(x)
+
+        def step(value: Tensor) -> Tensor:
+            return cached(value, node, self.numerics, share)
+
+        try:
+            if through is None or symbol is not None:
+                return step(x)
+            return through(_entering(node), step, x)
+        except Exceeded as reason:
+            raise Overflowed(f"{node.name}: {reason}") from None
 
     def _store(
         self, node: Node, value: Tensor, symbol: Tensor | None, through: Through | None

@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.architecture import Model
+from kcdsl.model.caching import with_caches
 from kcdsl.model.export import block_graph
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph
@@ -192,6 +194,12 @@ class Workshop:
         Refuse a block that its graph at two rows does not describe at others (KC474).
         """
         key = (block, longest)
+        if self.train.kv_cache is not None or self.infer.kv_cache is not None:
+            raise refuse(
+                codes.FIXED_LENGTH,
+                f"block {block!r} cannot be bounded at any length with a quantised kv_cache",
+                help="use hull(...), which bounds it at each length of the slice",
+            )
         if key not in self._sequences:
             with threads_for(0):
                 graph, axes, tables = sequence_graph(self.model, block, longest, self.formats)
@@ -216,6 +224,7 @@ class Workshop:
 
     def problem_of_graph(self, graph: BlockGraph) -> BlockProblem:
         """Return the problem of a graph of the model, such as a part of a block."""
+        graph = with_caches(graph, (self.train, self.infer))
         tensors = self.model.checkpoint.tensors
         train = StoredParameters(tensors, graph.constants, self.train, self.device)
         return BlockProblem(graph, train, train.under(self.infer))

@@ -16,6 +16,7 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.readings import ALONE, Apart, Between, several
 from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.rules import (
+    cache,
     elementwise,
     linear,
     norms,
@@ -31,6 +32,7 @@ FLOAT32 = FORMATS["float32"]
 RULES: Mapping[str, Rule] = {
     "embedding": structural.embedding,
     "cast": Step.cast,
+    "cache": cache.cache,
     "linear": linear.linear,
     "matmul": linear.product,
     "add": elementwise.add,
@@ -132,6 +134,7 @@ def _states(
     between: Between,
 ) -> Iterator[tuple[Node, State]]:
     """Yield every computed node with its state; what nobody reads any more is dropped."""
+    cache.refuse_uncached(graph, kernels.train.numerics, kernels.infer.numerics)
     nodes = {node.name: node for node in graph.nodes}
     kernels = replace(kernels, handed=drift is not None)
     known: dict[str, Known] = {}

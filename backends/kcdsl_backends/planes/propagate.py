@@ -16,6 +16,7 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.propagate import RULES as INTERVAL
 from kcdsl_backends.interval.propagate import block_input
 from kcdsl_backends.interval.rules import softmax as interval_softmax
+from kcdsl_backends.interval.rules.cache import refuse_uncached
 from kcdsl_backends.interval.state import State, settle
 from kcdsl_backends.planes.hints import hints_of
 from kcdsl_backends.planes.refine import refine
@@ -116,6 +117,9 @@ def walk(graph: BlockGraph, kernels: Kernels, centre: Tensor | None, radius: Ten
         raise NoBound(graph.output, "planes do not cover sequences of any length")
     if kernels.around_weights:
         raise NoBound(graph.output, "planes do not cover a region around the weights")
+    if any(node.op == "cache" for node in graph.nodes):
+        raise NoBound(graph.output, "planes do not cover a quantised kv_cache")
+    refuse_uncached(graph, kernels.train.numerics, kernels.infer.numerics)
     run = Run(graph, watched(kernels), Tape(), {node.name: node for node in graph.nodes})
     for node in graph.nodes:
         if node.op in ("param", "constant"):

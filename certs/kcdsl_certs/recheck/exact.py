@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Node
+from kcdsl_certs.recheck.caching import refuse_uncached
 from kcdsl_certs.recheck.document import Case, Ends, Functional, Proof
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rationals import elementwise, linear, moves
@@ -48,6 +49,8 @@ class Rational:
 
     def __init__(self, proof: Proof, tensors: Mapping[str, Tensor]) -> None:
         """Check the parameters; raises what `RationalParameters` raises."""
+        for block in proof.graphs.values():
+            refuse_uncached(block, proof.train, proof.infer)
         self._proof = proof
         self._parameters = RationalParameters(tensors, proof.parameters)
 

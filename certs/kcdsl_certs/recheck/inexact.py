@@ -12,6 +12,7 @@ from kcdsl_certs.recheck import box, planes
 from kcdsl_certs.recheck.affine import Pair, handed, of_rows, pair, stays
 from kcdsl_certs.recheck.block import Array, Block
 from kcdsl_certs.recheck.box import Box
+from kcdsl_certs.recheck.caching import refuse_uncached
 from kcdsl_certs.recheck.document import Apart, Case, Ends, Proof
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import Floats
@@ -32,6 +33,8 @@ class Doubles:
         """Check the parameters; raises what `Parameters` raises."""
         if not float(np.ldexp(np.ones(1), -1022)[0] * np.full(1, 0.5)[0]) > 0:
             raise Rejection("internal", "this process flushes subnormal numbers to zero")
+        for block in proof.graphs.values():
+            refuse_uncached(block, proof.train, proof.infer)
         self._proof = proof
         self._parameters = Parameters(tensors, proof.parameters)
 

@@ -14,6 +14,7 @@ from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules import (
     attention,
+    cache,
     elementwise,
     linear,
     norms,
@@ -44,6 +45,7 @@ _RULES: dict[str, tuple[Rule, int, int]] = {
     "constant": (structural.constant, 0, 0),
     "embedding": (structural.embedding, 1, 1),
     "cast": (elementwise.cast, 1, 1),
+    "cache": (cache.cache, 1, 1),
     "linear": (linear.linear, 2, 3),
     "matmul": (linear.matmul, 2, 2),
     "add": (elementwise.add, 2, 2),

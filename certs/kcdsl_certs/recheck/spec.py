@@ -177,6 +177,18 @@ class Static:
 
 
 @dataclass(frozen=True, slots=True)
+class Cache:
+    """How keys and values are stored: as codes of a format, with scales of a layout ("per_head",
+    "per_token_head", "per_tensor", "none"), or static ones of keys and of values."""
+
+    kind: str
+    scale: str
+    least_scale: float
+    keys: Static | None = None
+    values: Static | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """What one kernel may round, and how far."""
 
@@ -206,6 +218,7 @@ class Kernel:
     least_scale: float = 0.0  # of dynamic scales of activations
     amax_limit: float = math.inf  # what dynamic scales are made of is no larger
     batch_amax: float = 0.0  # no number of a batch that shares a scale is larger
+    cache: Cache | None = None  # None: keys and values are read as they are computed
     base: Kernel | None = None  # where a node pins its format: the kernel itself
     others: tuple[tuple[str, Kernel], ...] = ()  # by pattern, kernels as linears of that name have
 
@@ -419,6 +432,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
         optional=(
             *("results", "tensor_core", "sigmoid", "byte_sums", "products", "shards"),
             "overrides",
+            "kv_cache",
         ),
     )
     record.text("preset")
@@ -426,6 +440,8 @@ def parse_kernel(value: object, place: str) -> Kernel:
     pairs = record.has("byte_sums") and record.choice("byte_sums", ("int16_pairs",)) != ""
     units = _units(record)
     stepped, inward, most = _CASTS[record.choice("casts", tuple(_CASTS))]
+    if most != 1 and record.has("kv_cache"):
+        raise Rejection("document/numerics", "a quantised cache beside directed casts")
     attention = record.reader("attention").exactly(
         "style", "scores", "probabilities", "tile", "exp_ulps"
     )
@@ -485,6 +501,7 @@ def _of_linears(record: Reader, kernel: Kernel, pairs: bool) -> Kernel:
         least_scale=limits[0],
         amax_limit=limits[1],
         batch_amax=limits[2],
+        cache=_cache(record.reader("kv_cache")) if record.has("kv_cache") else None,
     )
 
 
@@ -506,6 +523,52 @@ def _others(record: Reader, kernel: Kernel, pairs: bool) -> tuple[tuple[str, Ker
         section = named.reader(pattern).exactly("weights", "activations")
         found.append((pattern, _of_linears(section, kernel, pairs)))
     return tuple(found)
+
+
+_CACHES = {
+    **dict.fromkeys(_FLOATS, ("none", "per_tensor", "per_head", "per_token_head", "static")),
+    **dict.fromkeys(
+        ("fp8_e4m3fnuz", "fp8_e5m2fnuz", "int8", "int8_full"),
+        ("per_tensor", "per_head", "per_token_head", "static"),
+    ),
+}
+
+
+def _cache(record: Reader) -> Cache:
+    """Read how keys and values are stored; scales are float32 numbers by float.hex()."""
+    record.exactly("format", "scale", optional=("key_scale", "value_scale", "least_scale"))
+    kind, scale = record.choice("format", tuple(_CACHES)), record.text("scale")
+    _allowed(kind, scale, scale in _CACHES[kind])
+    static, wrong = scale == "static", Rejection("document/numerics", "a scale of a cache")
+    if record.has("key_scale") != static or record.has("value_scale") != static:
+        raise wrong
+    if static and record.has("least_scale"):
+        raise wrong
+    if static:
+        sides = [_calibrations(record, name) for name in ("key_scale", "value_scale")]
+        return Cache(kind, scale, 0.0, Static(sides[0], ()), Static(sides[1], ()))
+    if not record.has("least_scale"):
+        return Cache(kind, scale, 0.0)
+    least = real(record.text("least_scale"), wrong)
+    if scale == "none" or not (_STATIC[0] <= least <= _STATIC[1] and _is_single(least)):
+        raise wrong
+    return Cache(kind, scale, least)
+
+
+def _calibrations(record: Reader, field: str) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    """Return static scales by the names of linears, sorted."""
+    wrong = Rejection("document/numerics", "a static scale must be a float32 number in range")
+    scales = []
+    for name, given in sorted(record.entries(field).items()):
+        if not isinstance(given, list) or not given or not name:
+            raise wrong
+        found = tuple(real(value, wrong) for value in given)
+        if not all(_STATIC[0] <= s <= _STATIC[1] and _is_single(s) for s in found):
+            raise wrong
+        scales.append((name, found))
+    if not scales:
+        raise wrong
+    return tuple(scales)
 
 
 def _shards(record: Reader) -> int:
@@ -629,19 +692,9 @@ def _static(record: Reader) -> Static | None:
         raise Rejection("document/numerics", "static scales, and zero points, where they belong")
     if not static:
         return None
-    wrong = Rejection("document/numerics", "a static scale must be a float32 number in range")
-    scales = []
-    for name, given in sorted(record.entries("input_scale").items()):
-        if not isinstance(given, list) or not given or not name:
-            raise wrong
-        found = tuple(real(value, wrong) for value in given)
-        if not all(_STATIC[0] <= s <= _STATIC[1] and _is_single(s) for s in found):
-            raise wrong
-        scales.append((name, found))
-    if not scales:
-        raise wrong
+    scales = _calibrations(record, "input_scale")
     if not whole:
-        return Static(tuple(scales), ())
+        return Static(scales, ())
     off = Rejection("document/numerics", "a zero point is an integer from 0 to 255, of a scale")
     points = sorted(record.entries("input_zero_point").items())
     zeros = tuple((name, integer(value, 0, off)) for name, value in points)
@@ -650,7 +703,7 @@ def _static(record: Reader) -> Static | None:
         raise off
     if "*" not in named and not named >= having - {"*"}:
         raise off
-    return Static(tuple(scales), zeros)
+    return Static(scales, zeros)
 
 
 def _is_single(value: float) -> bool:

@@ -16,9 +16,12 @@ from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import proofs
+from tests.support.caches import dynamic as dynamic_cache
+from tests.support.caches import static as static_cache
 from tests.support.mutation.blocks import (
     IDS,
     Build,
+    cached,
     decoder,
     encoder,
     everything_else,
@@ -249,6 +252,16 @@ BASES: dict[str, Base] = {
     "piecewise and tanh, interval, pairs of bytes": Base(
         everything_else, "interval", "inf", "ball", N("float32", "any", products="tfloat32"),
         N("float32", "nearest", **BYTES),
+    ),
+    "attention, interval, static caches": Base(
+        cached, "interval", "inf", "points",
+        N("float32", "nearest", kv_cache=static_cache("int8", 0.5, {"v": 0.25, "*": 1.0})),
+        N("bfloat16", "any", kv_cache=static_cache("fp8_e4m3", [0.5, 0.25], 0.125)),
+    ),
+    "attention, affine, dynamic caches": Base(
+        cached, "affine", "inf", "ball",
+        N("float32", "any", kv_cache=dynamic_cache("fp8_e5m2", "per_tensor", 0.001)),
+        N("bfloat16", "nearest", kv_cache=dynamic_cache("int8", "per_head", 0.01)),
     ),
     "gated MLP, planes, pairs of bytes": Base(
         gated, "planes", "inf", "points", N("float32", "nearest", **BYTES),

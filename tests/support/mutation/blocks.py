@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.support import proofs
+from tests.support.caches import with_caches
 from tests.support.plane_blocks import feed_forward
 
 Build = Callable[[np.random.Generator], Any]
@@ -17,6 +18,11 @@ IDS = (4, 0, 4)
 def decoder(rng: np.random.Generator) -> Any:
     """Return a llama-like attention: rms norm, rope, grouped queries, causal mask, residual."""
     return proofs.attention(rng, rows=3, heads=2, kv_heads=1, size=2)
+
+
+def cached(rng: np.random.Generator) -> Any:
+    """Return the same with caches of keys and values."""
+    return with_caches(decoder(rng))
 
 
 def short_decoder(rng: np.random.Generator) -> Any:

@@ -9,6 +9,7 @@ OPS = (
     "input", "param", "constant", "embedding", "linear", "matmul", "add", "sub", "mul", "scale",
     "divide", "shift", "neg", "relu", "tanh", "silu", "gelu", "reshape", "expand", "permute",
     "slice", "concat", "softmax", "rms_norm", "layer_norm", "rope", "exp",
+    "cache",
 )  # fmt: skip
 SCALES = (
     "none", "per_tensor", "per_channel", "per_token", "per_batch", "block_128", "group_128", "mx",
@@ -66,6 +67,10 @@ WORDS: dict[str, tuple[str, ...]] = {
                 f"numerics.{side}.sigmoid": ("absolute", "relative"),
                 f"numerics.{side}.byte_sums": ("int16_pairs", "wide"),
                 f"numerics.{side}.products": ("tfloat32", "compute", "bfloat16"),
+                f"numerics.{side}.kv_cache.format": (*CODES, "none"),
+                f"numerics.{side}.kv_cache.scale": (
+                    *("none", "per_tensor", "per_head", "per_token_head", "static", "per_token"),
+                ),
                 f"numerics.{side}.attention.style": ("composed", "fused", "tiled"),
                 f"numerics.{side}.attention.scores": FORMATS,
                 f"numerics.{side}.attention.probabilities": FORMATS,

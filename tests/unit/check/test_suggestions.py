@@ -57,6 +57,7 @@ kernels:
       weights: {format: fp8_e4m3, scale: per_tensor, rounding: nearest}
       activations: {format: uint8, scale: static, input_scale: 0.1, input_zero_point: 12}
       attention: {style: fused, tile: 16, probabilities: float32, scores: float32, exp_ulps: 2}
+      kv_cache: {format: int8, scale: static, key_scale: 0.5, value_scale: {"*": 0.5}}
 slices:
   all: {}
   long: {data: requests.jsonl, where: not (length <= 128 or length == 3)}
@@ -132,6 +133,7 @@ kernels:
       byte_sums: wide
       products: compute
       shards: 2
+      kv_cache: {format: fp8_e4m3, scale: per_head, least_scale: 0.001}
       weights: {format: fp8_e4m3, scale: per_tensor, scale_format: float16, applied: weights}
       activations:
         format: fp8_e4m3

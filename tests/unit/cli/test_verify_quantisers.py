@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from kcdsl.model.presets import resolve
+from kcdsl_certs.recheck import recheck
 from tests.support.commands import run_here
 from tests.support.small_models import write_model
 
+MODEL = "model.safetensors"
 CONTRACT = """\
 kcdsl: 1
 contract: small
@@ -95,6 +97,61 @@ def test_an_override_of_no_linear_is_refused_with_its_place(folder: Path) -> Non
         assert "KC463" in ran.stderr
         assert "no linear of the model has the name '*.down_porj'" in ran.stderr
         assert "contract.yaml:7" in ran.stderr
+
+
+CACHES = {
+    "vLLM": "{preset: vllm-fp8-kv-cache}",
+    "each head": "{preset: torch-eager, compute: bfloat16, casts: nearest,"
+    " kv_cache: {format: int8, scale: per_head}}",
+    "each token": "{preset: fp8-w8a8-per-channel,"
+    " kv_cache: {format: fp8_e4m3, scale: per_token_head, least_scale: 1e-6}}",
+    "static": "{preset: torch-eager, kv_cache: {format: fp8_e5m2, scale: static,"
+    " key_scale: 0.25, value_scale: {'*': 0.5, model.layers.0.self_attn.v_proj: 0x1p-3}}}",
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_quantised_cache_is_proved_signed_and_replayed(
+    folder: Path, follows: Any, name: str
+) -> None:
+    text = (CONTRACT + TIGHT).replace("mlp_0", "attn_0").replace("NUMERICS", CACHES[name])
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+    assert run_here("lint", cwd=folder).code == 0
+    ran = run_here("verify", "--json", "--cache", "off", cwd=folder)
+    assert ran.code == 1, ran.stderr
+    document = json.loads(ran.stdout)
+    follows(document)
+    goals = {goal["clause"]: goal for goal in document["goals"]}
+    assert goals["LOOSE"]["verdict"] == "held"
+    assert 0 < goals["LOOSE"]["attack"] <= goals["LOOSE"]["bound"]
+    proof = json.loads((folder / "out" / "LOOSE.proof.json").read_bytes())
+    follows(proof)
+    assert "kv_cache" in proof["numerics"]["infer"]
+    assert recheck((folder / "out" / "LOOSE.proof.json").read_bytes(), folder / MODEL).ok
+    assert goals["TIGHT"]["verdict"] == "violated"
+    again = run_here("replay", goals["TIGHT"]["counterexample"]["file"], "--json", cwd=folder)
+    assert again.code == 1, again.stderr
+    found = json.loads(again.stdout)
+    assert found["exact"]
+    assert found["violated"]
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("{preset: torch-eager, kv_cache: fp8_e4m3}", "format: fp8_e4m3"),
+        ("{preset: torch-eager, kv_cache: {format: fp8_e4m3, window: 4}}", "window"),
+        ("{preset: torch-eager, kv_cache: {format: e4m3}}", "fp8_e4m3"),
+        ("{preset: torch-eager, kv_cache: {format: int8, scale: static}}", "key_scale"),
+    ],
+)
+def test_another_cache_is_refused_where_it_stands(folder: Path, written: str, words: str) -> None:
+    text = CONTRACT.replace("NUMERICS", written)
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+    ran = run_here("check", "contract.yaml", cwd=folder)
+    ran = run_here("lint", cwd=folder) if ran.code == 0 else ran
+    assert ran.code != 0
+    assert words in ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("name", ["vLLM", "AWQ", "MXFP4", "linears"])

@@ -34,7 +34,7 @@ def moved(node: Node, x: Tensor) -> Tensor:
             return x.permute([int(d) for d in node.attrs["dims"]])
         case "expand":
             return x.expand(node.shape).contiguous()
-        case "cast":
+        case "cast" | "cache":
             return x
         case "slice":
             dim, start, stop, step = (int(node.attrs[k]) for k in ("dim", "start", "stop", "step"))
@@ -46,7 +46,7 @@ def moved(node: Node, x: Tensor) -> Tensor:
 def _moved_cases(node: Node, cases: Cases | None) -> Cases | None:
     """Return the cases of moved elements, where their blocks stay together."""
     match node.op:
-        case "cast":
+        case "cast" | "cache":
             return cases
         case "reshape" if cases is not None:
             return cases.reshaped(node.shape)
@@ -87,7 +87,7 @@ def cast(run: KernelRun, node: Node) -> None:
     formats = [FORMATS[name] for name in held]
     form = kernel.format_for(node.role, node.op)
     if all(form.holds(other) for other in formats):
-        _move(run, node, lambda a, _: a)
+        same(run, node)
         return
     index, x = run.entry(node, 0)
     nothing = torch.zeros_like(x.reference)
@@ -96,6 +96,11 @@ def cast(run: KernelRun, node: Node) -> None:
         x.reference, lambda a: [(index, a)], x.reach, nothing, cases=x.cases, again=again
     )
     store(run, node, result, inner=max(formats, key=lambda other: other.precision))
+
+
+def same(run: KernelRun, node: Node) -> None:
+    """Append x as it is."""
+    _move(run, node, lambda a, _: a)
 
 
 def reshape(run: KernelRun, node: Node) -> None:

@@ -39,6 +39,7 @@ _RULES: dict[str, tuple[Rule, int, int]] = {
     "constant": (moves.leaf, 0, 0),
     "embedding": (moves.leaf, 1, 1),
     "cast": (elementwise.cast, 1, 1),
+    "cache": (elementwise.cache, 1, 1),
     "linear": (algebra.linear, 2, 3),
     "matmul": (algebra.matmul, 2, 2),
     "add": (elementwise.add, 2, 2),

@@ -90,6 +90,8 @@ def walk(scene: Scene, hints: PlaneHints | None = None) -> Course:
     beside = scene.rows, scene.drift, scene.held
     if scene.rho or any(part is not None for part in beside):
         raise Rejection("document/domain", "planes are of one length, checkpoint and input alone")
+    if any(node.op == "cache" for node in scene.block.nodes):
+        raise Rejection("document/domain", "planes do not cover a quantised cache")
     errors: dict[str, tuple[Box, Box]] = {}
     course = Course(replace(scene, errors=errors), errors)
     sharp = _Sharpener(course, hints)

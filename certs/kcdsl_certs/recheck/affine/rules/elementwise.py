@@ -26,6 +26,7 @@ from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.rules.cache import coded
 from kcdsl_certs.recheck.rules.elementwise import constant, rope_error, rotated_own, underflow
 from kcdsl_certs.recheck.rules.elementwise import inverse as inverses
 from kcdsl_certs.recheck.rules.state import gamma, target
@@ -154,6 +155,36 @@ def cast(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     pulls = _operands((x, lambda a: a))
     formed = Formed(x.reference, x.reach, pulls, np.zeros(x.shape), cases=x.cases)
     return settle(walk, node, replace(formed, own=walk.own(node, 0)), form, widest)
+
+
+def cache(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
+    """Return keys or values as they are read back; the operand where the kernel has no cache.
+
+    With casts to nearest what is known of a code's value to half a step or better is known whatever
+    came in; elsewhere the error that came in is carried on.
+    """
+    node.attrs.exactly("part", "source")
+    kernel, x = walk.kernel, numeric(inputs[0])
+    found = coded(kernel, node, x.box)
+    if found is None:
+        if x.place is None:
+            return known(x.reference)
+        place = walk.tape.add(Entry(x.reach, ((x.place, lambda a: a),)))
+        own = walk.own(node, 0)
+        if own is not None:
+            walk.versions[node.name] = Version(own)
+        return Form(x.reference, x.reach, place, cases=x.cases)
+    value, off = found
+    error = box.mag(off)
+    middle = value.lo / 2 + value.hi / 2
+    half = np.maximum(box.add_up(value.hi, -middle), box.add_up(middle, -value.lo))
+    flat = (half <= error) if kernel.stepped else np.zeros(x.shape, dtype=bool)
+    keep = np.where(flat, 0.0, 1.0)
+    reference = np.where(flat, middle, x.reference)
+    operands = _operands((x, _times(keep, x.shape)))
+    radius = raised(np.where(flat, half, error)) + FAINT
+    formed = Formed(reference, x.reach * keep, operands, radius, own=walk.own(node, 0))
+    return settle(walk, node, formed, target(kernel, node), kernel.inner)
 
 
 def rope(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
