@@ -68,6 +68,7 @@ def cases_of(seed: int) -> list[Case]:
     """Return the kernels of a module: every adapter that serves it, in one format."""
     compute = ("bfloat16", "float16", "float32", "float64")[seed % 4]
     if seed % BUILT_IN == 0:
+        compute = ("bfloat16", "float16", "float32", "float64")[seed // BUILT_IN % 4]
         return [
             Case("torch.eager", {"compute": compute, **_NEAREST}),
             Case("torch.sdpa.flash", {"compute": "bfloat16", **_NEAREST}),

@@ -33,6 +33,7 @@ CHAINS = (
 EXACT = ("exact.py", "rationals/*.py")
 MOVED = ("norms.py",)
 READINGS = ("versions.py",)
+CACHES = ("caching.py",)
 INTERVAL = (
     "rules/*.py", "box.py", "functionals.py", "formats.py", "weights.py", "propagate.py",
     "staircase.py", "matrix_units.py", "spec.py",
@@ -101,6 +102,10 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     MOVED: ("tests/unit/cli/test_transfer.py",),
     READINGS: ("tests/property/test_readings.py", "tests/unit/certs/test_recheck_rules.py"),
+    CACHES: (
+        "tests/unit/model/test_caching.py",
+        "tests/property/test_kv_caches.py",
+    ),
     INTERVAL: (
         "tests/property/test_casts_before_sums.py",
         "tests/property/test_ball_formulas.py",

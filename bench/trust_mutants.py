@@ -63,6 +63,10 @@ BASE = "piecewise and tanh, interval"
 NOW = datetime(2026, 12, 1, tzinfo=UTC)
 NAMES = ("a", "b", "c")
 DATA, PROOF = "rows.jsonl", "N.proof.json"
+MACHINE = {
+    "device": "cpu",
+    "hardware": {"processor": {"model": "EPYC"}, "host": {"cores": 8, "memory": 2**36}},
+}
 KINDS = ("statement", "envelope", "proof", "trace", "path", "journal")
 
 
@@ -130,7 +134,8 @@ class Scene:
     def _body(self) -> Predicate:
         sides = self.document["numerics"]
         train, infer = (
-            Kernel(role, {"run": role, "numerics": sides[role]}) for role in ("train", "infer")
+            Kernel(role, {"run": role, "numerics": sides[role], **MACHINE})
+            for role in ("train", "infer")
         )
         weights = Checkpoint.of(self.checkpoint.name, build_manifest(self.checkpoint), {})
         triple = Triple(weights, train, infer, Contract("c", "1.0.0", "0" * 64))

@@ -27,7 +27,7 @@ def test_a_module_above_its_bound_fails_and_is_counted() -> None:
 
 
 def test_seeds_reach_every_adapter_format_and_size() -> None:
-    cases = {(c.run, c.numerics.get("compute")) for seed in range(200) for c in cases_of(seed)}
+    cases = {(c.run, c.numerics.get("compute")) for seed in range(400) for c in cases_of(seed)}
     runs = {run for run, _ in cases}
     assert {"torch.compile", "onnxruntime.float32", "torchao.int8_dynamic"} <= runs
     assert {("torch.eager", f) for f in ("float64", "bfloat16", "float16", "float32")} <= cases
