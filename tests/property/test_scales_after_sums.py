@@ -68,15 +68,16 @@ def linear(rng: np.random.Generator, size: float, biased: bool) -> Any:
 
 def codes(w: Floats, format: str, layout: str) -> tuple[Floats, Floats]:
     """Return codes, less their zero points, and their scales: by definition, in float32."""
-    widths = {"per_channel": w.shape[1], "group_32": 32, "group_64": 64, "mx": 32}
-    width = widths.get(layout, w.shape[1])
+    columns = int(w.shape[1])
+    widths: dict[str, int] = {"per_channel": columns, "group_32": 32, "group_64": 64, "mx": 32}
+    width = widths.get(layout, columns)
     if layout == "per_tensor":
         groups = [(slice(None), slice(None))]
     else:
         groups = [
             (slice(i, i + 1), slice(k, k + width))
             for i in range(w.shape[0])
-            for k in range(0, w.shape[1], width)
+            for k in range(0, columns, width)
         ]
     code, scale = np.zeros(w.shape, np.float32), np.zeros(w.shape, np.float32)
     one = np.float32(1)

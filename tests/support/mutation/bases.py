@@ -80,6 +80,20 @@ DYNAMIC = ("fp8_e4m3", "per_token")
 GROUPS = ("fp8_e4m3", "group_128")
 CUT = {"format": "bfloat16", "scale": "none", "rounding": "toward_zero"}
 HALVES = {"format": "fp8_e4m3", "scale": "per_channel", "scale_format": "bfloat16"}
+OWN = {
+    "d*": {
+        "weights": {"format": "int8", "scale": "per_channel"},
+        "activations": {
+            "format": "uint8", "scale": "static",
+            "input_scale": {"down": [(2.0**-4).hex()]}, "input_zero_point": {"*": 128},
+        },
+    },
+    "gate": {
+        "weights": {**HALVES, "scale_format": "float16", "applied": "sums"},
+        "activations": {"format": "none", "scale": "none"},
+    },
+    "up": {"weights": CUT, "activations": limited("fp8_e4m3", "per_batch", 16.0)},
+}  # fmt: skip
 BYTES: Document = {
     "weights": INT8,
     "activations": ("uint8", "per_tensor"),
@@ -262,6 +276,18 @@ BASES: dict[str, Base] = {
         cached, "affine", "inf", "ball",
         N("float32", "any", kv_cache=dynamic_cache("fp8_e5m2", "per_tensor", 0.001)),
         N("bfloat16", "nearest", kv_cache=dynamic_cache("int8", "per_head", 0.01)),
+    ),
+    "gated MLP, interval, linears of their own": Base(
+        gated, "interval", "inf", "ball",
+        with_more(N("float32", "nearest"), overrides=OWN),
+        with_more(
+            N("bfloat16", "any"), weights={**HALVES, "applied": "stored_sums"}, overrides=OWN
+        ),
+    ),
+    "gated MLP, affine, linears of their own": Base(
+        gated, "affine", "inf", "ball",
+        with_more(N("float32", "any"), weights={**HALVES, "applied": "sums"}, overrides=OWN),
+        N("bfloat16", "nearest"),
     ),
     "gated MLP, planes, pairs of bytes": Base(
         gated, "planes", "inf", "points", N("float32", "nearest", **BYTES),

@@ -105,6 +105,9 @@ def test_the_bases_have_every_kind_of_everything() -> None:
         assert any("products" in side for side in sides)
         limits = {key for side in sides for key in side["activations"]}
         assert domain == "planes" or limits >= {"least_scale", "amax_limit", "batch_amax"}
+    for domain in ("interval", "affine"):
+        sides = [s for b in bases if domain in b.domain.split("+") for s in (b.train, b.infer)]
+        assert any("overrides" in side and "applied" in side["weights"] for side in sides)
     assert {b.functional for b in bases if b.chance} == {"inf", "2", "span"}
     assert {b.region for b in bases if b.chance} == {"points", "ball"}
 
