@@ -46,7 +46,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 def with_caches(graph: Any, sources: tuple[str, str] = ("k.weight", "v.weight")) -> Any:
     """Put nodes of keys and values before the products of an attention; return the graph."""
-    nodes = []
+    nodes: list[dict[str, Any]] = []
     for node in graph.nodes:
         if node["op"] == "matmul":
             left, right = node["inputs"]
