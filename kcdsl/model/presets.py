@@ -255,6 +255,12 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
     )
     pairs = ((weights, activations), *((o.weights, o.activations) for o in overrides))
     _applied(pairs, accumulate, shards)
+    if quantised and accumulate == "float16":
+        raise _refusal(
+            f"accumulate is float16 and activations are quantised to {quantised[0].format}: sums of"
+            " products of codes exceed the largest number of float16",
+            ("float32",),
+        )
     return Numerics(
         preset=preset,
         compute=compute,

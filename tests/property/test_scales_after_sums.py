@@ -16,6 +16,8 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.pair import both
 from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.interval.rounding import Rounding
+from kcdsl_backends.interval.rules.linear import term_roundings
 from kcdsl_backends.planes.propagate import drift as planes
 from kcdsl_certs.recheck.affine.pair import drift as affine
 from kcdsl_certs.recheck.document import parse
@@ -23,6 +25,7 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.planes.derive import derive
 from kcdsl_certs.recheck.propagate import propagate
+from kcdsl_certs.recheck.rules.linear import before_sums
 from kcdsl_certs.recheck.rules.state import numeric
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.spec import parse_kernel
@@ -269,6 +272,15 @@ def test_sums_of_codes_that_may_overflow_have_no_bound(tmp_path: Path) -> None:
             },
             "shards",
         ),
+        (
+            {
+                "compute": "float16",
+                "accumulate": "float16",
+                "activations": {"format": "fp8_e4m3", "scale": "per_token"},
+                "weights": {"format": "fp8_e4m3", "scale": "per_channel"},
+            },
+            "exceed the largest number of float16",
+        ),
     ],
 )
 def test_what_has_no_rule_is_refused(given: Any, message: str) -> None:
@@ -297,3 +309,20 @@ def test_the_record_says_it() -> None:
     assert spec.to_json()["weights"]["applied"] == "sums"
     assert resolve(spec.to_json()) == spec
     assert parse_kernel(spec.to_json(), "kernel").late == "sums"
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations", "expected"),
+    [
+        ({"format": "fp4_e2m1", "scale": "nvfp4"}, {"format": "fp8_e4m3", "scale": "per_token"}, 5),
+        ({"format": "fp4_e2m1", "scale": "nvfp4"}, {"format": "none", "scale": "none"}, 2),
+        ({"format": "fp4_e2m1", "scale": "mx"}, {"format": "fp8_e4m3", "scale": "per_token"}, 4),
+    ],
+)
+def test_a_scale_that_is_a_product_is_rounded_itself(
+    weights: Any, activations: Any, expected: int
+) -> None:
+    """float32(m·s), times the code, the input's code and its scale: five roundings."""
+    spec = resolve({"preset": "torch-eager", "weights": weights, "activations": activations})
+    assert term_roundings(Rounding(spec)) == expected
+    assert before_sums(parse_kernel(spec.to_json(), "kernel")) == expected

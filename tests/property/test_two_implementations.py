@@ -94,6 +94,10 @@ NUMERICS: dict[str, dict[str, object]] = {
     },
     "AWQ": {"preset": "awq-int4", "casts": "nearest"},
     "NVFP4 weights": {"preset": "nvfp4-weights"},
+    "NVFP4 weights, FP8 inputs": {
+        "preset": "nvfp4-weights",
+        "activations": {"format": "fp8_e4m3", "scale": "per_token"},
+    },
     "MXFP4": {"preset": "mxfp4"},
     "MXFP6 nearest": {
         "preset": "mxfp8",

@@ -271,6 +271,11 @@ class Kernel:
         return self.activations[0] != "none" or self.late != ""
 
     @property
+    def by_two_scales(self) -> bool:
+        """Return whether weights have a scale of the tensor beside those of groups."""
+        return self.weights[1] == "nvfp4"
+
+    @property
     def most_code(self) -> float:
         """Return the largest code of the weights, less its zero point."""
         kind = self.weights[0]
@@ -489,6 +494,8 @@ def _of_linears(record: Reader, kernel: Kernel, pairs: bool) -> Kernel:
         optional=("input_scale", "input_zero_point", "least_scale", "amax_limit", "batch_amax"),
     )
     limits = _limits(activations)
+    if activations.text("format") != "none" and kernel.accumulate == FORMATS["float16"]:
+        raise Rejection("document/numerics", "sums of codes in float16, which they exceed")
     return replace(
         kernel,
         weights=_weights(weights),

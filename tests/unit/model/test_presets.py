@@ -50,6 +50,7 @@ def test_every_preset_resolves_and_names_itself(name: str) -> None:
 
 def test_the_promised_presets_exist() -> None:
     assert set(PRESETS) == {
+        "vllm-fp8-kv-cache",
         "torch-eager", "torch-sdpa-math", "torch-sdpa-flash", "torch-sdpa-efficient",
         "flash-attention-2", "flash-attention-3", "fp8-weights", "fp8-w8a8-per-tensor",
         "fp8-w8a8-per-channel", "int8-weights", "mxfp8", "onnxruntime-float32",

@@ -40,7 +40,8 @@ _SHORTENED = 2.0**-9 + 2.0**-20
 _LEAST_POWER = 2.0 ** E8M0_EXPONENTS[0]
 _ROUNDED_TERMS, _CODED_TERMS = 2, 4
 """Roundings of a term before it is added: its product and one more; of codes the weight's own
-value, the product, and both scales, wherever they are multiplied in."""
+value, the product, and both scales, wherever they are multiplied in; one more where the scale of
+the weight is a rounded product of two."""
 _OFF_ZERO = 2.0**-14
 """More than what roundings of the scale move the ends of 255 steps by, in steps."""
 
@@ -161,7 +162,9 @@ def _linear_error(
 
 def term_roundings(kernel: Rounding) -> int:
     """Return how often a term of a linear may be rounded before it is added."""
-    return _CODED_TERMS if kernel.numerics.by_codes else _ROUNDED_TERMS
+    if not kernel.numerics.by_codes:
+        return _ROUNDED_TERMS
+    return _CODED_TERMS + (kernel.numerics.weights.scale == "nvfp4")
 
 
 def saturation_error(

@@ -133,8 +133,9 @@ def _error(
 
 def before_sums(kernel: Kernel) -> int:
     """Return the roundings of a term of a linear: of codes those of the weight and of both scales,
-    wherever they are multiplied in, beside that of the product."""
-    return 4 if kernel.by_codes else 2
+    wherever they are multiplied in, beside that of the product; the scale of a weight may be a
+    rounded product itself."""
+    return 4 + kernel.by_two_scales if kernel.by_codes else 2
 
 
 def by_late_scales(
