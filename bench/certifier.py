@@ -138,7 +138,7 @@ CASES = (
             (SHORT,),
             train=_EXACT,
         )
-        for form, limit in (("float32", 1.5), ("float16", 1.7), ("bfloat16", 7.0))
+        for form, limit in (("float32", 1.05), ("float16", 1.16), ("bfloat16", 4.6))
     ),
     Case(STACK, "model", _rounded("float32"), None, (SHORT,), train=_EXACT),
     *(

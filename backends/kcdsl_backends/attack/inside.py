@@ -27,8 +27,21 @@ ELEMENTWISE |= {"rope"}
 """Operations with a rounding inside of every element."""
 
 
-def element_error(node: Node, value: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    """Return how far elements may be off, in units of u_f: of this run's value and operands."""
+def normalised(node: Node, x: Tensor, rows: Tensor) -> Tensor:
+    """Return what a norm makes of x before its gain; mean and root are those of `rows`."""
+    c = x - rows.mean(-1, keepdim=True) if node.op == "layer_norm" else x
+    return c * inverse_root(node, rows)
+
+
+def probabilities(scores: Tensor, rows: Tensor) -> Tensor:
+    """Return e^scores over the sums of e^rows; -inf where a mask forbids a column."""
+    most = rows.detach().amax(-1, keepdim=True)
+    return (scores - most).exp() / (rows - most).exp().sum(-1, keepdim=True)
+
+
+def element_error(node: Node, value: Tensor, operands: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Return how far elements may be off, in units of u_f: of this run's value and operands, and of
+    what the mean and the root of a norm are of."""
     match node.op:
         case "add" | "sub" | "mul":
             return value.abs()
@@ -43,7 +56,7 @@ def element_error(node: Node, value: Tensor, operands: Sequence[Tensor]) -> Tens
         case "rope":
             return 4 * turned_sizes(operands)
         case "layer_norm" | "rms_norm":
-            return _norm_elements(node, value, operands)
+            return _norm_elements(node, value, operands, rows)
         case _:
             raise ValueError(f"{node.op} has no rounding of its elements")
 
@@ -56,32 +69,31 @@ def turned_sizes(operands: Sequence[Tensor]) -> Tensor:
 
 
 def written_error(
-    node: Node, x: Tensor, kernel: Rounding, moved: tuple[Tensor, Tensor, Tensor]
+    node: Node, x: Tensor, rows: Tensor, kernel: Rounding, moved: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
     """Return what a norm that is written out is off by, before its gain: of the inverse root, of
-    the mean and of every element, each times a symbol. Nothing where it has no bound."""
-    centred, eps = node.op == "layer_norm", float(node.attrs["eps"])
-    mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
-    c = x - mean
-    v = c.square().mean(-1, keepdim=True) + eps
-    r = v.rsqrt()
-    y = c * r
+    the mean and of every element, each times a symbol; mean and root are those of `rows`. Nothing
+    where it has no bound."""
+    r = inverse_root(node, rows)
+    v = r.square().reciprocal()
+    mean = torch.zeros_like(r) if node.op == "rms_norm" else rows.mean(-1, keepdim=True)
+    c, y = rows - mean, normalised(node, x, rows)
     try:
-        found = written(node, kernel, x.abs(), c.abs(), mean.abs(), v, v, torch.zeros_like(x))
+        found = written(node, kernel, rows.abs(), c.abs(), mean.abs(), v, v, torch.zeros_like(x))
     except NoBound:
         return torch.zeros_like(x)
     each, row, root = moved
     return root * found.theta * y + row * found.mean * r + each * found.apart(y.abs(), r)
 
 
-def _norm_elements(node: Node, value: Tensor, operands: Sequence[Tensor]) -> Tensor:
+def _norm_elements(node: Node, value: Tensor, operands: Sequence[Tensor], rows: Tensor) -> Tensor:
     """Return 5|y·gain| + 3|bias|, and 4|x·r·gain| where a mean was taken off."""
     bias = operands[2] if len(operands) > 2 else torch.zeros_like(value[..., :1])
     size = 5 * (value - bias).abs() + 3 * bias.abs()
     if node.op == "rms_norm":
         return size
     gain = operands[1].abs() if len(operands) > 1 else 1.0
-    return size + 4 * operands[0].abs() * inverse_root(node, operands[0]) * gain
+    return size + 4 * operands[0].abs() * inverse_root(node, rows) * gain
 
 
 def inverse_root(node: Node, x: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ A run is admitted by a specification if every stored result obeys its error mode
 - scalar: a Python number that is rounded to the format of the result before it is used;
 - inside: elements of elementwise operations and norms, the mean and the inverse root of norms, and
   probabilities before they are stored (inside.py);
-- reading: where casts are free, another reader of a result than the first sees it cast in its own
-  way: as the cast below, of what was formed, of an operand of the node;
+- versions: where casts are free, readers of a result see it in versions of their own
+  (versions.py), which have the symbols for what is not computed once - scalar, inside, early and
+  cast - under names of their own;
 - cast: with `casts: any` the stored result is v·(1 + u·s), with `any_direction` v·(1 + 2u·s), with
   `any_toward_zero` v·(1 - u·(1 + s)); with `nearest` it is v rounded to nearest, with `toward_zero`
   v cut off, and there is no symbol.
@@ -23,8 +24,8 @@ does in float64 has no symbols: there the simulation's own roundings are the ker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ from kcdsl_backends.attack.inside import (
     NORMS,
     element_error,
     mean_error,
+    normalised,
+    probabilities,
     probability_error,
     root_error,
     tiles,
@@ -50,6 +53,7 @@ from kcdsl_backends.attack.inside import (
 from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
 from kcdsl_backends.attack.quantiser import Exceeded, cached, moved_by, to_nearest
 from kcdsl_backends.attack.sums import cut_to, nearest_to, ordered_product, sum_error
+from kcdsl_backends.attack.versions import Version, versions
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.readings import ONCE, several
 from kcdsl_backends.interval.rounding import Rounding
@@ -71,6 +75,8 @@ STORED = SUMS | {
 """Operations whose result a kernel stores."""
 
 
+_SHARED = frozenset({"sum", "quantised", "mean", "root"})
+"""Symbols of what is computed once, whatever versions its result has."""
 _SCALARS = {"scale": "factor", "divide": "divisor", "shift": "offset"}
 """Operations with a number, and its attribute."""
 
@@ -97,6 +103,7 @@ class Simulator:
     graph: BlockGraph
     numerics: Numerics
     parameters: StoredParameters
+    _known: list[Version] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def free(self) -> bool:
@@ -117,10 +124,10 @@ class Simulator:
     def symbol_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every rounding symbol, by its kind and node: `cast NODE`, ..."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for node in self.graph.nodes:
-            shapes |= {f"{kind} {node.name}": shape for kind, shape in self._symbols(node)}
-        for reading, name in self._readings().items():
-            shapes[f"reading {reading}"] = self.graph.node(name).shape
+        for version in self._versions():
+            for kind, shape in self._symbols(version.node):
+                if version.first or kind not in _SHARED:
+                    shapes[f"{kind} {version.name}"] = shape
         return shapes
 
     def _symbols(self, node: Node) -> list[tuple[str, tuple[int, ...]]]:
@@ -152,25 +159,16 @@ class Simulator:
         fine = self._format(node).precision >= SIMULATED
         return self.free and self._stores(node) and not fine
 
-    def _readings(self) -> dict[str, str]:
-        """Return the readings that are cast in their own way: reader and position, and the node.
+    def _versions(self) -> list[Version]:
+        """Return all versions of results; one of each where casts are not free."""
 
-        Sums read what is stored; if none does, the first reader does.
-        """
-        if not self.free:
-            return {}
-        again, nodes = several(self.graph), {node.name: node for node in self.graph.nodes}
-        seen = {n for node in self.graph.nodes if node.op in ONCE for n in node.inputs}
-        seen.add(self.graph.output)
-        found = {}
-        for node in self.graph.nodes:
-            for position, name in enumerate(node.inputs if node.op not in ONCE else ()):
-                if name not in again or not self._casts_freely(nodes[name]):
-                    continue
-                if name in seen:
-                    found[f"{node.name}/{position}"] = name
-                seen.add(name)
-        return found
+        def rounded(node: Node) -> bool:
+            return any(kind not in _SHARED for kind, _ in self._symbols(node))
+
+        if not self._known:
+            again = several(self.graph) if self.free else ()
+            self._known.extend(versions(self.graph, again, rounded))
+        return self._known
 
     @property
     def sums(self) -> frozenset[str]:
@@ -261,75 +259,66 @@ class Simulator:
         if unknown is not None:
             raise Overflowed(f"no run of a kernel with a kv_cache is known: {unknown}")
         values: dict[str, Tensor] = {}
-        nodes = {n.name: n for n in self.graph.nodes}
-        readings, formed = self._readings(), dict[str, Tensor]()
-        again = set(readings.values())
-        for node in self.graph.nodes:
-            if node.op in ("param", "constant"):
-                continue
+        formed: dict[str, tuple[Tensor, list[Tensor], Tensor]] = {}
+        for version in self._versions():
+            node, name = version.node, version.name
+            cast = symbols.get(f"cast {name}")
             if node.op == "input":
                 if x is None:
                     raise ValueError("the block reads hidden states")
-                cast = symbols.get(f"cast {node.name}")
-                values[node.name] = self._store(node, x, cast, through)
+                values[name] = self._store(node, x, cast, through)
                 continue
-            if node.op == "linear":
-                entering = self._operand(node.inputs[0], nodes, values)
-                symbol = symbols.get(f"quantised {node.name}")
-                values[_entering(node)] = self._entered(node, entering, symbol, through)
-            own = {}
-            for position, name in enumerate(node.inputs):
-                key = f"{node.name}/{position}"
-                symbol = symbols.get(f"reading {key}")
-                if key in readings and symbol is not None:
-                    own[name] = self._store(nodes[name], formed[name], symbol, through)
-            read = {**values, **own} if own else values
-            if node.op == "cache":
-                entering = self._operand(node.inputs[0], nodes, read)
-                value = self._cached(node, entering, symbols.get(f"quantised {node.name}"), through)
-            elif orders and node.name in orders:
-                value = self._ordered(node, orders[node.name], nodes, read)
-            else:
-                value = self._exact(node, nodes, read)
-                value = self._accumulated(node, value, symbols, nodes, read)
-            value = self._inside(node, value, symbols, nodes, read)
-            if node.name in again:
-                formed[node.name] = value
-            cast = symbols.get(f"cast {node.name}")
-            values[node.name] = self._store(node, value, cast, through)
+            if version.first or node.op not in ONCE:
+                operands = self._operands(version, values)
+                if node.op == "linear":
+                    symbol = symbols.get(f"quantised {node.name}")
+                    operands[0] = self._entered(node, operands[0], symbol, through)
+                rows = values[version.rows] if version.rows else operands[0]
+                if node.op == "cache":
+                    symbol = symbols.get(f"quantised {node.name}")
+                    value = self._cached(node, operands[0], symbol, through)
+                elif orders and node.name in orders:
+                    value = self._ordered(node, orders[node.name], operands)
+                else:
+                    value = self._exact(node, operands, rows)
+                    value = self._accumulated(node, value, symbols, operands)
+                formed[node.name] = value, operands, rows
+            value, operands, rows = formed[node.name]
+            value = self._inside(version, value, symbols, operands, rows)
+            values[name] = self._store(node, value, cast, through)
         return values[self.graph.output]
 
-    def _ordered(
-        self, node: Node, order: str, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
-    ) -> Tensor:
-        left, right, bias = self._factors(node, nodes, values)
-        return ordered_product(left, right, bias, self._at(node).accumulate, order)
+    def _operands(self, version: Version, values: Mapping[str, Tensor]) -> list[Tensor]:
+        found = []
+        for index, (name, read) in enumerate(zip(version.node.inputs, version.reads, strict=True)):
+            source = self.graph.node(name)
+            if source.op not in ("param", "constant"):
+                found.append(values[read])
+            elif version.node.op == "linear" and index == 1:
+                found.append(self.parameters.linear(source))
+            elif version.node.op == "softmax" and index == 1:
+                found.append(self.parameters.mask(source))
+            else:
+                found.append(self.parameters.plain(source))
+        return found
 
-    def _factors(
-        self, node: Node, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what a sum multiplies, and the bias of a linear."""
-        left = self._operand(node.inputs[0], nodes, values)
-        if node.op == "matmul":
-            return left, self._operand(node.inputs[1], nodes, values), None
-        bias = self._operand(node.inputs[2], nodes, values) if len(node.inputs) > 2 else None
-        weight = self.parameters.linear(nodes[node.inputs[1]]).T
-        return values[_entering(node)], weight, bias
+    def _ordered(self, node: Node, order: str, operands: Sequence[Tensor]) -> Tensor:
+        left, right, bias = _factors(node, operands)
+        return ordered_product(left, right, bias, self._at(node).accumulate, order)
 
     def _accumulated(
         self,
         node: Node,
         exact: Tensor,
         symbols: Mapping[str, Tensor],
-        nodes: Mapping[str, Node],
-        values: Mapping[str, Tensor],
+        operands: Sequence[Tensor],
     ) -> Tensor:
         """Add A_k,j, on the values of this run, times its symbol."""
         symbol = symbols.get(f"sum {node.name}")
         if symbol is None:
             return exact
         numerics = self._at(node)
-        left, right, bias = self._factors(node, nodes, values)
+        left, right, bias = _factors(node, operands)
         total = left.abs() @ right.abs()
         if bias is not None:
             total = total + bias.abs()
@@ -355,23 +344,22 @@ class Simulator:
 
     def _inside(
         self,
-        node: Node,
+        version: Version,
         value: Tensor,
         symbols: Mapping[str, Tensor],
-        nodes: Mapping[str, Node],
-        values: Mapping[str, Tensor],
+        operands: Sequence[Tensor],
+        rows: Tensor,
     ) -> Tensor:
-        """Add the roundings inside of an operation to its exact result."""
-        named = {
-            kind: WITHIN * symbols[f"{kind} {node.name}"]
-            for kind in ("scalar", "mean", "root", "inside", "early")
-            if f"{kind} {node.name}" in symbols
-        }
+        """Add the roundings inside of an operation to its exact result; `rows` is what the mean and
+        the root of a norm are of, or the row sums of a softmax."""
+        node, named = version.node, {}
+        for kind in ("scalar", "mean", "root", "inside", "early"):
+            symbol = symbols.get(f"{kind} {node.name if kind in _SHARED else version.name}")
+            if symbol is not None:
+                named[kind] = WITHIN * symbol
         if not named:
             return value
         numerics = self._at(node)
-        read = node.inputs[:1] if node.op == "softmax" else node.inputs
-        operands = [self._operand(name, nodes, values) for name in read]
         biased = node.op in (*NORMS, "linear") and len(operands) > 2
         bias = operands[2] if biased else torch.zeros_like(value[..., :1])
         if "scalar" in named:
@@ -383,18 +371,19 @@ class Simulator:
             moved = tuple(named.pop(kind, nothing) for kind in ("early", "mean", "root"))
             kernel, x = Rounding(numerics, self.numerics), operands[0]
             gain = operands[1] if len(operands) > 1 else 1.0
-            value = value + gain * written_error(node, x, kernel, (moved[0], moved[1], moved[2]))
+            shifts = moved[0], moved[1], moved[2]
+            value = value + gain * written_error(node, x, rows, kernel, shifts)
         if "mean" in named:
             gain = operands[1] if len(operands) > 1 else 1.0
-            value = value + named["mean"] * mean_error(node, operands[0], numerics) * gain
+            value = value + named["mean"] * mean_error(node, rows, numerics) * gain
         if "root" in named:
-            theta = root_error(node, operands[0], numerics)
+            theta = root_error(node, rows, numerics)
             value = value + named["root"] * theta * (value - bias)
         if "inside" in named and node.op == "softmax":
-            theta = probability_error(self._masked(node, operands[0]), numerics)
+            theta = probability_error(_masked(rows, operands), numerics)
             value = value + named["inside"] * theta * value
         elif "inside" in named:
-            size = element_error(node, exact, operands).detach()
+            size = element_error(node, exact, operands, rows).detach()
             value = value + named["inside"] * unit(numerics) * size
         if "early" in named:
             stored = turned_sizes(operands) if node.op == "rope" else value - bias
@@ -421,13 +410,6 @@ class Simulator:
             case _:
                 return (other - value).expand_as(x)
 
-    def _masked(self, node: Node, scores: Tensor) -> Tensor:
-        """Return scores with -inf where the mask of a softmax forbids a column."""
-        if len(node.inputs) == 1:
-            return scores
-        mask = next(n for n in self.graph.nodes if n.name == node.inputs[1])
-        return scores.masked_fill(~self.parameters.mask(mask), -torch.inf)
-
     def _format(self, node: Node) -> Format:
         return FORMATS[self._at(node).stored_format(node.op, node.role)]
 
@@ -444,6 +426,8 @@ class Simulator:
         self, node: Node, x: Tensor, symbol: Tensor | None, through: Through | None
     ) -> Tensor:
         """Return the input of a linear after its quantisation."""
+        if symbol is None and self.free:
+            symbol = torch.zeros_like(x)  # left out
         if through is None or symbol is not None or not self._quantises(node):
             return self._quantised(node, x, symbol)
         return through(_entering(node), lambda value: self._quantised(node, value, None), x)
@@ -454,6 +438,8 @@ class Simulator:
         """Return what a kernel with a cache makes of keys or values before it reads them back."""
         if self.numerics.kv_cache is None:
             return x
+        if symbol is None and self.free:
+            symbol = torch.zeros_like(x)  # left out
         if x.dim() > len(node.shape):
             symbols = [None] * len(x) if symbol is None else list(symbol.expand_as(x))
             parts = zip(x, symbols, strict=True)
@@ -491,61 +477,48 @@ class Simulator:
             raise Overflowed(f"{node.name} leaves {format.name}")
         return value
 
-    def _operand(
-        self, name: str, nodes: Mapping[str, Node], values: Mapping[str, Tensor]
-    ) -> Tensor:
-        node = nodes[name]
-        if node.op in ("param", "constant"):
-            return self.parameters.plain(node)
-        return values[name]
-
-    def _exact(self, node: Node, nodes: Mapping[str, Node], values: Mapping[str, Tensor]) -> Tensor:
-        def operand(index: int) -> Tensor:
-            return self._operand(node.inputs[index], nodes, values)
-
+    def _exact(self, node: Node, operands: Sequence[Tensor], rows: Tensor) -> Tensor:
         attrs, count = node.attrs, len(node.inputs)
         match node.op:
             case "linear":
-                weight = self.parameters.linear(nodes[node.inputs[1]])
-                y = values[_entering(node)] @ weight.T
-                return y + operand(2) if count > 2 else y
+                y = operands[0] @ operands[1].T
+                return y + operands[2] if count > 2 else y
             case "matmul":
-                return operand(0) @ operand(1)
+                return operands[0] @ operands[1]
             case "add":
-                return operand(0) + operand(1)
+                return operands[0] + operands[1]
             case "sub":
-                return operand(0) - operand(1)
+                return operands[0] - operands[1]
             case "mul":
-                return operand(0) * operand(1)
+                return operands[0] * operands[1]
             case "scale":
-                return operand(0) * float(attrs["factor"])
+                return operands[0] * float(attrs["factor"])
             case "divide":
-                return operand(0) / float(attrs["divisor"])
+                return operands[0] / float(attrs["divisor"])
             case "shift":
-                return operand(0) + float(attrs["offset"])
+                return operands[0] + float(attrs["offset"])
             case "cast":
-                return operand(0)
+                return operands[0]
             case "softmax":
-                return self._masked(node, operand(0)).softmax(-1)
-            case "rms_norm":
-                gain = operand(1) if count > 1 else None
-                return F.rms_norm(operand(0), (node.shape[-1],), gain, float(attrs["eps"]))
-            case "layer_norm":
-                gain = operand(1) if count > 1 else None
-                bias = operand(2) if count > 2 else None
-                return F.layer_norm(operand(0), (node.shape[-1],), gain, bias, float(attrs["eps"]))
+                return probabilities(_masked(operands[0], operands), _masked(rows, operands))
+            case "rms_norm" | "layer_norm":
+                y = normalised(node, operands[0], rows)
+                y = y * operands[1] if count > 1 else y
+                return y + operands[2] if count > 2 else y
+            case "silu":
+                return operands[0] * torch.sigmoid(rows)
             case "rope":
-                x, half = operand(0), node.shape[-1] // 2
+                x, half = operands[0], node.shape[-1] // 2
                 turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-                return x * operand(1) + turned * operand(2)
+                return x * operands[1] + turned * operands[2]
             case "embedding":
-                ids = torch.tensor(attrs["ids"], device=operand(0).device)
-                return operand(0)[ids].reshape(node.shape)
+                ids = torch.tensor(attrs["ids"], device=operands[0].device)
+                return operands[0][ids].reshape(node.shape)
             case op if op in MOVES:
-                sources = [nodes[name] for name in node.inputs]
-                return moved(node, [operand(i) for i in range(count)], sources)
+                sources = [self.graph.node(name) for name in node.inputs]
+                return moved(node, operands, sources)
             case _:
-                return _UNARY[node.op](operand(0), node)
+                return _UNARY[node.op](operands[0], node)
 
     def _weight(self, node: Node) -> str:
         """Return the name of the weight of a linear; nothing for other operations."""
@@ -572,6 +545,18 @@ class Simulator:
             raise Overflowed(f"{node.name}: {reason}") from None
 
 
+def _factors(node: Node, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what a sum multiplies, and the bias of a linear."""
+    if node.op == "matmul":
+        return operands[0], operands[1], None
+    return operands[0], operands[1].T, operands[2] if len(operands) > 2 else None
+
+
+def _masked(scores: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """Return scores with -inf where the mask of a softmax forbids a column."""
+    return scores if len(operands) < 2 else scores.masked_fill(~operands[1], -torch.inf)
+
+
 def _entering(node: Node) -> str:
     """Return under which name the quantised input of a linear is kept."""
     return f"{node.name}/input"
@@ -581,6 +566,5 @@ _UNARY: Mapping[str, Callable[[Tensor, Node], Tensor]] = {
     "neg": lambda x, node: -x,
     "relu": lambda x, node: torch.relu(x),
     "tanh": lambda x, node: torch.tanh(x),
-    "silu": lambda x, node: F.silu(x),
     "gelu": lambda x, node: F.gelu(x, approximate=node.attrs.get("approximate", "none")),
 }
