@@ -34,6 +34,7 @@ EXACT = ("exact.py", "rationals/*.py")
 MOVED = ("norms.py",)
 READINGS = ("versions.py",)
 CACHES = ("caching.py",)
+WRITTEN = ("rules/written.py",)
 INTERVAL = (
     "rules/*.py", "box.py", "functionals.py", "formats.py", "weights.py", "propagate.py",
     "staircase.py", "matrix_units.py", "spec.py",
@@ -106,7 +107,12 @@ TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tests/unit/model/test_caching.py",
         "tests/property/test_kv_caches.py",
     ),
+    WRITTEN: (
+        "tests/property/test_norms_written_out.py",
+        "tests/property/test_formats_of_nodes.py",
+    ),
     INTERVAL: (
+        "tests/property/test_norms_written_out.py",
         "tests/property/test_casts_before_sums.py",
         "tests/property/test_ball_formulas.py",
         "tests/property/test_stored_exactly.py",

@@ -137,8 +137,10 @@ def written(
         stored = part("variance")
         kappa = 4 * count * size.square().mean(-1, keepdim=True) * _SAFE / least
         kappa = (1 + kappa) * (1 + turned).square() * (1 + stored.unit) - 1 + stored.faint / least
+        averaging = "variance"
     else:
-        square, mean = part("square"), part("mean2" if node.op == "layer_norm" else "mean")
+        averaging = "mean2" if node.op == "layer_norm" else "mean"
+        square, mean = part("square"), part(averaging)
         alpha, beta = own
         ratio = off.square() / least
         spread = (torch.sqrt(1 + ratio) + turned) * (1 + alpha) + beta * torch.rsqrt(least)
@@ -149,6 +151,7 @@ def written(
         kappa = (1 + kappa) * (1 + square.relative(2 * u)) * (1 + averaged) - 1
         faint = square.faint * (1 + averaged) + mean.faint + (n + 6) * eta
         kappa = kappa + faint / least
+    fits(averaging, most * (1 + kappa))
     shift = part("shift")
     low, high = _scalar(kernel, eps, shift.form, node.name)
     added = (max(high - eps, eps - low) + eta) * (1 + shift.unit) + shift.faint

@@ -89,7 +89,7 @@ def losses(node: Node, kernel: Kernel, eps: float, norm: Norm) -> Loss:
     if "variance" in node.parts:
         squares = box.up((reading**2).mean(axis=-1, keepdims=True), n + 4)
         wide = box.up((1 + 4 * sums * squares / norm.least) * (1 + turned) ** 2)
-        relative, absolute = book.cast("variance")
+        name, (relative, absolute) = "variance", book.cast("variance")
     else:
         ratio = box.up(epsilon**2 / norm.least)
         spread = (np.sqrt(1 + ratio) + turned) * (1 + alpha) + beta / np.sqrt(norm.least)
@@ -97,10 +97,12 @@ def losses(node: Node, kernel: Kernel, eps: float, norm: Norm) -> Loss:
         square, faint = book.off("square", 2 * u)
         whole = box.up((centred + epsilon) * (1 + alpha) + beta)
         book.fits("square", whole**2 * (1 + square) + faint)
-        averaged, lost = book.off("mean2" if node.op == "layer_norm" else "mean", sums)
+        name = "mean2" if node.op == "layer_norm" else "mean"
+        averaged, lost = book.off(name, sums)
         relative = (1 + square) * (1 + averaged) - 1 + 4 * ULP
         absolute = faint * (1 + averaged) + lost + (n + 6) * book.tiny
     wide = box.up(wide * (1 + relative) + absolute / norm.least, 16)
+    book.fits(name, norm.most * wide)
     shift, faint = book.off("shift", 2 * u)
     ends = book.scalar(eps, "shift")
     moved = max(ends[1] - eps, eps - ends[0]) + book.tiny
