@@ -324,10 +324,10 @@ DEFINITIONS: tuple[MetricDefinition, ...] = (
                "absolute difference of the shares of output that are the reference", upper=_UNIT),
     # the running system
     _request("latency", _R, TIME, "timing",
-             "time of one forward pass over the request; of recordings, from the request to its "
-             "last token"),
-    _request("ttft", _R, TIME, "stamps", "time from a request to its first token"),
-    _request("tpot", _R, TIME, "stamps", "mean time between tokens after the first"),
+             "time of one forward pass over the request; of servers and recordings, from the "
+             "request to its last token"),
+    _request("ttft", _R, TIME, "timing", "time from a request to its first token"),
+    _request("tpot", _R, TIME, "timing", "mean time between tokens after the first"),
     _aggregate("throughput", _R, THROUGHPUT, ("timing",), "tokens per second over the window",
                better="higher"),
     _aggregate("peak_memory", _R, BYTES, ("memory",), "largest memory in use",

@@ -35,7 +35,7 @@ _ALWAYS = ("build_fingerprint", "request_shape")
 """Without these nobody can run the request again on the kernels that served it."""
 _DRAWN = frozenset({"sampled", "text", "rewards", "outcomes", "rollouts", "advantages"})
 """Data that depend on how tokens were drawn; replay needs the seed and the sampling parameters."""
-_TIMED = frozenset({"timing", "memory", "stamps"})
+_TIMED = frozenset({"timing", "memory"})
 """Data that a run does not repeat exactly; everything else replays to the same signature."""
 
 

@@ -256,7 +256,7 @@ def test_a_contract_of_another_temperature_does_not_compile(
 
 @pytest.mark.parametrize(
     ("clause", "words"),
-    [("p99(kl) <= 0.1", "`kl` of tier A"), ("p95(latency) <= 1 s", "`latency` of tier E")],
+    [("p99(kl) <= 0.1", "`kl` of tier A"), ("peak_memory <= 1 GiB", "`peak_memory` of tier E")],
 )
 def test_what_a_server_does_not_give_is_refused_by_name_and_tier(
     llama_cpp: str, tiny_folder: Path, cli: Cli, tmp_path: Path, clause: str, words: str

@@ -45,6 +45,14 @@ class Fake:
     pages: dict[str, Any] = field(default_factory=dict)
     questions: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    streams: bool = True
+    """False: it answers as a whole, whether a question asks for a stream or not."""
+    lumps: tuple[int, ...] = ()
+    """How many events of a stream are sent at a time, if not each by itself."""
+    each: int = 1
+    """How many tokens an event has."""
+    pace: Callable[[int], None] = lambda sent: None
+    """Called before each sending of a stream, the headers first, with how many there were."""
     stamp: str | None = None
     """The `system_fingerprint` of its answers."""
     inside: int = 0
@@ -89,6 +97,26 @@ class Fake:
         found: Answer = {"model": "tiny", "choices": [choice], "usage": usage}
         return found if self.stamp is None else {**found, "system_fingerprint": self.stamp}
 
+    def sendings(self, answer: Answer) -> Iterator[bytes]:
+        """Yield what is sent at a time of a streamed answer."""
+        choice, logs = answer["choices"][0], answer["choices"][0]["logprobs"]
+        whole = {name: value for name, value in answer.items() if name != "usage"}
+        count = len(logs["tokens"])
+        events = []
+        for at in range(0, count, self.each):
+            end = at + self.each
+            part = {
+                **choice,
+                "logprobs": {name: values[at:end] for name, values in logs.items()},
+                "finish_reason": choice["finish_reason"] if end >= count else None,
+            }
+            events.append(b"data: " + json.dumps({**whole, "choices": [part]}).encode() + b"\n\n")
+        lumps = self.lumps or (1,) * len(events)
+        for size in lumps:
+            yield b"".join(events[:size])
+            del events[:size]
+        yield b"data: [DONE]\n\n"
+
 
 @contextmanager
 def serving(fake: Fake) -> Iterator[str]:
@@ -117,7 +145,19 @@ def serving(fake: Fake) -> Iterator[str]:
             finally:
                 with fake.lock:
                     fake.inside -= 1
-            self._send(status, good)
+            if status == 200 and fake.streams and question["stream"]:
+                self._stream(good)
+            else:
+                self._send(status, good)
+
+        def _stream(self, answer: Answer) -> None:
+            fake.pace(0)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+            self.end_headers()
+            for sent, data in enumerate(fake.sendings(answer), 1):
+                fake.pace(sent)
+                self.wfile.write(data)
 
         def _send(self, status: int, found: Any) -> None:
             data = found if isinstance(found, bytes) else json.dumps(found).encode()

@@ -30,7 +30,7 @@ _OTHERS: Mapping[str, Callable[..., Any]] = {
     "grad_bias": gradient.bias_of_tv,
     "ece_gap": calibration.ece_gap,
     **dict.fromkeys(
-        ("latency", "throughput", "peak_memory", "failure_rate", "determinism"),
+        ("latency", "ttft", "tpot", "throughput", "peak_memory", "failure_rate", "determinism"),
         runtime.time_requests,
     ),
     **dict.fromkeys(("brier_gap", "nll_gap", "ace_gap"), calibration.scores),

@@ -29,7 +29,7 @@ UNITS = {
     "k2": "nat",
     "k3": "nat",
     "log_ratio_linf": "nat",
-    "latency": "s",
+    **dict.fromkeys(("latency", "ttft", "tpot"), "s"),
     "throughput": "tok/s",
     "peak_memory": "B",
 }

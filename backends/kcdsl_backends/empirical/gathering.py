@@ -42,6 +42,11 @@ from kcdsl_backends.empirical.statistics import confidence_over
 from kcdsl_backends.empirical.user_metrics import measures_of
 from kcdsl_backends.requests import Request
 
+_GENERATION = (
+    f"times of tokens are of {runtime.NEW_TOKENS} likeliest tokens after each request (fewer where"
+    " the model has no room), without a cache of keys and values: a decode step runs the whole"
+    " sequence again, so tpot is an upper estimate of what a cache would give"
+)
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total)."""
 
@@ -101,7 +106,11 @@ def gather(
             lambda done, total: progress("noise floor", done, total),
         ),
         spoiled=setting.spoiled,
-        notes=(*notes, *(() if journal is None else journal.notes)),
+        notes=(
+            *notes,
+            *((_GENERATION,) if runtime.reads_tokens(clauses) else ()),
+            *(() if journal is None else journal.notes),
+        ),
         seed=setting.seed,
         looks=setting.looks,
     )
@@ -143,6 +152,8 @@ def _out_of_reach(name: str, setting: Setting) -> tuple[str, str] | None:
     measure = measures_of(setting.program).get(name)
     if measure is None:
         return None
+    if setting.encoder and name in runtime.GENERATED:
+        return "the model is an encoder and generates nothing", "time its passes with `latency`"
     if setting.encoder and measure.source in ("logits", "sampled", "calibration", "gradient"):
         usable = ", ".join(sorted(STATE_FUNCTIONS))
         return "the model is an encoder and has no logits", f"metrics of encoders: {usable}"
@@ -331,5 +342,6 @@ def _time(
         rounds=runtime.rounds_needed(timed, sizes, confidence_over(setting.looks)),
         seconds=setting.seconds,
         device=setting.device,
+        generate=runtime.greedy(kernel) if runtime.reads_tokens(timed) else None,
         progress=lambda done, total: progress("timed runs", done, total),
     )

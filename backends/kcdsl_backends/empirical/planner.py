@@ -51,7 +51,7 @@ _PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILIST
 NOISY = frozenset(
     {
         *("sampled", "timing", "rollouts", "topk", "advantages", "rewards", "text"),
-        *("gradients", "routes", "stamps"),
+        *("gradients", "routes"),
     }
 )
 """What makes another run of the same requests give other values."""

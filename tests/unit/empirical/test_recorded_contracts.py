@@ -326,7 +326,7 @@ def test_what_a_recording_lacks_is_refused_by_name(
     bound = f"abs({name})" if METRICS[name].signed else name
     kind = "min" if METRICS[name].better == "higher" else "max"
     op = ">=" if METRICS[name].better == "higher" else "<="
-    unit = " s" if name in ("ttft", "tpot") else " B" if name == "kv_memory" else ""
+    unit = " B" if name == "kv_memory" else ""
     require = f"{bound if aggregate else f'{kind}({bound})'} {op} 0.5{unit}"
     table = {"id": ["a"], "tokens": [[1, 2]], "prompt": [[3]]}
     report = decide({"N-1": f"require: {require}"}, table)

@@ -332,8 +332,6 @@ SHORT: dict[str, tuple[Any, ...]] = {
     "router_agreement": (np.empty((0, 1, 1), dtype=int),) * 2,
     "tokens_any_flip": (np.empty((0, 1, 1), dtype=int),) * 2,
     "router_margin": (np.empty((0, 1, 2)), 1),
-    "ttft": (serving.Served(0.0, []),),
-    "tpot": (serving.Served(0.0, []),),
     "kv_memory": (0, 0, 0, 0, 0),
 }
 

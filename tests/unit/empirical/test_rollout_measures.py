@@ -362,7 +362,7 @@ def test_ratios_that_are_not_finite_fail_the_unit() -> None:
 
 
 def test_every_recorded_metric_has_what_feeds_it() -> None:
-    """27 metrics are refused after a forward pass; each has columns here, or logits."""
+    """25 metrics are refused after a forward pass; each has columns here, or logits."""
     fed = set(NEEDS) | {"noise_ratio"}
     assert set(UNMEASURED) <= fed
     assert set(RECORDED_AGGREGATES) | set(MAGNITUDES) <= set(UNMEASURED)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kcdsl.ir.terms import Family
+from kcdsl.diagnostics import Refusal
+from kcdsl.ir.terms import Family, KernelRef, ModelRef
+from kcdsl.model.architecture import load_model
+from kcdsl.verdict.model import Inconclusive, verdict_name
 from kcdsl_backends.empirical import runtime
+from kcdsl_backends.empirical.estimate import evaluate
+from kcdsl_backends.empirical.kernels import TorchKernel, load_kernel
+from kcdsl_backends.empirical.means import Settings
+from kcdsl_backends.empirical.measured import SliceData
+from kcdsl_backends.empirical.statistics import NotMeasurable
+from kcdsl_backends.requests import Request
 
 
 class Clock:
@@ -94,3 +105,159 @@ def test_enough_runs_are_made_to_decide_a_clause(
 def test_failure_rates_need_no_timing(lab: Any) -> None:
     clause = lab.clause(lab.statistic("aggregate", "failure_rate"))
     assert not runtime.is_runtime(clause)
+
+
+# --- generation ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(repository: Path) -> TorchKernel:
+    """Return a running kernel of the tiny language model."""
+    model = load_model(
+        ModelRef("model.safetensors", "llama", config="config.json"),
+        repository / "examples" / "tiny_lm",
+    )
+    return load_kernel(KernelRef("torch.eager", ()), model, "cpu")
+
+
+def request(length: int) -> Request:
+    return Request("r", "r", tuple(range(65, 65 + length)), {}, 1)
+
+
+def generated(kernel: Any, *requests: Request, step: float = 1.0) -> Any:
+    return runtime.time_requests(
+        lambda tokens: kernel.forward(kernel.tokens(tokens)),
+        requests,
+        rounds=1,
+        seconds=1e9,
+        device=torch.device("cpu"),
+        generate=runtime.greedy(kernel),
+        clock=Clock(step),
+    ).runs
+
+
+def clause_of(lab: Any, name: str, limit: str = "1000", slice: str = "all") -> Any:
+    left = lab.statistic("quantile", name, "95/100")
+    return lab.clause(left, "<=", limit, id=name, slices=(slice,), family=Family.RUNTIME)
+
+
+def test_a_running_kernel_generates_its_likeliest_tokens(tiny: TorchKernel) -> None:
+    prompt = request(6)
+    stamps = list(runtime.greedy(tiny)(prompt, Clock(1.0)))
+    assert stamps == [(float(at + 1), 1) for at in range(runtime.NEW_TOKENS)]
+    run = generated(tiny, prompt)[0]
+    # one look at the beginning, one after each token
+    assert {name: value.tolist() for name, value in run.values.items()} == {
+        "latency": [1.0], "ttft": [1.0], "tpot": [1.0]
+    }  # fmt: skip
+    assert not run.problems
+
+
+def test_every_step_runs_the_sequence_that_the_steps_before_made(lab: Any) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def function(tokens: tuple[int, ...]) -> torch.Tensor:
+        calls.append(tokens)
+        return lab.base(tokens)
+
+    prompt = lab.requests(1)[0]
+    list(runtime.greedy(lab.kernel(function))(prompt, Clock(1.0)))
+    expected = prompt.tokens
+    for call in calls:
+        assert call == expected
+        expected = (*expected, int(lab.base(expected)[-1].argmax()))
+    assert len(calls) == runtime.NEW_TOKENS
+
+
+def test_prefill_and_decode_have_times_of_their_own(lab: Any) -> None:
+    """The first token takes 5, each further one 2."""
+    clock = Clock(0.0)
+    prompt = lab.requests(1)[0]
+
+    def function(tokens: tuple[int, ...]) -> torch.Tensor:
+        clock.now += 5 if len(tokens) == prompt.length else 2
+        return lab.base(tokens)
+
+    kernel = lab.kernel(function)
+    run = runtime.time_requests(
+        lambda tokens: kernel.forward(kernel.tokens(tokens)),
+        [prompt],
+        rounds=1,
+        seconds=1e9,
+        device=torch.device("cpu"),
+        generate=runtime.greedy(kernel),
+        clock=clock,
+    ).runs[0]
+    assert {name: value.tolist() for name, value in run.values.items()} == {
+        "latency": [5.0], "ttft": [5.0], "tpot": [2.0]
+    }  # fmt: skip
+
+
+def test_a_model_without_room_ends_the_generation(tiny: TorchKernel) -> None:
+    longest = tiny.model.limits[1]
+    assert longest is not None
+    with_two = Request("two", "two", (65,) * (longest - 1), {}, 1)
+    with_one = Request("one", "one", (65,) * longest, {}, 2)
+    assert len(list(runtime.greedy(tiny)(with_two, Clock(1.0)))) == 2
+    two, one = generated(tiny, with_two, with_one)
+    assert two.values["tpot"].tolist() == [1.0]
+    assert one.values["ttft"].tolist() == [1.0]
+    assert "tpot" not in one.values
+    assert "no token came after the first" in one.problems["tpot"]
+
+
+def test_clauses_about_generation_are_decided(lab: Any) -> None:
+    found = lab.evaluate(
+        clause_of(lab, "ttft"), clause_of(lab, "tpot"), clause_of(lab, "tpot", "0"), seconds=1e9
+    ).report
+    assert [verdict_name(row.verdict) for row in found.clauses] == ["held", "held", "violated"]
+    for row in found.clauses:
+        assert row.unit == "s"
+        assert row.n == 80
+        assert row.value is not None
+        assert row.value > 0
+    assert any("16 likeliest tokens" in note and "upper" in note for note in found.notes)
+
+
+def test_nothing_is_generated_where_no_clause_reads_it(lab: Any) -> None:
+    longest = 0
+
+    def function(tokens: tuple[int, ...]) -> torch.Tensor:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return lab.base(tokens)
+
+    found = lab.evaluate(clause_of(lab, "latency"), infer=lab.kernel(function), seconds=0.0)
+    assert longest == 6
+    assert not any("upper" in note for note in found.report.notes)
+
+
+def test_an_exhausted_budget_decides_nothing(lab: Any) -> None:
+    row = lab.evaluate(clause_of(lab, "tpot", slice="few"), seconds=0.0).report.clauses[0]
+    assert row.n == 3 * runtime.FEWEST_ROUNDS
+    assert isinstance(row.verdict, Inconclusive)
+
+
+@pytest.mark.parametrize("at", [6, 9])
+def test_a_generation_that_fails_makes_the_evidence_invalid(lab: Any, at: int) -> None:
+    """It fails in the longest requests alone, or in a decode step."""
+    rows = (*lab.requests(3), *(replace(r, key="long") for r in lab.requests(1, length=8)))
+
+    def function(tokens: tuple[int, ...]) -> torch.Tensor:
+        if len(tokens) == at + 2:
+            raise RuntimeError("no memory")
+        return lab.base(tokens)
+
+    kernel = lab.kernel(function)
+    runs = generated(kernel, *rows)
+    assert all("no memory" in run.problems["tpot"] for run in runs)
+    data = SliceData("all", (), runs)
+    slow = lab.statistic("quantile", "ttft", "95/100")
+    with pytest.raises(NotMeasurable, match="no memory"):
+        evaluate(slow, data, "upper", Settings(0, None))
+
+
+@pytest.mark.parametrize("name", ["ttft", "tpot"])
+def test_an_encoder_generates_nothing(lab: Any, name: str) -> None:
+    with pytest.raises(Refusal, match="generates nothing"):
+        lab.evaluate(clause_of(lab, name), encoder=True)

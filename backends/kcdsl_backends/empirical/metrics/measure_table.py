@@ -313,6 +313,8 @@ MEASURES: Mapping[str, Measure] = {
         _runtime(
             "latency", "wall time of one forward pass, synchronised", counted="request", noisy=True
         ),
+        _runtime("ttft", "first token - arrival", counted="request", noisy=True),
+        _runtime("tpot", "(last - first) / (tokens - 1)", counted="request", noisy=True),
         _runtime("throughput", "tokens / seconds", counted="request", better="higher", noisy=True),
         _runtime(
             "peak_memory",
@@ -332,7 +334,6 @@ _ROLLOUTS = "the tokens of requests were not sampled from the inference kernel a
 _TEXT = "the requests carry no generated text of both kernels"
 _ROUTES = "the kernels record no routes of experts"
 _GRADIENTS = "a forward pass gives no gradients"
-_STAMPS = "a forward pass gives no times of single tokens"
 
 UNMEASURED: Mapping[str, str] = {
     "noise_ratio": "no run of the training kernel in float32 or wider is at hand as a reference",
@@ -351,7 +352,6 @@ UNMEASURED: Mapping[str, str] = {
     **dict.fromkeys(("json_parse_gap", "tool_schema_gap", "exact_match_gap"), _TEXT),
     **dict.fromkeys(("grad_cosine", "grad_rel_bias"), _GRADIENTS),
     **dict.fromkeys(("router_agreement", "tokens_any_flip", "router_margin"), _ROUTES),
-    **dict.fromkeys(("ttft", "tpot"), _STAMPS),
     "kv_memory": "a forward pass keeps no keys and values",
 }  # fmt: skip
 """Metrics of the language that recorded runs feed, with what a forward pass lacks of them."""

@@ -183,8 +183,6 @@ RECORDED: Mapping[str, Measure] = {
             "router_margin", "A", "k-th best score - next, in the layer with least", "exact",
             "token", better="higher",
         ),
-        _recorded("ttft", "E", "first token - arrival", "exact", "request", unit="s"),
-        _recorded("tpot", "E", "(last - first) / (tokens - 1)", "exact", "request", unit="s"),
         _recorded(
             "kv_memory", "E", "largest 2 layers heads width tokens bytes", "exact", "slice",
             unit="B", noisy=False,
@@ -218,8 +216,6 @@ RECORDED_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "router_agreement": _worst_layer,
     "tokens_any_flip": routing.tokens_any_flip,
     "router_margin": routing.router_margin,
-    "ttft": serving.time_to_first_token,
-    "tpot": serving.time_per_output_token,
     "kv_memory": serving.kv_memory,
 }
 """The functions of recorded arrays, by the names of the language."""

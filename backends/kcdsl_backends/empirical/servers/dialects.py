@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from secrets import token_hex
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
@@ -46,6 +47,8 @@ _NO_TOP_K = {VLLM: -1, SGLANG: -1}
 """What `top_k` is where nothing is cut off, if not 0."""
 _LEAST_TOP = {LLAMA_CPP: 1, TENSORRT_LLM: 1}
 """The least `logprobs` for which any are given."""
+_SALTED = frozenset({VLLM, SGLANG})
+"""Servers that use what they keep of a prompt only for questions with the same `cache_salt`."""
 _MODES = {
     "raw_logprobs": "raw",
     "processed_logprobs": "processed",
@@ -193,6 +196,17 @@ def question(
     if kind == LLAMA_CPP:
         body["post_sampling_probs"] = logs.values == "processed"
     return body
+
+
+def streamed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a question whose answer is streamed, with all its tokens, and, where the server knows
+    that, without what it kept of the same prompt before: a prompt is asked several times."""
+    found = {**body, "stream": True}
+    if kind != OTHER:
+        found["ignore_eos"] = True
+    if kind in _SALTED:
+        found["cache_salt"] = token_hex(8)
+    return found
 
 
 def refuse_unsaid(kind: str, logs: LogProbabilities) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.terms import Clause
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.clauses import measured_norms, metrics_of
+from kcdsl_backends.empirical import runtime
+from kcdsl_backends.empirical.clauses import measured_norms, metrics_of, slices_of
 from kcdsl_backends.empirical.conclusion import PROOFS, split
 from kcdsl_backends.empirical.diagnoses.model import outcome
 from kcdsl_backends.empirical.diagnoses.semantics import Recorded, recorded_prechecks
@@ -18,15 +19,16 @@ from kcdsl_backends.empirical.diagnoses.weights import weights_checksum
 from kcdsl_backends.empirical.evidence import Evidence
 from kcdsl_backends.empirical.gathering import Progress, distinct, kernels_record
 from kcdsl_backends.empirical.journal import Journal
-from kcdsl_backends.empirical.measured import Run, Unit
+from kcdsl_backends.empirical.measured import Run, Timing, Unit
 from kcdsl_backends.empirical.metrics.sampled import request_seed
 from kcdsl_backends.empirical.rollouts.needs import NEEDS
 from kcdsl_backends.empirical.rollouts.record import Semantics
 from kcdsl_backends.empirical.rollouts.units import Group, run_of
-from kcdsl_backends.empirical.servers.gathering import Gathered, gather_rollouts
+from kcdsl_backends.empirical.servers.gathering import FAILURES, Gathered, gather_rollouts
 from kcdsl_backends.empirical.servers.kernel import ServerKernel
 from kcdsl_backends.empirical.servers.resuming import Kept, resume_served
 from kcdsl_backends.empirical.setting import Setting
+from kcdsl_backends.empirical.statistics import confidence_over
 from kcdsl_backends.empirical.user_metrics import measures_of
 from kcdsl_backends.requests import Request
 
@@ -34,6 +36,8 @@ SUMMARY = frozenset({"k1", "k3", "importance_ratio", "log_ratio", "log_ratio_lin
 """The usual drifts of drawn tokens."""
 _LISTS = frozenset({"train_top_ids", "train_top_logs", "infer_top_ids", "infer_top_logs"})
 _LOGS = frozenset({"prompt", "tokens", "train_logs", "infer_logs"})
+_TIMES = frozenset({"arrived", "stamps"})
+"""What a streamed answer gives."""
 
 
 def gather_served(
@@ -72,6 +76,13 @@ def gather_served(
         kept.close()
     slices = {name: _units(rows) for name, rows in setting.slices.items()}
     units = {unit.request.key: unit for found in slices.values() for unit in found}
+    timing = _time(
+        setting,
+        server,
+        clauses,
+        slices,
+        lambda done, total: progress("timed runs", done, total),
+    )
     repeated = len(requests) - len({request.tokens for request in requests})
     return Evidence(
         program=setting.program,
@@ -88,11 +99,13 @@ def gather_served(
             for file in setting.files.values()
         ),
         environment=setting.environment,
+        timing=timing,
         prechecks=_prechecks(setting, server, requests, found),
         spoiled=setting.spoiled,
         notes=(
             "the server shows neither its weights nor its blocks: no digest and no certified bound"
             " stands beside what it drew",
+            *([_timed_as(server)] if timing.runs else []),
             *([f"{repeated} requests repeat a prompt and count with it"] if repeated else []),
             *(() if journal is None else journal.notes),
         ),
@@ -104,7 +117,7 @@ def gather_served(
 def check_reach(setting: Setting, server: ServerKernel, clauses: Sequence[Clause]) -> None:
     """Refuse a clause whose metric needs more than the server gives; name it and its tier."""
     measures = measures_of(setting.program)
-    given = _LOGS | (_LISTS if server.tier == "B" else frozenset())
+    given = _LOGS | _TIMES | (_LISTS if server.tier == "B" else frozenset())
     for clause in clauses:
         if clause.evidence in PROOFS:
             continue
@@ -166,6 +179,55 @@ def _run(unit: _Unit, found: Gathered, metrics: frozenset[str], seed: int) -> Ru
     if failures:
         return Run(Unit(request.key, request.length, failure=failures[0]), own, {}, 0)
     return run_of(Group(request, tuple(found.rollouts[m.key] for m in unit.members)), metrics, own)
+
+
+def _time(
+    setting: Setting,
+    server: ServerKernel,
+    clauses: Sequence[Clause],
+    slices: Mapping[str, Sequence[_Unit]],
+    progress: Callable[[int, int], None],
+) -> Timing:
+    timed = [clause for clause in clauses if runtime.is_runtime(clause)]
+    names = {name for c in timed for name in (slices_of(c) or tuple(slices))} & slices.keys()
+    chosen = {unit.request.key: unit.request for name in names for unit in slices[name]}
+    if not chosen:
+        return Timing()
+    silent = 0
+
+    def generate(request: Request, clock: runtime.Clock) -> Iterator[tuple[float, int]]:
+        nonlocal silent
+        try:
+            yield from server.stream(request.tokens, request_seed(setting.seed, request.key), clock)
+            silent = 0
+        except Refusal as refusal:
+            first = refusal.diagnostics[0]
+            silent = silent + 1 if first.code is codes.SERVER_UNREACHABLE else 0
+            if first.code is codes.SERVER_CHANGED or silent >= FAILURES:
+                raise
+            raise runtime.Untimed(f"{first.code}: {first.message}") from refusal
+
+    found = runtime.time_served(
+        generate,
+        tuple(chosen.values()),
+        rounds=runtime.rounds_needed(
+            timed, [len(slices[name]) for name in names], confidence_over(setting.looks)
+        ),
+        seconds=setting.seconds,
+        at_once=server.service.concurrency,
+        progress=progress,
+    )
+    server.check_unchanged()
+    return found
+
+
+def _timed_as(server: ServerKernel) -> str:
+    at_once = server.service.concurrency
+    return (
+        f"times are those of {server.service.tokens} streamed tokens after each request (fewer"
+        " where the text ends or the model has no room), as they come over the network,"
+        f" {at_once} {'request' if at_once == 1 else 'requests'} at a time"
+    )
 
 
 def _prechecks(

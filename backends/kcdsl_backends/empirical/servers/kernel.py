@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,12 +18,26 @@ from kcdsl_backends.adapters import find_adapter
 from kcdsl_backends.empirical.engines.programs import need
 from kcdsl_backends.empirical.rollouts.record import Semantics, Side, TopLogs
 from kcdsl_backends.empirical.servers.alignment import Vocabulary, ends_of
-from kcdsl_backends.empirical.servers.dialects import Identity, identify, question, refuse_unsaid
-from kcdsl_backends.empirical.servers.replies import ROUNDING, Reply, read_reply
+from kcdsl_backends.empirical.servers.dialects import (
+    Identity,
+    identify,
+    question,
+    refuse_unsaid,
+    streamed,
+)
+from kcdsl_backends.empirical.servers.replies import (
+    ROUNDING,
+    Part,
+    Reply,
+    check_number,
+    read_part,
+    read_reply,
+)
 from kcdsl_backends.empirical.servers.transport import Limits, Transport, key_of
 
 _SEEDS = 2**31
 """Seeds that every server takes."""
+_COMPLETIONS = "/v1/completions"
 _TRIAL = 2
 """Tokens of the trial that is made before anything is measured."""
 
@@ -82,17 +96,61 @@ class ServerKernel:
         in doubt, and where another server or model answers than the one that was asked first.
         """
         given = tuple(prompt)
+        reply = self._ask(given, seed, self._wanted(given, tokens))
+        self._check_same(reply)
+        return self._continuation(reply)
+
+    def stream(
+        self, prompt: Sequence[int], seed: int, clock: Callable[[], float]
+    ) -> Iterator[tuple[float, int]]:
+        """Let the server draw as `draw` does, and yield how many tokens came at which moments of
+        `clock`, while they come: none at the moment before it is asked.
+
+        Raises Refusal as `draw`, and where tokens did not come one after the other: not streamed,
+        or held back on their way.
+        """
+        given = tuple(prompt)
+        wanted = self._wanted(given)
+        body = streamed(self.identity.kind, self._question(given, seed, wanted))
+        moments: list[float] = []
+        found, reason, counted = 0, None, None
+        events = self.transport.stream(_COMPLETIONS, body, clock)
+        asked, _ = next(events)
+        yield asked, 0
+        for moment, event in events:
+            part = read_part(event)
+            self._check_same(part)
+            reason = part.reason if reason is None else reason
+            counted = part.counted if counted is None else counted
+            if part.tokens:
+                found += part.tokens
+                moments.append(moment)
+                yield moment, part.tokens
+        # llama.cpp holds back a token that ends inside of a character, and never tells of it: then
+        # fewer are seen than counted, and the time of each comes out longer, not shorter.
+        whole = max(found, counted) if found and counted is not None else found
+        check_number(whole, wanted, reason, counted)
+        reads = len(set(moments))
+        if found > 1 and (reads == 1 or 2 * reads < len(moments)):
+            raise refuse(
+                codes.SERVER_REPLY,
+                f"the answer of the server is not streamed: {found} tokens came in {reads}"
+                f" {'piece' if reads == 1 else 'pieces'}",
+                help="ask the server itself, and not through what collects its answers, from a"
+                " machine that is fast enough to see single tokens",
+            )
+
+    def _wanted(self, prompt: tuple[int, ...], tokens: int | None = None) -> int:
+        """Return how many tokens there are to be; refuse a prompt that leaves no room."""
         wanted = self.service.tokens if tokens is None else tokens
         if self.longest is not None:
-            wanted = min(wanted, self.longest - len(given))
+            wanted = min(wanted, self.longest - len(prompt))
         if wanted < 1:
             raise refuse(
                 codes.SEQUENCE,
-                f"a prompt of {len(given)} tokens leaves no room: the model takes {self.longest}",
+                f"a prompt of {len(prompt)} tokens leaves no room: the model takes {self.longest}",
             )
-        reply = self._ask(given, seed, wanted)
-        self._check_same(reply)
-        return self._continuation(reply)
+        return wanted
 
     def logits(self, ids: Any) -> Tensor:
         """Refuse: a server shows no logits."""
@@ -120,7 +178,7 @@ class ServerKernel:
         if now != self.identity:
             raise _changed(differences(self.identity.to_json(), now.to_json()))
 
-    def _ask(self, prompt: tuple[int, ...], seed: int, tokens: int) -> Reply:
+    def _question(self, prompt: tuple[int, ...], seed: int, tokens: int) -> dict[str, Any]:
         text = self.vocabulary.prompt_text(prompt) if self.prompts == "text" else None
         if self.prompts == "text" and text is None:
             raise refuse(
@@ -128,7 +186,7 @@ class ServerKernel:
                 "the server takes texts alone, and no text is read as exactly these tokens",
                 help="serve the model where prompts may be token ids",
             )
-        body = question(
+        return question(
             self.identity.kind,
             self.service,
             self.identity.model,
@@ -136,11 +194,13 @@ class ServerKernel:
             tokens,
             seed % _SEEDS,
         )
-        answer = self.transport.post("/v1/completions", body)
+
+    def _ask(self, prompt: tuple[int, ...], seed: int, tokens: int) -> Reply:
+        answer = self.transport.post(_COMPLETIONS, self._question(prompt, seed, tokens))
         if answer is None:
             raise refuse(
                 codes.SERVER_REPLY,
-                f"the server {self.transport.url} has no /v1/completions",
+                f"the server {self.transport.url} has no {_COMPLETIONS}",
                 help="serve the model with completions; chats would add tokens of their own",
             )
         reply = read_reply(answer, tokens)
@@ -152,7 +212,7 @@ class ServerKernel:
             )
         return reply
 
-    def _check_same(self, reply: Reply) -> None:
+    def _check_same(self, reply: Reply | Part) -> None:
         model = self.identity.model if reply.model is None else reply.model
         found = differences(
             {"model": self.identity.model, "system_fingerprint": self.stamp},

@@ -138,9 +138,15 @@ def _inside(address: _Address) -> Iterable[_Address]:
 
 
 def client(
-    library: Any, place: Destination, connect: float, whole: float, clock: Callable[[], float]
+    library: Any,
+    place: Destination,
+    connect: float,
+    whole: float,
+    clock: Callable[[], float],
+    came: Callable[[], None] = lambda: None,
 ) -> httpx.Client:
-    """Return a client that asks the server of a contract alone, and that ends in time.
+    """Return a client that asks the server of a contract alone, and that ends in time. `came` is
+    called whenever bytes have come.
 
     Raises Forbidden.
     """
@@ -151,7 +157,7 @@ def client(
     pool = transport._pool
     if not hasattr(pool, "_network_backend"):
         raise Forbidden("this version of httpx does not let addresses be looked at")
-    pool._network_backend = _Guard(place if proxy is None else None, clock() + whole, clock)
+    pool._network_backend = _Guard(place if proxy is None else None, clock() + whole, clock, came)
     made: httpx.Client = library.Client(
         transport=transport,
         timeout=library.Timeout(whole, connect=connect),
@@ -169,8 +175,9 @@ class _Guard:
         place: Destination | None,
         deadline: float,
         clock: Callable[[], float],
+        came: Callable[[], None],
     ) -> None:
-        self.place, self.deadline, self.clock = place, deadline, clock
+        self.place, self.deadline, self.clock, self.came = place, deadline, clock, came
 
     def connect_tcp(
         self,
@@ -196,7 +203,7 @@ class _Guard:
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 last = error
                 continue
-            return _Timed(stream, self.deadline, self.clock)
+            return _Timed(stream, self.deadline, self.clock, self.came)
         assert last is not None
         raise last
 
@@ -207,8 +214,14 @@ class _Guard:
 class _Timed:
     """A connection whose every read and write ends before the deadline."""
 
-    def __init__(self, stream: Any, deadline: float, clock: Callable[[], float]) -> None:
-        self.stream, self.deadline, self.clock = stream, deadline, clock
+    def __init__(
+        self,
+        stream: Any,
+        deadline: float,
+        clock: Callable[[], float],
+        came: Callable[[], None],
+    ) -> None:
+        self.stream, self.deadline, self.clock, self.came = stream, deadline, clock, came
 
     def _left(self, timeout: float | None) -> float:
         import httpcore
@@ -220,6 +233,7 @@ class _Timed:
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         data: bytes = self.stream.read(max_bytes, self._left(timeout))
+        self.came()
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
@@ -232,7 +246,7 @@ class _Timed:
         self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
     ) -> Any:
         inner = self.stream.start_tls(ssl_context, server_hostname, self._left(timeout))
-        return _Timed(inner, self.deadline, self.clock)
+        return _Timed(inner, self.deadline, self.clock, self.came)
 
     def get_extra_info(self, info: str) -> Any:
         return self.stream.get_extra_info(info)

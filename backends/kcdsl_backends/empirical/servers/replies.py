@@ -75,7 +75,7 @@ def read_reply(answer: Any, most: int) -> Reply:
     reason = choice.get("finish_reason")
     usage = whole.get("usage")
     counts: Mapping[str, Any] = usage if isinstance(usage, dict) else {}
-    _check_number(len(drawn), most, reason, _whole(counts.get("completion_tokens")))
+    check_number(len(drawn), most, reason, _whole(counts.get("completion_tokens")))
     return Reply(
         drawn,
         scale,
@@ -86,7 +86,50 @@ def read_reply(answer: Any, most: int) -> Reply:
     )
 
 
-def _check_number(found: int, most: int, reason: object, counted: int | None) -> None:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one event of a streamed answer says; `reason` is why the text ended, None before."""
+
+    tokens: int
+    reason: object
+    counted: int | None
+    model: str | None
+    fingerprint: str | None
+
+
+def read_part(event: Any) -> Part:
+    """Return what an event of a streamed answer says: how many tokens came, and of which model.
+
+    Raises Refusal for an event with a text without log-probabilities, whose tokens are not known.
+    """
+    whole = _mapping(event, "an event of the answer")
+    choices = whole.get("choices")
+    if not isinstance(choices, list) or len(choices) > 1:
+        raise _bad("an event of the answer has no text, or several")
+    choice = _mapping(choices[0], "the text of an event") if choices else {}
+    usage = whole.get("usage")
+    return Part(
+        _tokens_of(choice),
+        choice.get("finish_reason"),
+        _whole(usage.get("completion_tokens")) if isinstance(usage, dict) else None,
+        _text(whole.get("model")),
+        _text(whole.get("system_fingerprint")),
+    )
+
+
+def _tokens_of(choice: Mapping[str, Any]) -> int:
+    logs = choice.get("logprobs")
+    if not isinstance(logs, dict):
+        if choice.get("text"):
+            raise _bad("an event of it has a text without log-probabilities")
+        return 0
+    if isinstance(logs.get("content"), list):
+        return len(_of_chat(logs["content"])[0])
+    return len(_of_lists(logs, choice)) if logs.get("token_logprobs") != [] else 0
+
+
+def check_number(found: int, most: int, reason: object, counted: int | None) -> None:
+    """Refuse an answer that does not have the tokens that it should have."""
     if found == 0:
         raise _bad("it has no drawn token")
     if found > most:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +64,58 @@ class Transport:
         """
         return self._ask("POST", path, body)
 
+    def stream(
+        self, path: str, body: Mapping[str, Any], clock: Callable[[], float]
+    ) -> Iterator[tuple[float, Any]]:
+        """Yield each event of an answer that is streamed, with the moment of `clock` when it came:
+        events that came together have the same. First comes None, with the moment before it is
+        asked.
+
+        It is asked once, for the time of a second attempt is not that of the first. Raises Refusal
+        where the server does not answer, and where it does not stream.
+        """
+        asked, moment, started, left = math.nan, math.nan, self.clock(), b""
+
+        def came() -> None:
+            nonlocal asked, moment
+            moment = clock()
+            asked = moment if math.isnan(asked) else asked
+
+        try:
+            with self._open("POST", path, body, came) as reply:
+                parts = self._parts(reply, started)
+                if reply.status_code != 200:
+                    said = self._said(b"".join(parts).decode("utf-8", errors="replace"))
+                    raise self._unreachable(f"{path}: status {reply.status_code}{said}", 1)
+                kind = reply.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if kind != "text/event-stream":
+                    raise refuse(
+                        codes.SERVER_REPLY,
+                        f"the server {self.url} does not stream its answer to {path}: it is"
+                        f" {kind or 'of no type'}, not text/event-stream",
+                    )
+                yield asked, None
+                for part in parts:
+                    *lines, left = (left + part).split(b"\n")
+                    for line in lines:
+                        data = line.removeprefix(b"data:").strip()
+                        if data == line.strip() or not data:
+                            continue  # a comment, another field or the end of an event
+                        if data == b"[DONE]":
+                            return
+                        yield moment, self._event(path, data)
+        except _NoAnswer as error:
+            raise self._unreachable(f"{path}: {error}", 1) from None
+
+    def _event(self, path: str, data: bytes) -> Any:
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise refuse(
+                codes.SERVER_REPLY,
+                f"the server {self.url} streams what is no JSON in answer to {path}: {error}",
+            ) from None
+
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         last: Refusal | None = None
         attempts, attempt = self.limits.attempts, 0
@@ -100,32 +154,48 @@ class Transport:
 
     def _once(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
         """Return status and text of one answer."""
+        started = self.clock()
+        with self._open(method, path, body) as reply:
+            content = b"".join(self._parts(reply, started))
+            return reply.status_code, content.decode("utf-8", errors="replace")
+
+    def _parts(self, reply: Any, started: float) -> Iterator[bytes]:
+        """Yield the bytes of an answer, within the limits of size and time."""
+        size = 0
+        for part in reply.iter_raw():
+            size += len(part)
+            if size > self.limits.size:
+                raise _NoAnswer(f"the answer has more than {self.limits.size} bytes", True)
+            if self.clock() - started > self.limits.answer:
+                raise _NoAnswer(f"no whole answer in {stated(self.limits.answer, 's')}", True)
+            yield part
+
+    @contextmanager
+    def _open(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        came: Callable[[], None] = lambda: None,
+    ) -> Iterator[Any]:
+        """Ask, and give the answer while its bytes come; `came` is called before the question, and
+        as often as bytes come."""
         import httpx
 
         # A compressed answer could be far larger than what came over the network.
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        headers = {"Accept": "application/json, text/event-stream", "Accept-Encoding": "identity"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
-        started, parts, size = self.clock(), [], 0
         place = destination(self.url, self.key is not None)
         times = self.limits.connect, self.limits.answer
         try:
-            with (
-                client(httpx, place, *times, self.clock) as asking,
-                asking.stream(method, self.url + path, json=body, headers=headers) as reply,
-            ):
-                if reply.headers.get("content-encoding", "identity") != "identity":
-                    raise _NoAnswer("the answer is compressed, which nobody asked for", True)
-                for part in reply.iter_raw():
-                    size += len(part)
-                    if size > self.limits.size:
-                        raise _NoAnswer(f"the answer has more than {self.limits.size} bytes", True)
-                    if self.clock() - started > self.limits.answer:
-                        raise _NoAnswer(
-                            f"no whole answer in {stated(self.limits.answer, 's')}", True
-                        )
-                    parts.append(part)
-                return reply.status_code, b"".join(parts).decode("utf-8", errors="replace")
+            with client(httpx, place, *times, self.clock, came) as asking:
+                came()
+                asked = asking.stream(method, self.url + path, json=body, headers=headers)
+                with asked as reply:
+                    if reply.headers.get("content-encoding", "identity") != "identity":
+                        raise _NoAnswer("the answer is compressed, which nobody asked for", True)
+                    yield reply
         except Forbidden as error:
             raise refuse(
                 codes.SERVER_ADDRESS,

@@ -1,0 +1,316 @@
+"""Times of generation are measured on running servers, and never where answers are not streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from threading import Barrier, Semaphore
+from typing import Any
+
+import pytest
+
+from kcdsl.check.compile import load_contract
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name
+from kcdsl.verdict.report import Report
+from kcdsl_backends.empirical import runtime
+from kcdsl_backends.empirical.backend import BACKEND
+from kcdsl_backends.empirical.kernels import TorchKernel
+from kcdsl_backends.empirical.servers.kernel import ServerKernel
+from kcdsl_backends.requests import Request
+from tests.servers.conftest import QUICK, Loader
+from tests.support.fake_server import Answer, Fake, serving
+
+pytestmark = pytest.mark.usefixtures("shared_files")
+
+TOKENS = 8
+PREFILL, STEP = 2.0, 0.25
+CONTRACT = """\
+kcdsl: 1
+contract: served
+version: 1.0.0
+model: {{checkpoint: {folder}/model.safetensors, architecture: llama}}
+data: requests.jsonl
+kernels:
+  train: {{run: torch.eager}}
+  infer: {{run: server, url: "{url}", tokens: 8, logprobs: {{values: processed}}}}
+slices: {{all: {{}}}}
+clauses:
+  R-TTFT: {{require: p95(ttft) <= 1000 s, level: L1}}
+  R-TPOT: {{require: p95(tpot) <= 20 ms, level: L1}}
+  R-WHOLE: {{require: p95(latency) <= 1000 s, level: L1}}
+  R-RATE: {{require: throughput >= 0.001 tok/s, level: L1}}
+"""
+
+
+class Clock:
+    """A clock that a server sets: time passes after everything that was sent was seen."""
+
+    def __init__(self) -> None:
+        self.now, self.looks = 0.0, Semaphore(0)
+
+    def __call__(self) -> float:
+        self.looks.release()
+        return self.now
+
+    def passing(self, sent: int) -> None:
+        """Let time pass before a sending: that of the prefill, then of a step each."""
+        if sent == 0:  # what was looked at before the question does not count
+            while self.looks.acquire(blocking=False):
+                pass
+            return
+        assert self.looks.acquire(timeout=60)
+        self.now += PREFILL if sent == 1 else STEP
+
+
+@pytest.fixture
+def fake(train: TorchKernel) -> Fake:
+    return Fake(train.logits)
+
+
+def times(server: ServerKernel, request: Request, clock: Callable[[], float]) -> Any:
+    """Return the times of one generation."""
+
+    def generate(request: Request, clock: runtime.Clock) -> Any:
+        return server.stream(request.tokens, 0, clock)
+
+    found = runtime.time_served(generate, [request], rounds=1, seconds=1e9, clock=clock)
+    return found.runs[0]
+
+
+def test_prefill_and_decode_are_told_apart(
+    fake: Fake, load: Loader, requests: tuple[Request, ...]
+) -> None:
+    with serving(fake) as url:
+        server = load(url, tokens=TOKENS)
+        clock = Clock()
+        fake.pace = clock.passing
+        run = times(server, requests[0], clock)
+    assert run.tokens == TOKENS
+    assert {name: value.tolist() for name, value in run.values.items()} == {
+        "ttft": [PREFILL], "tpot": [STEP], "latency": [PREFILL + STEP * (TOKENS - 1)]
+    }  # fmt: skip
+    assert fake.questions[-1]["stream"] is True
+    assert fake.questions[-1]["ignore_eos"] is True
+
+
+def test_tokens_that_come_together_share_the_time_of_a_step(
+    fake: Fake, load: Loader, requests: tuple[Request, ...]
+) -> None:
+    """Two tokens an event: the second of the first event took no time that was seen."""
+    fake.each = 2
+    with serving(fake) as url:
+        server = load(url, tokens=TOKENS)
+        clock = Clock()
+        fake.pace = clock.passing
+        run = times(server, requests[0], clock)
+    assert run.values["ttft"].tolist() == [PREFILL]
+    assert run.values["tpot"].tolist() == [(STEP * 3) / 6]
+
+
+def test_a_token_that_is_held_back_does_not_count(
+    fake: Fake, load: Loader, requests: tuple[Request, ...]
+) -> None:
+    """As llama.cpp does inside of a character: it counts the token, and never tells of it."""
+    plain = fake.sendings
+
+    def sendings(answer: Answer) -> Iterator[bytes]:
+        *events, last = plain(answer)
+        yield from (*events[:3], *events[4:])
+        yield b'data: {"choices": [], "usage": {"completion_tokens": 8}}\n\n'
+        yield last
+
+    with serving(fake) as url:
+        server = load(url, tokens=TOKENS)
+        clock = Clock()
+        fake.pace = clock.passing
+        fake.sendings = sendings  # type: ignore[method-assign]
+        run = times(server, requests[0], clock)
+    assert run.tokens == TOKENS - 1
+    assert not run.problems
+    assert run.values["tpot"].tolist() == [STEP]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"streams": False}, "does not stream"),
+        ({"lumps": (TOKENS,)}, "not streamed: 8 tokens came in 1 piece"),
+        ({"lumps": (5, 2, 1)}, "not streamed: 8 tokens came in 3 pieces"),
+        ({"each": TOKENS}, "not streamed: 8 tokens came in 1 piece"),
+    ],
+)
+def test_an_answer_that_is_held_back_is_refused(
+    fake: Fake,
+    load: Loader,
+    requests: tuple[Request, ...],
+    change: dict[str, Any],
+    reason: str,
+) -> None:
+    with serving(fake) as url:
+        server = load(url, tokens=TOKENS)
+        clock = Clock()
+        fake.pace = clock.passing
+        for name, value in change.items():
+            setattr(fake, name, value)
+        with pytest.raises(Refusal) as refused:
+            list(server.stream(requests[0].tokens, 0, clock))
+    assert refused.value.diagnostics[0].code is codes.SERVER_REPLY
+    assert reason in refused.value.diagnostics[0].message
+
+
+def ended(answer: Answer) -> Answer:
+    """Return an answer whose text ends nowhere."""
+    return {**answer, "choices": [{**answer["choices"][0], "finish_reason": None}]}
+
+
+def shorter(answer: Answer) -> Answer:
+    """Return an answer that lacks its last token."""
+    choice = answer["choices"][0]
+    logs = {name: values[:-1] for name, values in choice["logprobs"].items()}
+    return {**answer, "choices": [{**choice, "logprobs": logs}]}
+
+
+def event(data: str) -> Callable[[Answer], bytes]:
+    return lambda answer: f"data: {data}\n\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("lie", "code", "reason"),
+    [
+        (ended, codes.SERVER_REPLY, "ended for the reason None"),
+        (shorter, codes.SERVER_REPLY, "ended at its limit with 7"),
+        (lambda answer: {**answer, "model": "large"}, codes.SERVER_CHANGED, "'large'"),
+        (event('{"choices": [{}, {}]}'), codes.SERVER_REPLY, "no text, or several"),
+        (event('{"error": "no memory"}'), codes.SERVER_REPLY, "no text, or several"),
+        (event('{"choices": [{"text": "a"}]}'), codes.SERVER_REPLY, "without log-probabilities"),
+        (event("null"), codes.SERVER_REPLY, "no object"),
+        (event("[]"), codes.SERVER_REPLY, "no object"),
+        (event("{"), codes.SERVER_REPLY, "no JSON"),
+        (event("[DONE]"), codes.SERVER_REPLY, "no drawn token"),
+        (lambda answer: b"", codes.SERVER_REPLY, "no drawn token"),
+    ],
+)
+def test_a_stream_that_is_no_whole_answer_is_refused(
+    fake: Fake, load: Loader, requests: tuple[Request, ...], lie: Any, code: Any, reason: str
+) -> None:
+    with serving(fake) as url:
+        server = load(url, tokens=TOKENS)
+        plain = fake.sendings
+
+        def sendings(answer: Answer) -> Iterator[bytes]:
+            found = lie(answer)
+            return iter([found]) if isinstance(found, bytes) else plain(found)
+
+        fake.sendings = sendings  # type: ignore[method-assign]
+        with pytest.raises(Refusal) as refused:
+            list(server.stream(requests[0].tokens, 0, Clock()))
+    assert refused.value.diagnostics[0].code is code
+    assert reason in refused.value.diagnostics[0].message
+
+
+def test_a_refused_question_is_no_answer(
+    fake: Fake, load: Loader, requests: tuple[Request, ...]
+) -> None:
+    with serving(fake) as url:
+        server = load(url, tokens=TOKENS)
+        fake.statuses = [500, 200]
+        with pytest.raises(Refusal) as refused:
+            list(server.stream(requests[0].tokens, 0, Clock()))
+        assert fake.statuses == [200]  # a second attempt would have a time of its own
+    assert refused.value.diagnostics[0].code is codes.SERVER_UNREACHABLE
+
+
+def test_as_many_are_asked_at_a_time_as_the_contract_says(
+    requests: tuple[Request, ...],
+) -> None:
+    both = Barrier(2)
+
+    def generate(request: Request, clock: runtime.Clock) -> Iterator[tuple[float, int]]:
+        both.wait(60)
+        yield clock(), 1
+        yield clock(), 1
+
+    found = runtime.time_served(generate, requests[:2], rounds=1, seconds=0, at_once=2)
+    assert [run.key for run in found.runs] == [request.key for request in requests[:2]]
+    assert all(not run.problems for run in found.runs)
+
+
+# --- contracts -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def decided(
+    fake: Fake, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Report]]:
+    """Return what evaluates a contract about times of a server that a clock paces."""
+    monkeypatch.setattr("kcdsl_backends.empirical.servers.kernel.Limits", lambda: QUICK)
+    clock = Clock()
+    fake.pace = clock.passing
+    monkeypatch.setattr(runtime, "time_served", partial(runtime.time_served, clock=clock))
+    lines = (tiny_folder / "prompts.jsonl").read_text("utf-8").splitlines()[:8]
+    (tmp_path / "requests.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+
+    with serving(fake) as url:
+
+        def decide(seconds: float = 1e9) -> Report:
+            text = CONTRACT.format(folder=tiny_folder, url=url)
+            (tmp_path / "contract.yaml").write_text(text, "utf-8")
+            program, _ = load_contract(tmp_path / "contract.yaml")
+            setting = BACKEND.prepare(program, tmp_path, seconds=seconds)
+            evidence = BACKEND.gather(setting, lambda stage, done, total: None)
+            report = BACKEND.conclude(evidence)
+            trace = tmp_path / "trace.parquet"
+            trace.write_bytes(BACKEND.write_trace(evidence, report))
+            assert BACKEND.conclude(BACKEND.read_trace(trace).evidence).dumps() == report.dumps()
+            return report
+
+        yield decide
+
+
+def test_clauses_about_times_are_decided_on_a_running_server(
+    decided: Callable[..., Report],
+) -> None:
+    report = decided()
+    rows = {row.clause: row for row in report.clauses}
+    verdicts = {id: verdict_name(row.verdict) for id, row in rows.items() if id != "R-RATE"}
+    assert verdicts == {"R-TTFT": "held", "R-TPOT": "violated", "R-WHOLE": "held"}
+    assert rows["R-RATE"].value == pytest.approx(TOKENS / (PREFILL + STEP * (TOKENS - 1)))
+    assert rows["R-TTFT"].value == PREFILL
+    assert rows["R-TPOT"].value == STEP
+    assert rows["R-WHOLE"].value == PREFILL + STEP * (TOKENS - 1)
+    assert rows["R-TTFT"].n == 64
+    assert any("8 streamed tokens" in note for note in report.notes)
+
+
+def test_too_few_runs_within_the_budget_decide_nothing(decided: Callable[..., Report]) -> None:
+    rows = {row.clause: row for row in decided(seconds=1.0).clauses}
+    assert rows["R-TTFT"].n == 8 * runtime.FEWEST_ROUNDS
+    assert isinstance(rows["R-TTFT"].verdict, Inconclusive)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"streams": False}, "does not stream"), ({"lumps": (TOKENS,)}, "is not streamed")],
+)
+def test_a_server_that_does_not_stream_passes_no_clause_about_times(
+    fake: Fake, decided: Callable[..., Report], change: dict[str, Any], reason: str
+) -> None:
+    for name, value in change.items():
+        setattr(fake, name, value)
+    for row in decided(seconds=0.0).clauses:
+        assert isinstance(row.verdict, InvalidEvidence), row
+        assert reason in row.verdict.reason
+
+
+def test_a_server_that_no_longer_answers_ends_the_evaluation(
+    fake: Fake, decided: Callable[..., Report]
+) -> None:
+    def gone(sent: int) -> None:
+        raise ConnectionError
+
+    fake.pace = gone
+    with pytest.raises(Refusal) as refused:
+        decided()
+    assert refused.value.diagnostics[0].code is codes.SERVER_UNREACHABLE
