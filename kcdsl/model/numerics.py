@@ -356,6 +356,14 @@ class Numerics:
         return (own, *((each.weights, each.activations) for each in self.overrides))
 
     @property
+    def calibrated_linears(self) -> tuple[str, ...]:
+        """Return the linears that static scales of inputs, keys and values name, sorted."""
+        given = [pairs for _, a in self.sections for pairs in (a.input_scale, a.input_zero_point)]
+        if self.kv_cache is not None:
+            given += [self.kv_cache.key_scale, self.kv_cache.value_scale]
+        return tuple(sorted({name for pairs in given for name, _ in pairs} - {"*"}))
+
+    @property
     def cast(self) -> Casts:
         """Return what the word `casts` says; a word that there is not is a KeyError."""
         return CASTS[self.casts]

@@ -280,14 +280,23 @@ def resolve(spec: KernelRef | Mapping[str, Any]) -> Numerics:
     )
 
 
-def refuse_strays(numerics: Numerics, weights: Iterable[tuple[str, ...]]) -> None:
-    """Refuse an override that fits no linear of a model, and overrides of one linear that disagree.
+def refuse_strays(numerics: Numerics, linears: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse an override that fits no linear of a model, overrides of one linear that disagree, and
+    static scales of a linear that the model does not have.
 
     Args:
-        weights: all names in the checkpoint of the weight of each linear.
+        linears: the names of weights in the checkpoint, by those of linears in the module.
     """
-    groups = tuple(weights) if numerics.overrides else ()
+    groups = tuple(linears.values())
     known = [name for names in groups for name in names]
+    named = {linear_name(each) for each in (*linears, *known)}
+    for name in numerics.calibrated_linears:
+        if name not in named:
+            raise _refusal(
+                f"no linear of the model has the name {name!r} of a static scale",
+                near=sorted(named),
+                tried=name,
+            )
     for override in numerics.overrides:
         if not any(override.fits(name) for name in known):
             raise _refusal(

@@ -280,11 +280,11 @@ def test_a_name_that_no_linear_has_is_refused() -> None:
     spec = resolve(
         {"preset": "fp8-weights", "overrides": {"lm_haed": {"weights": {"format": "bfloat16"}}}}
     )
-    refuse_strays(resolve({"preset": "fp8-weights"}), [])
+    refuse_strays(resolve({"preset": "fp8-weights"}), {})
     with pytest.raises(Refusal, match="no linear of the model has the name 'lm_haed'") as refusal:
-        refuse_strays(spec, [("lm_head.weight",), ("up.weight",)])
+        refuse_strays(spec, {name: (name,) for name in ("lm_head.weight", "up.weight")})
     assert refusal.value.diagnostics[0].help == "did you mean 'lm_head'?"
-    tied = [("embed_tokens.weight", "lm_head.weight")]
+    tied = {"lm_head.weight": ("embed_tokens.weight", "lm_head.weight")}
     spec = resolve(
         {"preset": "fp8-weights", "overrides": {"lm_head": {"weights": {"format": "bfloat16"}}}}
     )

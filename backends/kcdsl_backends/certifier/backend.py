@@ -112,7 +112,7 @@ class IntervalBackend:
         train, infer = resolve(program.train), resolve(program.infer)
         for kernel, numerics in ((program.train, train), (program.infer, infer)):
             with at(kernel.span):
-                refuse_strays(numerics, model.linears().values() if numerics.overrides else ())
+                refuse_strays(numerics, model.linears())
         for goal in goals:
             with at(goal.span):
                 model.block(goal.block)

@@ -157,10 +157,10 @@ class Workshop:
     _around: dict[tuple[str, Fraction], Neighbourhood] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse overrides that fit no linear of the model."""
+        """Refuse numerics that name linears that the model does not have."""
         for numerics in (self.train, self.infer):
-            if numerics.overrides:
-                refuse_strays(numerics, self.model.linears().values())
+            if numerics.overrides or numerics.calibrated_linears:
+                refuse_strays(numerics, self.model.linears())
 
     @property
     def formats(self) -> tuple[str, ...]:

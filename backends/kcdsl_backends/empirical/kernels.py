@@ -190,7 +190,7 @@ def _load(
         )
     numerics = resolve(ref)
     refuse_unserved(ref.run, adapter, numerics, place.type)
-    refuse_strays(numerics, model.linears().values() if numerics.overrides else ())
+    refuse_strays(numerics, model.linears())
     _refuse_foreign(ref.run, adapter, model, numerics)
     if adapter.engine == "hf":
         dtype = TORCH_TYPES[numerics.compute]

@@ -15,7 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import load_model
-from kcdsl.model.numerics import TensorCore, Unit
+from kcdsl.model.numerics import (
+    Activations,
+    KvCache,
+    Override,
+    TensorCore,
+    Unit,
+    Weights,
+)
 from kcdsl.model.presets import resolve
 from kcdsl.route.execution import Execution
 from kcdsl.route.goals import goals
@@ -222,6 +229,8 @@ def _changed(record: Any) -> list[Any]:
         "least_scale": 0.25,
         "amax_limit": 2.0,
         "batch_amax": 3.0,
+        "overrides": (Override("*", Weights("float32", "none"), Activations()),),
+        "kv_cache": KvCache("int8", "per_head"),
     }
     found = []
     for part in fields(record):

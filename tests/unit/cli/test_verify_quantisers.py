@@ -110,6 +110,25 @@ CACHES = {
 }
 
 
+STRAYS = {
+    "keys": CACHES["static"].replace("self_attn.v_proj", "self_attn.w_proj"),
+    "inputs": "{preset: fp8-w8a8-per-channel, activations: {format: fp8_e4m3, scale: static,"
+    " input_scale: {'*': 0.5, model.layers.0.self_attn.w_proj: 0.25}}}",
+}
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_a_static_scale_of_no_linear_is_refused(folder: Path, name: str) -> None:
+    """In its place the linear that was meant would have the scale of all others."""
+    text = CONTRACT.replace("NUMERICS", STRAYS[name])
+    (folder / "contract.yaml").write_text(text, encoding="utf-8")
+    ran = run_here("verify", cwd=folder)
+    assert ran.code == 2, ran.stdout
+    named = "no linear of the model has the name 'model.layers.0.self_attn.w_proj'"
+    assert "KC463" in ran.stderr
+    assert named in ran.stderr.replace("\n", " ")
+
+
 @pytest.mark.parametrize("name", CACHES)
 def test_a_quantised_cache_is_proved_signed_and_replayed(
     folder: Path, follows: Any, name: str
