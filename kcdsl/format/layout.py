@@ -49,16 +49,17 @@ class Printer:
 
     def _lines_spoken_of(self) -> set[int]:
         """Return the lines, from 0, that comments to kcdsl speak of."""
+        count = self._source.line_count
+        following, after = [count - 1] * count, count - 1
+        for line in range(count - 1, -1, -1):
+            following[line] = after
+            text = self._source.line(line + 1).strip()
+            if text and not text.startswith("#"):
+                after = line
         found: set[int] = set()
         for comment in self._notes.comments:
             if comment.speaks_of_lines:
-                line = comment.line
-                while comment.alone and line + 1 < self._source.line_count:
-                    line += 1
-                    text = self._source.line(line + 1).strip()
-                    if text and not text.startswith("#"):
-                        break
-                found.add(line)
+                found.add(following[comment.line] if comment.alone else comment.line)
         return found
 
     # --- lines ------------------------------------------------------------------------------------

@@ -417,6 +417,7 @@ def test_the_schema_by_path() -> None:
         "scale",
         "rounding",
         "scale_format",
+        "applied",
     ]
     assert values_at(("clauses", "N", "level")) == ["L1", "L2", "L3"]
     assert values_at(("clauses", 3, "level")) == ["L1", "L2", "L3"]

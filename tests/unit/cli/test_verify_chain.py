@@ -55,7 +55,8 @@ def test_a_chain_about_something_else_is_no_proof_of_a_clause(cli: Any, folder: 
     from kcdsl_certs.reject import Reject
 
     write_contract(folder, MODEL)
-    assert cli("verify", "--chain", *QUICK, cwd=folder).code == 0
+    assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
+    assert cli("verify", "--chain", *QUICK, "--sign", "kcdsl.key", cwd=folder).code == 0
     proof = json.loads((folder / "out" / "N-0.proof.json").read_bytes())
     clause, triple = stated(folder)
     bind(proof, clause, triple)

@@ -325,10 +325,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] =
         lambda x, m, v: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) - 1e-5),
         "aten::mean",
     ),
-    "mask with a finite bias": (
-        lambda x, m, v: attend(x, ADDED - 2.0 * torch.eye(3), add=True),
-        "not finite",
-    ),
     "mask from the data": (lambda x, m, v: x.masked_fill(x > 0, float("-inf")), "aten::gt"),
     "mask outside softmax": (
         lambda x, m, v: x.masked_fill(torch.eye(3, 4, dtype=torch.bool), float("-inf")) * 2,
