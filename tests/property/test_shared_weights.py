@@ -395,9 +395,11 @@ def test_both_programs_say_the_same(
             program(graph, ALIKE[kernel_pair], centre, rho, tmp_path) for program in PROGRAMS
         )
     )
-    # the checker knows more of a product of errors
-    assert (mine <= theirs * (1 + (0.5 if block == "piecewise" else 2.0**-3)) + 2.0**-60).all()
-    assert (theirs <= mine * (1 + 2.0**-6) + 2.0**-60).all()
+    # The checker knows more of a product of errors, and where weights may be far, less of what is
+    # alike in both kernels behind one: up to a third, which can only reject.
+    more, less = (0.5, 0.4) if block == "piecewise" else (2.0**-3, 2.0**-6)
+    assert (mine <= theirs * (1 + more) + 2.0**-60).all()
+    assert (theirs <= mine * (1 + less) + 2.0**-60).all()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
