@@ -221,7 +221,8 @@ def main() -> int:
             print(run)
         return 0
     wanted = range(chosen.first, chosen.first + chosen.modules)
-    _examine([seed for seed in wanted if seed not in _known()], chosen.jobs, chosen.seconds)
+    known = set(_known())
+    _examine([seed for seed in wanted if seed not in known], chosen.jobs, chosen.seconds)
     runs = [Run(**run) for seed, part in _known().items() if seed in wanted for run in part]
     text = table(runs)
     if chosen.write:
