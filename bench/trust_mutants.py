@@ -308,7 +308,7 @@ def _noted(scene: Scene, change: Change) -> str:
 def _after(document: Any, chosen: list[Change]) -> Any:
     """Return a document after changes; one whose place an earlier one took away does nothing."""
     for change in chosen:
-        with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
+        with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError, ValueError):
             document = change.of(document)
     return document
 
