@@ -271,9 +271,14 @@ class Kernel:
         return self.activations[0] != "none" or self.late != ""
 
     @property
-    def by_two_scales(self) -> bool:
-        """Return whether weights have a scale of the tensor beside those of groups."""
-        return self.weights[1] == "nvfp4"
+    def before_sums(self) -> int:
+        """Return the roundings of a term of a linear before it is added.
+
+        Products of codes have those of the weight and of both scales, wherever the kernel
+        multiplies them in, beside that of the product; the scale of an NVFP4 weight is a rounded
+        product itself.
+        """
+        return 4 + (self.weights[1] == "nvfp4") if self.by_codes else 2
 
     @property
     def most_code(self) -> float:

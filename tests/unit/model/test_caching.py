@@ -161,7 +161,7 @@ def test_a_linear_is_named_where_it_alone_makes_keys() -> None:
     found = {n.attrs["part"]: n.attrs["source"] for n in graph.nodes if n.op == "cache"}
     assert found["values"] == ""
     assert found["keys"].endswith("k.weight")
-    one = static("int8", {found["keys"].removesuffix(".weight"): 0.5}, {"other": 0.5})
+    one = static("int8", {found["keys"].removesuffix(".weight"): 0.5}, {"part.v": 0.5})
     x = torch.ones(3, 4, dtype=torch.float64)
     with pytest.raises(NoBound, match="no static scale is given for the values"):
         shop_of(attention, one).problem("part", (0, 1, 2)).bound(x, POINT)

@@ -119,8 +119,7 @@ def _linear_error(
     sums = product(x.shape, x.mags, w.shape, w.mags)
     sizes = [s + bias[k % len(bias)] for k, s in enumerate(sums)]
     results = both(matmul(x, w), b, add).mags
-    before = 4 if kernel.by_codes else 2
-    errors = _accumulated(kernel, sizes, results, n, before)
+    errors = _accumulated(kernel, sizes, results, n, kernel.before_sums)
     lost = _flushed(kernel, x.shape, x.mags, w.shape, w.mags)
     errors = [e + f + c for e, f, c in zip(errors, lost, clipped, strict=True)]
     errors = [e + _reduced(kernel, s, e) for e, s in zip(errors, sizes, strict=True)]

@@ -114,7 +114,7 @@ def _error(
     `lost` is what sums in 16 bits lose.
     """
     factors = box.mag(x), box.mag(weight)
-    dynamic, before = kernel.activations[0] != "none", before_sums(kernel)
+    dynamic, before = kernel.activations[0] != "none", kernel.before_sums
     error = summed(kernel, factors, size, before=before, dynamic=dynamic, key=key)
     error = box.up(error + lost)
     error = box.up(error + reduced(kernel, size[0], error))
@@ -129,13 +129,6 @@ def _error(
         own = box.up(cast * (1 + 2 * kernel.accumulate.u))
         return box.up(error + own), own
     return error, None
-
-
-def before_sums(kernel: Kernel) -> int:
-    """Return the roundings of a term of a linear: of codes those of the weight and of both scales,
-    wherever they are multiplied in, beside that of the product; the scale of a weight may be a
-    rounded product itself."""
-    return 4 + kernel.by_two_scales if kernel.by_codes else 2
 
 
 def by_late_scales(

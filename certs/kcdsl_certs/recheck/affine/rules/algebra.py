@@ -34,7 +34,6 @@ from kcdsl_certs.recheck.box import Floats
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules.linear import (
-    before_sums,
     by_late_scales,
     check_product,
     clipped,
@@ -78,7 +77,7 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     result = raised(np.abs(reference) + carried + own)
     factors, sizes = (x.size, box.lifted(size_all).T), (box.lifted(total), box.lifted(result))
     dynamic = kernel.activations[0] != "none"
-    early_on = before_sums(kernel)
+    early_on = kernel.before_sums
     error = rounding_of_sums(kernel, factors, sizes, before=early_on, dynamic=dynamic, key=key)
     split = of_sum(kernel, factors, sizes, error, before=early_on, dynamic=dynamic)
     if kernel.paired:
