@@ -88,6 +88,7 @@ class Activations:
 
     Static scales are calibrated before: `input_scale` and, for uint8, `input_zero_point` are sorted
     pairs of the name of a linear ("*": any that is not named) and its float32 scales or zero point.
+    With layout "nvfp4" `input_scale` may give the scales of tensors.
     """
 
     format: str = "none"
@@ -102,7 +103,7 @@ class Activations:
     def cuts(self) -> bool:
         """Say whether codes may cut off more than they round: at the end of their range."""
         full = self.format in ("uint8", "int8_full")
-        return full or self.scale == "mx" or self.amax_limit < math.inf
+        return full or self.scale in ("mx", "nvfp4") or self.amax_limit < math.inf
 
     def calibrated(self, weight: str) -> Calibrated | None:
         """Return the static quantiser of the linear with this weight; None where it has none.

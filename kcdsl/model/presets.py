@@ -154,6 +154,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "compute": "bfloat16",
         "weights": {"format": "fp4_e2m1", "scale": "nvfp4"},
     },
+    "nvfp4": {
+        "compute": "bfloat16",
+        "weights": {"format": "fp4_e2m1", "scale": "nvfp4"},
+        "activations": {"format": "fp4_e2m1", "scale": "nvfp4"},
+    },
     "mxfp4": {
         "compute": "bfloat16",
         "weights": {"format": "fp4_e2m1", "scale": "mx"},
@@ -469,6 +474,8 @@ def _tensor_core(
             "a tensor core multiplies float16, bfloat16 or tfloat32 and accumulates in float32;"
             f" compute is {compute} and accumulate {accumulate}"
         )
+    if any(each.scale == "nvfp4" for each in quantised):
+        raise _refusal("no matrix unit for activations of nvfp4 is known", ("none",))
     eight = bool(quantised) and all(each.format.startswith("fp8") for each in quantised)
     if core.linears != core.others and not eight:
         raise _refusal(

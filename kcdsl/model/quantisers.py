@@ -88,8 +88,9 @@ class ScaleLayout:
 
     `rows` × `columns` elements of a matrix share one; 0: all there are. `rule` is "amax"
     (float32(amax/divisor)), "floor" (mx: the power of two of amax, less that of the last code),
-    "ceil" (the power of two from float32(amax/divisor) upward), "nested" (an fp8_e4m3 multiple of a
-    float32 scale of the tensor), or "batch" (as "amax", of all sequences that run together).
+    "ceil" (the power of two from float32(amax/divisor) upward), "nested" (nvfp4: an fp8_e4m3
+    multiple of a float32 scale of the tensor, which may be static), or "batch" (as "amax", of all
+    sequences that run together).
     """
 
     name: str
@@ -119,9 +120,7 @@ LAYOUTS: dict[str, ScaleLayout] = {
 """Every layout of scales that are made of what they scale, by its name."""
 WEIGHT_LAYOUTS = tuple(name for name in LAYOUTS if name not in ("per_token", "per_batch"))
 ACTIVATION_LAYOUTS = tuple(
-    name
-    for name, layout in LAYOUTS.items()
-    if name != "per_channel" and layout.rows != 128 and layout.rule != "nested"
+    name for name, layout in LAYOUTS.items() if name != "per_channel" and layout.rows != 128
 )
 NESTED_LEAST, NESTED_MOST = 2.0**-6, 448.0
 """The least and the largest multiple of the scale of a tensor that a nested scale is."""

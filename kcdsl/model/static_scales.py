@@ -26,14 +26,16 @@ def static_scales(section: Mapping[str, Any], format: str, scale: str) -> tuple[
 
     A value is one for all linears, or a mapping of their names ("*": the others). A scale is a
     number, or a list with one for each input channel; it is rounded to float32. Numbers may be
-    texts, in decimal or as float.hex() writes them; a text with spaces is a list. Refuse what is
-    missing or has no meaning.
+    texts, in decimal or as float.hex() writes them; a text with spaces is a list. With `nvfp4`
+    the scale is that of a tensor, and may be missing. Refuse what is missing or has no meaning.
     """
+    nested = scale == "nvfp4"
     if scale != "static":
         for key in ("input_scale", "input_zero_point"):
-            if key in section:
+            if key in section and not (nested and key == "input_scale"):
                 raise _refusal(f"activations have `{key}` and no `scale: static`")
-        return (), ()
+        if not nested or "input_scale" not in section:
+            return (), ()
     if "input_scale" not in section:
         raise _refusal(
             "static activations need `input_scale`",
@@ -41,6 +43,8 @@ def static_scales(section: Mapping[str, Any], format: str, scale: str) -> tuple[
         )
     scales = _by_name("input_scale", section["input_scale"])
     found = tuple((name, _scales(_place("input_scale", name), v)) for name, v in scales)
+    if nested and any(len(given) != 1 for _, given in found):
+        raise _refusal("activations.input_scale of nvfp4 is one number for each linear")
     if format != "uint8":
         if "input_zero_point" in section:
             raise _refusal(f"{format} activations have no zero point", "uint8 activations have")

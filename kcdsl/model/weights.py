@@ -71,8 +71,7 @@ def dequantised(w: Tensor, stored: Weights, name: str = "a weight") -> Tensor:
     if form.zero_point:
         return _from_zero_points(w, stored, name)
     if layout.rule == "nested":
-        whole, multiple = _nested(w.abs(), form, layout)
-        return _code(w * ((1.0 / whole) / multiple), form) * (multiple * whole)
+        return nested_codes(w, form, layout)
     scale = _in_format(_scales(w.abs(), form, layout), stored.scale_format, name)
     divisor = torch.where(scale == 0, torch.ones_like(scale), scale)
     ratio = w * (1.0 / divisor) if form.reciprocal else w / divisor
@@ -96,13 +95,21 @@ def _scales(size: Tensor, form: CodeFormat, layout: ScaleLayout) -> Tensor:
     return found.clamp_min(form.least_scale)
 
 
-def _nested(size: Tensor, form: CodeFormat, layout: ScaleLayout) -> tuple[Tensor, Tensor]:
-    """Return the float32 scale of the tensor, and the fp8_e4m3 multiple that each group has."""
-    amax = group_amax(size, layout)
-    whole = size.amax() / torch.full_like(amax, form.divisor * NESTED_MOST)
-    whole = torch.where(whole == 0, torch.ones_like(whole), whole)
+def nested_codes(
+    x: Tensor, form: CodeFormat, layout: ScaleLayout, whole: Tensor | None = None
+) -> Tensor:
+    """Return the codes of float32 numbers times their nested scales, as float32.
+
+    Args:
+        whole: the scale of the tensor; made of its largest magnitude where None.
+    """
+    amax = group_amax(x.abs(), layout)
+    if whole is None:
+        whole = x.abs().amax() / torch.full_like(amax, form.divisor * NESTED_MOST)
+        whole = torch.where(whole == 0, torch.ones_like(whole), whole)
     multiple = (amax / torch.full_like(amax, form.divisor) / whole).clamp(NESTED_LEAST, NESTED_MOST)
-    return whole, _code(multiple, CODE_FORMATS["fp8_e4m3"])
+    multiple = _code(multiple, CODE_FORMATS["fp8_e4m3"])
+    return _code(x * ((1.0 / whole) / multiple), form) * (multiple * whole)
 
 
 def _from_zero_points(w: Tensor, stored: Weights, name: str) -> Tensor:

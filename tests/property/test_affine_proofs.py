@@ -84,6 +84,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "AWQ": (EAGER, {"preset": "awq-int4"}),
     "NVFP4 weights": (EAGER, {"preset": "nvfp4-weights", "casts": "nearest"}),
+    "NVFP4": (EAGER, {"preset": "nvfp4"}),
     "MXFP4": (EAGER, {"preset": "mxfp4", "casts": "nearest"}),
     "powers of two": (EAGER, {"preset": "fp8-w8a8-blocks-e8m0", "casts": "nearest"}),
     "scale of a batch": (

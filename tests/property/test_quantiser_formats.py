@@ -242,6 +242,8 @@ def numbers(seed: int) -> Tensor:
 
 def run(x: NDArray[np.float32], spec: Activations) -> NDArray[np.float64]:
     """Quantise by the definition, every step rounded to float32, codes of another library."""
+    if spec.scale == "nvfp4":
+        return by_tiles(x, spec.format, "nvfp4", None).astype(np.float64)
     form, layout = CODE_FORMATS[spec.format], LAYOUTS[spec.scale]
     width, found = layout.columns or x.shape[1], np.empty(x.shape)
     rows = 1 if layout.rows == 1 else len(x)
@@ -317,6 +319,87 @@ def test_quantised_inputs_lie_in_the_boxes_of_both_programs(
                 simulated = to_nearest(met.double(), numerics, "a.weight").numpy()
                 if scale != "per_batch":
                     np.testing.assert_array_equal(simulated, done)
+
+
+def by_reciprocals(
+    x: NDArray[np.float32], whole: np.float32, least: float, ulps: int
+) -> NDArray[np.float64]:
+    """Quantise to NVFP4 as vLLM's and TensorRT-LLM's kernels do: by reciprocals of the hardware,
+    which are off by up to an ulp, with multiples that are subnormal numbers of FP8 or 0."""
+
+    def reciprocal(value: np.float32) -> np.float32:
+        found = np.float32(1) / value
+        for _ in range(abs(ulps)):
+            found = np.nextafter(found, np.float32(np.inf if ulps > 0 else 0))
+        return found
+
+    given, found = reciprocal(whole), np.zeros(x.shape)
+    for row, into in zip(x, found, strict=True):
+        for j in range(0, len(row), 16):
+            tile = row[j : j + 16]
+            share = given * (np.abs(tile).max() * reciprocal(np.float32(6)))
+            share = np.clip(share, np.float32(least), np.float32(448))
+            multiple = share.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            if multiple:
+                ratio = np.clip(tile * reciprocal(multiple * reciprocal(given)), -6, 6)
+                codes = ratio.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+                into[j : j + 16] = codes * (multiple * whole)
+    return found
+
+
+@pytest.mark.parametrize("wide", [0.0, 1e-4, 0.05])
+@pytest.mark.parametrize("static", [0.0, 1e-4, 0.01, 3.0])
+def test_nested_scales_of_every_kernel_lie_in_the_boxes(static: float, wide: float) -> None:
+    """Of the tensor or calibrated, too small or too large; multiples with and without a least."""
+    given = {"format": "fp4_e2m1", "scale": "nvfp4"} | ({"input_scale": static} if static else {})
+    for casts in ("any", "nearest"):
+        numerics = resolve({"preset": "torch-eager", "casts": casts, "activations": given})
+        kernel, spread = parse_kernel(numerics.to_json(), "kernel"), 0.0
+        for seed in range(6):
+            x = numbers(seed)
+            x[2] *= 1e-5
+            x[1, :16] = x[1, :16].sign() * torch.linspace(1.0, 1.07, 16)  # cut by rounded multiples
+            low, high = (x.double() + side * wide * x.abs().double() for side in (-1, 1))
+            granted = quantisation(kernel, box.Box(low.numpy(), high.numpy()), "a.weight")
+            error = activation_error(Box(low, high), Rounding(numerics), "n", "a.weight")
+            assert error is not None
+            np.testing.assert_allclose(error.numpy(), granted, rtol=2.0**-10)
+            for pick in range(3):
+                share = torch.rand(x.shape, generator=torch.Generator().manual_seed(pick))
+                met = (low + (high - low) * share).float()
+                met = torch.where((met >= low) & (met <= high), met, x)
+                whole = np.float32(static) or met.abs().max().numpy() / np.float32(2688)
+                for least, ulps in ((0.0, 1), (0.0, -1), (2.0**-6, 0)):
+                    done = by_reciprocals(met.numpy(), whole, least, ulps)
+                    away = np.abs(done - met.double().numpy())
+                    assert (away <= granted).all()
+                    spread = max(spread, float(np.max(away / granted)))
+                simulated = to_nearest(met.double(), numerics, "a.weight").numpy()
+                assert (np.abs(simulated - met.double().numpy()) <= granted).all()
+        assert spread > 0.75
+
+
+def test_scales_of_tensors_are_one_for_a_linear_that_is_named() -> None:
+    given: dict[str, Any] = {"format": "fp4_e2m1", "scale": "nvfp4"}
+    with pytest.raises(Refusal, match="one number for each linear"):
+        resolve({"preset": "torch-eager", "activations": {**given, "input_scale": [0.1, 0.2]}})
+    numerics = resolve({"preset": "nvfp4", "activations": {**given, "input_scale": {"a": 0.1}}})
+    x = torch.ones(1, 32, dtype=torch.float64)
+    with pytest.raises(NoBound, match="no static scale"):
+        activation_error(Box.point(x), Rounding(numerics), "n", "b.weight")
+    record = numerics.to_json()
+    kernel = parse_kernel(record, "kernel")
+    with pytest.raises(Rejection, match="no static scale"):
+        quantisation(kernel, box.Box(x.numpy(), x.numpy()), "b.weight")
+    record["activations"]["input_scale"]["a"] *= 2
+    with pytest.raises(Rejection, match="more than one"):
+        parse_kernel(record, "kernel")
+    with pytest.raises(Refusal, match="no matrix unit"):
+        resolve({"preset": "nvfp4", "tensor_core": "blackwell_fp8"})
+    record = resolve({"preset": "nvfp4"}).to_json()
+    unit = {"fraction_bits": 25, "chunk": 32, "result_bits": 23, "promote": 0}
+    with pytest.raises(Rejection, match="matrix unit"):
+        parse_kernel({**record, "tensor_core": {"linears": unit, "others": unit}}, "kernel")
 
 
 def test_a_batch_is_no_larger_than_it_is_said_to_be() -> None:

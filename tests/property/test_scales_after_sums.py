@@ -315,6 +315,7 @@ def test_the_record_says_it() -> None:
     [
         ({"format": "fp4_e2m1", "scale": "nvfp4"}, {"format": "fp8_e4m3", "scale": "per_token"}, 5),
         ({"format": "fp4_e2m1", "scale": "nvfp4"}, {"format": "none", "scale": "none"}, 2),
+        ({"format": "fp4_e2m1", "scale": "nvfp4"}, {"format": "fp4_e2m1", "scale": "nvfp4"}, 6),
         ({"format": "fp4_e2m1", "scale": "mx"}, {"format": "fp8_e4m3", "scale": "per_token"}, 4),
     ],
 )

@@ -98,6 +98,12 @@ NUMERICS: dict[str, dict[str, object]] = {
         "preset": "nvfp4-weights",
         "activations": {"format": "fp8_e4m3", "scale": "per_token"},
     },
+    "NVFP4": {"preset": "nvfp4"},
+    "NVFP4 nearest, calibrated": {
+        "preset": "nvfp4",
+        "casts": "nearest",
+        "activations": {"format": "fp4_e2m1", "scale": "nvfp4", "input_scale": 0.001},
+    },
     "MXFP4": {"preset": "mxfp4"},
     "MXFP6 nearest": {
         "preset": "mxfp8",

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Activations, Numerics
-from kcdsl.model.quantisers import CODE_FORMATS
+from kcdsl.model.quantisers import CODE_FORMATS, LAYOUTS
+from kcdsl.model.weights import nested_codes
 from kcdsl_backends.attack.sums import nearest_to
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
@@ -19,6 +20,7 @@ from kcdsl_backends.interval.scales import (
     group_maximum,
     scale_range,
     static_quantiser,
+    static_scale,
 )
 
 _STEPS = 255.0
@@ -57,6 +59,8 @@ def to_nearest(x: Tensor, numerics: Numerics, weight: str) -> Tensor:
     if spec.format == "uint8":
         step, zero = _asymmetric(v, spec, weight)
         value = ((torch.round(_single(v / step)) + zero).clamp(0, _STEPS) - zero) * step
+    elif spec.scale == "nvfp4":
+        value = _nested(v, spec, weight)
     else:
         form, scale = CODE_FORMATS[spec.format], _scale(v, spec, weight)
         times = form.reciprocal and spec.scale != "static"
@@ -94,6 +98,20 @@ def _asymmetric(v: Tensor, spec: Activations, weight: str) -> tuple[Tensor, Tens
     step = _single(_single(high - low) / _STEPS)
     step = torch.where(step > 0, step, torch.ones_like(step))
     return step, torch.round(_single(-low / step)).clamp(0, _STEPS)
+
+
+def _nested(v: Tensor, spec: Activations, weight: str) -> Tensor:
+    """Return the values of codes whose scales are multiples of that of the tensor."""
+    whole = None
+    if spec.input_scale:
+        try:
+            whole = static_scale(v, spec, weight, weight).to(torch.float32)
+        except NoBound as reason:
+            raise Exceeded(str(reason)) from None
+    layout, rows = LAYOUTS[spec.scale], v.to(torch.float32).flatten(0, -2)
+    whole = None if whole is None else whole.flatten(0, -2)
+    found = nested_codes(rows, CODE_FORMATS[spec.format], layout, whole)
+    return found.reshape(v.shape).to(torch.float64)
 
 
 def _scale(v: Tensor, spec: Activations, weight: str) -> Tensor:

@@ -129,7 +129,7 @@ class TorchKernel:
 
     def _run(self, name: str, part: Program, argument: Tensor) -> Tensor:
         batched = argument.dim() == (3 if argument.is_floating_point() else 2)
-        if batched and self.numerics.activations.scale == "per_tensor":
+        if batched and self.numerics.activations.scale in ("per_tensor", "nvfp4"):
             return torch.stack([self._run(name, part, row) for row in argument])
         watch = self.interception if self.interception is not None else nullcontext()
         try:

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.numerics import Activations
-from kcdsl.model.quantisers import ACTIVATION_FORMATS, CODE_FORMATS, E8M0_EXPONENTS, LAYOUTS
+from kcdsl.model.quantisers import (
+    ACTIVATION_FORMATS,
+    CODE_FORMATS,
+    E8M0_EXPONENTS,
+    LAYOUTS,
+    NESTED_LEAST,
+    NESTED_MOST,
+)
 from kcdsl_backends.interval.box import Box, down, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import power_of_two
@@ -73,6 +80,11 @@ def quantiser(x: Box, spec: Activations, weight: str, node: str) -> Quantiser:
     if spec.scale == "static":
         return static_quantiser(x, spec, weight, node)
     format = spec.format
+    if spec.scale == "nvfp4":  # the multiple may be cut to 0, so no code is known
+        _, most = nested_scales(x, spec, weight, node)
+        return Quantiser(
+            format, Box(torch.zeros_like(most), most), fixed_tops(x.lo, format), RATIOS[format]
+        )
     tops = _zero_points(x, spec.scale) if format == "uint8" else fixed_tops(x.lo, format)
     refuse_batch(x, spec, node)
     return Quantiser(format, scale_range(x, spec), tops, RATIOS[format])
@@ -121,6 +133,23 @@ def scale_range(x: Box, spec: Activations) -> Box:
         found = Box(torch.where(found.lo > 0, _ceil(found.lo), 0.0), _ceil(found.hi))
     at_least = max(form.least_scale, spec.least_scale)
     return Box(found.lo.clamp_min(at_least), found.hi.clamp_min(at_least))
+
+
+def nested_scales(x: Box, spec: Activations, weight: str, node: str) -> tuple[Tensor, Tensor]:
+    """Return what the scale s of the tensor and the scale m·s of each group do not exceed.
+
+    m is within 1/16 of amax/(divisor·s), or 2^-6 where that is less.
+
+    Raises:
+        NoBound: as `static_scale`.
+    """
+    form, magnitude = CODE_FORMATS[spec.format], x.mag()
+    if spec.input_scale:
+        whole = static_scale(x.lo, spec, weight, node)
+    else:
+        whole = up(magnitude.amax() / (form.divisor * NESTED_MOST)).expand_as(magnitude)
+    group = group_maximum(magnitude, spec.scale) * (17 / 16) / form.divisor
+    return whole, up(torch.maximum(group, whole * NESTED_LEAST), 4)
 
 
 def _ends(x: Box, scale: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

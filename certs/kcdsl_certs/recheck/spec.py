@@ -124,7 +124,8 @@ _ACTIVATIONS = {
         (*_PLAIN_INPUTS, "per_batch", "static"),
     ),
     "uint8": (*_PLAIN_INPUTS, "static"),
-    **dict.fromkeys(("fp6_e2m3", "fp6_e3m2", "fp4_e2m1"), ("mx",)),
+    **dict.fromkeys(("fp6_e2m3", "fp6_e3m2"), ("mx",)),
+    "fp4_e2m1": ("mx", "nvfp4"),
 }
 # Casts: whether each is a step of a known function, whether it only goes toward zero, and how many
 # unit roundoffs and halves of the smallest subnormal it may be.
@@ -275,10 +276,12 @@ class Kernel:
         """Return the roundings of a term of a linear before it is added.
 
         Products of codes have those of the weight and of both scales, wherever the kernel
-        multiplies them in, beside that of the product; the scale of an NVFP4 weight is a rounded
-        product itself.
+        multiplies them in, beside that of the product; a scale of NVFP4 is a rounded product
+        itself.
         """
-        return 4 + (self.weights[1] == "nvfp4") if self.by_codes else 2
+        if not self.by_codes:
+            return 2
+        return 4 + (self.weights[1], self.activations[1]).count("nvfp4")
 
     @property
     def most_code(self) -> float:
@@ -479,6 +482,8 @@ def parse_kernel(value: object, place: str) -> Kernel:
     kernel = _of_linears(record, kernel, pairs)
     found = replace(kernel, others=_others(record, kernel, pairs))
     kernels = (found, *(other for _, other in found.others))
+    if units[0] is not None and any(each.activations[1] == "nvfp4" for each in kernels):
+        raise Rejection("document/numerics", "a matrix unit that multiplies inputs of nvfp4")
     if most != 1 and any(each.activations[0] != "none" for each in kernels):
         raise Rejection("document/numerics", "quantised activations beside directed casts")
     if pairs and not any(each.paired for each in kernels):
@@ -698,13 +703,17 @@ def _activations(record: Reader) -> tuple[str, str]:
 
 
 def _static(record: Reader) -> Static | None:
-    """Read static scales, float32 numbers by float.hex(), and the zero points of uint8."""
+    """Read static scales, float32 numbers by float.hex(), and the zero points of uint8; of nvfp4
+    those of tensors, which may be dynamic."""
     static, whole = record.text("scale") == "static", record.text("format") == "uint8"
-    if record.has("input_scale") != static or record.has("input_zero_point") != (static and whole):
+    nested, given = record.text("scale") == "nvfp4", record.has("input_scale")
+    if (given != static and not nested) or record.has("input_zero_point") != (static and whole):
         raise Rejection("document/numerics", "static scales, and zero points, where they belong")
-    if not static:
+    if not given:
         return None
     scales = _calibrations(record, "input_scale")
+    if nested and any(len(each) != 1 for _, each in scales):
+        raise Rejection("document/numerics", "more than one scale of a tensor")
     if not whole:
         return Static(scales, ())
     off = Rejection("document/numerics", "a zero point is an integer from 0 to 255, of a scale")

@@ -23,6 +23,7 @@ from kcdsl_certs.recheck.spec import (
     GRIDS,
     LEAST_POWER,
     MOST_POWER,
+    NESTED,
     TILES,
     TOP_EXPONENT,
     Kernel,
@@ -125,6 +126,9 @@ def steps(kernel: Kernel, x: Box, key: str) -> Steps:
     kind, scale = kernel.activations
     if scale == "static":
         return _calibrated(kernel, x, key)
+    if scale == "nvfp4":  # codes are not known where a scale may be 0
+        most = nested(kernel, x, key)[1]
+        return plain(kind, Box(np.zeros(x.shape), most))
     if kind == "uint8":
         return _asymmetric(x, scale)
     within_batch(kernel, x)
@@ -189,6 +193,22 @@ def _calibrated(kernel: Kernel, x: Box, key: str) -> Steps:
         element = [int(i) for i in np.argwhere(~inside)[0]]
         raise Rejection("bound/overflow", f"element {element} may exceed its static {kind} scale")
     return Steps(kind, box.exact(scale), box.exact(above), box.exact(below), "free")
+
+
+def nested(kernel: Kernel, x: Box, key: str) -> tuple[Floats, Floats]:
+    """Return what scales of the tensor, and scales of groups of 16, do not exceed (nvfp4).
+
+    Raises:
+        Rejection: "rule/static-scale".
+    """
+    kind, size = kernel.activations[0], box.mag(x)
+    top, (least, most) = QMAX[kind], NESTED
+    if kernel.static is not None:
+        tensor = given(kernel, key, x.shape)[0]
+    else:
+        tensor = np.broadcast_to(box.up(size.max() / (top * most)), x.shape)
+    group = largest(size, "nvfp4") * (1 + 2.0**-4) / top
+    return tensor, box.up(np.maximum(group, least * tensor))
 
 
 def scales(kernel: Kernel, x: Box) -> Box:

@@ -62,6 +62,7 @@ PAIRS = [
             (("int8", "per_channel"), proofs.static("uint8", 0.3, 127)),
             (("fp8_e4m3", "block_128_e8m0"), ("fp8_e4m3", "group_128_e8m0")),
             (("fp4_e2m1", "nvfp4"), ("fp4_e2m1", "mx")),
+            (("fp4_e2m1", "nvfp4"), ("fp4_e2m1", "nvfp4")),
             (("uint4", "group_32"), ("fp6_e3m2", "mx")),
             (
                 ("fp8_e4m3fnuz", "per_tensor"),
@@ -91,6 +92,7 @@ PAIRS = [
             ("fp8_e4m3", "group_128_e8m0"),
             ("fp4_e2m1", "mx"),
             ("int8_full", "group_64"),
+            {"format": "fp4_e2m1", "scale": "nvfp4", "input_scale": {"*": [(2.0**-7).hex()]}},
             {"format": "int8", "scale": "per_batch", "batch_amax": (64.0).hex()},
             {"format": "int8_full", "scale": "per_token", "amax_limit": (0.75).hex()},
             {"format": "fp8_e4m3", "scale": "per_token", "least_scale": (2.0**-9).hex()},

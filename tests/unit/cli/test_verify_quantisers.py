@@ -37,6 +37,8 @@ NUMERICS = {
     " amax_limit: 1200, least_scale: 0.001}}",
     "AWQ": "{preset: awq-int4}",
     "NVFP4": "{preset: nvfp4-weights, casts: nearest}",
+    "NVFP4 inputs": "{preset: nvfp4, activations: {format: fp4_e2m1, scale: nvfp4,"
+    " input_scale: 0.01}}",
     "MXFP4": "{preset: mxfp4, casts: nearest}",
     "MXFP6": "{preset: mxfp8, weights: {format: fp6_e2m3, scale: mx},"
     " activations: {format: fp6_e3m2, scale: mx}}",

@@ -58,7 +58,7 @@ def test_the_promised_presets_exist() -> None:
         "torchao-float8-weights",
         "torchao-int8-weights", "torchao-int8-dynamic", "torchao-int4-weights",
         "torch-sdpa-cudnn", "fp8-w8a8-blocks", "vllm-fp8-per-token",
-        "fp8-w8a8-blocks-e8m0", "awq-int4", "nvfp4-weights", "mxfp4",
+        "fp8-w8a8-blocks-e8m0", "awq-int4", "nvfp4-weights", "nvfp4", "mxfp4",
     }  # fmt: skip
     assert set(ADAPTER_PRESETS.values()) <= set(PRESETS)
 

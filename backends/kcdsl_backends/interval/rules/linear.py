@@ -9,7 +9,13 @@ from torch import Tensor
 
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.numerics import Activations
-from kcdsl.model.quantisers import CODE_FORMATS, E8M0_EXPONENTS, LAYOUTS, CodeFormat
+from kcdsl.model.quantisers import (
+    CODE_FORMATS,
+    E8M0_EXPONENTS,
+    LAYOUTS,
+    NESTED_MOST,
+    CodeFormat,
+)
 from kcdsl_backends.interval.box import Box, Factor, gamma, magnitude_product, matmul, up
 from kcdsl_backends.interval.context import Parameter, Step
 from kcdsl_backends.interval.errors import NoBound, refuse_overflow
@@ -18,6 +24,7 @@ from kcdsl_backends.interval.readings import Apart
 from kcdsl_backends.interval.rounding import Rounding, Stored
 from kcdsl_backends.interval.scales import (
     group_maximum,
+    nested_scales,
     quantiser,
     refuse_batch,
     static_quantiser,
@@ -40,8 +47,8 @@ _SHORTENED = 2.0**-9 + 2.0**-20
 _LEAST_POWER = 2.0 ** E8M0_EXPONENTS[0]
 _ROUNDED_TERMS, _CODED_TERMS = 2, 4
 """Roundings of a term before it is added: its product and one more; of codes the weight's own
-value, the product, and both scales, wherever they are multiplied in; one more where the scale of
-the weight is a rounded product of two."""
+value, the product, and both scales, wherever they are multiplied in; one more for each scale that
+is a rounded product of two."""
 _OFF_ZERO = 2.0**-14
 """More than what roundings of the scale move the ends of 255 steps by, in steps."""
 
@@ -164,7 +171,8 @@ def term_roundings(kernel: Rounding) -> int:
     """Return how often a term of a linear may be rounded before it is added."""
     if not kernel.numerics.by_codes:
         return _ROUNDED_TERMS
-    return _CODED_TERMS + (kernel.numerics.weights.scale == "nvfp4")
+    sections = kernel.numerics.weights, kernel.numerics.activations
+    return _CODED_TERMS + sum(section.scale == "nvfp4" for section in sections)
 
 
 def saturation_error(
@@ -356,6 +364,8 @@ def _activation_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tenso
     spec, magnitude = kernel.numerics.activations, x.mag()
     if spec.scale == "static":
         return _static_error(x, kernel, node, weight)
+    if spec.scale == "nvfp4":
+        return _nested_error(x, spec, node, weight)
     form = CODE_FORMATS[spec.format]
     if form.zero_point:
         low = group_maximum((-x.lo).clamp_min(0), spec.scale)
@@ -407,6 +417,25 @@ def _static_error(x: Box, kernel: Rounding, node: str, weight: str) -> Tensor:
         return up((least + magnitude * 2.0**-20) * _DIVISION, 4)
     target = form.grid
     return up((target.unit_roundoff * magnitude + scale * target.underflow) * _DIVISION, 4)
+
+
+def _nested_error(x: Box, spec: Activations, node: str, weight: str) -> Tensor:
+    """Return Q of NVFP4: of a rounding, or of what the largest code cuts off.
+
+    The multiple m of the scale s of the tensor is within 1/16 of amax/(6s), or within 2^-10 where
+    that is below 2^-6, or 448 where that is less. So 6·m·s keeps 15/16 of the group's own maximum,
+    or all of it but 6·2^-10·s, or 2688·s.
+    """
+    form, magnitude = CODE_FORMATS[spec.format], x.mag()
+    whole, scale = nested_scales(x, spec, weight, node)
+    rounded = (form.grid.unit_roundoff * magnitude + scale * form.grid.underflow) * _DIVISION
+    least = group_maximum(torch.maximum(x.lo, -x.hi).clamp_min(0), spec.scale)
+    kept = (15 / 16) * least * (1 - 2.0**-20)
+    cut = torch.minimum(magnitude / 16, (magnitude - kept).clamp_min(0))
+    faint = torch.minimum(magnitude, form.above * 2.0**-10 * whole * _DIVISION)
+    most = form.above * NESTED_MOST * whole * (1 - 2.0**-20)
+    cut = torch.maximum(torch.maximum(cut, faint), (magnitude - most).clamp_min(0))
+    return up(torch.maximum(rounded, cut + magnitude * 2.0**-20), 4)
 
 
 def _saturation(x: Box, form: CodeFormat) -> Tensor:

@@ -25,6 +25,7 @@ from kcdsl_certs.recheck.rationals.quantisers import (
     INTEGERS,
     extents,
     largest,
+    nested,
     quantised,
     quantisers,
 )
@@ -34,6 +35,7 @@ from kcdsl_certs.recheck.spec import (
     CODE_LARGEST,
     GRIDS,
     LEAST_POWER,
+    NESTED,
     TOP_EXPONENT,
     Format,
     Kernel,
@@ -238,7 +240,7 @@ def _quantisation(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
     if kernel.activations[0] == "none":
         return [ZERO] * len(x.mags)
     static = kernel.activations[1] == "static"
-    found = _calibrated(kernel, x, key) if static else _coded(kernel, x)
+    found = _calibrated(kernel, x, key) if static else _coded(kernel, x, key)
     return [error + Fraction(1, 2**133) for error in found]
 
 
@@ -249,7 +251,7 @@ def _calibrated(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
     return [_cast(GRIDS[q.kind], m, q.scale[1]) for m, q in pairs]
 
 
-def _coded(kernel: Kernel, x: Cells) -> list[Fraction]:
+def _coded(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
     kind, scale = kernel.activations
     sizes = x.mags
     if scale == "none":
@@ -257,6 +259,8 @@ def _coded(kernel: Kernel, x: Cells) -> list[Fraction]:
             element = sizes.index(max(sizes))
             raise Rejection("bound/overflow", f"element {element} of an input may overflow {kind}")
         return [_cast(GRIDS[kind], size, Fraction(1)) for size in sizes]
+    if scale == "nvfp4":
+        return _nested(kernel, x, key)
     if kind == "uint8":
         ends, half = zip(*extents(x, scale), strict=True), Fraction(1, 2) + Fraction(1, 2**14)
         wide = [(above[1] + below[1]) / 255 for above, below in ends]
@@ -300,6 +304,22 @@ def _shifted(kind: str, x: Cells, most: Sequence[Fraction]) -> list[Fraction]:
         )
         for s, m, low in zip(x.mags, most, least, strict=True)
     ]
+
+
+def _nested(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
+    """Return Q of scales that are multiples of one for the tensor."""
+    kind, found = kernel.activations[0], []
+    top, kept = Fraction(CODE_LARGEST[kind]), Fraction(15, 16) * (1 - _SMALL)
+    least = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, "nvfp4")
+    scales = zip(*nested(kernel, x, key), strict=True)
+    for size, low, (tensor, step) in zip(x.mags, least, scales, strict=True):
+        cut = max(
+            min(size / 16, max(size - low * kept, ZERO)),
+            min(size, tensor * top / 1024 * (1 + _SMALL)),
+            size - tensor * top * Fraction(NESTED[1]) * (1 - _SMALL),
+        )
+        found.append(max(_cast(GRIDS[kind], size, step), cut + size * _SMALL))
+    return found
 
 
 def _cast(form: Format, size: Fraction, scale: Fraction) -> Fraction:

@@ -28,6 +28,7 @@ from kcdsl_certs.recheck.spec import (
     GRIDS,
     LEAST_POWER,
     MOST_POWER,
+    NESTED,
     TILES,
     TOP_EXPONENT,
     Kernel,
@@ -113,6 +114,8 @@ def quantisers(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
     kind, scale = kernel.activations
     if scale == "static":
         return _calibrated(kernel, x, key)
+    if scale == "nvfp4":
+        return [plain(kind, (ZERO, step)) for step in nested(kernel, x, key)[1]]
     if kind == "uint8":
         return [_asymmetric(a, b) for a, b in zip(*extents(x, scale), strict=True)]
     if scale == "none":
@@ -124,6 +127,22 @@ def quantisers(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
     most = [max(m, batch) for m in largest(x.mags, x.shape, scale)]
     ends = zip(sure, most, strict=True)
     return [plain(kind, (_scale(kernel, a), _scale(kernel, b))) for a, b in ends]
+
+
+def nested(kernel: Kernel, x: Cells, key: str) -> tuple[list[Fraction], list[Fraction]]:
+    """Return the largest scales of the tensor and of groups (nvfp4), for every element.
+
+    Raises:
+        Rejection: "rule/static-scale".
+    """
+    kind = kernel.activations[0]
+    top, (least, most) = Fraction(CODE_LARGEST[kind]), map(Fraction, NESTED)
+    if kernel.static is None:
+        tensor = max(x.mags) / (top * most)
+    else:
+        tensor = Fraction(kernel.static.of(key, kind)[0][0])
+    groups = largest(x.mags, x.shape, "nvfp4")
+    return [tensor] * len(groups), [max(g * Fraction(17, 16) / top, least * tensor) for g in groups]
 
 
 def plain(kind: str, scale: Pair) -> Quantiser:

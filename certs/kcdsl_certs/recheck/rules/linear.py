@@ -25,6 +25,7 @@ from kcdsl_certs.recheck.spec import (
     CODE_LARGEST,
     GRIDS,
     LEAST_POWER,
+    NESTED,
     TOP_EXPONENT,
     Format,
     Kernel,
@@ -300,7 +301,8 @@ def quantisation(kernel: Kernel, x: Box, key: str = "") -> Floats:
     """
     if kernel.activations[0] == "none":
         return np.zeros(x.shape)
-    found = _calibrated(kernel, x, key) if kernel.activations[1] == "static" else _coded(kernel, x)
+    static = kernel.activations[1] == "static"
+    found = _calibrated(kernel, x, key) if static else _coded(kernel, x, key)
     return box.up(found + _FAINT_SCALE)  # the scale itself may be subnormal
 
 
@@ -312,7 +314,7 @@ def _calibrated(kernel: Kernel, x: Box, key: str) -> Floats:
     return _cast(GRIDS[kind], size, scale)
 
 
-def _coded(kernel: Kernel, x: Box) -> Floats:
+def _coded(kernel: Kernel, x: Box, key: str) -> Floats:
     kind, scale = kernel.activations
     size = box.mag(x)
     if scale == "none":
@@ -321,6 +323,8 @@ def _coded(kernel: Kernel, x: Box) -> Floats:
             element = [int(i) for i in over[0]]
             raise Rejection("bound/overflow", f"element {element} of an input may overflow {kind}")
         return _cast(GRIDS[kind], size, np.ones(()))
+    if scale == "nvfp4":
+        return _nested(kernel, x, key)
     staircase.within_batch(kernel, x)
     most = np.maximum(staircase.largest(size, scale), kernel.batch_amax)
     if scale == "mx":
@@ -352,6 +356,20 @@ def _shifted(kind: str, x: Box, size: Floats, most: Floats) -> Floats:
     least = staircase.largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), "mx")
     cut = np.minimum(size * (1 - kept), np.maximum(size - kept * least * (1 - _SMALL), 0.0))
     step = np.maximum(most * 2.0 ** -TOP_EXPONENT[kind], 2.0**LEAST_POWER)
+    return np.maximum(_cast(GRIDS[kind], size, step), box.up(cut + size * _SMALL))
+
+
+def _nested(kernel: Kernel, x: Box, key: str) -> Floats:
+    """Return Q of nvfp4, whose largest code stands for 15/16 of the largest number of the group at
+    least, for all of it but 6·2^-10 of the tensor's scale, or for 6·448 of that scale."""
+    kind, size = kernel.activations[0], box.mag(x)
+    tensor, step = staircase.nested(kernel, x, key)
+    top = CODE_LARGEST[kind]
+    sure = staircase.largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), "nvfp4")
+    share = np.minimum(size / 16, np.maximum(size - sure * (15 / 16) * (1 - _SMALL), 0.0))
+    small = np.minimum(size, tensor * (top * 2.0**-10) * (1 + _SMALL))
+    beyond = np.maximum(size - tensor * (top * NESTED[1]) * (1 - _SMALL), 0.0)
+    cut = np.maximum(np.maximum(share, small), beyond)
     return np.maximum(_cast(GRIDS[kind], size, step), box.up(cut + size * _SMALL))
 
 

@@ -181,7 +181,7 @@ def _quantised(walk: Walk, x: Form, key: str) -> Form:
     split = only_sure(radius)
     form, scale = walk.kernel.activations
     uncut = walk.kernel.amax_limit == math.inf
-    if uncut and scale != "mx" and form not in ("uint8", "int8_full"):
+    if uncut and scale not in ("mx", "nvfp4") and form not in ("uint8", "int8_full"):
         split = only_sure(np.zeros(radius.shape)).with_one(radius)
     entry = Entry(reach, operands, radius, split=split)
     return Form(x.reference, reach, walk.tape.add(entry))
