@@ -40,12 +40,12 @@ _LARGEST = 2.0**150  # beyond it float64 underflow would no longer be covered
 class Early:
     """A free cast of known numbers with their error, u(|known| + |error|) + η.
 
-    `known` bounds u·|known| + η; `bare` is the radius of the result without this cast.
+    `known` bounds u·|known| + η, `whole` all of it.
     """
 
     u: float
     known: Floats
-    bare: Floats
+    whole: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Formed:
     `reference` is f̃, `carried` the reach of the linear part, `radius` all that is known element by
     element (remainders, float64 errors and the error inside the operation), `bent` an elementwise
     bound of the parts that `curved`, `averaged` and `share` bound for functionals. `within`, where
-    given, bounds |v - f̃| as well; `sure` says where v is f̃ whatever came in; `split` takes the
-    radius apart. `early` is a free cast before the last operation, which the radius counts.
+    given, bounds |v - f̃| as well; `sure` says where v is f̃ whatever came in. `early` is a free cast
+    before the last operation, which the radius does not count; `split` takes both apart.
     """
 
     reference: Floats
@@ -75,6 +75,16 @@ class Formed:
     averaged: Averaged | None = None
     shared: Shared | None = None  # its rest is the radius without what both kernels share
     own: Floats | None = None  # what readings of the operands beside those of the forms may add
+
+    @property
+    def cast_early(self) -> Formed:
+        """Return the same with its early cast in the radius."""
+        if self.early is None:
+            return self
+        cast, shared = self.early.whole, self.shared
+        if shared is not None:
+            shared = replace(shared, rest=raised(shared.rest + cast))
+        return replace(self, radius=raised(self.radius + cast), shared=shared, early=None)
 
     @property
     def still(self) -> Bools:
@@ -115,6 +125,7 @@ def settle(
     """
     if not walk.kernel.stepped and node.name in walk.scene.several:
         return _several(walk, node, formed, form, inner, rounds, sums)
+    bare, formed = formed, formed.cast_early
     reference, deviation = formed.reference, formed.deviation
     _finite(reference, deviation)
     radius, split = raised(formed.radius) + FAINT, _split(walk, formed)
@@ -134,7 +145,7 @@ def settle(
         else:
             split = split and split.with_cast(kernel, unit, eta)
             if sums and walk.tape.budget is None:
-                apart = _apart(walk, formed, form, node.name)
+                apart = _apart(walk, bare, form, node.name)
         radius, reach = raised(radius + cast), raised(deviation + cast)
         beside = None if beside is None else raised(beside + cast)
     elif rounds and form.precision < max(FLOAT32.precision, inner.precision):
@@ -227,16 +238,14 @@ def _several(
     Sums are formed once: only their casts differ. Anything else may be computed for each reading.
     """
     kernel, reference = walk.kernel, formed.reference
-    once = node.op in SUMMED
-    bare = formed.radius if formed.early is None else formed.early.bare
-    own = formed.radius - bare if once else formed.radius
-    own = raised(own + 2.0**-50 * formed.radius) if once and formed.early is not None else own
-    if once and formed.early is None:
-        own = np.zeros(reference.shape)
+    once, whole = node.op in SUMMED, formed.cast_early.deviation
+    own = np.zeros(reference.shape) if once else formed.radius
+    if formed.early is not None:
+        own = own + formed.early.whole
     if formed.own is not None:
-        own = own + formed.own
-    common = replace(formed, radius=bare if once else np.zeros(reference.shape), within=None)
-    whole = np.asarray(raised(formed.deviation + (0 if formed.own is None else formed.own)))
+        own, whole = own + formed.own, raised(whole + formed.own)
+    bare = formed.radius if once else np.zeros(reference.shape)
+    common = replace(formed, radius=bare, early=None, within=None)
     _finite(reference, whole)
     u, eta = kernel.off(form)
     cast, largest = np.zeros(reference.shape), np.full(reference.shape, np.inf)
@@ -259,7 +268,7 @@ def _several(
     if rounds and sums and walk.tape.budget is None and not kernel.inward:
         apart = _apart(walk, formed, form, node.name)
     if apart is not None:
-        radius = apart.radius - bare if once else apart.radius
+        radius = apart.radius - bare
         if formed.own is not None:
             radius = radius + (1 + 2 * u) * (1 + u) * formed.own
         apart = replace(apart, radius=raised(np.maximum(radius, 0.0) + 2.0**-50 * bare) + FAINT)
@@ -277,10 +286,10 @@ def _apart(walk: Walk, formed: Formed, form: Format, name: str) -> Apart | None:
     asked = walk.passes.of(Pass(name, name, "norm", "input"), shape)
     if name == walk.scene.block.output or not asked.any():
         return None
-    bare, early, known = formed.radius, 0.0, np.zeros(())
+    early, known = 0.0, np.zeros(())
     if formed.early is not None:
-        bare, early, known = formed.early.bare, formed.early.u, formed.early.known
-    entry = _unstored(walk, replace(formed, radius=bare))
+        early, known = formed.early.u, formed.early.known
+    entry = _unstored(walk, formed)
     whole = raised(entry.reach.sum(axis=-1, keepdims=True) * (1 + shape[-1] * 2.0**-52))
     total = whole.copy()
     for row in rows(asked):
@@ -292,7 +301,7 @@ def _apart(walk: Walk, formed: Formed, form: Format, name: str) -> Apart | None:
     more = early + u * (1 + early)
     cap = raised(more * entry.reach)
     cast = u * (np.abs(formed.reference) + known) + eta
-    radius = raised(bare + known + cast) + FAINT
+    radius = raised(formed.radius + known + cast) + FAINT
     return Apart(radius, Remainder(-cap, cap, raised(more * total)).curve)
 
 

@@ -99,9 +99,7 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         # the rounding of the sum with the bias is of numbers that are off by this cast
         u, eta = ((1 + 2 * kernel.accumulate.u) * part for part in kernel.off(kernel.compute))
         cast = raised(u * (np.abs(product) + carried + own + error))
-        of_known, bare = raised(u * np.abs(product)) + eta, own + terms_back * carried + error
-        early = Early(u, of_known, raised(bare))
-        error = raised(error + cast) + eta
+        early = Early(u, raised(u * np.abs(product)) + eta, raised(cast) + eta)
         split = split.with_cast(kernel, cast, eta)
     formed = Formed(
         reference,
