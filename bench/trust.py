@@ -15,6 +15,7 @@ thread, a fault or a link and are written as tests; a test that fails is an atta
 from __future__ import annotations
 
 import argparse
+import queue
 import resource
 import subprocess
 import sys
@@ -43,6 +44,24 @@ TESTS = (
     "tests/unit/model/test_families.py",
     "tests/servers/test_network.py",
 )
+
+
+OF_CONTRACTS: tuple[tuple[str, ...], ...] = (
+    ("lint", "contract.yaml"),
+    ("lint", "--fix", "--unsafe-fixes", "contract.yaml"),
+    ("lint", "--diff", "contract.yaml"),
+    ("compile", "contract.yaml"),
+    ("fmt", "--check", "contract.yaml"),
+    ("fmt", "contract.yaml"),
+    ("diff", "contract.yaml", "contract.yaml"),
+    ("explain", "A", "contract.yaml"),
+    ("plan", "contract.yaml"),
+    ("status", "contract.yaml"),
+)
+"""The commands that read a hostile contract."""
+EDITORS = frozenset({"lint", "fmt", "explain"})
+"""Commands that need not refuse a contract with errors: they show, mend or lay out what they can,
+and say nothing of whether it is good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +127,9 @@ def hostile_input(root: Path) -> Iterator[Row]:
     """Give files that are expensive to read to the commands that read them."""
     check = ("check", "j.json", "--contract", "contract.yaml", "--key", "own.key.pub")
     for name, text in hostile.CONTRACTS.items():
-        for command in ("lint", "compile"):
-            words: tuple[str, ...] = (command, "contract.yaml")
+        for words in OF_CONTRACTS:
             yield _read(root, f"contract, {name}", {"contract.yaml": text.encode()}, words)
+        yield _asked(root, f"contract, {name}", text)
     for name, text in hostile.CONFIGURATIONS.items():
         files = {"kcdsl.toml": text.encode()}
         yield _read(root, f"configuration, {name}", files, ("lint", "contract.yaml"))
@@ -126,15 +145,31 @@ def hostile_input(root: Path) -> Iterator[Row]:
     for name, data in hostile.CHECKPOINTS.items():
         yield _read(root, f"checkpoint, {name}", {"model.safetensors": data}, check)
     readers: tuple[tuple[str, ...], ...] = (("plan",), check)
-    for name in ("/dev/zero", "/proc/self/environ", "../outside.jsonl", "a\0b"):
+    for name in ("/dev/zero", "/proc/self/environ", "../outside.jsonl"):
         text = (hostile.HEAD + hostile.CLAUSE).replace("prompts.jsonl", f'"{name}"')
         for words in readers:
-            files = {"contract.yaml": text.replace("\0", "\\0").encode()}
-            yield _read(root, f"data: {name!r}", files, words)
+            yield _read(root, f"data: {name!r}", {"contract.yaml": text.encode()}, words)
+    for name, text in hostile.ZEROS.items():
+        for words in (*hostile.READERS, check):
+            files = {"contract.yaml": text.encode(), "lib.yaml": hostile.LIBRARY.encode()}
+            yield _read(root, f"zero byte, {name}", files, words, editors=False)
+    for name, text in hostile.ZEROS_OF_CONFIGURATIONS.items():
+        for words in (*hostile.READERS_OF_CONFIGURATIONS, check):
+            yield _read(
+                root, f"zero byte, {name}", {"kcdsl.toml": text.encode()}, words, editors=False
+            )
 
 
-def _read(root: Path, name: str, files: dict[str, bytes], words: tuple[str, ...]) -> Row:
-    """Run one command on hostile files; succeed where it hangs, crashes, or calls them good."""
+def _read(
+    root: Path,
+    name: str,
+    files: dict[str, bytes],
+    words: tuple[str, ...],
+    *,
+    editors: bool = True,
+) -> Row:
+    """Run one command on hostile files; succeed where it hangs, crashes, or calls them good. With
+    `editors`, commands that only show and mend need not refuse them."""
     folder = root / f"{len(list(root.iterdir()))}"
     folder.mkdir()
     known = {
@@ -152,12 +187,35 @@ def _read(root: Path, name: str, files: dict[str, bytes], words: tuple[str, ...]
     took = _processor_seconds() - before
     outcome = Outcome.HUNG if took > SECONDS else found.outcome
     quoted = "PATH=" in found.stdout + found.stderr
-    harmless = outcome is Outcome.REFUSED or (outcome is Outcome.ACCEPTED and words[0] == "lint")
+    harmless = outcome is Outcome.REFUSED or (
+        outcome is Outcome.ACCEPTED and editors and words[0] in EDITORS
+    )
     word = outcome.value if harmless else outcome.value.upper()
     if quoted:
         word += ", THE ENVIRONMENT IS QUOTED"
-    attack = f"{name}: kcdsl {words[0]}"
+    attack = f"{name}: kcdsl {' '.join(w for w in words if w == words[0] or w[:2] == '--')}"
     return Row("hostile input", attack, quoted or not harmless, word, took)
+
+
+def _asked(root: Path, name: str, text: str) -> Row:
+    """Ask a language server everything about a hostile contract; the seconds are of the slowest
+    answer."""
+    folder = root / f"{len(list(root.iterdir()))}"
+    folder.mkdir()
+    try:
+        talk = foreign.with_server(folder, text)
+    except (queue.Empty, BrokenPipeError):
+        return Row("hostile input", f"{name}: kcdsl lsp", True, "HUNG or CRASHED")
+    slowest = max(talk.seconds, key=lambda method: talk.seconds[method])
+    took = talk.seconds[slowest]
+    word = f"answered, slowest {slowest}"
+    if talk.errors:
+        word = f"CRASHED, {', '.join(talk.errors)}"
+    elif took > SECONDS:
+        word = f"HUNG, {slowest}"
+    return Row(
+        "hostile input", f"{name}: kcdsl lsp", bool(talk.errors) or took > SECONDS, word, took
+    )
 
 
 def _processor_seconds() -> float:

@@ -389,6 +389,13 @@ def _take(
         sink.add(Diagnostic(BAD_CONFIGURATION, message, source, origin.span, help=example))
         return config
     changed = _with(config, option, given, origin)
+    wrong = [(path, word) for path, word in _words(option, given) if not _allowed(option, word)]
+    for path, word in wrong:
+        place = changed.place(option.name, *path)
+        message, help = f"`{option.name}` cannot be `{word}`", _help(option, word)
+        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, place, help=help))
+    if wrong:
+        return config
     if option.name == "allow-folders" and source is not config.own:
         for index, entry in enumerate(given):
             if not (folder / entry).resolve().is_relative_to(folder.resolve()):
@@ -397,15 +404,12 @@ def _take(
                 place = changed.place(option.name, index)
                 sink.add(Diagnostic(BAD_CONFIGURATION, message, source, place, help=help))
                 return config
-    wrong = [(path, word) for path, word in _words(option, given) if not _allowed(option, word)]
-    for path, word in wrong:
-        place = changed.place(option.name, *path)
-        message, help = f"`{option.name}` cannot be `{word}`", _help(option, word)
-        sink.add(Diagnostic(BAD_CONFIGURATION, message, source, place, help=help))
-    return config if wrong else changed
+    return changed
 
 
 def _help(option: Option, word: str) -> str:
+    if "\0" in word:
+        return "remove the character U+0000: no path, name or address has it"
     if option.kind is Kind.CODES:
         return CODES_HELP
     from kcdsl.check.report import suggest
@@ -452,6 +456,8 @@ def _words(option: Option, value: Any) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def _allowed(option: Option, word: str) -> bool:
+    if "\0" in word:
+        return False
     if option.kind is Kind.CODES:
         return code_or_beginning(word) is not None
     if not option.allowed:

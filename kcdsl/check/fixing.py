@@ -17,6 +17,9 @@ _SYNTAX, _ERRORS, _KINDS = 0, 1, 3
 """What hides more comes first; each kind counts with those before it."""
 _ALONE = 32
 """Fixes of one round that are tried one by one, where all together make things worse."""
+_EFFORT = 2**22
+"""Characters that are read in all, each time that a text is checked counted. A contract of usual
+size is checked hundreds of times before they are used up, one of the largest four times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,17 @@ def fix(
     the rest. Each fix leaves the text with fewer findings of its kind and with no more errors,
     unless the text could not be read before; safe ones leave its meaning as it is, where it has
     one. Fixes that do not are taken back. What is said about files that are absent does not
-    count: that is not about the text.
+    count: that is not about the text. A very large text is checked again a few times at most; what
+    is not mended by then is left.
     """
-    state = _State(source, folder)
+    effort = _Effort()
+    state = _State(source, folder, effort)
     seen = {source.text}
     refused: dict[tuple[str, str], Diagnostic] = {}
     applied = 0
     for _ in range(_ROUNDS):
+        if effort.is_spent:
+            break
         offered = [d for d in state.sink if wanted(d) and _key(d) not in refused]
         kinds = ([d for d in offered if _kind(d) == kind] for kind in range(_KINDS))
         fitting = (_compatible(source, found, unsafe) for found in kinds)
@@ -69,11 +76,25 @@ def fix(
     return Fixed(state.source, applied, tuple(refused.values()), tuple(state.sink), state.analysis)
 
 
+@dataclass(slots=True)
+class _Effort:
+    """How many characters may still be read; the last text may take more than are left."""
+
+    left: int = _EFFORT
+
+    @property
+    def is_spent(self) -> bool:
+        """Say whether no text may be checked any more."""
+        return self.left <= 0
+
+
 class _State:
     """A text with what is said about it."""
 
-    def __init__(self, source: SourceFile, folder: Path | None) -> None:
+    def __init__(self, source: SourceFile, folder: Path | None, effort: _Effort) -> None:
         self.source, self.folder, self.sink = source, folder, Sink()
+        self.effort = effort
+        effort.left -= len(source.text)
         self.analysis = analyse(source, self.sink, folder)
         self.counts = [
             sum(_kind(d) <= kind and d.code != DATA_ABSENT for d in self.sink)
@@ -88,7 +109,7 @@ class _State:
         if not edits:
             return None
         text = edited(self.source.text, edits)
-        state = _State(SourceFile(self.source.name, text), self.folder)
+        state = _State(SourceFile(self.source.name, text), self.folder, self.effort)
         better = state.better_by(len(fixes), _kind(chosen[0]), self)
         # What is not YAML hides all that is to be said about it.
         hidden, hides = self.analysis.root is None, state.analysis.root is None
@@ -125,6 +146,8 @@ def _one_by_one(
     kept: list[Diagnostic] = []
     best: _State | None = None
     for diagnostic in chosen:
+        if state.effort.is_spent:
+            break
         after = state.after([*kept, diagnostic])
         if after is None:
             refused[_key(diagnostic)] = diagnostic

@@ -10,6 +10,7 @@ style has no room for comments of its own.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,6 +98,7 @@ def accept(
     accepted: list[Suppressed] = []
     used: set[Suppression] = set()
     kept: list[Diagnostic] = []
+    codes = Counter(item.comment for item in written)
     for diagnostic in sink:
         match = _match(source, diagnostic, written)
         if match is not None:
@@ -116,7 +118,8 @@ def accept(
         elif (
             item not in used and item.code != DATA_ABSENT.id and (item.code in _OF_SOLVER) == solver
         ):
-            sink.add(_useless(source, item, written, kept))
+            among = codes[item.comment] > 1
+            sink.add(_useless(source, item, among, kept))
     return tuple(accepted)
 
 
@@ -256,7 +259,7 @@ def _speaks_of(source: SourceFile, item: Suppression, diagnostic: Diagnostic) ->
 def _useless(
     source: SourceFile,
     item: Suppression,
-    written: tuple[Suppression, ...],
+    among: bool,
     findings: list[Diagnostic],
 ) -> Diagnostic:
     error = item.code in _ERRORS or any(
@@ -268,8 +271,7 @@ def _useless(
         here = "" if item.code in _ERRORS else " here"
         message = f"{item.code} is an error{here}, and errors cannot be accepted"
         return replace(plain, message=message, help="correct what it speaks of")
-    others = [other for other in written if other.comment == item.comment and other != item]
-    span, what = _removal(source, item, bool(others))
+    span, what = _removal(source, item, among)
     return replace(
         plain,
         message=f"nothing here is reported as {item.code}",
@@ -287,8 +289,9 @@ def _removal(source: SourceFile, item: Suppression, among: bool) -> tuple[Span, 
         after = re.compile(r"\s*,\s*").match(text, end)
         if after is not None:
             return Span(start, after.end()), "code"
-        before = re.search(r"[\s,]*\Z", text[:start])
-        return Span(start if before is None else before.start(), end), "code"
+        while start > 0 and (text[start - 1] == "," or text[start - 1].isspace()):
+            start -= 1
+        return Span(start, end), "code"
     start, end = item.comment.start, item.comment.end
     while start > 0 and text[start - 1] in " \t":
         start -= 1

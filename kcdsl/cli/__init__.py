@@ -104,6 +104,8 @@ def _guarded(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if any("\0" in word for word in words):  # of a program that calls `main`
+        raise refuse(USAGE, "an argument has a zero byte, which no path has")
     name = _command(words)
     if name is not None and name not in COMMANDS:
         from difflib import get_close_matches

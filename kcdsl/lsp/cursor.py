@@ -20,6 +20,8 @@ _WORD_BEFORE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
 _QUOTES = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|#[^\n]*")
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
 _INDENT = re.compile(r"[ ]*(?:- +)?")
+_EFFORT = 2**21
+"""Characters that are read in all to find where the cursor stands; the last text may go beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,14 @@ def _begins_comment(line: str, at: int) -> bool:
 
 
 def locate(source: SourceFile, offset: int) -> Cursor | None:
-    """Return where the cursor stands; None where no version of the text around is YAML."""
+    """Return where the cursor stands; None where no version of the text around is YAML, of those
+    that are tried."""
     text, offset = _local(source.text, offset)
-    marker = _unused(text)
+    marker, left = _unused(text), _EFFORT
     for candidate in _candidates(text, offset, marker):
+        if left <= 0:
+            return None
+        left -= len(candidate)
         root = parse_yaml(SourceFile(source.name, candidate), Sink())
         if root is None:
             continue

@@ -33,9 +33,12 @@ LARGE = 60_000
 
 
 def path_of(uri: str) -> Path | None:
-    """Return the path of a file URI; None for any other document."""
-    parts = urlsplit(uri)
-    if parts.scheme != "file":
+    """Return the path of a file URI; None for any other document, and for what no path can be."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        return None
+    if parts.scheme != "file" or "\0" in unquote(parts.path):
         return None
     return Path(url2pathname(unquote(parts.path)))
 

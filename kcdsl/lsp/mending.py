@@ -13,10 +13,15 @@ from kcdsl.source.yaml_nodes import parse_yaml
 
 _ROUNDS = 4
 """Lines that are given up before nothing is."""
+_LONGEST = 2**18
+"""Characters of a document beyond which it is not mended: each line given up reads it anew."""
 
 
 def mend(source: SourceFile) -> SourceFile | None:
-    """Return a text of the same length that is YAML; None where few blank lines do not help."""
+    """Return a text of the same length that is YAML; None where few blank lines do not help, and
+    for a document that is too long to try."""
+    if len(source.text) > _LONGEST:
+        return None
     for text in dict.fromkeys((_without_broken_clauses(source.text), source.text)):
         current, error = text, _error(text)
         for _ in range(_ROUNDS):

@@ -9,7 +9,7 @@ from pathlib import Path
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.lsp.documents import Document, Texts, document, path_of
 from kcdsl.lsp.positions import Change, Encoding, apply_changes
-from kcdsl.source.files import read_source
+from kcdsl.source.files import is_folder, read_source
 from kcdsl.source.text import SourceFile
 
 _NAMES = (".kc.yaml", ".kc.yml")
@@ -106,4 +106,4 @@ def contracts_below(folder: Path) -> list[Path]:
 def folder_of(uri: str) -> Path | None:
     """Return the folder that a client works in; None where it is none on this machine."""
     path = path_of(uri)
-    return path if path is not None and path.is_dir() else None
+    return path if path is not None and is_folder(path) else None

@@ -270,6 +270,11 @@ class _Builder:
                     message = f"a text of more than {LONGEST} characters"
                     self._error(TOO_LARGE, message, self._span(event))
                     return False
+                if "\0" in event.value:
+                    message = "the character U+0000 may not occur, written by an escape neither"
+                    help = "remove its escape: no path, name or expression has it"
+                    self._error(NOT_YAML, message, self._span(event), help)
+                    return False
                 scalar = self._scalar(event, self._without_properties(event))
                 if event.anchor is not None:
                     written = self._source.text[scalar.span.start : scalar.span.end].strip()

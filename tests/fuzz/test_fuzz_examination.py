@@ -253,7 +253,8 @@ def harm(monkeypatch: pytest.MonkeyPatch, harm: Callable[[str], str]) -> None:
     """Let fixes do something else."""
 
     def after(state: Any, chosen: Any) -> Any:
-        return fixing._State(SourceFile(state.source.name, harm(state.source.text)), state.folder)
+        source = SourceFile(state.source.name, harm(state.source.text))
+        return fixing._State(source, state.folder, state.effort)
 
     monkeypatch.setattr(fixing._State, "after", after)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 from tests.support.commands import PLAIN_TERMINAL
 from tests.support.rpc import Client
@@ -233,24 +234,76 @@ def kcdsl(*words: str, safe: bool = False) -> list[str]:
 def converse(folder: Path) -> tuple[str, ...]:
     """Talk to the language server about the contract of a folder, started there as `python -m
     kcdsl lsp`; return the traps that went off."""
+    with_server(folder, (folder / "contract.yaml").read_text())
+    return sprung(folder)
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What became of one conversation: the processor seconds of each answer, by method, and the
+    methods that were answered by an internal error."""
+
+    seconds: Mapping[str, float]
+    errors: tuple[str, ...]
+
+
+AT_A_PLACE = ("hover", "completion", "signatureHelp", "definition", "documentHighlight",
+              "prepareRename", "references", "rename")  # fmt: skip
+OF_A_DOCUMENT = ("documentSymbol", "foldingRange", "semanticTokens/full", "codeLens",
+                 "documentLink", "diagnostic", "formatting")  # fmt: skip
+OF_A_RANGE = ("semanticTokens/range", "rangeFormatting", "inlayHint", "codeAction")
+_INTERNAL_ERROR = -32603
+
+
+def with_server(folder: Path, text: str, uri: str | None = None) -> Talk:
+    """Open a text in a language server of its own and ask everything that it answers."""
     client = Client(kcdsl("lsp"), folder)
-    document = {"uri": (folder / "contract.yaml").as_uri()}
-    text = (folder / "contract.yaml").read_text()
-    place = {"textDocument": document, "position": {"line": 8, "character": 24}}
+    document = {"uri": uri or (folder / "contract.yaml").as_uri()}
+    lines = text.split("\n")
+    line = min(9, len(lines) - 1)
+    position = {"line": line, "character": min(24, len(lines[line]))}
+    whole = {"start": {"line": 0, "character": 0}, "end": {"line": len(lines), "character": 0}}
+    about: dict[str, Any] = {"textDocument": document}
+    settings = {"tabSize": 2, "insertSpaces": True}
+    more: dict[str, dict[str, Any]] = {
+        "references": {"context": {"includeDeclaration": True}},
+        "rename": {"newName": "Q"},
+        "formatting": {"options": settings},
+        "rangeFormatting": {"options": settings},
+        "codeAction": {"context": {"diagnostics": []}},
+    }
+    questions: list[tuple[str, dict[str, Any]]] = [
+        *((f"textDocument/{m}", {**about, "position": position}) for m in AT_A_PLACE),
+        *((f"textDocument/{m}", about) for m in OF_A_DOCUMENT),
+        *((f"textDocument/{m}", {**about, "range": whole}) for m in OF_A_RANGE),
+        ("textDocument/selectionRange", {**about, "positions": [position]}),
+        ("workspace/symbol", {"query": "N"}),
+        ("workspace/diagnostic", {"previousResultIds": []}),
+    ]
+    seconds: dict[str, float] = {}
+    errors: list[str] = []
+
+    def ask(method: str, parameters: dict[str, Any] | None) -> None:
+        begun = client.processor_seconds()
+        try:
+            client.request(method, parameters)
+        except RuntimeError as error:
+            if str(_INTERNAL_ERROR) in str(error):
+                errors.append(method)
+        seconds[method] = client.processor_seconds() - begun
+
     try:
-        root: dict[str, object] = {"rootUri": folder.as_uri(), "capabilities": {}}
-        root["processId"] = None
-        client.request("initialize", root)
+        root = {"processId": None, "rootUri": folder.as_uri()}
+        ask("initialize", {**root, "capabilities": {}})
         client.notify("initialized", {})
         opened = {**document, "languageId": "yaml", "version": 1, "text": text}
+        begun = client.processor_seconds()
         client.notify("textDocument/didOpen", {"textDocument": opened})
         client.told("textDocument/publishDiagnostics")
-        for method in ("hover", "completion", "definition"):
-            client.request(f"textDocument/{method}", place)
-        for method in ("codeLens", "diagnostic", "documentSymbol"):
-            client.request(f"textDocument/{method}", {"textDocument": document})
-        client.request("workspace/symbol", {"query": "N"})
-        client.request("shutdown", None)
+        seconds["textDocument/didOpen"] = client.processor_seconds() - begun
+        for method, parameters in questions:
+            ask(method, {**parameters, **more.get(method.rpartition("/")[2], {})})
+        ask("shutdown", None)
     finally:
         client.close()
-    return sprung(folder)
+    return Talk(seconds, tuple(errors))

@@ -55,6 +55,63 @@ CONTRACTS: Mapping[str, str] = {
 }
 """Texts of contracts; `kcdsl lint` and its like read them."""
 
+LIBRARY = "kcdsl: 1\nlibrary: lib\nversion: 1.0.0\nslices: {own: {data: prompts.jsonl}}\n"
+"""Text of `lib.yaml`, which the contracts of `ZEROS` import."""
+_NAMING = """\
+kcdsl: 1
+contract: hostile
+version: 1.0.0
+imports: [{file: "lib.yaml", slices: [own]}]
+model: {checkpoint: "model.safetensors", architecture: llama, config: "config.json", \
+tokenizer: "tokenizer.json"}
+kernels: {train: {run: torch.eager}, infer: {run: transformers, folder: "weights"}}
+data: "prompts.jsonl"
+slices: {all: {data: "prompts.jsonl"}, "other": {}}
+clauses:
+  A: {require: p99(kl) <= 1, slices: [all], level: L2}
+"""
+_OWN = _NAMING.replace("architecture: llama", 'module: "own:build"')
+ZEROS: Mapping[str, str] = {
+    "an import": _NAMING.replace('"lib.yaml"', r'"lib\0.yaml"'),
+    "the checkpoint": _NAMING.replace('"model.', r'"model\x00.'),
+    "the configuration of the model": _NAMING.replace('"config.', r'"config\u0000.'),
+    "the tokenizer": _NAMING.replace('"tokenizer.', r'"tokenizer\U00000000.'),
+    "the module": _OWN.replace('"own:', r'"own\0:'),
+    "the factory": _OWN.replace(":build", r":build\0"),
+    "the folder of a kernel": _NAMING.replace('"weights', r'"weights\0'),
+    "the data": _NAMING.replace('data: "prompts', r'data: "prompts\0', 1),
+    "the data of a slice": _NAMING.replace('{data: "', r'{data: "\0'),
+    "the name of a slice": _NAMING.replace('"other"', r'"oth\0er"'),
+}
+"""Contracts with a zero byte, written as an escape, in one of their paths or names."""
+ZEROS_OF_CONFIGURATIONS: Mapping[str, str] = {
+    "contract": r'contract = "a\u0000b"',
+    "metrics": r'metrics = ["a\u0000b.py"]',
+    "allow-folders": r'allow-folders = ["a\u0000b"]',
+    "exclude": r'exclude = ["a\u0000b"]',
+    "format": r'format = "json=a\u0000b"',
+    "docs-url": r'docs-url = "a\u0000b"',
+}
+"""Texts of `kcdsl.toml` with a zero byte in a path."""
+READERS: tuple[tuple[str, ...], ...] = (
+    ("compile", "contract.yaml"),
+    ("lint", "contract.yaml"),
+    ("lint", "--fix", "contract.yaml"),
+    ("fmt", "--check", "contract.yaml"),
+    ("fmt", "contract.yaml"),
+    ("plan", "contract.yaml"),
+    ("diff", "contract.yaml", "contract.yaml"),
+    ("explain", "A", "contract.yaml"),
+    ("verify", "contract.yaml", "--allow-code"),
+    ("evaluate", "contract.yaml", "--allow-code"),
+    ("status", "contract.yaml"),
+    ("attribute", "contract.yaml", "--allow-code"),
+)
+"""Commands that read a contract; every one refuses those of `ZEROS`."""
+READERS_OF_CONFIGURATIONS = tuple(words for words in READERS if words[0] != "explain")
+"""Commands that refuse a configuration in error; `explain` explains the clause and says that there
+is an error."""
+
 CONFIGURATIONS: Mapping[str, str] = {
     "deep": "a = " + "[" * 100_000,
     "deep tables": "a = " + "{a=" * 50_000,

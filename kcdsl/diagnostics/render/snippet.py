@@ -12,6 +12,9 @@ from kcdsl.source.text import SourceFile, Span
 
 _LINES_PER_SPAN = 6
 _LINES_OF_FIX = 6
+_LONGEST_OF_FIX = 2**16
+"""Characters of the lines that a fix changes, beyond which they are not shown: each finding would
+read them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,8 @@ def changed_lines(source: SourceFile, edits: Sequence[Edit], page: Page) -> Iter
     end = max(edit.span.end for edit in edits)
     stop = source.text.find("\n", end)
     stop = len(source.text) if stop < 0 else stop + 1
+    if stop - start > _LONGEST_OF_FIX:
+        return
     new = source.text[start:stop]
     for edit in sorted(edits, key=lambda item: item.span, reverse=True):
         new = new[: edit.span.start - start] + edit.text + new[edit.span.end - start :]

@@ -15,6 +15,7 @@ from kcdsl.diagnostics.pages import names
 from kcdsl.ir.canonical import digest, library_digest
 from kcdsl.source.files import read_source
 from kcdsl.source.text import SourceFile
+from tests.support import hostile
 from tests.support.pages import completed, stand_in
 
 HEAD = """kcdsl: 1
@@ -180,3 +181,16 @@ def test_what_is_not_yaml_may_become_a_contract_with_other_findings() -> None:
     assert mended.applied > 0
     assert "\t" not in mended.source.text
     assert fix(SourceFile("c.kc.yaml", text), None).source.text == text
+
+
+def test_large_texts_are_read_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, read = hostile.CONTRACTS["comments that accept"], 0
+
+    def counting(source: SourceFile, sink: Sink, folder: Path | None) -> Analysis:
+        nonlocal read
+        read += len(source.text)
+        return analyse(source, sink, folder)
+
+    monkeypatch.setattr("kcdsl.check.fixing.analyse", counting)
+    assert fix(SourceFile("c", text), None).left
+    assert read < 6 * len(text)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kcdsl.diagnostics.model import FINDINGS
-from tests.support import hostile
+from tests.support import foreign, hostile
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -59,6 +59,70 @@ def test_contracts(soon: Soon, tmp_path: Path, name: str) -> None:
     assert len(ran.stdout.splitlines()) <= FINDINGS + 1
     assert soon("compile", "contract.yaml").code == 2
     assert soon("fmt", "--check", "contract.yaml").code != 0
+    assert soon("diff", "contract.yaml", "contract.yaml").code == 2
+    assert soon("lint", "--diff", "contract.yaml").code in (0, 1, 2)
+    assert soon("lint", "--fix", "--unsafe-fixes", "contract.yaml").code in (1, 2)
+
+
+@pytest.mark.parametrize("words", hostile.READERS, ids=" ".join)
+@pytest.mark.parametrize("name", hostile.ZEROS)
+def test_zero_bytes_of_contracts(
+    soon: Soon, tmp_path: Path, name: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "contract.yaml").write_text(hostile.ZEROS[name])
+    (tmp_path / "lib.yaml").write_text(hostile.LIBRARY)
+    ran = soon(*words)
+    assert ran.code != 0
+    said = ran.stdout + ran.stderr
+    assert "error[KC001]: the character U+0000 may not occur" in said
+    assert "contract.yaml:" in said
+    assert "= help: remove its escape" in said
+    assert (tmp_path / "contract.yaml").read_text() == hostile.ZEROS[name]
+
+
+@pytest.mark.parametrize("words", hostile.READERS_OF_CONFIGURATIONS, ids=" ".join)
+@pytest.mark.parametrize("name", hostile.ZEROS_OF_CONFIGURATIONS)
+def test_zero_bytes_of_configurations(
+    soon: Soon, tmp_path: Path, name: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "kcdsl.toml").write_text(hostile.ZEROS_OF_CONFIGURATIONS[name])
+    ran = soon(*words)
+    assert ran.code != 0
+    said = ran.stdout + ran.stderr
+    assert f"error[KC605]: `{name}` cannot be" in said
+    assert "kcdsl.toml:1:" in said
+    assert "U+0000" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("check", "j.json", "--checkpoint", "a\0b", "--key", "own.key.pub"),
+        ("keygen", "-o", "a\0b"),
+        ("evaluate", "contract.yaml", "-o", "a\0b"),
+        ("config", "show", "a\0b"),
+        ("lint", "--format", "json=a\0b", "contract.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_zero_bytes_of_arguments(soon: Soon, tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "j.json").write_text("{}")
+    ran = soon(*words)
+    assert ran.code == 2
+    assert "zero byte" in ran.stderr
+
+
+def test_zero_bytes_of_addresses(tmp_path: Path) -> None:
+    text = hostile.HEAD + hostile.CLAUSE
+    uri = (tmp_path / "contract.yaml").as_uri().replace("contract", "con%00tract")
+    assert foreign.with_server(tmp_path, text, uri).errors == ()
+
+
+@pytest.mark.parametrize("name", ["one key", "parentheses", "imports", "comments that accept"])
+def test_language_server(tmp_path: Path, name: str) -> None:
+    talk = foreign.with_server(tmp_path, hostile.CONTRACTS[name])
+    assert talk.errors == ()
+    assert max(talk.seconds.values()) < SECONDS
 
 
 @pytest.mark.parametrize("name", hostile.CONFIGURATIONS)

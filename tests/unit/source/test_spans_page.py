@@ -82,3 +82,13 @@ def test_half_a_surrogate_pair_is_reported() -> None:
     assert found.code.id == "KC001"
     assert found.help is not None
     assert "\\U0001f600" in found.help
+
+
+@pytest.mark.parametrize("escape", [r"\0", r"\x00", r"\u0000", r"\U00000000"])
+def test_an_escape_of_the_character_zero_is_reported(escape: str) -> None:
+    sink = Sink()
+    assert parse_yaml(SourceFile("x.yaml", f'k: "a{escape}b"\n'), sink) is None
+    (found,) = sink
+    assert found.code.id == "KC001"
+    assert found.span is not None
+    assert found.span.start == 3
