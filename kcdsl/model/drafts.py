@@ -72,10 +72,11 @@ class Drafts:
         attrs: Mapping[str, Any] | None = None,
         origin: str = "",
         format: str = OWN,
+        role: str = "",
     ) -> str:
         """Append a node and return its name."""
         name = f"%{len(self.nodes)}"
-        self.nodes[name] = Draft(name, op, inputs, shape, attrs or {}, origin=origin, format=format)
+        self.nodes[name] = Draft(name, op, inputs, shape, attrs or {}, role, origin, format)
         return name
 
     def param(self, key: str, shape: tuple[int, ...]) -> str:

@@ -599,15 +599,18 @@ def _hiding(value: Any) -> tuple[Tensor, Plain | None] | None:
     return ~hidden, bias
 
 
-def _hidden(s: Lowering, scores: Ref, keep: Tensor, bias: Plain | None) -> Ref:
+def _hidden(s: Lowering, scores: Ref, keep: Tensor, bias: Plain | None, role: str = "") -> Ref:
     """Return scores with a bias, where they are kept."""
-    added = scores if bias is None else s.emit("add", [scores, bias], s.out_shape)
+    added = scores if bias is None else s.emit("add", [scores, bias], s.out_shape, role=role)
     return masked(s, added, keep)
 
 
 @_handles("scaled_dot_product_attention")
 def _attention(s: Lowering, a: Arguments) -> Any:
-    """Expand to matmul, scale, mask, softmax, matmul: what a composed kernel runs in its place."""
+    """Expand to matmul, scale, mask, softmax, matmul: what a composed kernel runs in its place.
+
+    The call says which of them are an attention's, whatever its operands and its mask are made of.
+    """
     q, k, v = (s.ref(a[name]) for name in ("query", "key", "value"))
     s.need(a["dropout_p"] == 0.0, "dropout in attention")
     out_shape = s.out_shape
@@ -619,10 +622,10 @@ def _attention(s: Lowering, a: Arguments) -> Any:
     turned = exchanged(s, k, -2, -1)
     length, width = k.shape[-2], q.shape[-1]
     s.out_shape = shape = (*out_shape[:-1], length)
-    scores = s.emit("matmul", [q, turned], shape)
+    scores = s.emit("matmul", [q, turned], shape, role="scores")
     factor = 1.0 / math.sqrt(width) if a["scale"] is None else s.number(a["scale"])
     s.need(factor is not None and math.isfinite(factor) and factor > 0, f"a scale of {a['scale']}")
-    scores = s.emit("scale", [scores], shape, factor=factor)
+    scores = s.emit("scale", [scores], shape, role="scores", factor=factor)
     mask = a["attn_mask"]
     if a["is_causal"]:
         s.need(mask is None, "a mask beside is_causal")
@@ -632,8 +635,9 @@ def _attention(s: Lowering, a: Arguments) -> Any:
         if keep is not None:
             scores = masked(s, scores, keep)
         elif hiding is not None:
-            scores = _hidden(s, scores, *hiding)
+            scores = _hidden(s, scores, *hiding, role="scores")
         else:
-            scores = s.emit("add", [scores, mask], shape)
+            scores = s.emit("add", [scores, mask], shape, role="scores")
     s.out_shape = out_shape
-    return s.emit("matmul", [s.emit("softmax", [scores], shape), v], out_shape)
+    shares = s.emit("softmax", [scores], shape, role="probabilities")
+    return s.emit("matmul", [shares, v], out_shape, role="context")

@@ -134,13 +134,14 @@ class Lowering:
         /,
         *,
         stored: str | None = None,
+        role: str = "",
         **attrs: Any,
     ) -> Ref:
         """Append a draft; plain inputs become constants. `stored` is its format, by default that
         of the current operation."""
         names = tuple(self.ref(i).name for i in inputs)
         format = self.out_format if stored is None else stored
-        return Ref(self.drafts.add(op, names, shape, attrs, self.origin, format), shape)
+        return Ref(self.drafts.add(op, names, shape, attrs, self.origin, format, role), shape)
 
     def ref(self, value: Any) -> Ref:
         """Return a value as a reference; a plain tensor becomes a constant."""

@@ -1,4 +1,7 @@
-"""Which nodes belong to an attention pattern, found by dataflow from each softmax."""
+"""Which nodes belong to an attention that is written out, found by dataflow from each softmax.
+
+Those of a call of `scaled_dot_product_attention` have their roles from that call.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ FIXED = frozenset({"constant", "param"})
 
 
 def mark_attention(drafts: Drafts) -> None:
-    """Set the roles of every softmax(q·kᵀ …)·v; a softmax without both products keeps none."""
-    for name in [n.name for n in drafts.nodes.values() if n.op == "softmax"]:
+    """Set the roles of every softmax(q·kᵀ …)·v; a softmax without both products gets none."""
+    for name in [n.name for n in drafts.nodes.values() if n.op == "softmax" and not n.role]:
         scores = _scores(drafts, name)
         context = _context(drafts, name)
         if scores and context:
