@@ -28,6 +28,7 @@ from kcdsl.model.attention import composed_attention
 from kcdsl.model.evaluate_graph import UNROUNDED, graph_output, round_to
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph
+from kcdsl.model.state import unchanged
 from kcdsl.model.stored import NAMES, TYPES
 
 Array = NDArray[Any]
@@ -59,8 +60,9 @@ class _Run:
         """Return what the block gives, converted to a format."""
         entering = self.ids if x is None else torch.from_numpy(x).to(TYPES[format])
         composed = nullcontext() if format == self.base else ComposedAttention()
-        with torch.no_grad(), composed:
-            found: Tensor = self.parts[format](entering)
+        part = self.parts[format]
+        with torch.no_grad(), composed, unchanged(part):
+            found: Tensor = part(entering)
         return found
 
     def exact(self, x: Array | None) -> Array:
@@ -191,6 +193,8 @@ def result_type(graph: BlockGraph, name: str, compute: str) -> torch.dtype:
 def _attempt(run: _Run, action: Callable[[], Any], format: str) -> Any:
     try:
         return action()
+    except Refusal:
+        raise
     except (Exception, SystemExit) as error:  # foreign code may raise anything
         first = (str(error).strip().splitlines() or [""])[0]
         raise _differs(run, format, f"{type(error).__name__}: {first}") from error

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -34,6 +35,7 @@ from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors
 from kcdsl.model.config import find_config
 from kcdsl.model.files import CHECKPOINT, Artefacts, companion, file_digest
 from kcdsl.model.numerics import Numerics
+from kcdsl.model.state import unchanged
 from kcdsl.model.tokenizer import Tokenizer, find_tokenizer
 
 Factory = Callable[[dict[str, Any]], nn.Module]
@@ -177,7 +179,7 @@ class Model:
             entry = entries.get(name, self.block(name))
             handles.append(entry.register_forward_pre_hook(_remember(found)))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if self.built_in else unchanged(self.module):
                 self.module(ids)
         except (Exception, SystemExit) as error:  # foreign code may raise anything
             if self.built_in or isinstance(error, Refusal):

@@ -87,7 +87,7 @@ def _run(
 def round_to(value: Array, format: str) -> Array:
     """Return a float64 array, rounded to nearest even in a format of `stored.TYPES`; what is beyond
     its largest number becomes infinite."""
-    narrow = torch.from_numpy(np.ascontiguousarray(value)).to(TYPES[format])
+    narrow = torch.from_numpy(np.array(value, dtype=np.float64, order="C")).to(TYPES[format])
     return np.asarray(narrow.to(torch.float64).numpy())
 
 

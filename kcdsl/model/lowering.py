@@ -143,6 +143,12 @@ class _Work:
             tensor = trace.tensors.get(target)
             if tensor is None:
                 tensor = trace.program.constants[target]
+            if not isinstance(tensor, Tensor):
+                raise refuse(
+                    codes.OPERATION_UNSUPPORTED,
+                    f"the block reads {target!r}, a {type(tensor).__name__}, which is no tensor",
+                    help="compute what depends on it before, and keep the result as a buffer",
+                )
             key = trace.keys.get(id(tensor))
             if key is not None:
                 if tensor.dtype != TYPES[trace.format]:

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.diagnostics.codes import EXPORT_FAILED, GRAPH_DIFFERS, OPERATION_UNSUPPORTED, Code
+from kcdsl.diagnostics.codes import (
+    EXPORT_FAILED,
+    GRAPH_DIFFERS,
+    MODEL_FACTORY,
+    OPERATION_UNSUPPORTED,
+    Code,
+)
 from kcdsl.model.architecture import Model
 from kcdsl.model.evaluate_graph import graph_output, run_graph
 from kcdsl.model.export import block_graph
@@ -418,3 +424,72 @@ def test_squares_overflow_where_the_module_squares(own_model: Model) -> None:
     x = np.full((4, 16), 300.0)
     assert (run_graph(graph, params, x, "float16")[graph.output] == 0.0).all()
     assert (np.abs(run_graph(graph, params, x)[graph.output]) > 0.1).all()
+
+
+class Lazy(nn.Module):
+    """A block whose table is made when it first runs, and kept in one way or another."""
+
+    table: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.calls = way, {"one": 0}
+        self.kept: Tensor | None = None
+        self.listed: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.arange(x.shape[-1]).cos().to(x.dtype)
+        match self.way:
+            case "attribute":
+                self.kept = made if self.kept is None else self.kept
+                made = self.kept
+            case "list":
+                self.listed = self.listed or [made]
+                made = self.listed[0]
+            case "grown list":
+                self.listed.append(made)
+            case "mapping":
+                made = self.by_name.setdefault("table", made)
+            case "count":
+                self.calls["one"] += 1
+            case "buffer":
+                self.table = made if self.table.numel() == 0 else self.table
+                made = self.table
+        return x * made
+
+
+@pytest.mark.parametrize("way", ["attribute", "list", "grown list", "mapping", "count", "buffer"])
+def test_a_module_that_remembers_is_refused_each_time(way: str) -> None:
+    model = wrap(Lazy(way))
+    for formats in (HALVES, (), HALVES):
+        with pytest.raises(Refusal, match="changes its 'part\\.") as refusal:
+            block_graph(model, "part", ROWS, formats=formats)
+        assert refusal.value.diagnostics[0].code is MODEL_FACTORY
+    block_graph(wrap(Lazy("nothing")), "part", ROWS, formats=HALVES)
+
+
+def test_what_the_whole_model_keeps_is_seen_without_its_blocks() -> None:
+    class Counted(type(wrap(Lazy("nothing")).module)):  # type: ignore[misc]
+        calls = 0
+
+        def forward(self, ids: Tensor) -> Tensor:
+            self.calls += 1
+            found: Tensor = super().forward(ids)
+            return found
+
+    model = wrap(Lazy("nothing"))
+    model.module.__class__ = Counted
+    with pytest.raises(Refusal, match="changes its 'calls'"):
+        block_graph(model, "model", 3, [1, 2, 3])
+
+
+def test_a_seeded_generator_is_refused_by_name() -> None:
+    with pytest.raises(Refusal, match="a Generator, which is no tensor"):
+        traced(lambda s, x: x + torch.rand(4, generator=torch.Generator().manual_seed(3)))
+
+
+def test_a_cast_of_one_number_has_no_dimensions() -> None:
+    graph = traced(lambda s, x: x * x[0, 0].float(), "float64")
+    assert [n.shape for n in graph.nodes if n.op == "cast"] == [()]
