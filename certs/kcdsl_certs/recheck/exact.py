@@ -43,6 +43,8 @@ _RULES: dict[str, tuple[Callable[[Scene, Node, list[Known]], Known], int, int]] 
     "concat": (moves.concat_rule, 1, 10_000),
 }
 
+_OPS_OF_ROLE = {"probabilities": ("softmax",), "context": ("matmul",)}
+
 
 class Rational:
     """Derives the cases of one proof exactly."""
@@ -120,6 +122,8 @@ def _apply(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     rule, least, most = _RULES[node.op]
     if not least <= len(inputs) <= most:
         raise Rejection("graph/field", f"{node.op} with {len(inputs)} inputs")
+    if node.role in _OPS_OF_ROLE and node.op not in _OPS_OF_ROLE[node.role]:
+        raise Rejection("graph/field", f"{node.op} in the role {node.role!r}")
     scene = pinned(scene, node)
     for kernel in (scene.train, scene.infer):
         kernel.refuse_wide(scene.block.named, node)

@@ -63,6 +63,19 @@ PAIRS = [
             (("fp8_e4m3", "block_128_e8m0"), ("fp8_e4m3", "group_128_e8m0")),
             (("fp4_e2m1", "nvfp4"), ("fp4_e2m1", "mx")),
             (("fp4_e2m1", "nvfp4"), ("fp4_e2m1", "nvfp4")),
+            (
+                ("fp8_e4m3", "mx"),
+                {
+                    "format": "fp4_e2m1",
+                    "scale": "nvfp4",
+                    "input_scale": {"*": [(2.0**-8).hex()]},
+                },
+            ),
+            (
+                ("int8", "per_channel"),
+                {"format": "int8", "scale": "per_batch", "batch_amax": (64.0).hex()},
+            ),
+            (("fp4_e2m1", "nvfp4"), ("fp4_e2m1", "nvfp4")),
             (("uint4", "group_32"), ("fp6_e3m2", "mx")),
             (
                 ("fp8_e4m3fnuz", "per_tensor"),
@@ -119,7 +132,7 @@ PAIRS = [
     ),
     (
         proofs.numerics(
-            "float32", "nearest", overrides={"up": proofs.override(("bfloat16", "none"))}
+            "float32", "nearest", overrides={"a": proofs.override(("bfloat16", "none"))}
         ),
         proofs.numerics(
             "bfloat16",
@@ -127,8 +140,8 @@ PAIRS = [
             weights=("int8", "per_channel"),
             activations=("int8", "per_token"),
             overrides={
-                "*": proofs.override(("fp8_e5m2", "per_tensor")),
-                "down": proofs.override(("bfloat16", "none"), ("fp8_e4m3", "per_token")),
+                "?": proofs.override(("fp8_e5m2", "per_tensor")),
+                "b": proofs.override(("bfloat16", "none"), ("fp8_e4m3", "per_token")),
             },
         ),
     ),
@@ -157,22 +170,70 @@ PAIRS = [
             results={"input": "bfloat16", "linear": "float16", "mul": "float32"},
         ),
     ),
+    *(
+        (
+            {**fine, "weights": {"format": kind, "scale": scale, "applied": "sums", **more}},
+            {**other, "weights": {"format": "int8", "scale": "per_channel", "applied": applied}},
+        )
+        for fine, other, kind, scale, more, applied in (
+            (
+                *(proofs.numerics("float32"), proofs.numerics("bfloat16")),
+                *("uint4", "group_32", {"scale_format": "float16"}, "stored_sums"),
+            ),
+            (
+                *(proofs.numerics("float32", shards=2), proofs.numerics("float16", "nearest")),
+                *("fp8_e4m3", "mx", {}, "stored_sums"),
+            ),
+            (
+                *(proofs.numerics("bfloat16", "any_toward_zero"), proofs.numerics("float16")),
+                *("int8_full", "per_tensor", {"scale_format": "bfloat16"}, "sums"),
+            ),
+        )
+    ),
+    (
+        proofs.numerics("float32", style="fused"),
+        proofs.numerics(
+            "bfloat16", style="fused", scores="float32", results={"context": "float16"}
+        ),
+    ),
 ]
 
 
-def made(tmp_path: Path, pair: Any, radius: float, functional: str = "inf") -> tuple[Any, Path]:
+def products(rng: np.random.Generator) -> Any:
+    """Return linears of more inputs than share a scale, and products in the roles of attention."""
+    g = proofs.Graph((2, 36))
+    w, b = rng.standard_normal((6, 36)), rng.standard_normal(6)
+    x = g.add("input", [], (2, 36))
+    x = g.add("linear", [x, g.param("a.weight", 0.3 * w), g.param("a.bias", b)], (2, 6))
+    turned = g.add("permute", [x], (6, 2), dims=[1, 0])
+    y = g.add("matmul", [x, turned], (2, 2), "scores")
+    y = g.add("scale", [y], (2, 2), "scores", factor=0.01)
+    y = g.add("matmul", [y, x], (2, 6), "context")
+    y = g.add("cast", [y], (2, 6), "", "float32")
+    g.add("linear", [y, g.param("b.weight", rng.standard_normal((5, 6)))], (2, 5))
+    return g
+
+
+def made(
+    tmp_path: Path, pair: Any, radius: float, functional: str = "inf", make: Any = proofs.piecewise
+) -> tuple[Any, Path]:
     rng = np.random.default_rng(11)
-    graph = proofs.piecewise(rng)
+    graph = make(rng)
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     centre = rng.standard_normal(graph.input_shape).astype(np.float32)
     return proofs.document(graph, *pair, sha256, centre, radius, functional), path
 
 
-@pytest.mark.parametrize("radius", [0.0, 1e-3, 0.3])
+@pytest.mark.parametrize(
+    ("make", "radius"),
+    [(proofs.piecewise, 0.0), (proofs.piecewise, 1e-3), (proofs.piecewise, 0.3), (products, 1e-3)],
+)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_doubles_enclose_rationals_closely(tmp_path: Path, pair: Any, radius: float) -> None:
-    document, path = made(tmp_path, pair, radius)
+def test_doubles_enclose_rationals_closely(
+    tmp_path: Path, pair: Any, radius: float, make: Any
+) -> None:
+    document, path = made(tmp_path, pair, radius, make=make)
     proof = parse(proofs.dump(document))
     tensors = read(path).tensors
     exact = Rational(proof, tensors).states(proof.cases[0])
@@ -198,6 +259,67 @@ def test_doubles_enclose_rationals_closely(tmp_path: Path, pair: Any, radius: fl
                 # Elsewhere two implementations must agree within the inflation of claims.
                 assert pair_[0] - Fraction(float(lo)) <= size * Fraction(1, 2**36), (name, part)
                 assert Fraction(float(hi)) - pair_[1] <= size * Fraction(1, 2**36), (name, part)
+
+
+def refused(tmp_path: Path, graph: Any, pair: Any, centre: Any) -> list[str]:
+    """Return why either tier refuses a proof, which promises as good as nothing."""
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    document = proofs.dump(proofs.document(graph, *pair, sha256, centre))
+    return [recheck(document, path, exact=exact).reason for exact in (False, True)]
+
+
+@pytest.mark.parametrize("casts", ["any", "nearest"])
+@pytest.mark.parametrize("kind", ["int8", "int8_full", "fp8_e4m3"])
+def test_both_tiers_refuse_more_than_the_largest_of_a_batch(
+    tmp_path: Path, kind: str, casts: str
+) -> None:
+    graph = proofs.Graph((1, 2))
+    x = graph.add("input", [], (1, 2))
+    graph.add("linear", [x, graph.param("w", np.eye(2))], (1, 2))
+    batch = {"format": kind, "scale": "per_batch", "batch_amax": (2.0).hex()}
+    pair = (proofs.numerics(), proofs.numerics("float32", casts, activations=batch))
+    assert refused(tmp_path, graph, pair, np.array([[1.0, 2.0]])) == ["ok", "ok"]
+    found = refused(tmp_path, graph, pair, np.array([[1.0, 2.5]]))
+    assert found == ["bound/overflow", "bound/overflow"]
+
+
+@pytest.mark.parametrize("role", ["context", "probabilities"])
+def test_both_tiers_refuse_other_operations_in_the_roles_of_attention(
+    tmp_path: Path, role: str
+) -> None:
+    """Their format may be finer than that of the operation."""
+    graph = proofs.Graph((1, 2))
+    x = graph.add("input", [], (1, 2))
+    graph.add("linear", [x, graph.param("w", np.eye(2))], (1, 2), role)
+    coarse = proofs.numerics("bfloat16", probabilities="float32", results={"context": "float32"})
+    found = refused(tmp_path, graph, (coarse, coarse), np.array([[1.0, 2.0]]))
+    assert found == ["graph/field", "graph/field"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "largest"),
+    [(("uint4", "per_tensor"), 3e38), (("fp4_e2m1", "nvfp4"), 1e-37)],
+)
+def test_both_tiers_refuse_weights_whose_scales_leave_float32(
+    tmp_path: Path, stored: tuple[str, str], largest: float
+) -> None:
+    """The range of the weights is infinite, or what the scale is divided by."""
+    graph = proofs.Graph((1, 3))
+    x = graph.add("input", [], (1, 3))
+    weight = np.array([[largest, -largest, 0.0]])
+    graph.add("linear", [x, graph.param("w", weight)], (1, 1))
+    pair = (proofs.numerics("float64"), proofs.numerics("float64", weights=stored))
+    found = refused(tmp_path, graph, pair, np.array([[2.0**-20, 2.0**-20, 1.0]]))
+    assert found[0] in ("parameter/scale", "parameter/overflow")
+    assert found[1] == "bound/overflow"
+
+
+def test_both_tiers_refuse_a_cache_that_a_product_reads_past(tmp_path: Path) -> None:
+    cached = proofs.numerics(kv_cache={"format": "int8", "scale": "per_head"})
+    graph = products(np.random.default_rng(11))
+    found = refused(tmp_path, graph, (cached, proofs.numerics()), np.ones((2, 36)))
+    assert found == ["rule/cache", "rule/cache"]
 
 
 @pytest.mark.parametrize("functional", ["inf", "2", "span"])

@@ -265,7 +265,10 @@ def _coded(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
         ends, half = zip(*extents(x, scale), strict=True), Fraction(1, 2) + Fraction(1, 2**14)
         wide = [(above[1] + below[1]) / 255 for above, below in ends]
         return [(w * half + s * _SMALL) * (1 + _SMALL) for s, w in zip(sizes, wide, strict=True)]
-    most = [max(m, Fraction(kernel.batch_amax)) for m in largest(sizes, x.shape, scale)]
+    batch = Fraction(kernel.batch_amax)
+    if scale == "per_batch" and max(sizes) > batch:
+        raise Rejection("bound/overflow", "an element may exceed the batch's largest")
+    most = [max(m, batch) for m in largest(sizes, x.shape, scale)]
     if scale == "mx":
         return _shifted(kind, x, most)
     return [_rounded(kernel, size, top) for size, top in zip(sizes, most, strict=True)]

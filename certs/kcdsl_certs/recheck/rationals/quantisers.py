@@ -121,10 +121,7 @@ def quantisers(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
     if scale == "none":
         return [plain(kind, (Fraction(1), Fraction(1)))] * len(x.pairs)
     sure = largest([max(lo, -hi, ZERO) for lo, hi in x.pairs], x.shape, scale)
-    batch = Fraction(kernel.batch_amax)
-    if scale == "per_batch" and max(x.mags) > batch:
-        raise Rejection("bound/overflow", "an element may exceed the batch's largest")
-    most = [max(m, batch) for m in largest(x.mags, x.shape, scale)]
+    most = [max(m, Fraction(kernel.batch_amax)) for m in largest(x.mags, x.shape, scale)]
     ends = zip(sure, most, strict=True)
     return [plain(kind, (_scale(kernel, a), _scale(kernel, b))) for a, b in ends]
 

@@ -157,7 +157,7 @@ def _kept(scale: Fraction, kernel: Kernel, key: str) -> Fraction:
 def _from_zero(
     value: Fraction, low: Fraction, high: Fraction, kernel: Kernel, key: str
 ) -> Fraction:
-    wide = max(rounded(high - low, FLOAT32), Fraction(LEAST_RANGE))
+    wide = max(nearest(high - low, FLOAT32), Fraction(LEAST_RANGE))
     step = _kept(rounded(wide / NIBBLES, FLOAT32), kernel, key)
     zero = max(0, min(NIBBLES, -round(rounded(low / step, FLOAT32))))
     code = max(0, min(NIBBLES, round(rounded(value / step, FLOAT32)) + zero))
@@ -170,7 +170,7 @@ def _nested(value: Fraction, most: Fraction, top: Fraction, kind: str) -> Fracti
     whole = rounded(top / (last * Fraction(NESTED[1])), FLOAT32) or Fraction(1)
     share = rounded(rounded(most / last, FLOAT32) / whole, FLOAT32)
     multiple = rounded(max(Fraction(NESTED[0]), min(Fraction(NESTED[1]), share)), GRIDS["fp8_e4m3"])
-    inverse = rounded(rounded(1 / whole, FLOAT32) / multiple, FLOAT32)
+    inverse = nearest(nearest(1 / whole, FLOAT32) / multiple, FLOAT32)
     code = _code(rounded(value * inverse, FLOAT32), kind)
     return nearest(code * rounded(multiple * whole, FLOAT32), FLOAT32)
 
