@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -40,6 +41,9 @@ class Artefacts:
     """The sha256 (hex) of what was read, by the name that certificates use."""
     hashed: dict[Path, str] = field(default_factory=dict)
     """The sha256 (hex) of files that were hashed and not read."""
+    code: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The contract's own modules that other processes imported for this command, by their paths:
+    each with its name in a statement, and the sha256 (hex) of what was compiled."""
 
     @classmethod
     def of(cls, base: Path | Artefacts) -> Artefacts:
@@ -106,6 +110,17 @@ class Artefacts:
                 f"{name} changed while the command ran",
                 help="run it again: what it found is about the files as they were",
             )
+
+    def record_code(self, found: Mapping[str, tuple[str, str]]) -> None:
+        """Record own modules that another process imported, as `code` has them. Refuse another
+        digest than before: the file was replaced."""
+        for path, (name, digest) in found.items():
+            if self.code.setdefault(path, (name, digest))[1] != digest:
+                raise refuse(
+                    codes.CHANGED_MEANWHILE,
+                    f"{name} changed while the command ran",
+                    help="run it again: what it found is about the files as they were",
+                )
 
     def digest(self, path: Path) -> str:
         """Return the sha256 (hex) of a file as it is now; each file is hashed once."""

@@ -104,7 +104,9 @@ def _root_of(name: str, source: Path) -> Path:
 
 def _imported() -> tuple[tuple[Path, str], ...]:
     """Return the files of the modules that are imported and were recorded, with their names."""
-    found = []
+    found: list[tuple[Path, str]] = []
+    if not _FINDER.digests:
+        return ()
     for name, module in tuple(sys.modules.items()):
         origin: Any = getattr(getattr(module, "__spec__", None), "origin", None)
         if isinstance(origin, str) and (path := Path(origin).resolve()) in _FINDER.digests:
@@ -118,17 +120,23 @@ def compiled_digest(source: Path) -> str | None:
 
 
 def imported_code(files: Artefacts) -> dict[Path, tuple[str, str]]:
-    """Return the files of the own modules that are imported now, each with its name in a statement
-    and the sha256 of what was compiled or loaded of it.
+    """Return the files of the own modules that are imported now, here or by a worker, each with its
+    name in a statement and the sha256 of what was compiled or loaded of it.
 
     The name is the path below the contract's folder; elsewhere, that of the module.
     """
     roots = _FINDER.roots.get(files.base.resolve(), set())
-    found: dict[Path, tuple[str, str]] = {}
+    found = {Path(path): item for path, item in files.code.items()}
     for path, module in _imported():
         if not any(_is_below(path, root) for root in roots):
             continue
         inside = path.is_relative_to(files.base)
         name = path.relative_to(files.base).as_posix() if inside else f"module {module}"
         found[path] = (name, _FINDER.digests[path])
+        files.record_code({str(path): found[path]})
     return dict(sorted(found.items()))
+
+
+def compiled_files() -> int:
+    """Return how many own files were compiled or loaded so far in this process."""
+    return len(_FINDER.digests)

@@ -172,7 +172,7 @@ class Crew:
         for future in done:
             index = flying.pop(future)
             try:
-                keep(index, pickle.loads(future.result()))
+                keep(index, self._answer(future.result()))
             except BrokenExecutor:
                 lost.append(index)
             except WorkerLost as error:
@@ -182,7 +182,7 @@ class Crew:
         for future in list(flying):
             index = flying.pop(future)
             try:
-                keep(index, pickle.loads(future.result()))
+                keep(index, self._answer(future.result()))
             except BrokenExecutor:
                 lost.append(index)
         self._close()
@@ -191,11 +191,17 @@ class Crew:
             keep(index, self._alone(tasks[index]))
         self._pool = self._open(self._width)
 
+    def _answer(self, data: bytes) -> Answer:
+        """Return the answer of a worker; record the own code that it imported."""
+        answer: Answer = pickle.loads(data)
+        self._station.shop.model.files.record_code(answer.code)
+        return answer
+
     def _alone(self, task: Task) -> Answer:
         """Do a task in a worker of its own, so that whatever ends the worker is its doing."""
         pool = Processes(1, self._station.setting.threads)
         try:
-            return _answer(pool.submit(work, self._setting, pickle.dumps(task)).result())
+            return self._answer(pool.submit(work, self._setting, pickle.dumps(task)).result())
         except BrokenExecutor:
             return _lost("it was killed, for want of memory for instance, or crashed")
         finally:
@@ -234,18 +240,13 @@ class Crew:
         """See that a worker can be started and finds the model, before work is given out."""
         let_interrupts_through()
         try:
-            answer = _answer(pool.submit(work, self._setting, pickle.dumps(Ready())).result())
+            answer = self._answer(pool.submit(work, self._setting, pickle.dumps(Ready())).result())
         except (BrokenExecutor, WorkerLost) as error:
             raise WorkersDoNotStart(
                 f"the first worker ended while it loaded the model ({error}); try --jobs 1"
             ) from error
         if not (isinstance(answer.value, type(None))):
             _raise(answer)
-
-
-def _answer(data: bytes) -> Answer:
-    answer: Answer = pickle.loads(data)
-    return answer
 
 
 def _lost(why: str) -> Answer:

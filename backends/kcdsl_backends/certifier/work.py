@@ -24,6 +24,7 @@ from kcdsl.diagnostics.places import at
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.graph import array_digest
+from kcdsl.model.own_code import imported_code
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
@@ -153,6 +154,8 @@ class Answer:
     seconds: float
     peak_bytes: int
     found: Found | None = None
+    code: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """The contract's own modules that the worker has imported, as `Artefacts.code` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +339,10 @@ def work(setting: bytes, task: bytes) -> bytes:
         if setting not in _KEPT:
             _KEPT.clear()
             _KEPT[setting] = open_station(pickle.loads(setting))
-        outcome.append(perform(_KEPT[setting], pickle.loads(task)))
+        station = _KEPT[setting]
+        answer = perform(station, pickle.loads(task))
+        imported_code(station.shop.model.files)
+        outcome.append(replace(answer, code=dict(station.shop.model.files.code)))
     return pickle.dumps(outcome[0])
 
 

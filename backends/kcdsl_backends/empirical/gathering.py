@@ -33,7 +33,7 @@ from kcdsl_backends.empirical.metrics.measures import (
     gradient_function,
 )
 from kcdsl_backends.empirical.noise_floor import noise_floor
-from kcdsl_backends.empirical.resuming import resume
+from kcdsl_backends.empirical.resuming import OwnCode, resume
 from kcdsl_backends.empirical.rollouts.needs import NEEDS
 from kcdsl_backends.empirical.run import Plan, run_request
 from kcdsl_backends.empirical.setting import Setting, recorded_side
@@ -235,15 +235,21 @@ def _run_all(
     progress("both kernels", done, len(requests))
     runs: dict[str, Run] = {}
 
+    code = OwnCode(setting.artefacts, journal)
+
     def arrived(request: Request, run: Run) -> None:
         nonlocal done
+        code.keep()
         if journal is not None:
             journal.keep_run(request, run)
         done += 1
         progress("both kernels", done, len(requests))
 
     left = [request for request in requests if request.key not in known]
-    away = {} if spread is None else spread.runs(left, decisive(setting, plan, requests), arrived)
+    away: dict[str, Run] = {}
+    if spread is not None:
+        decided_by = decisive(setting, plan, requests)
+        away = spread.runs(left, decided_by, arrived, code.imported)
     for request in requests:
         found = journal.run(request) if journal is not None and request.key in known else None
         if found is None and spread is not None:

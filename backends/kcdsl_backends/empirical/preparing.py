@@ -154,6 +154,7 @@ def prepare(
         },
         environment={**_environment(place), **functions_record(user)},
         device=place,
+        artefacts=files,
         certify=_certify(program, model) if bounded else None,
         bound_model=_bound_model(program, model) if bounded and not served else None,
         bound_seconds=bound_seconds,

@@ -9,12 +9,17 @@ give the bits that it gave: outputs, and every value that was formed from them.
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from kcdsl.model.files import Artefacts, file_digest
+from kcdsl.model.own_code import compiled_files, imported_code
+from kcdsl.source.files import is_file
 from kcdsl_backends.empirical.decisive import decisive, digest_of
 from kcdsl_backends.empirical.journal import Journal
 from kcdsl_backends.empirical.measured import Array, Run
@@ -35,6 +40,9 @@ def resume(
     known = [request for request in requests if journal.run(request) is not None]
     if not known:
         return frozenset()
+    if not taken_over_code(journal, setting.artefacts):
+        journal.restart(key, "own code that was imported then has changed since")
+        return frozenset()
     first = known[0]
     before = journal.run(first)
     again = run_request(first, setting.train, setting.infer, plan, setting.block_input)
@@ -43,6 +51,50 @@ def resume(
         return frozenset()
     journal.take_over(len(known), len(requests))
     return frozenset(request.key for request in known)
+
+
+_CODE = "own code"
+"""The name of the note of a journal that says which own modules were imported."""
+
+
+@dataclass(slots=True)
+class OwnCode:
+    """Records the contract's own modules that requests import, here and in workers, with the files
+    of the command and in the journal, before what they gave is kept."""
+
+    files: Artefacts | None
+    journal: Journal | None
+    _seen: int = 0
+    _kept: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def imported(self, code: Mapping[str, tuple[str, str]]) -> None:
+        """Record what a worker imported."""
+        if self.files is not None:
+            self.files.record_code(code)
+
+    def keep(self) -> None:
+        """Record what was imported here, and keep all of it in the journal where it is more."""
+        if self.files is None:
+            return
+        if compiled_files() != self._seen:
+            self._seen = compiled_files()
+            imported_code(self.files)
+        if self.journal is not None and self.files.code != self._kept:
+            self._kept = dict(self.files.code)
+            self.journal.keep_note(_CODE, json.dumps(self._kept).encode())
+
+
+def taken_over_code(journal: Journal, files: Artefacts | None) -> bool:
+    """Record the own modules that an earlier run imported; say whether they are as they were."""
+    note = journal.note(_CODE)
+    if note is None or files is None:
+        return True
+    code = {path: (name, digest) for path, (name, digest) in json.loads(note).items()}
+    for path, (_, digest) in code.items():
+        if not is_file(Path(path)) or file_digest(Path(path)) != digest:
+            return False
+    files.record_code(code)
+    return True
 
 
 def _outcome(run: Run) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kcdsl.ir.buckets import Gap
 from kcdsl.ir.terms import KernelRef, Program
+from kcdsl.model.files import Artefacts
 from kcdsl_backends.empirical.certified import ModelBound
 from kcdsl_backends.empirical.crosscheck import Certify
 from kcdsl_backends.empirical.diagnoses.reference import Reference
@@ -55,6 +56,8 @@ class Setting:
     """How long `bound_model` may take over all requests."""
     reference: Reference | None = None
     """Runs the model without roundings and as claimed; None where it cannot be copied."""
+    artefacts: Artefacts | None = None
+    """The files of the command, with which own code that requests import is recorded."""
 
 
 def recorded_side(kernel: KernelRef) -> bool:

@@ -21,12 +21,16 @@ import torch
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.model import Diagnostic, Refusal
 from kcdsl.ir.terms import Program
+from kcdsl.model.files import Artefacts
+from kcdsl.model.own_code import imported_code
 from kcdsl_backends.certifier.distributed import Ray, WorkerLost
 from kcdsl_backends.certifier.processes import Processes
 from kcdsl_backends.empirical.foreign import prints_aside
 from kcdsl_backends.empirical.measured import Run
 from kcdsl_backends.requests import Request
 
+Code = Mapping[str, tuple[str, str]]
+"""Own modules that were imported, as `Artefacts.code` has them."""
 PIECE = 8
 """Requests of one piece: few enough that a lost one costs little."""
 ATTEMPTS = 2
@@ -58,8 +62,10 @@ class Spread:
         requests: Sequence[Request],
         decided_by: Mapping[str, str],
         arrived: Callable[[Request, Run], None] = lambda request, run: None,
+        imported: Callable[[Code], None] = lambda code: None,
     ) -> dict[str, Run]:
-        """Return what every request gave, by its key; `arrived` hears of each as it comes.
+        """Return what every request gave, by its key; `arrived` hears of each as it comes, and
+        `imported` of the contract's own modules that its worker has imported by then.
 
         `decided_by` is what decides its values here (`decisive`), and must decide them there.
         Raises Refusal (KC684) where a piece loses its worker twice or comes back incomplete, or
@@ -71,7 +77,7 @@ class Spread:
         waiting = list(range(len(pieces)))
         for _ in range(ATTEMPTS):
             if waiting:
-                waiting = self._try(data, pieces, waiting, found, decided_by, arrived)
+                waiting = self._try(data, pieces, waiting, found, decided_by, arrived, imported)
         if waiting:
             first = pieces[waiting[0]]
             raise refuse(
@@ -90,6 +96,7 @@ class Spread:
         found: dict[str, Run],
         decided_by: Mapping[str, str],
         arrived: Callable[[Request, Run], None],
+        imported: Callable[[Code], None],
     ) -> list[int]:
         """Run pieces on new workers; return the numbers of those whose worker was lost."""
         pool = self._open(len(numbers))
@@ -109,6 +116,7 @@ class Spread:
                     lost.append(number)
                     continue
                 runs = _checked(answer, data, pieces[number], decided_by)
+                imported(answer.code)
                 for request, run in zip(pieces[number], runs, strict=True):
                     found[request.key] = run
                     arrived(request, run)
@@ -125,12 +133,13 @@ class Spread:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a piece gave: its name, and its runs with what decided them, or why the contract could
-    not be loaded."""
+    not be loaded; and the own modules that its worker has imported."""
 
     task: str
     runs: tuple[Run, ...] = ()
     decided_by: Mapping[str, str] = field(default_factory=dict)
     refusal: tuple[Diagnostic, ...] = ()
+    code: Code = field(default_factory=dict)
 
 
 def task_id(recipe: bytes, keys: Sequence[str]) -> str:
@@ -162,7 +171,7 @@ def _checked(
 
 # --- in a worker ---------------------------------------------------------------------------------
 
-_LOADED: dict[str, tuple[Callable[[str], Run], Mapping[str, str]]] = {}
+_LOADED: dict[str, tuple[Callable[[str], Run], Mapping[str, str], Artefacts]] = {}
 
 
 @prints_aside
@@ -173,15 +182,18 @@ def run_piece(recipe: bytes, keys: tuple[str, ...]) -> bytes:
         if name not in _LOADED:
             _LOADED.clear()
             _LOADED[name] = _load(pickle.loads(recipe))
-        run, decided_by = _LOADED[name]
-        answer = Answer(task_id(recipe, keys), tuple(run(key) for key in keys), decided_by)
+        run, decided_by, files = _LOADED[name]
+        runs = tuple(run(key) for key in keys)
+        imported_code(files)
+        answer = Answer(task_id(recipe, keys), runs, decided_by, code=dict(files.code))
     except Refusal as refusal:
         answer = Answer(task_id(recipe, keys), refusal=refusal.diagnostics)
     return pickle.dumps(answer)
 
 
-def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str]]:
-    """Return the function that runs a request by its key, and what decides what it gives."""
+def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str], Artefacts]:
+    """Return the function that runs a request by its key, what decides what it gives, and the
+    files that were read."""
     from kcdsl.ir.buckets import expand_tables
     from kcdsl_backends.empirical.backend import BACKEND
     from kcdsl_backends.empirical.conclusion import split
@@ -191,6 +203,7 @@ def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str]]:
     from kcdsl_backends.empirical.setting import Setting
 
     torch.set_num_threads(recipe.threads)
+    files = Artefacts.of(recipe.base)
     setting = BACKEND.prepare(
         recipe.program,
         recipe.base,
@@ -198,6 +211,7 @@ def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str]]:
         slices=recipe.slices,
         seed=recipe.seed,
         crosscheck=False,
+        artefacts=files,
     )
     assert isinstance(setting, Setting)
     clauses, _ = split(expand_tables(setting.program), frozenset(setting.slices))
@@ -207,4 +221,4 @@ def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str]]:
     def run(key: str) -> Run:
         return run_request(requests[key], setting.train, setting.infer, plan, setting.block_input)
 
-    return run, decisive(setting, plan, tuple(requests.values()))
+    return run, decisive(setting, plan, tuple(requests.values())), files

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -15,6 +18,7 @@ import torch
 
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
+from kcdsl.model import own_code
 from kcdsl.verdict.experiment_rows import entry, not_run, rate_text
 from kcdsl.verdict.html.experiment import experiment_page
 from kcdsl.verdict.html.experiment_maps import maps
@@ -171,6 +175,62 @@ def test_a_refusal_is_a_cell_that_is_tried_again(tmp_path: Path) -> None:
     }
     assert cells.cell("a", {"n": 1}, lambda: {"rows": []})["status"] == "ran"
     assert cells.cell("a", {"n": 2}, fails)["status"] == "not_run"
+
+
+def _flip(text: str) -> str:
+    return text.replace('"rows": []', '"rows": [{"value": 0.0}]')
+
+
+def _forged(text: str) -> str:
+    document = json.loads(_flip(text))
+    parts = json.dumps({k: v for k, v in document.items() if k != "seal"}, sort_keys=True)
+    return json.dumps({**document, "seal": hashlib.sha256(parts.encode()).hexdigest()})
+
+
+def _without_seal(text: str) -> str:
+    return json.dumps({k: v for k, v in json.loads(_flip(text)).items() if k != "seal"})
+
+
+@pytest.mark.parametrize("change", [_flip, _forged, _without_seal], ids=lambda f: f.__name__)
+def test_a_changed_cell_is_measured_again(tmp_path: Path, change: Callable[[str], str]) -> None:
+    cells, measured = Cells(tmp_path, {"of": "this"}), []
+
+    def measure() -> dict[str, Any]:
+        measured.append(1)
+        return {"rows": []}
+
+    first = cells.cell("a", {"n": 1}, measure)
+    assert cells.cell("a", {"n": 1}, measure) == first
+    assert len(measured) == 1
+    file = tmp_path / "a.json"
+    file.write_text(change(file.read_text()))
+    assert cells.cell("a", {"n": 1}, measure) == first
+    assert len(measured) == 2
+    (tmp_path / "b.json").write_bytes(file.read_bytes())
+    cells.cell("b", {"n": 1}, measure)
+    assert len(measured) == 3
+
+
+def test_a_cell_is_measured_again_once_own_code_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lately_imported.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    own_code.watch("lately_imported", tmp_path / "lately_imported.py", tmp_path)
+    cells, measured = Cells(tmp_path / "cells", {"of": "this"}, base=tmp_path), []
+
+    def measure() -> dict[str, Any]:
+        import_module("lately_imported")
+        measured.append(1)
+        return {"rows": []}
+
+    for _ in range(2):
+        cells.cell("a", {"n": 1}, measure)
+    assert len(measured) == 1
+    (tmp_path / "lately_imported.py").write_text("VALUE = 2\n")
+    cells.cell("a", {"n": 1}, measure)
+    assert len(measured) == 2
 
 
 def test_every_variant_differs_in_one_thing(folder: Path) -> None:

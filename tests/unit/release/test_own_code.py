@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from kcdsl.diagnostics import Refusal
 from kcdsl.model.files import Artefacts
 from kcdsl.model.own_code import imported_code
+from kcdsl_backends.empirical.journal import Journal
+from kcdsl_backends.empirical.resuming import OwnCode, taken_over_code
 from tests.support.small_models import write_model
 
 CONTRACT = """\
@@ -154,3 +157,63 @@ def test_code_of_another_contract_is_not_named(cli: Any, folder: Path, tmp_path:
     other = tmp_path / "elsewhere"
     other.mkdir()
     assert imported_code(Artefacts.of(other)) == {}
+
+
+@pytest.mark.parametrize("command", ["evaluate", "verify"])
+def test_what_a_worker_alone_imports_is_bound(cli: Any, folder: Path, command: str) -> None:
+    (folder / "own" / "alone.py").write_text("VALUE = 1\n")
+    (folder / "own" / "net.py").write_text(
+        NET.replace(
+            "    taken()\n",
+            "    import multiprocessing\n"
+            "    if multiprocessing.parent_process() is not None:\n"
+            "        import own.alone\n",
+        )
+    )
+    if command == "verify":
+        (folder / "contract.yaml").write_text(
+            CONTRACT.replace(
+                "p99(kl) <= 1", '"forall x in points(all): norm_inf(drift(mlp_0, x)) <= 9"'
+            )
+        )
+    more = ("--cache", "off") if command == "verify" else ()
+    ran = cli(command, "--allow-code", "--jobs", "2", "--engine", "processes", *more, cwd=folder)
+    assert ran.code == 0, ran
+    (path,) = (folder / "out").glob("*.statement.json")
+    inputs = json.loads(path.read_text())["predicate"]["inputs"]
+    found = {i["name"]: i["digest"]["sha256"] for i in inputs}
+    assert found["own/alone.py"] == sha256(folder / "own" / "alone.py")
+
+
+def test_what_an_earlier_run_imported_is_taken_over_with_its_journal(tmp_path: Path) -> None:
+    late = tmp_path / "late.py"
+    late.write_text("VALUE = 1\n")
+    code = {str(late): ("late.py", sha256(late))}
+    journal = Journal(tmp_path / "kept.journal")
+    journal.open("key")
+    before = OwnCode(Artefacts.of(tmp_path), journal)
+    before.imported(code)
+    before.keep()
+    journal.close()
+
+    def again() -> tuple[bool, dict[str, tuple[str, str]]]:
+        files, kept = Artefacts.of(tmp_path), Journal(tmp_path / "kept.journal")
+        kept.open("key")
+        same = taken_over_code(kept, files)
+        kept.close()
+        return same, files.code
+
+    assert again() == (True, code)
+    late.write_text("VALUE = 2\n")
+    assert again() == (False, {})
+    late.unlink()
+    assert again() == (False, {})
+
+
+def test_workers_that_import_other_bytes_are_refused(tmp_path: Path) -> None:
+    files = Artefacts.of(tmp_path)
+    files.record_code({"late.py": ("late.py", "0" * 64)})
+    files.record_code({"late.py": ("late.py", "0" * 64)})
+    with pytest.raises(Refusal) as refused:
+        files.record_code({"late.py": ("late.py", "1" * 64)})
+    assert "late.py changed" in refused.value.diagnostics[0].message

@@ -13,6 +13,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hmac import compare_digest
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,13 @@ from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts, file_digest
+from kcdsl.model.own_code import imported_code
 from kcdsl.release.artefacts import companions, data_digests
+from kcdsl.source.files import is_file
 from kcdsl.source.writing import write_bytes
+from kcdsl_backends.secret import sealed
 
-CELL_SCHEMA = "kcdsl.cell/1"
+CELL_SCHEMA = "kcdsl.cell/2"
 
 
 def manifest(program: Program, base: Path, seed: int, **more: Any) -> dict[str, Any]:
@@ -87,11 +91,18 @@ def _libraries() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The cells of one experiment in a folder; `fresh` measures all of them again."""
+    """The cells of one experiment in a folder; `fresh` measures all of them again.
+
+    A cell carries an authentication code under the secret of the user (`kcdsl_backends.secret`):
+    one that anybody changed, wrote or moved who cannot read the secret is measured again. So is one
+    for which own code of the contract was imported that is another now.
+    """
 
     folder: Path
     of: Mapping[str, Any]
     fresh: bool = False
+    base: Path = Path()
+    """The folder of the contract."""
 
     def cell(
         self, name: str, spec: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]
@@ -110,7 +121,9 @@ class Cells:
         except Refusal as error:
             first = error.diagnostics[0]
             return {**spec, "status": "not_run", "reason": f"{first.code}: {first.message}"}
-        document = {"schema": CELL_SCHEMA, "key": key, "cell": cell}
+        code = {str(path): digest for path, (_, digest) in self._code().items()}
+        document = {"schema": CELL_SCHEMA, "key": key, "code": code, "cell": cell}
+        document["seal"] = _seal(name, document)
         text = json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
         write_bytes(self._file(name), text.encode())
         return cell
@@ -122,11 +135,30 @@ class Cells:
             return None
         if not isinstance(document, dict) or document.get("key") != key:
             return None
-        cell = document.get("cell")
-        return cell if isinstance(cell, dict) else None
+        seal = document.pop("seal", None)
+        if not isinstance(seal, str) or not compare_digest(
+            seal.encode(), _seal(name, document).encode()
+        ):
+            return None
+        if any(not _is_still(Path(path), digest) for path, digest in document["code"].items()):
+            return None
+        cell: dict[str, Any] = document["cell"]
+        return cell
+
+    def _code(self) -> Mapping[Path, tuple[str, str]]:
+        return imported_code(Artefacts.of(self.base))
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.json"
+
+
+def _is_still(path: Path, digest: str) -> bool:
+    return is_file(path) and file_digest(path) == digest
+
+
+def _seal(name: str, document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return sealed(b"cell", name.encode(), text.encode()).hex()
 
 
 def _key(content: Mapping[str, Any]) -> str:

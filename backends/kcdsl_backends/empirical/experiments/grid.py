@@ -101,7 +101,7 @@ def run_grid(
     Raises Refusal where not one could run.
     """
     of = manifest(program, base, seed, axes=axes.to_json())
-    cells = Cells(folder / "cells", of, fresh)
+    cells = Cells(folder / "cells", of, fresh, base)
     clauses, deferred = _clauses(program)
     loaded: dict[str, Setting | Refusal] = {}
 

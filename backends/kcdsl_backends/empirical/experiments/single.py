@@ -45,7 +45,7 @@ def run_single(
     """
     chosen = _chosen(variants(program.infer), only)
     of = manifest(program, base, seed, device=device, seconds=seconds)
-    cells = Cells(folder / "cells", of, fresh)
+    cells = Cells(folder / "cells", of, fresh, base)
     found = []
     for done, variant in enumerate(chosen):
         progress("variants", done, len(chosen))
