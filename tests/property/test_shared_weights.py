@@ -371,6 +371,14 @@ ALIKE = {
             "bfloat16", weights=("int8", "per_channel"), activations=("int8", "per_token")
         ),
     ),
+    "float64 and float32": (
+        proofs.numerics("float64", "nearest", weights=("float32", "none", "toward_zero")),
+        proofs.numerics("float32", weights=("float64", "none")),
+    ),
+    "weights in bfloat16": (
+        proofs.numerics("float32", weights=("bfloat16", "none")),
+        proofs.numerics("bfloat16", "nearest", weights=("float32", "none")),
+    ),
     "input alone": (
         proofs.numerics("float32"),
         proofs.numerics("float32", results={"input": "bfloat16"}),

@@ -126,14 +126,21 @@ def _pair(w: Box, train: Numerics, infer: Numerics, name: str, *, linear: bool) 
 
 
 def _storage(numerics: Numerics, *, linear: bool) -> tuple[str, ...]:
-    """Return what decides how a kernel stores a parameter: kernels with the same hold the same."""
-    compute = "float32" if numerics.compute == "float64" else numerics.compute
-    stored = numerics.weights
-    if not linear:
-        return (compute, stored.rounding)
-    by_codes = stored.scale != "none" and numerics.activations.format != "none"
-    last = "float32" if by_codes else compute
-    return (stored.format, stored.scale, last, stored.rounding, stored.scale_format)
+    """Return what decides how a kernel stores a parameter: kernels with the same hold the same.
+
+    A cast to a format that holds what is cast decides nothing.
+    """
+    stored, way, held = numerics.weights, [], _FLOAT32
+    if linear and stored.scale != "none":
+        way = [stored.format, stored.scale, stored.scale_format]
+        casts = [numerics.compute] if numerics.activations.format == "none" else []
+    else:
+        casts = [stored.format, numerics.compute] if linear else [numerics.compute]
+    for name in casts:
+        if not _contains(FORMATS[name], held):
+            held = FORMATS[name]
+            way += [name, stored.rounding]
+    return tuple(way)
 
 
 def held_plain(w: Box, numerics: Numerics, name: str) -> Held:

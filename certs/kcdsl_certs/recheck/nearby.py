@@ -84,13 +84,17 @@ def alike(kernels: tuple[Kernel, Kernel], linear: bool) -> bool:
 
 
 def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
-    """Return all that decides what a kernel stores for a parameter."""
-    compute = kernel.holding.name if kernel.holding.precision < FLOAT32.precision else "float32"
-    how = "cut off" if kernel.cut_weights else "to nearest"
-    if not linear:
-        return (compute, how)
-    by_codes = kernel.weights[1] != "none" and kernel.activations[0] != "none"
-    return (*kernel.weights, "float32" if by_codes else compute, how)
+    """Return all that decides what a kernel stores for a parameter: its codes, and the formats that
+    it is rounded to, without those that hold what is rounded."""
+    coded = linear and kernel.weights[1] != "none"
+    to = [FORMATS[kernel.weights[0]]] if linear and not coded else []
+    to += [] if coded and kernel.activations[0] != "none" else [kernel.holding]
+    found, held = list(kernel.weights) if coded else [], FLOAT32
+    for form in to:
+        if not _within(held, form):
+            found += [form.name, "cut off" if kernel.cut_weights else "to nearest"]
+            held = form
+    return tuple(found)
 
 
 def _stored(v: Box, kernel: Kernel, linear: bool, name: str) -> Stored:

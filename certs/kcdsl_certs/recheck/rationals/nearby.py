@@ -88,12 +88,15 @@ def _single_below(value: Fraction) -> Fraction:
 
 
 def _way(kernel: Kernel, linear: bool) -> tuple[str, ...]:
-    compute = kernel.holding.name if kernel.holding.precision < FLOAT32.precision else "float32"
     how = "cut off" if kernel.cut_weights else "to nearest"
-    if not linear:
-        return (compute, how)
-    by_codes = kernel.weights[1] != "none" and kernel.activations[0] != "none"
-    return (*kernel.weights, "float32" if by_codes else compute, how)
+    stored, steps = FLOAT32, tuple[str, ...]()
+    if linear and kernel.weights[1] != "none":
+        steps = kernel.weights
+        if kernel.activations[0] != "none":
+            return steps
+    elif linear and not _within(FLOAT32, FORMATS[kernel.weights[0]]):
+        stored, steps = FORMATS[kernel.weights[0]], (kernel.weights[0], how)
+    return steps if _within(stored, kernel.holding) else (*steps, kernel.holding.name, how)
 
 
 def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) -> list[_Held]:
