@@ -411,18 +411,30 @@ def _var(s: Lowering, a: Arguments) -> Any:
 
 @_handles("linear")
 def _linear(s: Lowering, a: Arguments) -> Any:
-    """A weight that is no parameter makes it a plain product, and a bias a sum after that."""
-    weight, bias = s.ref(a["weight"]), [] if a["bias"] is None else [a["bias"]]
-    if _is_param(s, weight):
-        return s.emit("linear", [a["input"], weight, *bias], s.out_shape)
-    return _product(s, a["input"], permuted(s, weight, [1, 0]), bias)
+    """A weight that is no parameter makes it a plain product, and so does a bias that is none."""
+    weight, bias = s.ref(a["weight"]), None if a["bias"] is None else s.ref(a["bias"])
+    if _is_param(s, weight) and (bias is None or s.drafts.nodes[bias.name].op in LEAVES):
+        return s.emit(
+            "linear", [a["input"], weight, *([] if bias is None else [bias])], s.out_shape
+        )
+    return _product(s, s.ref(a["input"]), permuted(s, weight, [1, 0]), bias)
 
 
-def _product(s: Lowering, x: Any, y: Any, bias: list[Any]) -> Ref:
-    """Return x @ y plus the bias, which is added before the result is rounded."""
-    if not bias:
+def _product(s: Lowering, x: Ref, y: Ref, bias: Ref | None) -> Ref:
+    """Return x @ y plus a row, which is one more term of every sum: kernels may start with it."""
+    if bias is None:
         return s.emit("matmul", [x, y], s.out_shape)
-    return s.emit("add", [s.emit("matmul", [x, y], s.out_shape, stored=s.wide), *bias], s.out_shape)
+    wide = s.out_shape[-1]
+    s.need(
+        math.prod(bias.shape) == bias.shape[-1] == wide,
+        "what is added to the product is not one row: add it after the product",
+    )
+    ones = s.column(x)
+    longer = (*x.shape[:-1], x.shape[-1] + 1), (y.shape[0] + 1, wide)
+    left = s.emit("concat", [x, ones], longer[0], stored=s.format_of(x), dim=len(x.shape) - 1)
+    row = reshaped(s, bias, (1, wide))
+    right = s.emit("concat", [y, row], longer[1], stored=s.format_of(y), dim=0)
+    return s.emit("matmul", [left, right], s.out_shape)
 
 
 @_handles("matmul")
@@ -448,13 +460,10 @@ def multiplied(s: Lowering, x: Ref, y: Ref) -> Ref:
 def _addmm(s: Lowering, a: Arguments) -> Any:
     s.need(s.number(a["alpha"]) == 1 and s.number(a["beta"]) == 1, "addmm with factors")
     bias, x, y = (s.ref(a[name]) for name in ("self", "mat1", "mat2"))
-    weight = transposed_parameter(s, y)
-    if weight is not None and len(bias.shape) == 1:
+    weight, leaf = transposed_parameter(s, y), s.drafts.nodes[bias.name].op in LEAVES
+    if weight is not None and bias.shape == y.shape[1:] and leaf:
         return s.emit("linear", [x, weight, bias], s.out_shape)
-    if weight is None:
-        return _product(s, x, y, [bias])
-    product = s.emit("linear", [x, weight], s.out_shape, stored=s.wide)
-    return s.emit("add", [product, bias], s.out_shape)
+    return _product(s, x, y, bias)
 
 
 def transposed_parameter(s: Lowering, y: Ref) -> Ref | None:

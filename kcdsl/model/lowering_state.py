@@ -213,6 +213,10 @@ class Lowering:
         """Return a bool tensor as a constant."""
         return self._add_constant(keep, OWN)
 
+    def column(self, x: Ref) -> Ref:
+        """Return ones, one for each row of x, as a constant of its format."""
+        return self._add_constant(torch.ones(*x.shape[:-1], 1), self.format_of(x))
+
     def _pinned(self, value: Tensor) -> str:
         """Return the format of a constant that no conversion of the module changes."""
         if value.is_floating_point():

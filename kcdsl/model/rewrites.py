@@ -41,14 +41,16 @@ def exact_casts(drafts: Drafts, node: Draft) -> Draft | None:
 
 
 def rounded_once(drafts: Drafts, node: Draft) -> Draft | None:
-    """cast(f(x)) -> f(x) in the format of the cast, where nothing else reads f(x), and f(x) is
-    stored as operations form their results inside."""
+    """cast(f(x)) -> f(x) in the format of the cast, where nothing else reads f(x), f(x) is stored
+    as operations form their results inside, and the format holds what a sum or product reads."""
     if node.op != "cast":
         return None
     source = drafts.nodes[node.inputs[0]]
     alone = len(drafts.users(source.name)) == 1 and source.name != drafts.output
     inside = drafts.is_inside(source.format) and "form" not in source.attrs
-    if not (source.op in ONE_ROUNDING and alone and inside):
+    formats = [drafts.nodes[name].format for name in source.inputs]
+    held = source.op not in _OF_TWO or all(drafts.is_wider(node.format, f) for f in formats)
+    if not (source.op in ONE_ROUNDING and alone and inside and held):
         return None
     return replace(source, format=node.format)
 
@@ -135,6 +137,8 @@ ONE_ROUNDING = frozenset({
     "softmax", "rms_norm", "layer_norm", "rope",
 })  # fmt: skip
 """Operations whose rules bound what they form inside, a rounding of the result there included."""
+
+_OF_TWO = frozenset({"add", "sub", "mul"})
 
 RULES: tuple[Rule, ...] = (
     exact_casts,

@@ -50,6 +50,10 @@ def root_norm(s: Any, x: Tensor) -> Tensor:
     return normed
 
 
+def root_norm_of_one(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
 MODULES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "swapaxes": lambda s, x: (
         x.reshape(2, 2, 5).swapaxes(0, 1).reshape(ROWS, WIDTH) * s.steps.to(x.dtype)
@@ -65,6 +69,12 @@ MODULES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a buffer without dimensions": lambda s, x: x * s.number,
     "a norm that is written out": root_norm,
     "a norm of large numbers": lambda s, x: root_norm(s, 300 * x),
+    "a gain that is one more than a parameter": lambda s, x: (
+        root_norm_of_one(x.float()) * (1.0 + s.gain.float())
+    ).type_as(x),
+    "a weight that is computed": lambda s, x: F.linear(
+        x, 2.0 * s.gain * torch.arange(WIDTH)[:, None], s.gain
+    ),
     "attention without heads": lambda s, x: composed_or_not(x),
     "a softmax in float32": lambda s, x: torch.softmax(x, -1, dtype=torch.float32).to(x.dtype),
     "a random table": lambda s, x: x * torch.rand(WIDTH),
@@ -131,3 +141,34 @@ def test_what_can_be_followed_is_lowered(name: str) -> None:
             shop.problem("part", tuple(range(ROWS)))
     else:
         assert shop.problem("part", tuple(range(ROWS))).graph.block == "part"
+
+
+SUMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a linear with a computed weight": lambda s, x: F.linear(x, 2.0 * (0.5 * s.weight), s.row),
+    "a linear with a computed bias": lambda s, x: F.linear(x, s.weight, 2.0 * (0.5 * s.row)),
+    "addmm": lambda s, x: torch.addmm(s.row, x, s.weight.T),
+    "addmm with a computed weight": lambda s, x: torch.addmm(s.row, x, (2.0 * (0.5 * s.weight)).T),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_may_start_with_what_is_added_to_it(name: str) -> None:
+    """Kernels of products take the bias for the first term: small ones may be lost beside it."""
+    terms, drawn = 300, torch.Generator().manual_seed(0)
+    part = Part(SUMS[name])
+    part.weight = nn.Parameter(torch.rand(2, terms, generator=drawn))
+    part.row = nn.Parameter(torch.tensor([1.0, 1.5]))
+    x = 2.0**-25 * torch.rand(3, terms, generator=drawn)
+    started = part.row.detach().expand(3, 2)
+    for k in range(terms):
+        started = started + x[:, k : k + 1] * part.weight.detach()[:, k]
+    exact = x.double() @ part.weight.double().T + part.row.double()
+    wide, narrow = (
+        resolve({"preset": "torch-eager", "compute": f}) for f in ("float64", "float32")
+    )
+    shop = Workshop(model_of(part, terms), wide, narrow, torch.device("cpu"))
+    problem, point = shop.problem("part", (0, 1, 2)), torch.zeros(1, 1, dtype=torch.float64)
+    real, margin = (started.double() - exact).abs(), claim_margin(wide, narrow)
+    assert bool((real > 2.0**-22).all())
+    assert bool((real <= problem.bound(x.double(), point).output.drift.mag() * margin).all())
+    assert bool((real <= problem.affine(x.double(), point).box.mag() * margin).all())

@@ -17,16 +17,21 @@ from kcdsl_backends.adapters import Adapter
 _SOFTMAX = frozenset({"softmax", "_softmax"})
 _PRODUCTS = frozenset({
     "matmul", "mm", "addmm", "bmm", "baddbmm", "addbmm", "einsum", "bilinear", "mv", "addmv",
-    "dot", "inner", "tensordot", "__matmul__", "__rmatmul__", "multi_head_attention_forward",
-    "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+    "dot", "inner", "tensordot", "__matmul__", "__rmatmul__",
 })  # fmt: skip
+_WHOLE = frozenset({
+    "multi_head_attention_forward", "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+})  # fmt: skip
+"""What forms attention in a program of torch's own, where no other can be put in."""
 
 
 class Interception(TorchFunctionMode):
     """Puts the stored weight into every `linear` and the adapter's program into every attention.
 
-    Also notes what it cannot serve: `softmax_calls` outside `scaled_dot_product_attention`, and
-    `matrix_products`, the names of weights that enter a product outside `linear`.
+    Also notes what it cannot serve: `softmax_calls` outside `scaled_dot_product_attention`,
+    `whole_layers`, the names of functions that form an attention themselves, and `matrix_products`,
+    the names of weights that enter a product outside `linear`.
     """
 
     def __init__(self, module: nn.Module, stored: Mapping[str, Tensor], adapter: Adapter) -> None:
@@ -36,6 +41,7 @@ class Interception(TorchFunctionMode):
         self._stored = {id(parameters[name]): weight for name, weight in stored.items()}
         self._owners = {parameters[n].untyped_storage().data_ptr(): n for n in stored}
         self.softmax_calls = 0
+        self.whole_layers: set[str] = set()
         self.matrix_products: set[str] = set()
 
     def __torch_function__(
@@ -54,6 +60,8 @@ class Interception(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _SOFTMAX:
             self.softmax_calls += 1
+        elif name in _WHOLE:
+            self.whole_layers.add(name)
         elif name in _PRODUCTS:
             self._note((*args, *kwargs.values()))
         return func(*args, **kwargs)

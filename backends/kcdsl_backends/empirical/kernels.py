@@ -342,6 +342,14 @@ def _probe(kernel: TorchKernel, adapter: Adapter) -> None:
     watch = kernel.interception
     if watch is None:
         return
+    if watch.whole_layers:
+        raise refuse(
+            codes.KERNEL_NUMERICS,
+            f"the model calls {', '.join(sorted(watch.whole_layers))}, as"
+            " torch.nn.MultiheadAttention does, which forms its attention in another way than"
+            f" {kernel.ref.run} claims",
+            help="call torch.nn.functional.scaled_dot_product_attention in the model",
+        )
     if adapter.style == "fused" and watch.softmax_calls:
         raise refuse(
             codes.KERNEL_NUMERICS,

@@ -379,6 +379,15 @@ def test_a_module_that_would_not_be_served_is_refused(
     assert load_kernel(kernel("torch.eager"), model, "cpu").logits(IDS).shape[0] == len(IDS)
 
 
+@pytest.mark.parametrize("run", ["torch.eager", "torch.sdpa.math"])
+def test_a_layer_that_forms_its_attention_itself_is_refused(run: str, tmp_path: Path) -> None:
+    body = "return nn.MultiheadAttention(8, 2).eval()(x, x, x, need_weights=False)[0]"
+    (tmp_path / "whole_layer.py").write_text(BY_HAND.replace("{body}", body))
+    model = user_model(tmp_path, "whole_layer")
+    with refused(KERNEL_NUMERICS, "as torch.nn.MultiheadAttention does", f"than {run} claims"):
+        load_kernel(kernel(run), model, "cpu")
+
+
 def test_a_module_that_the_kernel_cannot_run_is_refused(tmp_path: Path) -> None:
     """The flash kernel takes batches of heads; what takes no batch has no kernel there."""
     body = "return nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]"

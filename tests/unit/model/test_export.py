@@ -182,9 +182,13 @@ TABLE = torch.linspace(0, 1, 12).reshape(3, 4)
 
 FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], set[str]]] = {
     "matrix product with a transposed weight": (lambda x, m, v: x @ m.t(), {"linear"}),
-    "addmm": (lambda x, m, v: torch.addmm(x[:, :3], x, m.T), {"linear", "add"}),
-    "addmm of activations": (lambda x, m, v: torch.addmm(x[:, :3], x, x.T), {"matmul", "add"}),
-    "addmm with a bias": (lambda x, m, v: torch.addmm(v[:3], x, m.T), {"linear"}),
+    "addmm of activations": (lambda x, m, v: torch.addmm(v[:3], x, x.T), {"matmul", "concat"}),
+    "addmm with a computed weight": (
+        lambda x, m, v: torch.addmm(v[:3][None], x, 2 * m.T),
+        {"matmul", "concat"},
+    ),
+    "a bias that is computed": (lambda x, m, v: F.linear(x, m, 2 * v[:3]), {"matmul", "concat"}),
+    "addmm with a bias": (lambda x, m, v: torch.addmm(v[:3], x, m.T), {"matmul", "concat"}),
     "product with a weight as it is": (lambda x, m, v: x[:, :3] @ m, {"matmul", "slice"}),
     "inverse root norm": (
         lambda x, m, v: v * (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)),

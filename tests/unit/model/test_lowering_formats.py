@@ -356,6 +356,10 @@ def test_what_depends_on_the_format_is_refused_where_a_kernel_has_another(name: 
 UNREAD: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "bits of numbers": (lambda s, x: x.view(torch.int32), "int32"),
     "a division that rounds": (lambda s, x: torch.div(x, 3.0, rounding_mode="floor"), "rounds"),
+    "rows of addmm": (
+        lambda s, x: torch.addmm(x[:, :3], x, s.matrix.T),
+        "what is added to the product is not one row",
+    ),
     "factors of addmm": (
         lambda s, x: torch.addmm(x[:, :3], x, s.matrix.T, beta=0.5),
         "addmm with factors",
@@ -493,3 +497,15 @@ def test_a_seeded_generator_is_refused_by_name() -> None:
 def test_a_cast_of_one_number_has_no_dimensions() -> None:
     graph = traced(lambda s, x: x * x[0, 0].float(), "float64")
     assert [n.shape for n in graph.nodes if n.op == "cast"] == [()]
+
+
+def test_a_sum_of_wide_numbers_is_cast_after_it() -> None:
+    def norm(s: Any, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (y * (1.0 + s.vector.float())).type_as(x)
+
+    graph = traced(norm, *HALVES)
+    assert stored(graph) == [
+        ("rms_norm", "float32"), ("shift", "float32"), ("mul", "float32"), ("cast", "")
+    ]  # fmt: skip
