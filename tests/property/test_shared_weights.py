@@ -340,7 +340,7 @@ def test_what_is_stored_in_two_ways_moves_apart(
         assert ((lo <= drift) & (drift <= hi)).all()
 
 
-BLOCKS = ("attention", "gelu", "silu", "piecewise", "norms")
+BLOCKS = ("attention", "gelu", "silu", "piecewise", "norms", "a norm read twice")
 ALIKE = {
     "float32": (proofs.numerics("float32"), proofs.numerics("float32", style="fused")),
     "float32 twice": (proofs.numerics("float32"), proofs.numerics("float32")),
@@ -399,10 +399,22 @@ def norms(rng: np.random.Generator) -> Any:
     return g
 
 
+def read_twice(rng: np.random.Generator) -> Any:
+    """Return a norm that a linear reads, and a sum beside it."""
+    g = proofs.Graph((2, 6))
+    w, gain = rng.standard_normal((2, 6, 6)) / 6**0.5, 1 + 0.1 * rng.standard_normal(6)
+    x = g.add("linear", [g.add("input", [], (2, 6)), g.param("a.weight", w[0])], (2, 6))
+    scaled = [g.param("norm.weight", gain), g.param("norm.bias", 0.1 * rng.standard_normal(6))]
+    x = g.add("layer_norm", [x, *scaled], (2, 6), eps=1e-5)
+    g.add("add", [x, g.add("linear", [x, g.param("b.weight", w[1])], (2, 6))], (2, 6))
+    return g
+
+
 MAKERS: dict[str, Callable[[np.random.Generator], Any]] = {
     "attention": proofs.attention,
     "piecewise": proofs.piecewise,
     "norms": norms,
+    "a norm read twice": read_twice,
 }
 
 

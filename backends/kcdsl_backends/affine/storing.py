@@ -142,17 +142,22 @@ def _privately(
     """Append the entry of a result of which every reading is a version of its own.
 
     What is formed once by an accumulator is the same in all of them but for its casts; anything
-    else may be computed again for each.
+    else may be computed again for each, with the same weights.
     """
     kernel, early = run.rounding, result.early
     if accumulates:
         refuse_unbounded_sums(node.name, result.internal, kernel.inner(accumulates))
-    own = torch.zeros_like(result.internal) if accumulates else result.internal
+    nothing, formed = torch.zeros_like(result.internal), result
+    inside, common = (nothing, result.internal) if accumulates else (result.internal, nothing)
+    if result.shared is not None and not accumulates:
+        inside, common = result.shared.rest * SAFE, result.shared.size
+        result = replace(result, shared=replace(result.shared, rest=nothing))
+    own = inside
     if early is not None:
         own = own + early.of_known + early.of_error
     if result.again is not None:
         own = own + result.again
-    entry = _formed(run, node, result, result.internal if accumulates else 0 * result.internal)
+    entry = _formed(run, node, result, common)
     reach = (entry.reach + own) * SAFE
     size = (result.reference.abs() + reach) * SAFE
     unit, faint = kernel.unit(form), kernel.faint(form)
@@ -160,12 +165,12 @@ def _privately(
     apart = None
     final = node.name == run.graph.output
     if run.tape.chance is None and not kernel.casts.toward_zero and not final:
-        apart = _apart(run, node, result, form)
+        apart = _apart(run, node, formed, form)
         if apart is not None:  # what is the same in all readings stands in the entry
-            radius = apart.radius - result.internal if accumulates else apart.radius
+            radius = (apart.radius - result.internal).clamp_min(0) + inside
             if result.again is not None:
                 radius = radius + (1 + 2 * unit) * (1 + unit) * result.again
-            apart = replace(apart, radius=radius.clamp_min(0) * SAFE)
+            apart = replace(apart, radius=radius * SAFE)
     if kernel.casts.toward_zero:
         cast = torch.minimum(cast, size)
     run.private[node.name] = Private((own + cast) * SAFE, apart)

@@ -235,17 +235,22 @@ def _several(
 ) -> Form:
     """Write what all readings of a result have in common, and keep what each adds by itself.
 
-    Sums are formed once: only their casts differ. Anything else may be computed for each reading.
+    Sums are formed once: only their casts differ. Anything else may be computed for each reading,
+    but what other weights do in both kernels alike is the same in all of them.
     """
     kernel, reference = walk.kernel, formed.reference
     once, whole = node.op in SUMMED, formed.cast_early.deviation
-    own = np.zeros(reference.shape) if once else formed.radius
+    nothing, shared = np.zeros(reference.shape), formed.shared
+    bare, inside = (formed.radius, nothing) if once else (nothing, formed.radius)
+    if shared is not None and not once:
+        bare, inside = shared.size, raised(shared.rest)
+        shared = replace(shared, rest=nothing)
+    own = inside
     if formed.early is not None:
         own = own + formed.early.whole
     if formed.own is not None:
         own, whole = own + formed.own, raised(whole + formed.own)
-    bare = formed.radius if once else np.zeros(reference.shape)
-    common = replace(formed, radius=bare, early=None, within=None)
+    common = replace(formed, radius=bare, early=None, within=None, shared=shared)
     _finite(reference, whole)
     u, eta = kernel.off(form)
     cast, largest = np.zeros(reference.shape), np.full(reference.shape, np.inf)
@@ -268,10 +273,10 @@ def _several(
     if rounds and sums and walk.tape.budget is None and not kernel.inward:
         apart = _apart(walk, formed, form, node.name)
     if apart is not None:
-        radius = apart.radius - bare
+        radius = np.maximum(apart.radius - formed.radius, 0.0) + inside
         if formed.own is not None:
             radius = radius + (1 + 2 * u) * (1 + u) * formed.own
-        apart = replace(apart, radius=raised(np.maximum(radius, 0.0) + 2.0**-50 * bare) + FAINT)
+        apart = replace(apart, radius=raised(radius + 2.0**-50 * formed.radius) + FAINT)
     walk.versions[node.name] = Version(own, apart)
     entry = replace(_unstored(walk, common), reach=reach)
     return Form(reference, reach, walk.tape.add(entry))
