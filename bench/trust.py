@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import queue
+import re
 import resource
 import subprocess
 import sys
@@ -54,12 +55,9 @@ OF_CONTRACTS: tuple[tuple[str, ...], ...] = (
     ("fmt", "--check", "contract.yaml"),
     ("fmt", "contract.yaml"),
     ("diff", "contract.yaml", "contract.yaml"),
-    ("explain", "A", "contract.yaml"),
-    ("plan", "contract.yaml"),
-    ("status", "contract.yaml"),
 )
 """The commands that read a hostile contract."""
-EDITORS = frozenset({"lint", "fmt", "explain"})
+EDITORS = frozenset({"lint", "fmt"})
 """Commands that need not refuse a contract with errors: they show, mend or lay out what they can,
 and say nothing of whether it is good."""
 
@@ -151,25 +149,40 @@ def hostile_input(root: Path) -> Iterator[Row]:
             yield _read(root, f"data: {name!r}", {"contract.yaml": text.encode()}, words)
     for name, text in hostile.ZEROS.items():
         for words in (*hostile.READERS, check):
-            files = {"contract.yaml": text.encode(), "lib.yaml": hostile.LIBRARY.encode()}
-            yield _read(root, f"zero byte, {name}", files, words, editors=False)
+            yield _said(root, f"zero byte, {name}", {"contract.yaml": text}, words)
     for name, text in hostile.ZEROS_OF_CONFIGURATIONS.items():
         for words in (*hostile.READERS_OF_CONFIGURATIONS, check):
-            yield _read(
-                root, f"zero byte, {name}", {"kcdsl.toml": text.encode()}, words, editors=False
-            )
+            yield _said(root, f"zero byte, {name}", {"kcdsl.toml": text}, words)
 
 
-def _read(
-    root: Path,
-    name: str,
-    files: dict[str, bytes],
-    words: tuple[str, ...],
-    *,
-    editors: bool = True,
-) -> Row:
-    """Run one command on hostile files; succeed where it hangs, crashes, or calls them good. With
-    `editors`, commands that only show and mend need not refuse them."""
+def _said(root: Path, name: str, files: dict[str, str], words: tuple[str, ...]) -> Row:
+    """Run one command in this process on files that it must refuse by an error that has a place;
+    succeed where it does not."""
+    folder = root / f"{len(list(root.iterdir()))}"
+    folder.mkdir()
+    known = {
+        "contract.yaml": hostile.HEAD + hostile.CLAUSE,
+        "lib.yaml": hostile.LIBRARY,
+        "j.json": "{}",
+    }
+    for file, text in {**known, **files}.items():
+        (folder / file).write_text(text)
+    assert run_here("keygen", "-o", "own.key", cwd=folder).code == 0
+    ran = run_here(*words, cwd=folder)
+    said = ran.stdout + ran.stderr
+    error = re.search(r"error\[(KC\d+)\]", said)
+    placed = any(f"{file}:" in said for file in files)
+    refused = ran.code != 0 and error is not None and error[1] != "KC999" and placed
+    word = f"refused, {error[1]}" if refused and error is not None else "NOT REFUSED"
+    return Row("hostile input", f"{name}: kcdsl {_shown(words)}", not refused, word)
+
+
+def _shown(words: tuple[str, ...]) -> str:
+    return " ".join(word for word in words if word == words[0] or word.startswith("--"))
+
+
+def _read(root: Path, name: str, files: dict[str, bytes], words: tuple[str, ...]) -> Row:
+    """Run one command on hostile files; succeed where it hangs, crashes, or calls them good."""
     folder = root / f"{len(list(root.iterdir()))}"
     folder.mkdir()
     known = {
@@ -187,13 +200,11 @@ def _read(
     took = _processor_seconds() - before
     outcome = Outcome.HUNG if took > SECONDS else found.outcome
     quoted = "PATH=" in found.stdout + found.stderr
-    harmless = outcome is Outcome.REFUSED or (
-        outcome is Outcome.ACCEPTED and editors and words[0] in EDITORS
-    )
+    harmless = outcome is Outcome.REFUSED or (outcome is Outcome.ACCEPTED and words[0] in EDITORS)
     word = outcome.value if harmless else outcome.value.upper()
     if quoted:
         word += ", THE ENVIRONMENT IS QUOTED"
-    attack = f"{name}: kcdsl {' '.join(w for w in words if w == words[0] or w[:2] == '--')}"
+    attack = f"{name}: kcdsl {_shown(words)}"
     return Row("hostile input", attack, quoted or not harmless, word, took)
 
 

@@ -142,7 +142,7 @@ def verify(
     log.run("subject", lambda: _subject(state, expected_triple))
     log.run(
         "components",
-        lambda: _components(predicate, expected_triple, expected_inputs, trusted, data),
+        lambda: _components(predicate, expected_triple, expected_inputs, trusted, data, strict),
     )
     log.run("validity", lambda: _validity(predicate, moment, trusted))
     log.run("sequence", lambda: _sequence(predicate, payload, minimum_sequence, trusted))
@@ -293,13 +293,14 @@ def _components(
     expected_inputs: Mapping[str, str] | None,
     trusted: TrustPolicy,
     data: Data | None = None,
+    strict: bool = False,
 ) -> str:
     for role, kernel in (("train", predicate.triple.train), ("infer", predicate.triple.infer)):
         missing = sorted(p for p in trusted.required_parts if not states(kernel, p))
         if missing:
             detail = f"the {role} kernel does not say its {', '.join(missing)}"
             raise Reject("triple/kernel-part-missing", detail)
-    return check_components(predicate, expected, expected_inputs, data)
+    return check_components(predicate, expected, expected_inputs, data, strict)
 
 
 def check_components(
@@ -307,11 +308,12 @@ def check_components(
     expected: Triple,
     expected_inputs: Mapping[str, str] | None,
     data: Data | None = None,
+    strict: bool = False,
 ) -> str:
     """Compare the triple and the inputs with those expected; raises Reject where one differs.
 
     What is stated beside, such as modules that the contract's own code imported, is compared with
-    the files that `data` finds.
+    the files that `data` finds; with `strict`, one that it does not find is refused.
     """
     found = differences(predicate.triple, expected)
     if found:
@@ -329,6 +331,8 @@ def check_components(
         if stated[name] != digest:
             raise Reject("input/mismatch", f"the data {name} changed")
     absent = _others(stated, expected_inputs or {}, data)
+    if absent and strict:
+        raise Reject("input/not-at-hand", f"not at hand: {', '.join(absent)}")
     rest = f"; not at hand: {', '.join(absent)}" if absent else ""
     return f"checkpoint, both kernels, contract, {len(stated)} input(s){rest}"
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl.cli.discover import find_contract
     from kcdsl.model.files import Artefacts
-    from kcdsl.release.artefacts import ArtefactRefused
+    from kcdsl.release.artefacts import ArtefactRefused, input_at_hand
     from kcdsl.release.kernels import read_kernels
     from kcdsl.release.triple import build_expectation
     from kcdsl.release.trust import trusted
@@ -145,7 +146,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
             expected_inputs=expectation.inputs,
             signature_only=arguments.signature_only,
             evidence=None if arguments.signature_only else path.parent,
-            data=None if arguments.signature_only else files.at_hand,
+            data=None if arguments.signature_only else partial(input_at_hand, files),
             slices=expectation.slices,
             strict=arguments.complete,
             earlier=None

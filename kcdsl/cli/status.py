@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,7 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     from datetime import UTC, datetime
 
     from kcdsl.model.files import Artefacts
+    from kcdsl.release.artefacts import input_at_hand
     from kcdsl.release.signing import CERTIFICATE, read_envelope
     from kcdsl_certs.admission import admit
     from kcdsl_certs.coverage import check_stated
@@ -117,8 +119,8 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     body = admit(payload, file.parent, datetime.now(UTC)).body
     if not isinstance(body, Predicate):
         raise Reject("statement/transfer", "it carries a certificate over to other weights")
-    at_hand = Artefacts.of(base).at_hand
-    check_components(body, expectation.triple, expectation.inputs, at_hand)
+    at_hand = partial(input_at_hand, Artefacts.of(base))
+    check_components(body, expectation.triple, expectation.inputs, at_hand, strict=True)
     check_stated(body, body.verdict, expectation.clauses)
     beside = Evidence(file.parent)
     check_evidence(body, beside, strict=True)

@@ -17,6 +17,8 @@ from kcdsl.source.files import excerpt, open_file, read_bytes
 PACKAGE_PREFIX = "package:"
 CHECKPOINT = "the checkpoint"
 """The name under which the root digest of the weights is recorded."""
+MODULE = "module "
+"""What begins the name of own code of a contract that lies outside of its folder."""
 _CHUNK = 1 << 22
 _LARGEST = 256 * 2**20
 

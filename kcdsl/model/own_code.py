@@ -18,7 +18,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from kcdsl.check.metric_modules import is_file_name
-from kcdsl.model.files import Artefacts, file_digest
+from kcdsl.model.files import MODULE, Artefacts, file_digest
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _NOT_OWN = frozenset({"kcdsl", "kcdsl_backends", "kcdsl_certs"})
@@ -131,7 +131,7 @@ def imported_code(files: Artefacts) -> dict[Path, tuple[str, str]]:
         if not any(_is_below(path, root) for root in roots):
             continue
         inside = path.is_relative_to(files.base)
-        name = path.relative_to(files.base).as_posix() if inside else f"module {module}"
+        name = path.relative_to(files.base).as_posix() if inside else f"{MODULE}{module}"
         found[path] = (name, _FINDER.digests[path])
         files.record_code({str(path): found[path]})
     return dict(sorted(found.items()))

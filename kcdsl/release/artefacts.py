@@ -18,6 +18,7 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.ir.terms import KernelRef, ModelRef, Program
 from kcdsl.model.files import (
     CHECKPOINT,
+    MODULE,
     Artefacts,
     companion,
     file_digest,
@@ -153,6 +154,17 @@ def code_digests(program: Program, files: Artefacts) -> dict[str, str]:
             found[name] = digest
             refuse_changed(name, digest, file_digest(path))
     return found
+
+
+def input_at_hand(files: Artefacts, name: str) -> Path | None:
+    """Return the file of an input by the name that a statement has for it; None where it is not
+    here. Nothing is imported to find it."""
+    if not name.startswith(MODULE):
+        return files.at_hand(name)
+    from kcdsl.check.metric_modules import find_module
+
+    paths = [str(files.base), *filter(None, sys.path)]
+    return find_module(name.removeprefix(MODULE), paths)
 
 
 def refuse_changed(name: str, before: str, now: str) -> None:

@@ -94,6 +94,9 @@ def test_a_changed_sibling_is_another_input(cli: Any, folder: Path) -> None:
     ran = cli(*words, cwd=folder)
     assert ran.code == 0
     assert "not at hand: own/parts.py" in " ".join(ran.stdout.split())
+    ran = cli(*words, "--complete", cwd=folder)
+    assert ran.code == 4
+    assert "input/not-at-hand" in ran.stdout
 
 
 def test_no_compiled_cache_is_read_or_written(cli: Any, folder: Path) -> None:

@@ -336,6 +336,26 @@ def test_a_changed_file_of_evidence_is_found_and_a_missing_one_said(
     assert (code, _first(report)[:2]) == (4, ("evidence", "evidence/missing"))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"out/{name}" for name in EVIDENCE),
+        *("out/N-ATTN-0.proof.json", "prompts.jsonl", "model.safetensors", "config.json"),
+    ],
+)
+def test_nothing_is_complete_where_a_file_that_it_rests_on_is_absent(
+    name: str, folder: Path, certificate: Path, cli: Cli
+) -> None:
+    words = ("check", certificate, "--at", AT, "--key", "kcdsl.key.pub", "--complete")
+    assert cli(*words, cwd=folder).code == 0
+    (folder / name).unlink()
+    ran = cli(*words, cwd=folder)
+    assert ran.code in (2, 4)
+    assert Path(name).name in " ".join((ran.stdout + ran.stderr).split()).replace(" ", "") or (
+        "mismatch" in ran.stdout
+    )
+
+
 def test_coverage_is_not_recounted_without_data_and_that_is_said(
     folder: Path, certificate: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
