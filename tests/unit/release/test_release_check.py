@@ -23,6 +23,8 @@ from kcdsl.release.requirements import required_clauses
 from kcdsl.source.writing import write_bytes
 from kcdsl_certs.clauses import CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.combined import Combined
+from kcdsl_certs.evidence import ROLES, EvidenceFile
+from kcdsl_certs.evidence import Evidence as EvidenceFolder
 from kcdsl_certs.keys import SigningKey, generate
 from kcdsl_certs.proofs import Outcome
 from kcdsl_certs.report import STEPS, Report
@@ -336,24 +338,44 @@ def test_a_changed_file_of_evidence_is_found_and_a_missing_one_said(
     assert (code, _first(report)[:2]) == (4, ("evidence", "evidence/missing"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f"out/{name}" for name in EVIDENCE),
-        *("out/N-ATTN-0.proof.json", "prompts.jsonl", "model.safetensors", "config.json"),
-    ],
-)
+ABSENT = {
+    **{f"out/{name}": (4, "evidence/missing") for name in EVIDENCE},
+    "out/N-ATTN-0.proof.json": (4, "proof/missing"),
+    "prompts.jsonl": (2, "KC601"),
+    "model.safetensors": (2, "KC601"),
+    "config.json": (2, "KC601"),
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
 def test_nothing_is_complete_where_a_file_that_it_rests_on_is_absent(
     name: str, folder: Path, certificate: Path, cli: Cli
 ) -> None:
-    words = ("check", certificate, "--at", AT, "--key", "kcdsl.key.pub", "--complete")
+    words = ("check", certificate, "--at", AT, "--key", "kcdsl.key.pub", "--complete", "--json")
     assert cli(*words, cwd=folder).code == 0
     (folder / name).unlink()
     ran = cli(*words, cwd=folder)
-    assert ran.code in (2, 4)
-    assert Path(name).name in " ".join((ran.stdout + ran.stderr).split()).replace(" ", "") or (
-        "mismatch" in ran.stdout
-    )
+    code, reason = ABSENT[name]
+    assert ran.code == code
+    assert reason in ran.stdout + ran.stderr
+    assert Path(name).name in ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("option", ["--kernels", "--checkpoint", "--policy", "--revocations"])
+def test_nothing_is_complete_where_a_file_of_an_option_is_absent(
+    option: str, folder: Path, certificate: Path, cli: Cli
+) -> None:
+    words = ("check", certificate, "--at", AT, "--key", "kcdsl.key.pub", "--complete")
+    ran = cli(*words, option, "absent.file", cwd=folder)
+    assert ran.code == 2
+    assert "absent.file" in ran.stderr
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_kind_of_evidence_is_missed(role: str, tmp_path: Path) -> None:
+    found = EvidenceFolder(tmp_path)
+    found.examine((EvidenceFile(role, "absent.file", "0" * 64),))
+    assert found.missing == ["absent.file"]
 
 
 def test_coverage_is_not_recounted_without_data_and_that_is_said(
