@@ -64,13 +64,14 @@ def run(arguments: argparse.Namespace) -> Exit:
     """Run the command: attribute, write the files, print what was found."""
     from kcdsl.check.compile import load_program
     from kcdsl.cli.devices import choose_device
-    from kcdsl.cli.discover import find_contract
+    from kcdsl.cli.discover import find_contract, results_folder
     from kcdsl.cli.progress import progress_bars
     from kcdsl.diagnostics.places import in_contract
 
     path = find_contract(arguments.contract, Path())
     program = load_program(path)
     refuse_foreign_code(program, path, arguments)
+    folder = results_folder(arguments.output, path)
     device = choose_device(arguments.device)
     attributor = _attributor()
     with in_contract(path), progress_bars() as progress:
@@ -86,7 +87,6 @@ def run(arguments: argparse.Namespace) -> Exit:
             seed=arguments.seed,
             progress=progress,
         )
-    folder = Path(arguments.output) if arguments.output else path.parent / "out"
     written = _write(folder, found)
     if arguments.json:
         sys.stdout.write(found.dumps())
@@ -121,13 +121,13 @@ def _attributor() -> Any:
 
 def _write(folder: Path, found: Attribution) -> list[str]:
     """Write both files, or none; return their names."""
-    from kcdsl.source.writing import NewFile, make_folder, write_together
+    from kcdsl.source.writing import make_folder, result, write_together
     from kcdsl.verdict.attribution_svg import picture
 
     make_folder(folder)
     files = [
-        NewFile(folder / "attribution.json", found.dumps().encode(), 0o644),
-        NewFile(folder / "attribution.svg", picture(found).encode(), 0o644),
+        result(folder / "attribution.json", found.dumps().encode()),
+        result(folder / "attribution.svg", picture(found).encode()),
     ]
     write_together(files, replace=True)
     return [str(file.path) for file in files]

@@ -46,6 +46,26 @@ def find_contract(given: str | None, start: Path) -> Path:
     )
 
 
+def results_folder(given: str | None, contract: Path, *inner: str) -> Path:
+    """Return the folder for the results of a contract: the one given, else `out` beside it.
+
+    What was not given lies below the contract's folder, or where the user allows it: raises Refusal
+    for a link that leads elsewhere.
+    """
+    if given:
+        return Path(given)
+    folder = contract.parent.joinpath("out", *inner)
+    _refuse_elsewhere(folder, contract.parent)
+    return folder
+
+
+def _refuse_elsewhere(path: Path, folder: Path) -> None:
+    """Refuse a path that was found in a folder, and lies or leads elsewhere."""
+    from kcdsl.model.files import Artefacts
+
+    Artefacts.of(folder).admitted(path, str(path))
+
+
 _LIBRARY = re.compile(rb"^library[ \t]*:", re.MULTILINE)
 
 
@@ -57,7 +77,8 @@ def contracts_in(
 
     `exclude` leaves files out of folders, by patterns as shells have them: those with `/` fit paths
     from `base` on, the others any name on the way. `*` fits `/` too.
-    Raises Refusal for a file that is missing and a folder that holds no contract.
+    Raises Refusal for a file that is missing, a folder that holds no contract, and a link in it
+    that leads out of it.
     """
     if not given:
         return [_the_one(start)]
@@ -78,6 +99,8 @@ def contracts_in(
                 f"no contract.yaml or *.kc.yaml below {name}",
                 help="name a file, or another folder",
             )
+        for link in filter(Path.is_symlink, inside):
+            _refuse_elsewhere(link, path)
         found.update(dict.fromkeys(inside))
     return list(found)
 
@@ -126,6 +149,8 @@ def _in_folder(folder: Path) -> list[Path]:
         if path.is_file()
         and (path.name == "contract.yaml" or path.name.endswith((".kc.yaml", ".kc.yml")))
     )
+    for link in filter(Path.is_symlink, found):
+        _refuse_elsewhere(link, folder)
     if len(found) < 2:
         return found
     return [path for path in found if not _is_library(path)] or found
@@ -161,4 +186,7 @@ def _configured(start: Path) -> Path | None:
     if config.contract is None:
         return None
     origin = config.origin("contract")
-    return _existing(shown(origin.folder / config.contract), origin=origin.where)
+    path = shown(origin.folder / config.contract)
+    if config.file is not None and origin.source is config.file:
+        _refuse_elsewhere(path, origin.folder)
+    return _existing(path, origin=origin.where)

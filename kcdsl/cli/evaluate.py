@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 
     from kcdsl.check.compile import load_contract
     from kcdsl.cli.devices import choose_device
-    from kcdsl.cli.discover import find_contract
+    from kcdsl.cli.discover import find_contract, results_folder
     from kcdsl.cli.progress import progress_bars
     from kcdsl.cli.report_formats import outputs
     from kcdsl.cli.verify import recording
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     # What no certificate can name is refused before hours of measuring.
     files = Artefacts.of(base)
     unnamed = _unnamed(program, files, bool(keys))
-    folder = Path(arguments.output) if arguments.output else path.parent / "out"
+    folder = results_folder(arguments.output, path)
     target = written_as(folder / "evaluate", bool(keys))
     refuse_targets(_targets(folder, wanted, arguments.svg, target), made=(folder,))
     replaced = bool(keys) and refuse_other_signers(target, keys)
@@ -363,17 +363,17 @@ def _evidence_files(
     import json
 
     from kcdsl.release.kernels import kernels_document
-    from kcdsl.source.writing import NewFile
+    from kcdsl.source.writing import result
 
     lines = (json.dumps(r, allow_nan=False, separators=(",", ":")) + "\n" for r in records)
     found = {
-        "trace": NewFile(folder / "trace.parquet", trace, 0o644),
-        "records": NewFile(folder / "trace.jsonl", "".join(lines).encode(), 0o644),
-        "kernels": NewFile(folder / "kernels.json", kernels_document(_fingerprints(report)), 0o644),
+        "trace": result(folder / "trace.parquet", trace),
+        "records": result(folder / "trace.jsonl", "".join(lines).encode()),
+        "kernels": result(folder / "kernels.json", kernels_document(_fingerprints(report))),
     }
     if resumed:
-        found["journal"] = NewFile(folder / "resumed.journal", resumed, 0o644)
-    return {**found, "report": NewFile(folder / "report.json", report.dumps().encode(), 0o644)}
+        found["journal"] = result(folder / "resumed.journal", resumed)
+    return {**found, "report": result(folder / "report.json", report.dumps().encode())}
 
 
 def _write(
@@ -385,20 +385,20 @@ def _write(
     extra: Sequence[tuple[Path, str]] = (),
 ) -> list[str]:
     """Write all files of the evaluation, all or none, the report last; return their names."""
-    from kcdsl.source.writing import NewFile, make_folder, write_together
+    from kcdsl.source.writing import NewFile, make_folder, result, write_together
     from kcdsl.verdict.html import page
 
     make_folder(folder)
     files = [file for role, file in evidence.items() if role != "report"]
     target, data = stated
     if data is not None:
-        files.append(NewFile(target, data, 0o644))
+        files.append(result(target, data))
     if svg is not None:
         from kcdsl.verdict.render import svg as picture
 
         files.append(NewFile(Path(svg), picture(report).encode(), 0o644))
     files += [NewFile(file, text.encode(), 0o644) for file, text in extra]
-    files.append(NewFile(folder / "report.html", page(report.to_json()).encode(), 0o644))
+    files.append(result(folder / "report.html", page(report.to_json()).encode()))
     files.append(evidence["report"])
     write_together(files, replace=True)
     return [str(file.path) for file in files]

@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> Exit:
     import json
 
     from kcdsl.check.compile import load_program
-    from kcdsl.cli.discover import find_contract
+    from kcdsl.cli.discover import find_contract, results_folder
     from kcdsl.cli.progress import progress_bars
     from kcdsl.diagnostics.places import in_contract
-    from kcdsl.source.writing import NewFile, make_folder, write_together
+    from kcdsl.source.writing import make_folder, result, write_together
     from kcdsl.verdict.html.experiment import experiment_page
     from kcdsl.verdict.html.experiment_maps import maps
 
@@ -73,7 +73,9 @@ def run(arguments: argparse.Namespace) -> Exit:
     path = find_contract(arguments.contract, Path())
     program, base = load_program(path), path.resolve().parent
     refuse_foreign_code(program, path, arguments)
-    folder = Path(arguments.output) if arguments.output else path.parent / "out" / kind
+    folder = results_folder(arguments.output, path, kind)
+    if not arguments.output:
+        results_folder(None, path, kind, "cells")
     backend = _backend()
     with in_contract(path), progress_bars() as progress:
         document = backend.experiment(
@@ -96,12 +98,12 @@ def run(arguments: argparse.Namespace) -> Exit:
         + "\n"
     )
     files = [
-        NewFile(folder / f"{kind}.json", text.encode(), 0o644),
-        NewFile(folder / f"{kind}.html", experiment_page(document).encode(), 0o644),
+        result(folder / f"{kind}.json", text.encode()),
+        result(folder / f"{kind}.html", experiment_page(document).encode()),
     ]
     if kind == "e2":
         files += [
-            NewFile(folder / f"{one.name}.svg", _standalone(one.svg).encode(), 0o644)
+            result(folder / f"{one.name}.svg", _standalone(one.svg).encode())
             for one in maps(document)
         ]
     make_folder(folder)

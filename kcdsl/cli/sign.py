@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace) -> Exit:
                 one_line(f"note: {target} replaces an earlier one by the same keys"),
                 file=sys.stderr,
             )
-    write_bytes(target, bundle_bytes(envelope, hint))
+    chosen = arguments.output is None and not arguments.add
+    write_bytes(target, bundle_bytes(envelope, hint), own_name=chosen)
     print(one_line(f"certificate: {target}"))
     return Exit.HELD
 

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> Exit:
         raise _cannot(f"{error.detail} ({error.reason})") from error
     if found.carried:
         data = _signed(report, path, triple, found, keys)
-        write_bytes(target, data)
+        write_bytes(target, data, own_name=arguments.output is None)
     _show(found, target if found.carried else None, arguments.json)
     if found.carried and not keys:
         tell_unsigned(target)

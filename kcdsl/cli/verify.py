@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.check.compile import load_contract
     from kcdsl.cli.asking import domains, states_within, weights_within, with_chance
     from kcdsl.cli.devices import choose_device
-    from kcdsl.cli.discover import find_contract
+    from kcdsl.cli.discover import find_contract, results_folder
     from kcdsl.cli.execution import execution_of, tell_cached
     from kcdsl.diagnostics.places import in_contract
     from kcdsl.model.files import Artefacts
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> Exit:
         named = domains(arguments.domains, backend.name, chain=arguments.chain)
         chosen = tuple(replace(goal, domains=named) for goal in chosen)
     execution = execution_of(arguments)
-    folder = Path(arguments.output) if arguments.output else path.parent / "out"
+    folder = results_folder(arguments.output, path)
     refuse_folder(folder)
     stem = "-".join(["verify", *(arguments.block or ()), *(arguments.clause or ())])
     target = written_as(folder / stem, bool(keys))
@@ -394,7 +394,7 @@ def _write(
     from kcdsl.model.fingerprint import kernel_fingerprint
     from kcdsl.release.issue import issue, resting_on
     from kcdsl.release.proved import implied_clauses, proof_reference, proved_clauses
-    from kcdsl.source.writing import NewFile, make_folder, write_together
+    from kcdsl.source.writing import make_folder, result, write_together
 
     proofs = {o.goal.clause.id: o.proof for o in outcomes if o.proof is not None}
     broken = {o.goal.clause.id: o.counterexample for o in outcomes if o.counterexample is not None}
@@ -419,9 +419,9 @@ def _write(
         loaded=files.digests,
     )
     make_folder(folder)
-    made = [NewFile(folder / references[name].path, proofs[name], 0o644) for name in proofs]
-    made += [NewFile(path, data, 0o644) for path, data in runs.values()]
-    write_together([*made, NewFile(target, bundle, 0o644)], replace=True)
+    made = [result(folder / references[name].path, proofs[name]) for name in proofs]
+    made += [result(path, data) for path, data in runs.values()]
+    write_together([*made, result(target, bundle)], replace=True)
     return target
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import INPUT_OUTPUT, KEY_EXISTS
 
 
-def write_bytes(path: Path, data: bytes, mode: int = 0o644) -> None:
+def write_bytes(path: Path, data: bytes, mode: int = 0o644, *, own_name: bool = False) -> None:
     """Write a file in one step, replacing an older one; missing folders are made.
 
-    Raises Refusal where that fails.
+    Raises Refusal where that fails. For `own_name` see `NewFile`.
     """
-    make_folder(_led_to(path).parent)
-    write_together([NewFile(path, data, mode)], replace=True)
+    make_folder((path if own_name else _led_to(path)).parent)
+    write_together([NewFile(path, data, mode, own_name)], replace=True)
 
 
 def _led_to(path: Path) -> Path:
@@ -40,6 +43,23 @@ def _pour(path: Path, data: bytes) -> None:
             stream.write(data)
     except OSError as error:
         raise refuse(INPUT_OUTPUT, f"{path} cannot be written: {error.strerror}") from error
+
+
+def open_to_append(path: Path) -> int:
+    """Open a regular file to read and to append, and make it where there is none.
+
+    Raises OSError for anything else that lies there, such as a link or a pipe.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | _flag("O_NOFOLLOW") | _flag("O_NONBLOCK")
+    descriptor = os.open(path, flags | _flag("O_BINARY"), 0o644)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode) and not path.is_symlink():
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file")
+
+
+def _flag(name: str) -> int:
+    return int(getattr(os, name, 0))
 
 
 def make_folder(folder: Path) -> None:
@@ -65,26 +85,42 @@ def refuse_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file to be written; `mode` holds from its first byte on."""
+    """A file to be written; `mode` holds from its first byte on.
+
+    A link or a pipe at a path that the user named is written through. At a name that the program
+    chose (`own_name`), a folder that came from elsewhere may have brought one: it is replaced.
+    """
 
     path: Path
     data: bytes
     mode: int
+    own_name: bool = False
+
+    @property
+    def poured(self) -> bool:
+        """Say whether the data go to a device or a pipe."""
+        return not self.own_name and _takes_data(self.path)
+
+
+def result(path: Path, data: bytes) -> NewFile:
+    """Return a file of results, under a name that the program chose."""
+    return NewFile(path, data, 0o644, own_name=True)
 
 
 def write_together(files: Sequence[NewFile], *, replace: bool) -> None:
     """Write several files, all of them or none; raises Refusal.
 
-    A link stays, and what it leads to is written; a device or a pipe takes the data as it is.
-    Without `replace`, a file that is already there is left as it is and refused.
+    At a path that the user named, a link stays, and what it leads to is written; a device or a
+    pipe takes the data as it is. Without `replace`, a file that is already there is left as it is
+    and refused.
     """
     if replace:
-        files = [NewFile(_led_to(file.path), file.data, file.mode) for file in files]
+        files = [f if f.own_name else replaced(f, path=_led_to(f.path)) for f in files]
     temporaries: list[Path] = []
     created: list[Path] = []
     refuse_targets([file.path for file in files])
-    poured = [file for file in files if replace and _takes_data(file.path)]
-    files = [file for file in files if not (replace and _takes_data(file.path))]
+    poured = [file for file in files if replace and file.poured]
+    files = [file for file in files if not (replace and file.poured)]
     try:
         for file in files:
             temporaries.append(_write_temporary(file))

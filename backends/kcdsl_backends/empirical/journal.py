@@ -23,7 +23,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.source.writing import make_folder
+from kcdsl.source.writing import make_folder, open_to_append
 from kcdsl_backends.empirical.crosscheck import Comparison
 from kcdsl_backends.empirical.measured import Run
 from kcdsl_backends.empirical.traces import rows
@@ -70,7 +70,7 @@ class Journal:
         self._made = not self.path.parent.exists()
         make_folder(self.path.parent)
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            file = open_to_append(self.path)
         except OSError as error:
             raise self._unwritable(error) from error
         if not _lock(file):

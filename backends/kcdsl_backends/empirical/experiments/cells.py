@@ -27,7 +27,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts, file_digest
 from kcdsl.model.own_code import imported_code
 from kcdsl.release.artefacts import companions, data_digests
-from kcdsl.source.files import is_file
+from kcdsl.source.files import is_file, read_bytes
 from kcdsl.source.writing import write_bytes
 from kcdsl_backends.secret import sealed
 
@@ -125,13 +125,13 @@ class Cells:
         document = {"schema": CELL_SCHEMA, "key": key, "code": code, "cell": cell}
         document["seal"] = _seal(name, document)
         text = json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-        write_bytes(self._file(name), text.encode())
+        write_bytes(self._file(name), text.encode(), own_name=True)
         return cell
 
     def _known(self, name: str, key: str) -> dict[str, Any] | None:
         try:
-            document = json.loads(self._file(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            document = json.loads(read_bytes(self._file(name)))
+        except (Refusal, ValueError):
             return None
         if not isinstance(document, dict) or document.get("key") != key:
             return None
