@@ -39,6 +39,8 @@ SECONDS = 5.0
 TESTS = (
     "tests/unit/release/test_loaded_files.py",
     "tests/unit/release/test_foreign_backends.py",
+    "tests/unit/cli/test_planted_links.py",
+    "tests/unit/cli/test_hostile_rows.py",
     "tests/unit/release/test_status.py",
     "tests/unit/certs/test_cert_manifest_attacks.py",
     "tests/unit/empirical/test_journal.py",

@@ -155,6 +155,8 @@ def _read_row(
         if first.span is not None:
             raise
         raise _refuse_line(first.code, first.message, source, number, first.help) from error
+    if "\\u" in line and not _is_unicode(json.dumps(row, ensure_ascii=False, default=str)):
+        raise refusal("the row holds a lone surrogate, which is no Unicode character")
     fields = {key: value for key, raw in row.items() if (value := _plain(raw)) is not None}
     fields.setdefault("length", Fraction(len(tokens)))
     return Request(f"{name}:{identifier}", identifier, tokens, fields, number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
+from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.verdict.attribution import Attribution, Layer, Source
 
 _WIDTH = 760
@@ -43,7 +44,7 @@ def picture(found: Attribution) -> str:
         y = _blocks(parts, blocks, y + 10)
     height = y + 22
     label = escape(_title(found), quote=True)
-    return (
+    return printable(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">'
         f"<style>{_STYLE}</style>"

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.ir.buckets import is_bucket
 from kcdsl.verdict.beside_text import beside_parts
 from kcdsl.verdict.console import WIDTH, HarmlessConsole, print_on
@@ -38,7 +39,7 @@ def svg(report: Report) -> str:
     )
     console.print(render(report))
     picture = console.export_svg(title=f"kcdsl evaluate · {report.contract['name']}")
-    return _FONT.sub("", picture)
+    return printable(_FONT.sub("", picture))
 
 
 def render(report: Report) -> RenderableType:

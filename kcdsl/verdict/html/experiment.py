@@ -7,6 +7,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.verdict.experiment_rows import (
     Column,
     Entry,
@@ -69,7 +70,7 @@ def experiment_page(document: Mapping[str, Any]) -> str:
     body += _section("Of what", "Digests, seed and versions.", _manifest(document["manifest"]))
     head = f"{contract['name']} {contract['version']}"
     title = _TITLES[kind]
-    return (
+    return printable(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.verdict.beside import domains_in_words
 from kcdsl.verdict.html import bounds, curves, histograms, sources, words
 from kcdsl.verdict.html.figure import Figure
@@ -15,7 +16,7 @@ from kcdsl.verdict.html.heatmap import heatmap
 def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None) -> str:
     """Return the page of a report document, with the charts of an attribution where one is given.
 
-    Everything that comes from the documents is escaped.
+    Everything that comes from the documents is escaped, and nothing in it controls a terminal.
     """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -30,7 +31,7 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
     charts = report.get("charts") or {}
     unit = str(report["environment"].get("unit", "request"))
     beside, reasons = _beside(report["clauses"])
-    return template.render(
+    text = template.render(
         report=report,
         style=Markup(folder.joinpath("style.css").read_text(encoding="utf-8")),
         sign=words.VERDICTS[report["verdict"]][0],
@@ -53,6 +54,7 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
         statistics=report.get("statistics"),
         fingerprints=_fingerprints(report["kernels"]),
     )
+    return printable(text)
 
 
 def _by_outcome(check: Mapping[str, Any]) -> int:

@@ -1,0 +1,60 @@
+"""What rows and configurations of somebody else say is refused or shown, and never obeyed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import run_here
+from tests.support.small_models import write_model
+from tests.unit.cli.test_planted_links import CONTRACT
+
+OBEYED = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|^\s*::error",
+    re.MULTILINE,
+)
+NAMES = ("a\x1b[31m", "b\x9b31m", "c\n::error::d", "e\u2028::error::f", "g\u202eh", "i\x00", "j\r")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path, rows=[{"id": name, "text": "hello"} for name in NAMES])
+    (tmp_path / "contract.yaml").write_text(CONTRACT)
+    return tmp_path
+
+
+def test_no_format_of_a_report_passes_on_what_controls_a_terminal(folder: Path) -> None:
+    evaluated = run_here("evaluate", "--svg", "out.svg", cwd=folder)
+    assert evaluated.code == 0, evaluated.stderr
+    said = [evaluated.stdout, evaluated.stderr]
+    for format in ("html", "json", "sarif", "junit", "concise"):
+        ran = run_here("report", "out/report.json", "--format", format, cwd=folder)
+        assert ran.code == 0, ran.stderr
+        said += [ran.stdout, ran.stderr]
+    said += [(folder / name).read_text() for name in ("out.svg", "out/report.html")]
+    assert [found[0] for text in said if (found := OBEYED.search(text))] == []
+    assert "error::d" in said[2]
+
+
+@pytest.mark.parametrize("field", ["id", "text", "category", "\ud800"])
+@pytest.mark.parametrize("command", [("verify", "--block", "mlp_0"), ("evaluate",)])
+def test_half_a_character_in_a_row_is_refused(
+    folder: Path, command: tuple[str, ...], field: str
+) -> None:
+    row = {"id": "a", "text": "hello", field: "x\ud800"}
+    (folder / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    ran = run_here(*command, cwd=folder)
+    assert (ran.code, "KC620" in ran.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", [("compile",), ("verify", "--block", "mlp_0")])
+def test_a_configuration_with_a_key_twice_is_refused(
+    folder: Path, command: tuple[str, ...]
+) -> None:
+    text = (folder / "config.json").read_text().rstrip().removesuffix("}")
+    (folder / "config.json").write_text(text + ', "hidden_size": 8}')
+    ran = run_here(*command, cwd=folder)
+    assert (ran.code, "KC455" in ran.stderr, "given twice" in ran.stderr) == (2, True, True)
