@@ -150,7 +150,7 @@ def agrees(shown: str, printed: str, *, roughly: bool = False) -> bool:
     lines where it stands alone. Blanks at the ends of lines do not count.
 
     `roughly` says so of a run with numbers that another machine, or another run, has otherwise: a
-    number with a fraction may be off by a factor of 3, and blanks only part words.
+    number with a fraction may be off by a factor of 3, a tiny one of 9, and blanks only part words.
     """
     numbers: list[float] = []
     lines = (line.rstrip() for line in shown.splitlines())
@@ -185,8 +185,13 @@ def _pattern(line: str, numbers: list[float] | None) -> str:
     return "".join(parts).replace("…", ".*") + r"\n"
 
 
+_TINY = 1e-9
+"""Such a divergence is the square of a drift by roundings to float32, and so is its factor."""
+
+
 def _near(one: float, other: float) -> bool:
-    return one == other or (min(one, other) > 0 and max(one, other) <= 3 * min(one, other))
+    least, most = sorted((one, other))
+    return one == other or (least > 0 and most <= (3 if most > _TINY else 9) * least)
 
 
 def settled(printed: str, varies: str | None) -> str:

@@ -110,7 +110,9 @@ def test_what_stands_for_anything_stands_for_nothing_else() -> None:
 
 def test_what_is_rough_is_so_in_its_fractions_alone() -> None:
     assert agrees("n 12 v  0.25 s\n", "n 12  v 0.5 s\n", roughly=True)
-    assert agrees("v 2.5e-12\n", "v 7e-12\n", roughly=True)
+    assert agrees("v 2.5e-12\n", "v 2.2e-11\n", roughly=True)
+    assert not agrees("v 2.5e-12\n", "v 2.3e-11\n", roughly=True)
+    assert not agrees("v 2.5e-08\n", "v 7.6e-08\n", roughly=True)
     assert not agrees("v 0.25\n", "v 0.5\n")
     assert not agrees("v 0.25\n", "v 0.8\n", roughly=True)
     assert not agrees("v 0.25\n", "v 0\n", roughly=True)
