@@ -68,7 +68,7 @@ def tokens(snapshot: Snapshot, within: Span | None = None) -> list[Token]:
     """Return the tokens of a document, or of those expressions that touch a range, in order.
 
     Those of a clause follow from its text alone and are kept by it, so that an edit of a long
-    document costs little.
+    document costs little. Clauses beyond the first `_MOST` have none.
     """
     text = snapshot.source.text
     found = layout(text) if len(text) > LARGE and within is None else None
@@ -79,7 +79,7 @@ def tokens(snapshot: Snapshot, within: Span | None = None) -> list[Token]:
     metrics = around.scope.metrics
     own = frozenset(metrics.own)
     result = [t for t in _tokens(around, None) if not begin <= t.span.start < end]
-    for clause in found.clauses:
+    for clause in found.clauses[:_MOST]:
         for token in _of_clause(text[clause.start : clause.end], own):
             start = token.span.start + clause.start
             span = Span(start, start + token.span.end - token.span.start)
@@ -88,6 +88,8 @@ def tokens(snapshot: Snapshot, within: Span | None = None) -> list[Token]:
 
 
 _HEAD = "clauses:\n"
+_MOST = 5_000
+"""Clauses that are read one by one; a contract with more has too many keys and values anyway."""
 
 
 @lru_cache(maxsize=8192)
