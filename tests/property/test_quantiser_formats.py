@@ -368,7 +368,7 @@ def test_nested_scales_of_every_kernel_lie_in_the_boxes(static: float, wide: flo
                 share = torch.rand(x.shape, generator=torch.Generator().manual_seed(pick))
                 met = (low + (high - low) * share).float()
                 met = torch.where((met >= low) & (met <= high), met, x)
-                whole = np.float32(static) or met.abs().max().numpy() / np.float32(2688)
+                whole = np.float32(static or np.float32(met.abs().max()) / np.float32(2688))
                 for least, ulps in ((0.0, 1), (0.0, -1), (2.0**-6, 0)):
                     done = by_reciprocals(met.numpy(), whole, least, ulps)
                     away = np.abs(done - met.double().numpy())
