@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kcdsl.diagnostics import Refusal
+from kcdsl.ir.terms import KernelRef
 from kcdsl.model.attention import composed_attention
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.workshop import Workshop, claim_margin
+from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.interval.errors import NoBound
 from tests.support.random_modules import model_of
 
@@ -172,3 +174,32 @@ def test_a_sum_may_start_with_what_is_added_to_it(name: str) -> None:
     assert bool((real > 2.0**-22).all())
     assert bool((real <= problem.bound(x.double(), point).output.drift.mag() * margin).all())
     assert bool((real <= problem.affine(x.double(), point).box.mag() * margin).all())
+
+
+class Residual(nn.Module):
+    """x plus a product of many terms, all of which are lost where the sum starts with x."""
+
+    def __init__(self, terms: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, terms, bias=False), nn.Linear(terms, 64, bias=False)
+        nn.init.constant_(self.up.weight, 2.0**-6)
+        nn.init.constant_(self.down.weight, 0.49 * 2.0**-23 / 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 64:
+            return x
+        found: Tensor = x + self.down(F.relu(self.up(x)))
+        return found
+
+
+@pytest.mark.programs
+def test_a_compiled_sum_does_not_start_with_what_a_product_is_added_to() -> None:
+    model = model_of(Residual(6000), 64)
+    claims = (("torch.eager", "float64"), ("torch.compile", "float32"))
+    refs = [KernelRef(run, (("compute", compute),)) for run, compute in claims]
+    wide, compiled = (load_kernel(ref, model, "cpu") for ref in refs)
+    shop = Workshop(model, wide.numerics, compiled.numerics, torch.device("cpu"))
+    x = torch.ones(64, 64)
+    real = (compiled.block("part", x) - wide.block("part", x)).abs()
+    problem, point = shop.problem("part", tuple(range(64))), torch.zeros(1, 1, dtype=torch.float64)
+    assert bool((real <= problem.bound(x.double(), point).output.drift.mag()).all())

@@ -12,6 +12,9 @@ from kcdsl_backends.empirical.engines.programs import Program
 
 _LIMIT = 1 << 16
 """Compilations of one function: beyond the limit, which is 8, PyTorch would run it uncompiled."""
+OPTIONS: dict[str, Any] = {"pattern_matcher": False}
+"""Inductor's patterns make `addmm` of a product and a sum after it. That starts with the addend and
+rounds it once for every few hundred terms, which no numerics admits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Compiled:
 
 
 def _compiled(part: Program) -> Program:
-    program = torch.compile(part, fullgraph=True, dynamic=True)
+    program = torch.compile(part, fullgraph=True, dynamic=True, options=OPTIONS)
     settings: Any = torch._dynamo.config
 
     def run(argument: Tensor) -> Tensor:
