@@ -11,7 +11,8 @@ def files_below(root: Path) -> tuple[Path, ...]:
     found: list[Path] = []
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(name for name in inner if not _left_behind(name))
-        found.extend(Path(folder, name) for name in sorted(names))
+        # In a second working tree of a repository, .git is a file.
+        found.extend(Path(folder, name) for name in sorted(names) if name != ".git")
     return tuple(found)
 
 

@@ -164,7 +164,7 @@ def agrees(shown: str, printed: str, *, roughly: bool = False) -> bool:
     )
 
 
-_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+(?:e-?\d+)?|e-?\d+)(?!\w)")
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+)(?!\w)")
 
 
 def _words(line: str, roughly: bool) -> str:
@@ -178,7 +178,7 @@ def _pattern(line: str, numbers: list[float] | None) -> str:
     parts, last, line = [], 0, _words(line, numbers is not None)
     found = numbers if numbers is not None else []
     for number in _NUMBER.finditer(line) if numbers is not None else ():
-        parts += [re.escape(line[last : number.start()]), r"(\d+(?:\.\d+)?(?:e-?\d+)?)"]
+        parts += [re.escape(line[last : number.start()]), r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"]
         found.append(float(number[0]))
         last = number.end()
     parts.append(re.escape(line[last:]))

@@ -113,6 +113,8 @@ def test_what_is_rough_is_so_in_its_fractions_alone() -> None:
     assert agrees("v 2.5e-12\n", "v 2.2e-11\n", roughly=True)
     assert not agrees("v 2.5e-12\n", "v 2.3e-11\n", roughly=True)
     assert not agrees("v 2.5e-08\n", "v 7.6e-08\n", roughly=True)
+    assert agrees("v 4.05e+03\n", "v 3.54e+03\n", roughly=True)
+    assert not agrees("v 4.05e+03\n", "v 3.54e+04\n", roughly=True)
     assert not agrees("v 0.25\n", "v 0.5\n")
     assert not agrees("v 0.25\n", "v 0.8\n", roughly=True)
     assert not agrees("v 0.25\n", "v 0\n", roughly=True)
