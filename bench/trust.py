@@ -93,6 +93,10 @@ def foreign_code(root: Path) -> Iterator[Row]:
         folder = _trapped(root / name)
         found = attempt(foreign.kcdsl(*words), folder)
         yield _ran("foreign code", f"kcdsl {name}", found)
+    foreign.used_contract(root / "used")
+    for name, (words, _) in foreign.OF_USED.items():
+        found = attempt(foreign.kcdsl(*words, safe=True), root / "used")
+        yield _ran("foreign code", f"kcdsl {name}, on real documents", found)
     folder = _trapped(root / "lsp")
     executed = foreign.converse(folder)
     word = f"EXECUTED {', '.join(executed)}" if executed else "nothing was run"

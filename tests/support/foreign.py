@@ -186,6 +186,139 @@ def hostile_contract(folder: Path) -> None:
     )
 
 
+ARMED = "armed"
+_DISARMED = """\
+from pathlib import Path as _Path
+
+if (_Path(__file__).parent / {armed!r}).exists():
+    with (_Path(__file__).parent / {sprung!r}).open("a") as stream:
+        stream.write({name!r} + "\\n")
+"""
+_NETWORK = """
+from torch import nn, tanh
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, width)
+
+    def forward(self, x):
+        return tanh(self.up(x))
+
+
+class Network(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embedding = nn.Embedding(config["vocab_size"], config["width"])
+        self.block = Block(config["width"])
+        self.head = nn.Linear(config["width"], config["vocab_size"])
+
+    def forward(self, ids):
+        return self.head(self.block(self.embedding(ids)))
+
+    def blocks(self):
+        return {"mlp_0": self.block}
+
+
+def build(config):
+    return Network(config)
+"""
+_GAP = """
+from kcdsl import metric
+
+
+@metric(family="numerical", unit="nats", better="lower", counted="token", needs=["logits"])
+def gap(train_logits, infer_logits):
+    return abs(infer_logits - train_logits).max(axis=-1)
+"""
+_USED = """\
+kcdsl: 1
+contract: used
+version: 1.0.0
+model: {checkpoint: model.safetensors, module: "network:build", config: config.json}
+kernels:
+  train: {run: torch.eager}
+  infer: {run: torch.sdpa, numerics: {preset: torch-sdpa-flash, compute: bfloat16}}
+data: prompts.jsonl
+slices: {all: {}}
+clauses:
+  N-GAP: {require: p99(gap) <= 5, slices: [all], level: L2}
+  N-MLP: {require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= 1", level: L2}
+  N-TINY: {require: "forall x in points(all): norm_inf(drift(mlp_0, x)) <= 1e-9", level: L2}
+"""
+
+
+def used_contract(folder: Path) -> None:
+    """Write a contract with a model and a metric of its own, and all documents that commands make
+    of it. From then on every module of the folder is a trap, whose bytes are those that ran."""
+    import pyarrow as pa
+    from pyarrow.parquet import write_table
+    from safetensors.torch import save_file
+    from torch import manual_seed, rand
+
+    folder.mkdir(parents=True)
+    for name, text in (("network", _NETWORK), ("own_gap", _GAP)):
+        start = _DISARMED.format(armed=ARMED, sprung=SPRUNG, name=name)
+        (folder / f"{name}.py").write_text(start + text)
+    manual_seed(0)
+    shapes = {"embedding.weight": (8, 4), "block.up.weight": (4, 4), "block.up.bias": (4,)}
+    shapes |= {"head.weight": (8, 4), "head.bias": (8,)}
+    save_file(
+        {key: rand(shape) - 0.5 for key, shape in shapes.items()}, folder / "model.safetensors"
+    )
+    size = {"vocab_size": 8, "width": 4, "max_position_embeddings": 8}
+    (folder / "config.json").write_text(json.dumps(size))
+    rows = [{"id": f"row-{i}", "tokens": [i, 3 * i % 8, 3, 4]} for i in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "kcdsl.toml").write_text('metrics = ["own_gap.py"]\n')
+    (folder / "contract.yaml").write_text(_USED)
+    table = pa.table({"request": ["row-0"] * 4, "position": [0, 1, 2, 3], "gap": [0.1] * 4})
+    write_table(table, folder / "tokens.parquet")
+    for words, code in (
+        (("keygen", "-o", "own.key"), 0),
+        (("verify", "contract.yaml", "--allow-code", "--sign", "own.key"), 1),
+        (("verify", "contract.yaml", "--allow-code", "-o", "unsigned"), 1),
+        (("evaluate", "contract.yaml", "--allow-code", "--sign", "own.key"), 0),
+    ):
+        ran = attempt(kcdsl(*words, safe=True), folder, seconds=600)
+        assert ran.code == code, ran.stderr
+    set_traps(folder, packages())
+    (folder / ARMED).touch()
+
+
+_CHECK = ("check", "--contract", "contract.yaml", "--key", "own.key.pub")
+OF_USED: Mapping[str, tuple[tuple[str, ...], int]] = {
+    "compile": (("compile", "contract.yaml"), 0),
+    "lint": (("lint", "--fix", "contract.yaml"), 0),
+    "explain": (("explain", "N-GAP", "contract.yaml"), 0),
+    "plan": (("plan", "contract.yaml", "--pilot", "out/report.json"), 0),
+    "report": (("report", "out/report.json"), 0),
+    "aggregate": (("aggregate", "tokens.parquet", "--contract", "contract.yaml"), 0),
+    "status": (("status", "contract.yaml"), 1),
+    "check of proofs": (
+        (*_CHECK, "out/verify.cert.json", "--recheck"),
+        4,
+    ),
+    "check of measurements": (
+        (*_CHECK, "out/evaluate.cert.json", "--complete"),
+        4,
+    ),
+    "sign": (("sign", "unsigned/verify.statement.json", "--key", "own.key"), 0),
+    "replay of a run": (
+        ("replay", "out/N-TINY.counterexample.json", "--contract", "contract.yaml"),
+        2,
+    ),
+    "replay of a trace": (("replay", "out/trace.parquet", "--contract", "contract.yaml"), 0),
+    "transfer": (
+        ("transfer", "out/verify.cert.json", "model.safetensors", "--contract", "contract.yaml"),
+        2,
+    ),
+}
+"""One run of each command that reads documents, in the folder of `used_contract`, and how it ends:
+those that would run code ask first (2)."""
+
+
 READING: Mapping[str, tuple[str, ...]] = {
     "compile": ("compile", "--consistency", "contract.yaml"),
     "lint": ("lint", "."),

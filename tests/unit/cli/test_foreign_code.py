@@ -14,6 +14,7 @@ import pytest
 from kcdsl.cli import COMMANDS
 from tests.support.foreign import (
     BEFORE_US,
+    OF_USED,
     READING,
     RUNNING,
     SCRIPT,
@@ -25,6 +26,7 @@ from tests.support.foreign import (
     packages,
     set_traps,
     trap,
+    used_contract,
 )
 from tests.support.reports import ROW, report
 
@@ -76,6 +78,29 @@ def test_a_command_that_runs_code_asks_first(name: str, folder: Path) -> None:
     if name not in {"replay", "transfer"}:  # those read another file before
         assert "KC609" in ran.stderr
         assert "--allow-code" in ran.stderr
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with real documents of its contract, whose own modules became traps."""
+    folder = tmp_path_factory.mktemp("used") / "folder"
+    used_contract(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", OF_USED)
+def test_real_documents_of_a_contract_run_nothing_of_it(name: str, used: Path) -> None:
+    words, code = OF_USED[name]
+    ran = attempt(kcdsl(*words, safe=True), used, seconds=240)
+    assert (ran.executed, ran.code) == ((), code), ran.stderr
+    if code == 2:
+        assert "KC609" in ran.stderr
+
+
+def test_modules_of_a_used_contract_are_traps(used: Path) -> None:
+    words = ("evaluate", "contract.yaml", "--allow-code", "--fresh", "-o", "again")
+    ran = attempt(kcdsl(*words, safe=True), used, seconds=240)
+    assert ran.executed == ("network", "own_gap")
 
 
 @pytest.mark.parametrize("name", RUNNING)
