@@ -96,6 +96,9 @@ def refused(url: str, key: str | None = None) -> str:
         "169.254.169.254", "2852039166", "0xa9fea9fe", "169.254.43518", "[fe80::1]",
         "[::ffff:169.254.169.254]", "[64:ff9b::a9fe:a9fe]", "[2002:a9fe:a9fe::1]",
         "[fd00:ec2::254]", "100.100.100.200", "168.63.129.16", "0.0.0.0", "[::]", "224.0.0.1",
+        "[::169.254.169.254]", "[::ffff:0:a9fe:a9fe]", "[64:ff9b:1:a9fe:a9:fe00::]",
+        "[2001:db8::5efe:169.254.169.254]", "[2001:db8:64::a9fe:a9fe]", "[::6464:64c8]",
+        "[fd00:ec2::23]", "[fec0::1]", "0.1.2.3", "255.255.255.255",
     ],
 )  # fmt: skip
 def test_addresses_of_the_link_and_of_metadata_are_not_asked(host: str) -> None:
@@ -265,6 +268,21 @@ def test_a_proxy_is_used_within_the_same_limits(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(HOSTS, "http://lab.example")
         assert Transport("http://lab.example", None, QUICK).get("/x") == {}
         assert heads[0].startswith(b"GET http://lab.example/x ")
+
+
+def test_a_name_of_this_machine_is_not_left_to_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy resolves it anew: whoever owns the name would get the key, and without TLS."""
+    with listening(answering) as (proxy, seen), listening(answering) as (port, heads):
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy}")
+        named(monkeypatch, mine_example="127.0.0.1")
+        assert Transport(f"http://mine.example:{port}", "hidden", QUICK).get("/x") == {}
+        assert seen == []
+        assert len(heads) == 1
+
+
+@pytest.mark.parametrize("url", ["http://[x", "https://xn--a.example"])
+def test_what_is_no_name_of_a_host_is_refused(url: str) -> None:
+    assert "no address of a server" in refused(url)
 
 
 def test_a_library_without_the_place_to_look_at_addresses_is_refused() -> None:

@@ -72,6 +72,13 @@ LIES: dict[str, tuple[Lie, Code, str]] = {
     "least number": (
         lambda a: put(a, "token_logprobs", 0, -3.4028234663852886e38), codes.SERVER_REPLY, "e+38",
     ),
+    "an integer that is no float64": (
+        lambda a: put(a, "token_logprobs", 0, -(10**400)), codes.SERVER_REPLY, "401 digits",
+    ),
+    "an id of thousands of digits": (
+        lambda a: put(a, "tokens", 0, f"token_id:{'9' * 5000}"),
+        codes.TOKENS_NOT_ALIGNED, "is that of no token",
+    ),
     "one token fewer": (lambda a: drop(a, "tokens"), codes.SERVER_REPLY, "same length"),
     "one value fewer": (lambda a: drop(a, "token_logprobs"), codes.SERVER_REPLY, "same length"),
     "the prompt too": (echoed, codes.SERVER_REPLY, "without the prompt"),

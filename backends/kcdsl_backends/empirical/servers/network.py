@@ -24,13 +24,18 @@ if TYPE_CHECKING:
 HOSTS = "KCDSL_SERVER_HOSTS"
 """The variable with hosts that the user allowed, separated by commas."""
 _LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
-_METADATA = frozenset(
+_METADATA = tuple(
     map(
-        ipaddress.ip_address,
-        ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254"),
+        ipaddress.ip_network,
+        ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::/32", "fd20:ce::254"),
     )
 )
 """Addresses at which clouds tell their machines secrets, beside those of the link."""
+_NOBODY = tuple(
+    map(ipaddress.ip_network, ("0.0.0.0/8", "255.255.255.255", "fec0::/10", "64:ff9b:1::/48"))
+)
+"""Addresses of no single machine, of links as they once were, and of a local translator, of which
+nobody else can say where it leads."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -70,7 +75,7 @@ class Destination:
     def refuse(self, addresses: Iterable[_Address]) -> None:
         """Raise Forbidden for a place that the user did not allow."""
         found = tuple(addresses)
-        here = bool(found) and all(address.is_loopback for address in found)
+        here = _is_here(found)
         if not self.listed:
             for address in found:
                 if _is_special(address):
@@ -116,12 +121,32 @@ def resolve(host: str, port: int) -> tuple[_Address, ...]:
     return tuple(dict.fromkeys(ipaddress.ip_address(item[4][0]) for item in found))
 
 
+def _is_here(addresses: tuple[_Address, ...]) -> bool:
+    """Say whether addresses are of this machine, all of them."""
+    return bool(addresses) and all(address.is_loopback for address in addresses)
+
+
 def _is_special(address: _Address) -> bool:
     """Say whether an address is of the link, of a cloud's metadata, of many, or of nobody."""
-    return any(
-        one.is_link_local or one.is_multicast or one.is_unspecified or one in _METADATA
+    return _is_secret(_at_the_end(address)) or any(
+        _is_secret(one)
+        or one.is_multicast
+        or one.is_unspecified
+        or any(one in network for network in _NOBODY)
         for one in (address, *_inside(address))
     )
+
+
+def _is_secret(address: _Address) -> bool:
+    return address.is_link_local or any(address in network for network in _METADATA)
+
+
+def _at_the_end(address: _Address) -> _Address:
+    """Return the last four bytes of an address of version 6, where most of the forms that stand for
+    one of version 4 have it: compatible, translated, ISATAP, and a translator's own prefix."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
 
 
 def _inside(address: _Address) -> Iterable[_Address]:
@@ -152,7 +177,10 @@ def client(
     """
     proxy = place.proxy
     if proxy is not None:
-        place.refuse(resolve(place.host, _port(place.parts) or 443))
+        addresses = resolve(place.host, _port(place.parts) or 443)
+        place.refuse(addresses)
+        if _is_here(addresses):
+            proxy = None  # it would resolve the name by itself, to another machine perhaps
     transport = library.HTTPTransport(proxy=proxy)
     pool = transport._pool
     if not hasattr(pool, "_network_backend"):

@@ -8,13 +8,14 @@ with ids, bytes and likeliest tokens. And the older one, which vLLM, SGLang and 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 
-_ID = "token_id:"
+_ID = re.compile(r"token_id:(\d{1,18})", re.ASCII)
 ROUNDING = 1e-4
 """How far a log-probability may lie above 0 by its rounding."""
 
@@ -221,8 +222,8 @@ def _top(raw: Any, place: int) -> tuple[tuple[Named, float], ...]:
 
 
 def _id_in(text: str) -> int | None:
-    number = text.removeprefix(_ID)
-    return int(number) if number != text and number.isascii() and number.isdigit() else None
+    found = _ID.fullmatch(text)
+    return None if found is None else int(found[1])
 
 
 def _log(value: Any, scale: str, where: str, *, drawn: bool = True) -> float:
@@ -230,7 +231,11 @@ def _log(value: Any, scale: str, where: str, *, drawn: bool = True) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         found = "null" if value is None else repr(value)
         raise _bad(f"the log-probability of {where} is {found}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        digits = len(str(abs(value)))
+        raise _bad(f"the log-probability of {where} is a number of {digits} digits") from None
     if scale == "plain":
         if not 0 <= number <= 1 + ROUNDING:
             raise _bad(f"the probability of {where} is {number:g}")

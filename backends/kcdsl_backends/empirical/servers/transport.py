@@ -186,7 +186,10 @@ class Transport:
         headers = {"Accept": "application/json, text/event-stream", "Accept-Encoding": "identity"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
-        place = destination(self.url, self.key is not None)
+        try:
+            place = destination(self.url, self.key is not None)
+        except ValueError as error:
+            raise self._no_address(error) from None
         times = self.limits.connect, self.limits.answer
         try:
             with client(httpx, place, *times, self.clock, came) as asking:
@@ -207,8 +210,17 @@ class Transport:
             slow = not isinstance(error, httpx.ConnectTimeout)
             seconds = self.limits.answer if slow else self.limits.connect
             raise _NoAnswer(f"no answer in {stated(seconds, 's')}", slow) from None
+        except UnicodeError as error:  # httpx lets those of its encoder of names through
+            raise self._no_address(error) from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise _NoAnswer(self._hidden(f"{type(error).__name__}: {error}"), False) from None
+
+    def _no_address(self, error: ValueError) -> Refusal:
+        return refuse(
+            codes.SERVER_ADDRESS,
+            f"`url` is no address of a server: {error}",
+            help="write http://HOST:PORT, or https://HOST/PATH, without what comes before /v1",
+        )
 
     def _unreachable(self, what: str, attempt: int) -> Refusal:
         return refuse(
