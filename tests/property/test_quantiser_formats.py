@@ -31,6 +31,8 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import array_digest
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import nearest as rounded
+from kcdsl_certs.recheck.rationals.cells import Cells
+from kcdsl_certs.recheck.rationals.linear import _quantisation
 from kcdsl_certs.recheck.rationals.weights import RationalParameters
 from kcdsl_certs.recheck.rules.linear import quantisation
 from kcdsl_certs.recheck.safetensors import Tensor as Stored
@@ -377,6 +379,30 @@ def test_nested_scales_of_every_kernel_lie_in_the_boxes(static: float, wide: flo
                 simulated = to_nearest(met.double(), numerics, "a.weight").numpy()
                 assert (np.abs(simulated - met.double().numpy()) <= granted).all()
         assert spread > 0.75
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("size", [1e-30, 3e-34, 1e-35, 1e-36, 1e-37])
+def test_scales_whose_reciprocal_is_infinite_lie_in_the_boxes(size: float) -> None:
+    """torchao multiplies by 1/s: where that is infinite a zero becomes the largest code."""
+    pytest.importorskip("torchao")
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    numerics = resolve({"preset": "nvfp4"})
+    kernel = parse_kernel(numerics.to_json(), "kernel")
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2)) * size
+    x[0], x[1, ::2], x[2, 16:32] = 0, 0, x[2, 16:32] * 1e-3
+    scale = per_tensor_amax_to_scale(x.abs().amax())
+    done = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(torch.float32)
+    away = (done.double() - x.double()).abs().numpy()
+    exact = x.double()
+    error = activation_error(Box.point(exact), Rounding(numerics), "n", "a.weight")
+    assert error is not None
+    pairs = tuple((Fraction(v),) * 2 for v in exact.flatten().tolist())
+    exactly = _quantisation(kernel, Cells(tuple(x.shape), pairs), "a.weight")
+    granted = quantisation(kernel, box.Box(exact.numpy(), exact.numpy()), "a.weight")
+    for each in (error.numpy(), granted, np.array([float(q) for q in exactly]).reshape(x.shape)):
+        assert (away <= each).all()
 
 
 def test_scales_of_tensors_are_one_for_a_linear_that_is_named() -> None:

@@ -42,6 +42,9 @@ _DIVISION = 1.0 + 2.0**-20
 _FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
 """What a code loses where its scale is subnormal, and a product of codes where the product of both
 scales is: a code has at most 17 bits before the point, and an error of 2^-150 counts that often."""
+_FAINT_TENSOR = 2.0**-113
+"""More than a number and the largest of its group where the reciprocal of m·s (nvfp4) is infinite,
+or s is taken for zero: then every code may be the largest one, of zeros too."""
 _SHORTENED = 2.0**-9 + 2.0**-20
 """What a term loses relatively where both factors are cut to tfloat32, each by 2^-10."""
 _LEAST_POWER = 2.0 ** E8M0_EXPONENTS[0]
@@ -424,7 +427,7 @@ def _nested_error(x: Box, spec: Activations, node: str, weight: str) -> Tensor:
 
     The multiple m of the scale s of the tensor is within 1/16 of amax/(6s), or within 2^-10 where
     that is below 2^-6, or 448 where that is less. So 6·m·s keeps 15/16 of the group's own maximum,
-    or all of it but 6·2^-10·s, or 2688·s.
+    or all of it but 6·2^-10·s, or 2688·s. A scale that is made from the tensor may be subnormal.
     """
     form, magnitude = CODE_FORMATS[spec.format], x.mag()
     whole, scale = nested_scales(x, spec, weight, node)
@@ -435,7 +438,8 @@ def _nested_error(x: Box, spec: Activations, node: str, weight: str) -> Tensor:
     faint = torch.minimum(magnitude, form.above * 2.0**-10 * whole * _DIVISION)
     most = form.above * NESTED_MOST * whole * (1 - 2.0**-20)
     cut = torch.maximum(torch.maximum(cut, faint), (magnitude - most).clamp_min(0))
-    return up(torch.maximum(rounded, cut + magnitude * 2.0**-20), 4)
+    found = torch.maximum(rounded, cut + magnitude * 2.0**-20)
+    return up(found if spec.input_scale else found + _FAINT_TENSOR, 4)
 
 
 def _saturation(x: Box, form: CodeFormat) -> Tensor:

@@ -322,7 +322,8 @@ def _nested(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
             size - tensor * top * Fraction(NESTED[1]) * (1 - _SMALL),
         )
         found.append(max(_cast(GRIDS[kind], size, step), cut + size * _SMALL))
-    return found
+    subnormal = Fraction(1, 2**113) if kernel.static is None else ZERO
+    return [error + subnormal for error in found]
 
 
 def _cast(form: Format, size: Fraction, scale: Fraction) -> Fraction:

@@ -36,6 +36,7 @@ _SMALL = 2.0**-20
 _FLUSHED = 2.0**-126
 _CUT_TERM = 2.0**-9 + 2.0**-20  # of a product whose factors are cut by 2^-10 each
 _FAINT_SCALE, _FAINT_PRODUCT = 2.0**-133, 2.0**-117
+_FAINT_TENSOR = 2.0**-113  # nvfp4: where 1/(m·s) is infinite, any code may be the largest
 
 
 def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
@@ -370,7 +371,8 @@ def _nested(kernel: Kernel, x: Box, key: str) -> Floats:
     small = np.minimum(size, tensor * (top * 2.0**-10) * (1 + _SMALL))
     beyond = np.maximum(size - tensor * (top * NESTED[1]) * (1 - _SMALL), 0.0)
     cut = np.maximum(np.maximum(share, small), beyond)
-    return np.maximum(_cast(GRIDS[kind], size, step), box.up(cut + size * _SMALL))
+    found = np.maximum(_cast(GRIDS[kind], size, step), box.up(cut + size * _SMALL))
+    return found if kernel.static is not None else box.up(found + _FAINT_TENSOR)
 
 
 def _cast(form: Format, size: Floats, scale: Floats) -> Floats:
