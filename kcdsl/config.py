@@ -22,7 +22,7 @@ from typing import Any
 from kcdsl.diagnostics.codes import BAD_CONFIGURATION, RETIRED, all_codes
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink
 from kcdsl.diagnostics.render import FORMATS
-from kcdsl.source.files import read_source
+from kcdsl.source.files import read_source, user_place
 from kcdsl.source.text import SourceFile, Span
 
 FILES = (("kcdsl.toml", ()), ("pyproject.toml", ("tool", "kcdsl")))
@@ -93,13 +93,8 @@ OPTIONS = (
 def user_folder(environment: Mapping[str, str] | None = None) -> Path | None:
     """Return the folder of the user's own configuration; None where there is no home."""
     variables = os.environ if environment is None else environment
-    given = variables.get("XDG_CONFIG_HOME", "")
-    if Path(given).is_absolute():
-        return Path(given) / "kcdsl"
-    try:
-        return Path.home() / ".config" / "kcdsl"
-    except RuntimeError:
-        return None
+    folder = user_place("XDG_CONFIG_HOME", ".config", environment=variables)
+    return None if folder is None else folder / "kcdsl"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ import os
 import secrets
 from pathlib import Path
 
+from kcdsl.source.files import user_place
+
 SIZE = 32
 
 
@@ -23,7 +25,7 @@ def user_secret() -> bytes:
     """
     try:
         return _kept(_folder() / "records.key")
-    except (OSError, RuntimeError):
+    except OSError:
         return _OF_THIS_PROCESS
 
 
@@ -39,8 +41,9 @@ _OF_THIS_PROCESS = secrets.token_bytes(SIZE)
 
 
 def _folder() -> Path:
-    root = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(root) if Path(root).is_absolute() else Path.home() / ".local" / "state"
+    base = user_place("XDG_STATE_HOME", ".local", "state")
+    if base is None:
+        raise FileNotFoundError("the user has no home")
     return base / "kcdsl"
 
 

@@ -6,15 +6,18 @@ contract's clauses, the checker compares with the contract later.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from kcdsl_certs.coverage import check_results, refuse_stray
 from kcdsl_certs.envelope import LARGEST_BUNDLE, decode, parse_bundle
+from kcdsl_certs.evidence import Evidence
 from kcdsl_certs.policy import read_limited
 from kcdsl_certs.proofs import load_proof
 from kcdsl_certs.reject import Reject
+from kcdsl_certs.report import NotRun
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
     PREDICATE_TYPE,
@@ -27,6 +30,7 @@ from kcdsl_certs.statement import (
 )
 from kcdsl_certs.strict import strict_load, time_text
 from kcdsl_certs.transfer import TRANSFER_TYPE, Transfer, parse_transfer, transfer_bytes
+from kcdsl_certs.verify import check_evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,8 @@ def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
     """Read a statement that is to be signed; raises Reject for what a checker would refuse.
 
     The bytes must be the only spelling of what the statement says, so that nothing is signed that
-    was not read. The proof objects, or the earlier certificate, that it names must be in `folder`.
+    was not read. The proof objects, or the earlier certificate, that it names must be in `folder`,
+    and what it rests on there must be as it is stated.
     """
     statement = parse_statement(strict_load(payload, LARGEST_PAYLOAD))
     if len(statement.subjects) != 1:
@@ -50,20 +55,22 @@ def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
         raise Reject("statement/type", f"_type is {statement.type!r}")
     if statement.predicate_type == TRANSFER_TYPE:
         transfer = parse_transfer(statement.predicate)
-        _refuse_ended(transfer, moment)
+        _refuse_window(transfer, moment)
         _refuse_other_spelling(payload, transfer_bytes(transfer))
         _refuse_other_base(transfer, folder)
         return Admitted(payload, transfer)
     if statement.predicate_type != PREDICATE_TYPE:
         raise Reject("statement/predicate-type", f"predicateType is {statement.predicate_type!r}")
     body, stated = parse_predicate(statement.predicate)
-    _refuse_ended(body, moment)
+    _refuse_window(body, moment)
     check_results(body, stated)
     _refuse_other_spelling(payload, payload_bytes(body))
     refuse_stray(body)
     for clause in body.clauses:
         if clause.proof is not None:
             load_proof(folder, clause)
+    with suppress(NotRun):  # what is missing lies with who has it; a complete check demands it
+        check_evidence(body, Evidence(folder), strict=False)
     return Admitted(payload, body)
 
 
@@ -81,8 +88,13 @@ def _refuse_other_base(transfer: Transfer, folder: Path) -> None:
         raise Reject("transfer/another-base", f"{transfer.path} is not the certificate it names")
 
 
-def _refuse_ended(body: Predicate | Transfer, moment: datetime) -> None:
+def _refuse_window(body: Predicate | Transfer, moment: datetime) -> None:
     if body.valid_until <= body.issued_at:
         raise Reject("validity/empty", "it ends before it begins")
+    if moment < body.issued_at:
+        raise Reject(
+            "validity/not-yet",
+            f"issued at {time_text(body.issued_at)}, the clock says {time_text(moment)}",
+        )
     if moment >= body.valid_until:
         raise Reject("validity/expired", f"it was valid until {time_text(body.valid_until)}")

@@ -28,7 +28,7 @@ def check_clauses(
     at all, unless `partial`) must be shown on every slice, and nothing else may be stated.
     """
     results = check_stated(predicate, stated, required)
-    scope = _scope(predicate, {(r.id, r.slice) for r in required})
+    scope = set(predicate.scope.covers)
     demanded = [r for r in required if not partial or (r.id, r.slice) in scope]
     if not demanded:
         raise Reject("clause/nothing-covered", "the certificate covers no clause of the contract")
@@ -45,7 +45,7 @@ def check_stated(
     predicate: Predicate, stated: Verdict, required: tuple[RequiredClause, ...]
 ) -> dict[tuple[str, str | None], list[CertifiedClause]]:
     """Return the results by clause and slice; raises Reject where one is not about this contract,
-    or where they contradict themselves."""
+    or where they or the scope contradict themselves."""
     if not required:
         raise Reject("clause/nothing-required", "the contract names no clause")
     results = check_results(predicate, stated)
@@ -55,6 +55,7 @@ def check_stated(
             raise Reject("clause/unknown", f"the contract has no clause {key[0]} on {key[1]}")
         for clause in found:
             check_implied(clause, demands[key], predicate.clauses)
+    _check_scope(predicate, demands.keys())
     return results
 
 
@@ -130,7 +131,7 @@ def _weights(clause: CertifiedClause) -> None:
         raise Reject("clause/weights", f"{clause.label}: no region of {real_text(clause.weights)}")
 
 
-def _scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> set[tuple[str, str | None]]:
+def _check_scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> None:
     refuse_stray(predicate)
     scope = set(predicate.scope.covers)
     if not scope <= known:
@@ -138,7 +139,6 @@ def _scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> set[tupl
         raise Reject("scope/inconsistent", f"the contract has no {names} there")
     if predicate.scope.complete and scope != known:
         raise Reject("scope/inconsistent", "it calls itself complete and leaves clauses out")
-    return scope
 
 
 def _numerics(clause: CertifiedClause, triple: Triple) -> None:

@@ -250,7 +250,7 @@ def _table(path: Path) -> tuple[dict[str, Any], str]:
     data = read_limited(path, _LARGEST)
     try:
         table = tomllib.loads(data.decode("utf-8"))
-    except (UnicodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also integers that Python does not read
         raise Reject("policy/malformed", f"no TOML: {error}") from None
     return _dashed(table), hashlib.sha256(data).hexdigest()
 
@@ -296,7 +296,8 @@ def _words(record: dict[str, Any], name: str, known: Any) -> list[str] | None:
     if name not in record:
         return None
     words = record[name]
-    if not isinstance(words, list) or not words or not all(word in known for word in words):
+    known_words = isinstance(words, list) and all(isinstance(w, str) and w in known for w in words)
+    if not isinstance(words, list) or not words or not known_words:
         raise Reject("policy/malformed", f"`{name}` is a list with any of {', '.join(known)}")
     return words
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kcdsl.cli.numbers import count
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.route.execution import ENGINES, Execution
+from kcdsl.source.files import user_place
 
 if TYPE_CHECKING:
     from kcdsl.verdict.outcome import GoalOutcome
@@ -74,15 +75,14 @@ def remembering(execution: Execution, *, confirmed: bool) -> Execution:
 
 def _usual_cache() -> Path | None:
     """Return the folder of the cache where the user said nothing; None if there can be none."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        base = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
+    base = user_place("XDG_CACHE_HOME", ".cache")
+    if base is not None:
         folder = base / "kcdsl" / "certifier"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        print("note: there is no folder for the cache; nothing is remembered", file=sys.stderr)
-        return None
-    return folder
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+    print("note: there is no folder for the cache; nothing is remembered", file=sys.stderr)
+    return None
 
 
 def tell_cached(outcomes: Sequence[GoalOutcome], execution: Execution) -> None:

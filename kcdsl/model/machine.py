@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics.model import Refusal
-from kcdsl.source.files import open_regular
+from kcdsl.source.files import open_regular, user_place
 from kcdsl.source.writing import write_bytes
 
 _CODE = re.compile(r"\.(py|pyd|dll|dylib|so)(\.[0-9]+)*$")
@@ -149,17 +149,21 @@ class _Known:
     A file that was written to has another time of change, which no program sets.
     """
 
-    place: Path
+    place: Path | None
+    """None where the user has no folder for it: nothing is kept then."""
     before: Mapping[str, Any]
     now: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str) -> _Known:
-        home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        place = Path(home) / "kcdsl" / "libraries" / f"{re.sub(r'[^a-z0-9.-]', '_', name)}.json"
+        base = user_place("XDG_CACHE_HOME", ".cache")
+        if base is None:
+            return cls(None, {})
+        place = base / "kcdsl" / "libraries" / f"{re.sub(r'[^a-z0-9.-]', '_', name)}.json"
         try:
-            before = json.loads(place.read_bytes())
-        except (OSError, ValueError):
+            with open_regular(place) as stream:
+                before = json.loads(stream.read())
+        except (OSError, ValueError, RecursionError):
             before = {}
         return cls(place, before if isinstance(before, dict) else {})
 
@@ -178,7 +182,7 @@ class _Known:
 
     def keep(self) -> None:
         after = {path: list(held) for path, held in self.now.items()}
-        if after == self.before:
+        if self.place is None or after == self.before:
             return
         self.before = after
         with suppress(OSError, Refusal):

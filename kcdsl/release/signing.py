@@ -34,6 +34,8 @@ def written_as(stem: Path, signed: bool) -> Path:
 
 def certificate_of(statement: Path) -> Path:
     """Return the file of the certificate that a statement becomes."""
+    if not statement.name:
+        raise refuse(CANNOT_SIGN, f"{statement} is a folder, not a statement")
     stem = statement.name.removesuffix(STATEMENT).removesuffix(".json")
     ending = ".json" if stem.endswith(".transfer") else CERTIFICATE
     return statement.with_name(stem + ending)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Mapping
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,24 @@ UNMARKED = "save the file as UTF-8 without a byte order mark"
 _LONGEST_NAME = 255
 _NEIGHBOURS = 1000
 """How many files of a folder are looked at for a suggestion."""
+
+
+def user_place(
+    variable: str, *below: str, environment: Mapping[str, str] = os.environ
+) -> Path | None:
+    """Return the folder that an XDG variable names, else one below the user's home.
+
+    None where there is no such folder, or only a relative one: it would lie in the folder where the
+    command runs, which may be somebody else's.
+    """
+    given = Path(environment.get(variable, ""))
+    if given.is_absolute():
+        return given
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    return home.joinpath(*below) if home.is_absolute() else None
 
 
 def read_source(path: Path, limit: int = SIZE_LIMIT) -> SourceFile:

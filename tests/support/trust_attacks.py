@@ -277,6 +277,30 @@ def threshold_beside_the_contract(at: Scene) -> Outcome:
     return at.check(at.deliver(at.payload, at.honest), "--policy", policy)
 
 
+def policy_in_a_relative_home(at: Scene) -> Outcome:
+    """The home of the user is `.`, the folder where the check runs: the vendor's."""
+    at.write(at.vendor / "vendor.pub", at.stranger.public.pem)
+    at.write(at.vendor / ".config/kcdsl/policy.toml", 'trusted-keys = ["../../vendor.pub"]\n')
+    return at.check(at.deliver(at.payload, at.stranger), XDG_CONFIG_HOME="", HOME=".")
+
+
+def policies_of_another_shape(at: Scene) -> Outcome:
+    """Lists where words stand, and integers that Python does not read; accepted too if one ends in
+    an internal error."""
+    lists = [f'trusted-keys = [{{path = "release.pub", {n} = [[]]}}]' for n in ("roles", "stages")]
+    known = 'trusted-keys = ["release.pub"]\n'
+    texts = (
+        *lists,
+        known + "relaxed-kernel-parts = [{}]",
+        known + "revoked-keys = [[]]",
+        known + f"threshold = {'9' * 5000}",
+    )
+    certificate = at.deliver(at.payload, at.honest)
+    found = [at.check(certificate, "--policy", at.policy(text)) for text in texts]
+    bad = [one for one in found if one.accepted or one.code != 2 or "KC999" in one.said]
+    return Outcome(bool(bad), (bad or found)[0].code, (bad or found)[0].said)
+
+
 # --- limits of keys ------------------------------------------------------------------------------
 
 
@@ -520,6 +544,31 @@ def sign_what_has_ended(at: Scene) -> Outcome:
     return _signed_by_the_owner(at, at.statement(**window))
 
 
+def sign_what_has_not_begun(at: Scene) -> Outcome:
+    """A statement of tomorrow, which a checker refuses until then."""
+    issued = datetime.now(UTC) + timedelta(days=1)
+    window = {
+        "issuedAt": time_text(issued),
+        "validUntil": time_text(issued + timedelta(days=30)),
+    }
+    return _signed_by_the_owner(at, at.statement(**window))
+
+
+def sign_a_result_that_rests_on_nothing(at: Scene) -> Outcome:
+    """A measured result that names none of its evidence."""
+    record = json.loads(at.payload)
+    del record["predicate"]["evidence"]
+    return _signed_by_the_owner(at, canonical_json(record))
+
+
+def sign_over_changed_evidence(at: Scene) -> Outcome:
+    """The trace beside the statement is another one than the statement names."""
+    record = json.loads(at.payload)
+    name = record["predicate"]["evidence"][0]["path"]
+    at.write(at.vendor / "out" / name, b"another")
+    return _signed_by_the_owner(at, at.payload)
+
+
 def sign_over_another_signer(at: Scene) -> Outcome:
     """A second run with another key replaces a certificate; accepted if the first one is gone."""
     certificate = at.deliver(at.payload, at.stranger)
@@ -556,6 +605,8 @@ ATTACKS: tuple[Callable[[Scene], Outcome], ...] = (
     key_beside_a_contract_under_a_policy_of_the_user,
     configuration_above_the_contract_replaced,
     policy_beside_the_contract,
+    policy_in_a_relative_home,
+    policies_of_another_shape,
     threshold_beside_the_contract,
     named_key_beyond_its_stages,
     named_key_after_its_end,
@@ -577,6 +628,9 @@ ATTACKS: tuple[Callable[[Scene], Outcome], ...] = (
     sign_a_field_that_nobody_shows,
     sign_another_subject,
     sign_what_has_ended,
+    sign_what_has_not_begun,
+    sign_a_result_that_rests_on_nothing,
+    sign_over_changed_evidence,
     sign_over_another_signer,
     sign_twice_by_one_key,
     sign_runs_the_contract,

@@ -110,8 +110,9 @@ def test_what_is_no_statement_is_not_signed(cli: Any, folder: Path) -> None:
         ran = cli("sign", path, "--key", "one.key", cwd=folder)
         assert (ran.code, "KC649" in ran.stderr) == (2, True), text
         assert cli("sign", "--add", path, "--key", "one.key", cwd=folder).code == 2
-    assert cli("sign", folder, "--key", "one.key", cwd=folder).code == 2
-    assert cli("sign", "absent", "--key", "one.key", cwd=folder).code == 2
+    for name in (folder, "absent", "", ".", ".."):
+        ran = cli("sign", name, "--key", "one.key", cwd=folder)
+        assert (ran.code, "KC649" in ran.stderr) == (2, True), name
 
 
 LOADED = """

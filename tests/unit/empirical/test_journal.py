@@ -375,6 +375,21 @@ def test_the_secret_is_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(user_secret()) == 32
 
 
+def test_no_secret_is_taken_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wrote the contract that lies there would know it."""
+    place = tmp_path / ".local" / "state" / "kcdsl"
+    place.mkdir(parents=True)
+    (place / "records.key").write_bytes(b"k" * 32)
+    (place / "records.key").chmod(0o600)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", ".")
+    for state in ("", ".local/state"):
+        monkeypatch.setenv("XDG_STATE_HOME", state)
+        assert user_secret() != b"k" * 32
+
+
 def test_a_journal_in_use_is_left_alone(
     lab: Any, setting: Callable[..., Setting], tmp_path: Path
 ) -> None:

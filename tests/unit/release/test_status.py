@@ -15,6 +15,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue
 from kcdsl.release.proved import proof_reference
 from kcdsl.source.writing import write_bytes
+from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.clauses import CertifiedClause, ProofReference, Verdict
 
 Results = Callable[[ProofReference], list[CertifiedClause]]
@@ -66,7 +67,18 @@ def status(cli: Callable[..., Any], folder: Path, follows: Callable[..., None]) 
     return run
 
 
-ATTACKS = ("weights", "contract", "data", "proof", "trace", "report", "expired", "forged")
+ATTACKS = (
+    "weights",
+    "contract",
+    "data",
+    "proof",
+    "trace",
+    "report",
+    "expired",
+    "future",
+    "scope",
+    "forged",
+)
 
 
 def verdicts(document: dict[str, Any]) -> dict[tuple[str, str], str]:
@@ -133,6 +145,8 @@ def test_a_statement_about_something_else_counts_for_nothing(
     how: dict[str, Any] = {}
     if attack == "expired":
         how["clock"] = lambda: datetime.now(UTC) - timedelta(days=400)
+    if attack == "future":
+        how["clock"] = lambda: datetime.now(UTC) + timedelta(days=1)
     file = write("all", shown, **how)
     match attack:
         case "weights":
@@ -149,6 +163,14 @@ def test_a_statement_about_something_else_counts_for_nothing(
             (file.parent / "trace.jsonl").write_text("{}")
         case "report":
             (file.parent / "report.json").unlink()
+        case "scope":  # a part that calls itself the whole
+            record = json.loads(file.read_bytes())
+            results = record["predicate"]["clauses"]
+            del results[1:]
+            places = [{"id": r["id"], "slice": r["slice"]} for r in results]
+            record["predicate"]["scope"] = {"complete": True, "covers": places}
+            record["predicate"]["verdict"] = results[0]["verdict"]
+            file.write_bytes(canonical_json(record))
         case "forged":
             before = file.read_bytes()
             file.write_bytes(before.replace((0.01).hex().encode(), (0.09).hex().encode()))

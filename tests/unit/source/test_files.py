@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.source.files import SIZE_LIMIT, decode_source, read_source
+from kcdsl.model.machine import _Known
+from kcdsl.source.files import SIZE_LIMIT, decode_source, read_source, user_place
 from kcdsl.source.numbers import exact, spell
 from kcdsl.source.writing import NewFile, write_bytes, write_together
 
@@ -122,3 +123,33 @@ def test_exact_numbers(text: str, value: Fraction | None) -> None:
 )
 def test_spelling(value: Fraction, text: str) -> None:
     assert spell(value) == text
+
+
+def test_a_place_of_the_user_is_never_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    monkeypatch.setenv("HOME", str(home))
+    for given, found in (("", home / ".cache"), ("cache", home / ".cache"), (str(other), other)):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert user_place("XDG_CACHE_HOME", ".cache") == found
+    monkeypatch.setenv("HOME", ".")
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert user_place("XDG_CACHE_HOME", ".cache") is None
+
+
+def test_digests_of_libraries_are_not_taken_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that lie there would stand in fingerprints in the place of those of the files."""
+    place = tmp_path / "cache" / "kcdsl" / "libraries" / "numpy.json"
+    place.parent.mkdir(parents=True)
+    place.write_text('{"file": ["stamp", "digest"]}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", ".")
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    known = _Known.of("numpy")
+    assert known.before == {}
+    known.now["file"] = ("stamp", "other")
+    known.keep()
+    assert place.read_text() == '{"file": ["stamp", "digest"]}'
