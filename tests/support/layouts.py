@@ -14,11 +14,11 @@ from random import Random
 
 STYLES = ("plain", "'", '"', "|", ">")
 SHORT = {
-    "\0": "0", "\a": "a", "\b": "b", "\t": "t", "\n": "n", "\v": "v", "\f": "f", "\r": "r",
+    "\a": "a", "\b": "b", "\t": "t", "\n": "n", "\v": "v", "\f": "f", "\r": "r",
     "\x1b": "e", " ": " ", '"': '"', "/": "/", "\\": "\\", "\x85": "N", "\xa0": "_",
     "\u2028": "L", "\u2029": "P",
 }  # fmt: skip
-"""The short escapes of YAML 1.2, section 5.7."""
+"""The short escapes of YAML 1.2, section 5.7, but that of NUL, which is refused."""
 
 
 @dataclass(slots=True)
