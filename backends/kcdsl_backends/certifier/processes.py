@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -16,6 +16,21 @@ from typing import Any
 
 _LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Numeric libraries read these when a worker first imports them."""
+
+
+def thread_variables() -> dict[str, str]:
+    """Return those variables of the environment that say how many threads libraries use."""
+    return {name: os.environ[name] for name in _LIBRARIES if name in os.environ}
+
+
+def set_thread_variables(values: Mapping[str, str]) -> None:
+    """Set those variables to the values that another process has; others are unset.
+
+    A library that is imported already keeps its threads.
+    """
+    for name in _LIBRARIES:
+        os.environ.pop(name, None)
+    os.environ.update(values)
 
 
 class Processes(ProcessPoolExecutor):

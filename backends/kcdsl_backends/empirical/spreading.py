@@ -24,7 +24,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.own_code import imported_code
 from kcdsl_backends.certifier.distributed import Ray, WorkerLost
-from kcdsl_backends.certifier.processes import Processes
+from kcdsl_backends.certifier.processes import Processes, set_thread_variables, thread_variables
 from kcdsl_backends.empirical.foreign import prints_aside
 from kcdsl_backends.empirical.measured import Run
 from kcdsl_backends.requests import Request
@@ -46,6 +46,8 @@ class Recipe:
     slices: tuple[str, ...]
     seed: int
     threads: int
+    variables: Mapping[str, str] = field(default_factory=thread_variables)
+    """What the environment says of threads: it belongs to the fingerprints of kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,7 @@ def _load(recipe: Recipe) -> tuple[Callable[[str], Run], Mapping[str, str], Arte
     from kcdsl_backends.empirical.setting import Setting
 
     torch.set_num_threads(recipe.threads)
+    set_thread_variables(recipe.variables)
     files = Artefacts.of(recipe.base)
     setting = BACKEND.prepare(
         recipe.program,

@@ -87,6 +87,23 @@ def test_processes_give_the_same_bits(program: Program, folder: Path, alone: Evi
     _hold(_evidence(program, folder, Spread(_recipe(program, folder), "processes", 2)), alone)
 
 
+@pytest.mark.parametrize("threads", [None, "3"])
+def test_workers_have_the_fingerprints_of_this_process(
+    program: Program,
+    folder: Path,
+    alone: Evidence,
+    monkeypatch: pytest.MonkeyPatch,
+    threads: str | None,
+) -> None:
+    """Variables that say how many threads libraries use belong to them."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name)
+        if threads:
+            monkeypatch.setenv(name, threads)
+    found = _evidence(program, folder, Spread(_recipe(program, folder), "processes", 2))
+    assert all(_same(found.runs[key], alone.runs[key]) for key in alone.runs)
+
+
 @pytest.mark.slow
 def test_ray_gives_the_same_bits(program: Program, folder: Path, alone: Evidence) -> None:
     _hold(_evidence(program, folder, Spread(_recipe(program, folder), "ray", 2)), alone)
