@@ -1,6 +1,6 @@
 # Everything runs in .venv, which `setup` makes; nothing outside the repository is touched.
 #   make demo    the main road on a small trained language model
-#   make test    lint, types, layers and the fast tests
+#   make test    lint, types, layers and the first tier of the tests
 # Another interpreter: make PYTHON=python3.12 setup
 
 PYTHON  ?= python3
@@ -15,7 +15,7 @@ SHELL   := /bin/sh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock sbom tools demo demo-minilm test test-fast test-programs test-slow test-gpu lint type layers format \
+.PHONY: help setup lock sbom tools demo demo-minilm test test-fast test-full test-programs test-slow test-gpu lint type layers format \
         fuzz-language mutants grammar pages docs wheel changelog clean distclean
 
 help: ## list the targets
@@ -84,7 +84,10 @@ tools: ## install the editors and other programs that tests run
 	  [ $$folder/node_modules/.package-lock.json -nt $$folder/package-lock.json ] || \
 	  npm ci --prefix $$folder --no-audit --no-fund --loglevel=error || exit 1; done
 
-test-fast: setup ## the fast tests alone
+test-fast: setup ## the first tier of the tests alone: minutes
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not full and not slow and not gpu and not programs"
+
+test-full: setup ## both tiers: half an hour
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not gpu and not programs"
 
 test-programs: setup tools ## the tests that run editors, a browser, shells, openssl and a C++ compiler

@@ -4,7 +4,8 @@ A mutant is the checker with one expression of one rule changed: a term dropped,
 radius halved, γ_n without its n, an inflation left out, the larger for the smaller, a refusal left
 out. Which mutants a campaign tries is chosen by its seed, from all that the source gives. Each runs
 in a process of its own, from changed text; the files stay as they are. The tests that a mutant
-meets are those that call the function it is in, quick ones first, then the others of their files.
+meets are those that call the function it is in, quick ones first, then the others of their files:
+those of the first tier, and where none of these fails those of the second.
 
     make mutants                                   100 of campaign 1, recorded
     .venv/bin/python -m bench.mutants --count 20 --seed 7
@@ -20,6 +21,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import multiprocessing
+import multiprocessing.pool
 import os
 import pickle
 import random
@@ -30,6 +32,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NoReturn
@@ -37,7 +40,7 @@ from typing import IO, Any, NoReturn
 from bench import mutants_tests
 from bench.common import RESULTS, Better, Figure, report
 from bench.mutants_changes import Mutant, mutants_of
-from bench.mutants_tests import CHECKER, ROOT, Known, modules, name_of
+from bench.mutants_tests import CHECKER, FIRST, ROOT, SECOND, Known, modules, name_of
 
 COUNT, SEED = 100, 1
 PREPARED = (
@@ -76,9 +79,9 @@ class Trial:
     known: Known
 
 
-def known(tests: Sequence[str]) -> Known:
-    """Return what a run of tests shows of the checker as it is."""
-    found = _forked(lambda: mutants_tests.run(tests, calls=True))
+def known(tests: Sequence[str], tier: str = FIRST) -> Known:
+    """Return what a run of the tests of one tier shows of the checker as it is."""
+    found = _forked(lambda: mutants_tests.run(tests, tier, calls=True))
     return found if isinstance(found, Known) else Known(str(found), 0.0, {})
 
 
@@ -155,26 +158,41 @@ def main() -> int:
     if options.only:
         everything = chosen(10**9, options.seed)
         pairs = [pair for pair in everything if pair[0].name == options.only]
-    counts: Counter[str] = Counter()
-    survived: list[Mutant] = []
-    with multiprocessing.get_context("fork").Pool(options.jobs) as crew:
-        groups = list(dict.fromkeys(tests for _, tests in pairs))
-        plain = dict(zip(groups, crew.imap(known, groups), strict=True))
-        for found in plain.values():
-            if found.failed:
-                print(f"error: {found.failed} fails without any defect", file=sys.stderr)
-                return 2
-        trials = [Trial(mutant, plain[tests]) for mutant, tests in pairs]
-        for number, (trial, by) in enumerate(
-            zip(trials, crew.imap(outcome, trials), strict=True), 1
-        ):
-            mutant = trial.mutant
-            counts[mutant.kind] += 1
-            if not by:
-                survived.append(mutant)
-            said = by or "SURVIVED: " + mutant.change
-            print(f"{number:4} {mutant.name:44} {said}", flush=True)
-    return report("mutants", _figures(counts, survived), _folder(options))
+    counts = Counter(mutant.kind for mutant, _ in pairs)
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+        try:
+            left = _tried(pool, pairs, FIRST)
+            survived = [mutant for mutant, _ in _tried(pool, left, SECOND)]
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    for mutant in survived:
+        print(f"     {mutant.name:44} SURVIVED: {mutant.change}")
+    figures = _figures(counts, survived, len(left) - len(survived))
+    return report("mutants", figures, _folder(options))
+
+
+def _tried(
+    pool: multiprocessing.pool.Pool, pairs: list[tuple[Mutant, tuple[str, ...]]], tier: str
+) -> list[tuple[Mutant, tuple[str, ...]]]:
+    """Print which test of a tier finds each mutant; return those that none finds.
+
+    Raises ValueError where a test fails without any defect.
+    """
+    groups = list(dict.fromkeys(tests for _, tests in pairs))
+    plain = dict(zip(groups, pool.imap(partial(known, tier=tier), groups), strict=True))
+    for found in plain.values():
+        if found.failed:
+            raise ValueError(f"{found.failed} fails without any defect")
+    trials = [Trial(mutant, plain[tests]) for mutant, tests in pairs]
+    left = []
+    for number, (pair, by) in enumerate(zip(pairs, pool.imap(outcome, trials), strict=True), 1):
+        if by:
+            alone = "" if tier == FIRST else "SECOND TIER ALONE: "
+            print(f"{number:4} {pair[0].name:44} {alone}{by}", flush=True)
+        else:
+            left.append(pair)
+    return left
 
 
 def _folder(options: argparse.Namespace) -> Path:
@@ -183,13 +201,14 @@ def _folder(options: argparse.Namespace) -> Path:
     return RESULTS if recorded else Path(tempfile.mkdtemp())
 
 
-def _figures(counts: Counter[str], survived: list[Mutant]) -> list[Figure]:
+def _figures(counts: Counter[str], survived: list[Mutant], later: int) -> list[Figure]:
     kinds = Counter(mutant.kind for mutant in survived)
     total = sum(counts.values())
     killed: Callable[[str], int] = lambda kind: counts[kind] - kinds[kind]  # noqa: E731
     return [
         Figure("planted", total, Better.HIGHER),
         Figure("found", total - len(survived), Better.HIGHER),
+        Figure("found by the second tier alone", later, Better.LOWER, 0),
         *(
             Figure(f"found of {kind}", killed(kind), Better.HIGHER, None, f"of {counts[kind]}")
             for kind in sorted(counts)

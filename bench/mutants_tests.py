@@ -264,11 +264,16 @@ class Recorder:
 _BEGIN = f"{CHECKER}{os.sep}"
 
 
-def run(tests: Sequence[str], *, calls: bool) -> Known:
-    """Run tests in this process until one fails."""
+FIRST, SECOND = "not full and not slow and not gpu", "full and not slow and not gpu"
+"""The two tiers of the suite, as pytest selects them."""
+
+
+def run(tests: Sequence[str], tier: str = "", *, calls: bool) -> Known:
+    """Run tests in this process until one fails; those of one tier where it is given."""
     recorder = Recorder(calls)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "(grid or not slow) and not gpu"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", *(["-m", tier] if tier else [])]
     code = pytest.main([*options, *tests], plugins=[recorder])
-    failed = recorder.failed or ("" if code == pytest.ExitCode.OK else f"exit {code}")
+    right = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    failed = recorder.failed or ("" if code in right else f"exit {code}")
     used = resource.getrusage(resource.RUSAGE_SELF)
     return Known(failed, used.ru_utime + used.ru_stime, recorder.tests)

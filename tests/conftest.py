@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.commands import ANNOTATING, PLAIN_TERMINAL, Ran, run_here
 from tests.support.files import files_below
 from tests.support.graphs import remember_graphs
+from tests.support.tiers import mark_tiers
 
 # Numeric libraries read these when they are first imported, and child processes inherit them:
 # one thread each, so that `pytest -n 2` does not ask two cores for the work of many threads.
@@ -30,6 +31,12 @@ settings.register_profile("thorough", parent=settings.get_profile("kcdsl"), max_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kcdsl"))
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what belongs to the second tier, before `-m` is applied."""
+    mark_tiers(items)
 
 
 class Cli(Protocol):

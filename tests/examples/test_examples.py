@@ -33,6 +33,7 @@ def test_every_example_compiles_without_findings(cli: Any, contract: Path) -> No
     assert (ran.code, json.loads(ran.stdout)) == (0, [])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("contract", VARIANTS, ids=name)
 def test_every_kernel_stays_inside_what_is_proved(
     cli: Any, contract: Path, key: Path, tmp_path: Path
@@ -70,6 +71,7 @@ def test_the_audit_is_certified_from_its_proof_alone(cli: Any, key: Path, tmp_pa
     assert checked.code == 0, checked.stdout
 
 
+@pytest.mark.full
 def test_minilm_is_proved_on_published_weights(cli: Any, key: Path, tmp_path: Path) -> None:
     contract = EXAMPLES / "minilm" / "contract.yaml"
     verified = cli("verify", contract, "--sign", key, "-o", tmp_path, "--json")

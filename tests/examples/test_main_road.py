@@ -188,6 +188,7 @@ def test_what_was_written_is_valid(cli: Any, folder: Path) -> None:
     assert ran.code == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("name", SPOILED)
 def test_what_was_changed_is_refused_by_name(name: str, cli: Any, folder: Path) -> None:
     spoil, words = SPOILED[name]

@@ -41,6 +41,7 @@ def test_it_is_linted_without_a_finding_and_without_being_run(cli: Cli, folder: 
     assert not any("drift_metrics" in name for name in sys.modules)
 
 
+@pytest.mark.full
 def test_it_is_evaluated_and_certified(
     cli: Cli, folder: Path, follows: Any, tmp_path: Path
 ) -> None:
@@ -70,6 +71,7 @@ def test_it_is_evaluated_and_certified(
     assert "drift_metrics.py" in changed.stdout + changed.stderr
 
 
+@pytest.mark.full
 def test_a_function_that_fails_is_invalid_evidence(cli: Cli, folder: Path) -> None:
     module = folder / "drift_metrics.py"
     text = module.read_text("utf-8").replace(
@@ -84,6 +86,7 @@ def test_a_function_that_fails_is_invalid_evidence(cli: Cli, folder: Path) -> No
     assert found["S-ENTROPY-MEAN", "safety"]["verdict"] == "held"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_what_its_functions_print_is_no_part_of_the_report(
     cli_process: Cli, folder: Path, jobs: str

@@ -87,6 +87,7 @@ def evaluate(cli: Any, key: Path, tmp_path: Path) -> Evaluate:
     return run
 
 
+@pytest.mark.full
 def test_every_bucket_is_decided_by_its_own_limit(
     cli: Any, key: Path, tmp_path: Path, evaluate: Evaluate, follows: Callable[..., None]
 ) -> None:
@@ -107,6 +108,7 @@ def test_every_bucket_is_decided_by_its_own_limit(
     assert cli(*check, CONTRACT).code == 0
 
 
+@pytest.mark.full
 def test_a_certificate_for_one_table_does_not_satisfy_another(
     cli: Any, key: Path, tmp_path: Path, evaluate: Evaluate
 ) -> None:
@@ -153,6 +155,7 @@ def test_requirements_bind_the_table_by_themselves(tmp_path: Path) -> None:
     assert stated(INLINE.replace("1e-6", "3e-6")) != before
 
 
+@pytest.mark.full
 def test_an_empty_bucket_is_never_a_pass(evaluate: Evaluate) -> None:
     ran, report = evaluate(INLINE.replace("length <= 80", "length <= 3"), "--seconds", "0.1")
     assert (ran.code, report["verdict"]) == (2, "invalid_evidence")
@@ -160,6 +163,7 @@ def test_an_empty_bucket_is_never_a_pass(evaluate: Evaluate) -> None:
     assert [row["slice"] for row in empty] == ["all[tau_kl: length <= 3]"]
 
 
+@pytest.mark.full
 def test_a_bucket_fails_alone(evaluate: Evaluate) -> None:
     ran, report = evaluate(INLINE.replace("value: 1e-6", "value: 1e-13"), "--seconds", "0.1")
     assert ran.code == 1
@@ -167,6 +171,7 @@ def test_a_bucket_fails_alone(evaluate: Evaluate) -> None:
     assert broken == ["all[tau_kl: length <= 80]"]
 
 
+@pytest.mark.full
 def test_a_request_of_no_row_spoils_the_clause(tmp_path: Path, evaluate: Evaluate) -> None:
     """Lengths are whole numbers, so the rows take every request; a file may state another."""
     rows = "      - {where: length <= 80, value: 1}\n      - {where: length >= 81, value: 1}\n"
@@ -181,6 +186,7 @@ def test_a_request_of_no_row_spoils_the_clause(tmp_path: Path, evaluate: Evaluat
     assert evaluate(text, "--seconds", "0.1")[0].code == 0
 
 
+@pytest.mark.full
 def test_buckets_of_a_chosen_slice_only(evaluate: Evaluate) -> None:
     text = INLINE.replace("level: L2}", "slices: [all, json], level: L2}")
     ran, report = evaluate(text, "--slice", "json", "--seconds", "0.1")
@@ -222,6 +228,7 @@ constants: {{temperature: 1}}
 """
 
 
+@pytest.mark.full
 def test_a_proof_implies_a_table_bucket_by_bucket(cli: Any, key: Path, tmp_path: Path) -> None:
     contract = tmp_path / "contract.yaml"
     contract.write_text(AUDIT)

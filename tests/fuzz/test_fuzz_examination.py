@@ -133,6 +133,7 @@ def test_a_checker_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.raised
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sleeping", [False, True])
 def test_a_checker_that_hangs(monkeypatch: pytest.MonkeyPatch, sleeping: bool) -> None:
     def hang(*_: object) -> None:
@@ -379,6 +380,7 @@ def first(edit: lsp.WorkspaceEdit) -> lsp.WorkspaceEdit:
     return lsp.WorkspaceEdit({uri: [*found][:1] for uri, found in changes.items()})
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED.keys())
 def test_a_server_that_answers_badly(
     monkeypatch: pytest.MonkeyPatch, planted: tuple[str, Callable[[Any], Any], str]

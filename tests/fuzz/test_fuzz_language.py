@@ -18,6 +18,7 @@ from tests.fuzz.mutants import KINDS, Mutant, mutant
 from tests.fuzz.seeds import generated_seed, good_seeds, readable_seeds, seeds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [120, pytest.param(3_000, marks=pytest.mark.slow)])
 def test_mutants_keep_every_promise(count: int) -> None:
     tally = run(0, range(count))
@@ -89,6 +90,7 @@ def test_a_campaign_counts_every_mutant_once(workers: int) -> None:
     assert sum(tally.outcomes.values()) == 12
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("examining", "key"), [(ends_at_seven, "ended"), (sleeps_at_seven, "hang")]
 )

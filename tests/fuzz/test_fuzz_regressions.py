@@ -82,6 +82,7 @@ FOUND = {
 }
 
 
+@pytest.mark.sample(49)
 @pytest.mark.parametrize("data", FOUND.values(), ids=FOUND.keys())
 @pytest.mark.parametrize("windows", [False, True], ids=["lf", "crlf"])
 def test_what_was_found_is_right_now(data: bytes, windows: bool, tmp_path: Path) -> None:
@@ -137,6 +138,7 @@ def taken(begun: float) -> float:
     return time.process_time() - begun
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("text", LARGE.values(), ids=LARGE.keys())
 def test_a_large_document_does_not_take_long(text: str) -> None:
     source, sink = SourceFile("c.kc.yaml", completed(text)), Sink()

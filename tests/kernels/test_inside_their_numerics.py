@@ -13,6 +13,7 @@ from kcdsl_backends.empirical.kernels import load_kernel
 FAST = [c for c in kernels.CASES if c.run != "torch.compile"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", FAST, ids=lambda case: case.name)
 def test_real_kernels_stay_inside(case: kernels.Case) -> None:
     """Attention and feed-forward: two prompts and every odd input, by the tighter domain."""

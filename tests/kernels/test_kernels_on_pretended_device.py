@@ -57,6 +57,7 @@ def refused(code: Any, *words: str) -> Iterator[None]:
     assert all(word in text for word in words), text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("block", "case"), KERNELS, ids=lambda part: getattr(part, "name", part))
 def test_what_is_measured_on_a_device_can_be(
     model: Model, block: str, case: Case, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +139,7 @@ clauses:
 """
 
 
+@pytest.mark.full
 def test_an_evaluation_of_the_device_measures_what_it_does_on_the_cpu(
     cli: Any, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def stays_inside(
     assert float(kernels.quotients(drift, bounds).max()) <= 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", BY_SEQUENCE, ids=lambda c: c.name)
 def test_a_batch_is_bounded_as_its_sequences_are(case: Case) -> None:
     """One scale for the tensor is one for each sequence, however large the others of a batch."""
@@ -98,6 +99,7 @@ def padded(running: TorchKernel, x: Tensor, more: int, fill: float) -> Tensor:
     return out[0, : len(x)].double()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
 def test_padding_changes_nothing_that_is_not_admitted(case: Case) -> None:
     """Masked columns add exact zeros: the bound of the sequence alone holds."""
@@ -108,6 +110,7 @@ def test_padding_changes_nothing_that_is_not_admitted(case: Case) -> None:
         inside(case, "MiniLM", "attn_0", x, out, affine=False)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 65, 257])
 @pytest.mark.parametrize("case", ATTENTION[6:8], ids=lambda c: c.name)
 def test_lengths_around_the_tiles(case: Case, length: int) -> None:
@@ -130,6 +133,7 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_model(ref, files)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ATTENTION[6:], ids=lambda c: c.name)
 def test_more_keys_than_a_tile_has(case: Case, longer: Model) -> None:
     """The CPU flash kernel takes 512 keys at once: here it rescales."""
@@ -165,6 +169,7 @@ THREADED = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", THREADED, ids=lambda c: c.name)
 def test_any_number_of_threads(case: Case, threads: int) -> None:
     running = load_kernel(case.ref(), kernels_inputs.loaded("tiny LM"), "cpu")

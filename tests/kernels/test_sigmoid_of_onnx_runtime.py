@@ -42,6 +42,7 @@ def bounds(x: Tensor, **more: str) -> list[Tensor]:
     return [interval, problem.affine(x.double(), zero).box.mag()]
 
 
+@pytest.mark.full
 def test_a_small_sigmoid_has_an_error_of_one_not_of_itself() -> None:
     """At -17.6 ONNX Runtime's silu is off by nearly six times its value."""
     silu = Sessions("onnxruntime.float32", resolve({"preset": "onnxruntime-float32"}), (), None)

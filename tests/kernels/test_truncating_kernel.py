@@ -47,6 +47,7 @@ def test_the_mask_is_the_cast_of_the_package() -> None:
     assert torch.equal(cut_off(x).view(torch.int32), cut_to(x, "bfloat16").view(torch.int32))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", [False, True], ids=["rounded weights", "masked weights"])
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_kernel_that_masks_bits_stays_inside(name: str, weights: bool) -> None:

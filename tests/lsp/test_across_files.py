@@ -78,6 +78,7 @@ def edited_files(
 # --- edits ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 async def test_an_edit_of_a_library_checks_its_importers_again(start: Start) -> None:
     session = await start()
     (session.folder / "fleet.kc.yaml").write_text(LIBRARY)
@@ -94,6 +95,7 @@ async def test_an_edit_of_a_library_checks_its_importers_again(start: Start) -> 
     assert serious(session.notified[uri][-1].diagnostics) == []
 
 
+@pytest.mark.full
 async def test_an_edit_of_a_library_behind_a_library_is_noticed(start: Start) -> None:
     session = await start()
     middle = (
@@ -116,6 +118,7 @@ async def test_an_edit_of_a_library_behind_a_library_is_noticed(start: Start) ->
 # --- references ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 async def test_references_of_a_name_of_a_library(start: Start, encoding: str) -> None:
     session = await start(VSCODE, encoding)

@@ -18,6 +18,7 @@ BAD = HEAD + 'clauses:\n  N: {"level": L2, family: N, "slices": [all], "require"
 ODD = HEAD + "clauses:\n  N:\n    level: L2\n    require: 'has(trace, [\"äöü€🜁\", rng_sead])'\n"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pulls", [False, True])
 @pytest.mark.parametrize("editor", EDITORS)
 async def test_an_unknown_metric_is_marked(start: Start, editor: str, pulls: bool) -> None:
@@ -30,6 +31,7 @@ async def test_an_unknown_metric_is_marked(start: Start, editor: str, pulls: boo
     assert "klx" in found.message
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pulls", [False, True])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32"])
 async def test_columns_are_counted_as_negotiated(start: Start, encoding: str, pulls: bool) -> None:
@@ -85,6 +87,7 @@ async def test_versions_never_go_back(start: Start) -> None:
     assert len(versions) < 20
 
 
+@pytest.mark.full
 async def test_a_client_that_pulls_is_not_pushed_to(start: Start) -> None:
     session = await start(VSCODE, pulls=True)
     uri = session.open(BAD)

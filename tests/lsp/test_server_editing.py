@@ -48,6 +48,7 @@ def fresh(session: Editor, text: str, path: Path) -> list[tuple[object, lsp.Rang
     ]
 
 
+@pytest.mark.full
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 @pytest.mark.parametrize("seed", range(4))

@@ -204,6 +204,7 @@ async def test_completion_of_yaml(start: Start) -> None:
     assert "torch.sdpa.math" in adapters
 
 
+@pytest.mark.full
 async def test_snippets_only_where_the_client_has_them(start: Start) -> None:
     text = HEAD + "clauses:\n  N:\n    require: ¦\n    level: L2\n"
     rich = (await completed(await prepared(start, "utf-16"), text))["forall"]
@@ -489,6 +490,7 @@ def applied(session: Editor, text: str, action: lsp.CodeAction) -> str:
     return session.edited(text, list(change.edits))  # type: ignore[arg-type]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("editor", [VSCODE, NEOVIM])
 async def test_quick_fixes_and_suppressions(start: Start, editor: str) -> None:
     wrong = TEXT.replace("table(tau)", "table(tua)")
@@ -538,6 +540,7 @@ async def test_fix_all_and_rewritings(start: Start) -> None:
     assert quoted in applied(session, text, every["fix everything that is safe to fix"])
 
 
+@pytest.mark.full
 async def test_a_lens_decides_a_clause(start: Start) -> None:
     session = await start(VSCODE, "utf-16")
     (session.folder / "c.kc.yaml").write_text(TEXT, encoding="utf-8")

@@ -31,6 +31,7 @@ WATCHED = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.asyncio(loop_scope="session")
 async def test_nothing_heavy_is_imported_whatever_is_asked(tmp_path: Path) -> None:
     written = tmp_path / "modules"
@@ -81,6 +82,7 @@ INITIALIZE = message(
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("words", [(), ("--stdio",)])
 def test_standard_output_carries_messages_alone(words: tuple[str, ...]) -> None:
     end = message(id=2, method="shutdown") + message(method="exit")
@@ -101,6 +103,7 @@ def test_standard_output_carries_messages_alone(words: tuple[str, ...]) -> None:
     assert ids == [1, 2]
 
 
+@pytest.mark.full
 def test_garbage_does_not_end_it() -> None:
     broken = b"Content-Length: 3\r\n\r\n{]}" + message(id=9, method="kcdsl/nothing")
     end = message(id=2, method="shutdown") + message(method="exit")

@@ -39,6 +39,7 @@ def imported(
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("words", "code"),
     [

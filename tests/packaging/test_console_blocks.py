@@ -92,7 +92,7 @@ def _installs(command: str, folder: Path) -> bool:
 
 
 def _runs_this_test(command: str, folder: Path) -> bool:
-    return '-m pytest -q -n 2 -m "not slow' in _recipe(command)
+    return '-m pytest -q -n 2 -m "not ' in _recipe(command)
 
 
 def _runs_what_is_slow(command: str, folder: Path) -> bool:
@@ -166,6 +166,7 @@ NOT_RUN = {
     "CONTRIBUTING.md": {
         "make setup": NETWORK,
         "make test": ITSELF,
+        "make test-full": ITSELF,
         "make test-programs": PACKAGES,
         "make test-slow": SLOW,
         "make demo": SAME_ROAD,
@@ -271,6 +272,7 @@ def test_what_is_listed_is_shown(pages: dict[str, str]) -> None:
         assert set(listed) == set(filter(None, shown)), name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("command", "reason"),
     {(command, reason): None for listed in NOT_RUN.values() for command, reason in listed.items()},
@@ -357,6 +359,7 @@ def test_pages_that_take_minutes_have_commands() -> None:
     assert set(shown_by(REPOSITORY)) > MINUTES
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [

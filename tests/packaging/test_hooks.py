@@ -58,6 +58,7 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
 
 
+@pytest.mark.full
 def test_the_hooks_run_in_a_project_that_keeps_contracts(repository: Path, tmp_path: Path) -> None:
     offered, project = tmp_path / "offered", tmp_path / "project"
     for folder in (offered, project):

@@ -40,6 +40,7 @@ def runs(block: str) -> Iterator[tuple[str, str]]:
         yield command, output
 
 
+@pytest.mark.full
 def test_commands_print_what_the_page_shows(folder: Path) -> None:
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     seen = 0

@@ -38,6 +38,7 @@ def test_layers_are_kept(repository: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [

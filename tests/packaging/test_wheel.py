@@ -111,6 +111,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     assert points["kcdsl.backends"]["kcdsl"] == "kcdsl_backends:CATALOGUE"
 
 
+@pytest.mark.full
 def test_sdist_builds_the_same_wheel(
     wheel: zipfile.ZipFile, unpacked: Path, tmp_path: Path
 ) -> None:

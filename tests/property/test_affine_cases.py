@@ -164,6 +164,7 @@ def output(
     return values[graph.output]
 
 
+@pytest.mark.sample(1)
 @by_turns(name=KERNELS, radius=[0.0, 2.0**-12, 2.0**-8], seed=range(2))
 def test_no_run_leaves_what_both_programs_find(
     tmp_path: Path, name: str, seed: int, radius: float

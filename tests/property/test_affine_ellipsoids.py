@@ -113,6 +113,7 @@ def beyond_readings(error: Floats, shape: Floats, own: Floats | None) -> float:
     return 2.0 * float(nearest.cost) / scale
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("radius", RADII)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("kind", GRAPHS)

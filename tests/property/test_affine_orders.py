@@ -163,6 +163,7 @@ def push(kernel: Simulator, x: Tensor | None, row: int, first: int, second: int)
     return kernel.run(x, symbols).detach()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("kind", "block", "radius"), CASES)
 def test_no_attack_changes_what_is_proved(
@@ -188,6 +189,7 @@ def test_no_attack_changes_what_is_proved(
                 assert float(found[row]) <= least + 1e-12
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("kind", "block", "radius"), CASES)
 def test_both_programs_decide_the_same_order(
@@ -215,6 +217,7 @@ def test_some_orders_are_proved_and_some_are_not(folder: Path) -> None:
     assert seen == {True, False}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("kind", "block", "radius"), CASES)
 def test_norm_and_span_hold_and_are_confirmed(

@@ -189,6 +189,7 @@ def largest(
     return float(total), bound
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("implementation", [prover, checker])
 @pytest.mark.parametrize(
     ("rule", "radius"),

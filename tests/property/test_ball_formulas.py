@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from flint import arb
 
 from tests.support import proofs
@@ -154,6 +155,7 @@ def compare(said: Ends, box: Box, scale: float, agree: float) -> str:
     return ""
 
 
+@pytest.mark.sample(10)
 @by_turns(one_of=2, rule=BLOCKS, pair=PAIRS)
 def test_both_programs_say_what_the_formulas_say(
     tmp_path: Path, rule: str, pair: tuple[str, str]

@@ -118,6 +118,7 @@ def measured() -> dict[str, Array]:
     return {name: np.concatenate(values) for name, values in parts.items()}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [*QUANTITIES, "w_log_w"])
 def test_no_random_pair_exceeds_a_bound(measured: dict[str, Array], name: str) -> None:
     limit = bounds_of(_BOUND_OF.get(name, name), measured["s"])
@@ -130,6 +131,7 @@ def test_the_effective_sample_size_never_falls_below_its_bound(measured: dict[st
     assert np.all(ess >= bounds_of("ess", measured["s"]) * (1 - 1e-9) - 1e-12)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "norm"), [("inf", "linf"), ("2", "l2"), ("2", "l2_centred")])
 def test_the_conversions_of_norms_hold(measured: dict[str, Array], kind: str, norm: str) -> None:
     s = np.array([span_from_norm(kind, value) for value in measured[norm].tolist()])
@@ -155,6 +157,7 @@ def two_classes(s: float, points: int = 40_001) -> dict[str, Array]:
     return measure(z, u)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("s", [1e-2, 0.3, 1.0, 2.5, 8.0])
 @pytest.mark.parametrize("name", QUANTITIES[:-1])
 def test_every_bound_is_attained_by_two_classes_and_not_exceeded(s: float, name: str) -> None:
@@ -171,6 +174,7 @@ def test_the_log_ratio_is_attained_in_the_limit_of_a_rare_class(s: float) -> Non
     assert measure(z, -u)["w_log_w"][0] == pytest.approx(bound("w_log_w", s), rel=1e-6)
 
 
+@pytest.mark.full
 def test_climbing_from_random_starts_does_not_exceed_the_bounds() -> None:
     rng = np.random.default_rng(5)
     n, v, s = 400, 5, 2.0

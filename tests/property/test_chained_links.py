@@ -93,6 +93,7 @@ STATED = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "pair", "clause"), STATED)
 def test_runs_stay_in_every_link(kind: str, pair: str, clause: int, folder: Path) -> None:
     assert leaving(chained(folder, kind, pair, clause), 24) == []
@@ -107,6 +108,7 @@ HANDED = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "pair", "count"), HANDED)
 def test_ellipsoids_hold_what_links_return(
     kind: str, pair: str, count: int | None, folder: Path
@@ -156,6 +158,7 @@ def test_ellipsoids_that_are_too_small_are_noticed(
     assert outcome.reason in ("claim/too-small", "witness/too-small", "chain/output")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "pair"),
     [
@@ -176,6 +179,7 @@ def test_attacks_stay_below_every_link(kind: str, pair: str, folder: Path) -> No
         assert best.value <= outcome.bound, link.block
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "pair"),
     [
@@ -213,6 +217,7 @@ def test_both_programs_agree(kind: str, pair: str, folder: Path) -> None:
                 ).all()
 
 
+@pytest.mark.full
 def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of operations that the exact tier knows: it confirms what doubles do, no less."""
 
@@ -239,6 +244,7 @@ def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.Monke
         assert outcome.reason == "chain/output"
 
 
+@pytest.mark.full
 def test_ellipsoids_are_never_worse(folder: Path) -> None:
     """They are read beside boxes; where drifts are sums of many roundings they say far more."""
     pairs = (

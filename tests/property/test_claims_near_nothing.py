@@ -43,6 +43,7 @@ def changed(folder: Path, kind: str, change: str) -> None:
     save_file(state, file)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "change", "clause"),
     [
@@ -68,6 +69,7 @@ def test_links_that_hold_nothing_but_zeros(
     assert float.fromhex(outcome.bound) <= bound
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "coarse", "tokens", "clause"),
     [

@@ -112,11 +112,13 @@ def check(
     return seen
 
 
+@pytest.mark.full
 def test_no_small_world_speaks_against_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = check(range(36), monkeypatch)
     assert min(seen[kind] for kind in KINDS) >= 50, seen
 
 
+@pytest.mark.full
 def test_no_small_world_speaks_against_an_answer_about_shares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -262,6 +264,7 @@ def is_shown(item: ClauseDifference) -> bool:
     return whole and item.old_id is not None
 
 
+@pytest.mark.full
 def test_no_small_world_speaks_against_a_difference() -> None:
     seen = compare(range(60), worlds=100)
     assert min(seen[relation] for relation in Relation if relation != "undecided") >= 5, seen
@@ -285,6 +288,7 @@ TURNED = {
 }
 
 
+@pytest.mark.full
 def test_a_difference_turned_round() -> None:
     seen: Counter[str] = Counter()
     for seed in range(80):
@@ -295,6 +299,7 @@ def test_a_difference_turned_round() -> None:
     assert min(seen[relation] for relation in Relation if relation != "undecided") >= 5, seen
 
 
+@pytest.mark.full
 def test_relations_of_three_contracts_fit_together() -> None:
     seen: Counter[str] = Counter()
     for seed in range(40):

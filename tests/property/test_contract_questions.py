@@ -154,6 +154,7 @@ def check(seeds: range, monkeypatch: pytest.MonkeyPatch, worlds: int = 12) -> Co
     return seen
 
 
+@pytest.mark.full
 def test_what_is_implied_or_contradictory_has_no_counterexample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def damaged(text: str, seed: int, cuts: int) -> str:
     return text
 
 
+@pytest.mark.full
 @settings(max_examples=400)
 @example(LIBRARY, 213, 1)
 @given(st.sampled_from(TEXTS), st.integers(0, 2**32), st.integers(1, 4))

@@ -204,6 +204,7 @@ def programs(draw: st.DrawFn) -> ir.Program:
     )
 
 
+@pytest.mark.full
 @given(programs())
 def test_what_is_stored_loads_again(program: ir.Program) -> None:
     assert from_json(to_json(program)) == program
@@ -213,6 +214,7 @@ def test_what_is_stored_loads_again(program: ir.Program) -> None:
     assert digest(again) == digest(program)
 
 
+@pytest.mark.full
 @given(programs(), programs())
 def test_the_digest_tells_programs_apart(one: ir.Program, other: ir.Program) -> None:
     assert (digest(one) == digest(other)) is (one == other)

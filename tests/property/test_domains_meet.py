@@ -53,6 +53,7 @@ def passes_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kcdsl_backends.affine.pair.coarsest", lambda *_: 0.0)
 
 
+@pytest.mark.sample(21)
 @by_turns(rule=RULES, name=KERNELS, radius=RADII)
 def test_no_reach_exceeds_a_box(tmp_path: Path, rule: str, name: str, radius: float) -> None:
     case = (list(RULES).index(rule), list(KERNELS).index(name), RADII.index(radius))

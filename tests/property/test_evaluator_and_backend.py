@@ -84,6 +84,7 @@ def hard(formula: ir.Formula, budget: ir.Budget | None = None) -> ir.Clause:
     return ir.Clause("A", ir.Family.NUMERICAL, formula, ir.Level.L2, slices, budget)
 
 
+@pytest.mark.full
 def test_hard_clauses() -> None:
     seen: Counter[Truth] = Counter()
     for seed in range(300):
@@ -95,6 +96,7 @@ def test_hard_clauses() -> None:
     assert min(seen[Truth.TRUE], seen[Truth.FALSE]) >= 50, seen
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("unit", ["requests", "windows"])
 def test_budgets(unit: str) -> None:
     seen: Counter[Truth] = Counter()

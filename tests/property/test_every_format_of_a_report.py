@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,6 +146,7 @@ def test_annotations_name_each_result_that_does_not_hold(found: Report, placed: 
         assert codes == Counter({code: n for code, n in wanted.items() if n})
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(reports)
 def test_a_terminal_and_its_picture_show_as_many_signs_as_there_are_verdicts(
@@ -161,6 +163,7 @@ def test_a_terminal_and_its_picture_show_as_many_signs_as_there_are_verdicts(
         assert f"not decided here: {name}" in stream.getvalue()
 
 
+@pytest.mark.full
 @settings(max_examples=60)
 @given(reports)
 def test_the_page_gives_each_clause_on_a_slice_the_colour_of_its_worst_result(
@@ -256,6 +259,7 @@ def cells_of(document: dict[str, Any]) -> dict[tuple[str, str, int], str]:
     return {key: worst_of(names) for key, names in found.items()}
 
 
+@pytest.mark.full
 @given(experiments())
 def test_an_experiment_shows_the_worst_part_of_every_clause_in_every_cell(
     document: dict[str, Any],

@@ -92,6 +92,7 @@ TOKEN = re.compile(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=150)
 @given(EXPRESSIONS, st.randoms(use_true_random=False))
 def test_white_space_between_tokens_changes_nothing(
@@ -109,6 +110,7 @@ def test_white_space_between_tokens_changes_nothing(
     assert again == expression, (spaced, [d.message for d in sink])
 
 
+@pytest.mark.full
 @settings(max_examples=100)
 @given(EXPRESSIONS)
 def test_brackets_that_say_nothing_change_nothing(expression: ast.Expression) -> None:
@@ -159,6 +161,7 @@ def test_the_text_of_a_span_parses_to_its_node(expression: ast.Expression) -> No
         assert again == node
 
 
+@pytest.mark.full
 @given(VALUES, st.sampled_from([None, "%"]), st.sampled_from(["requests", "windows"]))
 def test_budgets(rate: Fraction, unit: str | None, counted: str) -> None:
     budget = ast.BudgetText(ast.Num(rate, unit), ast.Name(counted))

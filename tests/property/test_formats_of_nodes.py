@@ -86,6 +86,7 @@ def random_problem(seed: int) -> tuple[Any, Pair, tuple[str, str], np.ndarray]:
     return graph, (N(formats[0], casts[0]), N(formats[1], casts[1])), formats, x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", range(0, 72, 12))
 def test_eager_and_simulated_runs_stay_inside(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 12):
@@ -137,6 +138,7 @@ OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("form", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
@@ -259,6 +261,7 @@ def test_squares_that_leave_float16_have_no_bound(size: float, tmp_path: Path) -
         assert {again[name] is not None for name in DOMAINS} == {known > 0}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_norms_written_out_stay_inside_and_near(seed: int, tmp_path: Path) -> None:
     """Whole blocks of rows against float64; every part of every way to write one is rounded."""

@@ -41,6 +41,7 @@ def comments(text: str) -> list[str]:
     return [c.text for c in find_comments(source, root)]
 
 
+@pytest.mark.full
 @given(st.integers(0, 10**9))
 @settings(max_examples=150, deadline=None)
 def test_generated_documents(seed: int) -> None:
@@ -57,6 +58,7 @@ def test_generated_documents(seed: int) -> None:
     assert "\n\n\n" not in once
 
 
+@pytest.mark.full
 def test_the_corpus_and_the_examples(repository: Path) -> None:
     seen = 0
     for folder in ("grammar/corpus", "examples"):
@@ -87,6 +89,7 @@ def test_what_is_not_yaml_is_left_alone() -> None:
     assert [str(d.code) for d in sink] == ["KC001"]
 
 
+@pytest.mark.full
 @given(st.integers(0, 10**9))
 @settings(max_examples=60, deadline=None)
 def test_edits_turn_one_text_into_the_other(seed: int) -> None:

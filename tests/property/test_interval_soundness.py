@@ -99,6 +99,7 @@ def forms_or_none(problem: BlockProblem, centre: torch.Tensor | None, spread: to
         return Box.around(torch.full(shape, torch.inf, dtype=torch.float64))
 
 
+@pytest.mark.sample(1)
 @by_turns(
     indirect=["model"],
     infer=sorted(NUMERICS),
@@ -149,6 +150,7 @@ def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 2, shape, generator=generator).double() * 2 - 1
 
 
+@pytest.mark.sample(1)
 def test_whole_model_on_token_ids(model: Model) -> None:
     """Float32 against another float32 program: the whole model has a finite bound that holds."""
     shop = workshop(model, "float32 fused")

@@ -98,6 +98,7 @@ def document_of(graph: Any, pair: tuple[Any, Any], centre: Any, radius: float, p
     return proofs.document(graph, *pair, sha256, centre, radius)
 
 
+@pytest.mark.sample(14)
 @by_turns(cache=CACHES, side=SIDES, kind=BLOCKS, radius=[0.0, 2.0**-9, 2.0**-5])
 def test_runs_lie_in_the_boxes_of_every_domain(
     tmp_path: Path, cache: str, side: str, kind: str, radius: float
@@ -143,6 +144,7 @@ def test_runs_lie_in_the_boxes_of_every_domain(
             assert (off <= form.reach + 2.0**-60).all(), node.name
 
 
+@pytest.mark.sample(7)
 @by_turns(cache=CACHES, side=SIDES, radius=[0.0, 2.0**-9, 2.0**-6])
 def test_both_programs_find_the_same(tmp_path: Path, cache: str, side: str, radius: float) -> None:
     rng = np.random.default_rng([list(CACHES).index(cache), list(SIDES).index(side), 1])

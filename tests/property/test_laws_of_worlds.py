@@ -9,6 +9,7 @@ from fractions import Fraction
 from random import Random
 from typing import Literal, assert_never
 
+import pytest
 import z3
 
 from kcdsl.ir import terms as ir
@@ -176,6 +177,7 @@ def of_slices(world: World) -> dict[str, tuple[Unit, ...]]:
     return {item.name: rows(item, PROGRAM, world) for item in SLICES}
 
 
+@pytest.mark.full
 def test_laws_of_whole_slices() -> None:
     found, random = quantities(SMALL, NAMES), Random(1)
     setting = Setting(inclusion(PROGRAM), Fraction(1), division(PROGRAM), KNOWN, frozenset({OWN}))
@@ -191,6 +193,7 @@ def test_laws_of_whole_slices() -> None:
         assert seen[law] >= 100, seen
 
 
+@pytest.mark.full
 def test_laws_of_single_requests_and_windows() -> None:
     found, random = quantities(SMALL, ["all"]), Random(2)
     for size in (1, 2):
@@ -210,6 +213,7 @@ def test_laws_of_single_requests_and_windows() -> None:
             assert seen[law] >= 100, (size, seen)
 
 
+@pytest.mark.full
 def test_laws_of_distributions() -> None:
     found = quantities(OF_DISTRIBUTIONS, ["all"])
     bounds = [Fraction(n, 100) for n in (1, 5, 20, 50, 100, 300)]

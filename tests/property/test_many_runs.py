@@ -67,6 +67,7 @@ def problem_of(model: Model, block: str, kernel: str) -> tuple[BlockProblem, tor
     return shop.problem(block, TOKENS), centre
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_many_runs_are_what_each_is_alone(model: Model, kernel: str) -> None:
     """Last bits may differ, and round another way: then by one step, and seldom."""
@@ -94,6 +95,7 @@ def test_matrix_units_are_simulated_alone(model: Model) -> None:
     assert [simulator.beside for simulator in problem.simulators()] == [True, False]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("block", "kernel"), [
     ("attn_0", "fp8 w8a8"), ("mlp_0", "bfloat16 nearest"), ("attn_0", "mxfp8"),
     ("mlp_0", "fp8 per tensor"), ("mlp_0", "uint8"),

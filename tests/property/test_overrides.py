@@ -71,6 +71,7 @@ def drawn(rng: np.random.Generator, names: tuple[str, ...], casts: str, compute:
     )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("radius", [0.0, 2.0**-10])
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 @pytest.mark.parametrize("kind", sorted(BLOCKS))

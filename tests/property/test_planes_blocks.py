@@ -82,6 +82,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "block", "infer"), CASES, indirect=["model"])
 def test_no_attacked_run_leaves_the_planes(model: Model, block: str, infer: str) -> None:
     numerics = resolve(EAGER | NUMERICS[infer])

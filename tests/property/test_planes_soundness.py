@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -98,6 +99,7 @@ def check(run: Run, seen: list[dict[str, tuple[Tensor, Tensor]]], rng: np.random
     return compared
 
 
+@pytest.mark.sample(50)
 @by_turns(rule=RULES, numerics=PAIRS, radius=RADII)
 def test_no_run_leaves_the_planes(rule: str, numerics: str, radius: float) -> None:
     seed = [list(RULES).index(rule), list(PAIRS).index(numerics), int(radius * 1024)]

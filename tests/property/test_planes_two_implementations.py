@@ -121,6 +121,7 @@ def _ids(graph: Any) -> Any:
     return next(node["attrs"]["ids"] for node in graph.nodes if node["op"] == "embedding")
 
 
+@pytest.mark.sample(34)
 @by_turns(rule=RULES, pair=PAIRS, radius=[0.0, 2.0**-5])
 def test_entries_agree(tmp_path: Path, rule: str, pair: tuple[str, str], radius: float) -> None:
     seed = [list(RULES).index(rule), PAIRS.index(pair), int(radius * 1024)]
@@ -214,6 +215,7 @@ def test_without_hints_the_checker_derives_no_more(tmp_path: Path, rule: str) ->
     assert (derived.hi <= box.hi.numpy() + wide).all()
 
 
+@pytest.mark.full
 def test_slopes_of_single_elements_do_the_same(tmp_path: Path) -> None:
     """Each element that has slopes of its own is as small as the prover found; no other moves."""
     rng = np.random.default_rng(1)

@@ -167,6 +167,7 @@ def _answer(asked: Callable[[], Any]) -> Any:
         return str(no)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NUMERICS)
 def test_every_domain_answers_alike(models: tuple[Model, Model], name: str) -> None:
     model = models[list(NUMERICS).index(name) % 2]
@@ -225,6 +226,7 @@ def outcomes(
     return [replace(one, seconds=0.0, peak_bytes=0) for one in found]
 
 
+@pytest.mark.full
 def test_attacks_of_the_device_are_runs_of_the_cpu(stepped: tuple[Path, Program]) -> None:
     """Bounds, attacks, counterexamples, and these run again."""
     folder, program = stepped
@@ -246,6 +248,7 @@ def test_attacks_of_the_device_are_runs_of_the_cpu(stepped: tuple[Path, Program]
         assert ran[0].refutes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "mode",
     [

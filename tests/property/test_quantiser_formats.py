@@ -165,6 +165,7 @@ def held(w: Tensor, numerics: dict[str, Any], tier: Any = Parameters) -> Any:
     return tier({"w": stored}, {"w": digest}).linear("w", kernel)
 
 
+@pytest.mark.sample(75)
 @pytest.mark.parametrize("kept", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("format", "scale"), STORED)
 def test_stored_weights_are_those_of_the_definition(format: str, scale: str, kept: str) -> None:
@@ -278,6 +279,7 @@ def run(x: NDArray[np.float32], spec: Activations) -> NDArray[np.float64]:
     return found
 
 
+@pytest.mark.sample(44)
 @pytest.mark.parametrize("wide", [0.0, 1e-4, 0.05])
 @pytest.mark.parametrize(
     ("format", "scale", "limits"), ENTERING, ids=lambda v: str(v).replace(" ", "")

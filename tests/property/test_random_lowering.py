@@ -12,6 +12,7 @@ SEEDS = (10085, 10223, 10268, 10381, 10480, 10593, *range(5000, 5018))
 """The first are of rows that are nearly constant before a norm."""
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_random_modules_are_their_graphs() -> None:
     campaign = Campaign()

@@ -243,6 +243,7 @@ def simulator(graph: Any, record: Any) -> Simulator:
     return Simulator(block(graph), stored.numerics, stored)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("seed", range(24))
 def test_every_reading_may_be_rounded_by_itself(tmp_path: Path, seed: int, kernel: str) -> None:

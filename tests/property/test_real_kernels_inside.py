@@ -101,6 +101,7 @@ def inputs(model: Model, block: str, length: int, generator: torch.Generator) ->
     ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_real_kernels_stay_inside(weights: str, tmp_path: Path) -> None:
     """Every second kernel against the float32 one, each on another block and length in turn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -110,6 +111,7 @@ def test_double_quoted_scalars(text: str, escaped: list[bool]) -> None:
     assert value.text == text
 
 
+@pytest.mark.full
 @settings(max_examples=300)
 @given(
     words=st.lists(st.text("abkl(é𝒳_)<=", min_size=1, max_size=6), min_size=1, max_size=6),
@@ -130,6 +132,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=300)
 @given(value=VALUES, width=st.sampled_from([20, 80]), flow=st.booleans())
 @example(value={"_(": "A", ")": ""}, width=20, flow=True)

@@ -52,6 +52,7 @@ def both(script: str) -> str:
     return "unknown" if len(found) > 1 else str(found.pop())
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("path", CONTRACTS, ids=lambda p: p.name)
 def test_accepted_contracts_are_consistent_for_both_solvers(path: Path) -> None:
     program = load_program(path)
@@ -78,6 +79,7 @@ def agreement(seeds: range) -> None:
     assert min(seen["sat"], seen["unsat"]) >= len(seeds) / 10, seen
 
 
+@pytest.mark.full
 def test_generated_contracts_get_one_answer_from_three_sides() -> None:
     agreement(range(60))
 
@@ -97,6 +99,7 @@ def alike(random: Any, program: ir.Program) -> ir.Clause:
     return replace(clause, id="alike", budget=budget if slices else None, slices=slices)
 
 
+@pytest.mark.full
 def test_no_small_world_speaks_against_a_script() -> None:
     """Every world with one to three requests, and some with forty, decides on both questions."""
     seen: Counter[str] = Counter()
@@ -126,6 +129,7 @@ def test_no_small_world_speaks_against_a_script() -> None:
     assert seen["implied"] >= 300, seen
 
 
+@pytest.mark.full
 def test_products_and_quotients_of_measured_terms() -> None:
     seen: Counter[str] = Counter()
     for seed in range(100):
@@ -136,6 +140,7 @@ def test_products_and_quotients_of_measured_terms() -> None:
     assert min(seen["sat"], seen["unsat"]) >= 5, seen
 
 
+@pytest.mark.full
 def test_a_clause_follows_where_its_negation_contradicts_the_others() -> None:
     seen: Counter[str] = Counter()
     for seed in range(150):
@@ -212,6 +217,7 @@ def world_of_tokens(seed: int) -> World:
     return world
 
 
+@pytest.mark.full
 def test_truth_in_a_world_is_what_solvers_make_of_its_values() -> None:
     """With every measured term set to its value, the script is satisfiable where the clause is
     true, and its negation where it is not; the facts about measured terms hold in the world."""
@@ -244,6 +250,7 @@ def test_truth_in_a_world_is_what_solvers_make_of_its_values() -> None:
     assert min(seen.values()) >= 20, seen
 
 
+@pytest.mark.full
 def test_truth_in_a_world_is_what_the_translation_for_z3_makes_of_its_values() -> None:
     """Statements about measured terms are decided by them; of a true statement about inputs, the
     instance that the translation makes is possible."""
@@ -294,6 +301,7 @@ def test_truth_in_a_world_is_what_the_translation_for_z3_makes_of_its_values() -
     assert exact >= decided, (exact, decided)
 
 
+@pytest.mark.full
 def test_budgets_count_the_units_that_solvers_call_beyond() -> None:
     seen: Counter[bool] = Counter()
     for seed in range(60):

@@ -226,6 +226,7 @@ def compare(
     return float.fromhex(outcome.bound) / found
 
 
+@pytest.mark.sample(14)
 @by_turns(name=sorted(NUMERICS), block=["attn_0", "mlp_0", "norm_1"], kind=["llama", "bert"])
 def test_both_find_the_same_bound(kind: str, block: str, name: str, folder: Path) -> None:
     train, infer = resolve({"preset": "torch-eager"}), resolve(NUMERICS[name])

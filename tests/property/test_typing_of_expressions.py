@@ -15,6 +15,7 @@ from fractions import Fraction
 from itertools import pairwise
 from random import Random
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -283,6 +284,7 @@ def families(requirement: ir.Formula) -> set[ir.Family]:
     return found
 
 
+@pytest.mark.full
 @given(st.one_of(statements, anything), st.sampled_from(["", "    family: numerical\n"]))
 def test_accepted_requirements_have_a_fragment_and_a_family(
     expression: ast.Expression, more: str
@@ -396,6 +398,7 @@ def steps(metric: MetricDefinition, *, magnitudes: bool = False) -> list[Fractio
     return found if metric.better == "lower" else found[::-1]
 
 
+@pytest.mark.full
 @settings(max_examples=max(500, settings().max_examples))
 @given(measurements, st.randoms(use_true_random=False))
 def test_no_requirement_is_met_because_a_metric_got_worse(

@@ -138,6 +138,7 @@ def contains(box: Any, value: np.ndarray) -> bool:
     return bool(((lo <= value) & (value <= hi)).all())
 
 
+@pytest.mark.sample(9)
 @by_turns(one_of=2, one=range(len(STORED)), rho=RHOS)
 def test_stored_values_and_their_difference_are_enclosed(one: int, rho: Fraction) -> None:
     rng = np.random.default_rng([one, rho.denominator])
@@ -262,6 +263,7 @@ def around(document: Any, rho: Fraction) -> Any:
     return document
 
 
+@pytest.mark.sample(7)
 @by_turns(block=BLOCKS, kernel_pair=PAIRS, rho=RHOS[1:])
 def test_runs_on_later_weights_stay_inside(
     tmp_path: Path, block: str, kernel_pair: str, rho: Fraction

@@ -35,6 +35,7 @@ def largest(found: Gathered) -> float:
     return max(float(np.abs(ratio).max()) for ratio in ratios if ratio is not None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("values", "temperature"), [("raw", "1"), ("processed", "1"), ("processed", "7/10")]
 )
@@ -187,6 +188,7 @@ def verdicts(
     return ran.code, rows, ran.stdout + ran.stderr
 
 
+@pytest.mark.full
 def test_a_contract_is_decided_on_what_it_draws(
     llama_cpp: str, tiny_folder: Path, cli: Cli, tmp_path: Path, follows: Callable[..., None]
 ) -> None:
@@ -228,6 +230,7 @@ def test_the_token_that_ends_a_text_is_drawn_like_the_others(
     assert largest(found) < FLOAT_NOISE
 
 
+@pytest.mark.full
 def test_another_rotation_of_positions_is_a_violation(
     tiny_folder: Path, cli: Cli, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def refused(url: str, key: str | None = None) -> str:
     return found.message
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize(
     "host",
     [
@@ -229,6 +230,7 @@ def dribbling(start: bytes) -> Handler:
     return handler
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "start",
     [

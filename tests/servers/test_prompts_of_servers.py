@@ -63,6 +63,7 @@ def decide(cli: Cli, tmp_path: Path, tiny_folder: Path, train: TorchKernel) -> D
     return run
 
 
+@pytest.mark.full
 def test_one_prompt_that_is_asked_many_times_is_one_unit(decide: Decide) -> None:
     report, fake = decide(["User: a", "User: b"] * 20)
     assert {row["n"] for row in report["clauses"] if row["slice"] == "all"} == {2}
@@ -72,6 +73,7 @@ def test_one_prompt_that_is_asked_many_times_is_one_unit(decide: Decide) -> None
     assert len({q["seed"] for q in fake.questions}) > 40, "each is drawn with a seed of its own"
 
 
+@pytest.mark.full
 def test_prompts_that_differ_are_units_of_their_own(decide: Decide) -> None:
     report, _ = decide([f"User: {i}" for i in range(40)])
     assert {row["n"] for row in report["clauses"] if row["slice"] == "all"} == {40}

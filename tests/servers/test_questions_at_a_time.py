@@ -132,6 +132,7 @@ def bits(found: Gathered) -> list[Any]:
     return [rows, list(found.failures.items()), policies]
 
 
+@pytest.mark.full
 def test_what_is_gathered_does_not_depend_on_how_many_are_asked_at_a_time(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:
@@ -152,6 +153,7 @@ def test_how_many_are_asked_at_a_time_stands_in_the_fingerprint(
         assert load(url, concurrency=4).fingerprint()["service"]["concurrency"] == 4
 
 
+@pytest.mark.full
 def test_a_failure_among_many_fails_alone_and_silence_ends_it(
     load: Loader, train: TorchKernel, requests: tuple[Request, ...]
 ) -> None:

@@ -119,6 +119,7 @@ def lab(
         yield found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("last", [1, 5, COUNT])
 @pytest.mark.parametrize("more", ["", ", concurrency: 3"])
 def test_it_ends_as_an_uninterrupted_one_and_asks_nothing_twice(
@@ -138,6 +139,7 @@ def test_it_ends_as_an_uninterrupted_one_and_asks_nothing_twice(
     assert more or not set(first) & set(again)
 
 
+@pytest.mark.full
 def test_killed_twice_it_goes_on_twice(lab: Lab) -> None:
     whole = lab.evaluate(kept=False)
     lab.interrupted(2)
@@ -173,6 +175,7 @@ OTHERS: dict[str, tuple[Callable[[Lab], None], str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_server_is_told_and_asked_everything_anew(lab: Lab, other: str) -> None:
     change, words = OTHERS[other]
@@ -188,6 +191,7 @@ def test_another_server_is_told_and_asked_everything_anew(lab: Lab, other: str) 
     assert lab.told == [f"resumed: {COUNT} of {COUNT} requests"], "the new one is kept"
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_repeat_itself_is_never_resumed(lab: Lab) -> None:
     noise = np.random.default_rng(0)
 
@@ -207,6 +211,7 @@ def test_a_server_that_does_not_repeat_itself_is_never_resumed(lab: Lab) -> None
     assert len(lab.prompts) == COUNT
 
 
+@pytest.mark.full
 def test_a_witness_that_cannot_be_used_proves_nothing(lab: Lab) -> None:
     """Both times the same refusal: it says nothing of who gave the answers that are kept."""
     longest = max((lab.folder / "requests.jsonl").read_text("utf-8").splitlines(), key=len)
@@ -226,6 +231,7 @@ def test_a_witness_that_cannot_be_used_proves_nothing(lab: Lab) -> None:
     assert len(lab.prompts) == COUNT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change",
     [
@@ -248,6 +254,7 @@ def test_other_questions_start_anew(lab: Lab, change: Callable[[Lab], Any]) -> N
     assert found == lab.evaluate(kept=False)
 
 
+@pytest.mark.full
 def test_answers_of_two_servers_are_thrown_away(lab: Lab) -> None:
     """Which of them gave which answer is not known, even if the first one is back later."""
     at = {"done": 0}
@@ -269,6 +276,7 @@ def test_answers_of_two_servers_are_thrown_away(lab: Lab) -> None:
     assert len(lab.prompts) == COUNT
 
 
+@pytest.mark.full
 def test_a_server_that_stops_answering_is_asked_for_the_rest_later(lab: Lab) -> None:
     whole = lab.evaluate(kept=False)
     first = json.loads((lab.folder / "requests.jsonl").read_text("utf-8").splitlines()[4])
@@ -288,6 +296,7 @@ def test_a_server_that_stops_answering_is_asked_for_the_rest_later(lab: Lab) -> 
     assert lab.told == [f"resumed: 5 of {COUNT} requests"]
 
 
+@pytest.mark.full
 def test_an_answer_that_cannot_be_used_is_not_asked_for_until_it_can(lab: Lab) -> None:
     first = json.loads((lab.folder / "requests.jsonl").read_text("utf-8").splitlines()[1])
     prompt = list(first["text"].encode())
@@ -306,6 +315,7 @@ def test_an_answer_that_cannot_be_used_is_not_asked_for_until_it_can(lab: Lab) -
     assert {row["verdict"] for row in json.loads(whole[0])["clauses"]} == {"invalid_evidence"}
 
 
+@pytest.mark.full
 def test_ids_may_hold_anything(lab: Lab) -> None:
     path = lab.folder / "requests.jsonl"
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
@@ -318,6 +328,7 @@ def test_ids_may_hold_anything(lab: Lab) -> None:
     assert lab.told == [f"resumed: 5 of {COUNT} requests"]
 
 
+@pytest.mark.full
 def test_torn_records_are_asked_for_again(lab: Lab) -> None:
     whole = lab.evaluate(kept=False)
     lab.interrupted()
@@ -334,6 +345,7 @@ def test_torn_records_are_asked_for_again(lab: Lab) -> None:
 # --- the real server -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_killed_process_goes_on_with_the_real_server(
     llama_cpp: str, tiny_folder: Path, cli: Cli, tmp_path: Path
 ) -> None:

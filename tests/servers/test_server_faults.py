@@ -118,6 +118,7 @@ LIES: dict[str, tuple[Lie, Code, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_is_refused_under_its_name_before_anything_is_measured(
     name: str, load: Loader, train: TorchKernel
@@ -131,6 +132,7 @@ def test_a_lie_is_refused_under_its_name_before_anything_is_measured(
     assert words in first.message + (first.help or "")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_later_on_fails_that_request_or_all(
     name: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]
@@ -350,6 +352,7 @@ def _shifted(answer: Answer) -> Answer:
     return answer
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_numbers_name_what_the_server_does_not_say(
     name: str, load: Loader, train: TorchKernel, requests: tuple[Request, ...]

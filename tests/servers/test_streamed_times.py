@@ -176,6 +176,7 @@ def event(data: str) -> Callable[[Answer], bytes]:
     return lambda answer: f"data: {data}\n\n".encode()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("lie", "code", "reason"),
     [
@@ -284,12 +285,14 @@ def test_clauses_about_times_are_decided_on_a_running_server(
     assert any("8 streamed tokens" in note for note in report.notes)
 
 
+@pytest.mark.full
 def test_too_few_runs_within_the_budget_decide_nothing(decided: Callable[..., Report]) -> None:
     rows = {row.clause: row for row in decided(seconds=1.0).clauses}
     assert rows["R-TTFT"].n == 8 * runtime.FEWEST_ROUNDS
     assert isinstance(rows["R-TTFT"].verdict, Inconclusive)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "reason"),
     [({"streams": False}, "does not stream"), ({"lumps": (TOKENS,)}, "is not streamed")],

@@ -1,4 +1,4 @@
-"""Grids of cases of which the fast tests take some, by a rule that leaves no kind of case out."""
+"""Grids of cases of which the first tier takes some, by a rule that leaves no kind of case out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-LATER = (pytest.mark.slow, pytest.mark.grid)
-"""Marks of a case that the fast tests leave out."""
+LATER = pytest.mark.full
+"""Mark of a case that the first tier leaves out."""
 
 
 def by_turns(
@@ -21,12 +21,12 @@ def by_turns(
 ) -> pytest.MarkDecorator:
     """Parametrise a test by every combination of some axes, those of `indirect` as fixtures.
 
-    Of these combinations, in their order along every axis, one of `one_of` is a fast test; the
-    others come later. Without `one_of` these are as many as the last axis has values: all of the
-    other axes are crossed whole, and the values of the last one take turns. Then each value of an
-    axis meets each value of every other one, provided that two of the axes before the last are no
-    shorter than it. With `one_of`, each value meets one of so many of every other axis. Where the
-    value of the first axis is one of `whole`, all are fast.
+    Of these combinations, in their order along every axis, one of `one_of` belongs to the first
+    tier; the others come later. Without `one_of` these are as many as the last axis has values: all
+    of the other axes are crossed whole, and the values of the last one take turns. Then each value
+    of an axis meets each value of every other one, provided that two of the axes before the last
+    are no shorter than it. With `one_of`, each value meets one of so many of every other axis.
+    Where the value of the first axis is one of `whole`, all belong to the first tier.
     """
     names, values = list(axes), [list(axis) for axis in axes.values()]
     turns = one_of or len(values[-1])

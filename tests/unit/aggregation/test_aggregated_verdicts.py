@@ -157,6 +157,7 @@ def test_verdicts_are_those_of_the_values_in_memory(
     assert bits(found) == bits(from_memory(program, rows))
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=8)
 @given(rows=tables(_WILD))
 def test_missing_and_infinite_values_are_found_alike(program: Program, rows: Rows) -> None:

@@ -179,6 +179,7 @@ def lenient(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return load_program(path)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=12)
 @given(data=st.data())
 def test_no_clause_holds_that_reads_a_value_that_is_none(

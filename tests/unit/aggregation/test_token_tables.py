@@ -48,6 +48,7 @@ def _rank(values: Sequence[float], q: Fraction) -> float:
     return ordered[max(1, math.ceil(q * len(values))) - 1]
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=25)
 @given(
     values=st.lists(_VALUES, min_size=1, max_size=60),
@@ -335,6 +336,7 @@ def test_tables_that_cannot_be_counted_are_refused(tmp_path: Path) -> None:
         aggregate([tmp_path / "good.parquet"], None, Wish(metrics=("tv",)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "kind", [ThreadPoolExecutor, partial(ProcessPoolExecutor, mp_context=SPAWN)]
 )

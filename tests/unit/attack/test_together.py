@@ -93,6 +93,7 @@ QUANTISED = {"format": "fp8_e4m3", "scale": "per_tensor"}
 UNIT: dict[str, Any] = {"compute": "bfloat16", "casts": "nearest", "tensor_core": "ampere_16"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ulps", "numerics"),
     [*((ulps, {"casts": "nearest", "activations": QUANTISED}) for ulps in (0.3, 1.4)), (300, UNIT)],

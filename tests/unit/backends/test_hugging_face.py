@@ -280,6 +280,7 @@ def evaluated(
     return verdicts, failed, ran.stdout + ran.stderr
 
 
+@pytest.mark.full
 def test_a_contract_pairs_it_with_our_own_kernel(
     saved: Callable[[str], Path], cli: Cli, tmp_path: Path
 ) -> None:

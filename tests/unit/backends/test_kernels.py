@@ -338,6 +338,7 @@ def build(config):
 """
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("ref", "body", "words"),
     [

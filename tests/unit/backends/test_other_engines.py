@@ -219,6 +219,7 @@ def test_signed_bytes_are_refused_where_they_saturate(
     load_kernel(kernel("torchao.int8_weight_only"), tiny, "cpu")
 
 
+@pytest.mark.full
 def test_a_library_held_to_older_instructions_is_found_out() -> None:
     """oneDNN without VNNI: where it sums bytes inexactly the probe says so, and only there."""
     program = (
@@ -245,6 +246,7 @@ def on_a_processor(monkeypatch: pytest.MonkeyPatch, *, saturating: bool) -> None
     monkeypatch.setattr(onnx_runtime, "saturates", lambda: saturating)
 
 
+@pytest.mark.full
 def test_exact_sums_of_bytes_are_refused_where_they_saturate(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +260,7 @@ def test_exact_sums_of_bytes_are_refused_where_they_saturate(
     assert bool(torch.isfinite(found).all())
 
 
+@pytest.mark.full
 def test_saturating_sums_may_be_claimed_of_exact_ones(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +273,7 @@ def test_saturating_sums_may_be_claimed_of_exact_ones(
     assert torch.equal(*found)
 
 
+@pytest.mark.full
 def test_a_session_with_another_weight_is_refused(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +350,7 @@ def decoder(folder: Path, **config: Any) -> Model:
     return load_model(ref, folder)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("eps", [1e-8, 1e-12, 1e-5])
 def test_an_exported_norm_keeps_its_epsilon(tmp_path: Path, eps: float) -> None:
     """On rows of zeros, tiny rows and huge ones it is the norm of the model."""
@@ -361,6 +366,7 @@ def test_an_exported_norm_keeps_its_epsilon(tmp_path: Path, eps: float) -> None:
     torch.testing.assert_close(ran, wanted, rtol=1e-5, atol=1e-30)
 
 
+@pytest.mark.full
 def test_a_program_that_is_not_the_models_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def stored(tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> StoredPara
     )
 
 
+@pytest.mark.full
 def test_another_kernel_stores_its_own() -> None:
     tensors = {"w.weight": torch.randn(128, 256, generator=torch.Generator().manual_seed(5))}
     shared = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from bench.kernels_campaign import (
@@ -37,6 +38,7 @@ def test_seeds_reach_every_adapter_format_and_size() -> None:
     assert any(bool((x == 0).all(-1).any()) for x in inputs(5, 3, 4))
 
 
+@pytest.mark.full
 def test_modules_run_inside_their_bounds() -> None:
     """One written by a user, one built in."""
     before = torch.is_grad_enabled()

@@ -71,7 +71,7 @@ FINDS = """
 import sys
 from bench.mutants import Trial, known, outcome
 from bench.mutants_changes import mutants_of
-from bench.mutants_tests import CHECKER
+from bench.mutants_tests import CHECKER, FIRST, SECOND
 
 found = known(["tests/unit/certs/test_recheck_formats.py"])
 assert not any(name.startswith("kcdsl_certs.recheck") for name in sys.modules)
@@ -80,9 +80,13 @@ some = [m for m in mutants_of(CHECKER / "formats.py") if m.kind in ("extreme", "
 print(len(some), {outcome(Trial(m, found)).partition("::")[0] for m in some})
 print(repr(outcome(Trial(next(mutants_of(CHECKER / "plane_hints.py")), found))))
 print(known(["tests/unit/certs/test_that_is_not_there.py"]).failed != "")
+fields = ["tests/unit/certs/test_exchanged_fields.py"]
+first, second = (set(known(fields, tier).tests) for tier in (FIRST, SECOND))
+print(len(first) > 0, len(second) > 0, first & second)
 """
 
 
+@pytest.mark.full
 def test_a_defect_is_found_in_a_process_of_its_own() -> None:
     """One that tests know; one that none of these tests meets; and tests that fail without any."""
     run = [sys.executable, "-c", FINDS]
@@ -93,4 +97,5 @@ def test_a_defect_is_found_in_a_process_of_its_own() -> None:
         "2 {'tests/unit/certs/test_recheck_formats.py'}",
         "''",
         "True",
+        "True True set()",
     ]

@@ -69,6 +69,7 @@ def decide(folder: Path) -> Decide:
 # --- where blocks fall apart ----------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "block", "names"),
     [
@@ -112,6 +113,7 @@ def parsed(graph: Any) -> Any:
     return parse_block(graph.digest, record, constants)
 
 
+@pytest.mark.full
 def test_what_does_not_fall_apart_is_inconclusive(decide: Decide) -> None:
     (found,) = decide("forall x in points(all): norm_inf(drift(attn_0, x)) <= 1")
     assert found.verdict == Inconclusive("p0: block 'attn_0' does not fall apart into links")
@@ -134,6 +136,7 @@ def test_regions_that_links_do_not_know(tmp_path: Path) -> None:
 # --- goals ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_goals_are_decided_by_chains(decide: Decide) -> None:
     flip = "forall x in points(all): no_flip(model, x, 1)"
     found = decide(MODEL, BALL, flip)
@@ -152,6 +155,7 @@ def test_goals_are_decided_by_chains(decide: Decide) -> None:
     assert found[2].cases[0].stable
 
 
+@pytest.mark.full
 def test_proofs_without_chains_are_what_they_were(decide: Decide) -> None:
     one, two = decide(MODEL, chain=False, attacks=False), decide(MODEL, attacks=False)
     document = json.loads(one[0].proof or b"")
@@ -163,12 +167,14 @@ def test_proofs_without_chains_are_what_they_were(decide: Decide) -> None:
     assert two[0].cases[0].links != ()
 
 
+@pytest.mark.full
 def test_a_limit_that_a_chain_does_not_reach(decide: Decide) -> None:
     (found,) = decide(MODEL.replace("0.1", "0.0001"), attacks=False)
     assert isinstance(found.verdict, Inconclusive)
     assert 0.0001 < found.bound < 0.001
 
 
+@pytest.mark.full
 def test_more_is_done_where_that_settles_the_goal(decide: Decide) -> None:
     """Ellipsoids lose less than boxes, fewer links less than many; what runs attain stands beside
     the links that there are."""
@@ -190,6 +196,7 @@ def test_more_is_done_where_that_settles_the_goal(decide: Decide) -> None:
     assert handed == [0, 2, 1]
 
 
+@pytest.mark.full
 def test_a_run_above_a_link_is_no_evidence(decide: Decide) -> None:
     links = (LinkOutcome("layer_0", 0.5, 0.6), LinkOutcome("model[3]", 1.0, 0.2))
     (found,) = decide(MODEL, attacks=False)
@@ -199,6 +206,7 @@ def test_a_run_above_a_link_is_no_evidence(decide: Decide) -> None:
     assert "behind layer_0" in verdict.reason
 
 
+@pytest.mark.full
 def test_attacks_of_links_may_not_finish(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(self: Any, station: Station) -> Any:
         raise MemoryError("no room")
@@ -213,6 +221,7 @@ def test_attacks_of_links_may_not_finish(decide: Decide, monkeypatch: pytest.Mon
 # --- what is remembered ---------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_second_run_finds_every_link(decide: Decide) -> None:
     first, second = decide(MODEL, BALL), decide(MODEL, BALL)
     assert [one.cached for one in first] == [0, 0]
@@ -233,6 +242,7 @@ def known(found: GoalOutcome) -> list[bool]:
     return [link.cached for link in found.cases[0].links]
 
 
+@pytest.mark.full
 def test_links_before_a_change_are_known(decide: Decide, folder: Path) -> None:
     decide(MODEL, attacks=False)
     alter(folder, "model.layers.1.mlp.up_proj.weight", 0.01)
@@ -241,6 +251,7 @@ def test_links_before_a_change_are_known(decide: Decide, folder: Path) -> None:
     assert found.verdict == Held()
 
 
+@pytest.mark.full
 def test_links_behind_a_change_that_stays_in_their_interface_are_known(
     decide: Decide, folder: Path
 ) -> None:
@@ -257,6 +268,7 @@ def test_links_behind_a_change_that_stays_in_their_interface_are_known(
     assert (found.verdict, found.confirmed) == (Held(), True)
 
 
+@pytest.mark.full
 def test_an_interface_of_before_is_given_up_where_it_costs_the_goal(
     decide: Decide, folder: Path
 ) -> None:
@@ -312,6 +324,7 @@ def test_entries_that_lie_are_not_believed(decide: Decide, folder: Path) -> None
     assert found.proof is None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", ["name", "graph", "region"])
 def test_entries_do_not_say_what_their_links_are_about(
     decide: Decide, folder: Path, place: str
@@ -355,6 +368,7 @@ def test_the_bound_of_the_last_link_is_what_its_proof_claims(decide: Decide, fol
     assert any("damaged" in note for note in found.notes)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("value", [1, "text", (), (1.0, 2.0), {"a": 1}])
 def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
     (first,) = decide(BALL, attacks=False)

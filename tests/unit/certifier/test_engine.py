@@ -53,6 +53,7 @@ def said(answers: list[Answer | None]) -> list[str]:
     return [a.value.reason for a in answers if a is not None and isinstance(a.value, Checked)]
 
 
+@pytest.mark.full
 def test_answers_stand_in_the_order_of_tasks(station: Station, pair: Crew) -> None:
     tasks = [Say("slow", 0.3), Say("b"), Say("c"), Say("d")]
     heard: list[int] = []
@@ -63,6 +64,7 @@ def test_answers_stand_in_the_order_of_tasks(station: Station, pair: Crew) -> No
         assert said(alone.run(tasks)) == said(answers)
 
 
+@pytest.mark.full
 def test_workers_are_other_processes(station: Station, pair: Crew) -> None:
     import os
 
@@ -81,6 +83,7 @@ def test_want_of_memory_is_an_unfinished_piece(station: Station, pair: Crew, job
     assert second.value == Checked("next")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_the_first_refusal_counts(station: Station, jobs: int) -> None:
     tasks: list[Task] = [Say("a", 0.2), Fail("refusal"), Fail("defect"), Fail("file")]
@@ -104,12 +107,14 @@ def test_a_file_that_is_gone_is_refused(station: Station) -> None:
     assert "gone.safetensors" in caught.value.diagnostics[0].message
 
 
+@pytest.mark.full
 def test_what_is_not_wanted_is_not_done(station: Station, pair: Crew) -> None:
     for crew in (Crew(station, Execution(jobs=1)), pair):
         answers = crew.run([Say("a"), Say("b"), Say("c")], wanted=lambda index: index != 1)
         assert [a is None for a in answers] == [False, True, False]
 
 
+@pytest.mark.full
 def test_a_dead_worker_costs_its_own_piece_alone(station: Station, tmp_path: Path) -> None:
     """Whoever shared the pool with it is done again; what died for another's sake is too."""
     tasks: list[Task] = [Say("a", 0.5), Die(), Say("b"), DieOnce(tmp_path / "marker"), Say("c")]
@@ -122,6 +127,7 @@ def test_a_dead_worker_costs_its_own_piece_alone(station: Station, tmp_path: Pat
         assert said(crew.run([Say("after")])) == ["after"]
 
 
+@pytest.mark.full
 def test_workers_with_another_program_refuse(station: Station) -> None:
     """A worker that would compute by other rules, or on other weights, does not begin."""
     from dataclasses import replace
@@ -138,6 +144,7 @@ def test_workers_with_another_program_refuse(station: Station) -> None:
         assert found.message.startswith(words)
 
 
+@pytest.mark.full
 def test_workers_that_cannot_start_are_an_error(
     station: Station, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_second_run_finds_everything(decide: Decide, folder: Path) -> None:
     hull = "forall x in hull(all, 0.01): span(drift(mlp_1, x)) <= 9"
     wanted = (HELD % "attn_0", OPEN, FLIP, hull)
@@ -105,6 +106,7 @@ def test_a_second_run_finds_everything(decide: Decide, folder: Path) -> None:
     assert isinstance(second[1].verdict, Violated)
 
 
+@pytest.mark.full
 def test_what_was_found_is_not_computed_again(
     decide: Decide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_what_was_found_is_not_computed_again(
     assert same(decide(HELD % "attn_0", OPEN)) == same(first)
 
 
+@pytest.mark.full
 def test_only_blocks_that_read_a_changed_tensor_are_verified_again(
     decide: Decide, folder: Path
 ) -> None:
@@ -134,6 +137,7 @@ def test_only_blocks_that_read_a_changed_tensor_are_verified_again(
     assert all(one.confirmed for one in second)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -151,6 +155,7 @@ def test_another_goal_is_another_key(decide: Decide, before: str, after: str) ->
     assert again.cached == 0
 
 
+@pytest.mark.full
 def test_other_tokens_numerics_rules_and_tables_are_other_keys(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +180,7 @@ def test_other_tokens_numerics_rules_and_tables_are_other_keys(
     assert version() != "0" * 64
 
 
+@pytest.mark.full
 def test_every_bit_of_a_weight_is_in_the_key(folder: Path) -> None:
     path = folder / "model.safetensors"
     before = load_file(path)
@@ -243,6 +249,7 @@ def _changed(record: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_names_of_requests_do_not_count(folder: Path) -> None:
     """The same region under another name: found, and named as it is now, in the proof too."""
     program = write_contract(folder, HELD % "attn_0")
@@ -256,6 +263,7 @@ def test_names_of_requests_do_not_count(folder: Path) -> None:
     assert one.confirmed
 
 
+@pytest.mark.full
 def test_damaged_entries_are_found_anew_and_mentioned(decide: Decide, folder: Path) -> None:
     first = decide(HELD % "attn_0")
     for path in entries(folder):
@@ -268,6 +276,7 @@ def test_damaged_entries_are_found_anew_and_mentioned(decide: Decide, folder: Pa
     assert (third.cached, third.notes) == (2, first[0].notes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [None, 1, ((1, 2), 3), {"a": 1}, (1, 2, 3), (None, 0.5, None)])
 def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value: Any) -> None:
     first = decide(HELD % "attn_0")
@@ -300,6 +309,7 @@ def test_a_lowered_bound_is_not_believed(decide: Decide, folder: Path) -> None:
     assert not unconfirmed.confirmed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["region", "graph", "name"])
 def test_an_entry_does_not_say_what_its_proof_is_about(
     decide: Decide, folder: Path, place: str
@@ -344,6 +354,7 @@ def test_a_claim_apart_from_its_bound_is_damage(decide: Decide, folder: Path) ->
     assert found.verdict == honest.verdict
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -386,6 +397,7 @@ def test_what_is_likely_is_not_remembered_as_sure(folder: Path) -> None:
     assert decided().cached == len(honest.cases)
 
 
+@pytest.mark.full
 def test_runs_that_refute_are_simulated_again(
     decide: Decide, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

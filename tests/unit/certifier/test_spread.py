@@ -68,6 +68,7 @@ def alone(folder: Path) -> list[GoalOutcome]:
     return same(decided(folder, Execution(jobs=1)))
 
 
+@pytest.mark.full
 def test_several_processes_find_the_same(
     folder: Path, alone: list[GoalOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_several_processes_find_the_same(
     assert stages["N-0: check"] == [(1, 2), (2, 2)]
 
 
+@pytest.mark.full
 def test_workers_that_join_later_find_the_same(
     folder: Path, alone: list[GoalOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +97,7 @@ def test_workers_that_join_later_find_the_same(
     assert same(decided(folder, Execution(threads=1))) == alone
 
 
+@pytest.mark.full
 def test_one_want_of_memory_makes_its_goal_inconclusive(
     folder: Path, alone: list[GoalOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +193,7 @@ def test_no_case_is_no_evidence(folder: Path) -> None:
     assert isinstance(verdict_of(goal, (unknown,), None), Inconclusive)
 
 
+@pytest.mark.full
 def test_a_refusal_of_a_worker_has_its_place(folder: Path, cli: Cli, tmp_path: Path) -> None:
     """Weights beyond float8 are refused at the drift of the contract, also from a worker."""
     write_model(tmp_path, prompts=("ab", "c"))
@@ -212,6 +216,7 @@ def test_a_refusal_of_a_worker_has_its_place(folder: Path, cli: Cli, tmp_path: P
     assert there == here
 
 
+@pytest.mark.full
 def test_the_command_says_the_same_and_what_it_remembered(cli: Cli, folder: Path) -> None:
     ran = [
         cli("verify", "--json", "--jobs", jobs, "--cache", "memory", cwd=folder)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _PROGRAM = """
 import json, sys
 from kcdsl_certs.__main__ import main
@@ -42,6 +44,7 @@ def test_the_stand_alone_checker_imports_nothing_heavy(vectors_folder: Path) -> 
     assert {"kcdsl_certs", "cryptography", "rfc8785"} <= third
 
 
+@pytest.mark.full
 def test_the_module_runs_and_speaks_in_exit_codes(vectors_folder: Path, tmp_path: Path) -> None:
     def run(certificate: str, key: str = "a.pub", **changes: str) -> int:
         options = {

@@ -200,6 +200,7 @@ def measured(statement: dict[str, Any]) -> Iterator[Change]:
             yield Change(path, field_of(path), kind, f"times {factor}", put)
 
 
+@pytest.mark.full
 def test_what_is_not_listed_is_rejected_though_signed(sealed: Sealed) -> None:
     found: defaultdict[str, set[str]] = defaultdict(set)
     tried = 0

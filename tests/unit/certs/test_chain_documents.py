@@ -194,6 +194,7 @@ def test_a_point_is_no_region_of_what_a_run_may_return(tokens: Base) -> None:
     assert judged(tokens, point) == "chain/interface"
 
 
+@pytest.mark.full
 def test_readings_that_are_farther_apart(tokens: Base) -> None:
     """What a link returns may be read in several versions, and the next one is on all of them."""
     number = 1
@@ -279,6 +280,7 @@ def narrow_end(document: Document, part: str, end: str, toward: float) -> None:
     box[end] = moved(box[end], one)
 
 
+@pytest.mark.full
 def test_claims_and_witnesses_of_links(tokens: Base) -> None:
     def lower(document: Document, number: int) -> None:
         link = links(document)[number]
@@ -612,6 +614,7 @@ WEIGHTLESS = {
 those by less than the margin of claims, or of the first region, which is another statement."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("third", [0, 1, 2])
 def test_what_is_not_listed_is_rejected(folder: Path, third: int) -> None:
     """One change of every kind of every field of cases; graphs are as those of other proofs."""

@@ -123,6 +123,7 @@ def long_lists(document: Document) -> dict[str, tuple[Callable[[Document], None]
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", list(long_lists({"cases": [{"witness": [0]}]})))
 def test_endless_values(good: tuple[Document, Path], what: str) -> None:
     put, value, reason = long_lists(good[0])[what]
@@ -224,6 +225,7 @@ def test_what_cannot_fit_is_refused_beforehand(tmp_path: Path, domain: str) -> N
     assert outcome.seconds < 60
 
 
+@pytest.mark.full
 def test_memory_that_is_not_given_is_a_reason(tmp_path: Path) -> None:
     """A process that may use 2 GiB, and a graph that takes a little more than can be foreseen."""
     data, path = vast(tmp_path, 1, "affine")

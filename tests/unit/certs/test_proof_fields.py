@@ -66,6 +66,7 @@ def accepted(
             yield found.change.field, found.change.kind
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", BASES)
 def test_a_base_is_confirmed_and_valid(name: str, base: Made, follows: Any) -> None:
     document, path = base(name)
@@ -138,6 +139,7 @@ def fields_of(schema: Any, node: Any, field: str) -> Iterator[str]:
         yield from (f for f in fields_of(schema, inner, field) if f != field)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BASES)
 def test_nothing_claimed_may_be_lowered(name: str, base: Made) -> None:
     document, path = base(name)
@@ -150,6 +152,7 @@ def test_nothing_claimed_may_be_lowered(name: str, base: Made) -> None:
         assert found.outcome.reason in expected, (str(found.change), found.outcome)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BASES)
 def test_what_is_not_listed_is_rejected(name: str, base: Made) -> None:
     """One change of every kind of a third of all fields; `make mutants` makes all."""
@@ -199,6 +202,7 @@ def summary(total: int, found: Counter[tuple[str, str]]) -> str:
     return f"{total:,} changes of {len(BASES)} proofs, {some}: {by_kind}"
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", BASES)
 def test_a_graph_has_the_digest_under_which_it_stands(name: str, base: Made) -> None:
     """The same changes of graphs and constants by somebody who leaves the digests alone."""

@@ -196,6 +196,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.sample(19)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_rejected(good: tuple[Document, Path], name: str) -> None:
     made, path = good
@@ -206,6 +207,7 @@ def test_a_change_is_rejected(good: tuple[Document, Path], name: str) -> None:
     assert (outcome.ok, outcome.reason) == (False, reason), outcome
 
 
+@pytest.mark.full
 def test_every_witness_is_compared(good: tuple[Document, Path]) -> None:
     made, path = good
     compared = 0
@@ -318,6 +320,7 @@ def broadcasting(rng: np.random.Generator) -> Any:
     return g
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["float64", "float32"])
 @pytest.mark.parametrize("radius", [0.0, 2.0**-10, 2.0**-7])
 def test_any_graph_is_bounded(tmp_path: Path, radius: float, name: str) -> None:

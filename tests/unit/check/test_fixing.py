@@ -183,6 +183,7 @@ def test_what_is_not_yaml_may_become_a_contract_with_other_findings() -> None:
     assert fix(SourceFile("c.kc.yaml", text), None).source.text == text
 
 
+@pytest.mark.full
 def test_large_texts_are_read_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     text, read = hostile.CONTRACTS["comments that accept"], 0
 

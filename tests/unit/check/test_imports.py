@@ -359,6 +359,7 @@ def _compiled(place: Path, text: str) -> Program:
     return load_program(path)
 
 
+@pytest.mark.full
 def test_long_chains_end(place: Path) -> None:
     chain(place / "shared", DEPTH_LIMIT + 2)
     sink = compile_contract(place / "shared" / f"l{DEPTH_LIMIT + 1}.kc.yaml")[1]

@@ -103,6 +103,7 @@ def test_every_field_of_a_server_is_bound_by_digest_and_fingerprint() -> None:
     assert str(kernel_fingerprint(keyed.infer)) in records
 
 
+@pytest.mark.full
 def test_a_folder_is_bound_too() -> None:
     one, other = (analysed(f"run: hf.transformers, folder: {name}")[0] for name in ("a", "b"))
     assert one is not None

@@ -310,6 +310,7 @@ def test_a_document_is_right_as_it_stands(
     assert [d.message for d in worse] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["contract", "other forms", "library", "recordings"])
 def test_a_misspelt_word_is_answered_with_the_right_one(
     documents: dict[str, str], folder: Path, name: str

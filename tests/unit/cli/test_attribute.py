@@ -55,6 +55,7 @@ def ran(folder: Path) -> tuple[Any, dict[str, Any], str]:
     return done, document, (folder / "out" / "attribution.svg").read_text()
 
 
+@pytest.mark.full
 def test_the_table_the_document_and_the_picture(
     ran: tuple[Any, dict[str, Any], str], follows: Callable[..., None]
 ) -> None:
@@ -82,6 +83,7 @@ def test_shares_sum_up_to_the_total(ran: tuple[Any, dict[str, Any], str]) -> Non
     assert len(document["between"]) == 16
 
 
+@pytest.mark.full
 def test_json_is_the_document_and_the_same_again(
     cli: Cli, folder: Path, tmp_path: Path, ran: tuple[Any, dict[str, Any], str]
 ) -> None:
@@ -108,6 +110,7 @@ def test_alone_leaves_out_the_batch(cli: Cli, folder: Path, tmp_path: Path) -> N
     assert len(document["between"]) == 8
 
 
+@pytest.mark.full
 def test_states_of_a_language_model_are_split_among_the_blocks_before_its_head(
     cli: Cli, folder: Path, tmp_path: Path
 ) -> None:

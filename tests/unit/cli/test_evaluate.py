@@ -66,6 +66,7 @@ def document(stdout: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_contract_that_holds(cli: Any, write: Write, follows: Any) -> None:
     folder = write(KL, TRACE)
     ran = cli("evaluate", cwd=folder)
@@ -86,6 +87,7 @@ def test_a_contract_that_holds(cli: Any, write: Write, follows: Any) -> None:
     assert not (folder / "out" / "evaluate.cert.json").exists()
 
 
+@pytest.mark.full
 def test_the_report_and_the_certificate_list_what_comments_accept(cli: Any, write: Write) -> None:
     folder = write(f"{KL}  # kcdsl: ignore[KC415] promised to another team")
     ran = cli("evaluate", cwd=folder)
@@ -134,6 +136,7 @@ def test_an_empty_slice_is_no_pass(cli: Any, write: Write) -> None:
     assert "! invalid" in ran.stdout
 
 
+@pytest.mark.full
 def test_an_encoder_is_judged_by_its_states(cli: Any, write: Write) -> None:
     folder = write(
         "{require: max(hidden_l2) <= 1, slices: [all], level: L2}",
@@ -230,6 +233,7 @@ def test_a_certificate_binds_the_device_that_was_used(cli: Any, write: Write) ->
     assert cli("check", path, *key, "--kernels", kernels, cwd=folder).code == 0
 
 
+@pytest.mark.full
 def test_a_violation_is_certified_as_such(cli: Any, write: Write) -> None:
     folder = write("{require: max(kl) <= 1e-9, slices: [all], level: L3}", compute="bfloat16")
     cli("keygen", "-o", folder / "own.key")
@@ -240,6 +244,7 @@ def test_a_violation_is_certified_as_such(cli: Any, write: Write) -> None:
     assert cli("check", path, "--key", "own.key.pub", cwd=folder).code == 4
 
 
+@pytest.mark.full
 def test_files_that_change_meanwhile_get_no_certificate(
     cli: Any, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +382,7 @@ def test_a_bound_below_the_measurement_aborts_without_files(
     assert not (folder / "out").exists()
 
 
+@pytest.mark.full
 def test_requests_too_large_to_be_bounded_are_said_to_be_so(
     cli: Any, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,6 +458,7 @@ def test_formats_that_there_are_not_are_refused_before_anything_runs(
     assert not (folder / "out").exists()
 
 
+@pytest.mark.full
 def test_whole_requests_are_bounded_where_there_is_time(cli: Any, write: Write) -> None:
     folder = write("{require: max(kl) <= 1e-3, slices: [all], level: L2}")
     ran = cli("evaluate", "--bound-seconds", "120", "--json", cwd=folder)

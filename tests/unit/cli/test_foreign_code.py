@@ -59,6 +59,7 @@ def test_every_command_is_known_to_read_or_to_run() -> None:
     assert not READING.keys() & RUNNING.keys()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", READING)
 def test_a_command_that_reads_runs_nothing(name: str, folder: Path) -> None:
     ran = attempt(kcdsl(*READING[name]), folder, seconds=240)
@@ -66,10 +67,12 @@ def test_a_command_that_reads_runs_nothing(name: str, folder: Path) -> None:
     assert ran.outcome in {Outcome.ACCEPTED, Outcome.REFUSED}, ran.stderr
 
 
+@pytest.mark.full
 def test_the_language_server_runs_nothing(folder: Path) -> None:
     assert converse(folder) == ()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", RUNNING)
 def test_a_command_that_runs_code_asks_first(name: str, folder: Path) -> None:
     ran = attempt(kcdsl(*RUNNING[name]), folder, seconds=240)
@@ -88,6 +91,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OF_USED)
 def test_real_documents_of_a_contract_run_nothing_of_it(name: str, used: Path) -> None:
     words, code = OF_USED[name]
@@ -97,6 +101,7 @@ def test_real_documents_of_a_contract_run_nothing_of_it(name: str, used: Path) -
         assert "KC609" in ran.stderr
 
 
+@pytest.mark.full
 def test_modules_of_a_used_contract_are_traps(used: Path) -> None:
     words = ("evaluate", "contract.yaml", "--allow-code", "--fresh", "-o", "again")
     ran = attempt(kcdsl(*words, safe=True), used, seconds=240)
@@ -115,6 +120,7 @@ def test_reading_commands_have_no_such_option(cli: Any) -> None:
         assert "--allow-code" not in cli(name, "--help").stdout
 
 
+@pytest.mark.full
 def test_the_traps_go_off_once_code_is_allowed(folder: Path) -> None:
     ran = attempt(kcdsl("evaluate", "--allow-code", "contract.yaml"), folder, seconds=240)
     assert {"own_metrics.py", "trapped_metrics", "trapped_metrics/own.py"} <= set(ran.executed)
@@ -123,6 +129,7 @@ def test_the_traps_go_off_once_code_is_allowed(folder: Path) -> None:
     assert set(ran.executed) == {"trapped_model", "trapped_model.network"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("trusted", "code"), [(".", "KC609"), ("..", "KC457"), ("../hos", "KC609")]
 )
@@ -183,6 +190,7 @@ def test_the_standalone_checker_imports_nothing_of_the_folder(folder: Path) -> N
     assert "error: " in ran.stderr
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("entries", ["", ":", ".", "./"])
 def test_relative_entries_of_the_search_path_do_not_count(folder: Path, entries: str) -> None:
     for name in BEFORE_US:

@@ -50,6 +50,7 @@ def soon(cli: Cli, tmp_path: Path) -> Soon:
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", hostile.CONTRACTS)
 def test_contracts(soon: Soon, tmp_path: Path, name: str) -> None:
     (tmp_path / "contract.yaml").write_text(hostile.CONTRACTS[name])
@@ -112,12 +113,14 @@ def test_zero_bytes_of_arguments(soon: Soon, tmp_path: Path, words: tuple[str, .
     assert "zero byte" in ran.stderr
 
 
+@pytest.mark.full
 def test_zero_bytes_of_addresses(tmp_path: Path) -> None:
     text = hostile.HEAD + hostile.CLAUSE
     uri = (tmp_path / "contract.yaml").as_uri().replace("contract", "con%00tract")
     assert foreign.with_server(tmp_path, text, uri).errors == ()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["one key", "parentheses", "imports", "comments that accept"])
 def test_language_server(tmp_path: Path, name: str) -> None:
     talk = foreign.with_server(tmp_path, hostile.CONTRACTS[name])
@@ -134,6 +137,7 @@ def test_configurations(soon: Soon, tmp_path: Path, name: str) -> None:
         assert "error[KC" in ran.stdout + ran.stderr
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", hostile.MODULES)
 def test_modules_of_metrics(soon: Soon, tmp_path: Path, name: str) -> None:
     (tmp_path / "kcdsl.toml").write_text('metrics = ["own.py"]')
@@ -141,6 +145,7 @@ def test_modules_of_metrics(soon: Soon, tmp_path: Path, name: str) -> None:
     assert soon("lint", "contract.yaml").code in (0, 1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", hostile.DATA)
 def test_data(soon: Soon, tmp_path: Path, name: str) -> None:
     (tmp_path / "prompts.jsonl").write_bytes(hostile.DATA[name])
@@ -149,6 +154,7 @@ def test_data(soon: Soon, tmp_path: Path, name: str) -> None:
     assert "error[KC" in ran.stderr
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", hostile.DOCUMENTS)
 def test_documents(soon: Soon, tmp_path: Path, name: str) -> None:
     (tmp_path / "j.json").write_bytes(hostile.DOCUMENTS[name])

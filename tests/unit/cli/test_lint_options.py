@@ -149,6 +149,7 @@ FOLLOWS = """\
 """
 
 
+@pytest.mark.full
 def test_findings_of_the_solver_are_accepted_where_it_is_asked(
     cli_process: Cli, folder: Path
 ) -> None:

@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "looks", "error", "soft", "mean"),
     [
@@ -73,6 +74,7 @@ def test_looks_share_the_error(
     assert rows["ROWS"]["shown"] is None
 
 
+@pytest.mark.full
 def test_people_read_the_same(cli: Any, folder: Path) -> None:
     text = cli("evaluate", *QUICK, "--looks", "5", cwd=folder).stdout
     flat = " ".join(text.split())
@@ -84,6 +86,7 @@ def test_people_read_the_same(cli: Any, folder: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_certificate_of_any_number_of_looks_is_valid(cli: Any, folder: Path) -> None:
     """What an e-process shows passes the binomial tail that the checker computes."""
     contract = CONTRACT.replace("budget: 5%", "budget: 10%").split("  HARD")[0]

@@ -222,6 +222,7 @@ def test_a_trace_as_pilot(write: Write, planned: Any) -> None:
     assert found["P99 long"]["pilot"] is None
 
 
+@pytest.mark.full
 def test_both_traces_of_an_evaluation_are_the_same_pilot(
     tmp_path: Path, cli: Any, planned: Any
 ) -> None:
@@ -264,6 +265,7 @@ def flipped(i: int, flips: int) -> str:
     return record(i, 0.0, values={"top1_flip": one, "top1_overlap": same})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("every", [8, 15, 40])
 def test_rare_flips_are_shown_about_as_often_as_planned(
     write: Write, planned: Any, every: int

@@ -78,6 +78,7 @@ def files(folder: Path) -> Iterator[Path]:
     return (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("command", RUNS)
 def test_a_link_under_the_name_of_a_result_is_not_written_through(
     folder: Path, command: str
@@ -93,6 +94,7 @@ def test_a_link_under_the_name_of_a_result_is_not_written_through(
     assert {file.read_bytes() for file in home.iterdir()} == {PRECIOUS}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("command", RUNS)
 def test_a_pipe_under_the_name_of_a_result_is_not_waited_for(folder: Path, command: str) -> None:
     for file in results(command, folder):
@@ -100,6 +102,7 @@ def test_a_pipe_under_the_name_of_a_result_is_not_waited_for(folder: Path, comma
     assert "KC999" not in run_here(*RUNS[command][-1], cwd=folder).stderr
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("command", [name for name in RUNS if name != "sign"])
 def test_a_folder_of_results_that_leads_elsewhere_is_refused(folder: Path, command: str) -> None:
     home = folder.parent / "home"

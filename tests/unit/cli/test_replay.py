@@ -78,6 +78,7 @@ def document(folder: Path) -> Callable[[str], Document]:
     return read
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("clause", CLAUSES)
 def test_a_counterexample_is_confirmed(
     cli: Any, folder: Path, follows: Callable[..., None], clause: str
@@ -172,6 +173,7 @@ def _read(path: Path, changed: Document) -> Document:
     return read_counterexample(path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("clause", CLAUSES)
 def test_a_document_changed_in_any_field_shows_nothing(
     folder: Path,

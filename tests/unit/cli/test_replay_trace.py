@@ -286,6 +286,7 @@ def requests_in(journal: Path) -> int:
     return sum(kind == b"R" for kind, *_ in _frames(journal.read_bytes()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("moment", "count"), MOMENTS)
 def test_a_kill_leaves_no_half_result_and_the_next_run_goes_on(
     cli: Any, made: Path, folder: Path, moment: str, count: int
@@ -312,6 +313,7 @@ def test_a_kill_leaves_no_half_result_and_the_next_run_goes_on(
     assert (out / "resumed.journal").exists() == (done > 0)
 
 
+@pytest.mark.full
 def test_a_kill_from_outside_at_any_time(cli: Any, made: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "kcdsl", *EVALUATE]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -334,6 +336,7 @@ def begun(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_fresh_runs_every_request_again(cli: Any, made: Path, begun: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(begun, tmp_path / "fresh")
     ran = cli(*EVALUATE, "--fresh", cwd=folder)
@@ -348,6 +351,7 @@ def test_another_seed_starts_anew(cli: Any, begun: Path, tmp_path: Path) -> None
     assert "resumed" not in cli(*EVALUATE, "--seed", "1", cwd=folder).stderr
 
 
+@pytest.mark.full
 def test_where_nothing_could_be_written_what_was_measured_is_kept(
     cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def body(path: Path) -> Predicate:
     )[0]
 
 
+@pytest.mark.full
 def test_stage_lifetime_and_signers_are_those_asked_for(cli: Any, folder: Path) -> None:
     words = ("--sign", "one.key", "--sign", "two.key", "--stage", "canary", "--valid-for", "7")
     ran = cli("verify", *QUICK, *words, cwd=folder)

@@ -28,6 +28,7 @@ def run(redirection: str, *arguments: str, folder: Path) -> subprocess.Completed
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("redirection", ["", ">&-", "2>&-", ">&- 2>&-", "<&-"])
 def test_a_closed_stream_changes_no_exit_code(redirection: str, tmp_path: Path) -> None:
     listed = run(redirection, "explain", folder=tmp_path)
@@ -42,6 +43,7 @@ def test_a_closed_stream_changes_no_exit_code(redirection: str, tmp_path: Path) 
     assert b"error" not in linted.stderr
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arguments", [("explain",), ("backends",), ("doctor",)])
 def test_a_reader_that_has_read_enough_is_no_error(
     arguments: tuple[str, ...], tmp_path: Path
@@ -67,6 +69,7 @@ def test_a_full_disc_is_an_answer(tmp_path: Path) -> None:
     assert b"KC602" in ran.stderr
 
 
+@pytest.mark.full
 def test_a_character_that_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     refused = run("", "compile", "n\u00f6.yaml", folder=tmp_path)
     linted = run("", "lint", "n\u00f6.yaml", folder=tmp_path)

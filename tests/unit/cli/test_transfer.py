@@ -139,6 +139,7 @@ def test_the_checker_by_itself_accepts_it(cli: Any, folder: Path) -> None:
     assert main(words) == 4
 
 
+@pytest.mark.full
 def test_a_block_that_left_stays_behind_and_is_verified_again(
     cli: Any, folder: Path, cache_home: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_limit_below_a_concrete_run_is_violated(cli: Any, write: Write, folder
     assert goal["counterexample"]["case"] in ("p0", "p1")
 
 
+@pytest.mark.full
 def test_a_limit_between_both_is_inconclusive(cli: Any, write: Write, folder: Path) -> None:
     write(HELD.replace("0.01", "1e-9"))
     (goal,) = goals(cli("verify", "--json", cwd=folder).stdout)
@@ -121,6 +122,7 @@ def test_a_limit_between_both_is_inconclusive(cli: Any, write: Write, folder: Pa
     assert "exceeds the threshold" in ran.stdout
 
 
+@pytest.mark.full
 def test_without_a_bound_nothing_is_claimed(cli: Any, write: Write, folder: Path) -> None:
     """The whole model in bfloat16: intervals give up, and say where."""
     write("forall x in points(all): norm_inf(drift(model, x)) <= 1000", compute="bfloat16")
@@ -227,6 +229,7 @@ def test_contradicting_clauses_are_refused_first(cli: Any, write: Write, folder:
     assert "KC" in ran.stderr
 
 
+@pytest.mark.full
 def test_certificate_and_proof_are_written_together(cli: Any, write: Write, folder: Path) -> None:
     write(HELD)
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
@@ -239,6 +242,7 @@ def test_certificate_and_proof_are_written_together(cli: Any, write: Write, fold
     assert checked.code == 0, checked.stdout
 
 
+@pytest.mark.full
 def test_numerics_that_no_adapter_keeps_are_named(cli: Any, write: Write, folder: Path) -> None:
     """A specification finer than the program is proved as stated, and said to be only a claim."""
     path = write(HELD)
@@ -322,6 +326,7 @@ def test_of_an_order_a_certificate_states_no_more_than_is_shown(
     assert "margin" in cli("verify", cwd=folder).stdout
 
 
+@pytest.mark.full
 def test_names_of_requests_do_not_move_the_cursor(cli: Any, write: Write, folder: Path) -> None:
     rows = [{"id": "a\x1b[2Jb\u202ec", "text": "hello"}]
     (folder / "prompts.jsonl").write_text(json.dumps(rows[0]) + "\n")
@@ -352,6 +357,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
     assert (ran.code, "KC602" in ran.stderr) == (2, True)
 
 
+@pytest.mark.full
 def test_a_narrow_terminal_loses_no_column(write: Write, folder: Path) -> None:
     write(HELD)
     ours, theirs = pty.openpty()

@@ -76,6 +76,7 @@ def test_one_certificate_holds_for_every_length(
     assert checked.code == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.full
 def test_a_run_of_the_longest_request_may_break_it(
     cli: Any, verify: Callable[..., Any], folder: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_run_of_the_longest_request_may_break_it(
     assert json.loads(again.stdout)["exact"]
 
 
+@pytest.mark.full
 def test_between_bound_and_attack_nothing_is_decided(verify: Callable[..., Any]) -> None:
     ran = verify(ATTENTION % 1e-3)
     assert ran.code == 3, ran.stdout
@@ -106,6 +108,7 @@ def test_no_flip_is_asked_at_any_length(verify: Callable[..., Any]) -> None:
     assert json.loads(ran.stdout)["goals"][0]["verdict"] in ("held", "inconclusive")
 
 
+@pytest.mark.full
 def test_a_second_run_remembers_the_length(cli: Any, folder: Path) -> None:
     def run(text: str) -> int:
         write_contract(folder, text)
@@ -156,6 +159,7 @@ def test_the_digest_of_a_case_has_its_length(folder: Path) -> None:
     assert cases[0].digest != cases[1].digest
 
 
+@pytest.mark.full
 def test_a_proof_of_one_length_does_not_say_more(
     cli: Any, verify: Callable[..., Any], folder: Path
 ) -> None:
@@ -215,6 +219,7 @@ clauses:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("longest", "code"), [(7, 0), (8, 2), (64, 2)])
 def test_a_block_that_branches_on_its_length_is_refused(
     cli_process: Any, tmp_path: Path, longest: int, code: int

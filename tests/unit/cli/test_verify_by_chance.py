@@ -50,6 +50,7 @@ def between(verify: Callable[..., Any]) -> float:
     return float(f"{1.01 * bounds[1]:.3g}")
 
 
+@pytest.mark.full
 def test_a_likely_bound_is_called_so_everywhere(
     cli: Any, verify: Callable[..., Any], folder: Path, between: float, follows: Any
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_likely_bound_is_called_so_everywhere(
     assert "probabilistic" in table.stdout
 
 
+@pytest.mark.full
 def test_the_worst_case_is_preferred_where_it_is_enough(verify: Callable[..., Any]) -> None:
     document, code = verify(LAYER % 1000)
     (goal,) = document["goals"]
@@ -79,6 +81,7 @@ def test_the_worst_case_is_preferred_where_it_is_enough(verify: Callable[..., An
     assert not any("alpha" in case for case in goal["cases"])
 
 
+@pytest.mark.full
 def test_a_proof_is_never_left_to_chance(verify: Callable[..., Any], between: float) -> None:
     for evidence in ("proof", ""):
         document, code = verify(LAYER % between, evidence=evidence)
@@ -89,6 +92,7 @@ def test_a_proof_is_never_left_to_chance(verify: Callable[..., Any], between: fl
         assert "alpha" not in goal
 
 
+@pytest.mark.full
 def test_chosen_roundings_refute_what_is_not_even_likely(verify: Callable[..., Any]) -> None:
     document, _ = verify(LAYER % 0.001)
     (goal,) = document["goals"]
@@ -112,6 +116,7 @@ def test_chosen_roundings_do_not_refute_what_is_likely(folder: Path) -> None:
     assert isinstance(verdict_of(goal, [worst], found), InvalidEvidence)
 
 
+@pytest.mark.full
 def test_the_probability_may_be_another(verify: Callable[..., Any]) -> None:
     bounds = []
     for alpha in ("0.05", "1e-9", "1e-30"):
@@ -120,6 +125,7 @@ def test_the_probability_may_be_another(verify: Callable[..., Any]) -> None:
     assert bounds[0] < bounds[1] < bounds[2]
 
 
+@pytest.mark.full
 def test_the_largest_column_stays_with_all_likelihood(verify: Callable[..., Any]) -> None:
     document, code = verify(FLIP)
     (goal,) = document["goals"]
@@ -143,6 +149,7 @@ def test_a_probability_that_nothing_reads_is_refused(cli: Any, folder: Path) -> 
     assert "evidence: probabilistic" in ran.stderr
 
 
+@pytest.mark.full
 def test_links_of_a_chain_leave_nothing_to_chance(
     verify: Callable[..., Any], between: float
 ) -> None:
@@ -170,6 +177,7 @@ def test_what_is_likely_is_refuted_only_where_it_was_asked(folder: Path) -> None
         assert isinstance(verdict_of(asked, [worst], found), Violated)
 
 
+@pytest.mark.full
 def test_an_option_makes_no_violation_of_what_is_likely(verify: Callable[..., Any]) -> None:
     document, _ = verify(LAYER % 1e-9)
     attack = document["goals"][0]["attack"]

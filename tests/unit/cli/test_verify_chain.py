@@ -49,6 +49,7 @@ def test_a_chain_is_certified_and_checked(cli: Any, follows: Any, folder: Path) 
     assert checked.code == 0, checked.stdout
 
 
+@pytest.mark.full
 def test_a_chain_about_something_else_is_no_proof_of_a_clause(cli: Any, folder: Path) -> None:
     """The clause is bound to a chain as to any proof: by block, region, functional and cases."""
     from kcdsl_certs.proofs import bind
@@ -87,6 +88,7 @@ def stated(folder: Path) -> tuple[Any, Any]:
     return predicate.clauses[0], predicate.triple
 
 
+@pytest.mark.full
 def test_the_slack_of_each_link_is_shown(cli: Any, folder: Path) -> None:
     write_contract(folder, HALVES)
     first = cli("verify", "--chain", "--cache", folder / "cache", cwd=folder)

@@ -120,6 +120,7 @@ def limit(run: Run, kind: str, domains: str) -> float:
     return float(done.goal["bound"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["norm_inf", "norm_2", "span"])
 def test_planes_hold_where_the_others_do_not(run: Run, kind: str) -> None:
     others, planes = limit(run, kind, "interval,affine"), limit(run, kind, "planes")
@@ -141,6 +142,7 @@ def test_the_cheapest_domain_that_holds_is_taken(run: Run) -> None:
     assert (done.code, done.cases[0]["domain"]) == (0, "planes")
 
 
+@pytest.mark.full
 def test_boxes_of_planes_and_affine_forms_are_met(run: Run) -> None:
     """Where casts are to nearest and the box is small, each is less in some elements."""
     require = "forall x in ball(all, 0.0012): norm_inf(drift(mlp_0, x)) <= %r"
@@ -157,6 +159,7 @@ def test_boxes_of_planes_and_affine_forms_are_met(run: Run) -> None:
     assert {"passes", "planes"} <= set(done.cases[0])
 
 
+@pytest.mark.full
 def test_an_order_that_planes_keep(run: Run) -> None:
     """What is no flip for the others is none for planes, and some that is none for planes alone."""
     require = "forall x in ball(all, %s): no_flip(mlp_0, x, 1)"
@@ -169,6 +172,7 @@ def test_an_order_that_planes_keep(run: Run) -> None:
     assert run(require % radius).cases[0]["domain"] == "planes"
 
 
+@pytest.mark.full
 def test_regions_that_planes_do_not_know(run: Run) -> None:
     done = run("forall x in rows(all, 4): norm_inf(drift(mlp_0, x)) <= 10", "--domains", "planes")
     assert (done.code, done.cases) == (3, [])
@@ -181,6 +185,7 @@ def test_regions_that_planes_do_not_know(run: Run) -> None:
     assert "planes" not in done.cases[0].get("domain", "interval")
 
 
+@pytest.mark.full
 def test_planes_of_large_blocks_are_asked_only_by_name(
     run: Run, folder: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

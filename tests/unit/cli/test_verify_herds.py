@@ -43,6 +43,7 @@ def verified(folder: Path, limit: float) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_what_a_herd_finds_violates_a_clause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def proof_of(folder: Path) -> tuple[bytes, Any]:
     return path.read_bytes(), json.loads(path.read_bytes())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("k", "compute"), [(16, "float32"), (1, "float16")])
 def test_an_order_that_boxes_leave_open_is_proved(
     cli: Any, folder: Path, k: int, compute: str
@@ -77,6 +78,7 @@ def test_an_order_that_boxes_leave_open_is_proved(
     assert recheck(data, folder / "model.safetensors").ok
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("require", "compute"),
     [
@@ -93,6 +95,7 @@ def test_an_order_that_may_change_is_not(
     assert "a flip is not excluded for 1 of 1" in goal["reason"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("functional", ["norm_2", "span"])
 def test_a_threshold_below_the_box_is_met(cli: Any, folder: Path, functional: str) -> None:
     require = "forall x in points(all): {}(drift(model, x)) {} {:.9f}"

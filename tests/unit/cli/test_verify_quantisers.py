@@ -67,6 +67,7 @@ def contract(folder: Path, name: str, more: str = "") -> None:
     (folder / "contract.yaml").write_text(text, encoding="utf-8")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NUMERICS)
 def test_a_signed_certificate_is_derived_again(folder: Path, follows: Any, name: str) -> None:
     contract(folder, name)
@@ -131,6 +132,7 @@ def test_a_static_scale_of_no_linear_is_refused(folder: Path, name: str) -> None
     assert named in ran.stderr.replace("\n", " ")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CACHES)
 def test_a_quantised_cache_is_proved_signed_and_replayed(
     folder: Path, follows: Any, name: str
@@ -175,6 +177,7 @@ def test_another_cache_is_refused_where_it_stands(folder: Path, written: str, wo
     assert words in ran.stdout + ran.stderr
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["vLLM", "AWQ", "MXFP4", "linears"])
 def test_a_run_outside_of_a_bound_is_replayed(folder: Path, follows: Any, name: str) -> None:
     contract(folder, name, TIGHT)

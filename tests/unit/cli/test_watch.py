@@ -125,6 +125,7 @@ def by_removing(path: Path, text: str) -> None:
         stream.write(text[100:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("write", [in_place, by_renaming, by_removing])
 def test_ways_to_write(
     folder: Path, start: Callable[..., Watcher], write: Callable[[Path, str], None]
@@ -137,6 +138,7 @@ def test_ways_to_write(
     assert watcher.end() == 0
 
 
+@pytest.mark.full
 def test_a_file_that_goes_and_comes_back(folder: Path, start: Callable[..., Watcher]) -> None:
     watcher = start("c.kc.yaml")
     watcher.round()
@@ -146,6 +148,7 @@ def test_a_file_that_goes_and_comes_back(folder: Path, start: Callable[..., Watc
     assert watcher.round() == [NOTHING]
 
 
+@pytest.mark.full
 def test_folders_libraries_and_the_configuration(
     folder: Path, start: Callable[..., Watcher]
 ) -> None:
@@ -165,6 +168,7 @@ def test_folders_libraries_and_the_configuration(
     assert watcher.quiet()
 
 
+@pytest.mark.full
 def test_fixing_while_watching(folder: Path, start: Callable[..., Watcher]) -> None:
     watcher = start("--fix", "--unsafe-fixes", "c.kc.yaml")
     assert watcher.round() == ["1 contract: nothing found; 1 fixed"]

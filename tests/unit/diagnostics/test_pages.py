@@ -69,6 +69,7 @@ def test_examples_of_contracts(name: str, tmp_path: Path) -> None:
         assert source.text[span.start : span.end] == block.at
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", names())
 def test_examples_of_commands(name: str, tmp_path: Path, cli: Cli, cli_process: Cli) -> None:
     blocks = the_page(name).blocks

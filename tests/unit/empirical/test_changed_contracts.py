@@ -290,6 +290,7 @@ def test_failures_are_counted_whatever_was_measured(lab: Any) -> None:
     assert report.clauses[0].value == 0.0
 
 
+@pytest.mark.full
 def test_functions_that_were_edited_since_are_refused(lab: Any, tmp_path: Path) -> None:
     """The contract would be compiled with the new file; the values are those of the old one."""
     text = (

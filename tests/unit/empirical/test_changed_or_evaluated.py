@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -243,6 +244,7 @@ def _agree(lab: Any, kernel: str, before: Program, after: Program) -> None:
             assert row == wanted
 
 
+@pytest.mark.full
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_a_trace_gives_the_verdicts_of_an_evaluation_or_none(lab: Any, data: st.DataObject) -> None:

@@ -18,6 +18,7 @@ def _noise(runs: int, share: float = 0.05) -> float:
     return 3 * math.sqrt(share * (1 - share) / runs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("level", "n"), [("normal", 40), ("exponential", 60)])
 def test_two_sided_intervals_of_a_mean_cover_clustered_data(level: str, n: int) -> None:
     """95 % intervals cover in 93 to 97 % of runs, give or take what 500 runs can tell."""
@@ -88,6 +89,7 @@ def test_percentile_limits_are_exact_in_small_samples() -> None:
     assert coverage.percentile_misses(400, Fraction(9, 10), 4000, anytime) <= 0.01
 
 
+@pytest.mark.full
 def test_the_mirrored_bootstrap_takes_off_the_bias_of_a_difference() -> None:
     """|a - b| of two equal shares is biased upward, and resampling doubles that: the plain
     percentile calls a difference of nothing a violation almost every time."""

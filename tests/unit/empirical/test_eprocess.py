@@ -251,6 +251,7 @@ def test_a_detector_needs_an_excess_and_a_limit() -> None:
     assert not statistics.detector(PERCENT).alarmed
 
 
+@pytest.mark.full
 def test_no_torch_is_needed() -> None:
     """A router that decides online imports the same functions."""
     import subprocess

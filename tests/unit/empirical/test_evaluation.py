@@ -111,6 +111,7 @@ PLANTED: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_never_pass(lab: Any, bug: str) -> None:
     found = lab.evaluate(*strict(lab), infer=lab.kernel(PLANTED[bug](lab.base)))

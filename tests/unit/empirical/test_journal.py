@@ -91,6 +91,7 @@ def plain(lab: Any, function: Any = None) -> Counting:
     return Counting(function or lab.drifting(0.02))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("calls", [0, 1, 7, 19, 20, 21, 30])
 def test_a_killed_evaluation_goes_on_and_ends_as_an_uninterrupted_one(
     lab: Any, setting: Callable[..., Setting], tmp_path: Path, calls: int
@@ -156,6 +157,7 @@ CHANGES: dict[str, Callable[[Any, Setting], Setting]] = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("change", CHANGES)
 def test_anything_else_that_decides_values_starts_anew(
     lab: Any, setting: Callable[..., Setting], tmp_path: Path, change: str
@@ -216,6 +218,7 @@ def _with_function(setting: Setting, function: Callable[..., Any]) -> Setting:
     return replace(setting, program=program, user=(user,))
 
 
+@pytest.mark.full
 def test_a_function_of_the_user_that_gives_other_values_starts_anew(
     lab: Any, setting: Callable[..., Setting], tmp_path: Path
 ) -> None:
@@ -228,6 +231,7 @@ def test_a_function_of_the_user_that_gives_other_values_starts_anew(
     assert same(gather(other).runs, found.runs)
 
 
+@pytest.mark.full
 def test_what_a_function_of_the_user_imports_belongs_to_it(
     lab: Any,
     setting: Callable[..., Setting],
@@ -256,6 +260,7 @@ def test_what_a_function_of_the_user_imports_belongs_to_it(
     assert run(modelled, path)[1] == []
 
 
+@pytest.mark.full
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_torn_or_changed_record_is_dropped_with_all_after_it(

@@ -43,6 +43,7 @@ def plan(*names: str, **changes: Any) -> Plan:
     return replace(Plan(frozenset(names), 1.0, 0, False), **changes)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", NEW)
 def test_a_clause_on_every_measured_metric_is_decided(lab: Lab, name: str) -> None:
     op, limit = (
@@ -138,6 +139,7 @@ def test_calibration_scores_leave_the_last_position_out(lab: Lab) -> None:
     assert run.unit.values["nll_gap"] == pytest.approx(expected.numpy())
 
 
+@pytest.mark.full
 def test_equal_kernels_have_the_best_value_of_every_aggregate(lab: Lab) -> None:
     best = {"ess_frac": 1, "pearson_p": 1, "pearson_logp": 1, "nll_gap": 0, "brier_gap": 0,
             "ace_gap": 0}  # fmt: skip

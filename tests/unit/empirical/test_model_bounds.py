@@ -55,6 +55,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("effort", EFFORT_NUMBERS)
 def test_no_admitted_run_leaves_the_bound(name: str, effort: int) -> None:
@@ -72,6 +73,7 @@ def test_no_admitted_run_leaves_the_bound(name: str, effort: int) -> None:
     assert largest > 1e-4 * float(np.maximum(-box.low, box.high).max())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("effort", EFFORT_NUMBERS)
 def test_no_real_kernel_leaves_the_bound(effort: int) -> None:
     pair = pair_of(small_model(), *PAIRS["other attention"])
@@ -85,6 +87,7 @@ def test_no_real_kernel_leaves_the_bound(effort: int) -> None:
         assert ((box.low <= found) & (found <= box.high)).all()
 
 
+@pytest.mark.full
 def test_more_effort_makes_more_passes_and_narrower_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     original, made = KernelRun.passing, [0]
 
@@ -106,6 +109,7 @@ def test_more_effort_makes_more_passes_and_narrower_bounds(monkeypatch: pytest.M
     assert widths[-1] < widths[0]
 
 
+@pytest.mark.full
 def test_the_last_effort_is_all_that_affine_forms_say() -> None:
     model, request = bound_of(*PAIRS["other attention"]), some_requests(1)[0]
     problem = model.shop.problem("model", request.tokens)
@@ -115,6 +119,7 @@ def test_the_last_effort_is_all_that_affine_forms_say() -> None:
     assert (box.high - whole.hi.numpy() <= 2.0**-9 * whole.mag().numpy()).all()
 
 
+@pytest.mark.full
 def test_what_has_no_bound_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bound_of(ref(), ref(compute="float16"))
     few = Effort("none at all", 2.0**20, 0.1)

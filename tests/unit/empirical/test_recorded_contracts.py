@@ -180,6 +180,7 @@ def test_rows_that_nothing_tells_apart_are_no_evidence(
     assert verdicts(decide(clause, table)) == {"N-K3": "held"}
 
 
+@pytest.mark.full
 def test_the_training_kernel_scores_what_only_infer_recorded(
     decide: Callable[..., dict[str, Any]],
 ) -> None:

@@ -228,6 +228,7 @@ def test_a_mean_has_no_limit_at_every_look(lab: Any) -> None:
     assert isinstance(decided(lab, clause, data, 10).verdict, Held)
 
 
+@pytest.mark.full
 def test_repeated_evaluation_of_growing_data(lab: Any) -> None:
     """True rate 5 %, allowed 5 %: 30 looks. Single-look limits pass far more often than 5 %."""
     clause = lab.clause(lab.statistic("max", "kl"), budget=("1/20", "requests"), evidence=SAMPLE)
@@ -281,12 +282,14 @@ def test_a_violation_among_many_needs_more_than_one_by_itself(lab: Any) -> None:
     assert rows[0].action is None
 
 
+@pytest.mark.full
 def test_each_violation_that_is_found_leaves_more_to_the_others(lab: Any) -> None:
     """Holm, not Bonferroni: 31 of 400 has a tail of 1.2 %, enough once three of five are sure."""
     assert verdicts(lab, _family(lab, [31, 0, 0, 0, 0])) == ["inconclusive"] + ["held"] * 4
     assert verdicts(lab, _family(lab, [31, 60, 60, 60, 0])) == ["violated"] * 4 + ["held"]
 
 
+@pytest.mark.full
 def test_passes_are_not_corrected(lab: Any) -> None:
     """11 of 400 pass at 5 % by themselves, and just as well among fifty."""
     assert verdicts(lab, _family(lab, [11])) == ["held"]
@@ -302,6 +305,7 @@ def test_a_census_takes_no_part_of_the_error(lab: Any) -> None:
     assert how.sampled == 1
 
 
+@pytest.mark.full
 def test_one_request_beyond_a_maximum_is_a_violation_at_any_level(lab: Any) -> None:
     hard = lab.clause(lab.statistic("max", "kl"), evidence=SAMPLE, id="N-MAX")
     cases = [Case(hard, hard, lab.slice_data(column([2.0] + [0.0] * 99)))]
@@ -324,6 +328,7 @@ def test_a_mean_just_violated_is_open_among_many(lab: Any) -> None:
     assert isinstance(strict.verdict, Inconclusive)
 
 
+@pytest.mark.full
 def test_false_alarms_of_a_whole_report(lab: Any) -> None:
     """Twelve clauses kept at their very limit: some is violated by itself in a fifth or more of
     the reports, and by Holm's method in at most one of twenty."""

@@ -115,6 +115,7 @@ def test_a_magnitude_is_not_far_from_zero_where_its_sides_lie_on_both_sides_of_i
         assert verdict(lab, far, _slice([rows] * 5)) == wanted, rows
 
 
+@pytest.mark.full
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(_SIGNED, st.sampled_from("*/"), st.sampled_from(["<=", ">="]))
 def test_a_product_takes_the_tails_that_are_worst_for_it(
@@ -152,6 +153,7 @@ def _alarms(lab: Any, formula: Compare, runs: int) -> float:
     return found / runs
 
 
+@pytest.mark.full
 def test_a_magnitude_that_may_be_missed_on_either_side_is_called_one_no_more_often(
     lab: Any,
 ) -> None:

@@ -83,6 +83,7 @@ def _hold(found: Evidence, alone: Evidence) -> None:
     assert BACKEND.conclude(found) == BACKEND.conclude(alone)
 
 
+@pytest.mark.full
 def test_processes_give_the_same_bits(program: Program, folder: Path, alone: Evidence) -> None:
     _hold(_evidence(program, folder, Spread(_recipe(program, folder), "processes", 2)), alone)
 
@@ -134,6 +135,7 @@ def _with_pools(monkeypatch: pytest.MonkeyPatch, *pools: _Pool) -> None:
     monkeypatch.setattr(Spread, "_open", lambda self, pieces: left.pop(0))
 
 
+@pytest.mark.full
 def test_a_lost_piece_is_run_again(
     program: Program, folder: Path, alone: Evidence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_lost_piece_is_run_again(
     assert (first.count, second.count) == (3, 1)
 
 
+@pytest.mark.full
 def test_a_piece_that_is_lost_twice_is_an_error(
     program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +155,7 @@ def test_a_piece_that_is_lost_twice_is_an_error(
     assert str(found.value.diagnostics[0].code) == "KC684"
 
 
+@pytest.mark.full
 def test_an_incomplete_answer_is_an_error(
     program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +168,7 @@ def test_an_incomplete_answer_is_an_error(
         _evidence(program, folder, Spread(_recipe(program, folder), "processes", 2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["requests", "model"])
 def test_a_worker_with_other_files_is_an_error(
     program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str

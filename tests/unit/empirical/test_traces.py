@@ -99,6 +99,7 @@ def replayed(found: Evaluation, write: Write) -> Trace:
 # --- round trips ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @given(evidence=evidences())
 def test_any_evidence_comes_back_bit_for_bit(evidence: Evidence) -> None:
     data = trace_bytes(evidence, {"any": "report"})
@@ -110,6 +111,7 @@ def test_any_evidence_comes_back_bit_for_bit(evidence: Evidence) -> None:
     assert trace_bytes(found.evidence, found.report) == data
 
 
+@pytest.mark.full
 @given(programs())
 def test_a_program_keeps_its_wording_and_its_orders(program: Any) -> None:
     found = stated_program(json.loads(json.dumps(stated_json(program))))
@@ -155,6 +157,7 @@ def test_a_metric_of_the_user_is_concluded_again(lab: Any, write: Write) -> None
     assert trace.evidence.program.metrics == (metric,)
 
 
+@pytest.mark.full
 def test_many_groups_of_rows_come_back_in_their_order(
     lab: Any, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +180,7 @@ def test_values_of_another_type_are_a_defect(lab: Any) -> None:
 # --- replay --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("looks", [1, 4, None], ids=["one look", "four looks", "any time"])
 def test_every_kind_of_clause_is_concluded_again(lab: Any, write: Write, looks: int | None) -> None:
     found = evaluated(lab, *whole(lab), infer=lab.kernel(lab.drifting(0.05)), looks=looks, seed=7)

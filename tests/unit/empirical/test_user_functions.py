@@ -296,6 +296,7 @@ def test_modules_are_imported_by_their_name(
     assert str(tmp_path) not in sys.path
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("module", "why"),
     [

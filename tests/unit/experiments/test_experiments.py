@@ -130,6 +130,7 @@ def test_pass_rates_have_exact_limits(grid: dict[str, Any]) -> None:
         assert ("few units" in row["narrow"]) >= (row["n"] < 20)
 
 
+@pytest.mark.full
 def test_cells_are_remembered_until_what_they_are_of_changes(
     grid: dict[str, Any], folder: Path, follows: Callable[[Any], None]
 ) -> None:
@@ -191,6 +192,7 @@ def _without_seal(text: str) -> str:
     return json.dumps({k: v for k, v in json.loads(_flip(text)).items() if k != "seal"})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", [_flip, _forged, _without_seal], ids=lambda f: f.__name__)
 def test_a_changed_cell_is_measured_again(tmp_path: Path, change: Callable[[str], str]) -> None:
     cells, measured = Cells(tmp_path, {"of": "this"}), []
@@ -211,6 +213,7 @@ def test_a_changed_cell_is_measured_again(tmp_path: Path, change: Callable[[str]
     assert len(measured) == 3
 
 
+@pytest.mark.full
 def test_a_cell_is_measured_again_once_own_code_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +264,7 @@ def test_every_variant_differs_in_one_thing(folder: Path) -> None:
     }
 
 
+@pytest.mark.full
 def test_one_change_at_a_time_is_measured_as_evaluation_would(
     folder: Path, follows: Callable[[Any], None]
 ) -> None:
@@ -347,6 +351,7 @@ def test_the_command_writes_everything(cli: Cli, folder: Path, tmp_path: Path) -
     assert "cpu 8 tokens x2 /1" in shown.stdout
 
 
+@pytest.mark.full
 def test_pictures_of_clauses_that_are_gone_go_too(cli: Cli, folder: Path, tmp_path: Path) -> None:
     """A picture of the user, or beside a document that cannot be read, stays."""
     words = ["--device", "cpu", "--length", "8", "--batch", "2", "--concurrency", "1"]
@@ -408,6 +413,7 @@ def test_a_long_title_is_shown_whole(grid: dict[str, Any]) -> None:
     assert tall[1] == tall[0] + down
 
 
+@pytest.mark.full
 def test_what_a_precondition_blocks_is_invalid_in_every_cell(folder: Path, tmp_path: Path) -> None:
     """A kernel with other weights than the file's: every cell names what `evaluate` would."""
     program = load_program(folder / "contract.yaml")
@@ -451,6 +457,7 @@ def test_a_checkpoint_that_is_a_folder_is_digested_file_by_file(tmp_path: Path) 
     assert manifest(held, tmp_path, 0)["files"] != first["files"]
 
 
+@pytest.mark.full
 def test_both_parts_of_a_conjunction_decide_a_variant(folder: Path, tmp_path: Path) -> None:
     text = _CONTRACT.replace(
         "  N-KL: {require: p99(kl) <= 1e-4 nats,",

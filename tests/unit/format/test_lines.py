@@ -22,6 +22,7 @@ def applied(old: str, new: str) -> str:
     return text
 
 
+@pytest.mark.full
 @settings(max_examples=500)
 @given(LINES, END, LINES, END)
 def test_they_lead_from_one_text_to_the_other(

@@ -87,6 +87,7 @@ def test_the_name_of_a_variable_and_the_order_of_fields_take_no_part() -> None:
     assert store.formula(turned) is store.formula(compare())
 
 
+@pytest.mark.full
 def test_depth_is_no_problem() -> None:
     def deep(leaf: str) -> ir.Term:
         term: ir.Term = ir.Metric(leaf)

@@ -61,6 +61,7 @@ def compiled(require: str, slices: dict[str, str], family: str = "numerical") ->
     return compile_source(SourceFile("made.kc.yaml", text), Sink())
 
 
+@pytest.mark.full
 def test_generated_statements_come_back() -> None:
     """Compiling simplifies (`not a <= b` is `a > b`), so the compiled form is written again."""
     names = {s.name: predicate_text(s.where) for s in made.SLICES}

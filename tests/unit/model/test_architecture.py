@@ -425,6 +425,7 @@ def test_a_model_that_fails_on_a_sequence_is_refused(save_model: Any) -> None:
         model.block_inputs(IDS, "attn_0")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("source", "word"),
     [

@@ -39,6 +39,7 @@ def ops(graph: BlockGraph) -> list[str]:
     return [n.op for n in graph.nodes]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_is_its_graph_in_float64(name: str, request: pytest.FixtureRequest) -> None:
     model: Model = request.getfixturevalue(name)
@@ -268,6 +269,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], set[str]]
 }
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_is_its_graph(name: str) -> None:
     function, wanted = FUNCTIONS[name]

@@ -216,6 +216,7 @@ def test_the_statement_says_that_the_model_was_compared(
     assert any("compared with transformers" in text and "1 row(s)" in text for text in said)
 
 
+@pytest.mark.full
 def test_what_was_measured_says_that_the_model_was_compared(
     cli: Callable[..., Any], folder: Path
 ) -> None:

@@ -98,6 +98,7 @@ VIEWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.filterwarnings("ignore:The use of")
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_is_read_by_its_arguments(name: str) -> None:
@@ -158,6 +159,7 @@ TYPES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[tuple[str, str]]]] 
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", TYPES)
 def test_a_result_has_the_format_that_the_converted_module_stores_it_in(name: str) -> None:
     function, expected = TYPES[name]
@@ -226,6 +228,7 @@ IDIOMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_an_idiom_keeps_the_roundings_of_its_parts(name: str) -> None:
     function, parts = IDIOMS[name]
@@ -401,6 +404,7 @@ ATTENTION: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_is_what_it_is_in_float64(name: str) -> None:
     function = ATTENTION[name]

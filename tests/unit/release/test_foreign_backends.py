@@ -179,6 +179,7 @@ def ask(prepare: Callable[[str, str], Path]) -> Ask:
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("limit", "code", "verdict"), [("0.01", 0, "held"), ("1e-9", 1, "violated")]
 )
@@ -199,6 +200,7 @@ def test_what_can_be_looked_at_is_believed(
     assert goal["evidence"]["confirmed"] is (verdict == "held")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("way", "words"),
     [
@@ -236,6 +238,7 @@ def test_what_no_run_can_have_is_invalid(way: str, ask: Ask) -> None:
     assert isinstance(ask(way).verdict, InvalidEvidence)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("way", "words"),
     [
@@ -259,6 +262,7 @@ def test_answers_to_something_else_are_refused(way: str, words: str, ask: Ask) -
     assert words in diagnostic.message
 
 
+@pytest.mark.full
 def test_a_backend_that_hangs_is_ended(ask: Ask) -> None:
     started = time.monotonic()
     found = ask("hangs", seconds=3)
@@ -294,6 +298,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return mark
 
 
+@pytest.mark.full
 def test_only_the_own_backend_measures_plans_and_attributes(
     installed: Path, tmp_path: Path, cli: Any
 ) -> None:

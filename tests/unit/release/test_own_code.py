@@ -79,6 +79,7 @@ def test_the_statement_names_every_file_that_was_imported(cli: Any, folder: Path
     assert not any("kcdsl" in name or "torch" in name for name in found)
 
 
+@pytest.mark.full
 def test_a_changed_sibling_is_another_input(cli: Any, folder: Path) -> None:
     evaluated(cli, folder)
     assert cli("keygen", cwd=folder).code == 0
@@ -99,6 +100,7 @@ def test_a_changed_sibling_is_another_input(cli: Any, folder: Path) -> None:
     assert "input/not-at-hand" in ran.stdout
 
 
+@pytest.mark.full
 def test_no_compiled_cache_is_read_or_written(cli: Any, folder: Path) -> None:
     """The cache says of itself that it need not be compared with its source."""
     stale = folder / "stale.py"
@@ -111,6 +113,7 @@ def test_no_compiled_cache_is_read_or_written(cli: Any, folder: Path) -> None:
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]
 
 
+@pytest.mark.full
 def test_a_change_between_two_runs_of_one_process_is_imported(cli: Any, folder: Path) -> None:
     evaluated(cli, folder)
     (folder / "own" / "parts.py").write_text(PARTS.replace("source", "changed"))
@@ -143,6 +146,7 @@ def gap(train_logits, infer_logits):
 """
 
 
+@pytest.mark.full
 def test_modules_of_metrics_are_bound_with_what_they_import(cli: Any, folder: Path) -> None:
     (folder / "own" / "gauge.py").write_text(METRIC)
     (folder / "own" / "parts.py").write_text("gain = 1.0\n")
@@ -155,6 +159,7 @@ def test_modules_of_metrics_are_bound_with_what_they_import(cli: Any, folder: Pa
     assert "own/gauge.py" not in found
 
 
+@pytest.mark.full
 def test_code_of_another_contract_is_not_named(cli: Any, folder: Path, tmp_path: Path) -> None:
     evaluated(cli, folder)
     other = tmp_path / "elsewhere"
@@ -162,6 +167,7 @@ def test_code_of_another_contract_is_not_named(cli: Any, folder: Path, tmp_path:
     assert imported_code(Artefacts.of(other)) == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["evaluate", "verify"])
 def test_what_a_worker_alone_imports_is_bound(cli: Any, folder: Path, command: str) -> None:
     (folder / "own" / "alone.py").write_text("VALUE = 1\n")

@@ -27,6 +27,7 @@ def at(tmp_path: Path, cli: Any) -> Scene:
     return scene(tmp_path / "scene", cli)
 
 
+@pytest.mark.sample(23)
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_no_attack_is_accepted(at: Scene, attack: Act) -> None:
     outcome = attack(at)

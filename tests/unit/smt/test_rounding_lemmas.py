@@ -73,6 +73,7 @@ def test_casts_to_e4m3_lose_at_most_a_seventeenth() -> None:
         assert proved(normal, claim=claim) is holds
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "largest", "u", "eta"),
     [
@@ -120,6 +121,7 @@ def cut_off(
     return x, z3.fpAbs(z3.fpToFP(NEAREST, x, exact)), z3.fpAbs(left)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("target", "source", "exact", "u", "eta", "largest"), TARGETS)
 def test_casts_toward_zero_lose_less_than_two_roundoffs(
     target: z3.FPSortRef,
@@ -226,6 +228,7 @@ def test_the_full_range_of_int8_costs_no_more_than_half_a_step(largest: float, h
     assert proved(inside, near, claim=claim) is holds
 
 
+@pytest.mark.full
 def test_a_ratio_is_the_same_up_to_four_roundoffs_however_it_is_formed() -> None:
     """fl(x/s) and fl(x·fl(1/s)) are x/s up to 4u: |ratio·s - x| <= 4u|x|, exact in a wide sort."""
     narrow, wide = z3.FPSort(5, 4), z3.FPSort(8, 12)

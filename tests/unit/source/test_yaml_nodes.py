@@ -247,6 +247,7 @@ def test_a_document_that_no_person_writes_is_too_large(text: str) -> None:
     assert [code for code, _, _ in found] == ["KC011"]
 
 
+@pytest.mark.full
 def test_a_document_of_the_largest_size_is_read() -> None:
     root, found = read("- 1\n" * (NODES - 1))
     assert root is not None

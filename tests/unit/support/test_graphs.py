@@ -34,6 +34,7 @@ def test_the_same_model_is_traced_once(tmp_path: Path) -> None:
     assert graph(tmp_path, "layer_0", (1, 2)) is graph(tmp_path / "elsewhere", "layer_0", (3, 4))
 
 
+@pytest.mark.full
 def test_what_a_graph_is_made_of_makes_another(tmp_path: Path) -> None:
     remember_graphs()
     first = graph(tmp_path, "model", (1, 2))
@@ -50,6 +51,7 @@ def test_what_a_graph_is_made_of_makes_another(tmp_path: Path) -> None:
     assert first.digest != others[5].digest
 
 
+@pytest.mark.full
 def test_it_is_what_would_have_been_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kcdsl.model.export import block_graph
 

@@ -1,4 +1,4 @@
-"""What the fast tests take of a grid."""
+"""The cases of a grid that the first tier takes."""
 
 from __future__ import annotations
 

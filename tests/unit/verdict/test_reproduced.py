@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
+
 from kcdsl.verdict.reproduced import differences
 
 REPORT: dict[str, Any] = {
@@ -44,6 +46,7 @@ def test_rows_and_sections_of_one_report_alone_are_named() -> None:
     assert differences(changed(health={}), REPORT) == ("the section health differs",)
 
 
+@pytest.mark.full
 def test_what_is_no_report_differs_in_everything() -> None:
     assert len(differences({}, REPORT)) == 5
     assert differences({"clauses": 3}, {"clauses": []}) == ()

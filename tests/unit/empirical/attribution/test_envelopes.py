@@ -62,6 +62,7 @@ def planted(run: str, name: str, size: float) -> Callable[[KernelRef, TorchKerne
     return lambda wanted, kernel: Moved(kernel, name, size) if wanted.run == run else kernel
 
 
+@pytest.mark.full
 def test_a_source_alone_is_never_excluded() -> None:
     """Whatever single source differs, the drift that it makes lies inside of its own envelope."""
     for infer, name in (
@@ -81,6 +82,7 @@ def test_a_source_alone_is_never_excluded() -> None:
             assert row.measured <= row.certified
 
 
+@pytest.mark.full
 def test_fine_sources_are_excluded_where_formats_are_coarse() -> None:
     infer = ref("torch.sdpa.math", "bfloat16", weights=FP8)
     rows = found(pair_of(small_model(), EAGER, infer), "operator", "precision", "weights", "batch")
@@ -125,6 +127,7 @@ def test_a_drift_just_beyond_and_just_below_the_envelope() -> None:
             assert refused.value.diagnostics[0].code == codes.ABOVE_CERTIFIED
 
 
+@pytest.mark.full
 def test_a_hybrid_beyond_its_envelope_ends_the_attribution() -> None:
     """A kernel between both sides that does not compute as it claims; infer itself does."""
 
@@ -143,6 +146,7 @@ def test_a_hybrid_beyond_its_envelope_ends_the_attribution() -> None:
     assert refused.value.diagnostics[0].code == codes.ABOVE_CERTIFIED
 
 
+@pytest.mark.full
 def test_a_block_that_moves_in_batches_beyond_its_envelope_ends_it_too() -> None:
     @dataclass(frozen=True)
     class InBatches(Moved):
@@ -188,6 +192,7 @@ def test_simulated_kernels_are_not_held_against_their_envelope() -> None:
     assert rows["weights", "mlp_0"].measured is not None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [Fraction(1, 2), Fraction(1), Fraction(3)])
 @pytest.mark.parametrize("metric", ["kl", "tv", "chi2_infer_train", "logit_span"])
 def test_no_head_makes_more_of_the_metric_than_its_envelope(
@@ -252,6 +257,7 @@ def test_routing_has_no_envelope() -> None:
     assert found(pair_of(small_model(), EAGER, ref("torch.sdpa.math")), "routing") == {}
 
 
+@pytest.mark.full
 def test_the_document_says_what_is_excluded_where_most_arises() -> None:
     pair = pair_of(small_model(), EAGER, ref("torch.sdpa.math", "bfloat16", weights=FP8))
     document = attributed(subject_of(pair, some_requests(24)), bounds=True)

@@ -124,6 +124,7 @@ def test_a_kernel_that_depends_on_the_batch_is_the_batch() -> None:
     assert source(alone, "batch").state == "equal"
 
 
+@pytest.mark.full
 def test_shares_sum_up_and_are_the_same_again() -> None:
     infer = ref("torch.sdpa.math", "bfloat16", weights=FP8)
     pair = pair_of(small_model(), EAGER, infer, planted_operator)
@@ -279,6 +280,7 @@ def test_a_drift_without_any_source_is_not_explained_away() -> None:
     assert "equal in every source" in (found.reason or "")
 
 
+@pytest.mark.full
 def test_documents_follow_the_schema(follows: Any) -> None:
     infer = ref("torch.sdpa.math", "bfloat16", weights=FP8)
     found = attributed(subject_of(pair_of(small_model(), EAGER, infer), REQUESTS, batch=2))

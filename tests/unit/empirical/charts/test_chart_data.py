@@ -179,6 +179,7 @@ def test_drift_in_ranges_has_its_number_beside_it() -> None:
 # --- all of them ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_charts_are_finite_json_of_bounded_size_however_many_requests() -> None:
     sizes = []
     for count in (800, 3000):
