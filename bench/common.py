@@ -178,7 +178,7 @@ def _print(name: str, figures: Sequence[Figure]) -> None:
     for figure in figures:
         table.add_row(
             figure.name,
-            f"{figure.value:.4g}",
+            _shown(figure.value),
             _limit(figure),
             "ok" if figure.within else "MISSED",
             figure.conditions,
@@ -192,4 +192,9 @@ def _print(name: str, figures: Sequence[Figure]) -> None:
 def _limit(figure: Figure) -> str:
     if figure.limit is None:
         return "-"
-    return f"{'<=' if figure.better is Better.LOWER else '>='} {figure.limit:.4g}"
+    return f"{'<=' if figure.better is Better.LOWER else '>='} {_shown(figure.limit)}"
+
+
+def _shown(value: float) -> str:
+    """Write a number with four digits, or with all where it is whole and has up to seven."""
+    return f"{value:,.0f}" if 1e4 <= value < 1e7 and value == int(value) else f"{value:.4g}"
