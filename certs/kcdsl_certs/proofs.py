@@ -279,7 +279,8 @@ def _speaks_of(quantity: str, kind: str, block: str, k: int) -> bool:
     """Say whether the text of a quantity is this functional of this block, for any variable."""
     match kind:
         case "no_flip":
-            pattern = rf"no_flip\({re.escape(block)}, \w+, {k}\)"
+            first = "" if k == 1 else f", {k}"
+            pattern = rf"no_flip\({re.escape(block)}, \w+{first}\)"
         case "span":
             pattern = rf"span\(drift\({re.escape(block)}, \w+\)\)"
         case "inf" | "2":

@@ -58,7 +58,7 @@ _EVERY_UNIT = re.compile(
 
 
 _BY_PROOF = re.compile(
-    r"(?:norm_(?:inf|2)|span)\(drift\(\w+, \w+\)\)|no_flip\(\w+, \w+, [1-9][0-9]*\)", re.ASCII
+    r"(?:norm_(?:inf|2)|span)\(drift\(\w+, \w+\)\)|no_flip\(\w+, \w+(?:, [1-9][0-9]*)?\)", re.ASCII
 )
 """Quantities that proof objects speak of."""
 

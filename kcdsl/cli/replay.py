@@ -127,8 +127,9 @@ def _backend() -> Any:
 
 def _print(program: Program, document: Mapping[str, Any], found: Replayed) -> None:
     from kcdsl.diagnostics.render.terminal import printable
+    from kcdsl.ir.words import region_text
     from kcdsl.route.goals import goals
-    from kcdsl.verdict.goal_report import functional_of, region_text
+    from kcdsl.verdict.goal_report import functional_of
 
     goal = next(g for g in goals(program) if g.clause.id == document["clause"])
     limit = document["limit"]

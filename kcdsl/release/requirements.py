@@ -18,7 +18,6 @@ from kcdsl.ir.terms import (
     Clause,
     Compare,
     Connective,
-    Drift,
     FieldTest,
     Formula,
     HasFields,
@@ -33,10 +32,10 @@ from kcdsl.ir.terms import (
     Quantified,
     Region,
     Statistic,
-    TableValue,
     Term,
 )
 from kcdsl.ir.walk import terms_of, walk
+from kcdsl.ir.words import formula_text, region_text, term_text
 from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import companions
 from kcdsl_certs.canonical import canonical_digest
@@ -173,10 +172,10 @@ def _normal_form(formula: Formula, *, negated: bool) -> Alternatives:
             return ((_comparison(_NEGATED[op] if negated else op, left, right),),)
         case NoFlip() | HasFields() | Quantified() if negated:
             return ()
-        case NoFlip(block, variable, k):
-            return ((Comparison(f"no_flip({block}, {variable}, {k})", ">", Fraction(0)),),)
-        case HasFields(names):
-            return ((Comparison(f"has(trace, [{', '.join(names)}])", ">=", Fraction(1)),),)
+        case NoFlip():
+            return ((Comparison(formula_text(formula), ">", Fraction(0)),),)
+        case HasFields():
+            return ((Comparison(formula_text(formula), ">=", Fraction(1)),),)
         case Not(of):
             return _normal_form(of, negated=not negated)
         case Connective("implies", (antecedent, consequent)):
@@ -208,7 +207,7 @@ def _comparison(op: str, left: Term, right: Term) -> Comparison:
         return Comparison(term_text(left), op, right.value, _chain(left))
     if isinstance(left, Number):
         return Comparison(term_text(right), _FLIPPED[op], left.value, _chain(right))
-    return Comparison(f"({term_text(left)}) - ({term_text(right)})", op, Fraction(0))
+    return Comparison(term_text(Arith("-", left, right)), op, Fraction(0))
 
 
 def _chain(term: Term) -> Chain | None:
@@ -243,43 +242,9 @@ def _with_chain(form: Alternatives, program: Program) -> Alternatives:
     return tuple(tuple(filled(c) for c in part) for part in form)
 
 
-def term_text(term: Term) -> str:
-    """Write a term the one way that certificates use."""
-    match term:
-        case Number(value, dimension):
-            return real_text(value) if dimension == "1" else f"{real_text(value)} {dimension}"
-        case Metric(name):
-            return name
-        case Statistic("quantile", of, Fraction() as q):
-            percent = q * 100
-            if percent.denominator == 1:
-                return f"p{percent.numerator}({term_text(of)})"
-            return f"quantile({real_text(q)}, {term_text(of)})"
-        case Statistic("aggregate", of):
-            return term_text(of)
-        case Statistic(kind, of):
-            return f"{kind}({term_text(of)})"
-        case Norm(kind, Drift(block, variable, measured)):
-            inner = f"{'measured_drift' if measured else 'drift'}({block}, {variable})"
-            return f"{'span' if kind == 'span' else f'norm_{kind}'}({inner})"
-        case Abs(of):
-            return f"abs({term_text(of)})"
-        case Arith(op, left, right):
-            return f"({term_text(left)} {op} {term_text(right)})"
-        case TableValue(name):
-            return f"table({name})"
-
-
 def region_of(formula: Formula) -> Region | None:
     """Return the region of the first quantifier, or None."""
     return next((f.region for f in walk(formula) if isinstance(f, Quantified)), None)
-
-
-def region_text(region: Region) -> str:
-    """Write a region the one way that certificates use."""
-    longest = "" if region.longest is None else f", {region.longest}"
-    radius = "" if region.radius == 0 else f", {real_text(region.radius)}"
-    return f"{region.kind.value}({region.slice}{longest}{radius})"
 
 
 def block_of(formula: Formula) -> str | None:

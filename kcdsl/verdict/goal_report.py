@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kcdsl.ir.terms import Clause, EvidenceKind, Region
+from kcdsl.ir.terms import Clause, Drift, EvidenceKind, NoFlip, Norm
+from kcdsl.ir.words import formula_text, region_text, term_text
 from kcdsl.model.numerics import Numerics
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, verdict_name
@@ -25,13 +26,6 @@ _SHOWN = {
 }
 
 
-def region_text(region: Region) -> str:
-    """Return a region as the contract writes it."""
-    longest = "" if region.longest is None else f", {region.longest}"
-    radius = f", {float(region.radius):g}" if region.radius else ""
-    return f"{region.kind.value}({region.slice}{longest}{radius})"
-
-
 def functional_text(outcome: GoalOutcome) -> str:
     """Return the functional of a goal as the contract writes it."""
     return functional_of(outcome.goal)
@@ -40,9 +34,8 @@ def functional_text(outcome: GoalOutcome) -> str:
 def functional_of(goal: Goal) -> str:
     """Return the functional of a goal as the contract writes it."""
     if goal.functional == "no_flip":
-        return f"no_flip({goal.block}, x, {goal.k})"
-    name = "span" if goal.functional == "span" else f"norm_{goal.functional}"
-    return f"{name}(drift({goal.block}, x))"
+        return formula_text(NoFlip(goal.block, "x", goal.k))
+    return term_text(Norm(goal.functional, Drift(goal.block, "x")))
 
 
 def goal_json(

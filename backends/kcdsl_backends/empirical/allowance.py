@@ -25,7 +25,8 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.terms import Number as Constant
 from kcdsl.ir.walk import subterms
-from kcdsl_backends.empirical.clauses import label, main_comparison
+from kcdsl.ir.words import formula_text
+from kcdsl_backends.empirical.clauses import main_comparison
 
 _UPPER, _LOWER = ("<=", "<"), (">=", ">")
 _FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
@@ -77,11 +78,7 @@ def requirement_text(part: Clause, whole: Clause) -> str:
     comparison = main_comparison(part.require)
     if comparison is None or part.require == whole.require:
         return whole.text or whole.id
-    left, right = (
-        f"{float(side.value):g}" if isinstance(side, Constant) else label(side)
-        for side in (comparison.left, comparison.right)
-    )
-    return f"{left} {comparison.op} {right}"
+    return formula_text(comparison)
 
 
 def _of_term(term: Term, op: str, tau: Fraction) -> Fraction | None:

@@ -12,7 +12,6 @@ from kcdsl.ir.terms import (
     Clause,
     Compare,
     Connective,
-    Drift,
     Formula,
     Metric,
     NoFlip,
@@ -137,31 +136,3 @@ def block_place(program: Program, block: str) -> Span | None:
     """Return where the contract first speaks of the drift of a block."""
     terms = (t for clause in program.clauses for t in terms_of(clause.require))
     return next((t.of.span for t in terms if isinstance(t, Norm) and t.of.block == block), None)
-
-
-def label(term: Term) -> str:
-    """Return a term as the language writes it, such as `p99(kl)`."""
-    match term:
-        case Number(value):
-            return str(value)
-        case Metric(name):
-            return name
-        case Statistic("aggregate", of):
-            return label(of)
-        case Statistic("quantile", of, q) if q is not None:
-            percent = q * 100
-            name = f"p{percent}" if percent.denominator == 1 else f"quantile[{q}]"
-            return f"{name}({label(of)})"
-        case Statistic(kind, of):
-            return f"{kind}({label(of)})"
-        case Norm(kind, Drift(block, variable, measured)):
-            name = "measured_drift" if measured else "drift"
-            return f"{'span' if kind == 'span' else f'norm_{kind}'}({name}({block}, {variable}))"
-        case Abs(of):
-            return f"abs({label(of)})"
-        case Arith(op, left, right):
-            return f"{label(left)} {op} {label(right)}"
-        case TableValue(name):
-            return f"table({name})"
-        case _:
-            assert_never(term)

@@ -14,8 +14,8 @@ from fractions import Fraction
 
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.ir.walk import subterms
+from kcdsl.ir.words import term_text
 from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.clauses import label
 from kcdsl_backends.empirical.interval import Interval
 from kcdsl_backends.empirical.means import Settings, mean_of, rate_of
 from kcdsl_backends.empirical.measured import SliceData
@@ -113,7 +113,7 @@ def _statistic(
     special = slice_metric(of, data, settings) if isinstance(of, Metric) else None
     if special is not None:
         return special
-    name = label(of)
+    name = term_text(of)
     if kind == "mean":
         return mean_of(of, data, settings)
     if kind == "rate":

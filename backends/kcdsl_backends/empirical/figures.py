@@ -9,7 +9,8 @@ from typing import Any
 
 from kcdsl.ir.terms import Clause, Compare, HasFields, Metric, Number, Statistic, Term
 from kcdsl.ir.walk import subterms
-from kcdsl_backends.empirical.clauses import label, main_comparison
+from kcdsl.ir.words import term_text
+from kcdsl_backends.empirical.clauses import main_comparison
 from kcdsl_backends.empirical.decide import Counted, Judge, has_fields
 from kcdsl_backends.empirical.measured import SliceData, Unit
 from kcdsl_backends.empirical.metrics.measure import Measure
@@ -60,7 +61,7 @@ def figures_of(clause: Clause, judge: Judge) -> Figures:
     if isinstance(comparison.left, Number):
         left, threshold, term, op = right, left, comparison.right, _FLIPPED[op]
     return Figures(
-        label(term),
+        term_text(term),
         _unit(term, judge.data),
         op,
         _double(left.value),
@@ -92,7 +93,7 @@ def no_figures(clause: Clause, data: SliceData) -> Figures:
     other = comparison.left if swapped else comparison.right
     threshold = _double(other.value) if isinstance(other, Number) else None
     op = _FLIPPED[comparison.op] if swapped else comparison.op
-    return Figures(label(term), _unit(term, data), op, None, None, None, 0, threshold)
+    return Figures(term_text(term), _unit(term, data), op, None, None, None, 0, threshold)
 
 
 _FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kcdsl.ir.terms import Term
+from kcdsl.ir.words import term_text
 from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.clauses import label
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.statistics import Confidence, Estimate, NotMeasurable
 from kcdsl_backends.empirical.term_values import token_sums, unit_values, units_of, value_range
@@ -40,7 +40,7 @@ def mean_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
         seed=settings.seed,
         confidence=settings.confidence,
         bounds=value_range(of, data),
-        what=label(of),
+        what=term_text(of),
     )
 
 
@@ -52,11 +52,11 @@ def rate_of(of: Term, data: SliceData, settings: Settings) -> Estimate:
         binary = not data.reduced.of(of).fractions.any()
     else:
         values = unit_values(of, units_of(of, data), data.measures)
-        every = statistics.check_values(np.concatenate(values) if values else [], label(of))
+        every = statistics.check_values(np.concatenate(values) if values else [], term_text(of))
         sums, sizes = np.array([v.sum() for v in values]), np.array([v.size for v in values])
         binary = bool(np.isin(every, (0.0, 1.0)).all())
     if not binary:
-        raise NotMeasurable(f"rate({label(of)}): the values are not all 0 or 1")
+        raise NotMeasurable(f"rate({term_text(of)}): the values are not all 0 or 1")
     if bool((sizes == 1).all()):
         return statistics.proportion(int(sums.sum()), sums.size, settings.confidence)
     return mean_of(of, data, settings)

@@ -17,9 +17,10 @@ from scipy import stats
 from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import Abs, Clause, Metric, Statistic
+from kcdsl.ir.words import term_text
 from kcdsl.source.files import MARK, MARKED, read_source
 from kcdsl_backends.empirical.allowance import allowed_rate, bounded_mean, is_mean, sides
-from kcdsl_backends.empirical.clauses import label, main_comparison
+from kcdsl_backends.empirical.clauses import main_comparison
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
 from kcdsl_backends.empirical.statistics.vocabulary import Array, rounded_sum
 
@@ -146,7 +147,7 @@ def _of_the_same(row: Mapping[str, Any], part: Clause) -> bool:
     if found is None:
         return bool(row["requirement"] == (part.text or part.id))
     term, op, tau = found
-    if row["metric"] != label(term):
+    if row["metric"] != term_text(term):
         return False
     if allowed_rate(part) is None:
         return True
@@ -204,7 +205,7 @@ class _TracePilot:
             return None
         term, op, tau = found
         failed = sum(bool(record["failure"]) for record in own)
-        if label(term) == "failure_rate":
+        if term_text(term) == "failure_rate":
             return Observed(len(own), failed)
         if failed:
             return None

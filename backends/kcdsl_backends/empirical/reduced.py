@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kcdsl.ir.terms import Metric, Term
 from kcdsl.ir.walk import subterms
-from kcdsl_backends.empirical.clauses import label
+from kcdsl.ir.words import term_text
 from kcdsl_backends.empirical.statistics import NotMeasurable
 
 Floats = NDArray[np.float64]
@@ -110,7 +110,7 @@ class Reduced:
 
     def of(self, term: Term) -> Column:
         """Return the column of a term; raise `NotMeasurable` where a request lacks values."""
-        name = label(term)
+        name = term_text(term)
         if term not in self.columns:
             raise NotMeasurable(f"{name}: the table has no such values")
         column = self.columns[term]
@@ -132,4 +132,6 @@ class Reduced:
         own = [(t, self.columns[t]) for t in parts if t in self.columns]
         of, column = next((t, found) for t, found in own if found.faults[row])
         values = f"{column.least[row]:g} to {column.most[row]:g}"
-        return f"{label(of)}: the request {self.keys[row]}: {values}: {FAULTS[column.faults[row]]}"
+        return (
+            f"{term_text(of)}: the request {self.keys[row]}: {values}: {FAULTS[column.faults[row]]}"
+        )

@@ -13,8 +13,9 @@ import numpy as np
 
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.ir.walk import subterms
+from kcdsl.ir.words import term_text
 from kcdsl_backends.empirical import statistics
-from kcdsl_backends.empirical.clauses import label, norm_name
+from kcdsl_backends.empirical.clauses import norm_name
 from kcdsl_backends.empirical.measured import Array, SliceData, Unit
 from kcdsl_backends.empirical.metrics.measures import (
     PROBABILITY_FUNCTIONS,
@@ -36,7 +37,7 @@ def units_of(term: Term, data: SliceData) -> tuple[Unit, ...]:
         if isinstance(t, Metric) and t.name in data.measures
     }
     if runtime == {True, False}:
-        raise NotMeasurable(f"{label(term)} mixes times with values of the model")
+        raise NotMeasurable(f"{term_text(term)} mixes times with values of the model")
     return data.runs if runtime == {True} else data.requests
 
 
@@ -63,11 +64,11 @@ def token_sums(term: Term, data: SliceData) -> tuple[Array, Array]:
     if data.reduced is not None:
         column = data.reduced.of(term)
         statistics.check_finite(
-            int(column.nan.sum() + column.infinite.sum()), int(column.values.sum()), label(term)
+            int(column.nan.sum() + column.infinite.sum()), int(column.values.sum()), term_text(term)
         )
         return column.totals, column.values.astype(np.float64)
     values = unit_values(term, units_of(term, data), data.measures)
-    statistics.check_values(np.concatenate(values) if values else [], label(term))
+    statistics.check_values(np.concatenate(values) if values else [], term_text(term))
     sums = [statistics.rounded_sum(v) for v in values]
     return np.array(sums), np.array([float(v.size) for v in values])
 
@@ -99,7 +100,7 @@ def _pointwise(term: Term, unit: Unit, measures: Mapping[str, Measure]) -> Array
             return _possible(name, unit, measures)
         case Norm(kind, of):
             if not of.measured:
-                raise NotMeasurable(f"{label(term)} speaks of every admissible run")
+                raise NotMeasurable(f"{term_text(term)} speaks of every admissible run")
             return recorded(norm_name(of.block, kind), unit)
         case Abs(of):
             return np.abs(_pointwise(of, unit, measures))
@@ -117,9 +118,9 @@ def _pointwise(term: Term, unit: Unit, measures: Mapping[str, Measure]) -> Array
                         return a / b
             raise NotMeasurable(f"unknown operation {op!r}")
         case Statistic():
-            raise NotMeasurable(f"{label(term)}: a statistic inside a statistic")
+            raise NotMeasurable(f"{term_text(term)}: a statistic inside a statistic")
         case TableValue():
-            raise NotMeasurable(f"{label(term)}: a table inside a statistic")
+            raise NotMeasurable(f"{term_text(term)}: a table inside a statistic")
 
 
 def _possible(name: str, unit: Unit, measures: Mapping[str, Measure]) -> Array:

@@ -35,7 +35,7 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.walk import subterms
-from kcdsl.release.requirements import term_text
+from kcdsl.ir.words import term_text
 from kcdsl.route.premises import WITHOUT_LOGITS
 from kcdsl_backends.smt.intervals import Interval, canonical, interval
 from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift

@@ -132,7 +132,7 @@ def test_a_margin_is_shown_by_the_order_alone(recheck: Recheck) -> None:
         return lambda p: p.update(functional={"kind": "no_flip", "k": k})
 
     flip: dict[str, Any] = {
-        "quantity": "no_flip(attn_0, x, 1)", "op": ">", "tau": Fraction(0), "bound": SOME_MARGIN,
+        "quantity": "no_flip(attn_0, x)", "op": ">", "tau": Fraction(0), "bound": SOME_MARGIN,
     }  # fmt: skip
     held = _Rederived(bound="held")
     assert recheck(about_flips(1), held, **flip) == (Outcome.OK, "")

@@ -26,8 +26,9 @@ from kcdsl.ir.terms import (
     RegionKind,
     Statistic,
 )
+from kcdsl.ir.words import term_text
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
-from kcdsl_backends.empirical.clauses import conjuncts, label, obstacle
+from kcdsl_backends.empirical.clauses import conjuncts, obstacle
 from kcdsl_backends.empirical.measured import SliceData, Unit
 from kcdsl_backends.empirical.results import decide_clause
 from kcdsl_backends.empirical.windows import windows
@@ -363,7 +364,7 @@ def test_measured_drift_ranges_over_the_rows(lab: Any) -> None:
     assert found.value == 2.0
     assert found.verdict.counterexample["request"] == "r1"
     assert isinstance(decided(lab, exists, data).verdict, Held)
-    assert label(norm) == "norm_inf(measured_drift(attn_0, x))"
+    assert term_text(norm) == "norm_inf(measured_drift(attn_0, x))"
 
 
 def test_what_ranges_over_a_region_is_left_to_proofs(lab: Any) -> None:

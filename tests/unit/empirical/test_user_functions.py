@@ -277,7 +277,10 @@ def compiled(tmp_path: Path) -> Callable[..., Program]:
     return compile_
 
 
-def test_files_are_imported_by_their_path(compiled: Callable[..., Program], tmp_path: Path) -> None:
+def test_files_are_imported_by_their_path(
+    compiled: Callable[..., Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "own", raising=False)
     (found,) = load_functions(compiled(), tmp_path)
     assert (found.parameters, found.function(tokens=[1, 2])) == (("tokens",), 2)
     assert functions_record((found,)) == {

@@ -13,7 +13,7 @@ from kcdsl.diagnostics import Refusal, Sink
 from kcdsl.ir.canonical import digest, to_json
 from kcdsl.ir.load import from_json
 from kcdsl.ir.terms import Program, Quantified, Region, RegionKind
-from kcdsl.release.requirements import region_text
+from kcdsl.ir.words import region_text
 from kcdsl.source.text import SourceFile
 from kcdsl_backends.smt.translate import region_inside
 

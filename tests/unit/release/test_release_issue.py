@@ -229,7 +229,7 @@ def _texts(formula: Formula) -> list[list[str]]:
     [
         (_at_most("a", 1), [["a <= 1"]]),
         (Compare("<=", Number(Fraction(1)), Metric("a")), [["a >= 1"]]),
-        (Compare("<", Metric("a"), Metric("b")), [["(a) - (b) < 0"]]),
+        (Compare("<", Metric("a"), Metric("b")), [["a - b < 0"]]),
         (Not(_at_most("a", 1)), [["a > 1"]]),
         (Not(_at_most("a", 1, "==")), []),
         (Connective("and", (_at_most("a", 1), _at_most("b", 2))), [["a <= 1", "b <= 2"]]),
@@ -237,7 +237,7 @@ def _texts(formula: Formula) -> list[list[str]]:
         (Connective("implies", (_at_most("a", 1), _at_most("b", 2))), [["a > 1"], ["b <= 2"]]),
         (Not(Connective("and", (_at_most("a", 1), _at_most("b", 2)))), [["a > 1"], ["b > 2"]]),
         (Not(Connective("or", (_at_most("a", 1), _at_most("b", 2)))), [["a > 1", "b > 2"]]),
-        (HasFields(("x", "y")), [["has(trace, [x, y]) >= 1"]]),
+        (HasFields(("x", "y")), [['has(trace, ["x", "y"]) >= 1']]),
         (Not(HasFields(("x",))), []),
     ],
 )
