@@ -43,7 +43,6 @@ from kcdsl.source.text import Span
 from kcdsl.syntax import ast
 
 _FIELD = re.compile(r"[^\s()<>=\[\]{}]+")
-MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
 NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
@@ -141,10 +140,6 @@ def _comparison(
     if aligned is None or not tables_stand_alone((left.term, right.term), reporter):
         return None
     left, right = aligned
-    if isinstance(left.term, ir.Number | ir.TableValue) and not isinstance(
-        right.term, ir.Number | ir.TableValue
-    ):
-        left, right, op = right, left, MIRRORED[op]
     for typed in (left, right):
         check_signs(typed.term, scope.metrics, reporter)
     compare = ir.Compare(op, left.term, right.term, expression.span)

@@ -14,6 +14,8 @@ from fractions import Fraction
 from kcdsl.source.text import Span
 
 _NOWHERE = Span(0, 0)
+MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
+"""The comparison that says the same when its sides are exchanged."""
 
 
 # --- terms ---------------------------------------------------------------------------------------
@@ -144,12 +146,26 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """`left op right` with op one of <= < >= > ==."""
+    """`left op right` with op one of <= < >= > ==; a threshold is always on the right.
+
+    `0.02 >= p99(kl)` becomes `p99(kl) <= 0.02` when it is made, so that no reader of a clause
+    has two forms to tell apart.
+    """
 
     op: str
     left: Term
     right: Term
     span: Span = field(default=_NOWHERE, compare=False)
+
+    def __post_init__(self) -> None:
+        """Exchange the sides where the threshold is on the left."""
+        if isinstance(self.left, Number | TableValue) and not isinstance(
+            self.right, Number | TableValue
+        ):
+            left, right = self.right, self.left
+            object.__setattr__(self, "left", left)
+            object.__setattr__(self, "right", right)
+            object.__setattr__(self, "op", MIRRORED[self.op])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import assert_never
 
+from kcdsl.ir.formulas import MIRRORED
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -33,9 +34,6 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.walk import subterms, walk
-
-MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
-"""op -> the operator after the two sides are exchanged."""
 
 _Names = Mapping[str, str]
 
@@ -90,8 +88,7 @@ def _formula(formula: Formula, names: _Names, fresh: tuple[str, ...]) -> Formula
 
 def _compare(compare: Compare, names: _Names) -> Compare:
     op, left, right = compare.op, _term(compare.left, names), _term(compare.right, names)
-    fixed = [isinstance(side, Number | TableValue) for side in (left, right)]
-    if fixed == [True, False] or (fixed == [False, False] and op in {">=", ">"}):
+    if not isinstance(right, Number | TableValue) and op in {">=", ">"}:
         op, left, right = MIRRORED[op], right, left
     return replace(compare, op=op, left=left, right=right)
 

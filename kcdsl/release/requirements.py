@@ -46,7 +46,6 @@ from kcdsl_certs.rows import BYTES, SliceSource
 
 Alternatives = tuple[tuple[Comparison, ...], ...]
 
-_FLIPPED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
 _NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 _MOST_ALTERNATIVES = 64
 _WITHOUT_LOGITS = ("bert",)
@@ -205,8 +204,6 @@ def _disjunction(parts: list[Alternatives]) -> Alternatives:
 def _comparison(op: str, left: Term, right: Term) -> Comparison:
     if isinstance(right, Number):
         return Comparison(term_text(left), op, right.value, _chain(left))
-    if isinstance(left, Number):
-        return Comparison(term_text(right), _FLIPPED[op], left.value, _chain(right))
     return Comparison(term_text(Arith("-", left, right)), op, Fraction(0))
 
 

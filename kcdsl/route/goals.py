@@ -47,10 +47,7 @@ class Goal:
     def span(self) -> Span:
         """Return the place of the drift, or of `no_flip`, in the contract."""
         match self.clause.require:
-            case (
-                Quantified(body=Compare(left=Norm(of=drift)))
-                | Quantified(body=Compare(right=Norm(of=drift)))
-            ):
+            case Quantified(body=Compare(left=Norm(of=drift))):
                 return drift.span
             case formula:
                 return formula.body.span if isinstance(formula, Quantified) else formula.span
@@ -91,8 +88,6 @@ def _stated(clause: Clause) -> Goal | None:
             return Goal(clause, block, formula.region, "no_flip", "<=", None, k)
         case Compare(op="<=" | "<" as op, left=Norm() as norm, right=Number() as limit):
             return _drift_goal(clause, formula, op, norm, limit)
-        case Compare(op=">=" | ">" as op, left=Number() as limit, right=Norm() as norm):
-            return _drift_goal(clause, formula, "<=" if op == ">=" else "<", norm, limit)
         case _:
             return None
 

@@ -29,7 +29,6 @@ from kcdsl.ir.words import formula_text
 from kcdsl_backends.empirical.clauses import main_comparison
 
 _UPPER, _LOWER = ("<=", "<"), (">=", ">")
-_FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
 
 
 def allowed_rate(clause: Clause) -> Fraction | None:
@@ -53,12 +52,8 @@ def _of_comparison(comparison: Compare) -> Fraction | None:
 def sides(comparison: Compare) -> tuple[Term, str, Fraction] | None:
     """Return a comparison with a number as (term, operator, number); None for one of two terms."""
     match comparison:
-        case Compare(op, Constant(value), Constant()):
-            return None
-        case Compare(op, term, Constant(value)):
+        case Compare(op, term, Constant(value)) if not isinstance(term, Constant):
             return term, op, value
-        case Compare(op, Constant(value), term):
-            return term, _FLIPPED[op], value
         case _:
             return None
 

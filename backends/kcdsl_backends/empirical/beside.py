@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from kcdsl.ir.terms import Abs, Arith, Clause, Compare, Metric, Norm, Number, Statistic, Term
+from kcdsl.ir.terms import Abs, Arith, Clause, Metric, Norm, Number, Statistic, Term
 from kcdsl.ir.walk import subterms
 from kcdsl.verdict.beside import Beside, Certified, Measured, NoiseFloor
 from kcdsl.verdict.result import ClauseResult
@@ -44,7 +44,7 @@ def beside(clause: Clause, row: ClauseResult, data: SliceData, evidence: Evidenc
     narrow = narrowness(clause, row)
     if comparison is None:
         return Beside(narrow=narrow)
-    term, op = _oriented(comparison)
+    term, op = comparison.left, comparison.op
     names = _names_of(_inner(term))
     if not names or any(_is_timed(name, data) for name in names):
         return Beside(narrow=narrow)
@@ -185,13 +185,6 @@ def narrowness(clause: Clause, row: ClauseResult) -> tuple[str, ...]:
 
 
 # --- terms ---------------------------------------------------------------------------------------
-
-
-def _oriented(comparison: Compare) -> tuple[Term, str]:
-    flipped = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
-    if isinstance(comparison.left, Number):
-        return comparison.right, flipped[comparison.op]
-    return comparison.left, comparison.op
 
 
 def _inner(term: Term) -> Term:

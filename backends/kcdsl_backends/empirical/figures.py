@@ -56,19 +56,15 @@ def figures_of(clause: Clause, judge: Judge) -> Figures:
     if comparison is None:
         return _of_fields(clause, judge)
     left, right, n = judge.sides(comparison)
-    threshold, op = right, comparison.op
-    term = comparison.left
-    if isinstance(comparison.left, Number):
-        left, threshold, term, op = right, left, comparison.right, _FLIPPED[op]
     return Figures(
-        term_text(term),
-        _unit(term, judge.data),
-        op,
+        term_text(comparison.left),
+        _unit(comparison.left, judge.data),
+        comparison.op,
         _double(left.value),
         _float(left.low),
         _float(left.high),
         n,
-        _double(threshold.value),
+        _double(right.value),
     )
 
 
@@ -88,15 +84,10 @@ def no_figures(clause: Clause, data: SliceData) -> Figures:
     comparison = main_comparison(clause.require)
     if comparison is None:
         return Figures(clause.text or clause.id, "1", "", None, None, None, 0, None)
-    swapped = isinstance(comparison.left, Number)
-    term = comparison.right if swapped else comparison.left
-    other = comparison.left if swapped else comparison.right
-    threshold = _double(other.value) if isinstance(other, Number) else None
-    op = _FLIPPED[comparison.op] if swapped else comparison.op
-    return Figures(term_text(term), _unit(term, data), op, None, None, None, 0, threshold)
-
-
-_FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
+    term, limit = comparison.left, comparison.right
+    threshold = _double(limit.value) if isinstance(limit, Number) else None
+    unit = _unit(term, data)
+    return Figures(term_text(term), unit, comparison.op, None, None, None, 0, threshold)
 
 
 def _unit(term: Term, data: SliceData) -> str:
@@ -157,7 +148,7 @@ def counterexample(
 
 
 def _inner(comparison: Compare) -> Term:
-    side = comparison.right if isinstance(comparison.left, Number) else comparison.left
+    side = comparison.left
     return side.of if isinstance(side, Statistic) else side
 
 

@@ -22,7 +22,7 @@ _NEAR = 1e-9
 """Relative distance from the threshold within which doubles do not decide: rounding of a quotient
 and of stored shares is far below."""
 Side = Literal["upper", "lower"]
-_FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<"}
+_ORDERS = ("<=", "<", ">=", ">")
 
 
 def beyond_of(
@@ -71,11 +71,9 @@ def _at_once(
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return which requests doubles decide, and which of those meet the formula."""
     nothing = np.zeros(len(reduced), dtype=bool)
-    if not isinstance(body, Compare) or body.op not in _FLIPPED:
+    if not isinstance(body, Compare) or body.op not in _ORDERS:
         return nothing, nothing
     term, op, limit = body.left, body.op, body.right
-    if isinstance(term, Number):
-        term, op, limit = body.right, _FLIPPED[op], body.left
     if not isinstance(limit, Number):
         return nothing, nothing
     side: Side = "lower" if (op in (">=", ">")) != negated else "upper"

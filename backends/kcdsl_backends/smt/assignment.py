@@ -100,9 +100,6 @@ class _Values:
     def _compare(self, compare: Compare, at: Environment, turned: bool) -> bool:
         op, left, right = compare.op, compare.left, compare.right
         match left, right:
-            case Number(value), Norm():
-                mirrored = {"<=": ">=", "<": ">", ">=": "<=", ">": "<"}.get(op, op)
-                return self._compare(Compare(mirrored, right, Number(value)), at, turned)
             case Norm(), Number(value):
                 least, _, largest = self._norm(left, at)
                 return _compared(op, least, value) and _compared(op, largest, value)

@@ -99,8 +99,6 @@ def holds_of_parts(formula: Formula) -> bool:
     match formula:
         case Compare(op, Statistic(kind), Number()):
             return _bounds_extreme(kind, op)
-        case Compare(op, Number(), Statistic(kind)):
-            return _bounds_extreme(kind, {"<=": ">=", "<": ">", ">=": "<=", ">": "<"}.get(op, op))
         case Connective("and" | "or", parts):
             return all(holds_of_parts(part) for part in parts)
         case HasFields():

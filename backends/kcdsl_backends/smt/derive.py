@@ -48,7 +48,6 @@ from kcdsl_backends.smt.translate import Translator
 LOGITS_BLOCK = "model"
 _OF_EVERY_ROW = (RegionKind.POINTS, RegionKind.BALL, RegionKind.HULL)
 """Regions that hold every request of their slice, however long it is."""
-_FLIPPED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
 _NEGATED = {"<=": ">", "<": ">=", ">=": "<", ">": "<="}
 
 
@@ -164,13 +163,11 @@ def _has_norm(term: Term) -> bool:
 
 
 def comparisons(formula: Formula, negated: bool = False) -> Iterator[Compare]:
-    """Yield the comparisons that the formula asks for, constants on the right.
+    """Yield the comparisons that the formula asks for.
 
     A negation is carried inwards; that of an equality is dropped.
     """
     match formula:
-        case Compare(op, Number() as left, right) if not isinstance(right, Number):
-            yield from comparisons(Compare(_FLIPPED[op], right, left, formula.span), negated)
         case Compare(op, left, right):
             if not negated:
                 yield formula

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,17 @@ def test_regions_and_statements() -> None:
     claim = ir.Quantified("forall", "x", ball, ir.NoFlip("model", "x", 5))
     assert formula_text(claim) == "forall x in ball(all, 0.001): no_flip(model, x, 5)"
     assert formula_text(ir.Not(ir.HasFields(("a b",)))) == 'not has(trace, ["a b"])'
+
+
+@pytest.mark.parametrize(
+    ("op", "turned"), [("<=", ">="), ("<", ">"), (">=", "<="), (">", "<"), ("==", "==")]
+)
+def test_a_threshold_is_always_on_the_right(op: str, turned: str) -> None:
+    metric, table = ir.Metric("kl"), ir.TableValue("limits")
+    for threshold in (ir.Number(Fraction(1)), table):
+        found = ir.Compare(op, threshold, metric)
+        assert (found.op, found.left, found.right) == (turned, metric, threshold)
+        assert ir.Compare(op, metric, threshold).op == op
+        assert replace(found, right=ir.Number(Fraction(2))).op == turned
+    assert ir.Compare(op, table, ir.Number(Fraction(1))).left == table
+    assert ir.Compare(op, ir.Metric("k1"), metric).left == ir.Metric("k1")

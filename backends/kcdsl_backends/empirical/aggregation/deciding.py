@@ -54,7 +54,7 @@ from kcdsl_backends.empirical.user_metrics import measures_of
 
 _OF_SLICES = {*AGGREGATES, *RECORDED_AGGREGATES, *MAGNITUDES, "kv_memory", "ece_gap"}
 """Metrics of all tokens at once: no token has a value of its own."""
-_FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<"}
+_ORDERS = ("<=", "<", ">=", ">")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +204,9 @@ def limits_of(task: Task) -> dict[str, tuple[Limit, ...]]:
     found: dict[str, dict[Limit, None]] = {}
     for clause in task.clauses:
         for part in walk(clause.require):
-            if not isinstance(part, Compare) or part.op not in _FLIPPED:
+            if not isinstance(part, Compare) or part.op not in _ORDERS:
                 continue
             term, op, limit = part.left, part.op, part.right
-            if isinstance(term, Number):
-                term, op, limit = part.right, _FLIPPED[op], part.left
             of = term.of if isinstance(term, Statistic) else term
             if isinstance(of, Metric) and isinstance(limit, Number):
                 found.setdefault(of.name, {})[Limit(op, limit.value)] = None
