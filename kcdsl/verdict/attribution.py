@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from typing import Any, Literal
 
 from kcdsl.diagnostics.render.terminal import json_for_terminals
@@ -381,10 +380,3 @@ class Attribution:
             )
             + "\n"
         )
-
-
-def attribution_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the document."""
-    text = files("kcdsl.verdict").joinpath("attribution.schema.json").read_text(encoding="utf-8")
-    schema: dict[str, Any] = json.loads(text)
-    return schema

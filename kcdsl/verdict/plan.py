@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from importlib.resources import files
 from typing import Any, Literal
 
 from kcdsl.diagnostics.render.terminal import json_for_terminals
@@ -126,10 +125,3 @@ class Plan:
             )
             + "\n"
         )
-
-
-def plan_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the plan."""
-    text = files("kcdsl.verdict").joinpath("plan.schema.json").read_text(encoding="utf-8")
-    schema: dict[str, Any] = json.loads(text)
-    return schema

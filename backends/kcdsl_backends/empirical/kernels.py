@@ -109,11 +109,6 @@ class TorchKernel:
         """Run the model on checked tokens; the result stays on the device in its own precision."""
         return self._run("model", self.module, tokens)
 
-    def synchronise(self) -> None:
-        """Wait until the device has finished, so that times can be taken."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def fingerprint(self) -> dict[str, Any]:
         """Return what certificates bind; see `kcdsl.model.fingerprint`."""
         return kernel_fingerprint(self.ref, self.device.type)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
@@ -80,13 +80,6 @@ class Solver:
     def decide(self, *goals: Expression) -> Outcome:
         """Decide the facts together with goals that are dropped again afterwards."""
         return self._ask(goals, ())[0]
-
-    def decide_named(self, goals: Mapping[str, Expression]) -> tuple[Outcome, frozenset[str]]:
-        """Decide the facts together with named goals; if UNSAT, also which goals it took."""
-        switches = {name: z3.Bool(name, self._context) for name in goals}
-        switched = [z3.Implies(switches[name], goal) for name, goal in goals.items()]
-        outcome, core = self._ask(switched, tuple(switches.values()))
-        return outcome, frozenset(str(switch) for switch in core)
 
     def decide_all(self, names: Iterable[str]) -> tuple[Outcome, frozenset[str]]:
         """Decide the facts together with goals that were named; if UNSAT, also which it took."""

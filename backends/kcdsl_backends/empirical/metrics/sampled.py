@@ -134,11 +134,6 @@ def mult_prob_error(delta: Tensor) -> Tensor:
     return delta.abs().exp()
 
 
-def absolute_log_ratio(delta: Tensor) -> Tensor:
-    """Return |delta|; a contract writes `mean(abs(log_ratio))`."""
-    return delta.abs()
-
-
 # --- of the probabilities themselves -------------------------------------------------------------
 
 
