@@ -22,7 +22,7 @@ from kcdsl_certs.envelope import bundle_bytes, sign
 from kcdsl_certs.evidence import EvidenceFile, refuse_unnamed
 from kcdsl_certs.keys import SigningKey
 from kcdsl_certs.reject import Reject
-from kcdsl_certs.requirements import RequiredClause
+from kcdsl_certs.requirements import Comparison, RequiredClause
 from kcdsl_certs.statement import (
     STAGES,
     AcceptedFinding,
@@ -54,28 +54,29 @@ def utc_now() -> datetime:
 
 def results_for(
     required: RequiredClause,
+    wanted: Comparison | None = None,
     *,
     evidence: Evidence,
     method: str,
     verdict: Verdict,
-    comparison: int = 0,
-    alternative: int = 0,
     **numbers: Any,
 ) -> CertifiedClause:
     """Fill in what the contract states about a result; `numbers` are fields of CertifiedClause.
 
+    `wanted` is the comparison that it is about; without one, the first that the clause asks for.
+
     The verdict is weakened to what the numbers admit: a sampled result of a hard clause becomes
     INCONCLUSIVE, never PASSED. Raises Refusal where the numbers contradict themselves.
     """
-    try:
-        wanted = required.alternatives[alternative][comparison]
-    except IndexError:
+    if wanted is None:
+        wanted = next((c for part in required.alternatives for c in part), None)
+    if wanted is None:
         raise refuse(
             CANNOT_CERTIFY,
             f"{required.label} has a form that a certificate cannot state",
             help="say it in several clauses: one of more than 64 alternatives, or one that negates "
             "a quantifier, has no normal form",
-        ) from None
+        )
     stated: dict[str, Any] = {
         "id": required.id,
         "slice": required.slice,

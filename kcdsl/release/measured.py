@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from fractions import Fraction
-from itertools import groupby
 from pathlib import Path
 
+from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.issue import results_for
-from kcdsl.release.requirements import required_clauses
+from kcdsl.release.requirements import comparison_of, required_clauses
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, reason
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict, holds
-from kcdsl_certs.requirements import RequiredClause
+from kcdsl_certs.requirements import Comparison, RequiredClause
 
 _METHODS = {"census": "census/1", "sample": "one-sided-limits/1"}
 _RATES = "clopper-pearson/1"
@@ -27,23 +27,30 @@ def certified_clauses(
 ) -> list[CertifiedClause]:
     """Return the results of an evaluation as a certificate states them.
 
-    Every row is one comparison of its clause, in the order of the contract. A verdict that the
+    Every row names the obligation that it decides. A verdict that the
     numbers of a certificate cannot show again is weakened to INCONCLUSIVE.
     """
     required = {(r.id, r.slice): r for r in required_clauses(program, base)}
+    expanded = expand_tables(program)
+    clauses = {clause.id: clause for clause in expanded.clauses}
+    stated = {
+        obligation.id: comparison_of(obligation, expanded)
+        for row in report.clauses
+        for obligation in obligations_of(clauses[row.clause], row.slice)
+    }
     return [
-        _result(required[row.clause, row.slice], position, row)
-        for position, row in _positions(report)
+        result_of(required[row.clause, row.slice], stated[row.obligation], row)
+        for row in report.clauses
     ]
 
 
-def _positions(report: Report) -> Iterator[tuple[int, ClauseResult]]:
-    """Yield every row with its position among the rows of its clause and slice."""
-    for _, rows in groupby(report.clauses, key=lambda row: (row.clause, row.slice)):
-        yield from enumerate(rows)
+def result_of(
+    required: RequiredClause, wanted: Comparison | None, row: ClauseResult
+) -> CertifiedClause:
+    """Return the result of a row that decides the comparison `wanted` of a clause on a slice.
 
-
-def _result(required: RequiredClause, position: int, row: ClauseResult) -> CertifiedClause:
+    Raises Refusal for what a certificate cannot state.
+    """
     usable = not isinstance(row.verdict, InvalidEvidence)
     counted = row.exceedance if row.budget is not None else None
     sampled = row.evidence == "sample" and counted is not None
@@ -51,11 +58,11 @@ def _result(required: RequiredClause, position: int, row: ClauseResult) -> Certi
     confident = row.confidence is not None and row.confidence >= 0.95
     return results_for(
         required,
-        comparison=position,
+        wanted,
         evidence=Evidence(row.evidence),
         method=_RATES if sampled else _METHODS[row.evidence],
         verdict=_verdict(row),
-        value=_as_compared(row, required, position) if usable else None,
+        value=_as_compared(row, wanted) if usable else None,
         n=(counted.n if counted is not None else row.n) if usable else None,
         exceed=counted.k if counted is not None and usable else None,
         unit=row.counted,
@@ -66,12 +73,11 @@ def _result(required: RequiredClause, position: int, row: ClauseResult) -> Certi
     )
 
 
-def _as_compared(row: ClauseResult, required: RequiredClause, position: int) -> float | None:
+def _as_compared(row: ClauseResult, wanted: Comparison | None) -> float | None:
     """Return the value, at most one unit in the last place off, so that it compares with the
     threshold as the exact quotient did: a mean of 19/20 meets 95 %, its nearest double does not."""
-    if row.value is None or not isinstance(row.verdict, Held) or not required.alternatives:
+    if row.value is None or not isinstance(row.verdict, Held) or wanted is None:
         return row.value
-    wanted = required.alternatives[0][position]
     if holds(Fraction(row.value), wanted.op, wanted.tau):
         return row.value
     good = math.inf if wanted.op in (">=", ">") else -math.inf

@@ -112,8 +112,7 @@ def _implied_results(
     return [
         results_for(
             wanted,
-            alternative=number,
-            comparison=index,
+            comparison,
             evidence=Evidence.PROOF,
             method=IMPLIED,
             verdict=Verdict.PASSED,
@@ -121,5 +120,5 @@ def _implied_results(
             implied_by=item.by,
             assumptions=item.assumptions,
         )
-        for index, comparison in enumerate(wanted.alternatives[number])
+        for comparison in wanted.alternatives[number]
     ]

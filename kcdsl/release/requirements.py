@@ -10,6 +10,7 @@ from typing import Any
 
 from kcdsl.check.metrics import find_metric
 from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.obligations import Obligation
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
@@ -81,6 +82,15 @@ def required_clauses(program: Program, base: Path | Artefacts) -> tuple[Required
                 )
             )
     return tuple(required)
+
+
+def comparison_of(obligation: Obligation, program: Program) -> Comparison | None:
+    """Return the comparison that a certificate states for an obligation.
+
+    That of a part with several alternatives is their first; None where a part has no normal form.
+    """
+    form = _with_chain(alternatives(obligation.part.require), program)
+    return next((comparison for part in form for comparison in part), None)
 
 
 def slices_of(clause: Clause) -> tuple[str | None, ...]:

@@ -141,10 +141,13 @@ class ClauseResult:
     """How many units would decide an inconclusive clause, as far as that can be told."""
     beside: Beside | None = None
     """What was measured, certified and noise of the training kernel, beside the threshold."""
+    obligation: str = ""
+    """The name of the obligation that was decided (kcdsl.ir.obligations)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return {
+            "obligation": self.obligation,
             "clause": self.clause,
             "family": self.family,
             "level": self.level,

@@ -16,11 +16,12 @@ import pytest
 from kcdsl.ir import terms as ir
 from kcdsl.ir.evaluate import Truth, answers
 from kcdsl.ir.norms import difference, norm
+from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.words import formula_text
 from kcdsl.ir.world import Pair, Unit, World
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl_backends.empirical import measured
-from kcdsl_backends.empirical.clauses import conjuncts, norm_name
+from kcdsl_backends.empirical.clauses import norm_name
 from kcdsl_backends.empirical.results import decide_clause
 from kcdsl_backends.empirical.windows import WINDOW
 
@@ -63,8 +64,8 @@ def data_of(world: World) -> measured.SliceData:
 def decided(clause: ir.Clause, world: World) -> Truth:
     """Return what the backend makes of a clause: every part of a conjunction must hold."""
     rows = [
-        decide_clause(part, made.program(clause), data_of(world), seed=0).verdict
-        for part in conjuncts(clause)
+        decide_clause(each.part, made.program(clause), data_of(world), seed=0).verdict
+        for each in obligations_of(clause, "all")
     ]
     if any(isinstance(row, InvalidEvidence) for row in rows):
         return Truth.UNDEFINED

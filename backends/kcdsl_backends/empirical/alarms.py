@@ -9,10 +9,11 @@ violated by itself and not among so many is inconclusive, never a pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kcdsl.ir.terms import Clause, Program
+from kcdsl.ir.obligations import Obligation
+from kcdsl.ir.terms import Program
 from kcdsl.verdict.model import Violated
 from kcdsl.verdict.report import Statistics
 from kcdsl.verdict.result import ClauseResult
@@ -24,10 +25,10 @@ from kcdsl_backends.empirical.statistics import ONE_LOOK
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A part of a clause on a slice; `blocked` says why no evidence about it may be trusted."""
+    """An obligation with what was measured on its slice; `blocked` says why no evidence about it
+    may be trusted."""
 
-    whole: Clause
-    part: Clause
+    obligation: Obligation
     data: SliceData
     blocked: str | None = None
 
@@ -39,8 +40,8 @@ def decide_all(
     confidence = statistics.confidence_over(looks)
 
     def decide(case: Case, alarm: Fraction | None = None) -> ClauseResult:
-        return decide_clause(
-            case.part,
+        row = decide_clause(
+            case.obligation.part,
             program,
             case.data,
             seed=seed,
@@ -48,6 +49,7 @@ def decide_all(
             alarm=alarm,
             blocked=case.blocked,
         )
+        return replace(row, obligation=case.obligation.id)
 
     rows = [decide(case) for case in cases]
     sampled = [i for i, row in enumerate(rows) if row.evidence == "sample"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import assert_never
 
 from kcdsl.ir.terms import (
@@ -11,7 +9,6 @@ from kcdsl.ir.terms import (
     Arith,
     Clause,
     Compare,
-    Connective,
     Formula,
     Metric,
     NoFlip,
@@ -100,24 +97,6 @@ def slices_of(clause: Clause) -> tuple[str, ...]:
     """Return the slices that a clause is decided on, in the order of the contract."""
     named = [p.region.slice for p in walk(clause.require) if isinstance(p, Quantified)]
     return tuple(dict.fromkeys((*clause.slices, *named)))
-
-
-def conjuncts(clause: Clause) -> tuple[Clause, ...]:
-    """Return one clause for each part of a conjunction, so that each part has its own row.
-
-    A conjunction with a budget stays whole: a unit is beyond where any part of it fails.
-    """
-    if clause.budget is not None:
-        return (clause,)
-    return tuple(replace(clause, require=part) for part in _parts(clause.require))
-
-
-def _parts(formula: Formula) -> Iterator[Formula]:
-    if isinstance(formula, Connective) and formula.op == "and":
-        for part in formula.parts:
-            yield from _parts(part)
-    else:
-        yield formula
 
 
 DEFAULT_BLOCK = "attn_0"

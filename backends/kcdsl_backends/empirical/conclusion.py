@@ -9,6 +9,7 @@ from typing import Any
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import Clause, EvidenceKind, Family, Program
 from kcdsl.verdict.model import Violated
 from kcdsl.verdict.report import Precheck, Report, Statistics
@@ -16,7 +17,7 @@ from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical import diagnoses
 from kcdsl_backends.empirical.alarms import Case, decide_all
 from kcdsl_backends.empirical.beside import beside
-from kcdsl_backends.empirical.clauses import conjuncts, metrics_of, obstacle, slices_of
+from kcdsl_backends.empirical.clauses import metrics_of, obstacle, slices_of
 from kcdsl_backends.empirical.evidence import Evidence, records
 from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.metrics.measures import Measure
@@ -116,20 +117,22 @@ def decide(
     ]
     for clause, why in zip(clauses, blocked, strict=True):
         cases += [
-            Case(clause, part, data[name], why or evidence.spoiled.get(name))
+            Case(obligation, data[name], why or evidence.spoiled.get(name))
             for name in slices_of(clause) or tuple(data)
             if name in data
-            for part in conjuncts(clause)
+            for obligation in obligations_of(clause, name)
         ]
     decided, statistics = decide_all(cases, program, evidence.seed, evidence.looks)
     rows = [
-        replace(row, beside=beside(case.part, row, case.data, evidence))
+        replace(row, beside=beside(case.obligation.part, row, case.data, evidence))
         for case, row in zip(cases, decided, strict=True)
     ]
     results: list[ClauseResult] = []
     demoted: dict[str, str] = {}
     for clause, why in zip(clauses, blocked, strict=True):
-        own = [row for case, row in zip(cases, rows, strict=True) if case.whole is clause]
+        own = [
+            row for case, row in zip(cases, rows, strict=True) if case.obligation.clause is clause
+        ]
         refuted = any(isinstance(row.verdict, Violated) for row in own)
         if clause.evidence in PROOFS and not refuted and why is None:
             demoted[clause.id] = f"demands {clause.evidence}; `kcdsl verify` decides it"

@@ -16,6 +16,7 @@ from scipy import stats
 
 from kcdsl.config import shown
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.ir.obligations import Obligation
 from kcdsl.ir.terms import Abs, Clause, Metric, Statistic
 from kcdsl.ir.words import term_text
 from kcdsl.source.files import MARK, MARKED, read_source
@@ -44,7 +45,7 @@ class Observed:
 class Pilot(Protocol):
     """An earlier evaluation of the same clauses."""
 
-    def observe(self, part: Clause, position: int, slice_name: str) -> Observed | None:
+    def observe(self, obligation: Obligation) -> Observed | None:
         """Return what was seen of a part of a clause on a slice, None for nothing usable.
 
         `position` counts the parts of the clause.
@@ -95,14 +96,11 @@ def _unusable(path: Path, why: str) -> Refusal:
 
 @dataclass(frozen=True, slots=True)
 class _ReportPilot:
-    rows: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+    rows: Mapping[str, Mapping[str, Any]]
 
-    def observe(self, part: Clause, position: int, slice_name: str) -> Observed | None:
-        rows = self.rows.get((part.id, slice_name), ())
-        if position >= len(rows) or rows[position]["verdict"] == "invalid_evidence":
-            return None
-        row = rows[position]
-        if not _of_the_same(row, part):
+    def observe(self, obligation: Obligation) -> Observed | None:
+        row, part = self.rows.get(obligation.id), obligation.part
+        if row is None or row["verdict"] == "invalid_evidence" or not _of_the_same(row, part):
             return None
         if allowed_rate(part) is not None:
             return _units_of(row)
@@ -157,7 +155,7 @@ def _of_the_same(row: Mapping[str, Any], part: Clause) -> bool:
 
 
 def _report(document: Mapping[str, Any]) -> Pilot:
-    rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    rows: dict[str, Mapping[str, Any]] = {}
     for row in document["clauses"]:
         for name in _FIELDS:
             row[name]
@@ -171,7 +169,8 @@ def _report(document: Mapping[str, Any]) -> Pilot:
         counted = row["exceedance"]
         if counted is not None and not _is_count(counted["k"], counted["n"]):
             raise ValueError(f"{row['clause']} has {counted['k']} of {counted['n']} units beyond")
-        rows.setdefault((str(row["clause"]), str(row["slice"])), []).append(row)
+        if rows.setdefault(str(row["obligation"]), row) is not row:
+            raise ValueError(f"{row['obligation']} has two rows")
     return _ReportPilot(rows)
 
 
@@ -197,10 +196,11 @@ def _is_count(k: object, n: object) -> bool:
 class _TracePilot:
     records: Sequence[Mapping[str, Any]]
 
-    def observe(self, part: Clause, position: int, slice_name: str) -> Observed | None:
+    def observe(self, obligation: Obligation) -> Observed | None:
+        part = obligation.part
         comparison = main_comparison(part.require)
         found = None if comparison is None else sides(comparison)
-        own = [record for record in self.records if slice_name in record["slices"]]
+        own = [record for record in self.records if obligation.slice in record["slices"]]
         if found is None or not own:
             return None
         term, op, tau = found

@@ -15,6 +15,7 @@ from kcdsl.check.metrics import registry_of
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.canonical import digest
+from kcdsl.ir.obligations import Obligation, obligations_of
 from kcdsl.ir.recordings import LOGITS
 from kcdsl.ir.terms import Abs, Clause, EvidenceKind, HasFields, ModelRef, Program
 from kcdsl.ir.walk import walk
@@ -33,7 +34,6 @@ from kcdsl_backends.empirical.allowance import (
     sides,
 )
 from kcdsl_backends.empirical.clauses import (
-    conjuncts,
     main_comparison,
     metrics_of,
     obstacle,
@@ -89,10 +89,10 @@ def plan(
         for name in slices_of(clause) or tuple(s.name for s in program.slices):
             if slices and name.partition("[")[0] not in slices:
                 continue
-            for position, part in enumerate(conjuncts(clause)):
-                seen = None if earlier is None else earlier.observe(part, position, name)
-                timed = "timing" in _needs(part, program)
-                case = _Case(part, clause, name, counted[name], timed, earlier is not None, seen)
+            for obligation in obligations_of(clause, name):
+                seen = None if earlier is None else earlier.observe(obligation)
+                timed = "timing" in _needs(obligation.part, program)
+                case = _Case(obligation, name, counted[name], timed, earlier is not None, seen)
                 rows.append(_row(case, program, confidence, power))
     if not rows:
         raise refuse(
@@ -120,10 +120,9 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A part of a clause on a slice, with what is known of the data and of an earlier run."""
+    """An obligation, with what is known of the data and of an earlier run."""
 
-    part: Clause
-    whole: Clause
+    obligation: Obligation
     slice: str
     requests: int | None
     timed: bool
@@ -139,12 +138,12 @@ class _Case:
 
 
 def _row(case: _Case, program: Program, confidence: Confidence, power: float) -> PlanRow:
-    part, allowed = case.part, allowed_rate(case.part)
+    part, allowed = case.obligation.part, allowed_rate(case.obligation.part)
     needs = _needs(part, program)
     bare = PlanRow(
         clause=part.id,
         slice=case.slice,
-        requirement=requirement_text(part, case.whole),
+        requirement=requirement_text(part, case.obligation.clause),
         evidence="sample",
         state="unknown",
         unit=_unit(part, needs, program),
@@ -215,7 +214,7 @@ def _rate_pilot(
         return None
     tau = None
     if seen.worst is not None:
-        better = better_of(case.part)
+        better = better_of(case.obligation.part)
         tau = statistics.threshold(seen.worst, allowed, confidence, better=better)
     needed = statistics.units_with_power(allowed, Fraction(seen.k, seen.n), power, confidence)
     return document.Pilot(seen.n, k=seen.k, needed=needed, threshold=tau)
@@ -228,15 +227,15 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
         return replace(row, state="never", note=why)
     if row.have is not None and row.have < FEWEST_CLUSTERS:
         row = replace(row, state="too_few", note=f"below {FEWEST_CLUSTERS} a mean has no limits")
-    comparison = main_comparison(case.part.require)
+    comparison = main_comparison(case.obligation.part.require)
     if comparison is not None and comparison.op == "==":
         return replace(row, note="no number of units shows that a mean is equal to a number")
-    bounded = bounded_mean(case.part)
+    bounded = bounded_mean(case.obligation.part)
     if bounded is not None:
         row = replace(row, without_any=statistics.units_for_budget(bounded.share, confidence))
     if seen is None or seen.value is None or seen.variance is None:
         return row if row.note else replace(row, note=case.unseen)
-    distance = _room(case.part, seen.value)
+    distance = _room(case.obligation.part, seen.value)
     needed = statistics.units_for_mean(seen.variance, distance, power, confidence)
     why = "the mean of the pilot is not within the threshold"
     if bounded is not None and seen.value == bounded.best:

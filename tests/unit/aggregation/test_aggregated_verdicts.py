@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
+from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl.verdict.result import ClauseResult
@@ -23,7 +24,7 @@ from kcdsl_backends.empirical.aggregation.deciding import decide_table, prepare
 from kcdsl_backends.empirical.aggregation.engine import opened
 from kcdsl_backends.empirical.aggregation.tables import open_tables
 from kcdsl_backends.empirical.alarms import Case, decide_all
-from kcdsl_backends.empirical.clauses import conjuncts, slices_of
+from kcdsl_backends.empirical.clauses import slices_of
 from tests.unit.aggregation.conftest import Rows
 
 if TYPE_CHECKING:
@@ -81,10 +82,10 @@ def program_of(folder: Path, clauses: Sequence[str]) -> Program:
 def from_memory(program: Program, rows: Rows, seed: int = 0) -> tuple[ClauseResult, ...]:
     data = {name: rows.in_memory(name) for name in ("chat", "code")}
     cases = [
-        Case(clause, part, data[name])
+        Case(obligation, data[name])
         for clause in program.clauses
         for name in slices_of(clause) or tuple(data)
-        for part in conjuncts(clause)
+        for obligation in obligations_of(clause, name)
     ]
     return decide_all(cases, program, seed)[0]
 

@@ -330,7 +330,8 @@ def reported(**changes: Any) -> dict[str, Any]:
         "high": None, "n": 200, "confidence": 0.95, "budget": None,
         "exceedance": {"k": 1, "n": 200, "of": "requests"},
     }  # fmt: skip
-    return {**found, **changes}
+    found |= changes
+    return {"obligation": f"{found['clause']}/{found['slice']}/0", **found}
 
 
 def by_report(folder: Path, planned: Any, **changes: Any) -> Any:
@@ -382,7 +383,7 @@ def test_equal_repeats_of_a_report(write: Write, planned: Any) -> None:
         {"exceedance": {"k": True, "n": 5}}, {"exceedance": {"k": 1, "n": 10**300}},
         {"exceedance": {"k": 1}}, {"exceedance": "1 of 5"}, {"value": "x"}, {"high": []},
         {"low": float("nan")}, {"value": float("inf")}, {"value": 10**400}, {"n": "x"},
-        {"confidence": 1.5}, {"confidence": 0}, {"n": -1},
+        {"confidence": 1.5}, {"confidence": 0}, {"n": -1}, {"obligation": "P99/all/0"},
     ],
 )  # fmt: skip
 def test_a_report_with_impossible_numbers_is_no_pilot(

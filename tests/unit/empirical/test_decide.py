@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import (
     Arith,
     Compare,
@@ -28,7 +29,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.words import term_text
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
-from kcdsl_backends.empirical.clauses import conjuncts, obstacle
+from kcdsl_backends.empirical.clauses import obstacle
 from kcdsl_backends.empirical.measured import SliceData, Unit
 from kcdsl_backends.empirical.results import decide_clause
 from kcdsl_backends.empirical.windows import windows
@@ -348,8 +349,10 @@ def test_connectives_and_negations_turn_the_harmful_tail(lab: Any) -> None:
         (not_above, "violated"),
     ):
         assert verdict_name(decided(lab, lab.clause(formula), data).verdict) == wanted
-    parts = conjuncts(lab.clause(Connective("and", (over, fine))))
-    assert [part.require for part in parts] == [over, fine]
+    clause = lab.clause(Connective("and", (over, fine)))
+    found = obligations_of(clause, "all")
+    assert [each.part.require for each in found] == [over, fine]
+    assert [each.id for each in found] == [f"{clause.id}/all/0", f"{clause.id}/all/1"]
 
 
 def test_measured_drift_ranges_over_the_rows(lab: Any) -> None:

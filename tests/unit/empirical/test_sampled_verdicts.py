@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import (
     Abs,
     Arith,
+    Clause,
     Compare,
     Connective,
     EvidenceKind,
@@ -27,6 +29,7 @@ from kcdsl.verdict.model import Held, Inconclusive, verdict_name
 from kcdsl_backends.empirical import statistics
 from kcdsl_backends.empirical.alarms import Case, decide_all
 from kcdsl_backends.empirical.allowance import allowed_rate, is_mean
+from kcdsl_backends.empirical.measured import SliceData
 from kcdsl_backends.empirical.results import decide_clause
 from kcdsl_backends.empirical.statistics import ONE_LOOK
 
@@ -253,6 +256,11 @@ def test_repeated_evaluation_of_growing_data(lab: Any) -> None:
 # --- many clauses --------------------------------------------------------------------------------
 
 
+def _case(clause: Clause, data: SliceData) -> Case:
+    (obligation,) = obligations_of(clause, data.name)
+    return Case(obligation, data)
+
+
 def _family(lab: Any, beyond: Sequence[int], n: int = 400) -> list[Case]:
     """One sampled clause of at most 5 % for each number of requests beyond."""
     cases = []
@@ -260,12 +268,12 @@ def _family(lab: Any, beyond: Sequence[int], n: int = 400) -> list[Case]:
         clause = lab.clause(
             lab.statistic("max", "kl"), budget=("1/20", "requests"), evidence=SAMPLE, id=f"N-{i}"
         )
-        cases.append(Case(clause, clause, lab.slice_data(column([2.0] * k + [0.0] * (n - k)))))
+        cases.append(_case(clause, lab.slice_data(column([2.0] * k + [0.0] * (n - k)))))
     return cases
 
 
 def verdicts(lab: Any, cases: Sequence[Case], looks: int | None = 1) -> list[str]:
-    rows, _ = decide_all(cases, lab.program(*(c.part for c in cases)), 0, looks)
+    rows, _ = decide_all(cases, lab.program(*(c.obligation.part for c in cases)), 0, looks)
     return [verdict_name(row.verdict) for row in rows]
 
 
@@ -273,7 +281,7 @@ def test_a_violation_among_many_needs_more_than_one_by_itself(lab: Any) -> None:
     """29 of 400 have a tail of 3.0 %: a violation alone, and none among twenty."""
     assert verdicts(lab, _family(lab, [29])) == ["violated"]
     cases = _family(lab, [29] + [0] * 19)
-    rows, how = decide_all(cases, lab.program(*(c.part for c in cases)), 0)
+    rows, how = decide_all(cases, lab.program(*(c.obligation.part for c in cases)), 0)
     assert [verdict_name(row.verdict) for row in rows] == ["inconclusive"] + ["held"] * 19
     assert (how.sampled, how.violation_error, how.error) == (20, 0.05 / 20, 0.05)
     assert isinstance(rows[0].verdict, Inconclusive)
@@ -299,7 +307,7 @@ def test_passes_are_not_corrected(lab: Any) -> None:
 def test_a_census_takes_no_part_of_the_error(lab: Any) -> None:
     cases = _family(lab, [29])
     census = lab.clause(lab.statistic("max", "kl"), id="N-CENSUS")
-    cases += [Case(census, census, lab.slice_data(column([2.0, 0.0])))] * 30
+    cases += [_case(census, lab.slice_data(column([2.0, 0.0])))] * 30
     assert verdicts(lab, cases) == ["violated"] * 31
     _, how = decide_all(cases, lab.program(census), 0)
     assert how.sampled == 1
@@ -308,7 +316,7 @@ def test_a_census_takes_no_part_of_the_error(lab: Any) -> None:
 @pytest.mark.full
 def test_one_request_beyond_a_maximum_is_a_violation_at_any_level(lab: Any) -> None:
     hard = lab.clause(lab.statistic("max", "kl"), evidence=SAMPLE, id="N-MAX")
-    cases = [Case(hard, hard, lab.slice_data(column([2.0] + [0.0] * 99)))]
+    cases = [_case(hard, lab.slice_data(column([2.0] + [0.0] * 99)))]
     assert verdicts(lab, cases + _family(lab, [0] * 80))[0] == "violated"
     assert verdicts(lab, cases, None) == ["violated"]
 
@@ -321,7 +329,7 @@ def test_a_mean_just_violated_is_open_among_many(lab: Any) -> None:
     far = lab.clause(mean, limit="1/2", evidence=SAMPLE)
     others = _family(lab, [0] * 19, 100)
     for clause, wanted in ((just, "inconclusive"), (far, "violated")):
-        case = Case(clause, clause, data)
+        case = _case(clause, data)
         assert verdicts(lab, [case])[0] == "violated"
         assert verdicts(lab, [case, *others])[0] == wanted
     strict = decide_clause(far, lab.program(far), data, seed=0, alarm=Fraction(1, 10**9))

@@ -121,6 +121,7 @@ def proof(program: Program, folder: Path) -> bytes:
 def results(program: Program, folder: Path, proof: ProofReference) -> list[CertifiedClause]:
     """Return results that show every clause."""
     required = {(r.id, r.slice): r for r in required_clauses(program, folder)}
+    both = required["N-BOTH", "all"]
     census: dict[str, Any] = {
         "evidence": Evidence.CENSUS, "method": "census/1", "verdict": Verdict.PASSED, "n": 1,
         "unit": "requests",
@@ -138,8 +139,10 @@ def results(program: Program, folder: Path, proof: ProofReference) -> list[Certi
         ),
         results_for(required["N-KL", "all"], **census, value=0.01),
         results_for(required["N-KL", "long"], **census, value=0.01),
-        results_for(required["N-BOTH", "all"], **census, value=0.001, comparison=0),
-        results_for(required["N-BOTH", "all"], **census, value=0.2, comparison=1),
+        *(
+            results_for(both, wanted, **census, value=value)
+            for wanted, value in zip(both.alternatives[0], (0.001, 0.2), strict=True)
+        ),
         results_for(
             required["R-LAT", "all"],
             evidence=Evidence.SAMPLE,

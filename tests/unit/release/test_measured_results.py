@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kcdsl.release.measured import certified_clauses
+from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.terms import Program
+from kcdsl.release.measured import certified_clauses, result_of
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.result import ClauseResult, ExceedanceCount
-from kcdsl_certs.clauses import Evidence
+from kcdsl_certs.clauses import CertifiedClause, Evidence
 from kcdsl_certs.requirements import Comparison, RequiredClause
 
 
@@ -49,24 +52,21 @@ def row(verdict: Verdict, value: float | None, **changes: Any) -> ClauseResult:
     return ClauseResult(**(fields | changes))
 
 
-def result(monkeypatch: pytest.MonkeyPatch, needed: RequiredClause, found: ClauseResult) -> Any:
-    monkeypatch.setattr("kcdsl.release.measured.required_clauses", lambda program, base: (needed,))
-    (only,) = certified_clauses(None, None, Rows(found))  # type: ignore[arg-type]
-    return only
+def result(needed: RequiredClause, found: ClauseResult) -> CertifiedClause:
+    return result_of(needed, needed.alternatives[0][0], found)
 
 
-def test_a_mean_of_nineteen_in_twenty_meets_its_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_of_nineteen_in_twenty_meets_its_threshold() -> None:
     """The double next to 0.95 is less than 19/20; the exact quotient is not."""
-    found = result(monkeypatch, required(">=", Fraction(19, 20)), row(Held(), 0.95))
+    found = result(required(">=", Fraction(19, 20)), row(Held(), 0.95))
     assert found.verdict == "PASSED"
     assert found.value == pytest.approx(0.95, abs=2e-16)
+    assert found.value is not None
     assert Fraction(found.value) >= Fraction(19, 20)
 
 
-def test_a_verdict_that_the_value_contradicts_is_not_carried_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = result(monkeypatch, required(">=", Fraction(19, 20)), row(Held(), 0.90))
+def test_a_verdict_that_the_value_contradicts_is_not_carried_over() -> None:
+    found = result(required(">=", Fraction(19, 20)), row(Held(), 0.90))
     assert found.verdict == "FAILED"
 
 
@@ -79,19 +79,28 @@ def test_a_verdict_that_the_value_contradicts_is_not_carried_over(
         (Inconclusive("open"), 0.99, "INCONCLUSIVE"),
     ],
 )
-def test_verdicts_keep_their_meaning(
-    monkeypatch: pytest.MonkeyPatch, verdict: Verdict, value: float | None, wanted: str
-) -> None:
-    found = result(monkeypatch, required(">=", Fraction(19, 20)), row(verdict, value))
+def test_verdicts_keep_their_meaning(verdict: Verdict, value: float | None, wanted: str) -> None:
+    found = result(required(">=", Fraction(19, 20)), row(verdict, value))
     assert found.verdict == wanted
 
 
 @pytest.mark.parametrize(("n", "wanted"), [(59, "PASSED"), (58, "INCONCLUSIVE")])
-def test_a_sampled_budget_is_derived_again_from_its_counts(
-    monkeypatch: pytest.MonkeyPatch, n: int, wanted: str
-) -> None:
+def test_a_sampled_budget_is_derived_again_from_its_counts(n: int, wanted: str) -> None:
     counts = ExceedanceCount(0, n, "windows", 0.0, 0.05)
     sampled = row(Held(), 1.0, evidence="sample", budget="5% of windows", exceedance=counts)
-    found = result(monkeypatch, required(">=", Fraction(19, 20), Fraction(1, 20)), sampled)
+    found = result(required(">=", Fraction(19, 20), Fraction(1, 20)), sampled)
     assert found.evidence is Evidence.SAMPLE
     assert (found.verdict, found.n, found.exceed) == (wanted, n, 0)
+
+
+def test_rows_are_joined_to_their_comparisons_by_name(program: Program, folder: Path) -> None:
+    """In whatever order the rows of a conjunction stand."""
+    both = next(clause for clause in program.clauses if clause.id == "N-BOTH")
+    rows = [
+        row(Held(), value, clause="N-BOTH", obligation=each.id, metric="", op="", threshold=None)
+        for each, value in zip(obligations_of(both, "all"), (0.001, 0.2), strict=True)
+    ]
+    results = [certified_clauses(program, folder, Rows(*some)) for some in (rows, rows[::-1])]  # type: ignore[arg-type]
+    assert results[0] == results[1][::-1]
+    assert [one.value for one in results[0]] == [0.001, 0.2]
+    assert len({one.quantity for one in results[0]}) == 2

@@ -22,13 +22,14 @@ from torch.nn.attention import sdpa_kernel
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.buckets import expand_tables
+from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import Clause, HasFields, Program
 from kcdsl.ir.walk import walk
 from kcdsl.model.attention import SDP_BACKENDS
 from kcdsl_backends.adapters import ADAPTERS
 from kcdsl_backends.empirical.alarms import Case, decide_all
 from kcdsl_backends.empirical.beside import narrowness
-from kcdsl_backends.empirical.clauses import conjuncts, measured_norms, metrics_of, slices_of
+from kcdsl_backends.empirical.clauses import measured_norms, metrics_of, slices_of
 from kcdsl_backends.empirical.conclusion import PROOFS, split, why_blocked
 from kcdsl_backends.empirical.engines.exact import exact_settings
 from kcdsl_backends.empirical.experiments.cells import (
@@ -219,18 +220,18 @@ def _measure(
     prechecks = prechecks_of(setting, requests, runs, plan)
     blocked = {clause.id: why_blocked(clause, prechecks, measures) for clause in clauses}
     cases = [
-        Case(clause, part, data[name], blocked[clause.id] or setting.spoiled.get(name))
+        Case(obligation, data[name], blocked[clause.id] or setting.spoiled.get(name))
         for clause in clauses
         for name in slices_of(clause) or tuple(data)
         if name in data
-        for part in conjuncts(clause)
+        for obligation in obligations_of(clause, name)
     ]
     rows, _ = decide_all(cases, expand_tables(setting.program), setting.seed)
     return {
         "requests": len(requests),
         "hardware": str(setting.environment.get("hardware", "")),
         "rows": [
-            pass_record(row.to_json(), narrowness(case.part, row))
+            pass_record(row.to_json(), narrowness(case.obligation.part, row))
             for case, row in zip(cases, rows, strict=True)
         ],
         "failed_checks": failed_checks(check.to_json() for check in prechecks),
