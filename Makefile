@@ -87,7 +87,7 @@ tools: ## install the editors and other programs that tests run
 test-fast: setup ## the first tier of the tests alone: minutes
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not full and not slow and not gpu and not programs"
 
-test-full: setup ## both tiers: half an hour
+test-full: setup ## both tiers of the tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not gpu and not programs"
 
 test-programs: setup tools ## the tests that run editors, a browser, shells, openssl and a C++ compiler

@@ -11,7 +11,7 @@ from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.issue import results_for
-from kcdsl.release.requirements import comparison_of, required_clauses
+from kcdsl.release.requirements import comparison_of, required_clauses, slices_of
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, reason
@@ -32,11 +32,11 @@ def certified_clauses(
     """
     required = {(r.id, r.slice): r for r in required_clauses(program, base)}
     expanded = expand_tables(program)
-    clauses = {clause.id: clause for clause in expanded.clauses}
     stated = {
         obligation.id: comparison_of(obligation, expanded)
-        for row in report.clauses
-        for obligation in obligations_of(clauses[row.clause], row.slice)
+        for clause in expanded.clauses
+        for name in slices_of(clause)
+        for obligation in obligations_of(clause, name)
     }
     return [
         result_of(required[row.clause, row.slice], stated[row.obligation], row)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kcdsl.check.compile import load_program
+from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import Program
 from kcdsl.release.measured import certified_clauses, result_of
@@ -104,3 +106,24 @@ def test_rows_are_joined_to_their_comparisons_by_name(program: Program, folder: 
     assert results[0] == results[1][::-1]
     assert [one.value for one in results[0]] == [0.001, 0.2]
     assert len({one.quantity for one in results[0]}) == 2
+
+
+def test_each_bucket_of_a_table_has_its_own_threshold(folder: Path) -> None:
+    path = folder / "contract.yaml"
+    text = path.read_text(encoding="utf-8")
+    table = "tables: {t: {unit: nats, rows: [{where: length > 3, value: 0.5}], otherwise: 0.1}}\n"
+    text = text.replace("clauses:\n", table + "clauses:\n", 1).replace("<= 0.02,", "<= table(t),")
+    path.write_text(text, encoding="utf-8")
+    program = load_program(path)
+    rows = [
+        row(Held(), 0.01, clause="N-KL", slice=each.slice, obligation=each.id)
+        for clause in expand_tables(program).clauses
+        if clause.id == "N-KL"
+        for name in clause.slices
+        for each in obligations_of(clause, name)
+    ]
+    results = certified_clauses(program, folder, Rows(*rows))  # type: ignore[arg-type]
+    assert {result.tau for result in results} == {Fraction(1, 2), Fraction(1, 10)}
+    assert [result.slice for result in results] == [each.slice for each in rows]
+    for result in results:
+        assert (result.tau == Fraction(1, 10)) == ("otherwise" in str(result.slice))
