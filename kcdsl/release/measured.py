@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.issue import results_for
-from kcdsl.release.requirements import comparison_of, required_clauses, slices_of
-from kcdsl.verdict.model import Held, InvalidEvidence, Violated
+from kcdsl.release.requirements import comparisons_of, required_clauses, slices_of
+from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult, reason
 from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict, holds
@@ -27,13 +28,14 @@ def certified_clauses(
 ) -> list[CertifiedClause]:
     """Return the results of an evaluation as a certificate states them.
 
-    Every row names the obligation that it decides. A verdict that the
-    numbers of a certificate cannot show again is weakened to INCONCLUSIVE.
+    Every row names the obligation that it decides. A verdict that the numbers of a certificate
+    cannot show again is weakened to INCONCLUSIVE: so is that of several comparisons in one row,
+    whose counts are of none of them.
     """
     required = {(r.id, r.slice): r for r in required_clauses(program, base)}
     expanded = expand_tables(program)
     stated = {
-        obligation.id: comparison_of(obligation, expanded)
+        obligation.id: comparisons_of(obligation, expanded)
         for clause in expanded.clauses
         for name in slices_of(clause)
         for obligation in obligations_of(clause, name)
@@ -44,13 +46,24 @@ def certified_clauses(
     ]
 
 
+def _compound(row: ClauseResult) -> ClauseResult:
+    """Return a row of several comparisons without what is of none of them."""
+    verdict = row.verdict
+    if isinstance(verdict, Held | Violated):
+        verdict = Inconclusive("its counts are of several comparisons together")
+    return replace(row, verdict=verdict, value=None, low=None, high=None, exceedance=None)
+
+
 def result_of(
-    required: RequiredClause, wanted: Comparison | None, row: ClauseResult
+    required: RequiredClause, comparisons: tuple[Comparison, ...], row: ClauseResult
 ) -> CertifiedClause:
-    """Return the result of a row that decides the comparison `wanted` of a clause on a slice.
+    """Return the result of a row that decides some comparisons of a clause on a slice.
 
     Raises Refusal for what a certificate cannot state.
     """
+    wanted = comparisons[0] if comparisons else None
+    if len(comparisons) > 1:
+        row = _compound(row)
     usable = not isinstance(row.verdict, InvalidEvidence)
     counted = row.exceedance if row.budget is not None else None
     sampled = row.evidence == "sample" and counted is not None

@@ -84,13 +84,11 @@ def required_clauses(program: Program, base: Path | Artefacts) -> tuple[Required
     return tuple(required)
 
 
-def comparison_of(obligation: Obligation, program: Program) -> Comparison | None:
-    """Return the comparison that a certificate states for an obligation.
-
-    That of a part with several alternatives is their first; None where a part has no normal form.
-    """
+def comparisons_of(obligation: Obligation, program: Program) -> tuple[Comparison, ...]:
+    """Return the comparisons of an obligation, those of all its alternatives; none where it has no
+    normal form."""
     form = _with_chain(alternatives(obligation.part.require), program)
-    return next((comparison for part in form for comparison in part), None)
+    return tuple(comparison for part in form for comparison in part)
 
 
 def slices_of(clause: Clause) -> tuple[str | None, ...]:

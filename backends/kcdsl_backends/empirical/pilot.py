@@ -46,10 +46,7 @@ class Pilot(Protocol):
     """An earlier evaluation of the same clauses."""
 
     def observe(self, obligation: Obligation) -> Observed | None:
-        """Return what was seen of a part of a clause on a slice, None for nothing usable.
-
-        `position` counts the parts of the clause.
-        """
+        """Return what was seen of an obligation, None for nothing usable."""
         ...
 
 

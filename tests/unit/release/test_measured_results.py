@@ -55,7 +55,7 @@ def row(verdict: Verdict, value: float | None, **changes: Any) -> ClauseResult:
 
 
 def result(needed: RequiredClause, found: ClauseResult) -> CertifiedClause:
-    return result_of(needed, needed.alternatives[0][0], found)
+    return result_of(needed, needed.alternatives[0], found)
 
 
 def test_a_mean_of_nineteen_in_twenty_meets_its_threshold() -> None:
@@ -127,3 +127,24 @@ def test_each_bucket_of_a_table_has_its_own_threshold(folder: Path) -> None:
     assert [result.slice for result in results] == [each.slice for each in rows]
     for result in results:
         assert (result.tau == Fraction(1, 10)) == ("otherwise" in str(result.slice))
+
+
+@pytest.mark.parametrize("verdict", [Held(), Violated()])
+@pytest.mark.parametrize("word", ["or", "and"])
+def test_counts_of_several_comparisons_are_stated_of_none_of_them(
+    folder: Path, word: str, verdict: Verdict
+) -> None:
+    """No request is beyond `kl <= 1e-12 or tv <= 0.5`: that is no statement about `kl`."""
+    path = folder / "contract.yaml"
+    text = path.read_text(encoding="utf-8")
+    both = f"max(kl) <= 1e-12 nats {word} max(tv) <= 0.5, budget: 10% of requests"
+    path.write_text(text.replace("p99(kl) <= 0.02", both, 1), encoding="utf-8")
+    program = load_program(path)
+    clause = next(clause for clause in program.clauses if clause.id == "N-KL")
+    (only,) = obligations_of(clause, "all")
+    counts = ExceedanceCount(0, 12, "requests", None, None)
+    found = row(verdict, None, clause="N-KL", obligation=only.id, budget="10%", exceedance=counts)
+    (result,) = certified_clauses(program, folder, Rows(found))  # type: ignore[arg-type]
+    assert result.verdict == "INCONCLUSIVE"
+    assert (result.exceed, result.value) == (None, None)
+    assert "several comparisons" in str(result.reason)
