@@ -27,7 +27,7 @@ PACKAGES = {
     "kcdsl_certs": "certs/kcdsl_certs",
 }
 FOLDERS = tuple(place.split("/")[0] for place in PACKAGES.values())
-_USERS = ("tests", "bench", "examples", "certs/vectors")
+_USERS = ("tests", "bench", "examples")
 _DATA = {".lark", ".j2", ".json", ".toml"}
 _PLAIN = {
     "abstractmethod", "cache", "cached_property", "classmethod", "contextmanager", "dataclass",

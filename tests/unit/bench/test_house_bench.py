@@ -144,7 +144,7 @@ class Kept:
 print(Kept().asked())
 """,
             "tests/test_a.py": "from kcdsl.a import tried\nassert tried()\n",
-            "certs/vectors/make.py": "from kcdsl.a import Kept\nprint(Kept().seen)\n",
+            "bench/make.py": "from kcdsl.a import Kept\nprint(Kept().seen)\n",
         },
     )
     assert names(code) == ({"idle", "helper", "Kept.never"}, {"tried", "below", "Kept.seen"})

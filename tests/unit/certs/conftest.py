@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +16,7 @@ from kcdsl_certs.report import Report
 from kcdsl_certs.statement import PREDICATE_TYPE, Predicate, payload_bytes
 from kcdsl_certs.strict import parse_time
 from kcdsl_certs.verify import verify
+from tests.support.vectors import golden as golden_certificate
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +26,9 @@ def vectors_folder(repository: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def golden(vectors_folder: Path) -> Iterator[ModuleType]:
+def golden() -> ModuleType:
     """Return the module that makes the golden certificate."""
-    sys.path.insert(0, str(vectors_folder))
-    try:
-        yield import_module("golden")
-    finally:
-        sys.path.remove(str(vectors_folder))
+    return golden_certificate
 
 
 @pytest.fixture

@@ -8,17 +8,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from building import Vector, certificate, edited, rewrapped, signed, with_payload
-from golden import (
+from kcdsl_certs.envelope import PAYLOAD_TYPE, Envelope, Signature, bundle_bytes, pae
+from kcdsl_certs.statement import Predicate, Scope, payload_bytes
+from tests.support.vectors.building import (
+    Vector,
+    certificate,
+    edited,
+    rewrapped,
+    signed,
+    with_payload,
+)
+from tests.support.vectors.golden import (
     KEY_A,
     KEY_B,
     KEY_C,
     SEED_A,
     sha,
 )
-
-from kcdsl_certs.envelope import PAYLOAD_TYPE, Envelope, Signature, bundle_bytes, pae
-from kcdsl_certs.statement import Predicate, Scope, payload_bytes
 
 
 def valid(body: Predicate, golden: bytes) -> list[Vector]:

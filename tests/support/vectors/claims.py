@@ -8,8 +8,12 @@ from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
-from building import Vector, certificate, with_result
-from golden import (
+from kcdsl_certs.clauses import IMPLIED, Evidence, Verdict
+from kcdsl_certs.evidence import EvidenceFile
+from kcdsl_certs.statement import Input, Predicate, Scope
+from kcdsl_certs.triple import Kernel
+from tests.support.vectors.building import Vector, certificate, with_result
+from tests.support.vectors.golden import (
     INFER,
     ISSUED,
     KEY_B,
@@ -19,11 +23,6 @@ from golden import (
     report,
     sha,
 )
-
-from kcdsl_certs.clauses import IMPLIED, Evidence, Verdict
-from kcdsl_certs.evidence import EvidenceFile
-from kcdsl_certs.statement import Input, Predicate, Scope
-from kcdsl_certs.triple import Kernel
 
 
 def triples(body: Predicate) -> list[Vector]:

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from golden import (
-    KEY_A,
-)
-
 from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.envelope import PAYLOAD_TYPE, bundle_bytes, sign
 from kcdsl_certs.keys import SigningKey
 from kcdsl_certs.statement import Predicate, payload_bytes
+from tests.support.vectors.golden import (
+    KEY_A,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Make the golden and tampered certificates of this folder; the same bytes every time.
+"""Make the golden and tampered certificates of certs/vectors; the same bytes every time.
 
-Run `python certs/vectors/make.py` after a change of the format. The keys are the public test keys
-of RFC 8032 (Ed25519 signatures are deterministic); they protect nothing.
+Run `python -m tests.support.vectors.make` after a change of the format. The keys are the public
+test keys of RFC 8032 (Ed25519 signatures are deterministic); they protect nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from building import Vector, certificate
-from claims import freshness, results, triples
-from envelopes import envelopes, statements, valid
-from golden import (
+from kcdsl_certs.statement import certificate_id, payload_bytes
+from tests.support.vectors.building import Vector, certificate
+from tests.support.vectors.claims import freshness, results, triples
+from tests.support.vectors.envelopes import envelopes, statements, valid
+from tests.support.vectors.golden import (
     AT,
     DATA_NAME,
     KEY_A,
@@ -32,9 +33,7 @@ from golden import (
     weights,
 )
 
-from kcdsl_certs.statement import certificate_id, payload_bytes
-
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[3] / "certs" / "vectors"
 
 
 def vectors(folder: Path) -> list[Vector]:
@@ -52,7 +51,7 @@ def vectors(folder: Path) -> list[Vector]:
 
 
 def build(folder: Path) -> dict[str, bytes]:
-    """Return every file of this folder but this one; the weights are read from `folder`."""
+    """Return every file of the vectors; the weights are read from `folder`."""
     body = predicate(folder)
     files = {
         PROOF_NAME: proof(),
@@ -92,7 +91,7 @@ def _json(value: Any) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the files into this folder, or into the one that is given."""
+    """Write the files into certs/vectors, or into the folder that is given."""
     folder = Path(arguments[0]) if arguments else HERE
     (folder / WEIGHTS_NAME).write_bytes(weights())
     for name, content in build(folder).items():
