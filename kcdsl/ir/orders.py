@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
-from kcdsl.chain import bounds
-from kcdsl.chain.rounding import round_up
+from kcdsl import inequalities
 from kcdsl.check.metric_table import LN_2_UP
+from kcdsl.inequalities import round_up
 
 SQRT2_UP = Fraction(14142136, 10**7)
 """A little more than the square root of two."""
@@ -160,12 +160,12 @@ _SPANS: dict[str, tuple[Fraction, bool, str]] = {
     "log_ratio_linf": (Fraction(2), False, "s <= 2 L"),
 }
 _OF_SPAN: dict[str, tuple[Callable[[float], float], bool, str]] = {
-    "tv": (bounds.tv, True, "TV <= tanh(s/4)"),
-    "kl": (bounds.kl, False, "KL <= s/(e^s - 1) - 1 + ln((e^s - 1)/s) <= s^2/8"),
-    "kl_infer_train": (bounds.kl, False, "KL <= s/(e^s - 1) - 1 + ln((e^s - 1)/s) <= s^2/8"),
-    "jeffreys": (bounds.jeffreys, False, "KL(p||q) + KL(q||p) <= s tanh(s/4)"),
-    "hellinger2": (bounds.hellinger2, False, "H^2 <= 1 - sech(s/4)"),
-    "js": (bounds.js, False, "JS <= (s/4) tanh(s/4) - ln cosh(s/4)"),
+    "tv": (inequalities.tv, True, "TV <= tanh(s/4)"),
+    "kl": (inequalities.kl, False, "KL <= s/(e^s - 1) - 1 + ln((e^s - 1)/s) <= s^2/8"),
+    "kl_infer_train": (inequalities.kl, False, "KL <= s/(e^s - 1) - 1 + ln((e^s - 1)/s) <= s^2/8"),
+    "jeffreys": (inequalities.jeffreys, False, "KL(p||q) + KL(q||p) <= s tanh(s/4)"),
+    "hellinger2": (inequalities.hellinger2, False, "H^2 <= 1 - sech(s/4)"),
+    "js": (inequalities.js, False, "JS <= (s/4) tanh(s/4) - ln cosh(s/4)"),
 }
 
 

@@ -1,8 +1,9 @@
 """Clauses that follow from a proved drift of the logits.
 
-A proof bounds the drift of block `model`, whose rows are the logits of one position each; the chain
-of `kcdsl.chain` turns it into a bound on every metric of that position, so on every statistic over
-positions of the slice. z3 is asked whether the bounds leave room for a violation of the clause.
+A proof bounds the drift of block `model`, whose rows are the logits of one position each;
+`kcdsl.inequalities` turns it into a bound on every metric of that position, so on every statistic
+over positions of the slice. z3 is asked whether the bounds leave room for a violation of the
+clause.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import z3
 
-from kcdsl.chain.rounding import ChainDomainError
+from kcdsl.inequalities import DomainError
 from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.terms import (
     Abs,
@@ -95,7 +96,7 @@ def _usable(program: Program, proof: ProvedDrift) -> Premises | None:
         return None
     try:
         return premises(proof.norm, float(proof.bound), program.constants)
-    except ChainDomainError:
+    except DomainError:
         return None
 
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl.chain import bounds
-from kcdsl.chain.rounding import round_up
+from kcdsl import inequalities
+from kcdsl.inequalities import round_up
 from kcdsl.ir.terms import Constants
 from kcdsl_backends.smt.intervals import Interval
 
@@ -51,19 +51,19 @@ _NORMS = {
 def premises(norm: str, bound: float, constants: Constants) -> Premises:
     """Return every bound that follows from `norm(dz) <= bound` for one row.
 
-    Metrics whose constants the contract does not state are left out. Raises ChainDomainError for
+    Metrics whose constants the contract does not state are left out. Raises DomainError for
     an unknown norm, a bound that is negative or not finite, and T <= 0.
     """
-    width = bounds.span_from_norm(norm, bound)
-    s = bounds.span_from_norm("span", width, constants.temperature)
-    limits = {name: bounds.bound(name, s) for name in bounds.NAMES if name != "ess"}
+    width = inequalities.span_from_norm(norm, bound)
+    s = inequalities.span_from_norm("span", width, constants.temperature)
+    limits = {name: inequalities.bound(name, s) for name in inequalities.NAMES if name != "ess"}
     limits["log_ratio"] = limits["abs_log_ratio"]
     limits["logit_span"] = width
     if constants.reward_range is not None and constants.reward_range >= 0:
-        limits["reward_delta"] = bounds.reward(round_up(constants.reward_range), s)
+        limits["reward_delta"] = inequalities.reward(round_up(constants.reward_range), s)
     advantage, score = constants.advantage_max, constants.score_norm_max
     if advantage is not None and score is not None and advantage >= 0 and score >= 0:
-        limits["grad_bias"] = bounds.gradient_bias(round_up(advantage), round_up(score), s)
+        limits["grad_bias"] = inequalities.gradient_bias(round_up(advantage), round_up(score), s)
     for name, factor in _NORMS[norm].items():
         limits[name] = factor * bound
     known = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
 
-from kcdsl.chain.rounding import round_down, round_up
+from kcdsl.inequalities import round_down, round_up
 from kcdsl.ir.terms import Clause
 from kcdsl_backends.smt.model import ImpliedBound, ProvedDrift
 from kcdsl_backends.smt.premises import FORMULAS, Premises

@@ -10,8 +10,7 @@ from itertools import pairwise
 import mpmath
 import pytest
 
-from kcdsl.chain import bound, span_from_norm
-from kcdsl.chain.bounds import gradient_bias, reward
+from kcdsl.inequalities import bound, gradient_bias, reward, span_from_norm
 from kcdsl_certs.chain import METRICS, implied_bound, span_of_norm
 from kcdsl_certs.reject import Reject
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl.chain import bound
+from kcdsl.inequalities import bound
 from kcdsl.ir.terms import (
     Abs,
     Arith,

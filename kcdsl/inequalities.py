@@ -1,11 +1,11 @@
-"""What a bound on the logit drift implies for one next-token distribution.
+"""Inequalities from the drift of the logits to distributions, rewards, ratios and gradients.
 
 With u = (z_inf - z_train)/T, **s = span(u) = max u - min u**, p = softmax(z_train/T) and
-q = softmax(z_inf/T), every function below bounds a quantity of the pair (p, q) for all pairs whose
-span is at most s. All logarithms are natural. The values are rounded outward (relative 1e-11), are
-monotone in s and sharp: two classes attain them. Derivations: docs/bound-chain.md.
+q = softmax(z_inf/T), every function of s below bounds a quantity of the pair (p, q) for all pairs
+whose span is at most s. All logarithms are natural. The values are rounded outward (relative
+1e-11), are monotone in s and sharp: two classes attain them. Derivations: docs/bound-chain.md.
 
-Domain: s >= 0; s = +inf gives the limit; NaN, negative and non-numbers raise ChainDomainError.
+Domain: s >= 0; s = +inf gives the limit; NaN, negative and non-numbers raise DomainError.
 """
 
 from __future__ import annotations
@@ -13,17 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-
-from kcdsl.chain.rounding import (
-    ChainDomainError,
-    onto_grid,
-    outward_down,
-    outward_up,
-    require_finite,
-    require_nonnegative,
-    require_temperature,
-    round_up,
-)
 
 _LN2_UP = 0.6931471805599454
 _SQRT2_UP = Fraction(math.isqrt(2 * 10**60) + 1, 10**30)
@@ -44,19 +33,17 @@ _KL_COEFFICIENTS = tuple(
     float(b * (1 + Fraction(1, 2 * n)) / math.factorial(2 * n))
     for n, b in enumerate(_BERNOULLI, start=1)
 )
+RELATIVE_MARGIN = 1e-11
+"""Covers the error of a few library calls (each below 2^-50) many times over."""
+_SMALLEST = 5e-324
+_GRID_BITS = 38
+
+
+class DomainError(ValueError):
+    """An argument outside the domain: NaN, infinite or negative, or no temperature above 0."""
 
 
 # --- from a norm of the drift to s ---------------------------------------------------------------
-
-
-def span(drift: Iterable[float], temperature: float | Fraction = 1) -> float:
-    """Return span(dz)/T of one row dz [V] of logit differences, rounded up.
-
-    Raises ChainDomainError for fewer than two classes, NaN, infinity, or T <= 0.
-    """
-    exact_temperature = require_temperature(temperature)
-    row = require_finite(drift, "the drift", at_least=2)
-    return round_up((Fraction(max(row)) - Fraction(min(row))) / exact_temperature)
 
 
 def span_from_norm(kind: str, bound: float, temperature: float | Fraction = 1) -> float:
@@ -73,7 +60,7 @@ def span_from_norm(kind: str, bound: float, temperature: float | Fraction = 1) -
         case "2":
             factor = _SQRT2_UP
         case _:
-            raise ChainDomainError(f"no conversion from the norm {kind!r}; known: inf, 2, span")
+            raise DomainError(f"no conversion from the norm {kind!r}; known: inf, 2, span")
     return round_up(factor * exact / require_temperature(temperature))
 
 
@@ -87,7 +74,7 @@ def span_from_intervals(
     high = require_finite((hi for _, hi in pairs), "the upper ends", at_least=2)
     for index, (lo, hi) in enumerate(zip(low, high, strict=True)):
         if lo > hi:
-            raise ChainDomainError(f"interval {index} is empty: [{lo!r}, {hi!r}]")
+            raise DomainError(f"interval {index} is empty: [{lo!r}, {hi!r}]")
     return round_up((Fraction(max(high)) - Fraction(min(low))) / exact_temperature)
 
 
@@ -217,7 +204,7 @@ def bound(name: str, s: float) -> float:
     """Return the bound of one quantity at span s (see NAMES)."""
     function = _BOUNDS.get(name)
     if function is None:
-        raise ChainDomainError(f"no bound of this name: {name!r}; known: {', '.join(NAMES)}")
+        raise DomainError(f"no bound of this name: {name!r}; known: {', '.join(NAMES)}")
     return function(s)
 
 
@@ -245,17 +232,6 @@ def abs_weight_error(s: float) -> float:
     return 2.0 * tv(s)
 
 
-def abs_weight_error_in_band(a: float, b: float) -> float:
-    """Bound E_q|w - 1| given ln w in [-a, b] surely: 2(1 - e^-a)(e^b - 1)/(e^b - e^-a)."""
-    a = require_nonnegative(a, "the lower end of the band")
-    b = require_nonnegative(b, "the upper end of the band")
-    if a == 0.0 or b == 0.0:
-        return 0.0
-    low, high = -math.expm1(-a), -math.expm1(-b)
-    spread = -math.expm1(-a - b)
-    return min(2.0, outward_up(2.0 * low * high / spread))
-
-
 def bias_free_clip(s: float) -> float:
     """Return the least clip width c for which clip(w, 1-c, 1+c) never acts: e^s - 1, rounded up."""
     s = _argument(s)
@@ -267,17 +243,14 @@ def bias_free_clip(s: float) -> float:
         return math.inf
 
 
-def tv_from_kl(divergence: float) -> float:
-    """Bound TV by a known KL = k: min(sqrt(k/2), sqrt(1 - e^-k))."""
-    k = _argument(divergence)
-    if k == 0.0:
-        return 0.0
-    return min(1.0, outward_up(min(math.sqrt(k / 2.0), math.sqrt(-math.expm1(-k)))))
-
-
-def abs_weight_error_from_mean_log(mean_abs_log_w: float) -> float:
-    """Bound E_q|w - 1| by a bound on E_q|ln w|: twice it (attained in the limit), at most 2."""
-    return min(2.0, 2.0 * _argument(mean_abs_log_w))
+def excess(d: float) -> float:
+    """Return e^d - 1 - d >= 0 without cancellation; +inf where it overflows."""
+    if abs(d) >= 0.1:
+        return (math.inf if d > 700.0 else math.expm1(d)) - d
+    tail = 0.0  # d/2! + d^2/3! + ... by Horner's rule
+    for n in range(12, 1, -1):
+        tail = (1.0 + tail) * d / n
+    return tail * d
 
 
 def _argument(s: float) -> float:
@@ -296,3 +269,78 @@ def _tanh_quarter(s: float) -> float:
     if s < 4.0:
         return math.tanh(s / 4.0)
     return 1.0 if s > 1400.0 else 1.0 - 2.0 / (math.exp(s / 2.0) + 1.0)
+
+
+# --- directed rounding and checks of arguments ----------------------------------------------------
+
+
+def round_up(value: Fraction) -> float:
+    """Return the least float that is not below an exact number; +inf above the largest float."""
+    try:
+        nearest = float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -1.7976931348623157e308
+    return nearest if Fraction(nearest) >= value else math.nextafter(nearest, math.inf)
+
+
+def round_down(value: Fraction) -> float:
+    """Return the largest float that is not above an exact number."""
+    return -round_up(-value)
+
+
+def outward_up(value: float) -> float:
+    """Enlarge a computed value >= 0 beyond the error of its computation."""
+    return value * (1.0 + RELATIVE_MARGIN) + 4 * _SMALLEST
+
+
+def outward_down(value: float) -> float:
+    """Lower a computed value >= 0 beyond the error of its computation, not below 0."""
+    return max(0.0, value * (1.0 - RELATIVE_MARGIN) - 4 * _SMALLEST)
+
+
+def onto_grid(s: float) -> float:
+    """Round s >= 0 up to 38 significant bits.
+
+    On this grid neighbouring arguments are so far apart that the error of the evaluation cannot
+    turn round the order of two values: this is what makes the computed bounds monotone.
+    """
+    if s == 0.0 or s > 1e300:
+        return s
+    mantissa, exponent = math.frexp(s)
+    return math.ldexp(math.ceil(math.ldexp(mantissa, _GRID_BITS)), exponent - _GRID_BITS)
+
+
+def require_nonnegative(value: float, what: str, *, finite: bool = True) -> float:
+    """Return the value as a float >= 0; raise DomainError for anything else."""
+    number = _number(value, what)
+    if math.isnan(number) or number < 0.0 or (finite and math.isinf(number)):
+        raise DomainError(f"{what} is {number!r}; it must be a number >= 0")
+    return number + 0.0
+
+
+def require_finite(values: Iterable[float], what: str, *, at_least: int = 1) -> list[float]:
+    """Return the values as finite floats; raise DomainError for too few, NaN or infinity."""
+    numbers = [_number(value, what) for value in values]
+    if len(numbers) < at_least:
+        raise DomainError(f"{what}: {len(numbers)} values, at least {at_least} are needed")
+    for index, number in enumerate(numbers):
+        if not math.isfinite(number):
+            raise DomainError(f"{what}[{index}] is {number!r}")
+    return numbers
+
+
+def require_temperature(temperature: float | Fraction) -> Fraction:
+    """Return the exact temperature > 0; at T = 0 (greedy decoding) only rank stability holds."""
+    number = _number(temperature, "the temperature")
+    if not math.isfinite(number) or temperature <= 0:
+        raise DomainError(f"the temperature is {temperature!s}; T > 0 is needed")
+    return Fraction(temperature)
+
+
+def _number(value: float | Fraction, what: str) -> float:
+    if isinstance(value, (bool, str, bytes)):
+        raise DomainError(f"{what} is {value!r}, not a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DomainError(f"{what} is {value!r}, not a finite number") from error
