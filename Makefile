@@ -15,7 +15,7 @@ SHELL   := /bin/sh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock sbom tools demo demo-minilm test test-fast test-full test-programs test-slow test-gpu lint type layers format \
+.PHONY: help setup lock sbom tools demo demo-minilm test test-fast test-full test-programs test-slow test-gpu coverage matrix lint type layers format \
         fuzz-language mutants grammar pages docs wheel changelog clean distclean
 
 help: ## list the targets
@@ -96,6 +96,21 @@ test-programs: setup tools ## the tests that run editors, a browser, shells, ope
 test-slow: setup tools ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
 
+# Statements and branches of this process and its workers; what tests run as a process of its own
+# does not count.
+coverage: setup ## the first tier, and which statements and branches of the product it runs
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not full and not slow and not gpu and not programs" \
+	  --cov --cov-branch --cov-report=term --cov-report=html:build/coverage
+
+# Each version in an environment of its own, .venv-3.12 and the like. A build of torch for CPUs that
+# `pip` finds beside the index is used where it fits the version.
+PYTHONS ?= 3.11 3.12 3.13
+matrix: ## `make test` with each Python of PYTHONS; one that is not installed is an error
+	@failed=; for version in $(PYTHONS); do \
+	  echo "Python $$version:"; \
+	  $(MAKE) --no-print-directory test PYTHON=python$$version VENV=.venv-$$version || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "Failed with Python$$failed." >&2; exit 1; }
+
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
@@ -103,9 +118,10 @@ lint: setup ## ruff: rules and format
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 
-type: setup ## mypy --strict
+type: setup ## mypy --strict, and pyright on code as users write it
 	$(BIN)/mypy
 	$(BIN)/mypy tests bench examples
+	$(BIN)/basedpyright --warnings
 
 layers: setup ## import-linter: which package may import which
 	$(BIN)/lint-imports --no-logo
