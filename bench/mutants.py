@@ -3,9 +3,10 @@
 A mutant is the checker with one expression of one rule changed: a term dropped, a sign turned, a
 radius halved, γ_n without its n, an inflation left out, the larger for the smaller, a refusal left
 out. Which mutants a campaign tries is chosen by its seed, from all that the source gives. Each runs
-in a process of its own, from changed text; the files stay as they are. The tests that a mutant
-meets are those that call the function it is in, quick ones first, then the others of their files:
-those of the first tier, and where none of these fails those of the second.
+in a process of its own, from changed text; the files stay as they are. A run of a whole tier
+without any defect shows which tests call which functions. A mutant meets the tests that call the
+function it is in, quick ones first, then the others of their files: those of the first tier, and
+where none of these fails those of the second.
 
     make mutants                                   100 of campaign 1, recorded
     .venv/bin/python -m bench.mutants --count 20 --seed 7
@@ -17,9 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import multiprocessing
 import multiprocessing.pool
 import os
@@ -34,68 +32,63 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any, NoReturn
 
 from bench import mutants_tests
 from bench.common import RESULTS, Better, Figure, report
 from bench.mutants_changes import Mutant, mutants_of
-from bench.mutants_tests import CHECKER, FIRST, ROOT, SECOND, Known, modules, name_of
+from bench.mutants_tests import (
+    FIRST,
+    ROOT,
+    SECOND,
+    Function,
+    Known,
+    Sources,
+    files,
+    modules,
+    name_of,
+)
 
 COUNT, SEED = 100, 1
 PREPARED = (
     "numpy", "torch", "pytest", "hypothesis", "flint", "ml_dtypes", "jsonschema",
-    "safetensors.torch", "kcdsl_backends.certifier.workshop", "kcdsl_backends.certifier.proof",
-    "kcdsl_backends.planes.propagate", "kcdsl_backends.attack.simulate",
+    "safetensors.torch", "scipy.stats", "transformers", "z3", "onnx",
 )  # fmt: skip
-"""What tests import and what imports no module of the checker: once for all mutants."""
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module from changed text."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        dotted = mutant.module.removesuffix(".py").replace("/", ".")
-        self.name, self.mutant = f"kcdsl_certs.recheck.{dotted}", mutant
-
-    def find_spec(
-        self, fullname: str, path: object = None, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        return importlib.util.spec_from_loader(fullname, self)
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(
-            compile(self.mutant.source, str(CHECKER / self.mutant.module), "exec"), module.__dict__
-        )
+"""Packages that tests import, loaded once for all mutants."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A mutant and what is known of the tests of its module."""
+    """A mutant, the tests that meet it, and the seconds of a process that they may take."""
 
     mutant: Mutant
-    known: Known
+    tests: tuple[str, ...]
+    limit: int
 
 
-def known(tests: Sequence[str], tier: str = FIRST) -> Known:
-    """Return what a run of the tests of one tier shows of the checker as it is."""
-    found = _forked(lambda: mutants_tests.run(tests, tier, calls=True))
-    return found if isinstance(found, Known) else Known(str(found), 0.0, {})
+def known(file: str, tier: str = FIRST) -> Known:
+    """Return what a run of the tests of a file, of one tier, shows of the checker as it is."""
+    found = _forked(lambda: mutants_tests.run([file], tier, calls=True))
+    return found if isinstance(found, Known) else Known(f"{file}: {found}", {})
+
+
+def trial(mutant: Mutant, found: Known) -> Trial:
+    """Return a mutant with the tests that meet it."""
+    tests = found.of(mutant.function)
+    return Trial(mutant, tests, found.limit(tests))
 
 
 def outcome(trial: Trial) -> str:
     """Return the first test that fails on a mutant, "time" if it does not end, "" if none."""
-    tests = trial.known.of(trial.mutant.function)
-    if not tests:
+    if not trial.tests:
         return ""
 
     def changed() -> Known:
-        limit = trial.known.limit
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 60))
-        sys.meta_path.insert(0, _Finder(trial.mutant))
-        return mutants_tests.run(tests, calls=False)
+        resource.setrlimit(resource.RLIMIT_CPU, (trial.limit, trial.limit + 60))
+        mutant = trial.mutant
+        change = Sources(lambda name: mutant.tree if name == mutant.module else None)
+        sys.meta_path.insert(0, change)
+        return mutants_tests.run(trial.tests, calls=False)
 
     found = _forked(changed)
     return found.failed if isinstance(found, Known) else str(found)
@@ -130,16 +123,14 @@ def _answer(task: Callable[[], Known], answer: IO[bytes]) -> NoReturn:
         os._exit(1)
 
 
-def chosen(
-    count: int, seed: int, within: Sequence[str] = ("",)
-) -> list[tuple[Mutant, tuple[str, ...]]]:
+def chosen(count: int, seed: int, within: Sequence[str] = ("",)) -> list[Mutant]:
     """Return mutants of all modules: shares by the number that a module has, kinds mixed.
 
     `within` has what the names of modules begin with.
     """
     found = [
-        (mutant, tests)
-        for path, tests in modules()
+        mutant
+        for path in modules()
         if any(name_of(path).startswith(start) for start in within)
         for mutant in mutants_of(path)
     ]
@@ -154,15 +145,15 @@ def main() -> int:
     for name in PREPARED:
         importlib.import_module(name)
     assert not any(name.startswith("kcdsl_certs.recheck") for name in sys.modules)
-    pairs = chosen(options.count, options.seed, options.within.split(","))
+    mutants = chosen(options.count, options.seed, options.within.split(","))
     if options.only:
-        everything = chosen(10**9, options.seed)
-        pairs = [pair for pair in everything if pair[0].name == options.only]
-    counts = Counter(mutant.kind for mutant, _ in pairs)
+        wanted = options.only.split(",")
+        mutants = [m for m in chosen(10**9, options.seed) if m.name in wanted]
+    counts = Counter(mutant.kind for mutant in mutants)
     with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
         try:
-            left = _tried(pool, pairs, FIRST)
-            survived = [mutant for mutant, _ in _tried(pool, left, SECOND)]
+            left = _tried(pool, mutants, FIRST)
+            survived = _tried(pool, left, SECOND) if left else []
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -172,26 +163,25 @@ def main() -> int:
     return report("mutants", figures, _folder(options))
 
 
-def _tried(
-    pool: multiprocessing.pool.Pool, pairs: list[tuple[Mutant, tuple[str, ...]]], tier: str
-) -> list[tuple[Mutant, tuple[str, ...]]]:
+def _tried(pool: multiprocessing.pool.Pool, mutants: list[Mutant], tier: str) -> list[Mutant]:
     """Print which test of a tier finds each mutant; return those that none finds.
 
     Raises ValueError where a test fails without any defect.
     """
-    groups = list(dict.fromkeys(tests for _, tests in pairs))
-    plain = dict(zip(groups, pool.imap(partial(known, tier=tier), groups), strict=True))
-    for found in plain.values():
+    tests: dict[str, tuple[float, frozenset[Function]]] = {}
+    for found in pool.imap_unordered(partial(known, tier=tier), files()):
         if found.failed:
             raise ValueError(f"{found.failed} fails without any defect")
-    trials = [Trial(mutant, plain[tests]) for mutant, tests in pairs]
+        tests |= found.tests
+    all_known = Known("", dict(sorted(tests.items())))
+    trials = [trial(mutant, all_known) for mutant in mutants]
     left = []
-    for number, (pair, by) in enumerate(zip(pairs, pool.imap(outcome, trials), strict=True), 1):
+    for number, (mutant, by) in enumerate(zip(mutants, pool.imap(outcome, trials), strict=True), 1):
         if by:
             alone = "" if tier == FIRST else "SECOND TIER ALONE: "
-            print(f"{number:4} {pair[0].name:44} {alone}{by}", flush=True)
+            print(f"{number:4} {mutant.name:44} {alone}{by}", flush=True)
         else:
-            left.append(pair)
+            left.append(mutant)
     return left
 
 
@@ -221,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=COUNT, help="how many mutants")
     parser.add_argument("--seed", type=int, default=SEED, help="which are chosen")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
-    parser.add_argument("--only", default="", help="the name of one mutant")
+    parser.add_argument("--only", default="", help="names of mutants, with commas between")
     parser.add_argument("--within", default="", help="what modules begin with, with commas between")
     return parser
 

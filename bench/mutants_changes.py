@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.mutants_tests import CHECKER, Function, name_of
+from bench.mutants_tests import CHECKER, Function, begin_of, name_of
 
 INFLATIONS = {"raised", "up", "above", "down", "lifted", "product_up"}
 RADII = {
@@ -40,13 +40,13 @@ class Mutant:
         return f"{self.module}:{self.line}:{self.kind}"
 
     @property
-    def source(self) -> str:
-        """Return the text of the changed module."""
+    def tree(self) -> ast.Module:
+        """Return the changed module."""
         tree = _parsed(CHECKER / self.module)
         node = next(n for k, n in enumerate(ast.walk(tree)) if k == self.node)
         _, place, new = list(_changes(node))[self.number]
         _put(node, place, new)
-        return ast.unparse(tree)
+        return ast.fix_missing_locations(tree)
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
@@ -75,8 +75,7 @@ def _begin(functions: list[ast.FunctionDef], line: int) -> int | None:
     around = [f for f in functions if f.lineno <= line <= (f.end_lineno or f.lineno)]
     if not around:
         return None
-    inner = max(around, key=lambda f: f.lineno)
-    return min([inner.lineno, *(d.lineno for d in inner.decorator_list)])
+    return begin_of(max(around, key=lambda f: f.lineno))
 
 
 def _at(node: ast.AST, place: str) -> Any:

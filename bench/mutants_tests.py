@@ -1,188 +1,47 @@
-"""Which tests know which modules of the checker, and which functions each of them calls.
-
-A module is of the first group that names it; of the tests of a group those that know it best stand
-first.
-"""
+"""Which functions of the checker each test calls."""
 
 from __future__ import annotations
 
-import os
-import resource
+import ast
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKER = ROOT / "certs" / "kcdsl_certs" / "recheck"
-
-LENGTHS = ("sequences.py", "rules/sequence.py")
-NEARBY = ("nearby.py", "rationals/nearby.py", "rules/parameters.py")
-ROWS = ("affine/passes.py", "affine/ellipsoids.py", "affine/cases.py", "affine/spectrum.py")
-CHANCE = ("affine/independent.py",)
-HINTS = ("plane_hints.py",)
-PLANES = ("planes/*.py", "planes/rules/*.py")
-CHAINS = (
-    "chain.py", "chain_document.py", "joining.py", "affine/handing.py", "affine/drifting.py",
-)  # fmt: skip
-EXACT = ("exact.py", "rationals/*.py")
-MOVED = ("norms.py",)
-READINGS = ("versions.py",)
-CACHES = ("caching.py",)
-WRITTEN = ("rules/written.py",)
-INTERVAL = (
-    "rules/*.py", "box.py", "functionals.py", "formats.py", "weights.py", "propagate.py",
-    "staircase.py", "matrix_units.py", "spec.py",
-)  # fmt: skip
-AFFINE = ("affine/*.py", "affine/rules/*.py")
-DOCUMENT = (
-    "check.py", "document.py", "block.py", "strict.py", "safetensors.py", "inexact.py", "room.py",
-    "errors.py",
-)  # fmt: skip
-TESTS: dict[tuple[str, ...], tuple[str, ...]] = {
-    LENGTHS: (
-        "tests/unit/certs/test_recheck_any_length.py",
-        "tests/unit/interval/test_sequences.py",
-        "tests/property/test_any_length.py",
-        "tests/property/test_any_length_blocks.py",
-        "tests/property/test_positions_of_long_tables.py",
-        "tests/unit/certs/test_proof_fields.py",
-    ),
-    NEARBY: (
-        "tests/property/test_weights_region.py",
-        "tests/property/test_shared_weights.py",
-        "tests/unit/interval/test_neighbourhood.py",
-        "tests/unit/certs/test_proof_fields.py",
-    ),
-    ROWS: (
-        "tests/property/test_affine_ellipsoids.py",
-        "tests/property/test_affine_cases.py",
-        "tests/unit/certs/test_recheck_affine.py",
-        "tests/property/test_affine_checker.py",
-        "tests/property/test_affine_two_implementations.py",
-        "tests/property/test_ball_runs.py",
-        "tests/unit/certs/test_proof_fields.py",
-    ),
-    CHANCE: (
-        "tests/property/test_independent_roundings.py",
-        "tests/property/test_affine_two_implementations.py",
-    ),
-    HINTS: ("tests/unit/certs/test_recheck_planes.py",),
-    PLANES: (
-        "tests/property/test_ball_planes.py",
-        "tests/property/test_ball_projections.py",
-        "tests/unit/certs/test_recheck_planes.py",
-        "tests/property/test_planes_balls.py",
-        "tests/property/test_planes_checker.py",
-        "tests/property/test_planes_two_implementations.py",
-        "tests/property/test_rounded_sums_of_planes.py",
-    ),
-    CHAINS: (
-        "tests/unit/certs/test_recheck_joining.py",
-        "tests/unit/certs/test_recheck_handing.py",
-        "tests/unit/certs/test_chain_documents.py",
-        "tests/property/test_chained_links.py",
-        "tests/property/test_links_and_norms.py",
-        "tests/property/test_inputs_of_links.py",
-        "tests/unit/certifier/test_chaining.py",
-    ),
-    EXACT: (
-        "tests/unit/certs/test_recheck_exact.py",
-        "tests/unit/certs/test_recheck_weights.py",
-        "tests/unit/certs/test_recheck_formats.py",
-        "tests/unit/certs/test_recheck_box.py",
-        "tests/unit/interval/test_quantisers.py",
-        "tests/property/test_groups_of_channels.py",
-        "tests/property/test_weights_region.py",
-        "tests/property/test_chained_links.py",
-    ),
-    MOVED: ("tests/unit/cli/test_transfer.py",),
-    READINGS: ("tests/property/test_readings.py", "tests/unit/certs/test_recheck_rules.py"),
-    CACHES: (
-        "tests/unit/model/test_caching.py",
-        "tests/property/test_kv_caches.py",
-    ),
-    WRITTEN: (
-        "tests/property/test_norms_written_out.py",
-        "tests/property/test_formats_of_nodes.py",
-    ),
-    INTERVAL: (
-        "tests/property/test_norms_written_out.py",
-        "tests/property/test_casts_before_sums.py",
-        "tests/property/test_ball_formulas.py",
-        "tests/property/test_stored_exactly.py",
-        "tests/unit/certs/test_recheck_rules.py",
-        "tests/unit/certs/test_recheck_document.py",
-        "tests/unit/certs/test_recheck_formats.py",
-        "tests/unit/certs/test_recheck_weights.py",
-        "tests/unit/certs/test_recheck_exact.py",
-        "tests/unit/certs/test_recheck_box.py",
-        "tests/unit/interval/test_matrix_units.py",
-        "tests/unit/interval/test_quantisers.py",
-        "tests/property/test_accumulation.py",
-        "tests/property/test_ball_references.py",
-        "tests/property/test_recheck_soundness.py",
-        "tests/unit/certs/test_directed_casts.py",
-        "tests/unit/certs/test_recheck_static.py",
-        "tests/unit/interval/test_static_and_zero_points.py",
-        "tests/property/test_groups_of_channels.py",
-        "tests/property/test_online_softmax.py",
-        "tests/property/test_softmax_drift.py",
-        "tests/property/test_two_implementations.py",
-        "tests/property/test_ball_runs.py",
-    ),
-    AFFINE: (
-        "tests/property/test_ball_references.py",
-        "tests/property/test_averages_of_any_errors.py",
-        "tests/property/test_ball_functionals.py",
-        "tests/property/test_ball_projections.py",
-        "tests/property/test_drift_of_both.py",
-        "tests/property/test_domains_meet.py",
-        "tests/property/test_inputs_of_links.py",
-        "tests/property/test_moves_of_functionals.py",
-        "tests/property/test_casts_before_sums.py",
-        "tests/property/test_shared_weights.py",
-        "tests/unit/certs/test_recheck_affine.py",
-        "tests/property/test_affine_checker.py",
-        "tests/property/test_affine_remainders.py",
-        "tests/property/test_affine_two_implementations.py",
-        "tests/unit/certs/test_recheck_order.py",
-        "tests/property/test_affine_orders.py",
-        "tests/property/test_affine_ellipsoids.py",
-        "tests/property/test_affine_cases.py",
-        "tests/property/test_groups_of_channels.py",
-        "tests/property/test_independent_roundings.py",
-        "tests/property/test_affine_output.py",
-        "tests/property/test_ball_runs.py",
-    ),
-    DOCUMENT: (
-        "tests/unit/certs/test_recheck_document.py",
-        "tests/unit/certs/test_hostile_proofs.py",
-        "tests/unit/certs/test_recheck_safetensors.py",
-        "tests/unit/certs/test_recheck_affine.py",
-        "tests/unit/certs/test_recheck_static.py",
-        "tests/unit/certs/test_proof_fields.py",
-    ),
-}
+PACKAGE = "kcdsl_certs.recheck"
+FOLDERS = ("tests/unit", "tests/property", "tests/kernels")
+"""Where the tests are that may find a defect of the checker."""
+FOREIGN = ("tests/unit/lsp", "tests/unit/bench")
+"""Folders among them whose tests do not meet the checker, or run campaigns of their own."""
 
 Function = tuple[str, int]
 """A module and the line on which a function begins."""
 
 
-def modules() -> list[tuple[Path, tuple[str, ...]]]:
-    """Return every module of a group with the tests of the group, once."""
-    found: dict[Path, tuple[str, ...]] = {}
-    for group, tests in TESTS.items():
-        for pattern in group:
-            for path in sorted(CHECKER.glob(pattern)):
-                if path.name != "__init__.py":
-                    found.setdefault(path, tests)
-    return list(found.items())
+def modules() -> list[Path]:
+    """Return every module of the checker's rules; a package has no code of its own."""
+    return [path for path in sorted(CHECKER.rglob("*.py")) if path.name != "__init__.py"]
+
+
+def files() -> list[str]:
+    """Return the files of tests, those of the checker itself first."""
+    found = {
+        str(path.relative_to(ROOT)): path
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("test_*.py")
+    }
+    own = [name for name in found if not name.startswith(FOREIGN)]
+    return sorted(own, key=lambda name: ("/certs/" not in name, name))
 
 
 def name_of(path: Path) -> str:
@@ -190,19 +49,71 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(CHECKER))
 
 
+class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports modules of the checker from other text than that of their files.
+
+    `change` gives the tree to execute for a module's name, None for the file as it is; `names` are
+    what that text finds among its globals.
+    """
+
+    def __init__(
+        self, change: Callable[[str], ast.Module | None], names: Mapping[str, Any] | None = None
+    ) -> None:
+        self.change, self.names = change, names or {}
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return a specification for a module whose text changes."""
+        place = _module_path(fullname)
+        if place is None or self.change(name_of(place)) is None:
+            return None
+        return importlib.util.spec_from_loader(fullname, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the changed text."""
+        place = _module_path(module.__name__)
+        assert place is not None
+        tree = self.change(name_of(place))
+        assert tree is not None
+        module.__dict__.update(self.names)
+        exec(compile(tree, str(place), "exec"), module.__dict__)
+
+
+def _module_path(fullname: str) -> Path | None:
+    if not fullname.startswith(f"{PACKAGE}."):
+        return None
+    place = CHECKER / f"{fullname.removeprefix(f'{PACKAGE}.').replace('.', '/')}.py"
+    return place if place.is_file() else None
+
+
+def begin_of(function: ast.FunctionDef) -> int:
+    """Return the line on which a function begins, its decorators included."""
+    return min([function.lineno, *(d.lineno for d in function.decorator_list)])
+
+
+def _marked(module: str) -> ast.Module:
+    """Return a module whose functions say that they are called."""
+    tree = ast.parse((CHECKER / module).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            mark = ast.parse(f"_called_(({module!r}, {begin_of(node)}))").body[0]
+            documented = ast.get_docstring(node) is not None
+            node.body.insert(int(documented), mark)
+    return ast.fix_missing_locations(tree)
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a run without any defect showed: the seconds that each test took and the functions of
-    the checker that it called; `seconds` of the process, `failed` a test that fails."""
+    """Results of tests without any defect: a test that fails, if one does, and by test the seconds
+    that it took and the functions of the checker that it called."""
 
     failed: str
-    seconds: float
     tests: Mapping[str, tuple[float, frozenset[Function]]]
 
-    @property
-    def limit(self) -> int:
+    def limit(self, tests: Iterable[str]) -> int:
         """Return after how many seconds of its own a process with a defect is ended."""
-        return int(60 + 4 * self.seconds)
+        return int(60 + 4 * sum(self.tests[test][0] for test in tests))
 
     def of(self, function: Function | None) -> tuple[str, ...]:
         """Return the tests that call a function, quick ones first; those of one file together.
@@ -225,28 +136,22 @@ class Known:
 
 @dataclass(slots=True, eq=False)
 class Recorder:
-    """A plugin of pytest that takes down what `Known` holds; `ran` counts the tests."""
+    """A plugin of pytest that takes down what `Known` holds."""
 
-    calls: bool
+    called: set[Function]
+    """The functions that were called; emptied before each test."""
     failed: str = ""
     tests: dict[str, tuple[float, frozenset[Function]]] = field(default_factory=dict)
-    _seen: set[CodeType] = field(default_factory=set)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         """Take down a test."""
-        self._seen = set()
+        self.called.clear()
         began = time.process_time()
-        if self.calls:
-            sys.setprofile(self._called)
         try:
             return (yield)
         finally:
-            sys.setprofile(None)
-            found = frozenset(
-                (code.co_filename[len(_BEGIN) :], code.co_firstlineno) for code in self._seen
-            )
-            self.tests[item.nodeid] = time.process_time() - began, found
+            self.tests[item.nodeid] = time.process_time() - began, frozenset(self.called)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take down a failure."""
@@ -256,24 +161,26 @@ class Recorder:
         """Take down a module that cannot be imported."""
         self.failed = self.failed or (report.nodeid if report.failed else "")
 
-    def _called(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(_BEGIN):
-            self._seen.add(frame.f_code)
 
-
-_BEGIN = f"{CHECKER}{os.sep}"
-
-
-FIRST, SECOND = "not full and not slow and not gpu", "full and not slow and not gpu"
+FIRST, SECOND = (
+    "not full and not slow and not gpu and not programs",
+    "full and not slow and not gpu and not programs",
+)
 """The two tiers of the suite, as pytest selects them."""
 
 
 def run(tests: Sequence[str], tier: str = "", *, calls: bool) -> Known:
-    """Run tests in this process until one fails; those of one tier where it is given."""
-    recorder = Recorder(calls)
+    """Run tests in this process until one fails; those of one tier where it is given.
+
+    `calls` says whether to take down the functions of the checker that they call, which must not
+    have been imported.
+    """
+    called: set[Function] = set()
+    if calls:
+        sys.meta_path.insert(0, Sources(_marked, {"_called_": called.add}))
+    recorder = Recorder(called)
     options = ["-x", "-q", "-p", "no:cacheprovider", *(["-m", tier] if tier else [])]
     code = pytest.main([*options, *tests], plugins=[recorder])
     right = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     failed = recorder.failed or ("" if code in right else f"exit {code}")
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return Known(failed, used.ru_utime + used.ru_stime, recorder.tests)
+    return Known(failed, recorder.tests)

@@ -9,22 +9,18 @@ import sys
 import pytest
 
 from bench.mutants_changes import mutants_of
-from bench.mutants_tests import CHECKER, ROOT, TESTS, Known, modules, name_of
+from bench.mutants_tests import CHECKER, ROOT, Known, files, modules, name_of
 
-PLANTED = {name_of(path): path for path, _ in modules()}
-
-
-def test_every_module_of_the_checker_is_of_a_group() -> None:
-    there = {name_of(path) for path in CHECKER.rglob("*.py") if path.name != "__init__.py"}
-    assert there == set(PLANTED)
+PLANTED = {name_of(path): path for path in modules()}
 
 
-def test_no_group_names_what_is_not_there() -> None:
-    for group, tests in TESTS.items():
-        for pattern in group:
-            assert list(CHECKER.glob(pattern)), pattern
-        assert len(set(tests)) == len(tests) > 0
-        assert all((ROOT / test).is_file() for test in tests), group
+def test_files_are_those_of_both_tiers_and_the_checkers_own_come_first() -> None:
+    found = files()
+    assert len(set(found)) == len(found) > 100
+    assert all((ROOT / file).is_file() for file in found)
+    assert "/certs/" in found[0]
+    assert "/certs/" not in found[-1]
+    assert not any("unit/bench" in file for file in found)
 
 
 def test_a_module_without_code_to_run_gives_none() -> None:
@@ -37,9 +33,9 @@ def test_a_module_without_code_to_run_gives_none() -> None:
 def test_a_mutant_is_another_module_and_says_where(name: str) -> None:
     plain = PLANTED[name].read_text(encoding="utf-8")
     found = list(mutants_of(PLANTED[name]))
-    assert len({mutant.source for mutant in found}) > 2
+    assert len({ast.unparse(mutant.tree) for mutant in found}) > 2
     for mutant in found:
-        assert ast.unparse(ast.parse(plain)) != ast.unparse(ast.parse(mutant.source))
+        assert ast.unparse(ast.parse(plain)) != ast.unparse(mutant.tree)
         assert mutant.module == name
         before, after = mutant.change.split(" → ")
         assert before != after or len(before) == 90  # the change itself may be further on
@@ -53,7 +49,6 @@ def test_tests_that_call_a_function_are_first_and_quick_ones_before_others() -> 
     f, g, h = ("a.py", 1), ("a.py", 9), ("b.py", 4)
     known = Known(
         "",
-        2.0,
         {
             "one.py::slow": (0.9, frozenset({f, g})),
             "one.py::quick": (0.1, frozenset({f})),
@@ -65,22 +60,23 @@ def test_tests_that_call_a_function_are_first_and_quick_ones_before_others() -> 
     assert known.of(g) == ("one.py::slow", "two.py::only", "one.py::quick", "one.py::other")
     assert known.of(h) == ()
     assert set(known.of(None)) == set(known.tests)
+    assert known.limit(["one.py::slow", "two.py::only"]) == 65
 
 
 FINDS = """
 import sys
-from bench.mutants import Trial, known, outcome
+from bench.mutants import known, outcome, trial
 from bench.mutants_changes import mutants_of
 from bench.mutants_tests import CHECKER, FIRST, SECOND
 
-found = known(["tests/unit/certs/test_recheck_formats.py"])
+found = known("tests/unit/certs/test_recheck_formats.py")
 assert not any(name.startswith("kcdsl_certs.recheck") for name in sys.modules)
-print(repr(found.failed), found.seconds > 0)
+print(repr(found.failed), len(found.tests) > 0, any(calls for _, calls in found.tests.values()))
 some = [m for m in mutants_of(CHECKER / "formats.py") if m.kind in ("extreme", "sign")][:2]
-print(len(some), {outcome(Trial(m, found)).partition("::")[0] for m in some})
-print(repr(outcome(Trial(next(mutants_of(CHECKER / "plane_hints.py")), found))))
-print(known(["tests/unit/certs/test_that_is_not_there.py"]).failed != "")
-fields = ["tests/unit/certs/test_exchanged_fields.py"]
+print(len(some), {outcome(trial(m, found)).partition("::")[0] for m in some})
+print(repr(outcome(trial(next(mutants_of(CHECKER / "plane_hints.py")), found))))
+print(known("tests/unit/certs/test_that_is_not_there.py").failed != "")
+fields = "tests/unit/certs/test_exchanged_fields.py"
 first, second = (set(known(fields, tier).tests) for tier in (FIRST, SECOND))
 print(len(first) > 0, len(second) > 0, first & second)
 """
@@ -93,7 +89,7 @@ def test_a_defect_is_found_in_a_process_of_its_own() -> None:
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "'' True",
+        "'' True True",
         "2 {'tests/unit/certs/test_recheck_formats.py'}",
         "''",
         "True",
