@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from kcdsl.check.metrics import Registry
 from kcdsl.check.polarity import Leaf, leaves, range_of
 from kcdsl.check.report import Reporter, replacement
 from kcdsl.diagnostics.codes import AGAINST_DIRECTION, MIXED_DIRECTION, VACUOUS, WRONG_TAIL
@@ -21,6 +20,7 @@ from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.ir import terms as ir
 from kcdsl.ir.facts import Interval
 from kcdsl.ir.walk import subterms
+from kcdsl.metrics import Registry
 from kcdsl.source.text import SourceFile, Span
 
 _UPPER = {"<=", "<"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kcdsl.check.measurements import metrics_of
-from kcdsl.check.metrics import Registry
 from kcdsl.check.names import quantity
 from kcdsl.check.records import share
 from kcdsl.check.report import Reporter, add_field, replacement, suggest
@@ -21,6 +20,7 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.ir import terms as ir
 from kcdsl.ir.walk import terms_of
+from kcdsl.metrics import Registry
 from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax.parser import parse_budget

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kcdsl.check.budgets import check_budget, read_budget
 from kcdsl.check.escalation import ACTIONS, ALIASES
-from kcdsl.check.metrics import Registry
 from kcdsl.check.names import Scope
 from kcdsl.check.records import record_formula
 from kcdsl.check.report import Reporter, add_field, meant, replacement, suggest, without
@@ -30,6 +29,7 @@ from kcdsl.ir import terms as ir
 from kcdsl.ir.fragment import classify, outside_diagnostic
 from kcdsl.ir.normal import normal_formula
 from kcdsl.ir.walk import terms_of, walk
+from kcdsl.metrics import Registry
 from kcdsl.route.catalogue import Fragment
 from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Node, Scalar, Sequence

@@ -11,7 +11,6 @@ from kcdsl.check.fields import check_fields
 from kcdsl.check.imports import report_unused, resolve_imports
 from kcdsl.check.kernels import read_kernel, read_model
 from kcdsl.check.libraries import Import, Loader, Texts, analyse_library
-from kcdsl.check.metrics import Registry, user_metric
 from kcdsl.check.names import Scope
 from kcdsl.check.policy import check_actions, read_constants, read_escalation
 from kcdsl.check.predicates import check_slice
@@ -49,6 +48,7 @@ from kcdsl.diagnostics.model import (
 )
 from kcdsl.ir import terms as ir
 from kcdsl.ir.walk import terms_of, walk
+from kcdsl.metrics import Registry, user_metric
 from kcdsl.source.files import is_there, read_source
 from kcdsl.source.removal import remove_entry
 from kcdsl.source.text import SourceFile, Span

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kcdsl.check.metrics import MetricDefinition, Registry
 from kcdsl.check.names import (
     BLOCK,
     FUNCTIONS,
@@ -27,6 +26,7 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.ir import terms as ir
+from kcdsl.metrics import MetricDefinition, Registry
 from kcdsl.source.text import Span
 from kcdsl.syntax import ast
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kcdsl.check.metric_literals import LiteralReader
-from kcdsl.check.metrics import POINTWISE, PREFIX, Better, Counted, MetricDefinition, find_metric
 from kcdsl.check.names import BLOCK, FUNCTIONS, PERCENTILE
 from kcdsl.check.reading import KEYWORDS
 from kcdsl.check.report import Reporter, suggest
-from kcdsl.check.units import UNITS
 from kcdsl.diagnostics.codes import METRIC_DECLARATION, METRIC_NAME_TAKEN
 from kcdsl.diagnostics.model import Label, Sink
 from kcdsl.ir.terms import Family
+from kcdsl.metrics import POINTWISE, PREFIX, Better, Counted, MetricDefinition, find_metric
 from kcdsl.source.text import SourceFile, Span
+from kcdsl.units import UNITS
 
 PARAMETERS: dict[str, str | None] = {
     "train_logits": "logits",

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from kcdsl.check.metrics import BUILT_IN, Registry
 from kcdsl.check.report import Reporter, meant, suggest
-from kcdsl.check.units import NO_UNITS, ONE, SPELLINGS, UNITS, Dimension
 from kcdsl.diagnostics.codes import (
     UNKNOWN_UNIT,
     WRONG_ARGUMENTS,
@@ -17,8 +15,10 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.ir.terms import ThresholdTable
+from kcdsl.metrics import BUILT_IN, Registry
 from kcdsl.source.text import SourceFile, Span
 from kcdsl.syntax import ast
+from kcdsl.units import NO_UNITS, ONE, SPELLINGS, UNITS, Dimension
 
 BLOCK = re.compile(r"(?:attn|mlp|norm|layer)_(?:0|[1-9][0-9]*)|head|model")
 PERCENTILE = re.compile(r"p([1-9][0-9]?)")

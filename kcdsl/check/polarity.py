@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from kcdsl.check.metrics import MetricDefinition, Registry
 from kcdsl.ir import terms as ir
 from kcdsl.ir.facts import Interval, interval
 from kcdsl.ir.walk import subterms
+from kcdsl.metrics import MetricDefinition, Registry
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kcdsl.check.report import Reporter, insertion
-from kcdsl.check.units import Dimension, describe, example, sample, takes_bare_numbers
 from kcdsl.diagnostics.codes import DIMENSION, DIVISION_BY_ZERO
 from kcdsl.diagnostics.model import Fix
 from kcdsl.ir import terms as ir
 from kcdsl.source.text import Span
+from kcdsl.units import Dimension, describe, example, sample, takes_bare_numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import re
 from fractions import Fraction
 
 from kcdsl.check.measurements import check_signs, in_words
-from kcdsl.check.metrics import PREFIX, RECORD_NAMES, RecordMetric, Registry
 from kcdsl.check.names import Scope, quantity
 from kcdsl.check.quantities import Typed, align
 from kcdsl.check.report import Reporter, Suggestion, meant, nearest, suggest
@@ -14,7 +13,6 @@ from kcdsl.check.sorts import described
 from kcdsl.check.structure import RawClause
 from kcdsl.check.terms import table_value
 from kcdsl.check.thresholds import check_threshold
-from kcdsl.check.units import UNITS
 from kcdsl.diagnostics.codes import (
     AGAINST_DIRECTION,
     MISSING_FIELD,
@@ -25,9 +23,11 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
 )
 from kcdsl.ir import terms as ir
+from kcdsl.metrics import PREFIX, RECORD_NAMES, RecordMetric, Registry
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_expression, parse_quantity
+from kcdsl.units import UNITS
 
 _OPERATORS = ("<=", "<", ">=", ">", "==")
 _TABLE = re.compile(r"\s*table\s*\(")

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kcdsl.check.metrics import Counted, MetricDefinition
 from kcdsl.check.names import BLOCK, DRIFTS, NORMS, PERCENTILE, REGIONS, STATISTICS, Scope
-from kcdsl.check.units import NATS, ONE, RATIO, UNITS, Dimension, takes_bare_numbers
+from kcdsl.metrics import Counted, MetricDefinition
 from kcdsl.source.text import Span
 from kcdsl.syntax import ast
+from kcdsl.units import NATS, ONE, RATIO, UNITS, Dimension, takes_bare_numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,6 @@ from kcdsl.check.names import (
 from kcdsl.check.quantities import Typed, combine, negated
 from kcdsl.check.report import Reporter, meant, nearest, replacement, suggest, wrapped
 from kcdsl.check.sorts import described
-from kcdsl.check.units import (
-    ONE,
-    UNITS,
-)
 from kcdsl.diagnostics.codes import (
     UNKNOWN_FUNCTION,
     UNKNOWN_TABLE,
@@ -37,6 +33,10 @@ from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.ir import terms as ir
 from kcdsl.source.text import Span
 from kcdsl.syntax import ast
+from kcdsl.units import (
+    ONE,
+    UNITS,
+)
 
 _FINE_LEVEL = re.compile(r"p(9[0-9]{2,})")
 """A percentile as people write it that has more than two digits: p999, p9999."""

@@ -11,7 +11,6 @@ from kcdsl.check.names import Scope, other_unit, quantity
 from kcdsl.check.predicates import predicate
 from kcdsl.check.report import Reporter, replacement, without
 from kcdsl.check.sections import RawRow, RawTable
-from kcdsl.check.units import UNITS, Unit, describe
 from kcdsl.diagnostics.codes import (
     DIMENSION,
     TABLE_GAP,
@@ -29,6 +28,7 @@ from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 from kcdsl.source.yaml_nodes import Sequence as Listed
 from kcdsl.syntax.parser import parse_expression, parse_quantity
+from kcdsl.units import UNITS, Unit, describe
 
 _WHOLE = ("length",)
 """Fields that count something, so that they hold whole numbers."""

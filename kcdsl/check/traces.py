@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kcdsl.check.metrics import Registry
 from kcdsl.check.report import Reporter, nearest
 from kcdsl.diagnostics.codes import UNCOVERED_TRACE
 from kcdsl.diagnostics.model import Label
@@ -21,6 +20,7 @@ from kcdsl.ir.terms import (
     Slice,
 )
 from kcdsl.ir.walk import terms_of, walk
+from kcdsl.metrics import Registry
 
 TRACE_FIELDS: tuple[str, ...] = (
     "build_fingerprint",

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.check.metrics import MetricDefinition, Registry
 from kcdsl.config import Config, read_config, shown
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
@@ -22,6 +21,7 @@ from kcdsl.diagnostics.codes import (
     OUTSIDE_FOLDER,
 )
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Sink
+from kcdsl.metrics import MetricDefinition, Registry
 from kcdsl.source.files import read_source
 from kcdsl.source.text import SourceFile, Span
 

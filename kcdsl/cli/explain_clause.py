@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse, no_program
-from kcdsl.check.metrics import BUILT_IN
 from kcdsl.check.report import nearest, suggest
 from kcdsl.cli.discover import find_contract
 from kcdsl.cli.explain_metric import metric_named, show_metric
@@ -18,6 +17,7 @@ from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line
 from kcdsl.exits import Exit
 from kcdsl.ir.fragment import Blame, classify
 from kcdsl.ir.terms import Clause, Program
+from kcdsl.metrics import BUILT_IN
 from kcdsl.route.blame import why_uncovered
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 from kcdsl.route.router import Route, route

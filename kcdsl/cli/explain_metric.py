@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from kcdsl.check.metrics import BUILT_IN, MetricDefinition, Registry
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import USAGE
+from kcdsl.metrics import BUILT_IN, MetricDefinition, Registry
 
 
 def metric_named(name: str, registry: Registry = BUILT_IN) -> MetricDefinition | None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from kcdsl.check.metrics import find_metric
 from kcdsl.ir.orders import MAGNITUDE_OF_LOG_RATIO, SQRT2_UP, curves, least_factor
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
+from kcdsl.metrics import find_metric
 
 NORMS: tuple[tuple[str, Fraction, str], ...] = (
     ("inf", Fraction(1), "2"),

@@ -1,6 +1,6 @@
 """Formulas: what clauses and slices say, as trees of frozen nodes.
 
-Numbers are exact fractions in base units (see `kcdsl.check.units`): seconds, bytes, tokens/second,
+Numbers are exact fractions in base units (see `kcdsl.units`): seconds, bytes, tokens/second,
 nats, or 1. Spans point into the contract file and take no part in equality.
 """
 

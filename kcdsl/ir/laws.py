@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations, permutations
 
-from kcdsl.check.metrics import find_metric
 from kcdsl.ir.facts import MONOTONE, Interval, Placed, at_most, bent, interval
 from kcdsl.ir.selection import Division, Inside
 from kcdsl.ir.terms import Abs, Metric, Statistic, Term
 from kcdsl.ir.walk import subterms
+from kcdsl.metrics import find_metric
 
 _MOST_PARTS, _MOST_TOGETHER = 6, 4
 """How many slices inside another are tried together, out of how many."""

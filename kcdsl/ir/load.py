@@ -7,8 +7,6 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from kcdsl.check.metrics import METRICS
-from kcdsl.check.units import NAMED, UNITS
 from kcdsl.diagnostics.codes import STORED_PROGRAM
 from kcdsl.diagnostics.model import refuse
 from kcdsl.ir import terms as ir
@@ -16,6 +14,8 @@ from kcdsl.ir.canonical import SCHEMA, digest
 from kcdsl.ir.kernels import LogProbabilities, Recording, Service
 from kcdsl.ir.recordings import FORMATS
 from kcdsl.ir.walk import terms_of, walk
+from kcdsl.metrics import METRICS
+from kcdsl.units import NAMED, UNITS
 
 _STORED = re.compile(r"\A\s*\{.*\"schema\"\s*:\s*\"" + re.escape(SCHEMA) + r"\"", re.DOTALL)
 

@@ -17,8 +17,8 @@ from fractions import Fraction
 from functools import cache
 
 from kcdsl import inequalities
-from kcdsl.check.metric_table import LN_2_UP
 from kcdsl.inequalities import round_up
+from kcdsl.metrics import LN_2_UP
 
 SQRT2_UP = Fraction(14142136, 10**7)
 """A little more than the square root of two."""

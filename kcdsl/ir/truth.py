@@ -9,11 +9,11 @@ from itertools import product
 from math import ceil
 from typing import Literal, assert_never
 
-from kcdsl.check.metrics import find_metric
 from kcdsl.ir import terms as ir
 from kcdsl.ir.norms import Length, Undefined, difference, keeps_first, less, norm
 from kcdsl.ir.walk import subterms
 from kcdsl.ir.world import Measured, Pair, Unit, World
+from kcdsl.metrics import find_metric
 
 Side = Literal["largest", "smallest"]
 SIDES: tuple[Side, Side] = ("largest", "smallest")

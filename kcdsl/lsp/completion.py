@@ -10,9 +10,7 @@ from pathlib import Path
 
 from kcdsl.check.compile import Analysis
 from kcdsl.check.measurements import in_words
-from kcdsl.check.metrics import RECORD_NAMES
 from kcdsl.check.traces import TRACE_FIELDS
-from kcdsl.check.units import UNITS, describe
 from kcdsl.diagnostics.codes import all_codes
 from kcdsl.lsp.cursor import Cursor, comment_before, locate, word_before
 from kcdsl.lsp.documents import Snapshot
@@ -21,8 +19,10 @@ from kcdsl.lsp.nodes import language
 from kcdsl.lsp.parts import slice_text
 from kcdsl.lsp.schema import FieldHelp, description_at, fields_at, schemas_at, values_at
 from kcdsl.lsp.words import describe_metric
+from kcdsl.metrics import RECORD_NAMES
 from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+from kcdsl.units import UNITS, describe
 
 _IGNORE = re.compile(r"\bkcdsl:\s*ignore\[[^\]]*\Z")
 _LIBRARIES = (".kc.yaml", ".kc.yml")

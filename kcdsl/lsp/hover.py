@@ -10,7 +10,6 @@ from kcdsl.check.escalation import ACTIONS, severity
 from kcdsl.check.escalation import ALIASES as ACTION_ALIASES
 from kcdsl.check.fields import field_sorts
 from kcdsl.check.measurements import in_words
-from kcdsl.check.metrics import MetricDefinition
 from kcdsl.check.sorts import Unknown, sort_at
 from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.diagnostics.codes import find as find_code
@@ -38,6 +37,7 @@ from kcdsl.lsp.words import (
     describe_unit,
     find_function,
 )
+from kcdsl.metrics import MetricDefinition
 from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 from kcdsl.syntax.parser import parse_expression

@@ -11,10 +11,8 @@ from pathlib import Path
 
 from kcdsl.check.compile import Analysis
 from kcdsl.check.fields import field_sorts
-from kcdsl.check.metrics import MetricDefinition
 from kcdsl.check.names import PERCENTILE, REGIONS, STATEMENTS, STATISTICS
 from kcdsl.check.traces import TRACE_FIELDS
-from kcdsl.check.units import UNITS, Dimension, describe
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.lsp.completion import Item, ItemKind
 from kcdsl.lsp.documents import Snapshot
@@ -31,8 +29,10 @@ from kcdsl.lsp.words import (
     describe_unit,
     find_function,
 )
+from kcdsl.metrics import MetricDefinition
 from kcdsl.source.files import open_regular
 from kcdsl.source.text import Span
+from kcdsl.units import UNITS, Dimension, describe
 
 _NORMS = ("norm_inf", "norm_2", "span")
 _DRIFTS = ("drift", "measured_drift")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kcdsl.check.metrics import MetricDefinition
 from kcdsl.check.names import FUNCTIONS, PERCENTILE
 from kcdsl.check.sorts import counted_by, shown_unit
-from kcdsl.check.units import UNITS, describe
+from kcdsl.metrics import MetricDefinition
+from kcdsl.units import UNITS, describe
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kcdsl.check.metrics import find_metric
 from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.obligations import Obligation
 from kcdsl.ir.terms import (
@@ -37,6 +36,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.ir.words import formula_text, region_text, term_text
+from kcdsl.metrics import find_metric
 from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import companions
 from kcdsl_certs.canonical import canonical_digest

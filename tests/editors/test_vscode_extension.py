@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.check.units import UNITS
 from kcdsl.lsp.session import contracts_below
+from kcdsl.units import UNITS
 
 pytestmark = pytest.mark.programs
 

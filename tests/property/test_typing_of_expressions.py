@@ -20,19 +20,19 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kcdsl.check.compile import Analysis, analyse
-from kcdsl.check.metrics import METRICS, MetricDefinition
 from kcdsl.check.names import Scope
 from kcdsl.check.sorts import Real, Unknown, sort_at, sort_of, sorts
 from kcdsl.check.terms import term
-from kcdsl.check.units import UNITS
 from kcdsl.diagnostics import Severity, Sink
 from kcdsl.ir import terms as ir
 from kcdsl.ir.fragment import classify
 from kcdsl.ir.walk import terms_of, walk
+from kcdsl.metrics import METRICS, MetricDefinition
 from kcdsl.route.catalogue import Fragment
 from kcdsl.source.text import SourceFile
 from kcdsl.syntax import ast
 from kcdsl.syntax.printer import print_expression
+from kcdsl.units import UNITS
 
 HEAD = """kcdsl: 1
 contract: c

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from kcdsl.check.metrics import METRICS
+from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical import runtime
 from kcdsl_backends.empirical.metrics import bits, calibration, curves, gradient, sequences
 from kcdsl_backends.empirical.metrics.aggregates import AGGREGATES

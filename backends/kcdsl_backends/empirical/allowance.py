@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl.check.metrics import METRICS
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -26,6 +25,7 @@ from kcdsl.ir.terms import (
 from kcdsl.ir.terms import Number as Constant
 from kcdsl.ir.walk import subterms
 from kcdsl.ir.words import formula_text
+from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.clauses import main_comparison
 
 _UPPER, _LOWER = ("<=", "<"), (">=", ">")

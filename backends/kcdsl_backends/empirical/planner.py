@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from kcdsl.check.metrics import registry_of
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.buckets import expand_tables
 from kcdsl.ir.canonical import digest
@@ -19,6 +18,7 @@ from kcdsl.ir.obligations import Obligation, obligations_of
 from kcdsl.ir.recordings import LOGITS
 from kcdsl.ir.terms import Abs, Clause, EvidenceKind, HasFields, ModelRef, Program
 from kcdsl.ir.walk import walk
+from kcdsl.metrics import registry_of
 from kcdsl.model.config import find_config
 from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer

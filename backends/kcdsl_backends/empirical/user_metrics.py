@@ -23,16 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl.check.metric_files import Declared
-from kcdsl.check.metrics import user_metric
-from kcdsl.check.units import UNITS
 from kcdsl.check.user_metrics import declarations
 from kcdsl.declare import MARK
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, Sink, refuse
 from kcdsl.ir.recordings import LOGITS
 from kcdsl.ir.terms import Program, UserMetric
+from kcdsl.metrics import user_metric
 from kcdsl.model import own_code
 from kcdsl.model.files import file_digest
+from kcdsl.units import UNITS
 from kcdsl_backends.empirical.metrics.measures import MEASURES, Measure, Source
 from kcdsl_backends.empirical.metrics.recorded import RECORDED
 

@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import z3
 
-from kcdsl.check.metrics import find_metric
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
@@ -31,6 +30,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.ir.words import region_text, term_text
+from kcdsl.metrics import find_metric
 from kcdsl.verdict.difference import Extent, Witness, WitnessValue
 from kcdsl_backends.smt.assignment import Assignment, keeps
 from kcdsl_backends.smt.claims import Claim, quantified

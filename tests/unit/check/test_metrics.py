@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from kcdsl.check.metrics import (
+from kcdsl.ir.terms import Family
+from kcdsl.metrics import (
     ALIASES,
     METRICS,
     PREFIX,
@@ -14,8 +15,7 @@ from kcdsl.check.metrics import (
     find_metric,
     find_record_metric,
 )
-from kcdsl.check.units import NAMED, UNITS
-from kcdsl.ir.terms import Family
+from kcdsl.units import NAMED, UNITS
 
 
 @pytest.mark.parametrize("name", sorted(METRICS))

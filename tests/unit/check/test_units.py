@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from kcdsl.check.units import (
+from kcdsl.units import (
     BYTES,
     NAMED,
     NATS,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kcdsl.check.metrics import ALIASES, METRICS
+from kcdsl.metrics import ALIASES, METRICS
 
 if TYPE_CHECKING:
     from pathlib import Path

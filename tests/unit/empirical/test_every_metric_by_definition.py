@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kcdsl.check.metrics import METRICS
 from kcdsl.ir.terms import Metric, Statistic, Term
+from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.estimate import evaluate
 from kcdsl_backends.empirical.means import Settings
 from kcdsl_backends.empirical.measured import SliceData, Unit

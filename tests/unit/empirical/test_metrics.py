@@ -380,7 +380,7 @@ def test_every_function_is_described_and_every_bound_of_its_range_holds() -> Non
 
 
 def test_the_language_and_the_backend_name_the_same_metrics() -> None:
-    from kcdsl.check.metrics import METRICS
+    from kcdsl.metrics import METRICS
     from kcdsl_backends.empirical.metrics.measures import UNMEASURED
 
     assert set(METRICS) == set(MEASURES) | set(UNMEASURED)
@@ -394,7 +394,7 @@ PER_RUN = {"throughput", "failure_rate", "determinism"}
 
 @pytest.mark.parametrize("name", sorted(MEASURES))
 def test_the_language_and_the_backend_agree_on_a_metric(name: str) -> None:
-    from kcdsl.check.metrics import METRICS
+    from kcdsl.metrics import METRICS
     from kcdsl_backends.empirical.figures import UNITS
 
     metric, measure = METRICS[name], MEASURES[name]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.check.metrics import METRICS
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.terms import Constants, Metric, Term
+from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.metrics.aggregates import AGGREGATES
 from kcdsl_backends.empirical.metrics.measures import (
     MEASURES,

@@ -6,7 +6,7 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-from kcdsl.check.metrics import METRICS
+from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.metrics.measures import MEASURES
 from kcdsl_backends.empirical.metrics.recorded import RECORDED
 from tests.support.metrics_page import HEADER, module_of, rows

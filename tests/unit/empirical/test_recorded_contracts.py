@@ -321,7 +321,7 @@ def test_what_a_recording_lacks_is_refused_by_name(
     decide: Callable[..., dict[str, Any]], name: str
 ) -> None:
     """A table of ids and tokens alone feeds no metric; each is refused with the column it lacks."""
-    from kcdsl.check.metrics import METRICS
+    from kcdsl.metrics import METRICS
 
     aggregate = METRICS[name].kind == "aggregate"
     bound = f"abs({name})" if METRICS[name].signed else name

@@ -305,7 +305,7 @@ def test_every_metric_that_only_records_feed_has_its_function_and_its_reason() -
 
 @pytest.mark.parametrize("name", sorted(RECORDED))
 def test_the_language_and_the_records_agree_on_a_metric(name: str) -> None:
-    from kcdsl.check.metrics import METRICS
+    from kcdsl.metrics import METRICS
 
     metric, measure = METRICS[name], RECORDED[name]
     assert (metric.better, str(metric.dimension)) == (measure.better, measure.unit)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl.check.metrics import METRICS
 from kcdsl.ir.terms import Metric, Statistic
+from kcdsl.metrics import METRICS
 from kcdsl_backends.empirical.estimate import evaluate
 from kcdsl_backends.empirical.means import Settings
 from kcdsl_backends.empirical.measured import SliceData

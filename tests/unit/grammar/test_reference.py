@@ -13,22 +13,21 @@ import pytest
 from kcdsl.check.compile import Analysis, analyse, compile_contract
 from kcdsl.check.escalation import ACTIONS, FAMILY_DEFAULTS
 from kcdsl.check.metric_files import PARAMETERS
-from kcdsl.check.metric_table import LN_2_UP
-from kcdsl.check.metrics import ALIASES, METRICS
 from kcdsl.check.names import FUNCTIONS, PERCENTILE
 from kcdsl.check.predicates import predicate
 from kcdsl.check.report import Reporter
 from kcdsl.check.sorts import sort_of
 from kcdsl.check.traces import TRACE_FIELDS
-from kcdsl.check.units import UNITS
 from kcdsl.declare import metric
 from kcdsl.diagnostics import Severity, Sink
 from kcdsl.ir.fragment import classify
 from kcdsl.ir.terms import Family, Level
+from kcdsl.metrics import ALIASES, LN_2_UP, METRICS
 from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_expression
+from kcdsl.units import UNITS
 
 if TYPE_CHECKING:
     from tests.conftest import Cli

@@ -13,8 +13,6 @@ import pytest
 from kcdsl.check.clauses import FAMILIES
 from kcdsl.check.escalation import ACTIONS, ALIASES
 from kcdsl.check.kernels import ADAPTERS, ARCHITECTURES
-from kcdsl.check.metrics import ALIASES as METRIC_ALIASES
-from kcdsl.check.metrics import METRICS, RECORD_NAMES
 from kcdsl.check.names import FUNCTIONS
 from kcdsl.check.recordings import RECORDED
 from kcdsl.check.sections import (
@@ -28,9 +26,11 @@ from kcdsl.check.sections import (
 from kcdsl.check.services import LOGPROBS_FIELDS, SERVERS, VALUES
 from kcdsl.check.structure import CLAUSE_FIELDS, LIBRARY_SECTIONS, SECTIONS
 from kcdsl.check.traces import TRACE_FIELDS
-from kcdsl.check.units import UNITS
 from kcdsl.ir.terms import EvidenceKind, Level
+from kcdsl.metrics import ALIASES as METRIC_ALIASES
+from kcdsl.metrics import METRICS, RECORD_NAMES
 from kcdsl.model.presets import ADAPTER_PRESETS
+from kcdsl.units import UNITS
 from kcdsl_grammar import text
 
 REFERENCE = (Path(__file__).resolve().parents[3] / "grammar" / "README.md").read_text("utf-8")

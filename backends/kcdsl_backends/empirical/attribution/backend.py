@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from kcdsl.check.metrics import registry_of
 from kcdsl.check.report import suggest
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.terms import KernelRef, Program
+from kcdsl.metrics import registry_of
 from kcdsl.model.architecture import Model
 from kcdsl.verdict.attribution import Attribution, Envelope, Layers
 from kcdsl_backends.empirical import diagnoses

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kcdsl.check.metrics import METRICS as DEFINITIONS
 from kcdsl.ir.buckets import is_bucket
+from kcdsl.metrics import METRICS as DEFINITIONS
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.bounding import compared_name
 from kcdsl_backends.empirical.certified import LOWER_BOUNDS, MAGNITUDES

@@ -1,6 +1,6 @@
 """The functions of metrics by their names, and what each of them is worth.
 
-The names are those of `kcdsl.check.metrics`. Tiers: A full logits or states of both kernels; B the
+The names are those of `kcdsl.metrics`. Tiers: A full logits or states of both kernels; B the
 k likeliest tokens of both; C tokens sampled from the inference kernel; D recorded behaviour; E the
 clock, the memory counter, repeated runs; F records.
 """

@@ -1,4 +1,4 @@
-"""The metrics of the language, as data; `kcdsl.check.metrics` explains the fields.
+"""The metrics of the language, as data; `kcdsl.metrics.registry` explains the fields.
 
 p is the policy of the training kernel, q that of the inference kernel, w = p(y)/q(y) at a token y
 that was sampled from q.
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from kcdsl.check.units import BYTES, NATS, ONE, RATIO, THROUGHPUT, TIME, Dimension
 from kcdsl.ir.terms import Family
+from kcdsl.units import BYTES, NATS, ONE, RATIO, THROUGHPUT, TIME, Dimension
 
 Kind = Literal["pointwise", "aggregate"]
 Counted = Literal["token", "request", "window"]

@@ -3,7 +3,7 @@
 A *pointwise* metric has one value per counted unit (token, request or window) and needs a
 statistic; an *aggregate* metric is one number per window. The direction says which values are
 good; a *signed* metric is bounded through `abs(...)` only. Metrics of the language are in
-`metric_table`; a user's own are declared in Python files and come with a `Registry`.
+`table`; a user's own are declared in Python files and come with a `Registry`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kcdsl.check.metric_table import (
+from kcdsl.ir.terms import Program, UserMetric
+from kcdsl.metrics.table import (
     DEFINITIONS,
     LN_2_UP,
     POINTWISE,
@@ -22,8 +23,7 @@ from kcdsl.check.metric_table import (
     Kind,
     MetricDefinition,
 )
-from kcdsl.check.units import UNITS
-from kcdsl.ir.terms import Program, UserMetric
+from kcdsl.units import UNITS
 
 __all__ = [
     "ALIASES",

@@ -1,0 +1,36 @@
+"""The metrics that a contract may name: definitions as data, and their registry."""
+
+from kcdsl.metrics.registry import (
+    ALIASES,
+    BUILT_IN,
+    METRICS,
+    PREFIX,
+    RECORD_NAMES,
+    RecordMetric,
+    Registry,
+    find_metric,
+    find_record_metric,
+    registry_of,
+    user_metric,
+)
+from kcdsl.metrics.table import LN_2_UP, POINTWISE, Better, Counted, Kind, MetricDefinition
+
+__all__ = [
+    "ALIASES",
+    "BUILT_IN",
+    "LN_2_UP",
+    "METRICS",
+    "POINTWISE",
+    "PREFIX",
+    "RECORD_NAMES",
+    "Better",
+    "Counted",
+    "Kind",
+    "MetricDefinition",
+    "RecordMetric",
+    "Registry",
+    "find_metric",
+    "find_record_metric",
+    "registry_of",
+    "user_metric",
+]
