@@ -21,7 +21,7 @@ from statistics import median
 
 from bench.common import Better, Figure, report
 from kcdsl.check.incremental import Incremental
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny_lm" / "contract.yaml"

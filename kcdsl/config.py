@@ -22,8 +22,8 @@ from typing import Any
 from kcdsl.diagnostics.codes import BAD_CONFIGURATION, RETIRED, all_codes
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink
 from kcdsl.diagnostics.render import FORMATS
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.files import read_source, user_place
-from kcdsl.source.text import SourceFile, Span
 
 FILES = (("kcdsl.toml", ()), ("pyproject.toml", ("tool", "kcdsl")))
 """The files of a folder, in the order of their weight, with the path to our section."""

@@ -17,11 +17,11 @@ from kcdsl.check.polarity import Leaf, leaves, range_of
 from kcdsl.check.report import Reporter, replacement
 from kcdsl.diagnostics.codes import AGAINST_DIRECTION, MIXED_DIRECTION, VACUOUS, WRONG_TAIL
 from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.facts import Interval
 from kcdsl.ir.walk import subterms
 from kcdsl.metrics import Registry
-from kcdsl.source.text import SourceFile, Span
 
 _UPPER = {"<=", "<"}
 _LOWER = {">=", ">"}

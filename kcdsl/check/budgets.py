@@ -18,10 +18,10 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.walk import terms_of
 from kcdsl.metrics import Registry
-from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax.parser import parse_budget
 

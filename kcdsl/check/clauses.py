@@ -25,13 +25,13 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.fragment import classify, outside_diagnostic
 from kcdsl.ir.normal import normal_formula
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.metrics import Registry
 from kcdsl.route.catalogue import Fragment
-from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Node, Scalar, Sequence
 from kcdsl.syntax.parser import parse_expression
 

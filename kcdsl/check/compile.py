@@ -46,12 +46,12 @@ from kcdsl.diagnostics.model import (
     TooManyFindings,
     refuse,
 )
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.metrics import Registry, user_metric
 from kcdsl.source.files import is_there, read_source
 from kcdsl.source.removal import remove_entry
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
 _SUPPRESSION = re.compile(r"#\s*kcdsl\s*:\s*[A-Za-z]")

@@ -12,8 +12,8 @@ from fractions import Fraction
 from kcdsl.check.report import Reporter
 from kcdsl.diagnostics.codes import FIELD_OF_TWO_SORTS
 from kcdsl.diagnostics.model import Label
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
-from kcdsl.source.text import Span
 
 LENGTH = "length"
 """The number of tokens, a field that every request has."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.diagnostics.codes import DATA_ABSENT
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 
 _ROUNDS = 20
 _SYNTAX, _ERRORS, _KINDS = 0, 1, 3

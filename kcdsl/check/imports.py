@@ -27,10 +27,10 @@ from kcdsl.diagnostics.codes import (
     UNUSED_IMPORT,
 )
 from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.source import yaml_nodes as yaml
 from kcdsl.source.removal import remove_entry, remove_parts
-from kcdsl.source.text import SourceFile, Span
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _ONE = {"slices": "slice", "kernels": "kernel", "tables": "table"}

@@ -24,8 +24,8 @@ from kcdsl.check.layout import Layout, blank, layout, stands_alone
 from kcdsl.check.libraries import Texts
 from kcdsl.diagnostics.codes import UNCOVERED_TRACE
 from kcdsl.diagnostics.model import Diagnostic, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.terms import Family
-from kcdsl.source.text import SourceFile
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _IMPORTS = re.compile(r"^[\"']?imports\b", re.MULTILINE)

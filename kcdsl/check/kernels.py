@@ -20,9 +20,9 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label, Refusal
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.presets import RESULTS
-from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
 ADAPTERS = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from kcdsl.diagnostics.model import Sink
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, parse_yaml
 
 _SECTION = re.compile(r"^clauses:[ \t]*(?:#[^\n]*)?\n", re.MULTILINE)

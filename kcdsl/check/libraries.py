@@ -17,10 +17,10 @@ from kcdsl.check.structure import RawLibrary, is_library, read_library
 from kcdsl.check.thresholds import check_table
 from kcdsl.diagnostics.codes import DUPLICATE_IDENTIFIER, IMPORT_FILE
 from kcdsl.diagnostics.model import Label, Refusal, Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import library_digest
 from kcdsl.source.files import is_file, is_folder, read_source
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
 FILE_LIMIT = 64

@@ -25,9 +25,9 @@ from kcdsl.diagnostics.codes import (
     WRONG_SORT,
 )
 from kcdsl.diagnostics.model import Edit, Fix, Label
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.metrics import MetricDefinition, Registry
-from kcdsl.source.text import Span
 from kcdsl.syntax import ast
 
 

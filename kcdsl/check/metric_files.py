@@ -18,9 +18,9 @@ from kcdsl.check.reading import KEYWORDS
 from kcdsl.check.report import Reporter, suggest
 from kcdsl.diagnostics.codes import METRIC_DECLARATION, METRIC_NAME_TAKEN
 from kcdsl.diagnostics.model import Label, Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import Family
 from kcdsl.metrics import POINTWISE, PREFIX, Better, Counted, MetricDefinition, find_metric
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.units import UNITS
 
 PARAMETERS: dict[str, str | None] = {

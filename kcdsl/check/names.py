@@ -14,9 +14,9 @@ from kcdsl.diagnostics.codes import (
     WRONG_SORT,
 )
 from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import ThresholdTable
 from kcdsl.metrics import BUILT_IN, Registry
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.syntax import ast
 from kcdsl.units import NO_UNITS, ONE, SPELLINGS, UNITS, Dimension
 

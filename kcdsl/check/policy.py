@@ -20,6 +20,7 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.terms import (
     FALLBACK_FROM,
     GUARD_FROM,
@@ -29,7 +30,6 @@ from kcdsl.ir.terms import (
     Family,
     Level,
 )
-from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Entry, Mapping, Scalar
 
 _LEVELS = tuple(Level.__members__)

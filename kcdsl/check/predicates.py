@@ -11,8 +11,8 @@ from kcdsl.check.sections import RawSlice
 from kcdsl.check.sorts import described
 from kcdsl.diagnostics.codes import DOUBTFUL_NAME, VACUOUS, WRONG_SORT
 from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_expression
 

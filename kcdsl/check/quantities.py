@@ -8,8 +8,8 @@ from fractions import Fraction
 from kcdsl.check.report import Reporter, insertion
 from kcdsl.diagnostics.codes import DIMENSION, DIVISION_BY_ZERO
 from kcdsl.diagnostics.model import Fix
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
-from kcdsl.source.text import Span
 from kcdsl.units import Dimension, describe, example, sample, takes_bare_numbers
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kcdsl.check.layout import blank, layout, stands_alone
 from kcdsl.diagnostics.model import Severity, Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.yaml_nodes import parse_yaml
 
 Check = Callable[[SourceFile, Sink], object]

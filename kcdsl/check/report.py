@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Scalar, Sequence
 
 _NAME = re.compile(r"""([\"']?)[^\s"'()]+\1""")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kcdsl.check.reading import CLAUSE_ID, SLICE_NAME, StructureReader, identifier
 from kcdsl.diagnostics.codes import EMPTY_SECTION
-from kcdsl.source.text import Span
+from kcdsl.diagnostics.spans import Span
 from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
 
 KERNEL_FIELDS = (

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kcdsl.check.names import BLOCK, DRIFTS, NORMS, PERCENTILE, REGIONS, STATISTICS, Scope
+from kcdsl.diagnostics.spans import Span
 from kcdsl.metrics import Counted, MetricDefinition
-from kcdsl.source.text import Span
 from kcdsl.syntax import ast
 from kcdsl.units import NATS, ONE, RATIO, UNITS, Dimension, takes_bare_numbers
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kcdsl.diagnostics.codes import UNUSED_SUPPRESSION
 from kcdsl.diagnostics.model import Diagnostic, Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.yaml_nodes import Node
 
 

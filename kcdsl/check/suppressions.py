@@ -36,8 +36,8 @@ from kcdsl.diagnostics.codes import (
     find,
 )
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Sink, Suppressed
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format.comments import find_comments, scalars
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Node
 
 _MOST = 500

@@ -30,8 +30,8 @@ from kcdsl.diagnostics.codes import (
     WRONG_SORT,
 )
 from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
-from kcdsl.source.text import Span
 from kcdsl.syntax import ast
 from kcdsl.units import (
     ONE,

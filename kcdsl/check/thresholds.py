@@ -20,11 +20,11 @@ from kcdsl.diagnostics.codes import (
     WRONG_SORT,
 )
 from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.cases import Case, Undecided, find_case, first_taken
 from kcdsl.ir.walk import subterms
 from kcdsl.source.removal import remove_entry
-from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 from kcdsl.source.yaml_nodes import Sequence as Listed
 from kcdsl.syntax.parser import parse_expression, parse_quantity

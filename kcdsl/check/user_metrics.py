@@ -21,9 +21,9 @@ from kcdsl.diagnostics.codes import (
     OUTSIDE_FOLDER,
 )
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.metrics import MetricDefinition, Registry
 from kcdsl.source.files import read_source
-from kcdsl.source.text import SourceFile, Span
 
 if TYPE_CHECKING:
     from kcdsl.check.metric_files import Declared

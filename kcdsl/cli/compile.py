@@ -14,13 +14,13 @@ from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, r
 from kcdsl.diagnostics.codes import NO_BACKEND, UNKNOWN_CLAUSE
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, Run, render
 from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
 from kcdsl.ir.canonical import digest, document, library_digest
 from kcdsl.ir.terms import Library, ModelRef, Program
 from kcdsl.ir.training import for_training, training_document
 from kcdsl.route.router import Route, route
 from kcdsl.source.files import read_source
-from kcdsl.source.text import SourceFile
 
 HELP = "check a contract, build its IR and show the route of each clause"
 

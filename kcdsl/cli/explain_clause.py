@@ -14,6 +14,7 @@ from kcdsl.cli.explain_metric import metric_named, show_metric
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
 from kcdsl.diagnostics.codes import NO_CONTRACT, OUTSIDE_FRAGMENTS, UNKNOWN_CLAUSE
 from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
 from kcdsl.ir.fragment import Blame, classify
 from kcdsl.ir.terms import Clause, Program
@@ -22,7 +23,6 @@ from kcdsl.route.blame import why_uncovered
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 from kcdsl.route.router import Route, route
 from kcdsl.source.files import read_source
-from kcdsl.source.text import SourceFile
 
 SCHEMA = "kcdsl.explain/1"
 

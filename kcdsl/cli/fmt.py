@@ -12,10 +12,10 @@ from kcdsl.diagnostics import Refusal, Sink, refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.render.full import render_full
 from kcdsl.diagnostics.render.terminal import one_line
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
 from kcdsl.format import format_text
 from kcdsl.source.files import decode_source, read_source
-from kcdsl.source.text import SourceFile
 from kcdsl.source.writing import write_bytes
 
 HELP = "write contracts in the house layout; comments and meaning stay"

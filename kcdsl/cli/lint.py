@@ -23,9 +23,9 @@ from kcdsl.diagnostics.codes import (
     USAGE,
 )
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, Run, render
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
 from kcdsl.source.files import SIZE_LIMIT, decode_source, is_folder, read_source
-from kcdsl.source.text import SourceFile, Span
 
 if TYPE_CHECKING:
     from kcdsl.check.structure import RawClause

@@ -13,7 +13,7 @@ from kcdsl.exits import Exit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kcdsl.source.text import SourceFile, Span
+    from kcdsl.diagnostics.spans import SourceFile, Span
 
 HELP = "write the page of a report again, or show it in another format"
 

@@ -12,8 +12,8 @@ from kcdsl.diagnostics.render.terminal import json_for_terminals
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kcdsl.diagnostics.spans import SourceFile, Span
     from kcdsl.ir.terms import Program
-    from kcdsl.source.text import SourceFile, Span
 
 FORMATS = ("text", "json", "junit", "github", "sarif", "concise", "html")
 """What `--format` takes; `text` is for people, the others are for programs and browsers."""

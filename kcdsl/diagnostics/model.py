@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kcdsl.diagnostics.codes import TOO_LARGE, Code
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 
 class Severity(StrEnum):

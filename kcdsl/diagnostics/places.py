@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kcdsl.diagnostics.model import Diagnostic, Refusal
-from kcdsl.source.text import Span
+from kcdsl.diagnostics.spans import Span
 
 
 @contextmanager

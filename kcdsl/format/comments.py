@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
 _LINE_END = re.compile(r"[\r\n]|\Z")

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from kcdsl.diagnostics.model import Edit
-from kcdsl.source.text import Span
+from kcdsl.diagnostics.spans import Span
 
 
 def edits(old: str, new: str) -> tuple[Edit, ...]:

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format.expression import spell, spell_lines
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
 
 STARTS = {"require": "requirement", "where": "predicate", "budget": "budget"}

@@ -11,7 +11,7 @@ from dataclasses import field as dataclass_field
 from enum import StrEnum
 from fractions import Fraction
 
-from kcdsl.source.text import Span
+from kcdsl.diagnostics.spans import Span
 
 _NOWHERE = Span(0, 0)
 MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kcdsl.diagnostics.codes import OUTSIDE_FRAGMENTS
 from kcdsl.diagnostics.model import Diagnostic, Label
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import (
     Abs,
     Clause,
@@ -31,7 +32,6 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.walk import subterms, terms_of, walk
 from kcdsl.route.catalogue import Fragment
-from kcdsl.source.text import SourceFile, Span
 
 CHAIN_METRICS = frozenset({"tv", "kl", "log_ratio", "reward_delta", "grad_bias"})
 """Metrics that the bound chain derives from the drift of the logits."""

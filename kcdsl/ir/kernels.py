@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kcdsl.source.text import Span
+from kcdsl.diagnostics.spans import Span
 
 _NOWHERE = Span(0, 0)
 

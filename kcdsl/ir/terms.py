@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.formulas import (
     MOST_ROWS,
     Abs,
@@ -38,7 +39,6 @@ from kcdsl.ir.formulas import (
     Term,
 )
 from kcdsl.ir.kernels import KernelRef
-from kcdsl.source.text import Span
 
 __all__ = [
     "FALLBACK_FROM",

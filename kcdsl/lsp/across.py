@@ -10,13 +10,13 @@ from kcdsl.check.compile import Analysis
 from kcdsl.check.fixing import edited
 from kcdsl.check.sections import RawImport
 from kcdsl.diagnostics.model import Edit, Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest, library_digest
 from kcdsl.ir.terms import Program
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.nodes import inner_span
 from kcdsl.lsp.rename import CannotRename, rename, under_new_name
 from kcdsl.lsp.symbols import Kind, Occurrence, at
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
 
 _EXPORTED = {Kind.SLICE, Kind.TABLE, Kind.KERNEL}

@@ -12,6 +12,7 @@ from kcdsl.check.compile import Analysis
 from kcdsl.check.fixing import edited, fix
 from kcdsl.check.measurements import in_words
 from kcdsl.diagnostics.model import Diagnostic, Edit, Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format import edits
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest
@@ -19,7 +20,6 @@ from kcdsl.lsp.documents import LARGE, NOWHERE, Snapshot
 from kcdsl.lsp.knowledge import KnownClause, clause_at
 from kcdsl.lsp.nodes import fields_at, language
 from kcdsl.source.removal import remove_parts
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
 QUICK_FIX = "quickfix"

@@ -10,6 +10,7 @@ from typing import Any
 from lsprotocol import types as lsp
 
 from kcdsl.diagnostics.model import Diagnostic
+from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp import tokens as tokens_feature
 from kcdsl.lsp.across import references_across, rename_across
 from kcdsl.lsp.actions import EXPLAIN, FIX_ALL, QUICK_FIX, REWRITE, Action, actions
@@ -31,7 +32,6 @@ from kcdsl.lsp.positions import Encoding
 from kcdsl.lsp.rename import prepare
 from kcdsl.lsp.signatures import signature
 from kcdsl.lsp.wire import Wire, fold, joined, markup, result_id, signature_help
-from kcdsl.source.text import Span
 
 
 @dataclass(frozen=True)

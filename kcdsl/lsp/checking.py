@@ -9,9 +9,9 @@ from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.incremental import Incremental
 from kcdsl.diagnostics.codes import INTERNAL, TOO_LARGE
 from kcdsl.diagnostics.model import Diagnostic, Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.documents import Document, Snapshot, Texts
 from kcdsl.source.files import SIZE_LIMIT
-from kcdsl.source.text import SourceFile, Span
 
 
 @dataclass(slots=True)

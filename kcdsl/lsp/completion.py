@@ -12,6 +12,7 @@ from kcdsl.check.compile import Analysis
 from kcdsl.check.measurements import in_words
 from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.diagnostics.codes import all_codes
+from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.cursor import Cursor, comment_before, locate, word_before
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.nodes import Path as NodePath
@@ -20,7 +21,6 @@ from kcdsl.lsp.parts import slice_text
 from kcdsl.lsp.schema import FieldHelp, description_at, fields_at, schemas_at, values_at
 from kcdsl.lsp.words import describe_metric
 from kcdsl.metrics import RECORD_NAMES
-from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 from kcdsl.units import UNITS, describe
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from kcdsl.check.layout import blank, layout
 from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.lsp.nodes import Path, fields
-from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
 _WORD_BEFORE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")

@@ -17,6 +17,7 @@ from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.layout import blank, layout
 from kcdsl.check.libraries import Texts as Texts
 from kcdsl.diagnostics.model import Diagnostic, Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Clause, Quantified
 from kcdsl.ir.walk import walk
@@ -26,7 +27,6 @@ from kcdsl.lsp.reports import Verdict, verdicts
 from kcdsl.lsp.symbols import Occurrence, occurrences
 from kcdsl.route.catalogue import BackendSpec, catalogue
 from kcdsl.route.router import Route, route
-from kcdsl.source.text import SourceFile, Span
 
 LARGE = 60_000
 """Characters of a document beyond which one question is answered from a part of it."""

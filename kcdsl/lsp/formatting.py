@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kcdsl.diagnostics.model import Edit, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.format import edits, format_text
-from kcdsl.source.text import SourceFile
 
 
 def formatting(source: SourceFile) -> tuple[Edit, ...]:

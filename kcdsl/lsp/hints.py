@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from kcdsl.check.names import PERCENTILE, STATISTICS
 from kcdsl.check.sorts import Real, sorts
 from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.knowledge import KnownClause, known_clauses, policy_action, scope_in
-from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax.parser import parse_expression
 

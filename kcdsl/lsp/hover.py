@@ -14,6 +14,7 @@ from kcdsl.check.sorts import Unknown, sort_at
 from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.diagnostics.codes import find as find_code
 from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.knowledge import (
@@ -38,7 +39,6 @@ from kcdsl.lsp.words import (
     find_function,
 )
 from kcdsl.metrics import MetricDefinition
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 from kcdsl.syntax.parser import parse_expression
 

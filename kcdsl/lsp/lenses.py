@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.knowledge import is_formal, known_clauses, mark, verdicts_of
-from kcdsl.source.text import Span
 
 
 @dataclass(frozen=True, slots=True)

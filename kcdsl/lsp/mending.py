@@ -8,7 +8,7 @@ from __future__ import annotations
 from kcdsl.check.layout import blank, layout, stands_alone
 from kcdsl.diagnostics.codes import NOT_YAML
 from kcdsl.diagnostics.model import Diagnostic, Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.yaml_nodes import parse_yaml
 
 _ROUNDS = 4

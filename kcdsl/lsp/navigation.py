@@ -9,10 +9,10 @@ from kcdsl.check.compile import Analysis
 from kcdsl.check.libraries import Import, Loaded
 from kcdsl.check.user_metrics import declarations
 from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.nodes import Field, fields, inner_span
 from kcdsl.lsp.symbols import Kind, Occurrence, at
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
 
 _START = Span(0, 0)

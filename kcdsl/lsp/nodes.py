@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.lexemes import Start
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
 Path = tuple[str | int, ...]

@@ -10,10 +10,10 @@ from enum import StrEnum
 
 from kcdsl.check.compile import Analysis
 from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.knowledge import quoted
 from kcdsl.lsp.nodes import Field, fields, fields_at, inner_span, language
 from kcdsl.lsp.positions import Lines
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 from kcdsl.syntax.parser import parse_expression
 

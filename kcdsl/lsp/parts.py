@@ -5,10 +5,10 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kcdsl.check.compile import Analysis
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.words import predicate_text, term_text
 from kcdsl.lsp.knowledge import quoted
-from kcdsl.source.text import Span
 from kcdsl.source.yaml_nodes import Scalar
 
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 
-from kcdsl.source.text import Span
+from kcdsl.diagnostics.spans import Span
 
 _BREAK = re.compile(r"\r\n|\n|\r")
 

@@ -16,11 +16,11 @@ from kcdsl.check.fixing import edited
 from kcdsl.check.names import BLOCK, FUNCTIONS
 from kcdsl.check.reading import CLAUSE_ID, KEYWORDS, SLICE_NAME
 from kcdsl.diagnostics.model import Edit, Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.symbols import Kind, Occurrence, at, occurrences
-from kcdsl.source.text import SourceFile, Span
 
 _RENAMED = {Kind.SLICE, Kind.TABLE, Kind.CLAUSE, Kind.VARIABLE}
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kcdsl.diagnostics.model import Refusal
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.lsp.documents import Document, Texts, document, path_of
 from kcdsl.lsp.positions import Change, Encoding, apply_changes
 from kcdsl.source.files import is_folder, read_source
-from kcdsl.source.text import SourceFile
 
 _NAMES = (".kc.yaml", ".kc.yml")
 _LEFT_OUT = {"node_modules", "__pycache__", "build", "dist"}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.cursor import locate
 from kcdsl.lsp.lexemes import Role, lexemes, open_frames
 from kcdsl.lsp.nodes import language
 from kcdsl.lsp.words import Function, find_function
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
 
 

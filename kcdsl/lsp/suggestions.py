@@ -14,6 +14,7 @@ from kcdsl.check.fields import field_sorts
 from kcdsl.check.names import PERCENTILE, REGIONS, STATEMENTS, STATISTICS
 from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.diagnostics.model import Refusal
+from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.completion import Item, ItemKind
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.lexemes import Frame, Lexeme, Role, Start, lexemes, open_frames
@@ -31,7 +32,6 @@ from kcdsl.lsp.words import (
 )
 from kcdsl.metrics import MetricDefinition
 from kcdsl.source.files import open_regular
-from kcdsl.source.text import Span
 from kcdsl.units import UNITS, Dimension, describe
 
 _NORMS = ("norm_inf", "norm_2", "span")

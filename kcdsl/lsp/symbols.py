@@ -8,10 +8,10 @@ from enum import StrEnum
 
 from kcdsl.check.compile import Analysis
 from kcdsl.check.sections import RawImport, RawSlice, RawTable
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.lexemes import Lexeme, Role, Start, lexemes
 from kcdsl.lsp.nodes import Field, fields, inner_span, language
 from kcdsl.source.scalar_map import ScalarMap, map_scalar
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
 

@@ -10,13 +10,13 @@ from kcdsl.check.compile import Analysis
 from kcdsl.check.layout import layout
 from kcdsl.check.names import Scope
 from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.documents import LARGE, Snapshot
 from kcdsl.lsp.lexemes import Lexeme, Role
 from kcdsl.lsp.nodes import Field, fields, inner_span
 from kcdsl.lsp.positions import Encoding, Lines, units
 from kcdsl.lsp.symbols import written
 from kcdsl.metrics import BUILT_IN, Registry
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar, parse_yaml
 
 TYPES = (

@@ -15,6 +15,7 @@ from lsprotocol.converters import get_converter
 
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Diagnostic, Edit, Severity
+from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.completion import Item, ItemKind
 from kcdsl.lsp.documents import Carry, Document
 from kcdsl.lsp.navigation import Target
@@ -22,7 +23,6 @@ from kcdsl.lsp.outline import Fold, Symbol, SymbolKind
 from kcdsl.lsp.positions import Change, Encoding, Lines, Place
 from kcdsl.lsp.signatures import Signature
 from kcdsl.lsp.words import describe_function
-from kcdsl.source.text import Span
 
 SOURCE = "kcdsl"
 _converter = cache(get_converter)  # a new one takes milliseconds

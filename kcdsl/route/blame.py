@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import assert_never
 
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.fragment import CHAIN_METRICS, Blame, classify
 from kcdsl.ir.terms import (
     Clause,
@@ -26,7 +27,6 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.route.catalogue import Fragment
-from kcdsl.source.text import Span
 
 
 def why_outside(clause: Clause, fragment: Fragment) -> Blame | None:

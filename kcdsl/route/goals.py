@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.terms import (
     Clause,
     Compare,
@@ -16,7 +17,6 @@ from kcdsl.ir.terms import (
     Quantified,
     Region,
 )
-from kcdsl.source.text import Span
 
 
 @dataclass(frozen=True, slots=True)

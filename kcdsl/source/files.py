@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kcdsl.diagnostics.codes import FILE_MISSING, INPUT_OUTPUT, NOT_UTF8, TOO_LARGE
 from kcdsl.diagnostics.model import Refusal, refuse
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 SIZE_LIMIT = 2**20
 """Largest contract in bytes; one that a person can review is a hundred times smaller."""

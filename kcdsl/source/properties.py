@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kcdsl.source.text import Span
+from kcdsl.diagnostics.spans import Span
 
 _PROPERTY = re.compile(
     r"(?:&(?P<anchor>[0-9A-Za-z_-]+)|!(?:<[^>\s]*>|[^\s,\[\]{}]*))"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from kcdsl.diagnostics.model import Edit
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.yaml_nodes import Entry, Mapping, Sequence
 
 SpanOf = Callable[[int], Span]

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from functools import lru_cache
 
 from kcdsl.diagnostics.model import Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
 
 _Piece = tuple[str, int, int]

@@ -9,7 +9,7 @@ import yaml
 
 from kcdsl.diagnostics.codes import NOT_YAML
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 NO_CHARACTER = "write one escape for the whole character, as in `\\U0001f600`"
 _LEAD = re.compile(r"[ \t]*")

@@ -34,6 +34,7 @@ from kcdsl.diagnostics.codes import (
     Code,
 )
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink, TooManyFindings
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.masking import Masked, mask_expressions
 from kcdsl.source.numbers import exact
 from kcdsl.source.properties import properties
@@ -45,7 +46,6 @@ from kcdsl.source.resolution import (
     NOT_FINITE,
     ambiguity,
 )
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_errors import NO_CHARACTER, syntax_error
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

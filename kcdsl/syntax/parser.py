@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kcdsl.diagnostics.codes import BAD_NUMBER, EXPRESSION_SYNTAX, INTERNAL, TOO_DEEP, Code
 from kcdsl.diagnostics.model import Diagnostic, Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.numbers import exact
 from kcdsl.source.scalar_map import ScalarMap, map_scalar
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax import ast
 from kcdsl.syntax.lalr import Node, Token, parse

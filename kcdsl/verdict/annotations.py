@@ -12,7 +12,7 @@ from typing import Any
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Diagnostic, Severity
 from kcdsl.diagnostics.render import Checked, Run, render
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.verdict.html.words import how_far, where
 
 FORMATS = ("junit", "github", "sarif", "concise", "full")

@@ -15,6 +15,7 @@ from kcdsl.check.fixing import edited, fix
 from kcdsl.check.incremental import Incremental
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink, Suppressed
 from kcdsl.diagnostics.render import FORMATS
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.format.comments import scalars
 from kcdsl.ir import smtlib
 from kcdsl.ir.canonical import digest, document
@@ -23,7 +24,6 @@ from kcdsl.ir.terms import Program
 from kcdsl.route.router import route
 from kcdsl.source.files import decode_source
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.text import SourceFile
 from tests.fuzz.findings import check_colours, check_rendering, check_spans
 from tests.fuzz.formatting import check_format, check_meaning
 from tests.fuzz.promise import Broken, expect

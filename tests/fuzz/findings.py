@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from kcdsl.diagnostics.model import Diagnostic, Suppressed
 from kcdsl.diagnostics.render import Checked, Run, render
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.lsp.positions import Encoding, Lines
-from kcdsl.source.text import SourceFile
 from tests.fuzz.promise import expect
 
 _MOST_PLACES = 200

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from kcdsl.diagnostics.model import Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.yaml_nodes import parse_yaml
 from tests.support.pages import completed
 from tests.support.styles import Writer

@@ -13,12 +13,12 @@ from lsprotocol import types as lsp
 from lsprotocol.converters import get_converter
 
 from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.answers import FEATURES, Question
 from kcdsl.lsp.checking import Checker
 from kcdsl.lsp.documents import Snapshot, document
 from kcdsl.lsp.positions import Encoding, Lines, Place
 from kcdsl.lsp.rename import CannotRename
-from kcdsl.source.text import SourceFile, Span
 from tests.fuzz.promise import expect
 
 CURSORS = 5

@@ -17,13 +17,13 @@ from kcdsl.check.incremental import Incremental
 from kcdsl.diagnostics.codes import UNKNOWN_METRIC, UNUSED_TABLE
 from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
 from kcdsl.diagnostics.render import FORMATS, render
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format.layout import Printer
 from kcdsl.ir import smtlib
 from kcdsl.ir.canonical import document
 from kcdsl.lsp.answers import FEATURES
 from kcdsl.lsp.positions import Lines
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.text import SourceFile, Span
 from tests.fuzz import serving
 from tests.fuzz.examination import examine
 from tests.fuzz.reduction import reduce

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source import yaml_nodes as yaml
-from kcdsl.source.text import SourceFile
 from tests.fuzz.vocabulary import EXPRESSIONS, FIELDS, NUMBERS, YAML
 
 EXPRESSION_FIELDS = {"require", "where", "budget", "threshold", "value"}

@@ -12,8 +12,8 @@ from pygls.exceptions import JsonRpcException
 
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import library_digest
-from kcdsl.source.text import SourceFile
 from tests.support.editor import HEAD, VSCODE, Editor, Start
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from lsprotocol import types as lsp
 
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.lsp.completion import Item, complete
 from kcdsl.lsp.cursor import comment_before, locate
 from kcdsl.lsp.lexemes import lexemes
 from kcdsl.lsp.signatures import Signature, signature
 from kcdsl.lsp.wire import plain, signature_help
 from kcdsl.lsp.words import all_functions, find_function
-from kcdsl.source.text import SourceFile
 from tests.support.editor import HEAD
 from tests.support.snapshots import snapshot
 

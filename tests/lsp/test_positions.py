@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.documents import carry, document, path_of
 from kcdsl.lsp.positions import Change, Encoding, Lines, Place, apply_changes
 from kcdsl.lsp.session import Session
-from kcdsl.source.text import Span
 
 TEXTS = st.text(alphabet=st.sampled_from("ab:\n\r äß€🜁\u2028\x85\ufeff"), max_size=40)
 SHORT = st.text(alphabet="ab🜁", max_size=6)

@@ -9,12 +9,12 @@ import pytest
 from kcdsl.check.compile import analyse
 from kcdsl.check.fixing import edited
 from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
 from kcdsl.lsp.actions import FIX_ALL, QUICK_FIX, REWRITE, Action, actions
 from kcdsl.lsp.formatting import formatting
 from kcdsl.lsp.navigation import definition, highlights, references
 from kcdsl.lsp.rename import CannotRename, prepare, rename
-from kcdsl.source.text import SourceFile, Span
 from tests.support.editor import HEAD
 from tests.support.snapshots import place, snapshot, span
 

@@ -10,7 +10,7 @@ from lsprotocol import types as lsp
 
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 from tests.support.editor import HEAD, VSCODE, Editor, Start
 
 PIECES = (

@@ -11,6 +11,7 @@ import pytest
 from kcdsl.check import incremental
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
 from kcdsl.lsp import documents, reports
 from kcdsl.lsp.checking import Checker
@@ -26,7 +27,6 @@ from kcdsl.lsp.schema import description_at, fields_at, values_at
 from kcdsl.lsp.tokens import TYPES, encode, tokens
 from kcdsl.route.router import route
 from kcdsl.source.files import SIZE_LIMIT
-from kcdsl.source.text import SourceFile, Span
 from tests.support.editor import HEAD
 from tests.support.snapshots import place, snapshot, span
 

@@ -14,8 +14,8 @@ import yaml
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.pages import Block, parse
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.route.catalogue import BackendSpec
-from kcdsl.source.text import SourceFile
 from kcdsl_certs.keys import generate
 from kcdsl_certs.policy import read_policy
 from tests.support.files import files_below

@@ -14,9 +14,9 @@ from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.render.concise import render_concise
 from kcdsl.diagnostics.render.full import render_full
 from kcdsl.diagnostics.render.json import render_json
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest
 from kcdsl.route.router import route
-from kcdsl.source.text import SourceFile
 
 CORPUS = Path(__file__).resolve().parents[2] / "grammar" / "corpus"
 TEXTS = [p.read_text(encoding="utf-8") for p in sorted(CORPUS.glob("*/*.kc.yaml"))]

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.verdict.annotations import in_format
 from kcdsl.verdict.experiment_text import print_experiment
 from kcdsl.verdict.html import page

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kcdsl.diagnostics import Sink
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_budget, parse_expression

@@ -15,7 +15,7 @@ from kcdsl.diagnostics.codes import USAGE
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label
 from kcdsl.diagnostics.render import FORMATS, Checked, Run, render
 from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line, printable
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 if TYPE_CHECKING:
     from tests.conftest import Cli

@@ -11,7 +11,7 @@ from kcdsl.check.compile import analyse
 from kcdsl.check.incremental import Incremental
 from kcdsl.check.layout import layout
 from kcdsl.diagnostics.model import Diagnostic, Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 
 NASTY = (
     '"', "'", "{", "}", "[", "]", ":", ": ", "\n", "\n  ", "\n  X: ", "#", " # ", "|", "- ", "&a ",

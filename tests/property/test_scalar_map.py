@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kcdsl.diagnostics import Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
 
 WORDS = st.text(st.sampled_from("abkl <=()é𝒳\"'\\_.#:-"), min_size=1, max_size=12)

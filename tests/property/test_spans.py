@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.lsp.positions import Encoding, Lines
 from kcdsl.source import yaml_nodes
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
 from tests.support.layouts import SHORT, STYLES, Document, document
 

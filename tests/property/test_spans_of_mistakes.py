@@ -10,7 +10,7 @@ import pytest
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics import Severity, Sink
 from kcdsl.diagnostics.model import Diagnostic, Fix
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 from tests.support.layouts import STYLES, Where, Written, write
 
 FAST, MANY = 60, 1000

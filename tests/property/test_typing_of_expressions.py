@@ -24,12 +24,12 @@ from kcdsl.check.names import Scope
 from kcdsl.check.sorts import Real, Unknown, sort_at, sort_of, sorts
 from kcdsl.check.terms import term
 from kcdsl.diagnostics import Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir import terms as ir
 from kcdsl.ir.fragment import classify
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.metrics import METRICS, MetricDefinition
 from kcdsl.route.catalogue import Fragment
-from kcdsl.source.text import SourceFile
 from kcdsl.syntax import ast
 from kcdsl.syntax.printer import print_expression
 from kcdsl.units import UNITS

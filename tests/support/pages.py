@@ -16,7 +16,7 @@ from pathlib import Path
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.pages import Block
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 from tests.support.commands import ANNOTATING, PLAIN_TERMINAL
 
 BASE = {

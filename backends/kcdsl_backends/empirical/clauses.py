@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.terms import (
     Abs,
     Arith,
@@ -22,7 +23,6 @@ from kcdsl.ir.terms import (
     Term,
 )
 from kcdsl.ir.walk import terms_of, walk
-from kcdsl.source.text import Span
 
 
 def metrics_of(formula: Formula) -> frozenset[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kcdsl.diagnostics import Diagnostic
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.terms import Program
-from kcdsl.source.text import SourceFile
 from kcdsl.verdict.difference import Difference
 from kcdsl_backends.smt.model import Implied, ImpliedBound, ProvedDrift
 

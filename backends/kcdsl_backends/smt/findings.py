@@ -14,8 +14,8 @@ from kcdsl.diagnostics.codes import (
     SOLVER_UNDECIDED,
     Code,
 )
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import Clause
-from kcdsl.source.text import SourceFile, Span
 from kcdsl_backends.smt.claims import Claim
 
 _WARNINGS = (ALWAYS_HOLDS, SOLVER_UNDECIDED)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from kcdsl.diagnostics.model import Diagnostic, Severity, Suppressed
-from kcdsl.source.text import Span
+from kcdsl.diagnostics.spans import Span
 
 FORMATS = ("full", "concise", "json", "github", "sarif", "junit")
 SUFFIXES = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt": "full"}

@@ -19,7 +19,7 @@ from kcdsl.diagnostics.render.terminal import (
     wants_colour,
     width_of,
 )
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 _COLOURS = {Severity.ERROR: RED, Severity.WARNING: YELLOW, Severity.NOTE: BLUE}
 

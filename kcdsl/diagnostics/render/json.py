@@ -8,7 +8,7 @@ from typing import Any
 
 from kcdsl.diagnostics.model import Diagnostic, Suppressed
 from kcdsl.diagnostics.render.terminal import json_for_terminals
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 
 def render_json(diagnostics: Iterable[Diagnostic], suppressed: Iterable[Suppressed] = ()) -> str:

@@ -14,8 +14,8 @@ from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Suppressed
 from kcdsl.diagnostics.render import page_url
 from kcdsl.diagnostics.render.terminal import json_for_terminals
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.exits import Exit
-from kcdsl.source.text import SourceFile, Span
 
 if TYPE_CHECKING:
     from kcdsl.diagnostics.render import Run

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from kcdsl.diagnostics.model import Edit
 from kcdsl.diagnostics.render.terminal import BLUE, GREEN, RED, cells, paint, printable, shown
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 _LINES_PER_SPAN = 6
 _LINES_OF_FIX = 6

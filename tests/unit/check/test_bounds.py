@@ -6,7 +6,7 @@ import pytest
 
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 
 HEAD = """kcdsl: 1
 contract: c

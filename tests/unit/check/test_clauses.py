@@ -8,6 +8,7 @@ import pytest
 
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Diagnostic, Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import (
     Budget,
@@ -24,7 +25,6 @@ from kcdsl.ir.terms import (
     RegionKind,
     Statistic,
 )
-from kcdsl.source.text import SourceFile
 
 HEAD = """kcdsl: 1
 contract: c

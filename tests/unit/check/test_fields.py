@@ -7,7 +7,7 @@ import pytest
 from kcdsl.check.compile import analyse
 from kcdsl.check.fields import field_sorts
 from kcdsl.diagnostics import Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 
 HEAD = """kcdsl: 1
 contract: c

@@ -12,9 +12,9 @@ from kcdsl.check.fixing import edited, fix
 from kcdsl.diagnostics.codes import DATA_ABSENT, find
 from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
 from kcdsl.diagnostics.pages import names
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, library_digest
 from kcdsl.source.files import read_source
-from kcdsl.source.text import SourceFile
 from tests.support import hostile
 from tests.support.pages import completed, stand_in
 

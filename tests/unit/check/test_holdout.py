@@ -11,11 +11,11 @@ import pytest
 
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, to_json
 from kcdsl.ir.load import from_json
 from kcdsl.ir.terms import Program
 from kcdsl.ir.training import for_training, training_document
-from kcdsl.source.text import SourceFile
 
 TEXT = """\
 kcdsl: 1

@@ -13,11 +13,11 @@ import pytest
 from kcdsl.check.compile import analyse, compile_contract, load_program
 from kcdsl.check.libraries import DEPTH_LIMIT, path_problem, rebase
 from kcdsl.diagnostics import Diagnostic, Refusal, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, document, library_digest
 from kcdsl.ir.load import load_bytes
 from kcdsl.ir.terms import ImportedFrom, Library, Program
 from kcdsl.source.files import read_source
-from kcdsl.source.text import SourceFile
 
 LIBRARY = """\
 kcdsl: 1

@@ -11,13 +11,13 @@ from kcdsl.check.compile import analyse
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.kernels import LogProbabilities, Service
 from kcdsl.ir.load import load_bytes
 from kcdsl.ir.terms import Program
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.presets import resolve
-from kcdsl.source.text import SourceFile
 
 CONTRACT = """\
 kcdsl: 1

@@ -11,7 +11,7 @@ import pytest
 
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 
 HEAD = """\
 kcdsl: 1

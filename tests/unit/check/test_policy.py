@@ -9,9 +9,9 @@ import pytest
 from kcdsl.check.compile import compile_source
 from kcdsl.check.escalation import ACTIONS, FAMILY_DEFAULTS, build_escalation, severity, weakened
 from kcdsl.diagnostics import Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Escalation, Family, Level
-from kcdsl.source.text import SourceFile
 
 HEAD = """kcdsl: 1
 contract: c

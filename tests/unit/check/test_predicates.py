@@ -9,8 +9,8 @@ import pytest
 from kcdsl.check.predicates import predicate
 from kcdsl.check.report import Reporter
 from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax.parser import parse_expression
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Sink
-from kcdsl.source.text import SourceFile
+from kcdsl.diagnostics.spans import SourceFile
 
 HEAD = """kcdsl: 1
 contract: c

@@ -7,8 +7,8 @@ import pytest
 from kcdsl.check.names import FUNCTIONS, Scope
 from kcdsl.check.sorts import NAMES, Unknown, described, sort_at, sort_of, sorts
 from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.metrics import METRICS
-from kcdsl.source.text import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_expression

@@ -17,9 +17,9 @@ import pytest
 from kcdsl.check.compile import analyse
 from kcdsl.check.report import nearest
 from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import library_digest
 from kcdsl.ir.recordings import ROLES
-from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
 
 SCHEMA = Path(__file__).resolve().parents[3] / "grammar" / "kcdsl_grammar" / "contract.schema.json"

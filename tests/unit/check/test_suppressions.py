@@ -12,7 +12,7 @@ from kcdsl.check.suppressions import accept
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity
 from kcdsl.diagnostics.codes import CONTRADICTION, DATA_ABSENT, REDUNDANT_CLAUSE, RETIRED
 from kcdsl.diagnostics.model import Sink
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 HEAD = """kcdsl: 1
 contract: c

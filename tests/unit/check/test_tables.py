@@ -10,6 +10,7 @@ import pytest
 
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Diagnostic, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.buckets import buckets, expand_tables, gaps
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.cases import Undecided, find_case, holds
@@ -26,7 +27,6 @@ from kcdsl.ir.terms import (
     TableValue,
 )
 from kcdsl.route.catalogue import Fragment
-from kcdsl.source.text import SourceFile
 
 HEAD = """kcdsl: 1
 contract: c

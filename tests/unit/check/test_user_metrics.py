@@ -17,11 +17,11 @@ from kcdsl.check.metric_modules import find_module
 from kcdsl.check.user_metrics import declarations, read_registry
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.model import Diagnostic, Refusal
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.load import load_bytes
 from kcdsl.metrics import registry_of
-from kcdsl.source.text import SourceFile
 
 CONTRACT = """kcdsl: 1
 contract: c

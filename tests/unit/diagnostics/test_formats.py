@@ -13,7 +13,7 @@ import pytest
 from kcdsl.diagnostics.codes import ANCHOR, DOUBTFUL_NAME, UNKNOWN_METRIC
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Suppressed
 from kcdsl.diagnostics.render import Checked, Run, render
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 TEXT = "a: 🚀 kll\nb: two\n  lines\n"
 SOURCE = SourceFile("dir/with space/c,1.kc.yaml", TEXT)

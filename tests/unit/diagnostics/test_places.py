@@ -10,8 +10,8 @@ from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Diagnostic, Refusal, refuse
 from kcdsl.diagnostics.codes import KERNEL_FAILED, UNKNOWN_BLOCK
 from kcdsl.diagnostics.places import at, in_contract
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.route.goals import goals
-from kcdsl.source.text import SourceFile, Span
 from tests.support.commands import run_here
 
 CONTRACT = """kcdsl: 1

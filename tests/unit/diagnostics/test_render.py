@@ -13,7 +13,7 @@ from kcdsl.diagnostics.render import render
 from kcdsl.diagnostics.render.concise import render_concise
 from kcdsl.diagnostics.render.full import render_full
 from kcdsl.diagnostics.render.json import render_json
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 
 TEXT = "a: 1\nrequire: >-\n  p99(kll)\n  <= 0.02\n"
 SOURCE = SourceFile("c.kc.yaml", TEXT)

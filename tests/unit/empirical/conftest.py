@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.terms import (
     Abs,
     Budget,
@@ -32,7 +33,6 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
-from kcdsl.source.text import SourceFile
 from kcdsl_backends.empirical.evaluation import Evaluation, evaluate
 from kcdsl_backends.empirical.measured import SliceData, Unit
 from kcdsl_backends.empirical.setting import Setting

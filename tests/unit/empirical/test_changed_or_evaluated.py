@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kcdsl.diagnostics.model import Refusal
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.buckets import expand_tables, gaps
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import (
@@ -30,7 +31,6 @@ from kcdsl.ir.terms import (
     TableValue,
     ThresholdTable,
 )
-from kcdsl.source.text import SourceFile
 from kcdsl.verdict.report import Report
 from kcdsl_backends.empirical.conclusion import conclude
 from kcdsl_backends.empirical.evaluation import Evaluation, evaluate

@@ -20,10 +20,10 @@ from kcdsl.check.sorts import sort_of
 from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.declare import metric
 from kcdsl.diagnostics import Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.fragment import classify
 from kcdsl.ir.terms import Family, Level
 from kcdsl.metrics import ALIASES, LN_2_UP, METRICS
-from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 from kcdsl.syntax import ast
 from kcdsl.syntax.parser import parse_expression

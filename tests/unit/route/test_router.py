@@ -6,12 +6,12 @@ import pytest
 
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.selection import implies
 from kcdsl.ir.terms import Clause, Predicate, Program
 from kcdsl.route import premises
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 from kcdsl.route.router import Route, route
-from kcdsl.source.text import SourceFile
 
 HEAD = """kcdsl: 1
 contract: c

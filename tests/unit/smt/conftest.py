@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 
+from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.terms import (
     AllOf,
     Budget,
@@ -32,7 +33,6 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
-from kcdsl.source.text import Span
 
 LONG = AllOf((FieldTest("length", ">", Fraction(128)),))
 LONGER = AllOf((FieldTest("length", ">", Fraction(512)),))

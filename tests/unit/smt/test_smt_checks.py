@@ -9,8 +9,8 @@ import pytest
 
 from kcdsl.check.compile import compile_source
 from kcdsl.diagnostics import Diagnostic, Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.terms import Program
-from kcdsl.source.text import SourceFile
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt.claims import claims_of, components
 from kcdsl_backends.smt.solving import Clock, Outcome, Solver

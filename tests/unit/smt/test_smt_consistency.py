@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kcdsl.diagnostics import Diagnostic, Severity
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.smtlib import implication
 from kcdsl.ir.terms import (
     Abs,
@@ -31,7 +32,6 @@ from kcdsl.ir.terms import (
     Slice,
     Term,
 )
-from kcdsl.source.text import SourceFile
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt.predicates import emptiness, implies
 from kcdsl_backends.smt.solving import Outcome, Solver

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kcdsl.diagnostics import Severity, Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.masking import mask_expressions
-from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 
 

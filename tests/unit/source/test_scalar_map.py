@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 from kcdsl.syntax.parser import parse_expression
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source.scalar_map import map_scalar
-from kcdsl.source.text import SourceFile
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "spans.md"

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kcdsl.diagnostics import Diagnostic, Sink
-from kcdsl.source.text import SourceFile, Span
+from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax.mistakes import TERMINALS
 from kcdsl.syntax.parser import parse_budget, parse_expression, parse_quantity

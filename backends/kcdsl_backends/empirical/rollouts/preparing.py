@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import Refusal, codes
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.buckets import Gap
 from kcdsl.ir.kernels import LogProbabilities
 from kcdsl.ir.terms import Program, Slice
 from kcdsl.model.files import Artefacts, companion
-from kcdsl.source.text import SourceFile
 from kcdsl_backends.empirical.rollouts.assembling import Recording, assemble
 from kcdsl_backends.empirical.rollouts.columns import mapped
 from kcdsl_backends.empirical.rollouts.readers import read_rows

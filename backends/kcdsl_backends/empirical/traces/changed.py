@@ -16,10 +16,10 @@ from pathlib import Path
 from kcdsl.check.user_metrics import declarations
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, Sink, refuse
+from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.buckets import expand_tables, gaps, is_bucket, whole_of
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Clause, Program, Slice
-from kcdsl.source.text import SourceFile
 from kcdsl_backends.empirical.clauses import (
     DEFAULT_BLOCK,
     drift_blocks,

@@ -1,4 +1,4 @@
-"""Source text and places in it."""
+"""Source texts, and the spans and positions in them that diagnostics point at."""
 
 from __future__ import annotations
 
