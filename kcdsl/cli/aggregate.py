@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> Exit:
 
     from kcdsl.check.compile import load_program
     from kcdsl.cli.progress import progress_bars
-    from kcdsl.diagnostics.places import in_contract
+    from kcdsl.source.files import in_contract
     from kcdsl.source.writing import write_bytes
 
     path = None if arguments.contract is None else Path(arguments.contract)

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.devices import choose_device
     from kcdsl.cli.discover import find_contract, results_folder
     from kcdsl.cli.progress import progress_bars
-    from kcdsl.diagnostics.places import in_contract
+    from kcdsl.source.files import in_contract
 
     path = find_contract(arguments.contract, Path())
     program = load_program(path)

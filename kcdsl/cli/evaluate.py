@@ -87,9 +87,9 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.progress import progress_bars
     from kcdsl.cli.report_formats import outputs
     from kcdsl.cli.verify import recording
-    from kcdsl.diagnostics.places import in_contract
     from kcdsl.model.files import Artefacts
     from kcdsl.release.signing import refuse_other_signers, tell_unsigned, written_as
+    from kcdsl.source.files import in_contract
     from kcdsl.source.writing import refuse_targets
 
     wanted = outputs(arguments.format, json=arguments.json)

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.check.compile import load_program
     from kcdsl.cli.discover import find_contract, results_folder
     from kcdsl.cli.progress import progress_bars
-    from kcdsl.diagnostics.places import in_contract
+    from kcdsl.source.files import in_contract
     from kcdsl.source.writing import make_folder, result, write_together
     from kcdsl.verdict.html.experiment import experiment_page
     from kcdsl.verdict.html.experiment_maps import maps

@@ -63,7 +63,8 @@ def refuse_foreign_code(
         return
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import FOREIGN_CODE
-    from kcdsl.diagnostics.places import at, in_contract
+    from kcdsl.diagnostics.model import at
+    from kcdsl.source.files import in_contract
 
     listed = ", ".join(unknown[:3]) + (" and others" if len(unknown) > 3 else "")
     mine = user_file()

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     """Run the command: nothing is measured and nothing is written."""
     from kcdsl.check.compile import load_program
     from kcdsl.cli.discover import find_contract
-    from kcdsl.diagnostics.places import in_contract
+    from kcdsl.source.files import in_contract
 
     path = find_contract(arguments.contract, Path())
     program = load_program(path)

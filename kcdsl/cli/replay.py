@@ -61,7 +61,7 @@ def _replay_counterexample(file: Path, arguments: argparse.Namespace) -> Exit:
     from kcdsl.check.compile import load_contract
     from kcdsl.cli.devices import choose_device
     from kcdsl.cli.discover import find_contract
-    from kcdsl.diagnostics.places import in_contract
+    from kcdsl.source.files import in_contract
     from kcdsl.verdict.counterexample import REPLAY_SCHEMA, read_counterexample
 
     document = read_counterexample(file)

@@ -71,7 +71,7 @@ def _under(backend: Any, trace: Any, path: Path) -> Report:
     from kcdsl.check.compile import load_contract
     from kcdsl.cli.discover import find_contract
     from kcdsl.cli.evaluate import accepted_findings, implied_clauses
-    from kcdsl.diagnostics.places import in_contract
+    from kcdsl.source.files import in_contract
 
     path = find_contract(str(path), Path())
     program, suppressed = load_contract(path)

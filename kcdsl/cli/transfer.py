@@ -60,10 +60,10 @@ def run(arguments: argparse.Namespace) -> Exit:
     certificate itself is not valid."""
     from kcdsl.cli.check import read_certificate
     from kcdsl.cli.discover import find_contract
-    from kcdsl.diagnostics.places import in_contract
     from kcdsl.model.files import Artefacts
     from kcdsl.release.signing import refuse_other_signers, signing_keys, tell_unsigned
     from kcdsl.release.transfer import plan
+    from kcdsl.source.files import in_contract
     from kcdsl.source.writing import write_bytes
     from kcdsl_certs.reject import Reject
     from kcdsl_certs.transferring import Weights

@@ -111,11 +111,11 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.cli.devices import choose_device
     from kcdsl.cli.discover import find_contract, results_folder
     from kcdsl.cli.execution import execution_of, tell_cached
-    from kcdsl.diagnostics.places import in_contract
     from kcdsl.model.files import Artefacts
     from kcdsl.model.presets import resolve
     from kcdsl.release.artefacts import refuse_untrusted
     from kcdsl.release.signing import refuse_other_signers, signing_keys, tell_unsigned, written_as
+    from kcdsl.source.files import in_contract
     from kcdsl.source.writing import refuse_folder
     from kcdsl.verdict.goal_report import VERIFY_SCHEMA, goal_json
 

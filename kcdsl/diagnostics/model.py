@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kcdsl.diagnostics.codes import TOO_LARGE, Code
@@ -138,3 +139,16 @@ def refuse(
 ) -> Refusal:
     """Build the refusal with one error, to be raised by the caller."""
     return Refusal(Diagnostic(code, message, source, span, notes=notes, help=help))
+
+
+@contextmanager
+def at(span: Span) -> Iterator[None]:
+    """Give refusals without a place this span of the contract, whose text is not at hand."""
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.diagnostics = tuple(
+            replace(d, span=span) if d.source is None and d.span is None else d
+            for d in refusal.diagnostics
+        )
+        raise

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from kcdsl.check.metric_modules import find_module
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.diagnostics.places import at
+from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import bert, hugging_face, llama, own_code
 from kcdsl.model.checkpoint import Checkpoint, load_checkpoint, match_tensors

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 
 from kcdsl.diagnostics.codes import FILE_MISSING, INPUT_OUTPUT, NOT_UTF8, TOO_LARGE
-from kcdsl.diagnostics.model import Refusal, refuse
+from kcdsl.diagnostics.model import Diagnostic, Refusal, refuse
 from kcdsl.diagnostics.spans import SourceFile, Span
 
 SIZE_LIMIT = 2**20
@@ -172,3 +174,29 @@ def is_file(path: Path) -> bool:
 def is_folder(path: Path) -> bool:
     """Say whether a folder is at a path; a path that no file can have leads nowhere."""
     return os.path.isdir(path)
+
+
+@contextmanager
+def in_contract(path: Path) -> Iterator[None]:
+    """Give refusals with a span of the contract its text, read again from `path`.
+
+    A program that was not compiled from a text has empty spans, which say nothing.
+    """
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.diagnostics = tuple(_in_text(d, path) for d in refusal.diagnostics)
+        raise
+
+
+def _in_text(diagnostic: Diagnostic, path: Path) -> Diagnostic:
+    span = diagnostic.span
+    if diagnostic.source is not None or span is None:
+        return diagnostic
+    try:
+        source = read_source(path)
+    except Refusal:
+        return replace(diagnostic, span=None)
+    if not span.start < span.end <= len(source.text):
+        return replace(diagnostic, span=None)
+    return replace(diagnostic, source=source)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.diagnostics.places import at
+from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import EvidenceKind, KernelRef, Program, RegionKind
 from kcdsl.model.architecture import load_model
 from kcdsl.model.files import Artefacts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.diagnostics.places import at
+from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import ModelRef, Program, RegionKind
 from kcdsl.model.architecture import Model
 from kcdsl.model.files import Artefacts

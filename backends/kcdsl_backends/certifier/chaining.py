@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kcdsl.diagnostics.places import at
+from kcdsl.diagnostics.model import at
 from kcdsl.model.graph import BlockGraph
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome, LinkOutcome

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import COUNTEREXAMPLE_ELSEWHERE, COUNTEREXAMPLE_RUN
-from kcdsl.diagnostics.places import at
+from kcdsl.diagnostics.model import at
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import load_model

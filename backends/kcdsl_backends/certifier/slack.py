@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kcdsl.diagnostics.places import at
+from kcdsl.diagnostics.model import at
 from kcdsl.model.graph import BlockGraph
 from kcdsl.route.goals import Goal
 from kcdsl_backends.attack.search import attack

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
-from kcdsl.diagnostics.places import at
+from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.graph import array_digest

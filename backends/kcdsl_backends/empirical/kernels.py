@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.diagnostics.places import at
+from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import AttentionProgram, Composed, ScaledDotProduct, use_attention

@@ -9,9 +9,10 @@ import pytest
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Diagnostic, Refusal, refuse
 from kcdsl.diagnostics.codes import KERNEL_FAILED, UNKNOWN_BLOCK
-from kcdsl.diagnostics.places import at, in_contract
+from kcdsl.diagnostics.model import at
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.route.goals import goals
+from kcdsl.source.files import in_contract
 from tests.support.commands import run_here
 
 CONTRACT = """kcdsl: 1

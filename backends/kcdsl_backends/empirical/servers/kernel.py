@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.diagnostics.places import at
+from kcdsl.diagnostics.model import at
 from kcdsl.ir.kernels import KernelRef, Service
 from kcdsl.model.architecture import Model
 from kcdsl.model.fingerprint import kernel_fingerprint
