@@ -16,13 +16,13 @@ import torch
 from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_certs.recheck.affine.pair import pair
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.exact import Rational
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.propagate import propagate
 from kcdsl_certs.recheck.rules.state import numeric
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import proofs
 from tests.support.prover import block, parameters
+from tests.support.rationals.exact import Rational
 
 UNIT, FAINT = 2.0**-11, 2.0**-25
 SUMS = {"bfloat16": 2.0**-8, "tfloat32": 2.0**-11, "float32": 2.0**-24}

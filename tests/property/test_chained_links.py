@@ -38,8 +38,10 @@ from kcdsl_certs.recheck.safetensors import read
 from tests.support.chains import CLAUSES, PAIRS, Chained, chained, small
 from tests.support.grids import LATER
 from tests.support.mutation.changes import array_of, record_of
+from tests.support.rationals.exact import recheck_exactly
 
 CANCELLING = 99
+BOTH = recheck, recheck_exactly
 """Seed of a model whose weights a test writes by itself."""
 
 
@@ -219,28 +221,28 @@ def test_both_programs_agree(kind: str, pair: str, folder: Path) -> None:
 
 @pytest.mark.full
 def test_the_same_in_rational_arithmetic(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain of operations that the exact tier knows: it confirms what doubles do, no less."""
+    """Rational arithmetic confirms a chain of operations that it knows, with no larger bound."""
 
     def none(self: LinkProblem, centre: Any, radius: Any, *_: Any) -> Any:
         raise NoBound("test", "intervals alone")
 
     with_forms = chained(folder, "plain", "float32 nearest")
-    refused = recheck(with_forms.document, with_forms.checkpoint, exact=True)
+    refused = recheck_exactly(with_forms.document, with_forms.checkpoint)
     assert refused.reason == "document/domain"
     monkeypatch.setattr(LinkProblem, "forms", none)
     found = chained(folder, "plain", "float32 nearest")
     assert [link.block for link in found.links] == ["model[0]", "model[1]", "model[2]"]
     assert leaving(found, 24) == []
-    inexact, exact = (recheck(found.document, found.checkpoint, exact=e) for e in (False, True))
-    assert inexact.ok, inexact
+    doubles, exact = (check(found.document, found.checkpoint) for check in BOTH)
+    assert doubles.ok, doubles
     assert exact.ok, exact
-    assert float.fromhex(exact.bound) <= float.fromhex(inexact.bound)
+    assert float.fromhex(exact.bound) <= float.fromhex(doubles.bound)
     document = json.loads(found.document)
     drift = document["cases"][0]["links"][1]["output"]["drift"]
     drift["high"] = record_of(array_of(drift["high"]) * 0.9)
     narrower = json.dumps(document).encode()
-    for exactly in (False, True):
-        outcome = recheck(narrower, found.checkpoint, exact=exactly)
+    for check in BOTH:
+        outcome = check(narrower, found.checkpoint)
         assert outcome.reason == "chain/output"
 
 

@@ -19,11 +19,11 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes_drift
 from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.exact import Rational
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from tests.support import eager, proofs
 from tests.support.prover import block, parameters
+from tests.support.rationals.exact import Rational
 
 N = proofs.numerics
 DOMAINS = ("interval", "affine", "planes")

@@ -27,9 +27,6 @@ from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rationals.cells import Cells
-from kcdsl_certs.recheck.rationals.linear import _quantisation
-from kcdsl_certs.recheck.rationals.quantisers import quantised as exactly
 from kcdsl_certs.recheck.rules.linear import quantisation
 from kcdsl_certs.recheck.rules.state import numeric
 from kcdsl_certs.recheck.safetensors import read
@@ -37,6 +34,9 @@ from kcdsl_certs.recheck.spec import parse_kernel
 from kcdsl_certs.recheck.staircase import quantised
 from tests.support import kernels, proofs
 from tests.support.prover import block, parameters
+from tests.support.rationals.cells import Cells
+from tests.support.rationals.linear import _quantisation
+from tests.support.rationals.quantisers import quantised as exactly
 
 N = proofs.numerics
 ROWS, WIDTH, OUT = 3, 300, 20

@@ -31,14 +31,14 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import array_digest
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import nearest as rounded
-from kcdsl_certs.recheck.rationals.cells import Cells
-from kcdsl_certs.recheck.rationals.linear import _quantisation
-from kcdsl_certs.recheck.rationals.weights import RationalParameters
 from kcdsl_certs.recheck.rules.linear import quantisation
 from kcdsl_certs.recheck.safetensors import Tensor as Stored
 from kcdsl_certs.recheck.spec import GRIDS, parse_kernel
 from kcdsl_certs.recheck.staircase import _ladder, quantised
 from kcdsl_certs.recheck.weights import Parameters
+from tests.support.rationals.cells import Cells
+from tests.support.rationals.linear import _quantisation
+from tests.support.rationals.weights import RationalParameters
 
 OTHERS: dict[str, Any] = {
     "fp8_e4m3": ml_dtypes.float8_e4m3fn,

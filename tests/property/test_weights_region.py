@@ -24,12 +24,13 @@ from kcdsl_certs.recheck.block import array_digest
 from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.propagate import propagate
-from kcdsl_certs.recheck.rationals import nearby as rational
 from kcdsl_certs.recheck.rules.state import Mask, numeric
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.weights import Parameters
 from tests.support import kernels, proofs, prover
 from tests.support.grids import by_turns
+from tests.support.rationals import nearby as rational
+from tests.support.rationals.exact import recheck_exactly
 
 RHOS = (Fraction(1, 2**20), Fraction("0.0001"), Fraction(1, 2**8), Fraction(1, 3))
 STORED = (
@@ -200,7 +201,7 @@ def test_exact_arithmetic_confirms_the_other_tier(tmp_path: Path, kernel_pair: s
     centre = np.random.default_rng(9).standard_normal(graph.input_shape).astype(np.float32)
     document = around(proofs.document(graph, *PAIRS[kernel_pair], sha256, centre), RHOS[2])
     found = recheck(proofs.dump(document), path)
-    exact = recheck(proofs.dump(document), path, exact=True)
+    exact = recheck_exactly(proofs.dump(document), path)
     assert found.ok, found
     assert exact.ok, exact
     bounds = float.fromhex(found.bound), float.fromhex(exact.bound)

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kcdsl_certs.recheck.chain import Sizes, derive_chain, refuse_gaps
 from kcdsl_certs.recheck.chain_document import CHAIN_SCHEMA, Chain, parse_chain
 from kcdsl_certs.recheck.document import Apart, Case, Ends, Proof, load, proof_of
 from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.room import check_room
 from kcdsl_certs.recheck.safetensors import Tensor, read
 
@@ -20,22 +21,6 @@ _FAINT = 2.0**-500  # more than products of zeros are here, where float64 may un
 
 # bound of a case, and (largest T, largest D) of its nodes by name
 Derived = tuple[float, Sizes]
-
-
-class Tier(Protocol):
-    """A way to derive what is claimed: in doubles, or exactly."""
-
-    def derive(self, case: Case, held: Any = None) -> Derived:
-        """Return the bound of a case and the sizes of its nodes."""
-        ...
-
-    def handing(
-        self, case: Case, held: Any, *, wanted: bool
-    ) -> tuple[float, Sizes, Ends, Apart | None, Any]:
-        """Return the largest drift, the sizes of nodes, the boxes of the output, how far readings
-        of it may be apart and, where that is wanted and there is such, what else is known of its
-        drift."""
-        ...
 
 
 _Item = TypeVar("_Item")
@@ -58,14 +43,11 @@ class Outcome:
     nodes: int
 
 
-def recheck(
-    proof: bytes, checkpoint: Path, exact: bool = False, part: tuple[int, int] = (0, 1)
-) -> Outcome:
+def recheck(proof: bytes, checkpoint: Path, part: tuple[int, int] = (0, 1)) -> Outcome:
     """Re-derive every bound of a proof from the checkpoint and compare it with the claims.
 
     The re-derived bound of each case must be at most its claim, every re-derived magnitude at most
-    its witness, and the overall claim at least every case's. `exact` uses rational arithmetic,
-    for graphs of linear, matmul and piecewise linear operations. `part` (first, step) derives every
+    its witness, and the overall claim at least every case's. `part` (first, step) derives every
     step-th case from `first` alone, so that several processes can share a proof: all parts together
     are the check. Nothing is ever raised: whatever goes wrong is a rejection, with reason
     "internal" for the unforeseen.
@@ -73,7 +55,7 @@ def recheck(
     started = time.perf_counter()
     found = _Found()
     try:
-        _check(proof, checkpoint, exact, part, found)
+        _check(proof, checkpoint, part, found)
         ok, reason, detail = True, "ok", f"{found.cases} cases follow from the checkpoint"
     except Rejection as rejection:
         ok, reason, detail = False, rejection.reason, rejection.detail[:2000]
@@ -92,15 +74,15 @@ class _Found:
     cases: int = 0
 
 
-def _check(data: bytes, path: Path, exact: bool, part: tuple[int, int], found: _Found) -> None:
+def _check(data: bytes, path: Path, part: tuple[int, int], found: _Found) -> None:
     record = load(data)
     if record.has("schema") and record.raw("schema") == CHAIN_SCHEMA:
-        _check_chain(parse_chain(record), path, exact, part, found)
+        _check_chain(parse_chain(record), path, part, found)
         return
     proof = proof_of(record)
     tensors = _tensors(proof, path)
     check_room(proof)
-    derive = _tier(proof, tensors, exact).derive
+    derive = Doubles(proof, tensors).derive
     bounds = []
     for case in _share(proof.cases, part):
         try:
@@ -111,14 +93,12 @@ def _check(data: bytes, path: Path, exact: bool, part: tuple[int, int], found: _
     found.bound = max(bounds).hex() if proof.claim is not None else "held"
 
 
-def _check_chain(
-    chain: Chain, path: Path, exact: bool, part: tuple[int, int], found: _Found
-) -> None:
+def _check_chain(chain: Chain, path: Path, part: tuple[int, int], found: _Found) -> None:
     tensors = _tensors(chain.last, path)
     refuse_gaps(chain)
     for proof in (chain.inner, chain.last):
         check_room(proof)
-    inner, last = _tier(chain.inner, tensors, exact), _tier(chain.last, tensors, exact)
+    inner, last = Doubles(chain.inner, tensors), Doubles(chain.last, tensors)
 
     def compared(case: Case, bound: float, sizes: Sizes) -> None:
         found.nodes += len(sizes)
@@ -147,16 +127,6 @@ def _tensors(proof: Proof, path: Path) -> Mapping[str, Tensor]:
     if checkpoint.sha256 != proof.checkpoint:
         raise Rejection("checkpoint/digest", "the checkpoint is not the one of the proof")
     return checkpoint.tensors
-
-
-def _tier(proof: Proof, tensors: Mapping[str, Tensor], exact: bool) -> Tier:
-    if exact:
-        from kcdsl_certs.recheck.exact import Rational
-
-        return Rational(proof, tensors)
-    from kcdsl_certs.recheck.inexact import Doubles
-
-    return Doubles(proof, tensors)
 
 
 def _share(cases: tuple[_Item, ...], part: tuple[int, int]) -> tuple[_Item, ...]:

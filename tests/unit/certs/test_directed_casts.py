@@ -23,6 +23,7 @@ from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.spec import parse_kernel
 from tests.support import proofs
 from tests.support.prover import block, parameters
+from tests.support.rationals.exact import recheck_exactly
 
 N = proofs.numerics
 Document = dict[str, Any]
@@ -91,8 +92,8 @@ def test_a_checker_that_does_not_know_the_word_rejects(
     made, path = proof_of(tmp_path, casts, "interval")
     known = {word: meaning for word, meaning in spec._CASTS.items() if word not in DIRECTED}
     monkeypatch.setattr(spec, "_CASTS", known)
-    for exact in (False, True):
-        outcome = recheck(proofs.dump(made), path, exact=exact)
+    for check in (recheck, recheck_exactly):
+        outcome = check(proofs.dump(made), path)
         assert (outcome.ok, outcome.reason) == (False, "document/numerics")
 
 

@@ -21,6 +21,7 @@ from kcdsl_certs.recheck.strict import MOST_VALUES
 from tests.support import proofs
 from tests.support.mutation.bases import made, repaired
 from tests.support.mutation.changes import record_of
+from tests.support.rationals.exact import recheck_exactly
 
 Document = dict[str, Any]
 MANY = 10**6
@@ -195,7 +196,7 @@ def test_dimensions_that_are_not_there(
         outcome = recheck(proofs.dump(document), path)
         assert (outcome.ok, outcome.reason) == (False, "graph/field"), outcome
     document["cases"][0]["domain"] = "interval"
-    assert recheck(proofs.dump(document), path, exact=True).reason == "graph/field"
+    assert recheck_exactly(proofs.dump(document), path).reason == "graph/field"
 
 
 def vast(folder: Path, layers: int, domain: str) -> tuple[bytes, Path]:

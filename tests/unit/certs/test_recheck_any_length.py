@@ -222,11 +222,6 @@ def test_what_is_near_is_rejected(name: str, good: tuple[Document, Path]) -> Non
     assert outcome.reason == reason, outcome
 
 
-def test_exact_arithmetic_does_not_know_it(good: tuple[Document, Path]) -> None:
-    document, path = good
-    assert recheck(proofs.dump(document), path, exact=True).reason == "document/region"
-
-
 def test_a_ball_of_two_rows_is_not_taken_for_any_length(good: tuple[Document, Path]) -> None:
     """The same graph as a block of two rows: less is known of the rows, and less claimed."""
     document, path = good

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rationals import cells
+from tests.support.rationals import cells
 
 NUMBERS = st.one_of(
     st.floats(-1e3, 1e3),

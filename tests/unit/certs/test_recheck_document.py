@@ -23,6 +23,7 @@ from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.strict import canonical
+from tests.support.rationals.exact import recheck_exactly
 
 Document = dict[str, Any]
 
@@ -504,7 +505,7 @@ def test_ids_must_be_looked_up(tmp_path: Path) -> None:
     coarse = proofs.numerics(weights=("fp8_e4m3", "per_channel"))
     document = proofs.document(graph, fine, coarse, sha256, np.zeros(()), ids=[6, 0, 6])
     assert recheck(proofs.dump(document), path).ok
-    assert recheck(proofs.dump(document), path, exact=True).ok
+    assert recheck_exactly(proofs.dump(document), path).ok
     document["cases"][0]["region"]["ids"] = [6, 0, 5]
     assert recheck(proofs.dump(document), path).reason == "document/region"
     graph.nodes[1]["attrs"]["ids"] = [7, 0, 6]

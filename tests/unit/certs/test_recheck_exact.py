@@ -1,4 +1,4 @@
-"""The exact tier as the measure of the float64 tier, and by itself."""
+"""The checker against rules in rational arithmetic."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.exact import Rational
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.propagate import propagate
 from kcdsl_certs.recheck.rules.state import numeric
 from kcdsl_certs.recheck.safetensors import read
+from tests.support.rationals.exact import Rational, recheck_exactly
 
 
 def _support(name: str) -> ModuleType:
@@ -267,7 +267,7 @@ def refused(tmp_path: Path, graph: Any, pair: Any, centre: Any) -> list[str]:
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     document = proofs.dump(proofs.document(graph, *pair, sha256, centre))
-    return [recheck(document, path, exact=exact).reason for exact in (False, True)]
+    return [check(document, path).reason for check in (recheck, recheck_exactly)]
 
 
 @pytest.mark.parametrize("casts", ["any", "nearest"])
@@ -327,7 +327,7 @@ def test_both_tiers_refuse_a_cache_that_a_product_reads_past(tmp_path: Path) -> 
 def test_both_tiers_read_the_same_bound(tmp_path: Path, functional: str) -> None:
     document, path = made(tmp_path, PAIRS[0], 1e-3, functional)
     doubles = recheck(proofs.dump(document), path)
-    rational = recheck(proofs.dump(document), path, exact=True)
+    rational = recheck_exactly(proofs.dump(document), path)
     assert doubles.ok, doubles
     assert rational.ok, rational
     assert doubles.nodes == rational.nodes == len(document["cases"][0]["witness"])
@@ -335,8 +335,8 @@ def test_both_tiers_read_the_same_bound(tmp_path: Path, functional: str) -> None
     assert two <= one <= two * (1 + 2.0**-36)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_an_order_that_stays_and_one_that_may_flip(tmp_path: Path, exact: bool) -> None:
+@pytest.mark.parametrize("check", [recheck, recheck_exactly])
+def test_an_order_that_stays_and_one_that_may_flip(tmp_path: Path, check: Any) -> None:
     path = tmp_path / "model.safetensors"
     graph = proofs.Graph((2, 3))
     x = graph.add("input", [], (2, 3))
@@ -346,10 +346,10 @@ def test_an_order_that_stays_and_one_that_may_flip(tmp_path: Path, exact: bool) 
     apart = np.array([[1.0, 2.0, 3.0], [3.0, 1.0, 2.0]])
     for centre, reason in ((apart, "ok"), (apart // 2, "claim/too-small")):
         document = proofs.document(graph, fine, fine, sha256, centre, functional="no_flip")
-        outcome = recheck(proofs.dump(document), path, exact=exact)
+        outcome = check(proofs.dump(document), path)
         assert outcome.reason == reason, outcome
     document["functional"]["k"] = 3
-    assert recheck(proofs.dump(document), path, exact=exact).reason == "document/field"
+    assert check(proofs.dump(document), path).reason == "document/field"
     assert outcome.bound == ""
 
 
@@ -360,27 +360,23 @@ def test_exact_arithmetic_knows_no_softmax(tmp_path: Path) -> None:
     sha256 = proofs.write_safetensors(path, graph.tensors)
     fine = proofs.numerics()
     document = proofs.document(graph, fine, fine, sha256, np.zeros(graph.input_shape))
-    outcome = recheck(proofs.dump(document), path, exact=True)
+    outcome = recheck_exactly(proofs.dump(document), path)
     assert outcome.reason == "rule/unknown-op"
 
 
 FORBIDDEN = ("torch", "z3", "scipy", "safetensors", "kcdsl", "kcdsl_backends", "ml_dtypes")
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_what_a_check_imports(tmp_path: Path, exact: bool) -> None:
+def test_what_a_check_imports(tmp_path: Path) -> None:
     document, _path = made(tmp_path, PAIRS[0], 0.0)
     (tmp_path / "proof.json").write_bytes(proofs.dump(document))
-    forbidden = (*FORBIDDEN, "numpy") if exact else FORBIDDEN
     code = f"""
 import sys, pathlib
 from kcdsl_certs.recheck import recheck
 folder = pathlib.Path({str(tmp_path)!r})
-outcome = recheck(
-    (folder / "proof.json").read_bytes(), folder / "model.safetensors", exact={exact}
-)
+outcome = recheck((folder / "proof.json").read_bytes(), folder / "model.safetensors")
 assert outcome.ok, outcome
-print([name for name in {forbidden!r} if name in sys.modules])
+print([name for name in {FORBIDDEN!r} if name in sys.modules])
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

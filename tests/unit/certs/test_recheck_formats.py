@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl_certs.recheck.formats import nearest, saturated
-from kcdsl_certs.recheck.rationals import cells
 from kcdsl_certs.recheck.spec import FORMATS
+from tests.support.rationals import cells
 
 DTYPES: dict[str, Any] = {
     "fp8_e4m3": ml_dtypes.float8_e4m3fn,

@@ -14,10 +14,10 @@ from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_certs.recheck.block import array_digest
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rationals.weights import RationalParameters
 from kcdsl_certs.recheck.safetensors import Tensor
 from kcdsl_certs.recheck.spec import Kernel, parse_kernel
 from kcdsl_certs.recheck.weights import Parameters, as_float32
+from tests.support.rationals.weights import RationalParameters
 
 CODES: dict[str, Any] = {
     "fp8_e4m3": (ml_dtypes.float8_e4m3fn, 448),

@@ -26,14 +26,14 @@ from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import cut
 from kcdsl_certs.recheck.inexact import Doubles
-from kcdsl_certs.recheck.rationals import cells
-from kcdsl_certs.recheck.rationals import state as rational
 from kcdsl_certs.recheck.rules import state as other
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.spec import FORMATS as OTHER
 from kcdsl_certs.recheck.spec import parse_kernel
 from tests.support import kernels, proofs
 from tests.support.prover import block, numerics, parameters
+from tests.support.rationals import cells
+from tests.support.rationals import state as rational
 
 Floats = np.ndarray
 FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}

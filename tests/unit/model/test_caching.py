@@ -27,6 +27,7 @@ from tests.support import proofs
 from tests.support.caches import CACHES, dynamic, static, with_caches
 from tests.support.prover import block, numerics, parameters
 from tests.support.random_modules import model_of
+from tests.support.rationals.exact import recheck_exactly
 
 EAGER = {"preset": "torch-eager"}
 HEADS = {"format": "fp8_e4m3", "scale": "per_head"}
@@ -249,7 +250,7 @@ def test_the_checker_refuses_graphs_that_read_past_the_cache(tmp_path: Path, nam
         outcome = recheck(proofs.dump(document), path)
         assert not outcome.ok
         assert outcome.reason in ("rule/cache", "graph/shape"), outcome
-    assert recheck(proofs.dump(document), path, exact=True).reason == outcome.reason
+    assert recheck_exactly(proofs.dump(document), path).reason == outcome.reason
 
 
 def test_no_domain_and_no_run_reads_past_the_cache() -> None:

@@ -10,7 +10,8 @@ from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Array, Node
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rationals.cells import (
+from kcdsl_certs.recheck.spec import FLOAT32, FORMATS
+from tests.support.rationals.cells import (
     ZERO,
     Cells,
     Pair,
@@ -23,9 +24,8 @@ from kcdsl_certs.recheck.rationals.cells import (
     sub,
     widened,
 )
-from kcdsl_certs.recheck.rationals.state import Known, Scene, held, reduce, stored
-from kcdsl_certs.recheck.rationals.weights import as_stored
-from kcdsl_certs.recheck.spec import FLOAT32, FORMATS
+from tests.support.rationals.state import Known, Scene, held, reduce, stored
+from tests.support.rationals.weights import as_stored
 
 
 def input_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:

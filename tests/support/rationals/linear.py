@@ -8,7 +8,17 @@ from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rationals.cells import (
+from kcdsl_certs.recheck.spec import (
+    CEILED,
+    CODE_LARGEST,
+    GRIDS,
+    LEAST_POWER,
+    NESTED,
+    TOP_EXPONENT,
+    Format,
+    Kernel,
+)
+from tests.support.rationals.cells import (
     ZERO,
     Cells,
     Pair,
@@ -21,7 +31,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     product,
     sub,
 )
-from kcdsl_certs.recheck.rationals.quantisers import (
+from tests.support.rationals.quantisers import (
     INTEGERS,
     extents,
     largest,
@@ -29,17 +39,7 @@ from kcdsl_certs.recheck.rationals.quantisers import (
     quantised,
     quantisers,
 )
-from kcdsl_certs.recheck.rationals.state import Known, Scene, eta, gamma, held, settle
-from kcdsl_certs.recheck.spec import (
-    CEILED,
-    CODE_LARGEST,
-    GRIDS,
-    LEAST_POWER,
-    NESTED,
-    TOP_EXPONENT,
-    Format,
-    Kernel,
-)
+from tests.support.rationals.state import Known, Scene, eta, gamma, held, settle
 
 _SMALL = Fraction(1, 2**20)
 

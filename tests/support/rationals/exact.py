@@ -1,7 +1,6 @@
-"""The exact tier: the rules in rational arithmetic, with the standard library alone.
+"""The checker's interval rules in rational arithmetic: what its float64 boxes must enclose.
 
-It knows linear, matmul and the operations that are linear piece by piece, so there is nothing to
-trust but integers. It is slow: for small blocks, and as the measure of the float64 tier.
+It knows linear, matmul and the operations that are linear piece by piece.
 """
 
 from __future__ import annotations
@@ -9,16 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from pathlib import Path
+from unittest.mock import patch
 
+from kcdsl_certs.recheck import Outcome, recheck
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.caching import refuse_uncached
 from kcdsl_certs.recheck.document import Case, Ends, Functional, Proof
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rationals import elementwise, linear, moves
-from kcdsl_certs.recheck.rationals.cells import Cells, Pair, add, ceiling, root, sub
-from kcdsl_certs.recheck.rationals.state import Known, Scene, pinned
-from kcdsl_certs.recheck.rationals.weights import RationalParameters
 from kcdsl_certs.recheck.safetensors import Tensor
+from tests.support.rationals import elementwise, linear, moves
+from tests.support.rationals.cells import Cells, Pair, add, ceiling, root, sub
+from tests.support.rationals.state import Known, Scene, pinned
+from tests.support.rationals.weights import RationalParameters
 
 _RULES: dict[str, tuple[Callable[[Scene, Node, list[Known]], Known], int, int]] = {
     "input": (moves.input_rule, 0, 0),
@@ -44,6 +46,12 @@ _RULES: dict[str, tuple[Callable[[Scene, Node, list[Known]], Known], int, int]] 
 }
 
 _OPS_OF_ROLE = {"probabilities": ("softmax",), "context": ("matmul",)}
+
+
+def recheck_exactly(proof: bytes, checkpoint: Path) -> Outcome:
+    """Check a proof as `recheck` does, with its cases derived in rational arithmetic."""
+    with patch("kcdsl_certs.recheck.check.Doubles", Rational):
+        return recheck(proof, checkpoint)
 
 
 class Rational:

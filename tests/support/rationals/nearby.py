@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rationals.cells import (
+from kcdsl_certs.recheck.spec import (
+    CEILED,
+    CODE_LARGEST,
+    FLOAT32,
+    FORMATS,
+    TILES,
+    TOP_EXPONENT,
+    Format,
+    Kernel,
+)
+from tests.support.rationals.cells import (
     ZERO,
     Cells,
     Pair,
@@ -20,17 +30,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     rounded,
     sub,
 )
-from kcdsl_certs.recheck.rationals.quantisers import LEAST_SCALE, hull, plain
-from kcdsl_certs.recheck.spec import (
-    CEILED,
-    CODE_LARGEST,
-    FLOAT32,
-    FORMATS,
-    TILES,
-    TOP_EXPONENT,
-    Format,
-    Kernel,
-)
+from tests.support.rationals.quantisers import LEAST_SCALE, hull, plain
 
 _SMALL = Fraction(1, 2**20)
 

@@ -8,8 +8,9 @@ from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Array, Block, Node
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rationals import nearby
-from kcdsl_certs.recheck.rationals.cells import (
+from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
+from tests.support.rationals import nearby
+from tests.support.rationals.cells import (
     Cells,
     Pair,
     add,
@@ -20,8 +21,7 @@ from kcdsl_certs.recheck.rationals.cells import (
     sub,
     widened,
 )
-from kcdsl_certs.recheck.rationals.weights import RationalParameters
-from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
+from tests.support.rationals.weights import RationalParameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,6 @@ from fractions import Fraction
 from functools import cache
 
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rationals.cells import (
-    ZERO,
-    Cells,
-    Pair,
-    Shape,
-    both,
-    exponent,
-    meet,
-    rounded,
-    sub,
-)
 from kcdsl_certs.recheck.spec import (
     CEILED,
     CODE_LARGEST,
@@ -32,6 +21,17 @@ from kcdsl_certs.recheck.spec import (
     TILES,
     TOP_EXPONENT,
     Kernel,
+)
+from tests.support.rationals.cells import (
+    ZERO,
+    Cells,
+    Pair,
+    Shape,
+    both,
+    exponent,
+    meet,
+    rounded,
+    sub,
 )
 
 _OFF = Fraction(1, 2**22)

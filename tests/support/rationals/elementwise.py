@@ -7,9 +7,10 @@ from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rationals.cells import ZERO, Cells, Pair, add, both, mul
-from kcdsl_certs.recheck.rationals.linear import middle
-from kcdsl_certs.recheck.rationals.state import (
+from kcdsl_certs.recheck.spec import Kernel
+from tests.support.rationals.cells import ZERO, Cells, Pair, add, both, mul
+from tests.support.rationals.linear import middle
+from tests.support.rationals.state import (
     Known,
     Scene,
     inner_formats,
@@ -17,7 +18,6 @@ from kcdsl_certs.recheck.rationals.state import (
     reduce,
     settle,
 )
-from kcdsl_certs.recheck.spec import Kernel
 
 
 def pairwise(combine: Callable[[Pair, Pair], Pair]) -> Callable[..., Known]:

@@ -9,16 +9,6 @@ from fractions import Fraction
 
 from kcdsl_certs.recheck.block import array_digest
 from kcdsl_certs.recheck.errors import Rejection
-from kcdsl_certs.recheck.rationals.cells import (
-    Cells,
-    Shape,
-    cut,
-    exponent,
-    nearest,
-    points,
-    rounded,
-)
-from kcdsl_certs.recheck.rationals.quantisers import power, power_above
 from kcdsl_certs.recheck.safetensors import FLOATS, Tensor
 from kcdsl_certs.recheck.spec import (
     CEILED,
@@ -35,6 +25,16 @@ from kcdsl_certs.recheck.spec import (
     Format,
     Kernel,
 )
+from tests.support.rationals.cells import (
+    Cells,
+    Shape,
+    cut,
+    exponent,
+    nearest,
+    points,
+    rounded,
+)
+from tests.support.rationals.quantisers import power, power_above
 
 MOST_NUMBERS = 1_000_000
 

@@ -1,1 +1,0 @@
-"""The rules that rational arithmetic can follow exactly (standard library alone)."""
