@@ -407,13 +407,13 @@ def _help(option: Option, word: str) -> str:
         return "remove the character U+0000: no path, name or address has it"
     if option.kind is Kind.CODES:
         return CODES_HELP
-    from kcdsl.check.report import suggest
+    from kcdsl.diagnostics.report import suggest
 
     return suggest(word, option.allowed)
 
 
 def _unknown(key: str, origin: Origin) -> Diagnostic:
-    from kcdsl.check.report import suggest
+    from kcdsl.diagnostics.report import suggest
 
     message = f"there is no option `{key}`"
     help = suggest(key, [option.name for option in OPTIONS], "options")

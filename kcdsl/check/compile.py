@@ -6,20 +6,18 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kcdsl.check.clauses import check_clause
-from kcdsl.check.fields import check_fields
-from kcdsl.check.imports import report_unused, resolve_imports
-from kcdsl.check.kernels import read_kernel, read_model
-from kcdsl.check.libraries import Import, Loader, Texts, analyse_library
-from kcdsl.check.names import Scope
-from kcdsl.check.policy import check_actions, read_constants, read_escalation
-from kcdsl.check.predicates import check_slice
-from kcdsl.check.recordings import check_recorded
-from kcdsl.check.recovery import recover
-from kcdsl.check.report import Reporter, suggest_file
-from kcdsl.check.sections import ROLES
-from kcdsl.check.services import check_together
-from kcdsl.check.structure import (
+from kcdsl.check.expressions.names import Scope
+from kcdsl.check.expressions.predicates import check_fields
+from kcdsl.check.expressions.traces import check_traces
+from kcdsl.check.layout import recover
+from kcdsl.check.sections.clauses import check_clause
+from kcdsl.check.sections.imports import report_unused, resolve_imports
+from kcdsl.check.sections.kernels import read_kernel, read_model
+from kcdsl.check.sections.libraries import Import, Loader, Texts, analyse_library
+from kcdsl.check.sections.policy import check_actions, read_constants, read_escalation
+from kcdsl.check.sections.shared import ROLES
+from kcdsl.check.sections.sources import check_recorded, check_together
+from kcdsl.check.sections.structure import (
     RawContract,
     RawLibrary,
     StructureReader,
@@ -27,8 +25,7 @@ from kcdsl.check.structure import (
     read_structure,
     stored_schema,
 )
-from kcdsl.check.thresholds import check_table
-from kcdsl.check.traces import check_traces
+from kcdsl.check.sections.tables import check_slice, check_table
 from kcdsl.check.user_metrics import read_registry
 from kcdsl.diagnostics.codes import (
     DATA_ABSENT,
@@ -46,11 +43,12 @@ from kcdsl.diagnostics.model import (
     TooManyFindings,
     refuse,
 )
+from kcdsl.diagnostics.report import Reporter
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.metrics import Registry, user_metric
-from kcdsl.source.files import is_there, read_source
+from kcdsl.source.files import is_there, read_source, suggest_file
 from kcdsl.source.removal import remove_entry
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, parse_yaml
 
@@ -166,7 +164,7 @@ def analyse(
         sink.found[:] = many.diagnostics
         return Analysis(source)
     if any(found.fix is not None for found in sink):
-        from kcdsl.check.sparing import spare_comments
+        from kcdsl.check.suppressions import spare_comments
 
         spare_comments(source, analysis.root, sink)
     sink.found.sort(key=lambda diagnostic: _place(diagnostic, source))

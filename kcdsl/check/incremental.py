@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.layout import Layout, blank, layout, stands_alone
-from kcdsl.check.libraries import Texts
+from kcdsl.check.sections.libraries import Texts
 from kcdsl.diagnostics.codes import UNCOVERED_TRACE
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile

@@ -1,17 +1,21 @@
 """The text of a document cut into its clauses, by indentation alone.
 
-Some work needs the clauses before, or without, the document being YAML as a whole: checking only
-what an edit changed, and going on after a clause that cannot be read.
+Two kinds of work need the clauses before the document is YAML as a whole: to check only what an
+edit changed, and to go on after a clause that cannot be read. A YAML parser stops at its first
+error, and often far from the mistake: a quotation mark that is not closed takes the rest of the
+document with it. `recover` reads each clause of a block mapping by itself instead, reports each
+that cannot be read at its own place, and checks the document without them.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
-from kcdsl.diagnostics.model import Sink
+from kcdsl.diagnostics.model import Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.yaml_nodes import Mapping, parse_yaml
 
@@ -75,3 +79,57 @@ def stands_alone(text: str, name: str) -> bool:
     """Say whether the text of a clause is YAML by itself, one entry of that name."""
     root = parse_yaml(SourceFile("", text), Sink())
     return isinstance(root, Mapping) and [e.key.text for e in root.entries] == [name]
+
+
+Check = Callable[[SourceFile, Sink], object]
+"""Checks a document into a sink."""
+
+
+_MOST = 20
+"""How many broken clauses are told apart; each is read with all that comes before it blank."""
+
+
+def recover(source: SourceFile, first: Sink, check: Check) -> Sink:
+    """Return the errors of a document that is not YAML, as many as can be told apart.
+
+    `first` holds what the YAML parser said of the whole; it is returned where the text cannot be
+    cut into clauses, or where its other parts are not YAML either. Warnings and notes are left out:
+    what a clause that cannot be read would have used may look unused.
+    """
+    found = layout(source.text)
+    if found is None:
+        return first
+    text = source.text
+    pieces = [text[span.start : span.end] for span in found.clauses]
+    broken = [i for i, piece in enumerate(pieces) if not stands_alone(piece, found.names[i])]
+    if not broken:
+        return first
+    errors = Sink()
+    for i in broken[:_MOST]:
+        span = found.clauses[i]
+        alone = SourceFile(source.name, blank(text[: span.start]) + text[span.start : span.end])
+        _collect(parse_errors(alone), source, errors)
+    if len(broken) < len(pieces):
+        kept = [blank(piece) if i in broken else piece for i, piece in enumerate(pieces)]
+        begin, end = found.clauses[0].start, found.clauses[-1].end
+        rest, others = SourceFile(source.name, text[:begin] + "".join(kept) + text[end:]), Sink()
+        if check(rest, others) is None:
+            return first
+        _collect(others, source, errors)
+    return errors if errors.has_errors else first
+
+
+def parse_errors(source: SourceFile) -> Sink:
+    """Return what the YAML parser says of a text."""
+    sink = Sink()
+    parse_yaml(source, sink)
+    return sink
+
+
+def _collect(found: Sink, source: SourceFile, into: Sink) -> None:
+    """Keep the errors; those of a reduced text become errors of the file, at the same places."""
+    for item in found:
+        if item.severity is not Severity.ERROR:
+            continue
+        of_the_file = item.source is not None and item.source.name == source.name
+        into.add(replace(item, source=source) if of_the_file else item)

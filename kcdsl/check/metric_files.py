@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from kcdsl.check.expressions.names import BLOCK, FUNCTIONS, PERCENTILE
 from kcdsl.check.metric_literals import LiteralReader
-from kcdsl.check.names import BLOCK, FUNCTIONS, PERCENTILE
-from kcdsl.check.reading import KEYWORDS
-from kcdsl.check.report import Reporter, suggest
+from kcdsl.check.sections.reading import KEYWORDS
 from kcdsl.diagnostics.codes import METRIC_DECLARATION, METRIC_NAME_TAKEN
 from kcdsl.diagnostics.model import Label, Sink
+from kcdsl.diagnostics.report import Reporter, suggest
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import Family
 from kcdsl.metrics import POINTWISE, PREFIX, Better, Counted, MetricDefinition, find_metric

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from kcdsl.check.report import suggest
+from kcdsl.diagnostics.report import suggest
 from kcdsl.source.numbers import exact
 
 Report = Callable[[ast.expr, str, str | None], None]

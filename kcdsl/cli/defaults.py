@@ -44,7 +44,7 @@ def set_defaults(
             continue
         action = options.get(variable.removeprefix(start))
         if action is None:
-            from kcdsl.check.report import suggest
+            from kcdsl.diagnostics.report import suggest
 
             raise refuse(
                 USAGE,

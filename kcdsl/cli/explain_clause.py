@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse, no_program
-from kcdsl.check.report import nearest, suggest
 from kcdsl.cli.discover import find_contract
 from kcdsl.cli.explain_metric import metric_named, show_metric
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, refuse
 from kcdsl.diagnostics.codes import NO_CONTRACT, OUTSIDE_FRAGMENTS, UNKNOWN_CLAUSE
 from kcdsl.diagnostics.render.terminal import json_for_terminals, one_line
+from kcdsl.diagnostics.report import nearest, suggest
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.exits import Exit
 from kcdsl.ir.fragment import Blame, classify

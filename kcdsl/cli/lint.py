@@ -28,7 +28,7 @@ from kcdsl.exits import Exit
 from kcdsl.source.files import SIZE_LIMIT, decode_source, is_folder, read_source
 
 if TYPE_CHECKING:
-    from kcdsl.check.structure import RawClause
+    from kcdsl.check.sections.structure import RawClause
 
 HELP = "check contracts and report what is wrong, without running anything"
 _UNREADABLE = {FILE_MISSING, INPUT_OUTPUT, NO_CONTRACT, SEVERAL_CONTRACTS, BAD_CONFIGURATION}

@@ -79,9 +79,9 @@ def _probability(text: str) -> float:
 
 
 def _known(program: Program, names: tuple[str, ...]) -> None:
-    from kcdsl.check.report import suggest
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import UNKNOWN_SLICE
+    from kcdsl.diagnostics.report import suggest
 
     known = [s.name for s in program.slices]
     for name in names:

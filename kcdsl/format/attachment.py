@@ -10,7 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.format.comments import Comment, find_comments
+from kcdsl.source.comments import Comment, find_comments
 from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
 
 Part = Entry | Node

@@ -5,10 +5,10 @@ from __future__ import annotations
 from kcdsl.diagnostics.codes import FORMAT_REFUSED
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.format.comments import find_comments, scalars
 from kcdsl.format.expression import spell
 from kcdsl.format.layout import Printer
 from kcdsl.format.scalar import STARTS, comment_of
+from kcdsl.source.comments import find_comments, scalars
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
 
 

@@ -11,8 +11,8 @@ import re
 
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.format.attachment import Attachment, Part, is_flow, parts_of, start_of, value_of
-from kcdsl.format.comments import Comment
 from kcdsl.format.scalar import comment_of, written
+from kcdsl.source.comments import Comment
 from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
 
 WIDTH = 100

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kcdsl.check.compile import Analysis
 from kcdsl.check.fixing import edited
-from kcdsl.check.sections import RawImport
+from kcdsl.check.sections.shared import RawImport
 from kcdsl.diagnostics.model import Edit, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest, library_digest

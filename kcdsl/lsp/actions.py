@@ -9,8 +9,8 @@ from fractions import Fraction
 from itertools import pairwise
 
 from kcdsl.check.compile import Analysis
+from kcdsl.check.expressions.measurements import in_words
 from kcdsl.check.fixing import edited, fix
-from kcdsl.check.measurements import in_words
 from kcdsl.diagnostics.model import Diagnostic, Edit, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format import edits

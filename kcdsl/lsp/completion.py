@@ -9,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.measurements import in_words
-from kcdsl.check.traces import TRACE_FIELDS
+from kcdsl.check.expressions.measurements import in_words
+from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.diagnostics.codes import all_codes
 from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.cursor import Cursor, comment_before, locate, word_before

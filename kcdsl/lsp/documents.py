@@ -15,7 +15,7 @@ from urllib.request import url2pathname
 
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.layout import blank, layout
-from kcdsl.check.libraries import Texts as Texts
+from kcdsl.check.sections.libraries import Texts as Texts
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kcdsl.check.names import PERCENTILE, STATISTICS
-from kcdsl.check.sorts import Real, sorts
+from kcdsl.check.expressions.names import PERCENTILE, STATISTICS
+from kcdsl.check.expressions.sorts import Real, sorts
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.documents import Snapshot

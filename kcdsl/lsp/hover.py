@@ -6,16 +6,16 @@ import re
 from dataclasses import dataclass
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.escalation import ACTIONS, severity
-from kcdsl.check.escalation import ALIASES as ACTION_ALIASES
-from kcdsl.check.fields import field_sorts
-from kcdsl.check.measurements import in_words
-from kcdsl.check.sorts import Unknown, sort_at
-from kcdsl.check.traces import TRACE_FIELDS
+from kcdsl.check.expressions.measurements import in_words
+from kcdsl.check.expressions.predicates import field_sorts
+from kcdsl.check.expressions.sorts import Unknown, sort_at
+from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.diagnostics.codes import find as find_code
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
+from kcdsl.ir.escalation import ACTIONS, severity
+from kcdsl.ir.escalation import ALIASES as ACTION_ALIASES
 from kcdsl.lsp.documents import Snapshot
 from kcdsl.lsp.knowledge import (
     KnownClause,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.names import Scope
-from kcdsl.check.structure import RawClause
+from kcdsl.check.expressions.names import Scope
+from kcdsl.check.sections.structure import RawClause
 from kcdsl.ir import terms as ir
 from kcdsl.ir.walk import walk
 from kcdsl.lsp.documents import Snapshot

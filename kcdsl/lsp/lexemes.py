@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from kcdsl.check.names import BLOCK
-from kcdsl.check.reading import KEYWORDS
+from kcdsl.check.expressions.names import BLOCK
+from kcdsl.check.sections.reading import KEYWORDS
 from kcdsl.source.numbers import NUMBER_PATTERN
 
 Start = Literal["requirement", "predicate", "budget", "quantity"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.libraries import Import, Loaded
+from kcdsl.check.sections.libraries import Import, Loaded
 from kcdsl.check.user_metrics import declarations
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span

@@ -12,9 +12,9 @@ from dataclasses import is_dataclass, replace
 from typing import Any
 
 from kcdsl.check.compile import Analysis
+from kcdsl.check.expressions.names import BLOCK, FUNCTIONS
 from kcdsl.check.fixing import edited
-from kcdsl.check.names import BLOCK, FUNCTIONS
-from kcdsl.check.reading import CLAUSE_ID, KEYWORDS, SLICE_NAME
+from kcdsl.check.sections.reading import CLAUSE_ID, KEYWORDS, SLICE_NAME
 from kcdsl.diagnostics.model import Edit, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir

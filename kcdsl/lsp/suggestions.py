@@ -10,9 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.fields import field_sorts
-from kcdsl.check.names import PERCENTILE, REGIONS, STATEMENTS, STATISTICS
-from kcdsl.check.traces import TRACE_FIELDS
+from kcdsl.check.expressions.names import PERCENTILE, REGIONS, STATEMENTS, STATISTICS
+from kcdsl.check.expressions.predicates import field_sorts
+from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.completion import Item, ItemKind

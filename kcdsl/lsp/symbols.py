@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.sections import RawImport, RawSlice, RawTable
+from kcdsl.check.sections.shared import RawImport, RawSlice, RawTable
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.lexemes import Lexeme, Role, Start, lexemes
 from kcdsl.lsp.nodes import Field, fields, inner_span, language

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kcdsl.check.compile import Analysis
+from kcdsl.check.expressions.names import Scope
 from kcdsl.check.layout import layout
-from kcdsl.check.names import Scope
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.documents import LARGE, Snapshot

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kcdsl.check.names import FUNCTIONS, PERCENTILE
-from kcdsl.check.sorts import counted_by, shown_unit
+from kcdsl.check.expressions.names import FUNCTIONS, PERCENTILE
+from kcdsl.check.expressions.sorts import counted_by, shown_unit
 from kcdsl.metrics import MetricDefinition
 from kcdsl.units import UNITS, describe
 

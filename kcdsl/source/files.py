@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kcdsl.diagnostics.codes import FILE_MISSING, INPUT_OUTPUT, NOT_UTF8, TOO_LARGE
 from kcdsl.diagnostics.model import Diagnostic, Refusal, refuse
+from kcdsl.diagnostics.report import Suggestion, meant
 from kcdsl.diagnostics.spans import SourceFile, Span
 
 SIZE_LIMIT = 2**20
@@ -200,3 +201,12 @@ def _in_text(diagnostic: Diagnostic, path: Path) -> Diagnostic:
     if not span.start < span.end <= len(source.text):
         return replace(diagnostic, span=None)
     return replace(diagnostic, source=source)
+
+
+def suggest_file(text: str, folder: Path) -> Suggestion | None:
+    """Return "did you mean …?" where a path leads nowhere and a file beside it has a close name."""
+    close = None if is_there(folder / text) else similar_file(folder / text)
+    if close is None:
+        return None
+    whole = "".join((*text.rpartition("/")[:2], close))
+    return meant(whole, f"did you mean `{whole}`?")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
-from kcdsl.diagnostics.model import Edit
+from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.diagnostics.report import insertion
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.source.yaml_nodes import Entry, Mapping, Sequence
+from kcdsl.source.yaml_nodes import Entry, Mapping, Scalar, Sequence
 
 SpanOf = Callable[[int], Span]
 """The place of a part by its number. Asked for as needed: a collection may have many parts."""
@@ -73,3 +74,34 @@ def _line_after(text: str, end: int) -> int:
         return end
     found = text.find("\n", end)
     return len(text) if found < 0 else found + 1
+
+
+def add_field(
+    source: SourceFile, node: Mapping | None, after: str, line: str, safe: bool = False
+) -> Fix | None:
+    """Return the fix that adds `line` (`field: value`) behind a field whose value is a scalar."""
+    entry = next((e for e in node.entries if e.key.text == after), None) if node else None
+    if node is None or entry is None or not isinstance(entry.value, Scalar):
+        return None
+    if source.text[node.span.start] == "{":
+        return insertion(entry.value.span.end, f", {line}", safe)
+    indent = " " * (source.position(entry.key.span.start).column - 1)
+    if entry.value.style in "|>":
+        return None
+    return insertion(entry.value.span.end, f"\n{indent}{line}", safe)
+
+
+def without(
+    source: SourceFile, node: Mapping | Sequence | None, indices: Iterable[int], safe: bool = False
+) -> Fix | None:
+    """Return the fix that removes entries of a mapping or items of a list; None where nothing or
+    all would go."""
+    chosen = set(indices)
+    if node is None or not chosen:
+        return None
+    parts = [e.key for e in node.entries] if isinstance(node, Mapping) else list(node.items)
+    if len(chosen) == len(parts):
+        return None
+    names = [p.text for i, p in enumerate(parts) if i in chosen and isinstance(p, Scalar)]
+    title = f"remove `{'` and `'.join(names)}`" if names else "remove it"
+    return Fix(title, remove_parts(source, node, chosen), safe)

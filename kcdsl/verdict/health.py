@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kcdsl.check.escalation import severity
+from kcdsl.ir.escalation import severity
 from kcdsl.ir.terms import Escalation, Level
 from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.result import ClauseResult

@@ -16,12 +16,12 @@ from kcdsl.check.incremental import Incremental
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink, Suppressed
 from kcdsl.diagnostics.render import FORMATS
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.format.comments import scalars
 from kcdsl.ir import smtlib
 from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.load import load_bytes
 from kcdsl.ir.terms import Program
 from kcdsl.route.router import route
+from kcdsl.source.comments import scalars
 from kcdsl.source.files import decode_source
 from kcdsl.source.scalar_map import map_scalar
 from tests.fuzz.findings import check_colours, check_rendering, check_spans

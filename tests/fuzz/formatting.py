@@ -11,9 +11,9 @@ from kcdsl.check.compile import Analysis
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format import edits, format_text
-from kcdsl.format.comments import find_comments, scalars
 from kcdsl.format.layout import Printer
 from kcdsl.ir.canonical import digest, library_digest
+from kcdsl.source.comments import find_comments, scalars
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
 from tests.fuzz.promise import expect
 

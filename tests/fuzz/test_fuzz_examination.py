@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from lsprotocol import types as lsp
 
-from kcdsl.check import clauses, fixing
+from kcdsl.check import fixing
 from kcdsl.check.compile import analyse
 from kcdsl.check.incremental import Incremental
+from kcdsl.check.sections import clauses
 from kcdsl.diagnostics.codes import UNKNOWN_METRIC, UNUSED_TABLE
 from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
 from kcdsl.diagnostics.render import FORMATS, render

@@ -12,8 +12,8 @@ from kcdsl.check.compile import analyse
 from kcdsl.diagnostics.model import Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.format import edits, format_text
-from kcdsl.format.comments import find_comments
 from kcdsl.ir.canonical import digest
+from kcdsl.source.comments import find_comments
 from kcdsl.source.files import read_source
 from kcdsl.source.yaml_nodes import parse_yaml
 from tests.support.styles import Writer

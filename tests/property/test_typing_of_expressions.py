@@ -20,9 +20,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kcdsl.check.compile import Analysis, analyse
-from kcdsl.check.names import Scope
-from kcdsl.check.sorts import Real, Unknown, sort_at, sort_of, sorts
-from kcdsl.check.terms import term
+from kcdsl.check.expressions.names import Scope
+from kcdsl.check.expressions.sorts import Real, Unknown, sort_at, sort_of, sorts
+from kcdsl.check.expressions.terms import term
 from kcdsl.diagnostics import Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir import terms as ir
@@ -315,7 +315,7 @@ def test_sorts_are_total_and_those_of_accepted_requirements_are_known(
 
 @given(st.sampled_from(["1", "ratio", "nat", "s", "B"]).flatmap(real_terms))
 def test_sorts_and_types_agree_on_dimensions(expression: ast.Expression) -> None:
-    from kcdsl.check.report import Reporter
+    from kcdsl.diagnostics.report import Reporter
 
     scope = Scope({}, {})
     typed = term(expression, scope, Reporter(SourceFile("x", ""), Sink()))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl.check.escalation import build_escalation
+from kcdsl.ir.escalation import build_escalation
 from kcdsl.ir.terms import (
     Abs,
     Budget,

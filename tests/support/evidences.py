@@ -155,7 +155,7 @@ def _formulas() -> st.SearchStrategy[Formula]:
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     """Draw a contract as its author might have worded and ordered it."""
-    from kcdsl.check.escalation import build_escalation
+    from kcdsl.ir.escalation import build_escalation
 
     row = TableRow(FieldTest("length", "<=", Fraction(draw(st.integers(1, 9)))), draw(_RATES))
     table = ThresholdTable("limits", "ratio", (row,), draw(st.none() | _RATES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from kcdsl.check.escalation import severity
+from kcdsl.ir.escalation import severity
 from kcdsl.ir.terms import Budget, Clause, EvidenceKind, HasFields, Program
 from kcdsl.verdict.health import deviation, over_budget
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kcdsl.check.escalation import kind
+from kcdsl.ir.escalation import kind
 from kcdsl.ir.terms import Clause, EvidenceKind, Level, Program
 
 LEVELS = tuple(Level)

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kcdsl.check.escalation import kind
 from kcdsl.diagnostics import Label
 from kcdsl.diagnostics.codes import CONFLICTING_LEVELS, INVERTED_ACTIONS
+from kcdsl.ir.escalation import kind
 from kcdsl.ir.normal import normal_formula
 from kcdsl.ir.selection import Inside
 from kcdsl.ir.terms import Budget, Clause, Compare, Family, Number, Program, Term

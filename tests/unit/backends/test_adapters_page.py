@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.check.kernels import ADAPTERS as NAMES
+from kcdsl.check.sections.kernels import ADAPTERS as NAMES
 from kcdsl.ir.kernels import KernelRef
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS

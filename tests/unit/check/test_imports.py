@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import analyse, compile_contract, load_program
-from kcdsl.check.libraries import DEPTH_LIMIT, path_problem, rebase
+from kcdsl.check.sections.libraries import DEPTH_LIMIT, path_problem, rebase
 from kcdsl.diagnostics import Diagnostic, Refusal, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, document, library_digest

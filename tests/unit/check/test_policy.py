@@ -7,10 +7,10 @@ from fractions import Fraction
 import pytest
 
 from kcdsl.check.compile import compile_source
-from kcdsl.check.escalation import ACTIONS, FAMILY_DEFAULTS, build_escalation, severity, weakened
 from kcdsl.diagnostics import Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest
+from kcdsl.ir.escalation import ACTIONS, FAMILY_DEFAULTS, build_escalation, severity, weakened
 from kcdsl.ir.terms import Escalation, Family, Level
 
 HEAD = """kcdsl: 1

@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from kcdsl.check.predicates import predicate
-from kcdsl.check.report import Reporter
+from kcdsl.check.expressions.predicates import predicate
 from kcdsl.diagnostics import Sink
+from kcdsl.diagnostics.report import Reporter
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate
 from kcdsl.source.yaml_nodes import Scalar

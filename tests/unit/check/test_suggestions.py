@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import analyse
-from kcdsl.check.report import nearest
 from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
+from kcdsl.diagnostics.report import nearest
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import library_digest
 from kcdsl.ir.recordings import ROLES

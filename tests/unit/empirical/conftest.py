@@ -130,7 +130,7 @@ def clause(
 
 
 def escalation() -> Escalation:
-    from kcdsl.check.escalation import build_escalation
+    from kcdsl.ir.escalation import build_escalation
 
     return build_escalation({}, {})
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kcdsl.check.compile import Analysis, analyse, compile_contract
-from kcdsl.check.escalation import ACTIONS, FAMILY_DEFAULTS
+from kcdsl.check.expressions.names import FUNCTIONS, PERCENTILE
+from kcdsl.check.expressions.predicates import predicate
+from kcdsl.check.expressions.sorts import sort_of
+from kcdsl.check.expressions.traces import TRACE_FIELDS
 from kcdsl.check.metric_files import PARAMETERS
-from kcdsl.check.names import FUNCTIONS, PERCENTILE
-from kcdsl.check.predicates import predicate
-from kcdsl.check.report import Reporter
-from kcdsl.check.sorts import sort_of
-from kcdsl.check.traces import TRACE_FIELDS
 from kcdsl.declare import metric
 from kcdsl.diagnostics import Severity, Sink
+from kcdsl.diagnostics.report import Reporter
 from kcdsl.diagnostics.spans import SourceFile
+from kcdsl.ir.escalation import ACTIONS, FAMILY_DEFAULTS
 from kcdsl.ir.fragment import classify
 from kcdsl.ir.terms import Family, Level
 from kcdsl.metrics import ALIASES, LN_2_UP, METRICS

@@ -10,12 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kcdsl.check.clauses import FAMILIES
-from kcdsl.check.escalation import ACTIONS, ALIASES
-from kcdsl.check.kernels import ADAPTERS, ARCHITECTURES
-from kcdsl.check.names import FUNCTIONS
-from kcdsl.check.recordings import RECORDED
-from kcdsl.check.sections import (
+from kcdsl.check.expressions.names import FUNCTIONS
+from kcdsl.check.expressions.traces import TRACE_FIELDS
+from kcdsl.check.sections.clauses import FAMILIES
+from kcdsl.check.sections.kernels import ADAPTERS, ARCHITECTURES
+from kcdsl.check.sections.shared import (
     IMPORT_FIELDS,
     KERNEL_FIELDS,
     ROLES,
@@ -23,9 +22,9 @@ from kcdsl.check.sections import (
     SLICE_FIELDS,
     TABLE_FIELDS,
 )
-from kcdsl.check.services import LOGPROBS_FIELDS, SERVERS, VALUES
-from kcdsl.check.structure import CLAUSE_FIELDS, LIBRARY_SECTIONS, SECTIONS
-from kcdsl.check.traces import TRACE_FIELDS
+from kcdsl.check.sections.sources import LOGPROBS_FIELDS, RECORDED, SERVERS, VALUES
+from kcdsl.check.sections.structure import CLAUSE_FIELDS, LIBRARY_SECTIONS, SECTIONS
+from kcdsl.ir.escalation import ACTIONS, ALIASES
 from kcdsl.ir.terms import EvidenceKind, Level
 from kcdsl.metrics import ALIASES as METRIC_ALIASES
 from kcdsl.metrics import METRICS, RECORD_NAMES

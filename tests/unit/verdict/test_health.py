@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kcdsl.check.escalation import ACTIONS, FAMILY_DEFAULTS, build_escalation, severity
+from kcdsl.ir.escalation import ACTIONS, FAMILY_DEFAULTS, build_escalation, severity
 from kcdsl.ir.terms import Family, Level
 from kcdsl.verdict.health import Health, assess, deviation, over_budget, recommend
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kcdsl.check.report import suggest
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics.report import suggest
 from kcdsl.ir.buckets import expand_tables, gaps, is_bucket, whole_of
 from kcdsl.ir.terms import (
     Abs,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl import __version__
-from kcdsl.check.report import suggest
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.diagnostics.report import suggest
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Metric, Program, Term
 from kcdsl.verdict.health import assess, recommend

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from kcdsl.check.report import suggest
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.diagnostics.report import suggest
 from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.metrics import registry_of
 from kcdsl.model.architecture import Model

@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
-from kcdsl.check.recordings import RECORDED, read_recording
-from kcdsl.check.report import Reporter, meant, replacement, suggest
-from kcdsl.check.services import FOLDERS, SERVERS, read_folder, read_service
-from kcdsl.check.structure import RawKernel, StructureReader
+from kcdsl.check.sections.sources import (
+    FOLDERS,
+    RECORDED,
+    SERVERS,
+    read_folder,
+    read_recording,
+    read_service,
+)
+from kcdsl.check.sections.structure import RawKernel, StructureReader
 from kcdsl.diagnostics.codes import (
     CONFLICTING_FIELDS,
     MISSING_FIELD,
@@ -20,6 +25,7 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label, Refusal
+from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.presets import RESULTS

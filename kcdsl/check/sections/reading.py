@@ -8,9 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kcdsl.check.report import Reporter, Suggestion, insertion, suggest
 from kcdsl.diagnostics.codes import BAD_IDENTIFIER, MISSING_FIELD, UNKNOWN_FIELD, WRONG_KIND
 from kcdsl.diagnostics.model import Fix
+from kcdsl.diagnostics.report import Reporter, Suggestion, insertion, suggest
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
 
 Lines = abc.Mapping[str, str]

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from kcdsl.check.report import Reporter, meant, suggest
 from kcdsl.diagnostics.codes import (
     UNKNOWN_UNIT,
     WRONG_ARGUMENTS,
     WRONG_SORT,
 )
 from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.diagnostics.report import Reporter, meant, suggest
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import ThresholdTable
 from kcdsl.metrics import BUILT_IN, Registry

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 
-from kcdsl.check.arguments import block_name, check_input, variable_name
-from kcdsl.check.measurements import aggregate, statistic
-from kcdsl.check.names import (
+from kcdsl.check.expressions.measurements import Typed, aggregate, combine, negated, statistic
+from kcdsl.check.expressions.names import (
+    BLOCK,
+    BLOCK_EXAMPLES,
     DRIFTS,
     FUNCTIONS,
     NORMS,
@@ -21,15 +22,17 @@ from kcdsl.check.names import (
     arguments_error,
     quantity,
 )
-from kcdsl.check.quantities import Typed, combine, negated
-from kcdsl.check.report import Reporter, meant, nearest, replacement, suggest, wrapped
-from kcdsl.check.sorts import described
+from kcdsl.check.expressions.sorts import BLOCK_SORT, STATES, Sequence, described
 from kcdsl.diagnostics.codes import (
+    BLOCK_NAME,
+    REGION_OF_TOKENS,
     UNKNOWN_FUNCTION,
+    UNKNOWN_NAME,
     UNKNOWN_TABLE,
     WRONG_SORT,
 )
-from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.diagnostics.model import Edit, Fix, Label
+from kcdsl.diagnostics.report import Reporter, meant, nearest, replacement, suggest, wrapped
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.syntax import ast
@@ -176,3 +179,68 @@ def table_value(call: ast.Call, scope: Scope, reporter: Reporter) -> Typed | Non
         return None
     dimension = next(u.dimension for u in UNITS.values() if str(u.dimension) == table.dimension)
     return Typed(ir.TableValue(name, table.dimension, call.span), dimension)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def block_name(expression: ast.Expression, scope: Scope, reporter: Reporter) -> str | None:
+    """Return the block that an argument names."""
+    if not isinstance(expression, ast.Name):
+        found = described(expression, scope)
+        reporter.error(WRONG_SORT, f"a {BLOCK_SORT} is needed here, not {found}", expression.span)
+        return None
+    if not BLOCK.fullmatch(expression.id):
+        reporter.error(
+            BLOCK_NAME,
+            f"there is no block `{expression.id}`",
+            expression.span,
+            suggest(expression.id, _blocks_like(expression.id), "blocks, with any number"),
+        )
+        return None
+    return expression.id
+
+
+def _blocks_like(name: str) -> list[str]:
+    """Return a block of each kind, with the number that a name ends in."""
+    number = re.search(r"(?<![0-9])(?:0|[1-9][0-9]*)$", name)
+    return [block.replace("0", number[0] if number else "0") for block in BLOCK_EXAMPLES]
+
+
+def variable_name(expression: ast.Expression, scope: Scope, reporter: Reporter) -> str | None:
+    """Return the bound variable that an argument names."""
+    if not isinstance(expression, ast.Name):
+        found = described(expression, scope)
+        reporter.error(WRONG_SORT, f"a bound variable is needed here, not {found}", expression.span)
+        return None
+    if expression.id not in scope.variables:
+        bound = ", ".join(f"`{name}`" for name in scope.variables)
+        reporter.error(
+            UNKNOWN_NAME,
+            f"`{expression.id}` is not bound by a quantifier",
+            expression.span,
+            f"bound here: {bound}"
+            if bound
+            else f"write `forall {expression.id} in points(SLICE): ...`",
+        )
+        return None
+    return expression.id
+
+
+def check_input(
+    block: str | None, variable: ast.Expression, scope: Scope, reporter: Reporter
+) -> bool:
+    """Report states where the block takes tokens: only blocks inside the model take states."""
+    if block != "model" or not isinstance(variable, ast.Name):
+        return True
+    region = scope.regions.get(variable.id, "points")
+    if region == "points":
+        return True
+    reporter.error(
+        REGION_OF_TOKENS,
+        f"`model` takes a {Sequence()}, and `{variable.id}` is a {STATES} of a {region}",
+        variable.span,
+        "quantify over points(SLICE), or speak of a block inside the model",
+        (Label(scope.variables[variable.id], "bound here"),),
+    )
+    return False

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from kcdsl.check.libraries import (
+from kcdsl.check.sections.libraries import (
     Import,
     Loaded,
     Loader,
@@ -16,8 +16,7 @@ from kcdsl.check.libraries import (
     path_problem,
     rebase,
 )
-from kcdsl.check.report import Reporter, nearest, replacement, suggest, suggest_file
-from kcdsl.check.sections import IMPORTED, RawImport, RawName
+from kcdsl.check.sections.shared import IMPORTED, RawImport, RawName
 from kcdsl.diagnostics.codes import (
     IMPORT_CHANGED,
     IMPORT_CYCLE,
@@ -27,9 +26,11 @@ from kcdsl.diagnostics.codes import (
     UNUSED_IMPORT,
 )
 from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.diagnostics.report import Reporter, nearest, replacement, suggest
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.source import yaml_nodes as yaml
+from kcdsl.source.files import suggest_file
 from kcdsl.source.removal import remove_entry, remove_parts
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")

@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kcdsl.check.names import BLOCK, DRIFTS, NORMS, PERCENTILE, REGIONS, STATISTICS, Scope
+from kcdsl.check.expressions.names import (
+    BLOCK,
+    DRIFTS,
+    NORMS,
+    PERCENTILE,
+    REGIONS,
+    STATISTICS,
+    Scope,
+)
 from kcdsl.diagnostics.spans import Span
 from kcdsl.metrics import Counted, MetricDefinition
 from kcdsl.syntax import ast

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kcdsl.check.report import Reporter, nearest
 from kcdsl.diagnostics.codes import UNCOVERED_TRACE
 from kcdsl.diagnostics.model import Label
+from kcdsl.diagnostics.report import Reporter, nearest
 from kcdsl.ir.terms import (
     AllOf,
     Clause,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from kcdsl.diagnostics.codes import Code
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.source.yaml_nodes import Mapping, Scalar, Sequence
 
 _NAME = re.compile(r"""([\"']?)[^\s"'()]+\1""")
 
@@ -93,39 +91,6 @@ def wrapped(span: Span, function: str, safe: bool = False) -> Fix:
     return Fix(f"write `{function}(...)`", edits, safe)
 
 
-def add_field(
-    source: SourceFile, node: Mapping | None, after: str, line: str, safe: bool = False
-) -> Fix | None:
-    """Return the fix that adds `line` (`field: value`) behind a field whose value is a scalar."""
-    entry = next((e for e in node.entries if e.key.text == after), None) if node else None
-    if node is None or entry is None or not isinstance(entry.value, Scalar):
-        return None
-    if source.text[node.span.start] == "{":
-        return insertion(entry.value.span.end, f", {line}", safe)
-    indent = " " * (source.position(entry.key.span.start).column - 1)
-    if entry.value.style in "|>":
-        return None
-    return insertion(entry.value.span.end, f"\n{indent}{line}", safe)
-
-
-def without(
-    source: SourceFile, node: Mapping | Sequence | None, indices: Iterable[int], safe: bool = False
-) -> Fix | None:
-    """Return the fix that removes entries of a mapping or items of a list; None where nothing or
-    all would go."""
-    from kcdsl.source.removal import remove_parts
-
-    chosen = set(indices)
-    if node is None or not chosen:
-        return None
-    parts = [e.key for e in node.entries] if isinstance(node, Mapping) else list(node.items)
-    if len(chosen) == len(parts):
-        return None
-    names = [p.text for i, p in enumerate(parts) if i in chosen and isinstance(p, Scalar)]
-    title = f"remove `{'` and `'.join(names)}`" if names else "remove it"
-    return Fix(title, remove_parts(source, node, chosen), safe)
-
-
 class Suggestion(str):
     """A help text that names what was probably meant; the name is its `nearest`."""
 
@@ -149,17 +114,6 @@ def suggest(name: str, allowed: Iterable[str], listed: str = "allowed") -> str:
         text.same = close.lower() == name.lower()
         return text
     return f"{listed}: {', '.join(names)}" if names else f"{listed}: none"
-
-
-def suggest_file(text: str, folder: Path) -> Suggestion | None:
-    """Return "did you mean …?" where a path leads nowhere and a file beside it has a close name."""
-    from kcdsl.source.files import is_there, similar_file
-
-    close = None if is_there(folder / text) else similar_file(folder / text)
-    if close is None:
-        return None
-    whole = "".join((*text.rpartition("/")[:2], close))
-    return meant(whole, f"did you mean `{whole}`?")
 
 
 def meant(name: str, text: str) -> Suggestion:

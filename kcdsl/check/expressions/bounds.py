@@ -1,27 +1,39 @@
 """Checks of one comparison: its direction, its tail, and whether it says anything at all.
 
-A comparison is read as `left - right <= 0` (or `< 0`, after turning `>=` round). A measured
-quantity stands *the right way round* where its getting worse makes that harder to satisfy, *the
-wrong way round* where it makes it easier. All right: nothing to say. All wrong: an error. Where
-some are wrong, or the way of some cannot be shown, a warning says which, because a clause that
-compares kernels with themselves bounds no drift.
+A comparison is read as `left - right <= 0` (or `< 0`, after `>=` is turned round). A measured
+quantity stands *the right way round* where a worse value makes that harder to satisfy, *the wrong
+way round* where it makes it easier. All right: nothing to report. All wrong: an error. Where some
+are wrong, or the way of some cannot be shown, a warning says which, because a clause that compares
+kernels with themselves bounds no drift.
+
+A *leaf* is a statistic of a metric, or the norm of a drift. Its *polarity* is 1 where the term
+grows with it, -1 where it falls, and None where neither can be shown. Sums and differences keep
+the polarity of their parts; a product needs the sign of its other factor, a quotient that of both,
+and signs come from the ranges of the metrics. Every statistic grows with the values it ranges over.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kcdsl.check.polarity import Leaf, leaves, range_of
-from kcdsl.check.report import Reporter, replacement
-from kcdsl.diagnostics.codes import AGAINST_DIRECTION, MIXED_DIRECTION, VACUOUS, WRONG_TAIL
+from kcdsl.check.expressions.names import Scope
+from kcdsl.diagnostics.codes import (
+    AGAINST_DIRECTION,
+    MIXED_DIRECTION,
+    VACUOUS,
+    WRONG_SORT,
+    WRONG_TAIL,
+)
 from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.diagnostics.report import Reporter, replacement
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
-from kcdsl.ir.facts import Interval
+from kcdsl.ir.facts import Interval, interval
 from kcdsl.ir.walk import subterms
-from kcdsl.metrics import Registry
+from kcdsl.metrics import MetricDefinition, Registry
 
 _UPPER = {"<=", "<"}
 _LOWER = {">=", ">"}
@@ -41,8 +53,8 @@ def check_compare(
 ) -> bool:
     """Report a comparison that bounds the harmless side, or that cannot fail or hold.
 
-    `side` as in `kcdsl.check.typing.formula`. Returns False where the comparison says nothing
-    about the kernels at all, so that later checks have nothing to look at.
+    `side` as in `kcdsl.check.expressions.statements.formula`. Returns False where the comparison
+    says nothing about the kernels at all, so that later checks have nothing to look at.
     """
     if isinstance(compare.left, ir.Number) and isinstance(compare.right, ir.Number):
         reporter.error(
@@ -223,3 +235,150 @@ def _shown(where: Interval) -> str:
     low = "-inf" if where.low is None else str(where.low)
     high = "inf" if where.high is None else str(where.high)
     return f"[{low}, {high}]"
+
+
+def tables_stand_alone(sides: Sequence[ir.Term], reporter: Reporter) -> bool:
+    """Report a table inside another term, and a comparison of a table with a constant."""
+    for side in sides:
+        for part in subterms(side):
+            if isinstance(part, ir.TableValue) and part is not side:
+                reporter.error(
+                    WRONG_SORT,
+                    "a table is a threshold: it stands alone on one side of a comparison",
+                    part.span,
+                    "put the factor into the rows of the table",
+                )
+                return False
+    fixed = [isinstance(side, ir.Number | ir.TableValue) for side in sides]
+    if all(fixed) and not all(isinstance(side, ir.Number) for side in sides):
+        spans = [side.span for side in sides]
+        reporter.error(
+            VACUOUS,
+            "the comparison of a table with a constant says nothing about the kernels",
+            spans[0].hull(spans[-1]),
+            "compare a statistic of a metric with the table",
+        )
+        return False
+    return True
+
+
+def check_threshold(
+    compare: ir.Compare,
+    op_span: Span,
+    scope: Scope,
+    reporter: Reporter,
+    side: int,
+    against: bool,
+) -> bool:
+    """Check a comparison as `check_compare` does, for every value that its threshold can have."""
+    if not isinstance(compare.right, ir.TableValue):
+        return check_compare(compare, op_span, scope.metrics, reporter, side, against)
+    table = scope.tables[compare.right.name]
+    if table is None:
+        return False
+    values = [row.value for row in table.rows]
+    values += [] if table.otherwise is None else [table.otherwise]
+    numbers = [ir.Number(value, table.dimension, compare.right.span) for value in values]
+    checked = [
+        check_compare(
+            replace(compare, right=number), op_span, scope.metrics, reporter, side, against
+        )
+        for number in numbers
+    ]
+    return all(checked)
+
+
+# --- polarity -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One measured quantity in a term: `better` says which of its values are good (None: the
+    language does not say), `subject` names it in a message, `statistic` is what it stands in and
+    `outer` the polarity of that statistic."""
+
+    term: ir.Term
+    better: str | None
+    subject: str
+    polarity: int | None
+    statistic: ir.Statistic | None = None
+    outer: int | None = None
+
+
+def leaves(term: ir.Term, metrics: Registry, polarity: int | None = 1) -> Iterator[Leaf]:
+    """Yield the measured quantities of a term from left to right."""
+    match term:
+        case ir.Number() | ir.TableValue():
+            return
+        case ir.Norm():
+            yield Leaf(term, "lower", "the norm of a drift", polarity)
+        case ir.Metric(name=name):
+            definition = metrics[name]
+            yield Leaf(term, _better(definition), f"`{name}`", polarity)
+        case ir.Statistic(of=of):
+            for leaf in leaves(of, metrics, polarity):
+                yield replace(leaf, statistic=term, outer=polarity)
+        case ir.Abs(of=of):
+            yield from _magnitude(term, of, metrics, polarity)
+        case ir.Arith(op="+" | "-" as op, left=left, right=right):
+            yield from leaves(left, metrics, polarity)
+            yield from leaves(right, metrics, polarity if op == "+" else _times(polarity, -1))
+        case ir.Arith(op=op, left=left, right=right):
+            above, below = sign(left, metrics), sign(right, metrics)
+            if op == "/":
+                above = None if above is None or below is None else -above
+            yield from leaves(left, metrics, _times(polarity, below))
+            yield from leaves(right, metrics, _times(polarity, above))
+
+
+def _magnitude(
+    term: ir.Abs, of: ir.Term, metrics: Registry, polarity: int | None
+) -> Iterator[Leaf]:
+    known = sign(of, metrics)
+    if known is not None:
+        yield from leaves(of, metrics, _times(polarity, known))
+        return
+    inner = list(leaves(of, metrics))
+    if len(inner) == 1 and inner[0].better == "higher":
+        yield replace(inner[0], polarity=None)
+        return
+    yield Leaf(term, "lower", "a magnitude", polarity)
+
+
+def _times(polarity: int | None, sign: int | None) -> int | None:
+    return None if polarity is None or sign is None else polarity * sign
+
+
+def _better(definition: MetricDefinition) -> str | None:
+    return None if definition.signed else definition.better
+
+
+def sign(term: ir.Term, metrics: Registry) -> int | None:
+    """Return 1 where a term is never negative, -1 where it is never positive, else None."""
+    where = range_of(term, metrics)
+    if where.low is not None and where.low >= 0:
+        return 1
+    if where.high is not None and where.high <= 0:
+        return -1
+    match term:
+        case ir.Statistic(of=of):
+            return sign(of, metrics)
+        case ir.Arith(op="*" | "/", left=left, right=right):
+            return _times(sign(left, metrics), sign(right, metrics))
+        case ir.Arith(op=op, left=left, right=right):
+            first, second = sign(left, metrics), sign(right, metrics)
+            second = _times(second, 1 if op == "+" else -1)
+            return first if first == second else None
+        case _:
+            return None
+
+
+def range_of(term: ir.Term, metrics: Registry) -> Interval:
+    """Return an interval that holds every value of a term."""
+    return interval(term, _known(term, metrics))
+
+
+def _known(term: ir.Term, metrics: Registry) -> Mapping[str, Interval]:
+    named = {part.name for part in subterms(term) if isinstance(part, ir.Metric)}
+    own = {name: metrics[name] for name in named}
+    return {name: Interval(d.lower, d.upper) for name, d in own.items() if d.function is not None}

@@ -1,36 +1,108 @@
-"""Slice predicates: which requests belong to a slice."""
+"""Predicates of slices and tables, and the sorts of the request fields that they compare."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from kcdsl.check.fields import LENGTH
-from kcdsl.check.names import Scope, single_comparison
-from kcdsl.check.report import Reporter, meant
-from kcdsl.check.sections import RawSlice
-from kcdsl.check.sorts import described
-from kcdsl.diagnostics.codes import DOUBTFUL_NAME, VACUOUS, WRONG_SORT
-from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.check.expressions.names import Scope, single_comparison
+from kcdsl.check.expressions.sorts import described
+from kcdsl.diagnostics.codes import DOUBTFUL_NAME, FIELD_OF_TWO_SORTS, VACUOUS, WRONG_SORT
+from kcdsl.diagnostics.model import Edit, Fix, Label
+from kcdsl.diagnostics.report import Reporter, meant
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.syntax import ast
-from kcdsl.syntax.parser import parse_expression
+
+LENGTH = "length"
+"""The number of tokens, a field that every request has."""
+
+_WORDS = {"Text": "a text", "Real": "a number", "Bool": "a truth value"}
+
+
+def value_sort(value: str | Fraction | bool) -> str:
+    """Return the sort of a value: Text, Bool or Real."""
+    if isinstance(value, bool):
+        return "Bool"
+    return "Text" if isinstance(value, str) else "Real"
+
+
+def tests_of(predicate: ir.Predicate) -> Iterator[ir.FieldTest]:
+    """Yield every test of a field in a predicate."""
+    match predicate:
+        case ir.FieldTest():
+            yield predicate
+        case ir.AllOf(parts=parts) | ir.AnyOf(parts=parts):
+            for part in parts:
+                yield from tests_of(part)
+        case ir.NoneOf(part=part):
+            yield from tests_of(part)
+
+
+def field_sorts(slices: Sequence[ir.Slice | None], data: str | None) -> Mapping[str, str]:
+    """Return what the slices on one data file take its fields for, by the first test of each."""
+    found = {LENGTH: "Int"}
+    for item in slices:
+        if item is not None and (item.data or data) == data:
+            for test in tests_of(item.where):
+                found.setdefault(test.field, value_sort(test.value))
+    return found
+
+
+def check_fields(
+    slices: Sequence[ir.Slice | None],
+    imported: Sequence[ir.Slice],
+    tables: Sequence[ir.ThresholdTable | None],
+    data: str | None,
+    reporter: Reporter,
+) -> None:
+    """Report a field that is taken for two sorts; `data` is that of slices that name none.
+
+    Slices from other files are compared with, and not reported: their own file is checked.
+    """
+    by_data: dict[str | None, dict[str, tuple[str, Span | None]]] = {}
+    for item in imported:
+        known = by_data.setdefault(item.data or data, {})
+        for test in tests_of(item.where):
+            known.setdefault(test.field, (value_sort(test.value), None))
+    for own in slices:
+        if own is not None:
+            _compare(own.where, by_data.setdefault(own.data or data, {}), reporter)
+    for table in tables:
+        known = {}
+        for row in table.rows if table is not None else ():
+            _compare(row.where, known, reporter)
+
+
+def _compare(
+    where: ir.Predicate, known: dict[str, tuple[str, Span | None]], reporter: Reporter
+) -> None:
+    for test in tests_of(where):
+        sort = value_sort(test.value)
+        if test.field == LENGTH and sort != "Real":
+            reporter.error(
+                FIELD_OF_TWO_SORTS,
+                f"`{LENGTH}` is the number of tokens, and here {_WORDS[sort]}",
+                test.span,
+                "compare it with a number",
+            )
+            continue
+        first, place = known.setdefault(test.field, (sort, test.span))
+        if first == sort:
+            continue
+        labels = (Label(place, f"{_WORDS[first]} here"),) if place is not None else ()
+        reporter.error(
+            FIELD_OF_TWO_SORTS,
+            f"`{test.field}` is {_WORDS[sort]} here and {_WORDS[first]} elsewhere",
+            test.span,
+            "a field holds one of them; numbers stand without quotation marks, texts with them",
+            labels,
+        )
+
 
 _NEAR = 0.8
 """How alike two names are that may be meant for each other; 1 is equal."""
 _MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
-
-
-def check_slice(raw: RawSlice, reporter: Reporter) -> ir.Slice | None:
-    """Check one declared slice; None after an error in its predicate."""
-    where: ir.Predicate | None = ir.AllOf()
-    if raw.where is not None:
-        parsed = parse_expression(reporter.source, raw.where, reporter.sink)
-        where = predicate(parsed, reporter) if parsed is not None else None
-    if where is None:
-        return None
-    data = raw.data.text if raw.data is not None else None
-    return ir.Slice(raw.name.text, data, where, raw.span)
 
 
 def _words(expression: ast.Expression) -> str:

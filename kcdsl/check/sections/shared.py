@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kcdsl.check.reading import CLAUSE_ID, SLICE_NAME, StructureReader, identifier
+from kcdsl.check.sections.reading import CLAUSE_ID, SLICE_NAME, StructureReader, identifier
 from kcdsl.diagnostics.codes import EMPTY_SECTION
 from kcdsl.diagnostics.spans import Span
 from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence

@@ -9,14 +9,13 @@ from collections import abc
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kcdsl.check.kernels import read_kernel
-from kcdsl.check.predicates import check_slice
-from kcdsl.check.reading import StructureReader
-from kcdsl.check.report import Reporter
-from kcdsl.check.structure import RawLibrary, is_library, read_library
-from kcdsl.check.thresholds import check_table
+from kcdsl.check.sections.kernels import read_kernel
+from kcdsl.check.sections.reading import StructureReader
+from kcdsl.check.sections.structure import RawLibrary, is_library, read_library
+from kcdsl.check.sections.tables import check_slice, check_table
 from kcdsl.diagnostics.codes import DUPLICATE_IDENTIFIER, IMPORT_FILE
 from kcdsl.diagnostics.model import Label, Refusal, Severity, Sink
+from kcdsl.diagnostics.report import Reporter
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import library_digest
@@ -138,7 +137,7 @@ def analyse_library(
     root: Node | None, reporter: Reporter, folder: Path | None, loader: Loader
 ) -> LibraryAnalysis:
     """Check a library; `folder` is the one that its imports are relative to."""
-    from kcdsl.check.imports import resolve_imports
+    from kcdsl.check.sections.imports import resolve_imports
 
     if not isinstance(root, Mapping):
         return LibraryAnalysis()

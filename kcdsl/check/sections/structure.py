@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kcdsl.check.reading import CLAUSE_ID, identifier
-from kcdsl.check.reading import StructureReader as StructureReader
-from kcdsl.check.report import Reporter, nearest, replacement, without
-from kcdsl.check.sections import (
+from kcdsl.check.sections.reading import CLAUSE_ID, identifier
+from kcdsl.check.sections.reading import StructureReader as StructureReader
+from kcdsl.check.sections.shared import (
     PAIR,
     ROLES,
     RawImport,
@@ -22,8 +21,8 @@ from kcdsl.check.sections import (
     read_slices,
     read_tables,
 )
-from kcdsl.check.sections import RawKernel as RawKernel
-from kcdsl.check.sections import RawSlice as RawSlice
+from kcdsl.check.sections.shared import RawKernel as RawKernel
+from kcdsl.check.sections.shared import RawSlice as RawSlice
 from kcdsl.diagnostics.codes import (
     CONFLICTING_FIELDS,
     DUPLICATE_IDENTIFIER,
@@ -33,7 +32,9 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.diagnostics.report import Reporter, nearest, replacement
 from kcdsl.diagnostics.spans import SourceFile, Span
+from kcdsl.source.removal import without
 from kcdsl.source.yaml_nodes import Entry, Mapping, Node, Scalar, Sequence
 
 LANGUAGE_VERSION = 1

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from kcdsl.check.clauses import FAMILIES, check_action
-from kcdsl.check.escalation import ALIASES, Weakness, build_escalation, kind, weakened
-from kcdsl.check.reading import StructureReader
-from kcdsl.check.report import Reporter, replacement, suggest, without
-from kcdsl.check.structure import ACTION_FIELDS, RawClause
+from kcdsl.check.sections.clauses import FAMILIES, check_action
+from kcdsl.check.sections.reading import StructureReader
+from kcdsl.check.sections.structure import ACTION_FIELDS, RawClause
 from kcdsl.diagnostics.codes import (
     CONFLICTING_FIELDS,
     MILD_ACTION,
@@ -20,7 +18,9 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.diagnostics.report import Reporter, replacement, suggest
 from kcdsl.diagnostics.spans import Span
+from kcdsl.ir.escalation import ALIASES, Weakness, build_escalation, kind, weakened
 from kcdsl.ir.terms import (
     FALLBACK_FROM,
     GUARD_FROM,
@@ -30,6 +30,7 @@ from kcdsl.ir.terms import (
     Family,
     Level,
 )
+from kcdsl.source.removal import without
 from kcdsl.source.yaml_nodes import Entry, Mapping, Scalar
 
 _LEVELS = tuple(Level.__members__)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kcdsl.check.budgets import check_budget, read_budget
-from kcdsl.check.escalation import ACTIONS, ALIASES
-from kcdsl.check.names import Scope
-from kcdsl.check.records import record_formula
-from kcdsl.check.report import Reporter, add_field, meant, replacement, suggest, without
-from kcdsl.check.structure import RawClause, StructureReader
-from kcdsl.check.typing import formula, trace_fields
+from kcdsl.check.expressions.names import Scope
+from kcdsl.check.expressions.statements import formula, trace_fields
+from kcdsl.check.sections.records import check_budget, read_budget, record_formula
+from kcdsl.check.sections.structure import RawClause, StructureReader
 from kcdsl.diagnostics.codes import (
     CONFLICTING_FIELDS,
     DUPLICATE_IDENTIFIER,
@@ -25,13 +22,16 @@ from kcdsl.diagnostics.codes import (
     WRONG_KIND,
 )
 from kcdsl.diagnostics.model import Fix, Label
+from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
+from kcdsl.ir.escalation import ACTIONS, ALIASES
 from kcdsl.ir.fragment import classify, outside_diagnostic
 from kcdsl.ir.normal import normal_formula
 from kcdsl.ir.walk import terms_of, walk
 from kcdsl.metrics import Registry
 from kcdsl.route.catalogue import Fragment
+from kcdsl.source.removal import add_field, without
 from kcdsl.source.yaml_nodes import Node, Scalar, Sequence
 from kcdsl.syntax.parser import parse_expression
 

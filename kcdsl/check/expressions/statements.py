@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from kcdsl.check.arguments import block_name, check_input, variable_name
-from kcdsl.check.measurements import check_signs
-from kcdsl.check.names import (
+from kcdsl.check.expressions.bounds import check_threshold, tables_stand_alone
+from kcdsl.check.expressions.measurements import align, check_signs
+from kcdsl.check.expressions.names import (
     BLOCK,
     FUNCTIONS,
     REGIONS,
@@ -17,12 +17,9 @@ from kcdsl.check.names import (
     quantity,
     single_comparison,
 )
-from kcdsl.check.quantities import align
-from kcdsl.check.report import Reporter, meant, suggest
-from kcdsl.check.sorts import REGION, Unknown, described, sort_of
-from kcdsl.check.terms import term
-from kcdsl.check.thresholds import check_threshold, tables_stand_alone
-from kcdsl.check.traces import TRACE_FIELDS, doubtful
+from kcdsl.check.expressions.sorts import REGION, Unknown, described, sort_of
+from kcdsl.check.expressions.terms import block_name, check_input, term, variable_name
+from kcdsl.check.expressions.traces import TRACE_FIELDS, doubtful
 from kcdsl.diagnostics.codes import (
     BAD_IDENTIFIER,
     DOUBTFUL_NAME,
@@ -37,6 +34,7 @@ from kcdsl.diagnostics.codes import (
     WRONG_SORT,
 )
 from kcdsl.diagnostics.model import Edit, Fix, Label
+from kcdsl.diagnostics.report import Reporter, meant, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.normal import free_variables

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 
-from kcdsl.check.bounds import check_compare
-from kcdsl.check.names import Scope, other_unit, quantity
-from kcdsl.check.predicates import predicate
-from kcdsl.check.report import Reporter, replacement, without
-from kcdsl.check.sections import RawRow, RawTable
+from kcdsl.check.expressions.names import other_unit, quantity
+from kcdsl.check.expressions.predicates import predicate
+from kcdsl.check.sections.shared import RawRow, RawSlice, RawTable
 from kcdsl.diagnostics.codes import (
     DIMENSION,
     TABLE_GAP,
     UNKNOWN_UNIT,
     UNREACHABLE_ROW,
-    VACUOUS,
-    WRONG_SORT,
 )
 from kcdsl.diagnostics.model import Fix, Label
-from kcdsl.diagnostics.spans import Span
+from kcdsl.diagnostics.report import Reporter, replacement
 from kcdsl.ir import terms as ir
 from kcdsl.ir.cases import Case, Undecided, find_case, first_taken
-from kcdsl.ir.walk import subterms
-from kcdsl.source.removal import remove_entry
+from kcdsl.source.removal import remove_entry, without
 from kcdsl.source.yaml_nodes import Mapping, Scalar
 from kcdsl.source.yaml_nodes import Sequence as Listed
 from kcdsl.syntax.parser import parse_expression, parse_quantity
@@ -212,55 +206,13 @@ def _shown(value: str | Fraction | bool) -> str:
     return str(value) if value.denominator == 1 else f"{float(value):g}"
 
 
-# --- comparisons ---------------------------------------------------------------------------------
-
-
-def tables_stand_alone(sides: Sequence[ir.Term], reporter: Reporter) -> bool:
-    """Report a table inside another term, and a comparison of a table with a constant."""
-    for side in sides:
-        for part in subterms(side):
-            if isinstance(part, ir.TableValue) and part is not side:
-                reporter.error(
-                    WRONG_SORT,
-                    "a table is a threshold: it stands alone on one side of a comparison",
-                    part.span,
-                    "put the factor into the rows of the table",
-                )
-                return False
-    fixed = [isinstance(side, ir.Number | ir.TableValue) for side in sides]
-    if all(fixed) and not all(isinstance(side, ir.Number) for side in sides):
-        spans = [side.span for side in sides]
-        reporter.error(
-            VACUOUS,
-            "the comparison of a table with a constant says nothing about the kernels",
-            spans[0].hull(spans[-1]),
-            "compare a statistic of a metric with the table",
-        )
-        return False
-    return True
-
-
-def check_threshold(
-    compare: ir.Compare,
-    op_span: Span,
-    scope: Scope,
-    reporter: Reporter,
-    side: int,
-    against: bool,
-) -> bool:
-    """Check a comparison as `check_compare` does, for every value that its threshold can have."""
-    if not isinstance(compare.right, ir.TableValue):
-        return check_compare(compare, op_span, scope.metrics, reporter, side, against)
-    table = scope.tables[compare.right.name]
-    if table is None:
-        return False
-    values = [row.value for row in table.rows]
-    values += [] if table.otherwise is None else [table.otherwise]
-    numbers = [ir.Number(value, table.dimension, compare.right.span) for value in values]
-    checked = [
-        check_compare(
-            replace(compare, right=number), op_span, scope.metrics, reporter, side, against
-        )
-        for number in numbers
-    ]
-    return all(checked)
+def check_slice(raw: RawSlice, reporter: Reporter) -> ir.Slice | None:
+    """Check one declared slice; None after an error in its predicate."""
+    where: ir.Predicate | None = ir.AllOf()
+    if raw.where is not None:
+        parsed = parse_expression(reporter.source, raw.where, reporter.sink)
+        where = predicate(parsed, reporter) if parsed is not None else None
+    if where is None:
+        return None
+    data = raw.data.text if raw.data is not None else None
+    return ir.Slice(raw.name.text, data, where, raw.span)

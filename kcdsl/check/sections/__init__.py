@@ -1,0 +1,1 @@
+"""The sections of contracts and libraries: their structure, and their checks."""
