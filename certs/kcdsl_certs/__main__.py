@@ -26,7 +26,7 @@ from kcdsl_certs.manifest import build_manifest, open_regular, plain_path
 from kcdsl_certs.policy import read_policy, trust
 from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
 from kcdsl_certs.recount import Data
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.report import Report, refused
 from kcdsl_certs.requirements import Expectation
 from kcdsl_certs.statement import STAGES
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         report = _check(options)
-    except Reject as error:
+    except Rejected as error:
         print(_printable(f"error: {error}"), file=sys.stderr)
         return COULD_NOT_RUN
     except OSError as error:
@@ -145,16 +145,16 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> Combined:
     if options.signature_only and (options.recheck or options.complete):
         detail = "--signature-only looks at nothing that --recheck and --complete demand"
-        raise Reject("options/contradict", detail)
+        raise Rejected("options/contradict", detail)
     if options.recheck and find_spec("numpy") is None:
-        raise Reject("recheck/no-numpy", "--recheck needs numpy: pip install numpy")
+        raise Rejected("recheck/no-numpy", "--recheck needs numpy: pip install numpy")
     bundles = [_read(path) for path in options.certificates]
     with open_regular(options.expect, "expectation/malformed") as file:
         document = file.read(_LARGEST_EXPECTATION + 1)
     try:
         expectation = Expectation.from_json(strict_load(document, _LARGEST_EXPECTATION))
-    except Reject as error:
-        raise Reject("expectation/malformed", f"{options.expect}: {error}") from None
+    except Rejected as error:
+        raise Rejected("expectation/malformed", f"{options.expect}: {error}") from None
     trusted = trust(
         None if options.policy is None else read_policy(options.policy),
         "--policy",
@@ -168,7 +168,7 @@ def _check(options: argparse.Namespace) -> Combined:
     moment = datetime.now(UTC) if options.at is None else parse_time(options.at)
     try:
         manifest = build_manifest(plain_path(options.checkpoint))
-    except Reject as error:
+    except Rejected as error:
         refusal = refused("components", error)
         refusals = tuple((path.name, refusal) for path in options.certificates)
         return Combined(refusals, options.complete, trusted)

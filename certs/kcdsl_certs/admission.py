@@ -16,7 +16,7 @@ from kcdsl_certs.envelope import LARGEST_BUNDLE, decode, parse_bundle
 from kcdsl_certs.evidence import Evidence
 from kcdsl_certs.policy import read_limited
 from kcdsl_certs.proofs import load_proof
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.report import NotRun
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
@@ -42,7 +42,7 @@ class Admitted:
 
 
 def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
-    """Read a statement that is to be signed; raises Reject for what a checker would refuse.
+    """Read a statement that is to be signed; raises Rejected for what a checker would refuse.
 
     The bytes must be the only spelling of what the statement says, so that nothing is signed that
     was not read. The proof objects, or the earlier certificate, that it names must be in `folder`,
@@ -50,9 +50,9 @@ def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
     """
     statement = parse_statement(strict_load(payload, LARGEST_PAYLOAD))
     if len(statement.subjects) != 1:
-        raise Reject("subject/count", f"{len(statement.subjects)} subjects, not one")
+        raise Rejected("subject/count", f"{len(statement.subjects)} subjects, not one")
     if statement.type != STATEMENT_TYPE:
-        raise Reject("statement/type", f"_type is {statement.type!r}")
+        raise Rejected("statement/type", f"_type is {statement.type!r}")
     if statement.predicate_type == TRANSFER_TYPE:
         transfer = parse_transfer(statement.predicate)
         _refuse_window(transfer, moment)
@@ -60,7 +60,7 @@ def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
         _refuse_other_base(transfer, folder)
         return Admitted(payload, transfer)
     if statement.predicate_type != PREDICATE_TYPE:
-        raise Reject("statement/predicate-type", f"predicateType is {statement.predicate_type!r}")
+        raise Rejected("statement/predicate-type", f"predicateType is {statement.predicate_type!r}")
     body, stated = parse_predicate(statement.predicate)
     _refuse_window(body, moment)
     check_results(body, stated)
@@ -76,7 +76,7 @@ def admit(payload: bytes, folder: Path, moment: datetime) -> Admitted:
 
 def _refuse_other_spelling(payload: bytes, canonical: bytes) -> None:
     if payload != canonical:
-        raise Reject(
+        raise Rejected(
             "statement/not-canonical",
             "the bytes are not the canonical form of what the statement says",
         )
@@ -85,16 +85,16 @@ def _refuse_other_spelling(payload: bytes, canonical: bytes) -> None:
 def _refuse_other_base(transfer: Transfer, folder: Path) -> None:
     base = decode(parse_bundle(read_limited(folder / transfer.path, LARGEST_BUNDLE)))
     if certificate_id(base.payload) != transfer.base:
-        raise Reject("transfer/another-base", f"{transfer.path} is not the certificate it names")
+        raise Rejected("transfer/another-base", f"{transfer.path} is not the certificate it names")
 
 
 def _refuse_window(body: Predicate | Transfer, moment: datetime) -> None:
     if body.valid_until <= body.issued_at:
-        raise Reject("validity/empty", "it ends before it begins")
+        raise Rejected("validity/empty", "it ends before it begins")
     if moment < body.issued_at:
-        raise Reject(
+        raise Rejected(
             "validity/not-yet",
             f"issued at {time_text(body.issued_at)}, the clock says {time_text(moment)}",
         )
     if moment >= body.valid_until:
-        raise Reject("validity/expired", f"it was valid until {time_text(body.valid_until)}")
+        raise Rejected("validity/expired", f"it was valid until {time_text(body.valid_until)}")

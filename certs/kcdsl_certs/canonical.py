@@ -7,7 +7,7 @@ from typing import Any
 
 import rfc8785
 
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 
 def canonical_json(value: Any) -> bytes:
@@ -16,9 +16,9 @@ def canonical_json(value: Any) -> bytes:
         _no_floats(value, "$")
         return rfc8785.dumps(value)
     except rfc8785.CanonicalizationError as error:
-        raise Reject("canonical/not-canonical", str(error)) from None
+        raise Rejected("canonical/not-canonical", str(error)) from None
     except RecursionError:
-        raise Reject("canonical/not-canonical", "too deeply nested") from None
+        raise Rejected("canonical/not-canonical", "too deeply nested") from None
 
 
 def canonical_digest(value: Any) -> str:
@@ -33,13 +33,13 @@ def _no_floats(value: Any, place: str) -> None:
         case dict():
             for key, part in value.items():
                 if not isinstance(key, str):
-                    raise Reject("canonical/key", f"{place}: the key {key!r} is not text")
+                    raise Rejected("canonical/key", f"{place}: the key {key!r} is not text")
                 _no_floats(part, f"{place}.{key}")
         case list():
             for index, part in enumerate(value):
                 _no_floats(part, f"{place}[{index}]")
         case _:
-            raise Reject(
+            raise Rejected(
                 "canonical/float" if isinstance(value, float) else "canonical/type",
                 f"{place}: a {type(value).__name__} has no canonical form; write reals as text",
             )

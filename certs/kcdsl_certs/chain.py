@@ -22,7 +22,7 @@ from decimal import (
 from fractions import Fraction
 
 from kcdsl_certs.reals import parse_hex
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 METRICS = (
     "tv",
@@ -63,7 +63,7 @@ def span_of_norm(kind: str, bound: str) -> Fraction:
             root = Decimal(2).sqrt(_context(_DIGITS))
             return value * Fraction(root) * _ENLARGE
         case _:
-            raise Reject("chain/norm", f"no span follows from the norm {kind!r}")
+            raise Rejected("chain/norm", f"no span follows from the norm {kind!r}")
 
 
 def implied_bound(
@@ -75,22 +75,22 @@ def implied_bound(
     """Return an upper bound of |metric| for one token, or None where none is finite.
 
     `span` bounds span(dz) of the logits, a hexadecimal float or an exact number; s = span/T.
-    `constants` may hold reward_range (osc R), advantage_max and score_norm_max. Raises Reject
+    `constants` may hold reward_range (osc R), advantage_max and score_norm_max. Raises Rejected
     (`chain/…`) for an unknown metric, a missing or negative constant, T <= 0 and a span that is
     negative or not a number.
     """
     if metric not in METRICS:
-        raise Reject("chain/metric", f"the chain does not bound {metric!r}")
+        raise Rejected("chain/metric", f"the chain does not bound {metric!r}")
     width = span if isinstance(span, Fraction) else _nonnegative(span)
     if width < 0:
-        raise Reject("chain/span", "a span is not negative")
+        raise Rejected("chain/span", "a span is not negative")
     if temperature <= 0:
-        raise Reject("chain/temperature", f"T = {temperature}: the chain needs T > 0")
+        raise Rejected("chain/temperature", f"T = {temperature}: the chain needs T > 0")
     scale = Fraction(1)
     for name in _CONSTANTS.get(metric, ()):
         value = (constants or {}).get(name)
         if value is None or value < 0:
-            raise Reject("chain/constant", f"{metric} needs {name} >= 0, not {value}")
+            raise Rejected("chain/constant", f"{metric} needs {name} >= 0, not {value}")
         scale *= value
     s = width / temperature
     if s == 0:
@@ -115,7 +115,7 @@ def implied_bound(
 def _nonnegative(text: str) -> Fraction:
     value = parse_hex(text)
     if value < 0.0:
-        raise Reject("chain/span", f"{text} is negative")
+        raise Rejected("chain/span", f"{text} is negative")
     return Fraction(value)
 
 
@@ -191,7 +191,7 @@ def _growing(metric: str, s: Fraction) -> Fraction | None:
         case "w_log_w":
             return _up(c.multiply(x, e))
         case _:
-            raise Reject("chain/metric", f"the chain does not bound {metric!r}")
+            raise Rejected("chain/metric", f"the chain does not bound {metric!r}")
 
 
 def _up(value: Decimal) -> Fraction:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from kcdsl_certs.fields import Fields, plain_name
 from kcdsl_certs.reals import Measured, Rounding, parse_real, real_text
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 _Member = TypeVar("_Member", bound=StrEnum)
 
@@ -163,7 +163,7 @@ class CertifiedClause:
         fields = Fields.of(value, place)
         op = fields.text("op")
         if op not in OPERATORS:
-            raise Reject("statement/malformed", f"{place}.op is {op!r}")
+            raise Rejected("statement/malformed", f"{place}.op is {op!r}")
         clause = CertifiedClause(
             id=fields.text("id"),
             quantity=fields.text("quantity"),
@@ -235,7 +235,7 @@ def _proof(fields: Fields, place: str) -> ProofReference | None:
     if digest is None and path is None:
         return None
     if digest is None or path is None:
-        raise Reject("statement/malformed", f"{place} names half a proof")
+        raise Rejected("statement/malformed", f"{place} names half a proof")
     return ProofReference(digest, plain_name(path, f"{place}.proofPath"))
 
 
@@ -243,7 +243,7 @@ def _member(kind: type[_Member], text: str, place: str) -> _Member:
     try:
         return kind(text)
     except ValueError:
-        raise Reject("statement/malformed", f"{place}: {text!r} is no {kind.__name__}") from None
+        raise Rejected("statement/malformed", f"{place}: {text!r} is no {kind.__name__}") from None
 
 
 def holds(left: Fraction, op: str, right: Fraction) -> bool:
@@ -260,4 +260,4 @@ def holds(left: Fraction, op: str, right: Fraction) -> bool:
         case "==":
             return left == right
         case _:
-            raise Reject("statement/malformed", f"{op!r} is no comparison")
+            raise Rejected("statement/malformed", f"{op!r} is no comparison")

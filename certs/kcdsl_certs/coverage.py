@@ -8,7 +8,7 @@ from fractions import Fraction
 from kcdsl_certs.clauses import WIDEST, CertifiedClause, Verdict
 from kcdsl_certs.implied import check_implied
 from kcdsl_certs.reals import real_text
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.requirements import RequiredClause, uncovered
 from kcdsl_certs.statement import Predicate
 from kcdsl_certs.triple import Triple, numerics_digest, states_machine
@@ -22,7 +22,7 @@ def check_clauses(
     *,
     partial: bool,
 ) -> tuple[str, tuple[str, ...]]:
-    """Return a summary and the clauses outside the scope; raises Reject where the results fail.
+    """Return a summary and the clauses outside the scope; raises Rejected where the results fail.
 
     Every result must be admitted by its own numbers, every required clause within the scope (or
     at all, unless `partial`) must be shown on every slice, and nothing else may be stated.
@@ -31,10 +31,10 @@ def check_clauses(
     scope = set(predicate.scope.covers)
     demanded = [r for r in required if not partial or (r.id, r.slice) in scope]
     if not demanded:
-        raise Reject("clause/nothing-covered", "the certificate covers no clause of the contract")
+        raise Rejected("clause/nothing-covered", "the certificate covers no clause of the contract")
     lacking = [f for r in demanded for f in uncovered(r, tuple(results.get((r.id, r.slice), ())))]
     if lacking:
-        raise Reject(lacking[0].reason, "; ".join(f.detail for f in lacking))
+        raise Rejected(lacking[0].reason, "; ".join(f.detail for f in lacking))
     outside = tuple(r.label for r in required if (r.id, r.slice) not in scope)
     rest = f"; not covered: {', '.join(outside)}" if outside else ""
     around = around_weights(predicate.clauses)
@@ -44,15 +44,15 @@ def check_clauses(
 def check_stated(
     predicate: Predicate, stated: Verdict, required: tuple[RequiredClause, ...]
 ) -> dict[tuple[str, str | None], list[CertifiedClause]]:
-    """Return the results by clause and slice; raises Reject where one is not about this contract,
+    """Return the results by clause and slice; raises Rejected where one is not about this contract,
     or where they or the scope contradict themselves."""
     if not required:
-        raise Reject("clause/nothing-required", "the contract names no clause")
+        raise Rejected("clause/nothing-required", "the contract names no clause")
     results = check_results(predicate, stated)
     demands = {(r.id, r.slice): r for r in required}
     for key, found in results.items():
         if key not in demands:
-            raise Reject("clause/unknown", f"the contract has no clause {key[0]} on {key[1]}")
+            raise Rejected("clause/unknown", f"the contract has no clause {key[0]} on {key[1]}")
         for clause in found:
             check_implied(clause, demands[key], predicate.clauses)
     _check_scope(predicate, demands.keys())
@@ -62,7 +62,7 @@ def check_stated(
 def check_results(
     predicate: Predicate, stated: Verdict
 ) -> dict[tuple[str, str | None], list[CertifiedClause]]:
-    """Return the results by clause and slice; raises Reject where they contradict themselves.
+    """Return the results by clause and slice; raises Rejected where they contradict themselves.
 
     This is what can be said of them without the contract.
     """
@@ -74,22 +74,22 @@ def check_results(
         _machine(clause, predicate.triple)
         known = results.setdefault((clause.id, clause.slice), [])
         if any(_comparison(other) == _comparison(clause) for other in known):
-            raise Reject("clause/duplicate", f"{clause.label} {clause.quantity} is stated twice")
+            raise Rejected("clause/duplicate", f"{clause.label} {clause.quantity} is stated twice")
         known.append(clause)
     if stated is not predicate.verdict:
         detail = f"{stated} is stated, the clauses say {predicate.verdict}"
-        raise Reject("verdict/contradicts-clauses", detail)
+        raise Rejected("verdict/contradicts-clauses", detail)
     return results
 
 
 def refuse_stray(predicate: Predicate) -> None:
-    """Raise Reject for a result outside the scope that the certificate states."""
+    """Raise Rejected for a result outside the scope that the certificate states."""
     scope = set(predicate.scope.covers)
     if len(scope) != len(predicate.scope.covers):
-        raise Reject("scope/inconsistent", "it names a clause and a slice twice")
+        raise Rejected("scope/inconsistent", "it names a clause and a slice twice")
     stray = sorted(c.label for c in predicate.clauses if (c.id, c.slice) not in scope)
     if stray:
-        raise Reject("scope/inconsistent", f"{', '.join(stray)} lies outside the scope it states")
+        raise Rejected("scope/inconsistent", f"{', '.join(stray)} lies outside the scope it states")
 
 
 def around_weights(clauses: tuple[CertifiedClause, ...]) -> str:
@@ -118,7 +118,7 @@ def _machine(clause: CertifiedClause, triple: Triple) -> None:
             f"{clause.label}: {clause.quantity} holds of the machine that measured it, which "
             "the fingerprint of the inference kernel does not name"
         )
-        raise Reject("clause/machine-unnamed", detail)
+        raise Rejected("clause/machine-unnamed", detail)
 
 
 def _weights(clause: CertifiedClause) -> None:
@@ -126,9 +126,11 @@ def _weights(clause: CertifiedClause) -> None:
     if clause.weights is None:
         return
     if clause.proof is None or not clause.evidence.is_proof:
-        raise Reject("clause/weights", f"{clause.label} speaks of other weights without a proof")
+        raise Rejected("clause/weights", f"{clause.label} speaks of other weights without a proof")
     if not 0 < clause.weights <= WIDEST:
-        raise Reject("clause/weights", f"{clause.label}: no region of {real_text(clause.weights)}")
+        raise Rejected(
+            "clause/weights", f"{clause.label}: no region of {real_text(clause.weights)}"
+        )
 
 
 def _check_scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> None:
@@ -136,18 +138,18 @@ def _check_scope(predicate: Predicate, known: Set[tuple[str, str | None]]) -> No
     scope = set(predicate.scope.covers)
     if not scope <= known:
         names = ", ".join(sorted(id for id, _ in scope - known))
-        raise Reject("scope/inconsistent", f"the contract has no {names} there")
+        raise Rejected("scope/inconsistent", f"the contract has no {names} there")
     if predicate.scope.complete and scope != known:
-        raise Reject("scope/inconsistent", "it calls itself complete and leaves clauses out")
+        raise Rejected("scope/inconsistent", "it calls itself complete and leaves clauses out")
 
 
 def _numerics(clause: CertifiedClause, triple: Triple) -> None:
     """A proof speaks about the numerics that the two kernels of the triple claim."""
     if clause.numerics is None:
         if clause.proof is not None:
-            raise Reject("clause/numerics-missing", f"{clause.label} names no numerics")
+            raise Rejected("clause/numerics-missing", f"{clause.label} names no numerics")
         return
     for stated, kernel in zip(clause.numerics, (triple.train, triple.infer), strict=True):
         if stated != numerics_digest(kernel):
             detail = f"{clause.label} is about other numerics than {kernel.name} claims"
-            raise Reject("clause/numerics-mismatch", detail)
+            raise Rejected("clause/numerics-mismatch", detail)

@@ -6,7 +6,7 @@ valid for many messages, and a second spelling of a point makes one key look lik
 
 from __future__ import annotations
 
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 _P = 2**255 - 19
 _L = 2**252 + 27742317777372353535851937790883648493
@@ -20,41 +20,41 @@ _Point = tuple[int, int, int, int]
 
 
 def refuse_weak_key(encoding: bytes) -> None:
-    """Raise Reject unless the 32 bytes are the only spelling of a point of the large prime order.
+    """Raise Rejected unless the 32 bytes are the only spelling of a point of the large prime order.
 
     The eight points of small order are refused, and so are their sums with other points: no key
     that was generated is one of them.
     """
     point = _decode(encoding, "key")
     if _is_small(point):
-        raise Reject("key/small-order", "the public key is a point of small order")
+        raise Rejected("key/small-order", "the public key is a point of small order")
     if not _is_zero(_times(_L, point)):
-        raise Reject("key/small-order", "the public key has a part of small order")
+        raise Rejected("key/small-order", "the public key has a part of small order")
 
 
 def is_strong_commitment(signature: bytes) -> bool:
     """Say whether R, the first half of a signature, is spelt canonically and not of small order."""
     try:
         return len(signature) == 64 and not _is_small(_decode(signature[:32], "signature"))
-    except Reject:
+    except Rejected:
         return False
 
 
 def _decode(encoding: bytes, what: str) -> _Point:
     if len(encoding) != 32:
-        raise Reject(f"{what}/encoding", f"{len(encoding)} bytes encode no point")
+        raise Rejected(f"{what}/encoding", f"{len(encoding)} bytes encode no point")
     whole = int.from_bytes(encoding, "little")
     y, odd = whole & (2**255 - 1), whole >> 255
     if y >= _P:
-        raise Reject(f"{what}/encoding", "the point is not spelt canonically")
+        raise Rejected(f"{what}/encoding", "the point is not spelt canonically")
     square = (y * y - 1) * pow(_D * y * y + 1, -1, _P) % _P
     x = pow(square, (_P + 3) // 8, _P)
     if x * x % _P != square:
         x = x * _ROOT % _P
     if x * x % _P != square:
-        raise Reject(f"{what}/encoding", "the bytes are no point of the curve")
+        raise Rejected(f"{what}/encoding", "the bytes are no point of the curve")
     if x == 0 and odd:
-        raise Reject(f"{what}/encoding", "the point is not spelt canonically")
+        raise Rejected(f"{what}/encoding", "the point is not spelt canonically")
     if x & 1 != odd:
         x = _P - x
     return x, y, 1, x * y % _P

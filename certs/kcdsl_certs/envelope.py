@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kcdsl_certs.fields import Fields
 from kcdsl_certs.keys import SigningKey, TrustedKey
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import strict_base64, strict_load
 
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
@@ -92,36 +92,36 @@ def parse_bundle(raw: bytes) -> RawEnvelope:
     """Read a bundle strictly (step 1); unknown fields are refused, hints are not looked at."""
     try:
         return _parse_bundle(strict_load(raw, LARGEST_BUNDLE))
-    except Reject as error:
+    except Rejected as error:
         if error.reason.startswith("statement/"):
-            raise Reject("bundle/malformed", error.detail) from None
+            raise Rejected("bundle/malformed", error.detail) from None
         raise
 
 
 def _parse_bundle(value: object) -> RawEnvelope:
     bundle = Fields.of(value, "bundle")
     if bundle.text("mediaType") != MEDIA_TYPE:
-        raise Reject("bundle/media-type", f"the media type is not {MEDIA_TYPE}")
+        raise Rejected("bundle/media-type", f"the media type is not {MEDIA_TYPE}")
     material = bundle.inner("verificationMaterial")
     hint = material.inner("publicKey")
     hint.text_or_none("hint")
     hint.done()
     if material.items("tlogEntries"):
-        raise Reject("bundle/malformed", "log entries are not supported")
+        raise Rejected("bundle/malformed", "log entries are not supported")
     material.done()
     inner = bundle.inner("dsseEnvelope")
     payload, payload_type = inner.raw("payload"), inner.raw("payloadType")
     if not isinstance(payload, str) or not isinstance(payload_type, str):
-        raise Reject("bundle/malformed", "payload or payloadType is not a text")
+        raise Rejected("bundle/malformed", "payload or payloadType is not a text")
     items = inner.items("signatures")
     if not 0 < len(items) <= MOST_SIGNATURES:
-        raise Reject("bundle/signatures", f"{len(items)} signatures; 1 to {MOST_SIGNATURES} pass")
+        raise Rejected("bundle/signatures", f"{len(items)} signatures; 1 to {MOST_SIGNATURES} pass")
     signatures: list[tuple[str, str | None]] = []
     for item in items:
         record = Fields.of(item, "signature")
         keyid = record.raw("keyid")
         if keyid is not None and not isinstance(keyid, str):
-            raise Reject("bundle/malformed", "keyid is not a text")
+            raise Rejected("bundle/malformed", "keyid is not a text")
         signatures.append((record.text("sig"), keyid))
         record.done()
     inner.done()

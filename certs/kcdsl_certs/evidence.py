@@ -12,7 +12,7 @@ from typing import Any
 from kcdsl_certs.clauses import CertifiedClause, Verdict
 from kcdsl_certs.fields import Fields, plain_name
 from kcdsl_certs.manifest import open_regular
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import LARGEST_DOCUMENT, loose_load
 from kcdsl_certs.triple import Triple
 from kcdsl_certs.verdicts import MEASURED
@@ -44,7 +44,7 @@ class EvidenceFile:
         fields = Fields.of(value, "predicate.evidence")
         role = fields.text("role")
         if role not in ROLES:
-            raise Reject("statement/malformed", f"predicate.evidence: there is no role {role!r}")
+            raise Rejected("statement/malformed", f"predicate.evidence: there is no role {role!r}")
         path = plain_name(fields.text("path"), "predicate.evidence.path")
         file = EvidenceFile(role, path, fields.sha256("digest"))
         fields.done()
@@ -55,15 +55,15 @@ def refuse_unnamed(clauses: tuple[CertifiedClause, ...], files: tuple[EvidenceFi
     """Refuse measured results that do not name what they rest on, and a file named twice."""
     names = [file.path for file in files]
     if len(set(names)) != len(names):
-        raise Reject("evidence/duplicate", "one file is named twice as evidence")
+        raise Rejected("evidence/duplicate", "one file is named twice as evidence")
     once = [file.role for file in files if file.role != "counterexample"]
     if len(set(once)) != len(once):
-        raise Reject("evidence/duplicate", "two files are named as one kind of evidence")
+        raise Rejected("evidence/duplicate", "two files are named as one kind of evidence")
     measured = [clause.label for clause in clauses if clause.method in MEASURED]
     lacking = [role for role in NEEDED if role not in once]
     if measured and lacking:
         detail = f"{measured[0]} is measured, and no {' and no '.join(lacking)} is named"
-        raise Reject("evidence/unnamed", detail)
+        raise Rejected("evidence/unnamed", detail)
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Evidence:
     _documents: dict[str, bytes] = field(default_factory=dict)
 
     def examine(self, files: tuple[EvidenceFile, ...]) -> None:
-        """Hash every file; what is missing is noted. Raises Reject where one was changed."""
+        """Hash every file; what is missing is noted. Raises Rejected where one was changed."""
         for file in files:
             path = self.folder / file.path
             if not path.is_file():
@@ -85,7 +85,7 @@ class Evidence:
             digest, data = _read(path, kept)
             if digest != file.sha256:
                 detail = f"{file.path} is not the {file.role} that was signed"
-                raise Reject("evidence/digest-mismatch", detail)
+                raise Rejected("evidence/digest-mismatch", detail)
             if kept:
                 self._documents[file.role] = data
 
@@ -103,19 +103,19 @@ def _read(path: Path, kept: bool) -> tuple[str, bytes]:
                 found.update(chunk)
                 size += len(chunk)
                 if kept and size > LARGEST_DOCUMENT:
-                    raise Reject("evidence/too-large", f"{path.name}: {LARGEST_DOCUMENT} bytes")
+                    raise Rejected("evidence/too-large", f"{path.name}: {LARGEST_DOCUMENT} bytes")
                 if kept:
                     parts.append(chunk)
     except OSError as error:
-        raise Reject("evidence/unreadable", f"{path.name}: {error.strerror or error}") from None
+        raise Rejected("evidence/unreadable", f"{path.name}: {error.strerror or error}") from None
     return found.hexdigest(), b"".join(parts)
 
 
 def compare(evidence: Evidence, clauses: tuple[CertifiedClause, ...], triple: Triple) -> list[str]:
     """Compare what the documents say with the statement; return what was compared, in words.
 
-    Raises Reject where the fingerprints are of other kernels, the report is of another contract, or
-    a measured result does not stand in it.
+    Raises Rejected where the fingerprints are of other kernels, the report is of another contract,
+    or a measured result does not stand in it.
     """
     said = []
     kernels = evidence.document("kernels")
@@ -133,7 +133,7 @@ def _compare_kernels(document: Any, triple: Triple) -> None:
     fields = Fields.of(document, "kernels")
     stated = {"train": triple.train.fingerprint, "infer": triple.infer.fingerprint}
     if fields.text("schema") != _KERNELS or {r: fields.raw(r) for r in stated} != stated:
-        raise Reject(
+        raise Rejected(
             "evidence/kernels-mismatch", "the kernels that ran are not those of the triple"
         )
 
@@ -142,14 +142,14 @@ def _compare_report(document: Any, clauses: tuple[CertifiedClause, ...], triple:
     fields = Fields.of(document, "report")
     digest = fields.inner("contract").raw("digest")
     if fields.text("schema") != _REPORT or digest != f"sha256:{triple.contract.digest}":
-        raise Reject("evidence/report-mismatch", "the report is about another contract")
+        raise Rejected("evidence/report-mismatch", "the report is about another contract")
     rows = [Fields.of(row, "report.clauses").record for row in fields.items("clauses")]
     measured = [clause for clause in clauses if clause.method in MEASURED]
     for clause in measured:
         own = [r for r in rows if (r.get("clause"), r.get("slice")) == (clause.id, clause.slice)]
         if not any(_is_of(row, clause) for row in own):
             detail = f"{clause.label} {clause.quantity} does not stand in the report"
-            raise Reject("evidence/report-mismatch", detail)
+            raise Rejected("evidence/report-mismatch", detail)
     return len(measured)
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _LONGEST_TEXT = 20_000
@@ -24,15 +24,15 @@ class Fields:
     def of(value: Any, place: str) -> Fields:
         """Wrap a JSON object."""
         if not isinstance(value, dict):
-            raise Reject("statement/malformed", f"{place} is not an object")
+            raise Rejected("statement/malformed", f"{place} is not an object")
         return Fields(value, place)
 
     def _take(self, name: str) -> Any:
         self.taken.add(name)
         return self.record.get(name)
 
-    def _fail(self, name: str, what: str) -> Reject:
-        return Reject("statement/malformed", f"{self.place}.{name} is not {what}")
+    def _fail(self, name: str, what: str) -> Rejected:
+        return Rejected("statement/malformed", f"{self.place}.{name} is not {what}")
 
     def text(self, name: str) -> str:
         """Return a text that is not empty."""
@@ -100,18 +100,18 @@ class Fields:
         """Refuse fields that nobody asked for: they could narrow what the rest says."""
         unknown = sorted(self.record.keys() - self.taken)
         if unknown:
-            raise Reject("statement/unknown-field", f"{self.place} has {', '.join(unknown)}")
+            raise Rejected("statement/unknown-field", f"{self.place} has {', '.join(unknown)}")
 
 
 def plain_name(path: str, place: str) -> str:
     """Return the name of a file beside the certificate; refuse any other path."""
     if path in (".", "..") or any(mark in path for mark in ("/", "\\", "\0", ":")):
-        raise Reject("statement/malformed", f"{place} is not a plain file name")
+        raise Rejected("statement/malformed", f"{place} is not a plain file name")
     return path
 
 
 def sha256_of(value: Any, place: str) -> str:
     """Return a sha256 in lower-case hex."""
     if not isinstance(value, str) or _SHA256.fullmatch(value) is None:
-        raise Reject("statement/malformed", f"{place} has no sha256 in lower-case hex")
+        raise Rejected("statement/malformed", f"{place} has no sha256 in lower-case hex")
     return value

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kcdsl_certs.chain import METRICS, implied_bound, span_of_norm
 from kcdsl_certs.clauses import LOWER, UPPER, CertifiedClause, Evidence, Verdict, holds
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.requirements import Chain, RequiredClause
 
 LOGITS_BLOCK = "model"
@@ -28,7 +28,7 @@ def check_implied(
         return
     chain = next((c.chain for p in required.alternatives for c in p if c.is_of(clause)), None)
     if chain is None:
-        raise Reject("clause/not-rederivable", f"{clause.label} is not bounded by the chain")
+        raise Rejected("clause/not-rederivable", f"{clause.label} is not bounded by the chain")
     bounds = [
         bound
         for source in clauses
@@ -36,14 +36,14 @@ def check_implied(
     ]
     if not bounds:
         detail = f"{clause.label} follows from {clause.implied_by}, which is not proved here"
-        raise Reject("clause/implied-by-unproved", detail)
+        raise Rejected("clause/implied-by-unproved", detail)
     best = -min(bounds) if clause.op in LOWER else min(bounds)
     inside = clause.bound is not None and (
         best <= Fraction(clause.bound) if clause.op in UPPER else best >= Fraction(clause.bound)
     )
     if clause.op == "==" or not inside or not holds(best, clause.op, clause.tau):
         detail = f"{clause.label} states {clause.bound!r}, {float(best)!r} follows"
-        raise Reject("clause/implied-bound-not-confirmed", detail)
+        raise Rejected("clause/implied-bound-not-confirmed", detail)
 
 
 def _proves(source: CertifiedClause, clause: CertifiedClause, required: RequiredClause) -> bool:

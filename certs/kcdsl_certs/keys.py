@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from kcdsl_certs.edwards import is_strong_commitment, refuse_weak_key
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 _ECDSA = ec.ECDSA(hashes.SHA256())
 _LARGEST_PEM = 64 * 1024
@@ -33,7 +33,7 @@ class Algorithm(StrEnum):
 class PublicKey:
     """A public key in the one DER encoding of its SPKI; two are the same when these bytes are.
 
-    Raises Reject for another encoding, an algorithm that it is not of, and a weak point.
+    Raises Rejected for another encoding, an algorithm that it is not of, and a weak point.
     """
 
     spki: bytes
@@ -42,9 +42,9 @@ class PublicKey:
     def __post_init__(self) -> None:
         key = _public_object(self.spki)
         if _algorithm_of(key) is not self.algorithm:
-            raise Reject("key/algorithm-mismatch", f"the key is no {self.algorithm}")
+            raise Rejected("key/algorithm-mismatch", f"the key is no {self.algorithm}")
         if _spki(key) != self.spki:
-            raise Reject("key/encoding", "another spelling of the same key is canonical")
+            raise Rejected("key/encoding", "another spelling of the same key is canonical")
         if isinstance(key, ed25519.Ed25519PublicKey):
             refuse_weak_key(key.public_bytes_raw())
 
@@ -121,37 +121,37 @@ def ed25519_from_seed(seed: bytes) -> SigningKey:
 
 
 def load_private(pem: bytes, password: bytes | None = None) -> SigningKey:
-    """Read a private key from PEM; raises Reject with a `key/…` reason where that fails."""
+    """Read a private key from PEM; raises Rejected with a `key/…` reason where that fails."""
     _refuse_large(pem)
     try:
         key = serialization.load_pem_private_key(pem, password)
     except TypeError as error:
         reason = "key/password-missing" if password is None else "key/password-superfluous"
-        raise Reject(reason, str(error)) from None
+        raise Rejected(reason, str(error)) from None
     except (ValueError, UnsupportedAlgorithm) as error:
         if password is not None and b"ENCRYPTED" in pem:
-            raise Reject("key/password-wrong", "the password does not open this key") from None
-        raise Reject("key/unreadable", f"not a PEM private key ({error})") from None
+            raise Rejected("key/password-wrong", "the password does not open this key") from None
+        raise Rejected("key/unreadable", f"not a PEM private key ({error})") from None
     return _signing_key(key)
 
 
 def load_public(pem: bytes) -> PublicKey:
-    """Read a public key from PEM; raises Reject with a `key/…` reason where that fails."""
+    """Read a public key from PEM; raises Rejected with a `key/…` reason where that fails."""
     _refuse_large(pem)
     if b"PRIVATE KEY" in pem:
-        raise Reject("key/private-given", "this is a private key; give the public one (.pub)")
+        raise Rejected("key/private-given", "this is a private key; give the public one (.pub)")
     if pem.count(b"-----BEGIN") > 1:
-        raise Reject("key/several", "the file holds more than one key; give one file per key")
+        raise Rejected("key/several", "the file holds more than one key; give one file per key")
     try:
         key = serialization.load_pem_public_key(pem)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise Reject("key/unreadable", f"not a PEM public key ({error})") from None
+        raise Rejected("key/unreadable", f"not a PEM public key ({error})") from None
     return _public_key(key)
 
 
 def _refuse_large(pem: bytes) -> None:
     if len(pem) > _LARGEST_PEM:
-        raise Reject("key/unreadable", f"{len(pem)} bytes is no PEM key")
+        raise Rejected("key/unreadable", f"{len(pem)} bytes is no PEM key")
 
 
 def _signing_key(key: object) -> SigningKey:
@@ -159,7 +159,7 @@ def _signing_key(key: object) -> SigningKey:
         case ec.EllipticCurvePrivateKey() | ed25519.Ed25519PrivateKey():
             return SigningKey(key, _public_key(key.public_key()))
         case _:
-            raise Reject("key/unsupported", _SUPPORTED)
+            raise Rejected("key/unsupported", _SUPPORTED)
 
 
 def _public_key(key: object) -> PublicKey:
@@ -178,12 +178,12 @@ def _algorithm_of(key: object) -> Algorithm:
         case ed25519.Ed25519PublicKey():
             return Algorithm.ED25519
         case _:
-            raise Reject("key/unsupported", _SUPPORTED)
+            raise Rejected("key/unsupported", _SUPPORTED)
 
 
 def _spki(key: object) -> bytes:
     if not isinstance(key, _PublicObject):
-        raise Reject("key/unsupported", _SUPPORTED)
+        raise Rejected("key/unsupported", _SUPPORTED)
     return key.public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -193,9 +193,9 @@ def _public_object(spki: bytes) -> _PublicObject:
     try:
         key = serialization.load_der_public_key(spki)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise Reject("key/unreadable", f"not an SPKI public key ({error})") from None
+        raise Rejected("key/unreadable", f"not an SPKI public key ({error})") from None
     if not isinstance(key, _PublicObject):
-        raise Reject("key/unsupported", _SUPPORTED)
+        raise Rejected("key/unsupported", _SUPPORTED)
     return key
 
 
@@ -243,11 +243,11 @@ class TrustPolicy:
     def __post_init__(self) -> None:
         distinct = {k.key.spki for k in self.keys}
         if len(distinct) != len(self.keys):
-            raise Reject("policy/duplicate-key", "the same public key is listed twice")
+            raise Rejected("policy/duplicate-key", "the same public key is listed twice")
         if self.threshold < 1:
-            raise Reject("policy/threshold", f"a threshold of {self.threshold} accepts anything")
+            raise Rejected("policy/threshold", f"a threshold of {self.threshold} accepts anything")
         if self.threshold > len(distinct):
-            raise Reject(
+            raise Rejected(
                 "policy/threshold",
                 f"the threshold is {self.threshold}, the number of trusted keys {len(distinct)}",
             )

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kcdsl_certs.canonical import canonical_digest
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 SCHEMA = "kcdsl.checkpoint-manifest/1"
 _CHUNK = 1 << 20
@@ -66,7 +66,7 @@ class Manifest:
 def build_manifest(checkpoint: Path) -> Manifest:
     """Hash a checkpoint file, or every file below a checkpoint folder (nothing is ignored).
 
-    Raises Reject: `checkpoint/symlink`, `checkpoint/special-file`, `checkpoint/hardlink` (two
+    Raises Rejected: `checkpoint/symlink`, `checkpoint/special-file`, `checkpoint/hardlink` (two
     names of one file), `checkpoint/name` (one that cannot be read safely, or two that differ in
     case alone), `checkpoint/empty`, `checkpoint/sparse` (a file that is almost all hole),
     `checkpoint/changed` (a file was changed, added or replaced meanwhile). Raises OSError where a
@@ -78,35 +78,35 @@ def build_manifest(checkpoint: Path) -> Manifest:
     for name, path in found:
         resource, identity = _hash_file(path, name)
         if identity in seen:
-            raise Reject("checkpoint/hardlink", f"{seen[identity]} and {name} are one file")
+            raise Rejected("checkpoint/hardlink", f"{seen[identity]} and {name} are one file")
         seen[identity] = name
         resources.append(resource)
     if files_of(checkpoint) != found:
-        raise Reject("checkpoint/changed", f"{_said(checkpoint.name)} changed while it was read")
+        raise Rejected("checkpoint/changed", f"{_said(checkpoint.name)} changed while it was read")
     return Manifest(tuple(resources))
 
 
 def files_of(checkpoint: Path) -> list[tuple[str, Path]]:
     """Return the files of a checkpoint with their names, in component order; nothing is read.
 
-    Raises Reject as `build_manifest` does, for what can be told without reading.
+    Raises Rejected as `build_manifest` does, for what can be told without reading.
     """
     mode = os.lstat(checkpoint).st_mode
     if stat.S_ISLNK(mode):
-        raise Reject("checkpoint/symlink", f"{_said(checkpoint.name)} is a symbolic link")
+        raise Rejected("checkpoint/symlink", f"{_said(checkpoint.name)} is a symbolic link")
     if stat.S_ISDIR(mode):
         pairs = [(_name(path, checkpoint), path) for path in _walk(checkpoint)]
     elif stat.S_ISREG(mode):
         pairs = [(_checked_name(checkpoint.name), checkpoint)]
     else:
-        raise Reject("checkpoint/special-file", f"{_said(checkpoint.name)} is no regular file")
+        raise Rejected("checkpoint/special-file", f"{_said(checkpoint.name)} is no regular file")
     if not pairs:
-        raise Reject("checkpoint/empty", f"{_said(checkpoint.name)} holds no file")
+        raise Rejected("checkpoint/empty", f"{_said(checkpoint.name)} holds no file")
     once: dict[str, str] = {}
     for name, _ in pairs:
         same = once.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
         if same != name:
-            raise Reject("checkpoint/name", f"{same} and {name} are one name on some systems")
+            raise Rejected("checkpoint/name", f"{same} and {name} are one name on some systems")
     return sorted(pairs, key=lambda pair: PurePosixPath(pair[0]))
 
 
@@ -115,13 +115,13 @@ def _walk(folder: Path) -> list[Path]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_symlink():
-                raise Reject("checkpoint/symlink", f"{_said(entry.name)} is a symbolic link")
+                raise Rejected("checkpoint/symlink", f"{_said(entry.name)} is a symbolic link")
             if entry.is_dir(follow_symlinks=False):
                 found.extend(_walk(Path(entry.path)))
             elif entry.is_file(follow_symlinks=False):
                 found.append(Path(entry.path))
             else:
-                raise Reject("checkpoint/special-file", f"{_said(entry.name)} is no regular file")
+                raise Rejected("checkpoint/special-file", f"{_said(entry.name)} is no regular file")
     return found
 
 
@@ -134,9 +134,9 @@ def _checked_name(part: str) -> str:
     try:
         part.encode("utf-8")
     except UnicodeEncodeError:
-        raise Reject("checkpoint/name", f"{_said(part)} is not UTF-8") from None
+        raise Rejected("checkpoint/name", f"{_said(part)} is not UTF-8") from None
     if part in ("", ".", "..") or "/" in part or not part.isprintable():
-        raise Reject("checkpoint/name", f"{_said(part)} is not a plain file name")
+        raise Rejected("checkpoint/name", f"{_said(part)} is not a plain file name")
     return part
 
 
@@ -148,7 +148,7 @@ def _hash_file(path: Path, name: str) -> tuple[Resource, tuple[int, int]]:
     with open_regular(path, "checkpoint/special-file", links=False) as file:
         before = os.fstat(file.fileno())
         if _is_hollow(file.fileno(), before):
-            raise Reject("checkpoint/sparse", f"{name} is almost all hole")
+            raise Rejected("checkpoint/sparse", f"{name} is almost all hole")
         digest, size = hashlib.sha256(), 0
         while size <= before.st_size and (chunk := file.read(_CHUNK)):
             digest.update(chunk)
@@ -156,7 +156,7 @@ def _hash_file(path: Path, name: str) -> tuple[Resource, tuple[int, int]]:
         after = os.fstat(file.fileno())
     now = os.lstat(path)  # the name may lead to another file by now
     if size != before.st_size or len({_identity(found) for found in (before, after, now)}) > 1:
-        raise Reject("checkpoint/changed", f"{name} changed while it was read")
+        raise Rejected("checkpoint/changed", f"{name} changed while it was read")
     return Resource(name, size, digest.hexdigest()), (before.st_dev, before.st_ino)
 
 
@@ -185,7 +185,7 @@ def _is_hollow(descriptor: int, found: os.stat_result) -> bool:
 
 
 def open_regular(path: Path, reason: str, *, links: bool = True) -> BufferedReader:
-    """Open a regular file to read; raises Reject with `reason` for a pipe, a device or a folder.
+    """Open a regular file to read; raises Rejected with `reason` for a pipe, a device or a folder.
 
     Nothing is waited for, and with `links` false a symbolic link is refused, as
     `checkpoint/symlink`. Raises OSError where the file cannot be opened.
@@ -197,14 +197,14 @@ def open_regular(path: Path, reason: str, *, links: bool = True) -> BufferedRead
         descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ELOOP and not links:
-            raise Reject("checkpoint/symlink", f"{_said(path.name)} is a symbolic link") from None
+            raise Rejected("checkpoint/symlink", f"{_said(path.name)} is a symbolic link") from None
         if os.path.isdir(path):
-            raise Reject(reason, f"{_said(path.name)} is no regular file") from None
+            raise Rejected(reason, f"{_said(path.name)} is no regular file") from None
         raise
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")
     os.close(descriptor)
-    raise Reject(reason, f"{_said(path.name)} is no regular file")
+    raise Rejected(reason, f"{_said(path.name)} is no regular file")
 
 
 def plain_path(path: Path) -> Path:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl_certs.keys import LONGEST_VALIDITY, PublicKey, TrustedKey, TrustPolicy, load_public
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.statement import PREDICATE_TYPE, STAGES
 from kcdsl_certs.strict import parse_time, time_text
 from kcdsl_certs.transfer import TRANSFER_TYPE
@@ -138,7 +138,7 @@ def trust(
 
     `keys` chooses among those of the policy; each keeps the limits that the policy sets for it, and
     one that the policy does not list has its general limits. `threshold` may raise that of the
-    policy. `revocations` are files that add to what is revoked. Raises Reject.
+    policy. `revocations` are files that add to what is revoked. Raises Rejected.
     """
     base = policy or Policy(Path(), "")
     listed = {record.key.spki: record for record in base.keys}
@@ -153,9 +153,9 @@ def trust(
                 outside.append(record.name)
             chosen = (*chosen, record)
     if not chosen:
-        raise Reject("policy/no-key", "no key is trusted, so no certificate can be")
+        raise Rejected("policy/no-key", "no key is trusted, so no certificate can be")
     if threshold is not None and policy is not None and threshold < base.threshold:
-        raise Reject(
+        raise Rejected(
             "policy/threshold",
             f"--threshold {threshold} is below the {base.threshold} that the policy demands",
         )
@@ -177,13 +177,13 @@ def trust(
 
 
 def read_policy(path: Path) -> Policy:
-    """Read a policy (TOML), paths in it relative to its folder; raises Reject."""
+    """Read a policy (TOML), paths in it relative to its folder; raises Rejected."""
     with _naming(path):
         table, digest = _table(path)
         _refuse_unknown(table, _OPTIONS)
         keys = table.get("trusted-keys", [])
         if not isinstance(keys, list):
-            raise Reject("policy/malformed", "`trusted-keys` is a list of paths and tables")
+            raise Rejected("policy/malformed", "`trusted-keys` is a list of paths and tables")
         found = Policy(path, digest, tuple(_key(entry, path.parent) for entry in keys))
         if "threshold" in table:
             found = dataclasses.replace(found, threshold=_count(table["threshold"]))
@@ -192,7 +192,7 @@ def read_policy(path: Path) -> Policy:
         if "refuse-suppressions" in table:
             strict = table["refuse-suppressions"]
             if not isinstance(strict, bool):
-                raise Reject("policy/malformed", "`refuse-suppressions` is true or false")
+                raise Rejected("policy/malformed", "`refuse-suppressions` is true or false")
             found = dataclasses.replace(found, refuse_suppressions=strict)
         relaxed, required = (frozenset(_words(table, name, PARTS) or ()) for name in _PARTS)
         found = dataclasses.replace(found, relaxed_parts=relaxed, required_parts=required)
@@ -201,34 +201,34 @@ def read_policy(path: Path) -> Policy:
 
 
 def read_revocations(path: Path) -> tuple[frozenset[str], frozenset[str]]:
-    """Read the revoked certificates and keys of a file with these two lists; raises Reject."""
+    """Read the revoked certificates and keys of a file with these two lists; raises Rejected."""
     with _naming(path):
         table, _ = _table(path)
         _refuse_unknown(table, _REVOKED)
         if not table:
-            raise Reject("policy/malformed", f"it has none of {', '.join(_REVOKED)}")
+            raise Rejected("policy/malformed", f"it has none of {', '.join(_REVOKED)}")
         return _revocations(table)
 
 
 def load_key(path: Path) -> PublicKey:
-    """Read a public key; raises Reject."""
+    """Read a public key; raises Rejected."""
     with _naming(path):
         return load_public(read_limited(path, _LARGEST_KEY))
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file; raises Reject for another one, or one that is larger."""
+    """Return the bytes of a regular file; raise Rejected for another one, or a larger one."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise Reject("file/not-regular", "it is no regular file")
+                raise Rejected("file/not-regular", "it is no regular file")
             data = stream.read(limit + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no name of a file"
-        raise Reject("file/unreadable", f"it cannot be read: {reason}") from None
+        raise Rejected("file/unreadable", f"it cannot be read: {reason}") from None
     if len(data) > limit:
-        raise Reject("file/size", f"it has more than {limit} bytes")
+        raise Rejected("file/size", f"it has more than {limit} bytes")
     return data
 
 
@@ -242,8 +242,8 @@ class _naming:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Reject):
-            raise Reject(error.reason, f"{self.path}: {error.detail}") from None
+        if isinstance(error, Rejected):
+            raise Rejected(error.reason, f"{self.path}: {error.detail}") from None
 
 
 def _table(path: Path) -> tuple[dict[str, Any], str]:
@@ -251,7 +251,7 @@ def _table(path: Path) -> tuple[dict[str, Any], str]:
     try:
         table = tomllib.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # also integers that Python does not read
-        raise Reject("policy/malformed", f"no TOML: {error}") from None
+        raise Rejected("policy/malformed", f"no TOML: {error}") from None
     return _dashed(table), hashlib.sha256(data).hexdigest()
 
 
@@ -260,7 +260,7 @@ def _dashed(table: dict[str, Any]) -> dict[str, Any]:
     names = [name.replace("_", "-") for name in table]
     for name in names:
         if names.count(name) > 1:
-            raise Reject("policy/malformed", f"`{name}` is written twice, with `-` and with `_`")
+            raise Rejected("policy/malformed", f"`{name}` is written twice, with `-` and with `_`")
     return dict(zip(names, table.values(), strict=True))
 
 
@@ -268,18 +268,18 @@ def _refuse_unknown(table: dict[str, Any], known: Sequence[str]) -> None:
     for name in sorted(table.keys() - set(known)):
         close = get_close_matches(name, known, n=1)
         way_out = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(known)}"
-        raise Reject("policy/unknown", f"there is no `{name}`; {way_out}")
+        raise Rejected("policy/unknown", f"there is no `{name}`; {way_out}")
 
 
 def _key(entry: Any, folder: Path) -> TrustedKey:
     record = {"path": entry} if isinstance(entry, str) else entry
     if not isinstance(record, dict) or not isinstance(record.get("path"), str):
-        raise Reject("policy/malformed", "a trusted key is a path or a table with `path`")
+        raise Rejected("policy/malformed", "a trusted key is a path or a table with `path`")
     record = _dashed(record)
     _refuse_unknown(record, _OF_A_KEY)
     key = load_key(folder / record["path"])
     if "sha256" in record and _fingerprint(record["sha256"]) != key.fingerprint:
-        raise Reject("policy/other-key", f"{record['path']} is not the key of `sha256`")
+        raise Rejected("policy/other-key", f"{record['path']} is not the key of `sha256`")
     roles = frozenset(ROLES[name] for name in _words(record, "roles", ROLES) or ROLES)
     stages = _words(record, "stages", STAGES)
     return TrustedKey(
@@ -298,7 +298,7 @@ def _words(record: dict[str, Any], name: str, known: Any) -> list[str] | None:
     words = record[name]
     known_words = isinstance(words, list) and all(isinstance(w, str) and w in known for w in words)
     if not isinstance(words, list) or not words or not known_words:
-        raise Reject("policy/malformed", f"`{name}` is a list with any of {', '.join(known)}")
+        raise Rejected("policy/malformed", f"`{name}` is a list with any of {', '.join(known)}")
     return words
 
 
@@ -307,21 +307,21 @@ def _moment(record: dict[str, Any], name: str) -> datetime | None:
         return None
     try:
         return parse_time(str(record[name]))
-    except Reject as error:
-        raise Reject("policy/malformed", f"`{name}`: {error.detail}") from None
+    except Rejected as error:
+        raise Rejected("policy/malformed", f"`{name}`: {error.detail}") from None
 
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise Reject("policy/malformed", "`threshold` is an integer")
+        raise Rejected("policy/malformed", "`threshold` is an integer")
     if value < 1:
-        raise Reject("policy/threshold", f"a threshold of {value} accepts anything")
+        raise Rejected("policy/threshold", f"a threshold of {value} accepts anything")
     return value
 
 
 def _days(value: Any) -> timedelta:
     if not isinstance(value, str) or _DAYS.fullmatch(value) is None:
-        raise Reject("policy/malformed", '`max-validity` is a number of days, such as "180d"')
+        raise Rejected("policy/malformed", '`max-validity` is a number of days, such as "180d"')
     return timedelta(days=int(value[:-1]))
 
 
@@ -333,7 +333,7 @@ def _revocations(table: dict[str, Any]) -> tuple[frozenset[str], frozenset[str]]
 def _digests(table: dict[str, Any], name: str) -> Iterator[str]:
     values = table.get(name, [])
     if not isinstance(values, list):
-        raise Reject("policy/malformed", f"`{name}` is a list of sha256 digests")
+        raise Rejected("policy/malformed", f"`{name}` is a list of sha256 digests")
     for value in values:
         yield _fingerprint(value)
 
@@ -350,4 +350,4 @@ def _fingerprint(value: Any) -> str:
             raw = b""
         if len(raw) == 32:
             return raw.hex()
-    raise Reject("policy/malformed", f"{value!r} is no sha256, in hex or in base64")
+    raise Rejected("policy/malformed", f"{value!r} is no sha256, in hex or in base64")

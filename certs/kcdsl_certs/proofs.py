@@ -17,7 +17,7 @@ from kcdsl_certs.clauses import LOWER, UPPER, CertifiedClause, Evidence, Verdict
 from kcdsl_certs.fields import Fields, sha256_of
 from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.reals import parse_hex, parse_real, real_text
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import strict_base64, strict_load
 from kcdsl_certs.triple import Triple
 
@@ -71,25 +71,27 @@ class Rederivation(Protocol):
 def load_proof(folder: Path, clause: CertifiedClause) -> bytes:
     """Return the proof object of a clause from the certificate's folder; the digest decides.
 
-    Raises Reject `proof/missing`, `proof/too-large` or `proof/digest-mismatch`.
+    Raises Rejected `proof/missing`, `proof/too-large` or `proof/digest-mismatch`.
     """
     if clause.proof is None:
-        raise Reject("proof/missing", f"{clause.label} names no proof")
+        raise Rejected("proof/missing", f"{clause.label} names no proof")
     path = folder / clause.proof.path
     if not path.is_file():
         detail = f"{clause.label}: there is no file {clause.proof.path} beside the certificate"
-        raise Reject("proof/missing", detail)
+        raise Rejected("proof/missing", detail)
     try:
         with open_regular(path, "proof/missing") as file:
             proof = file.read(LARGEST_PROOF + 1)
     except OSError as error:
         detail = f"{clause.label}: {clause.proof.path} ({error.strerror or error})"
-        raise Reject("proof/missing", detail) from None
+        raise Rejected("proof/missing", detail) from None
     if len(proof) > LARGEST_PROOF:
-        raise Reject("proof/too-large", f"{clause.proof.path} is larger than {LARGEST_PROOF} bytes")
+        raise Rejected(
+            "proof/too-large", f"{clause.proof.path} is larger than {LARGEST_PROOF} bytes"
+        )
     if hashlib.sha256(proof).hexdigest() != clause.proof.digest:
         detail = f"{clause.label}: {clause.proof.path} is not the proof that was signed"
-        raise Reject("proof/digest-mismatch", detail)
+        raise Rejected("proof/digest-mismatch", detail)
     return proof
 
 
@@ -104,7 +106,7 @@ class PresentProofs:
         """Check one proof file; one that is not there is a failure."""
         try:
             bind(strict_load(load_proof(self.folder, clause), LARGEST_PROOF), clause, triple)
-        except Reject as error:
+        except Rejected as error:
             return ProofResult(Outcome.FAILED, error.reason, error.detail)
         detail = f"{clause.label}: what was signed, not re-derived (--recheck does)"
         return ProofResult(Outcome.NOT_RUN, "proof/not-rederived", detail)
@@ -122,7 +124,7 @@ class Rechecker:
         """Re-derive the proof of one clause."""
         try:
             return self._recheck(clause, triple)
-        except Reject as error:
+        except Rejected as error:
             return ProofResult(Outcome.FAILED, error.reason, error.detail)
         except ImportError as error:
             detail = f"{clause.label}: {error}; a recheck needs numpy"
@@ -139,7 +141,7 @@ class Rechecker:
             self._known[digest] = recheck(proof, self.checkpoint)
         outcome = self._known[digest]
         if outcome.ok is not True:
-            raise Reject(
+            raise Rejected(
                 "proof/not-confirmed", f"{clause.label}: {outcome.reason}: {outcome.detail}"
             )
         bind(strict_load(proof, LARGEST_PROOF), clause, triple)
@@ -157,17 +159,17 @@ def _rederived_bound(outcome: Rederivation, clause: CertifiedClause) -> str:
         shown = outcome.bound == "held" and clause.op in LOWER
         if not shown or clause.bound is None or not clause.bound <= SOME_MARGIN:
             detail = f"{clause.label}: a margin of {clause.bound!r} is stated, some margin is shown"
-            raise Reject("proof/bound-not-confirmed", detail)
+            raise Rejected("proof/bound-not-confirmed", detail)
         return "that nothing flips"
     if clause.op not in UPPER:
         detail = f"{clause.label}: the proof shows no lower bound"
-        raise Reject("proof/bound-not-confirmed", detail)
+        raise Rejected("proof/bound-not-confirmed", detail)
     bound = Fraction(parse_hex(outcome.bound))
     if clause.bound is None or bound > Fraction(clause.bound):
         detail = f"{clause.label}: {clause.bound!r} is stated, {float(bound)!r} is re-derived"
-        raise Reject("proof/bound-not-confirmed", detail)
+        raise Rejected("proof/bound-not-confirmed", detail)
     if clause.verdict is Verdict.PASSED and not holds(bound, clause.op, clause.tau):
-        raise Reject("proof/bound-not-confirmed", f"{clause.label}: it does not hold")
+        raise Rejected("proof/bound-not-confirmed", f"{clause.label}: it does not hold")
     return f"{float(bound):.6g}"
 
 
@@ -176,28 +178,28 @@ def bind(document: Any, clause: CertifiedClause, triple: Triple) -> None:
     proof = Fields.of(document, "proof")
     block, numerics = proof.text("block"), proof.inner("numerics")
     if block != clause.block:
-        raise Reject("proof/block-mismatch", f"{clause.label}: the proof is about {block}")
+        raise Rejected("proof/block-mismatch", f"{clause.label}: the proof is about {block}")
     for role, kernel in (("train", triple.train), ("infer", triple.infer)):
         stated = kernel.fingerprint.get("numerics")
         if stated is None or numerics.raw(role) != stated:
             detail = f"{clause.label}: the proof is about other numerics of the {role} kernel"
-            raise Reject("proof/numerics-mismatch", detail)
+            raise Rejected("proof/numerics-mismatch", detail)
     functional = proof.inner("functional")
     kind, k = functional.text("kind"), functional.integer("k")
     if not _speaks_of(clause.quantity, kind, block, k):
         detail = f"{clause.label}: the proof is about {kind}, not {clause.quantity}"
-        raise Reject("proof/functional-mismatch", detail)
+        raise Rejected("proof/functional-mismatch", detail)
     weights = proof.inner("checkpoint").raw("sha256")
     weights_digest = sha256_of(weights, "proof.checkpoint")
     if hashlib.sha256(bytes.fromhex(weights_digest)).hexdigest() != triple.checkpoint.root_digest:
-        raise Reject(
+        raise Rejected(
             "proof/checkpoint-mismatch", f"{clause.label}: the proof is about other weights"
         )
     _bind_regions(proof, clause)
     used = method_of(document)
     if clause.method != used:
         detail = f"{clause.label}: {clause.method} is stated, the proof uses {used}"
-        raise Reject("proof/method-mismatch", detail)
+        raise Rejected("proof/method-mismatch", detail)
 
 
 def method_of(document: Any) -> str:
@@ -222,11 +224,11 @@ def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
     wanted_kind = "" if clause.region is None else clause.region.partition("(")[0]
     if clause.region is None or kinds not in ({wanted_kind}, _WIDER.get(wanted_kind)):
         detail = f"{clause.label}: the proof is about {', '.join(sorted(kinds)) or 'nothing'}"
-        raise Reject("proof/region-mismatch", detail)
+        raise Rejected("proof/region-mismatch", detail)
     names = [case.text("name") for case in cases]
     if len(set(names)) != len(names) or len(names) != clause.n:
         detail = f"{clause.label}: {len(set(names))} regions are proved, {clause.n} are stated"
-        raise Reject("proof/region-mismatch", detail)
+        raise Rejected("proof/region-mismatch", detail)
     _bind_chances(cases, clause)
     if clause.weights is not None:
         _bind_weights(cases, clause, clause.weights)
@@ -239,7 +241,7 @@ def _bind_regions(proof: Fields, clause: CertifiedClause) -> None:
         data = strict_base64(case.inner("region").inner("radius").text("data"))
         if len(data) % 8 or not all(r >= wanted for (r,) in struct.iter_unpack("<d", data)):
             detail = f"{clause.label}: a ball of the proof is smaller than {clause.region}"
-            raise Reject("proof/region-mismatch", detail)
+            raise Rejected("proof/region-mismatch", detail)
 
 
 def _bind_chances(cases: list[Fields], clause: CertifiedClause) -> None:
@@ -251,10 +253,10 @@ def _bind_chances(cases: list[Fields], clause: CertifiedClause) -> None:
         known = clause.evidence is Evidence.PROBABILISTIC and clause.alpha is not None
         if not known or clause.alpha is None or clause.alpha < alpha:
             detail = f"{clause.label}: the proof holds but for a share {real_text(alpha)} of runs"
-            raise Reject("clause/evidence-overstated", detail)
+            raise Rejected("clause/evidence-overstated", detail)
         if not any(text.startswith(INDEPENDENT) for text in clause.assumptions):
             detail = f"{clause.label}: the proof takes roundings as independent"
-            raise Reject("clause/assumption-unnamed", detail)
+            raise Rejected("clause/assumption-unnamed", detail)
 
 
 def _bind_weights(cases: list[Fields], clause: CertifiedClause, rho: Fraction) -> None:
@@ -263,7 +265,7 @@ def _bind_weights(cases: list[Fields], clause: CertifiedClause, rho: Fraction) -
         stated = case.inner("region").text_or_none("weights")
         if stated is None or parse_real(stated) < rho:
             detail = f"{clause.label}: the proof is about weights within {stated or 0} of each"
-            raise Reject("proof/weights-mismatch", detail)
+            raise Rejected("proof/weights-mismatch", detail)
 
 
 def _bind_longest(cases: list[Fields], clause: CertifiedClause) -> None:
@@ -272,7 +274,7 @@ def _bind_longest(cases: list[Fields], clause: CertifiedClause) -> None:
     for case in cases:
         if stated is None or case.inner("region").integer("longest") < int(stated[1]):
             detail = f"{clause.label}: the proof is about shorter sequences than {clause.region}"
-            raise Reject("proof/region-mismatch", detail)
+            raise Rejected("proof/region-mismatch", detail)
 
 
 def _speaks_of(quantity: str, kind: str, block: str, k: int) -> bool:

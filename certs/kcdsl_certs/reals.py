@@ -9,7 +9,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decima
 from fractions import Fraction
 from typing import Any, Literal
 
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 Rounding = Literal["up", "down", "nearest"]
 
@@ -30,7 +30,7 @@ def parse_real(text: str) -> Fraction:
             return Fraction(text)
         if _RATIO.fullmatch(text) is not None:
             return Fraction(text)
-    raise Reject("number/malformed", f"{text[:40]!r} is not a decimal, a ratio or a hex float")
+    raise Rejected("number/malformed", f"{text[:40]!r} is not a decimal, a ratio or a hex float")
 
 
 def real_text(value: Fraction) -> str:
@@ -53,13 +53,15 @@ def real_text(value: Fraction) -> str:
 def parse_hex(text: str) -> float:
     """Return the double of a hexadecimal float in the spelling of `float.hex`; finite only."""
     if _HEX.fullmatch(text) is None:
-        raise Reject("number/malformed", f"{text[:40]!r} is not a hexadecimal float")
+        raise Rejected("number/malformed", f"{text[:40]!r} is not a hexadecimal float")
     try:
         value = float.fromhex(text)
     except OverflowError:
-        raise Reject("number/malformed", f"{text[:40]!r} is outside the doubles") from None
+        raise Rejected("number/malformed", f"{text[:40]!r} is outside the doubles") from None
     if value.hex() != text or text.startswith("-0x0.0p"):
-        raise Reject("number/not-canonical", f"{text!r} should be written {(value + 0.0).hex()!r}")
+        raise Rejected(
+            "number/not-canonical", f"{text!r} should be written {(value + 0.0).hex()!r}"
+        )
     return value
 
 
@@ -72,7 +74,7 @@ class Measured:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
-            raise Reject("number/not-finite", f"{self.value} is no evidence")
+            raise Rejected("number/not-finite", f"{self.value} is no evidence")
 
     @property
     def exact(self) -> Fraction:
@@ -90,12 +92,12 @@ class Measured:
     def from_json(record: Any, rounding: Rounding) -> Measured:
         """Read the two spellings; the decimal must be the outward rounding of the exact value."""
         if not (isinstance(record, dict) and record.keys() == {"decimal", "hex"}):
-            raise Reject("number/malformed", "a measured number has exactly decimal and hex")
+            raise Rejected("number/malformed", "a measured number has exactly decimal and hex")
         if not isinstance(record["hex"], str):
-            raise Reject("number/malformed", "a hexadecimal float is text")
+            raise Rejected("number/malformed", "a hexadecimal float is text")
         value = parse_hex(record["hex"])
         if record["decimal"] != decimal_text(value, rounding):
-            raise Reject(
+            raise Rejected(
                 "number/rounded-inwards",
                 f"{record['decimal']!r} should be {decimal_text(value, rounding)!r}",
             )

@@ -14,7 +14,7 @@ from kcdsl_certs.clauses import CertifiedClause, Verdict
 from kcdsl_certs.fields import Fields
 from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.proofs import LARGEST_PROOF, load_proof
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.rows import Row, Selected, SliceSource, read_rows, select
 from kcdsl_certs.strict import LARGEST_DOCUMENT, loose_load, strict_load
 from kcdsl_certs.verdicts import ATTACK, MEASURED
@@ -52,7 +52,7 @@ class Recount:
     _records: list[Mapping[str, Any]] | None = None
 
     def run(self, clauses: Iterable[CertifiedClause]) -> None:
-        """Count every result that is not implied; raises Reject `recount/…` for a difference."""
+        """Count every result that is not implied; raises Rejected `recount/…` for a difference."""
         for clause in clauses:
             if clause.implied_by is not None or clause.verdict is Verdict.INCONCLUSIVE:
                 continue
@@ -69,7 +69,7 @@ class Recount:
             return
         pin = {"data": self._digests[source.data], "where": source.where}
         if clause.slice_digest != canonical_digest(pin):
-            raise Reject("recount/slice-mismatch", f"{clause.label}: the slice is another one")
+            raise Rejected("recount/slice-mismatch", f"{clause.label}: the slice is another one")
         chosen = select(rows, source.where)
         if clause.proof is not None:
             self._proved(clause, source, chosen)
@@ -89,12 +89,14 @@ class Recount:
                 with open_regular(path, "recount/data") as file:
                     data = file.read(LARGEST_DOCUMENT + 1)
             except OSError as error:
-                raise Reject("recount/data", f"{source.data}: {error.strerror or error}") from None
+                raise Rejected(
+                    "recount/data", f"{source.data}: {error.strerror or error}"
+                ) from None
             if len(data) > LARGEST_DOCUMENT:
-                raise Reject("recount/data", f"{source.data} is too large")
+                raise Rejected("recount/data", f"{source.data} is too large")
             digest = hashlib.sha256(data).hexdigest()
             if self.inputs.get(source.data) != digest:
-                raise Reject("recount/data", f"{source.data} is not the data that was signed")
+                raise Rejected("recount/data", f"{source.data} is not the data that was signed")
             self._digests[source.data] = digest
             self._rows[key] = read_rows(data, source.tokens)
         return self._rows[key]
@@ -126,7 +128,7 @@ class Recount:
             known = other.tokens is not None and row.tokens is not None
             if known and other.tokens != row.tokens:
                 detail = f"{clause.label}: {name} and {other.id} are one case twice"
-                raise Reject("recount/case-repeated", detail)
+                raise Rejected("recount/case-repeated", detail)
             unknown += row.tokens is None
         if unknown:
             text = f"{clause.label}: tokens of {unknown} row(s), which need the model's tokenizer"
@@ -138,41 +140,43 @@ class Recount:
     ) -> None:
         """A box for each length of the slice's rows, or one of any length."""
         if not chosen.rows and not chosen.open:
-            raise Reject("recount/rows-missing", f"{clause.label}: the slice selects no row")
+            raise Rejected("recount/rows-missing", f"{clause.label}: the slice selects no row")
         lengths = {row.length for row in chosen.rows}
         if kind == "hull" and None not in lengths and not chosen.open:
             expected = sorted(f"hull-{length}" for length in lengths)
             if sorted(names) != expected:
                 detail = f"{clause.label}: boxes of {len(lengths)} lengths, {len(names)} are proved"
-                raise Reject("recount/rows-missing", detail)
+                raise Rejected("recount/rows-missing", detail)
             self._say(clause, f"{len(names)} box(es) for every length", chosen)
             return
         if kind == "rows" and len(names) != 1:
-            raise Reject("recount/rows-extra", f"{clause.label}: {len(names)} boxes of any length")
+            raise Rejected(
+                "recount/rows-extra", f"{clause.label}: {len(names)} boxes of any length"
+            )
         self._note(self.beyond, f"{clause.label}: which rows lie in its box(es)")
 
     def _attacked(self, clause: CertifiedClause, chosen: Selected) -> None:
         most = len(chosen.rows) + len(chosen.open)
         if clause.n is not None and clause.n > most:
-            raise Reject("recount/count", f"{clause.label}: {clause.n} of {most} rows")
+            raise Rejected("recount/count", f"{clause.label}: {clause.n} of {most} rows")
 
     def _same_names(
         self, clause: CertifiedClause, names: list[str], count: int, chosen: Selected, what: str
     ) -> None:
         """Every row of the slice is there once, and nothing else."""
         if len(names) != count or len(set(names)) != len(names):
-            raise Reject("recount/duplicate", f"{clause.label}: a {what} is there twice")
+            raise Rejected("recount/duplicate", f"{clause.label}: a {what} is there twice")
         found, sure = set(names), {row.id for row in chosen.rows}
         lacking = sorted(sure - found)
         if lacking or not names:
             shown = ", ".join(lacking[:3])
             detail = f"{clause.label}: no {what} of {len(lacking)} row(s) of the slice: {shown}"
-            raise Reject("recount/rows-missing", detail)
+            raise Rejected("recount/rows-missing", detail)
         stray = sorted(found - sure - {row.id for row in chosen.open})
         if stray:
             shown = ", ".join(stray[:3])
             detail = f"{clause.label}: {len(stray)} {what}(s) of no row of the slice: {shown}"
-            raise Reject("recount/rows-extra", detail)
+            raise Rejected("recount/rows-extra", detail)
 
     def _say(self, clause: CertifiedClause, what: str, chosen: Selected) -> None:
         rows = f"{len(chosen.rows)} row(s)"
@@ -194,14 +198,14 @@ class Recount:
             least, most = len(chosen.rows), len(chosen.rows) + len(chosen.open)
             if clause.n is None or not least <= clause.n <= most or clause.n == 0:
                 detail = f"{clause.label}: {clause.n} {clause.unit}, the slice has {least} rows"
-                raise Reject("recount/count", detail)
+                raise Rejected("recount/count", detail)
         if self.records is None:
             return
         own = [r for r in self._read_records() if clause.slice in _slices(r)]
         prefix = f"{source.data}:"
         names = [str(r.get("request")).removeprefix(prefix) for r in own]
         if not all(str(r.get("request")).startswith(prefix) for r in own):
-            raise Reject("recount/rows-extra", f"{clause.label}: a record of other data")
+            raise Rejected("recount/rows-extra", f"{clause.label}: a record of other data")
         self._same_names(clause, names, len(own), chosen, "record")
         self._units(clause, own)
         self._fields(clause, own)
@@ -218,13 +222,13 @@ class Recount:
             case "windows":
                 counted = {max(1, timed // _WINDOW)}
             case _:
-                raise Reject("recount/unit", f"{clause.label}: {clause.unit!r} is no unit here")
+                raise Rejected("recount/unit", f"{clause.label}: {clause.unit!r} is no unit here")
         if clause.n not in counted:
             found = " or ".join(map(str, sorted(counted)))
             detail = f"{clause.label}: {clause.n} {clause.unit} are stated, {found} are recorded"
-            raise Reject("recount/count", detail)
+            raise Rejected("recount/count", detail)
         if _is_timed(clause) and min(runs) == 0:
-            raise Reject("recount/rows-missing", f"{clause.label}: a row was never timed")
+            raise Rejected("recount/rows-missing", f"{clause.label}: a row was never timed")
 
     def _fields(self, clause: CertifiedClause, own: list[Mapping[str, Any]]) -> None:
         """The share of records that carry every field is counted again as well."""
@@ -235,10 +239,10 @@ class Recount:
         lacking = sum(any(record.get(name) in _EMPTY for name in names) for record in own)
         if lacking and clause.verdict is Verdict.PASSED and clause.is_hard:
             detail = f"{clause.label}: {lacking} record(s) lack a field"
-            raise Reject("recount/fields-missing", detail)
+            raise Rejected("recount/fields-missing", detail)
         if clause.exceed is not None and clause.exceed != lacking:
             detail = f"{clause.label}: {clause.exceed} without a field, {lacking} are recorded"
-            raise Reject("recount/count", detail)
+            raise Rejected("recount/count", detail)
 
     def _read_records(self) -> list[Mapping[str, Any]]:
         if self._records is None:
@@ -246,7 +250,7 @@ class Recount:
             records = [Fields.of(loose_load(line), "record").record for line in lines]
             keys = [record.get("request") for record in records]
             if len({str(key) for key in keys}) != len(keys):
-                raise Reject("recount/duplicate", "a request is recorded twice")
+                raise Rejected("recount/duplicate", "a request is recorded twice")
             self._records = list(records)
         return self._records
 
@@ -279,9 +283,9 @@ def _fits(clause: CertifiedClause, row: Row, region: Fields) -> None:
         return
     if "ids" in region.record:
         if list(row.tokens) != region.record["ids"]:
-            raise Reject("recount/case-mismatch", f"{clause.label}: {row.id} has other tokens")
+            raise Rejected("recount/case-mismatch", f"{clause.label}: {row.id} has other tokens")
         return
     shape = region.inner("centre").raw("shape")
     if not isinstance(shape, list) or not shape or shape[0] != len(row.tokens):
         detail = f"{clause.label}: {row.id} has {len(row.tokens)} tokens, its case has {shape!r}"
-        raise Reject("recount/case-mismatch", detail)
+        raise Rejected("recount/case-mismatch", detail)

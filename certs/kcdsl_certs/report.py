@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kcdsl_certs.proofs import Outcome
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.statement import Predicate
 
 STEPS = (
@@ -100,7 +100,7 @@ class Report:
         }
 
 
-def refused(step: str, rejection: Reject) -> Report:
+def refused(step: str, rejection: Rejected) -> Report:
     """Return the report of a verification that ended before it began, at this step."""
     return Report(Log([Check(step, Outcome.FAILED, rejection.reason, rejection.detail)]).finish())
 
@@ -129,7 +129,7 @@ class Log:
     def _outcome(self, name: str, step: Callable[[], str]) -> Check:
         try:
             return Check(name, Outcome.OK, "", step())
-        except Reject as error:
+        except Rejected as error:
             return Check(name, Outcome.FAILED, error.reason, error.detail)
         except NotRun as error:
             return Check(name, Outcome.NOT_RUN, error.reason, error.detail)

@@ -10,7 +10,7 @@ from typing import Any
 from kcdsl_certs.clauses import OPERATORS, CertifiedClause, Evidence, Verdict
 from kcdsl_certs.fields import Fields
 from kcdsl_certs.reals import parse_real, real_text
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.rows import SliceSource
 from kcdsl_certs.triple import Triple
 
@@ -124,7 +124,7 @@ class RequiredClause:
         fields = Fields.of(value, "clause")
         budget, evidence = fields.text_or_none("budget"), fields.text_or_none("evidence")
         if evidence is not None and evidence not in set(Evidence):
-            raise Reject("statement/malformed", f"{evidence!r} is no kind of evidence")
+            raise Rejected("statement/malformed", f"{evidence!r} is no kind of evidence")
         required = RequiredClause(
             id=fields.text("id"),
             slice=fields.text_or_none("slice"),
@@ -152,7 +152,7 @@ def _comparison(value: Any) -> Comparison:
     )
     fields.done()
     if comparison.op not in OPERATORS:
-        raise Reject("statement/malformed", f"{comparison.op!r} is no comparison")
+        raise Rejected("statement/malformed", f"{comparison.op!r} is no comparison")
     return comparison
 
 
@@ -178,10 +178,10 @@ class Expectation:
 
     @staticmethod
     def from_json(value: Any) -> Expectation:
-        """Read the document; raises Reject where it is not one."""
+        """Read the document; raises Rejected where it is not one."""
         fields = Fields.of(value, "expectation")
         if fields.text("schema") != SCHEMA:
-            raise Reject("expectation/malformed", f"the schema is not {SCHEMA}")
+            raise Rejected("expectation/malformed", f"the schema is not {SCHEMA}")
         inputs, slices = fields.inner("inputs"), fields.inner("slices")
         expectation = Expectation(
             Triple.from_json(fields.raw("triple")),

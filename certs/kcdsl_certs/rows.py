@@ -11,7 +11,7 @@ from typing import Any
 
 from kcdsl_certs.fields import Fields
 from kcdsl_certs.reals import parse_real
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 BYTES = "bytes"
 """The tokenizer that this package has: one token for each byte of UTF-8."""
@@ -74,16 +74,16 @@ class Selected:
 
 
 def read_rows(data: bytes, tokens: str) -> tuple[Row, ...]:
-    """Return the rows of a JSON-lines file; raises Reject `recount/rows` for anything unclear."""
+    """Return the rows of a JSON-lines file; raises Rejected `recount/rows` for anything unclear."""
     try:
         lines = data.decode("utf-8").split("\n")
     except UnicodeError:
-        raise Reject("recount/rows", "the data is not UTF-8") from None
+        raise Rejected("recount/rows", "the data is not UTF-8") from None
     rows = [_row(line, number, tokens) for number, line in enumerate(lines, 1) if line.strip()]
     known: set[str] = set()
     for row in rows:
         if row.id in known:
-            raise Reject("recount/rows", f"the id {row.id!r} is given twice")
+            raise Rejected("recount/rows", f"the id {row.id!r} is given twice")
         known.add(row.id)
     return tuple(rows)
 
@@ -98,8 +98,8 @@ def select(rows: Sequence[Row], where: Any) -> Selected:
 
 
 def _row(line: str, number: int, tokens: str) -> Row:
-    def refused(what: str) -> Reject:
-        return Reject("recount/rows", f"line {number} of the data {what}")
+    def refused(what: str) -> Rejected:
+        return Rejected("recount/rows", f"line {number} of the data {what}")
 
     try:
         record = json.loads(
@@ -170,7 +170,7 @@ def _holds(where: Any, row: Row) -> bool | None:
             return None if inner is None else not inner
         case {"field": str(name), "op": str(op), "value": value, **rest} if not rest:
             return _test(row, name, op, value)
-    raise Reject("recount/predicate", "a slice is selected in a way that is not known here")
+    raise Rejected("recount/predicate", "a slice is selected in a way that is not known here")
 
 
 def _test(row: Row, name: str, op: str, stated: Any) -> bool | None:
@@ -181,9 +181,9 @@ def _test(row: Row, name: str, op: str, stated: Any) -> bool | None:
     if isinstance(stated, dict) and stated.keys() == {"real"} and isinstance(stated["real"], str):
         value = parse_real(stated["real"])
     elif not isinstance(stated, str | bool):
-        raise Reject("recount/predicate", f"the field {name} is compared with no value")
+        raise Rejected("recount/predicate", f"the field {name} is compared with no value")
     if actual is None or type(actual) is not type(value):
-        raise Reject("recount/rows", f"the row {row.id} has no such field {name}")
+        raise Rejected("recount/rows", f"the row {row.id} has no such field {name}")
     return _compared(actual, op, value)
 
 
@@ -201,4 +201,4 @@ def _compared(left: Any, op: str, right: Any) -> bool:
             return bool(left > right)
         case ">=":
             return bool(left >= right)
-    raise Reject("recount/predicate", f"there is no comparison {op!r}")
+    raise Rejected("recount/predicate", f"there is no comparison {op!r}")

@@ -11,7 +11,7 @@ from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.clauses import CertifiedClause, Verdict
 from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.fields import Fields, sha256_of
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import parse_time, time_text
 from kcdsl_certs.triple import Triple
 from kcdsl_certs.verdicts import overall
@@ -166,11 +166,11 @@ def parse_predicate(value: Any) -> tuple[Predicate, Verdict]:
     fields = Fields.of(value, "predicate")
     stage = fields.text("stage")
     if stage not in STAGES:
-        raise Reject("statement/malformed", f"predicate.stage is {stage!r}")
+        raise Rejected("statement/malformed", f"predicate.stage is {stage!r}")
     try:
         stated = Verdict(fields.text("verdict"))
     except ValueError:
-        raise Reject("statement/malformed", "predicate.verdict is no verdict") from None
+        raise Rejected("statement/malformed", "predicate.verdict is no verdict") from None
     scope = fields.inner("scope")
     evaluator = fields.inner("evaluator")
     predicate = Predicate(
@@ -226,6 +226,8 @@ def _input(value: Any) -> Input:
     fields = Fields.of(value, "predicate.inputs")
     item = Input(fields.text("name"), fields.sha256("digest"))
     if not item.name.isprintable():
-        raise Reject("statement/malformed", f"the name {item.name!a} of an input is not printable")
+        raise Rejected(
+            "statement/malformed", f"the name {item.name!a} of an input is not printable"
+        )
     fields.done()
     return item

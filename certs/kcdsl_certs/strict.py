@@ -10,7 +10,7 @@ import re
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 LARGEST_INTEGER = 2**53 - 1
 DEEPEST_NESTING = 64
@@ -28,7 +28,7 @@ def strict_load(raw: bytes, limit: int) -> Any:
     lone surrogates, any encoding but UTF-8, a byte order mark, trailing data, deep nesting.
     """
     if len(raw) > limit:
-        raise Reject("json/size", f"{len(raw)} bytes, at most {limit} are read")
+        raise Rejected("json/size", f"{len(raw)} bytes, at most {limit} are read")
     try:
         text = raw.decode("utf-8")
         value = json.loads(
@@ -40,11 +40,11 @@ def strict_load(raw: bytes, limit: int) -> Any:
         )
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
-        raise Reject("json/nesting", "too deeply nested") from None
+        raise Rejected("json/nesting", "too deeply nested") from None
     except UnicodeError:
-        raise Reject("json/encoding", "not UTF-8, or a lone surrogate") from None
+        raise Rejected("json/encoding", "not UTF-8, or a lone surrogate") from None
     except ValueError as error:
-        raise Reject("json/syntax", str(error)) from None
+        raise Rejected("json/syntax", str(error)) from None
     _limit_nesting(value, DEEPEST_NESTING)
     return value
 
@@ -62,11 +62,11 @@ def loose_load(raw: bytes) -> Any:
             parse_float=_finite,
         )
     except RecursionError:
-        raise Reject("json/nesting", "too deeply nested") from None
+        raise Rejected("json/nesting", "too deeply nested") from None
     except UnicodeError:
-        raise Reject("json/encoding", "not UTF-8") from None
+        raise Rejected("json/encoding", "not UTF-8") from None
     except ValueError as error:
-        raise Reject("json/syntax", str(error)) from None
+        raise Rejected("json/syntax", str(error)) from None
     _limit_nesting(value, DEEPEST_NESTING)
     return value
 
@@ -74,7 +74,7 @@ def loose_load(raw: bytes) -> Any:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise Reject("json/float", f"{text[:40]} is not finite")
+        raise Rejected("json/float", f"{text[:40]} is not finite")
     return value
 
 
@@ -82,24 +82,24 @@ def _unique_pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for key, value in items:
         if key in record:
-            raise Reject("json/duplicate-key", f"the key {key!r} stands twice in one object")
+            raise Rejected("json/duplicate-key", f"the key {key!r} stands twice in one object")
         record[key] = value
     return record
 
 
 def _no_float(text: str) -> NoReturn:
-    raise Reject("json/float", f"{text[:40]} is a float or a constant; reals are written as text")
+    raise Rejected("json/float", f"{text[:40]} is a float or a constant; reals are written as text")
 
 
 def _integer(text: str) -> int:
     if text == "-0" or len(text) > 17 or abs(int(text)) > LARGEST_INTEGER:
-        raise Reject("json/integer", f"{text[:40]} is outside ±(2^53 - 1)")
+        raise Rejected("json/integer", f"{text[:40]} is outside ±(2^53 - 1)")
     return int(text)
 
 
 def _limit_nesting(value: Any, left: int) -> None:
     if left == 0:
-        raise Reject("json/nesting", f"more than {DEEPEST_NESTING} levels")
+        raise Rejected("json/nesting", f"more than {DEEPEST_NESTING} levels")
     match value:
         case dict():
             for part in value.values():
@@ -120,28 +120,28 @@ def strict_base64(text: str) -> bytes:
     elif _URL_SAFE.fullmatch(text) is not None:
         plain = text.replace("-", "+").replace("_", "/")
     else:
-        raise Reject("base64/alphabet", "not base64")
+        raise Rejected("base64/alphabet", "not base64")
     try:
         value = base64.b64decode(plain, validate=True)
     except binascii.Error as error:
-        raise Reject("base64/padding", str(error)) from None
+        raise Rejected("base64/padding", str(error)) from None
     if base64.b64encode(value).decode("ascii") != plain:
-        raise Reject("base64/not-canonical", "another spelling of the same bytes is canonical")
+        raise Rejected("base64/not-canonical", "another spelling of the same bytes is canonical")
     return value
 
 
 def parse_time(text: str) -> datetime:
     """Read `YYYY-MM-DDTHH:MM:SSZ` (RFC 3339, UTC, whole seconds); nothing else is accepted."""
     if _TIME.fullmatch(text) is None:
-        raise Reject("time/malformed", f"{text[:40]!r} is not of the form 2026-11-30T12:00:00Z")
+        raise Rejected("time/malformed", f"{text[:40]!r} is not of the form 2026-11-30T12:00:00Z")
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
     except ValueError as error:
-        raise Reject("time/malformed", str(error)) from None
+        raise Rejected("time/malformed", str(error)) from None
 
 
 def time_text(moment: datetime) -> str:
     """Write a time that knows its zone as `YYYY-MM-DDTHH:MM:SSZ`, cut to the second."""
     if moment.tzinfo is None:
-        raise Reject("time/no-zone", "a time without a zone does not say when it is")
+        raise Rejected("time/no-zone", "a time without a zone does not say when it is")
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Context, Decimal, DivisionByZero, InvalidOperation, Overflow
 from fractions import Fraction
 
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 _CONTEXT = Context(
     prec=50,
@@ -24,7 +24,7 @@ def lower_tail(k: int, n: int, p: Fraction) -> Decimal:
     The Clopper-Pearson upper limit at level α lies at or below p exactly when this is <= α.
     """
     if not (0 <= k <= n and 0 < p < 1) or n > _MOST_UNITS:
-        raise Reject("clause/counts", f"{k} of {n} at a rate of {p}")
+        raise Rejected("clause/counts", f"{k} of {n} at a rate of {p}")
     c = _CONTEXT
     one = c.divide(Decimal(p.numerator), Decimal(p.denominator))
     other = c.divide(Decimal(p.denominator - p.numerator), Decimal(p.denominator))

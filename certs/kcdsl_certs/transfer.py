@@ -17,7 +17,7 @@ from kcdsl_certs.canonical import canonical_json
 from kcdsl_certs.clauses import WIDEST, CertifiedClause, Verdict
 from kcdsl_certs.fields import Fields
 from kcdsl_certs.reals import Measured, parse_real, real_text
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.statement import (
     STAGES,
     STATEMENT_TYPE,
@@ -133,9 +133,9 @@ def parse_transfer(value: Any) -> Transfer:
     base, evaluator = fields.inner("base"), fields.inner("evaluator")
     path, stage = base.text("path"), fields.text("stage")
     if path in (".", "..") or any(mark in path for mark in ("/", "\\", "\0", ":")):
-        raise Reject("statement/malformed", "predicate.base.path is not a plain file name")
+        raise Rejected("statement/malformed", "predicate.base.path is not a plain file name")
     if stage not in STAGES:
-        raise Reject("statement/malformed", f"predicate.stage is {stage!r}")
+        raise Rejected("statement/malformed", f"predicate.stage is {stage!r}")
     transfer = Transfer(
         triple=Triple.from_json(fields.raw("triple"), "predicate.triple"),
         base=base.sha256("digest"),
@@ -155,9 +155,9 @@ def parse_transfer(value: Any) -> Transfer:
     names = [(item.id, item.slice) for item in transfer.carried]
     names += [(item.id, item.slice) for item in transfer.left]
     if len(set(names)) != len(names):
-        raise Reject("statement/malformed", "a result goes over or stays behind twice")
+        raise Rejected("statement/malformed", "a result goes over or stays behind twice")
     if not transfer.carried:
-        raise Reject("transfer/nothing", "no result goes over")
+        raise Rejected("transfer/nothing", "no result goes over")
     return transfer
 
 
@@ -176,7 +176,7 @@ def _carried(value: Any) -> Carried:
     item = Carried(*name, rho, moved, fields.text("tensor"))
     fields.done()
     if not (0 < rho <= WIDEST and 0 <= moved <= 1):
-        raise Reject("statement/malformed", f"{name[0]} has moved {moved!r} of {real_text(rho)}")
+        raise Rejected("statement/malformed", f"{name[0]} has moved {moved!r} of {real_text(rho)}")
     return item
 
 
@@ -193,21 +193,21 @@ def _left(value: Any) -> Left:
     )
     fields.done()
     if item.reason not in REASONS:
-        raise Reject("statement/malformed", f"{item.id} stays behind for {item.reason!r}")
+        raise Rejected("statement/malformed", f"{item.id} stays behind for {item.reason!r}")
     return item
 
 
 def _element(fields: Fields) -> tuple[int, ...]:
     found = fields.items("element")
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in found):
-        raise Reject("statement/malformed", f"{fields.place}.element is no index")
+        raise Rejected("statement/malformed", f"{fields.place}.element is no index")
     return tuple(found)
 
 
 def carried_over(base: Predicate, triple: Triple, names: Sequence[Carried]) -> Predicate:
     """Return what a certificate says of these results, about another triple.
 
-    Raises Reject `transfer/unknown`, `transfer/not-passed`, `transfer/no-region` or
+    Raises Rejected `transfer/unknown`, `transfer/not-passed`, `transfer/no-region` or
     `transfer/rests-on-others` where a result cannot go over, whatever the weights are.
     """
     wanted = {(item.id, item.slice): item for item in names}
@@ -216,7 +216,7 @@ def carried_over(base: Predicate, triple: Triple, names: Sequence[Carried]) -> P
         by_name.setdefault((clause.id, clause.slice), []).append(clause)
     for name, item in wanted.items():
         if name not in by_name:
-            raise Reject("transfer/unknown", f"the earlier certificate has no {item.id}")
+            raise Rejected("transfer/unknown", f"the earlier certificate has no {item.id}")
         for clause in by_name[name]:
             _may_go_over(clause, item, by_name, wanted)
     clauses = tuple(c for c in base.clauses if (c.id, c.slice) in wanted)
@@ -232,17 +232,17 @@ def _may_go_over(
     wanted: dict[tuple[str, str | None], Carried],
 ) -> None:
     if clause.verdict is not Verdict.PASSED:
-        raise Reject("transfer/not-passed", f"{clause.label} is {clause.verdict}")
+        raise Rejected("transfer/not-passed", f"{clause.label} is {clause.verdict}")
     if clause.implied_by is not None:
         sources = {name for name in known if name[0] == clause.implied_by}
         if item.weights is not None or not sources or not sources <= wanted.keys():
             detail = f"{clause.label} follows from {clause.implied_by}, which does not go over"
-            raise Reject("transfer/rests-on-others", detail)
+            raise Rejected("transfer/rests-on-others", detail)
         return
     if clause.proof is None or clause.weights is None:
         detail = f"{clause.label} holds for the weights of the earlier checkpoint alone"
-        raise Reject("transfer/no-region", detail)
+        raise Rejected("transfer/no-region", detail)
     if item.weights != clause.weights:
         stated = "none" if item.weights is None else real_text(item.weights)
         detail = f"{clause.label} holds within {real_text(clause.weights)}, {stated} is stated"
-        raise Reject("transfer/region-mismatch", detail)
+        raise Rejected("transfer/region-mismatch", detail)

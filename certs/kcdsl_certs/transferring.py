@@ -24,7 +24,7 @@ from kcdsl_certs.proofs import (
     load_proof,
 )
 from kcdsl_certs.reals import real_text
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.report import Check, Log, NotRun, Report
 from kcdsl_certs.requirements import RequiredClause
 from kcdsl_certs.statement import (
@@ -78,18 +78,18 @@ def compare(
 
     def base() -> str:
         if earlier is None:
-            raise Reject("transfer/no-base", "the earlier checkpoint was not given (--base)")
+            raise Rejected("transfer/no-base", "the earlier checkpoint was not given (--base)")
         return _base(transfer, expected, earlier, verify, found)
 
     def weights() -> str:
         if earlier is None or found.predicate is None:
-            raise Reject("transfer/no-base", "there is no earlier certificate to go by")
+            raise Rejected("transfer/no-base", "there is no earlier certificate to go by")
         found.carried = carried_over(found.predicate, transfer.triple, transfer.carried)
         return compare_weights(found.predicate, found.carried, transfer.carried, earlier)
 
     def clauses() -> str:
         if found.carried is None:
-            raise Reject("transfer/no-base", "there is nothing that goes over")
+            raise Rejected("transfer/no-base", "there is nothing that goes over")
         verdict = found.carried.verdict
         detail, found.outside = check_clauses(found.carried, verdict, required, partial=partial)
         return detail
@@ -99,7 +99,7 @@ def compare(
             raise NotRun("step/earlier-failed", "")
         if found.proofs.outcome is Outcome.OK:
             return found.proofs.detail
-        kind = NotRun if found.proofs.outcome is Outcome.NOT_RUN else Reject
+        kind = NotRun if found.proofs.outcome is Outcome.NOT_RUN else Rejected
         raise kind(found.proofs.reason, found.proofs.detail)
 
     for name, step in (("base", base), ("weights", weights), ("clauses", clauses)):
@@ -125,7 +125,7 @@ def _base(
     payload = dsse.decode(dsse.parse_bundle(bundle)).payload
     if certificate_id(payload) != transfer.base:
         detail = f"{transfer.path} is not the certificate that the transfer names"
-        raise Reject("transfer/another-base", detail)
+        raise Rejected("transfer/another-base", detail)
     triple = earlier_triple(payload, expected, earlier.checkpoint)
     checker: ProofChecker = PresentProofs(earlier.folder)
     if earlier.recheck:
@@ -136,13 +136,13 @@ def _base(
         failed = (c for c in report.checks if c.outcome is Outcome.FAILED)
         detail = next((f"{c.name}: {c.detail}" for c in failed), "")
         reason = report.reasons[0] if report.reasons else "transfer/base-refused"
-        raise Reject(reason, f"the earlier certificate: {detail}")
+        raise Rejected(reason, f"the earlier certificate: {detail}")
     if transfer.valid_until > report.predicate.valid_until:
         until = time_text(report.predicate.valid_until)
-        raise Reject("validity/beyond-base", f"the earlier certificate is valid until {until}")
+        raise Rejected("validity/beyond-base", f"the earlier certificate is valid until {until}")
     if transfer.stage != report.predicate.stage:
         detail = f"the earlier certificate was issued for {report.predicate.stage}"
-        raise Reject("stage/mismatch", detail)
+        raise Rejected("stage/mismatch", detail)
     found.predicate = report.predicate
     return f"{transfer.path}: sha256:{transfer.base}"
 
@@ -151,22 +151,22 @@ def earlier_triple(payload: bytes, expected: Triple, checkpoint: Path) -> Triple
     """Return the triple with the earlier checkpoint: the weights at this path, under the name that
     the earlier certificate gives them, with the other files of the model as they are now.
 
-    Nothing is believed of the payload but that name. Raises Reject `transfer/base-checkpoint`.
+    Nothing is believed of the payload but that name. Raises Rejected `transfer/base-checkpoint`.
     """
     statement = parse_statement(strict_load(payload, LARGEST_PAYLOAD))
     if statement.predicate_type == TRANSFER_TYPE:
         detail = "it is a transfer itself: carry over the certificate that it names"
-        raise Reject("transfer/of-a-transfer", detail)
+        raise Rejected("transfer/of-a-transfer", detail)
     stated = parse_predicate(statement.predicate)
     try:
         manifest = build_manifest(checkpoint)
     except OSError as error:
         detail = f"{checkpoint}: {error.strerror or error}"
-        raise Reject("transfer/base-checkpoint", detail) from None
+        raise Rejected("transfer/base-checkpoint", detail) from None
     named = stated[0].triple.checkpoint
     if manifest.root_digest != named.root_digest:
         detail = f"{checkpoint.name} is not the checkpoint of the earlier certificate"
-        raise Reject("transfer/base-checkpoint", detail)
+        raise Rejected("transfer/base-checkpoint", detail)
     part = Checkpoint(named.name, named.digest, named.root_digest, expected.checkpoint.companions)
     return replace(expected, checkpoint=part)
 
@@ -176,7 +176,7 @@ def _read(path: Path) -> bytes:
         with open_regular(path, "transfer/no-base") as file:
             return file.read(dsse.LARGEST_BUNDLE + 1)
     except OSError as error:
-        raise Reject("transfer/no-base", f"{path.name}: {error.strerror or error}") from None
+        raise Rejected("transfer/no-base", f"{path.name}: {error.strerror or error}") from None
 
 
 def compare_weights(
@@ -195,11 +195,13 @@ def compare_weights(
         where = f"{farthest.tensor}{list(farthest.element)}"
         if not farthest.inside:
             detail = f"{clause.label}: {where} was {farthest.earlier!r}, is {farthest.later!r}"
-            raise Reject("transfer/outside", f"{detail}: beyond {real_text(clause.weights)} of it")
+            raise Rejected(
+                "transfer/outside", f"{detail}: beyond {real_text(clause.weights)} of it"
+            )
         item = moved[clause.id, clause.slice]
         if item.moved is None or item.moved < farthest.ratio:
             detail = f"{clause.label} states {item.moved!r}, {where} moved {farthest.ratio!r}"
-            raise Reject("transfer/moved-further", detail)
+            raise Rejected("transfer/moved-further", detail)
         limit = real_text(clause.weights)
         found.append(f"{clause.label} moved {farthest.ratio:.3g} of {limit} ({where})")
     return "; ".join(found)
@@ -208,14 +210,14 @@ def compare_weights(
 def weights_of(proof: bytes, clause: CertifiedClause, triple: Triple) -> frozenset[str]:
     """Return the tensors that the proof of a clause reads.
 
-    Raises Reject where it is no proof, or one of something else than the clause.
+    Raises Rejected where it is no proof, or one of something else than the clause.
     """
     document: Any = import_module("kcdsl_certs.recheck.document")
     bind(strict_load(proof, LARGEST_PROOF), clause, triple)
     try:
         parsed = document.parse(proof)
-    except document.Rejection as error:
-        raise Reject("proof/malformed", f"{clause.label}: {error}") from None
+    except Rejected as error:
+        raise Rejected("proof/malformed", f"{clause.label}: {error}") from None
     return frozenset(parsed.parameters)
 
 
@@ -225,13 +227,12 @@ class Weights:
     def __init__(self, earlier: Path, later: Path) -> None:
         """Read both.
 
-        Raises Reject `transfer/tensors`, and what reading a checkpoint raises.
+        Raises Rejected `transfer/tensors`, and what reading a checkpoint raises.
         """
         self._norms: Any = _numpy("kcdsl_certs.recheck.norms")
         read = import_module("kcdsl_certs.recheck.safetensors").read
-        self._earlier = _rejecting(lambda: read(earlier), f"{earlier.name}: ")
-        self._later = _rejecting(lambda: read(later), f"{later.name}: ")
-        _rejecting(lambda: self._norms.same_tensors(self._earlier.tensors, self._later.tensors))
+        self._earlier, self._later = _of_file(earlier, read), _of_file(later, read)
+        self._norms.same_tensors(self._earlier.tensors, self._later.tensors)
 
     @property
     def digests(self) -> tuple[str, str]:
@@ -241,24 +242,22 @@ class Weights:
         return one, two
 
     def refuse_others(self, earlier: Triple, later: Triple) -> None:
-        """Raise Reject `transfer/changed` unless what was read are the weights of both triples."""
+        """Raise Rejected `transfer/changed` unless the weights read are those of both triples."""
         if self.digests != (earlier.checkpoint.root_digest, later.checkpoint.root_digest):
             detail = (
                 "these are not the weights that are named, or they changed while they were read"
             )
-            raise Reject("transfer/changed", detail)
+            raise Rejected("transfer/changed", detail)
 
     def farthest(self, keys: frozenset[str], rho: Fraction) -> Any:
         """Return the element of these tensors that moved most, one outside of ρ if there is one
         (`kcdsl_certs.recheck.norms.Moved`); `inside` says whether all of them are in the region.
 
-        Raises Reject for tensors that are missing or hold what is no number.
+        Raises Rejected for tensors that are missing or hold what is no number.
         """
-        found = _rejecting(
-            lambda: self._norms.moved(self._earlier.tensors, self._later.tensors, keys, rho)
-        )
+        found = self._norms.moved(self._earlier.tensors, self._later.tensors, keys, rho)
         if not found:
-            raise Reject("transfer/tensors", "the proof reads no weights")
+            raise Rejected("transfer/tensors", "the proof reads no weights")
         return max(found, key=lambda item: (not item.inside, item.ratio))
 
 
@@ -267,13 +266,12 @@ def _numpy(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         detail = f"{error}; comparing weights needs numpy"
-        raise Reject("transfer/checker-missing", detail) from None
+        raise Rejected("transfer/checker-missing", detail) from None
 
 
-def _rejecting(step: Callable[[], Any], of: str = "") -> Any:
-    """Run a step of the recheck package; what it rejects, and of what file, is a Reject here."""
-    errors: Any = import_module("kcdsl_certs.recheck.errors")
+def _of_file(path: Path, step: Callable[[Path], Any]) -> Any:
+    """Run a step on a file; a rejection names it."""
     try:
-        return step()
-    except errors.Rejection as error:
-        raise Reject(error.reason, f"{of}{error.detail}") from None
+        return step(path)
+    except Rejected as error:
+        raise Rejected(error.reason, f"{path.name}: {error.detail}") from None

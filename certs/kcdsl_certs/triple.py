@@ -13,7 +13,7 @@ from typing import Any
 from kcdsl_certs.canonical import canonical_digest
 from kcdsl_certs.fields import Fields, sha256_of
 from kcdsl_certs.manifest import Manifest
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 SCHEMA = "kcdsl.triple/1"
 
@@ -112,7 +112,7 @@ class Triple:
         """Read the record of `to_json`; each fingerprint must hash to the digest beside it."""
         fields = Fields.of(value, place)
         if fields.text("schema") != SCHEMA:
-            raise Reject("statement/malformed", f"{place}.schema is not {SCHEMA}")
+            raise Rejected("statement/malformed", f"{place}.schema is not {SCHEMA}")
         checkpoint = _checkpoint(fields.inner("checkpoint"))
         kernels = fields.inner("kernels")
         train, infer = _kernel(kernels.inner("train")), _kernel(kernels.inner("infer"))
@@ -141,7 +141,7 @@ def _kernel(fields: Fields) -> Kernel:
     claimed = fields.sha256("digest")
     fields.done()
     if kernel.digest != claimed:
-        raise Reject(
+        raise Rejected(
             "triple/fingerprint-inconsistent",
             f"{fields.place}: the fingerprint does not hash to the digest beside it",
         )

@@ -16,7 +16,7 @@ from kcdsl_certs.clauses import (
     holds,
 )
 from kcdsl_certs.reals import real_text
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.tails import certifies
 
 METHODS_OF_RATES = ("clopper-pearson/1",)
@@ -35,7 +35,7 @@ LARGEST_ALPHA, LEAST_ALPHA = Fraction(1, 20), Fraction(1, 10**30)
 def admissible(clause: CertifiedClause) -> frozenset[Verdict]:
     """Return the verdicts that the numbers of this result admit.
 
-    Raises Reject (`clause/…`) where the record contradicts itself or shows nothing at all. A
+    Raises Rejected (`clause/…`) where the record contradicts itself or shows nothing at all. A
     result that could be called PASSED may be called INCONCLUSIVE (a weaker claim); one that shows
     a violation may not.
     """
@@ -73,21 +73,21 @@ def _evidence_fits(clause: CertifiedClause) -> None:
     if not clause.evidence.is_proof:
         if named or follows:
             detail = f"{clause.label}: {clause.evidence} evidence has no proof"
-            raise Reject("clause/evidence-kind", detail)
+            raise Rejected("clause/evidence-kind", detail)
         if clause.method not in METHODS[clause.evidence]:
             detail = f"{clause.label}: {clause.method!r} is no method of {clause.evidence} evidence"
-            raise Reject("clause/method", detail)
+            raise Rejected("clause/method", detail)
         return
     if not named and not follows:
-        raise Reject("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
+        raise Rejected("clause/proof-missing", f"{clause.label}: a proof is claimed, none is named")
     if named and follows:
-        raise Reject("clause/evidence-kind", f"{clause.label} is proved, or it follows: not both")
+        raise Rejected("clause/evidence-kind", f"{clause.label} is proved, or it follows: not both")
     if named and _BY_PROOF.fullmatch(clause.quantity) is None:
         detail = f"{clause.label}: no proof object speaks of {clause.quantity}"
-        raise Reject("clause/evidence-kind", detail)
+        raise Rejected("clause/evidence-kind", detail)
     if follows != (clause.method == IMPLIED) or (named and not is_method_of_proofs(clause.method)):
         detail = f"{clause.label}: {clause.method!r} is no method of such a proof"
-        raise Reject("clause/method", detail)
+        raise Rejected("clause/method", detail)
 
 
 def is_method_of_proofs(method: str) -> bool:
@@ -100,22 +100,24 @@ def is_method_of_proofs(method: str) -> bool:
 
 def _consistent(clause: CertifiedClause) -> None:
     if clause.n is not None and clause.exceed is not None and clause.exceed > clause.n:
-        raise Reject("clause/counts", f"{clause.label}: {clause.exceed} of {clause.n} exceed")
+        raise Rejected("clause/counts", f"{clause.label}: {clause.exceed} of {clause.n} exceed")
     if clause.budget is not None and not 0 <= clause.budget < 1:
-        raise Reject("clause/budget", f"{clause.label}: a budget of {real_text(clause.budget)}")
+        raise Rejected("clause/budget", f"{clause.label}: a budget of {real_text(clause.budget)}")
     _evidence_fits(clause)
     if clause.evidence in (Evidence.PROOF_REAL, Evidence.PROBABILISTIC) and not clause.assumptions:
-        raise Reject("clause/assumption-unnamed", f"{clause.label} rests on {clause.evidence}")
+        raise Rejected("clause/assumption-unnamed", f"{clause.label} rests on {clause.evidence}")
     if clause.evidence is Evidence.PROBABILISTIC and clause.proof is not None:
         if clause.alpha is None or not 0 < clause.alpha <= LARGEST_ALPHA:
-            raise Reject("clause/alpha", f"{clause.label}: with what probability does it hold?")
+            raise Rejected("clause/alpha", f"{clause.label}: with what probability does it hold?")
     elif clause.evidence.is_proof and clause.alpha is not None:
-        raise Reject("clause/alpha", f"{clause.label}: {clause.evidence} leaves nothing to chance")
+        raise Rejected(
+            "clause/alpha", f"{clause.label}: {clause.evidence} leaves nothing to chance"
+        )
     reached = _reached(clause)
     if clause.bound is not None and reached is not None:
         inside = reached <= clause.bound if clause.op in UPPER else reached >= clause.bound
         if not inside:
-            raise Reject(
+            raise Rejected(
                 "clause/attack-beyond-bound",
                 f"{clause.label}: a run reached {reached!r}, the bound is {clause.bound!r}",
             )
@@ -129,7 +131,7 @@ def _reached(clause: CertifiedClause) -> float | None:
 
 def _admitted_by_proof(clause: CertifiedClause) -> frozenset[Verdict]:
     if not clause.is_hard:
-        raise Reject("clause/budget", f"{clause.label}: a proof knows no budget")
+        raise Rejected("clause/budget", f"{clause.label}: a proof knows no budget")
     reached = _reached(clause)
     if clause.op == "==":
         return _OPEN
@@ -142,7 +144,7 @@ def _admitted_by_proof(clause: CertifiedClause) -> frozenset[Verdict]:
 
 def _admitted_by_census(clause: CertifiedClause) -> frozenset[Verdict]:
     if clause.slice_digest is None:
-        raise Reject("clause/census-not-pinned", f"{clause.label}: a census of what? no digest")
+        raise Rejected("clause/census-not-pinned", f"{clause.label}: a census of what? no digest")
     if clause.n is None or clause.n == 0:
         return _OPEN
     if not clause.is_hard:
@@ -163,7 +165,7 @@ def _admitted_by_sample(clause: CertifiedClause) -> frozenset[Verdict]:
     if clause.n is None or clause.n == 0:
         return _OPEN
     if clause.alpha is not None and not 0 < clause.alpha <= LARGEST_ALPHA:
-        raise Reject("clause/alpha", f"{clause.label}: alpha {real_text(clause.alpha)}")
+        raise Rejected("clause/alpha", f"{clause.label}: alpha {real_text(clause.alpha)}")
     if clause.is_hard:
         return _hard_sample(clause)
     if clause.exceed is None or clause.budget is None:
@@ -190,7 +192,7 @@ def _hard_sample(clause: CertifiedClause) -> frozenset[Verdict]:
     if clause.alpha is None or limit is None or clause.value is None:
         return _OPEN
     if limit < clause.value if clause.op in UPPER else limit > clause.value:
-        raise Reject("clause/limit", f"{clause.label}: the limit {limit!r} excludes the value")
+        raise Rejected("clause/limit", f"{clause.label}: the limit {limit!r} excludes the value")
     return _PASS if holds(Fraction(limit), clause.op, clause.tau) else _OPEN
 
 
@@ -205,12 +207,12 @@ def check_verdict(clause: CertifiedClause) -> None:
         and clause.verdict is Verdict.PASSED
         and admitted == _OPEN
     ):
-        raise Reject(
+        raise Rejected(
             "clause/evidence-overstated",
             f"{clause.label}: this sample cannot show it; a clause about every unit needs a "
             "budget, a proof or a census, and a statistic a confidence limit that passes",
         )
-    raise Reject(
+    raise Rejected(
         "clause/verdict-contradicts-numbers",
         f"{clause.label} is called {clause.verdict}, its numbers admit "
         f"{' or '.join(sorted(admitted))}",

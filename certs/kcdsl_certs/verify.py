@@ -17,7 +17,7 @@ from kcdsl_certs.keys import TrustedKey, TrustPolicy, unique_keys
 from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.proofs import Outcome, ProofChecker
 from kcdsl_certs.recount import Data, Recount
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.report import TRANSFER_STEPS, Log, NotRun, Report, Stop, refused
 from kcdsl_certs.requirements import RequiredClause
 from kcdsl_certs.rows import SliceSource
@@ -90,7 +90,7 @@ def verify(
     try:
         moment = clock()
     except Exception as error:
-        return refused("validity", Reject("clock/failed", str(error)))
+        return refused("validity", Rejected("clock/failed", str(error)))
     try:
         _authenticate(log, state, bundle, trusted, moment)
     except Stop:
@@ -188,7 +188,7 @@ def _authenticate(
     def payload_type() -> str:
         assert state.envelope is not None
         if state.envelope.payload_type != dsse.PAYLOAD_TYPE:
-            raise Reject("payload/type", f"{state.envelope.payload_type!r}")
+            raise Rejected("payload/type", f"{state.envelope.payload_type!r}")
         return state.envelope.payload_type
 
     def payload() -> str:
@@ -218,10 +218,10 @@ def _signed_by(
     if valid:
         return valid
     if able and not standing:
-        raise Reject("signature/key-revoked", f"{', '.join(k.name for k in able)} was revoked")
+        raise Rejected("signature/key-revoked", f"{', '.join(k.name for k in able)} was revoked")
     if able:
         names = ", ".join(k.name for k in able)
-        raise Reject("signature/key-not-valid-now", f"{names} is outside its own validity")
+        raise Rejected("signature/key-not-valid-now", f"{names} is outside its own validity")
     # The hint only words the message: it is not authenticated and decides nothing.
     hints = {s.keyid for s in envelope.signatures}
     named = [k.name for k in trusted.keys if k.key.hint in hints]
@@ -231,19 +231,19 @@ def _signed_by(
         if named
         else "no trusted key signed these bytes: another key did, or they were changed"
     )
-    raise Reject("signature/none-trusted", detail)
+    raise Rejected("signature/none-trusted", detail)
 
 
 def _threshold(keys: tuple[TrustedKey, ...], threshold: int, reason: str) -> str:
     count = unique_keys(keys)
     if threshold < 1 or count < threshold:
-        raise Reject(reason, f"{count} distinct trusted key(s), {threshold} needed")
+        raise Rejected(reason, f"{count} distinct trusted key(s), {threshold} needed")
     return f"{count} of {threshold} needed"
 
 
 def _statement_type(state: _State, statement: Statement, threshold: int) -> str:
     if statement.type != STATEMENT_TYPE:
-        raise Reject("statement/type", f"_type is {statement.type!r}")
+        raise Rejected("statement/type", f"_type is {statement.type!r}")
     kind = statement.predicate_type
     state.signed_by = tuple(k for k in state.signed_by if kind in k.predicate_types)
     _threshold(state.signed_by, threshold, "statement/key-not-allowed")
@@ -251,7 +251,7 @@ def _statement_type(state: _State, statement: Statement, threshold: int) -> str:
         state.transfer = parse_transfer(statement.predicate)
         return kind
     if kind != PREDICATE_TYPE:
-        raise Reject("statement/predicate-type", f"predicateType is {kind!r}")
+        raise Rejected("statement/predicate-type", f"predicateType is {kind!r}")
     state.predicate, state.stated = parse_predicate(statement.predicate)
     return kind
 
@@ -262,14 +262,14 @@ def _subject(state: _State, expected: Triple) -> str:
     assert body is not None
     subjects = state.statement.subjects
     if len(subjects) != 1:
-        raise Reject("subject/count", f"{len(subjects)} subjects; exactly one is accepted")
+        raise Rejected("subject/count", f"{len(subjects)} subjects; exactly one is accepted")
     if subjects[0] is None:
-        raise Reject("subject/no-sha256", "the subject has no sha256 digest")
+        raise Rejected("subject/no-sha256", "the subject has no sha256 digest")
     if subjects[0] != expected.digest:
         found = differences(body.triple, expected)
         if not found:
-            raise Reject("subject/mismatch", "the subject is not the triple that is deployed")
-        raise Reject(found[0].reason, "; ".join(d.detail for d in found))
+            raise Rejected("subject/mismatch", "the subject is not the triple that is deployed")
+        raise Rejected(found[0].reason, "; ".join(d.detail for d in found))
     return f"sha256:{subjects[0]}"
 
 
@@ -299,7 +299,7 @@ def _components(
         missing = sorted(p for p in trusted.required_parts if not states(kernel, p))
         if missing:
             detail = f"the {role} kernel does not say its {', '.join(missing)}"
-            raise Reject("triple/kernel-part-missing", detail)
+            raise Rejected("triple/kernel-part-missing", detail)
     return check_components(predicate, expected, expected_inputs, data, strict)
 
 
@@ -310,36 +310,36 @@ def check_components(
     data: Data | None = None,
     strict: bool = False,
 ) -> str:
-    """Compare the triple and the inputs with those expected; raises Reject where one differs.
+    """Compare the triple and the inputs with those expected; raises Rejected where one differs.
 
     What is stated beside, such as modules that the contract's own code imported, is compared with
     the files that `data` finds; with `strict`, one that it does not find is refused.
     """
     found = differences(predicate.triple, expected)
     if found:
-        raise Reject(found[0].reason, "; ".join(d.detail for d in found))
+        raise Rejected(found[0].reason, "; ".join(d.detail for d in found))
     if predicate.triple.digest != expected.digest:
-        raise Reject("triple/inconsistent", "the components repeat another triple")
+        raise Rejected("triple/inconsistent", "the components repeat another triple")
     if isinstance(predicate, Transfer):
         return "checkpoint, both kernels, contract"
     stated = {i.name: i.sha256 for i in predicate.inputs}
     if len(stated) != len(predicate.inputs):
-        raise Reject("input/duplicate", "an input is listed twice")
+        raise Rejected("input/duplicate", "an input is listed twice")
     for name, digest in (expected_inputs or {}).items():
         if name not in stated:
-            raise Reject("input/missing", f"the certificate does not name the data {name}")
+            raise Rejected("input/missing", f"the certificate does not name the data {name}")
         if stated[name] != digest:
-            raise Reject("input/mismatch", f"the data {name} changed")
+            raise Rejected("input/mismatch", f"the data {name} changed")
     absent = _others(stated, expected_inputs or {}, data)
     if absent and strict:
-        raise Reject("input/not-at-hand", f"not at hand: {', '.join(absent)}")
+        raise Rejected("input/not-at-hand", f"not at hand: {', '.join(absent)}")
     rest = f"; not at hand: {', '.join(absent)}" if absent else ""
     return f"checkpoint, both kernels, contract, {len(stated)} input(s){rest}"
 
 
 def _others(stated: Mapping[str, str], expected: Mapping[str, str], data: Data | None) -> list[str]:
     """Compare the stated inputs that are not expected with their files; return those that are not
-    at hand. Raises Reject where one differs."""
+    at hand. Raises Rejected where one differs."""
     absent = []
     for name in sorted(stated.keys() - expected.keys()):
         path = None if data is None else data(name)
@@ -350,30 +350,30 @@ def _others(stated: Mapping[str, str], expected: Mapping[str, str], data: Data |
             with open_regular(path, "input/unreadable") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            raise Reject("input/unreadable", f"{name}: {error.strerror or error}") from None
+            raise Rejected("input/unreadable", f"{name}: {error.strerror or error}") from None
         if found != stated[name]:
-            raise Reject("input/mismatch", f"{name} changed")
+            raise Rejected("input/mismatch", f"{name} changed")
     return absent
 
 
 def _validity(predicate: Predicate | Transfer, moment: datetime, trusted: TrustPolicy) -> str:
     if moment.tzinfo is None:
-        raise Reject("time/no-zone", "the clock does not know its zone")
+        raise Rejected("time/no-zone", "the clock does not know its zone")
     if predicate.valid_until <= predicate.issued_at:
-        raise Reject("validity/empty", "it ends before it begins")
+        raise Rejected("validity/empty", "it ends before it begins")
     if predicate.valid_until - predicate.issued_at > trusted.max_validity:
-        raise Reject(
+        raise Rejected(
             "validity/too-long",
             f"valid from {time_text(predicate.issued_at)} until {time_text(predicate.valid_until)},"
             f" longer than the {trusted.max_validity.days} days that are accepted",
         )
     if moment < predicate.issued_at:
-        raise Reject(
+        raise Rejected(
             "validity/not-yet",
             f"issued at {time_text(predicate.issued_at)}, the clock says {time_text(moment)}",
         )
     if moment >= predicate.valid_until:
-        raise Reject("validity/expired", f"it was valid until {time_text(predicate.valid_until)}")
+        raise Rejected("validity/expired", f"it was valid until {time_text(predicate.valid_until)}")
     return f"until {time_text(predicate.valid_until)}"
 
 
@@ -381,11 +381,11 @@ def _sequence(
     predicate: Predicate | Transfer, payload: bytes, minimum: int | None, trusted: TrustPolicy
 ) -> str:
     if certificate_id(payload) in trusted.revoked_certificates:
-        raise Reject("sequence/revoked", "this certificate was revoked")
+        raise Rejected("sequence/revoked", "this certificate was revoked")
     if minimum is None:
         raise NotRun("sequence/no-register", "no register was given to compare with")
     if predicate.sequence < minimum:
-        raise Reject("sequence/rollback", f"{predicate.sequence} comes before {minimum}")
+        raise Rejected("sequence/rollback", f"{predicate.sequence} comes before {minimum}")
     return f"{predicate.sequence}, at least {minimum}"
 
 
@@ -393,13 +393,13 @@ def _contract(predicate: Predicate | Transfer, expected: Triple, trusted: TrustP
     if predicate.triple.contract != expected.contract:
         found = differences(predicate.triple, expected)
         detail = next(d.detail for d in found if d.reason == "triple/contract-mismatch")
-        raise Reject("triple/contract-mismatch", detail)
+        raise Rejected("triple/contract-mismatch", detail)
     name = f"{expected.contract.id} {expected.contract.version}"
     if isinstance(predicate, Transfer) or not predicate.suppressions:
         return name  # what a transfer goes by is the earlier certificate
     accepted = "; ".join(f"{item.code}: {item.reason}" for item in predicate.suppressions)
     if trusted.refuse_suppressions:
-        raise Reject("contract/suppressions", f"{name} with accepted findings: {accepted}")
+        raise Rejected("contract/suppressions", f"{name} with accepted findings: {accepted}")
     return f"{name}, with accepted findings: {accepted}"
 
 
@@ -419,7 +419,7 @@ def _stage(state: _State, stage: str | None, threshold: int) -> str:
     if stage is None:
         raise NotRun("stage/none-required", f"issued for {stated}; no stage was asked for")
     if stated != stage:
-        raise Reject("stage/mismatch", f"issued for {stated}, {stage} is required")
+        raise Rejected("stage/mismatch", f"issued for {stated}, {stage} is required")
     return stated
 
 
@@ -433,7 +433,7 @@ def check_recount(
     """Count the coverage of the results again from the data; raises like `check_evidence`."""
     if data is None or evidence is None:
         detail = "coverage was not counted again: no data was given"
-        raise (Reject if strict else NotRun)("recount/no-data", detail)
+        raise (Rejected if strict else NotRun)("recount/no-data", detail)
     records, inputs = evidence.document("records"), {i.name: i.sha256 for i in predicate.inputs}
     count = Recount(slices, data, inputs, evidence.folder, records)
     count.run(predicate.clauses)
@@ -442,28 +442,28 @@ def check_recount(
         said += f"; not counted: {'; '.join(count.beyond)}"
     if count.missing:
         detail = f"coverage was not counted again, missing: {', '.join(count.missing)}"
-        raise (Reject if strict else NotRun)("recount/missing", f"{detail}; {said}")
+        raise (Rejected if strict else NotRun)("recount/missing", f"{detail}; {said}")
     return said.removeprefix("; ")
 
 
 def check_evidence(predicate: Predicate, found: Evidence | None, strict: bool) -> str:
     """Compare the files that measured results rest on with their digests and with the results.
 
-    Raises Reject where one differs; with `strict` also where one is missing, else NotRun.
+    Raises Rejected where one differs; with `strict` also where one is missing, else NotRun.
     """
     refuse_unnamed(predicate.clauses, predicate.evidence)
     if not predicate.evidence:
         return "no result was measured"
     if found is None:
         detail = f"{len(predicate.evidence)} file(s) not looked at"
-        raise (Reject if strict else NotRun)("evidence/not-looked-at", detail)
+        raise (Rejected if strict else NotRun)("evidence/not-looked-at", detail)
     found.examine(predicate.evidence)
     said = "; ".join(compare_evidence(found, predicate.clauses, predicate.triple))
     if any(file.role == "journal" for file in predicate.evidence):
         said += "; a resumed run: some requests are of an earlier one, from its journal"
     if found.missing:
         detail = f"missing: {', '.join(found.missing)}" + (f"; compared: {said}" if said else "")
-        raise (Reject if strict else NotRun)("evidence/missing", detail)
+        raise (Rejected if strict else NotRun)("evidence/missing", detail)
     return f"{len(predicate.evidence)} file(s) as they were signed; compared: {said}"
 
 
@@ -475,7 +475,7 @@ def _proofs(predicate: Predicate, proofs: ProofChecker | None, signature_only: b
         detail = f"{len(claimed)} proof(s) not looked at"
         if signature_only:
             raise NotRun("proof/not-looked-at", f"{detail}: only the signature was asked for")
-        raise Reject("proof/not-looked-at", detail)
+        raise Rejected("proof/not-looked-at", detail)
     results = [proofs(clause, predicate.triple) for clause in claimed]
     for wanted in (Outcome.FAILED, Outcome.NOT_RUN):
         found = [r for r in results if r.outcome is wanted]
@@ -483,6 +483,6 @@ def _proofs(predicate: Predicate, proofs: ProofChecker | None, signature_only: b
             continue
         detail = "; ".join(r.detail for r in found)
         if wanted is Outcome.FAILED:
-            raise Reject(found[0].reason, detail)
+            raise Rejected(found[0].reason, detail)
         raise NotRun(found[0].reason, detail)
     return "; ".join(r.detail for r in results)

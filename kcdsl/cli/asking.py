@@ -19,11 +19,11 @@ def weights_within(text: str) -> Fraction:
     from kcdsl.diagnostics.codes import WEIGHTS_REGION
     from kcdsl_certs.clauses import WIDEST
     from kcdsl_certs.reals import parse_real
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
 
     try:
         rho = parse_real(text)
-    except Reject:
+    except Rejected:
         rho = Fraction(0)
     if not 0 < rho <= WIDEST:
         raise refuse(
@@ -42,12 +42,12 @@ def with_chance(goals: Sequence[Goal], text: str) -> tuple[Goal, ...]:
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import NO_PROBABILITY
     from kcdsl_certs.reals import parse_real
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
     from kcdsl_certs.verdicts import LARGEST_ALPHA, LEAST_ALPHA
 
     try:
         alpha = parse_real(text)
-    except Reject:
+    except Rejected:
         alpha = Fraction(0)
     if not LEAST_ALPHA <= alpha <= LARGEST_ALPHA:
         raise refuse(
@@ -71,11 +71,11 @@ def states_within(text: str) -> Fraction:
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import WEIGHTS_REGION
     from kcdsl_certs.reals import parse_real
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
 
     try:
         reach = parse_real(text)
-    except Reject:
+    except Rejected:
         reach = Fraction(-1)
     if not 0 <= reach < 2**100:
         raise refuse(

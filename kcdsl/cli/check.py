@@ -94,7 +94,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
     from kcdsl.source.writing import write_bytes
     from kcdsl_certs.combined import Combined
     from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
     from kcdsl_certs.report import refused
     from kcdsl_certs.transferring import Earlier
     from kcdsl_certs.verify import verify
@@ -117,7 +117,7 @@ def _report(arguments: argparse.Namespace) -> Combined:
     try:
         expectation = build_expectation(program, files, fingerprints=kernels, checkpoint=checkpoint)
     except ArtefactRefused as error:
-        refusal = refused("components", Reject(error.reason, error.detail))
+        refusal = refused("components", Rejected(error.reason, error.detail))
         refusals = tuple((str(path), refusal) for path in paths)
         return Combined(refusals, arguments.complete, trust)
     if arguments.write_expectation is not None:
@@ -207,14 +207,14 @@ def read_certificate(path: Path) -> bytes:
 def _moment(text: str | None) -> datetime:
     from kcdsl.diagnostics import refuse
     from kcdsl.diagnostics.codes import BAD_TIME
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
     from kcdsl_certs.strict import parse_time
 
     if text is None:
         return datetime.now(UTC)
     try:
         return parse_time(text)
-    except Reject as error:
+    except Rejected as error:
         raise refuse(BAD_TIME, f"--at: {error.detail}") from error
 
 

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.source.writing import write_bytes
     from kcdsl_certs.admission import admit
     from kcdsl_certs.envelope import bundle_bytes, sign
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
 
     path = Path(arguments.statement)
     keys = signing_keys(arguments.key)
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     try:
         payload, before = _read(path, arguments.add)
         admitted = admit(payload, path.parent, datetime.now(UTC))
-    except Reject as error:
+    except Rejected as error:
         raise cannot_sign(error, path) from error
     _show(admitted, before)
     if not keys:
@@ -111,17 +111,17 @@ def _read(path: Path, add: bool) -> tuple[bytes, Envelope | None]:
     from kcdsl.release.signing import read_envelope
     from kcdsl_certs.envelope import PAYLOAD_TYPE
     from kcdsl_certs.policy import read_limited
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
     from kcdsl_certs.statement import LARGEST_PAYLOAD
 
     if not add:
         payload = read_limited(path, LARGEST_PAYLOAD)
         if b'"dsseEnvelope"' in payload[:4096]:
-            raise Reject("statement/signed", "it is a certificate; --add adds a signature to one")
+            raise Rejected("statement/signed", "it is a certificate; --add adds a signature to one")
         return payload, None
     envelope = read_envelope(path)
     if envelope.payload_type != PAYLOAD_TYPE:
-        raise Reject("payload/type", f"{envelope.payload_type!r}")
+        raise Rejected("payload/type", f"{envelope.payload_type!r}")
     return envelope.payload, envelope
 
 

@@ -85,14 +85,14 @@ def _join(
     program: Program, expectation: Expectation, files: Sequence[Path], base: Path
 ) -> Convergence:
     from kcdsl.verdict.convergence import join
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
 
     read: dict[str, Predicate] = {}
     unused: dict[str, str] = {}
     for file in files:
         try:
             read[str(file)] = _read(file, expectation, base)
-        except Reject as error:
+        except Rejected as error:
             unused[str(file)] = f"{error.detail} ({error.reason})"
     contract = expectation.triple.contract
     named = {"name": contract.id, "version": contract.version, "digest": contract.digest}
@@ -100,7 +100,7 @@ def _join(
 
 
 def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
-    """Return what a statement says about this triple; raises Reject where it says nothing."""
+    """Return what a statement says about this triple; raises Rejected where it says nothing."""
     from datetime import UTC, datetime
 
     from kcdsl.model.files import Artefacts
@@ -110,7 +110,7 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     from kcdsl_certs.coverage import check_stated
     from kcdsl_certs.evidence import Evidence
     from kcdsl_certs.policy import read_limited
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
     from kcdsl_certs.statement import LARGEST_PAYLOAD, Predicate
     from kcdsl_certs.verify import check_components, check_evidence, check_recount
 
@@ -118,7 +118,7 @@ def _read(file: Path, expectation: Expectation, base: Path) -> Predicate:
     payload = read_envelope(file).payload if signed else read_limited(file, LARGEST_PAYLOAD)
     body = admit(payload, file.parent, datetime.now(UTC)).body
     if not isinstance(body, Predicate):
-        raise Reject("statement/transfer", "it carries a certificate over to other weights")
+        raise Rejected("statement/transfer", "it carries a certificate over to other weights")
     at_hand = partial(input_at_hand, Artefacts.of(base))
     check_components(body, expectation.triple, expectation.inputs, at_hand, strict=True)
     check_stated(body, body.verdict, expectation.clauses)

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> Exit:
     from kcdsl.release.transfer import plan
     from kcdsl.source.files import in_contract
     from kcdsl.source.writing import write_bytes
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
     from kcdsl_certs.transferring import Weights
 
     path = Path(arguments.certificate)
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> Exit:
             weights.refuse_others(report.predicate.triple, triple)
             regions = _regions(program, base, later)
             found = plan(report.predicate, path.parent, weights, regions)
-    except Reject as error:
+    except Rejected as error:
         raise _cannot(f"{error.detail} ({error.reason})") from error
     if found.carried:
         data = _signed(report, path, triple, found, keys)
@@ -147,7 +147,7 @@ def _verified(
     from kcdsl.release.trust import trusted
     from kcdsl_certs.envelope import decode, parse_bundle
     from kcdsl_certs.proofs import PresentProofs, ProofChecker, Rechecker
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
     from kcdsl_certs.report import refused
     from kcdsl_certs.transferring import earlier_triple
     from kcdsl_certs.verify import verify
@@ -158,7 +158,7 @@ def _verified(
     trust = trusted(arguments, base)
     try:
         triple = earlier_triple(decode(parse_bundle(bundle)).payload, expected.triple, earlier)
-    except Reject as error:
+    except Rejected as error:
         return refused("components", error), expected.triple
     checker: ProofChecker = PresentProofs(folder)
     if arguments.recheck:

@@ -26,14 +26,14 @@ from kcdsl.model.files import (
     folder_name,
 )
 from kcdsl_certs.manifest import Manifest, build_manifest, files_of
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.triple import Checkpoint
 
 
 class ArtefactRefused(Refusal):
     """A checkpoint that must not be trusted; `reason` is the stable code of the rejection."""
 
-    def __init__(self, rejection: Reject) -> None:
+    def __init__(self, rejection: Rejected) -> None:
         self.reason = rejection.reason
         self.detail = rejection.detail
         super().__init__(
@@ -49,7 +49,7 @@ def checkpoint_manifest(path: Path) -> Manifest:
     """Hash the checkpoint; raises Refusal for what cannot be read or must not be trusted."""
     try:
         return build_manifest(path)
-    except Reject as error:
+    except Rejected as error:
         raise ArtefactRefused(error) from error
     except OSError as error:
         code = FILE_MISSING if isinstance(error, FileNotFoundError) else INPUT_OUTPUT
@@ -234,7 +234,7 @@ def refuse_untrusted(program: Program, files: Artefacts) -> None:
         return  # what reads it refuses it, at its place in the contract
     try:
         files_of(path)
-    except Reject as error:
+    except Rejected as error:
         raise ArtefactRefused(error) from error
     except OSError as error:
         raise refuse(INPUT_OUTPUT, f"{path} cannot be read: {error.strerror}") from error

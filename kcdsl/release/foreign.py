@@ -41,7 +41,7 @@ from kcdsl_certs.clauses import Evidence as Kind
 from kcdsl_certs.fields import Fields
 from kcdsl_certs.proofs import Outcome, Rechecker
 from kcdsl_certs.recount import Recount
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.rows import read_rows, select
 from kcdsl_certs.strict import strict_base64, strict_load
 
@@ -91,7 +91,7 @@ class ForeignBackend:
             return tuple(GoalOutcome(g, late, none, self.name, (), seconds, 0) for g in goals)
         try:
             told = _answers(document, goals, self.name, seconds)
-        except Reject as error:
+        except Rejected as error:
             raise self._unusable(error.detail or error.reason) from error
         return tuple(believed(program, base, outcome, device) for outcome in told)
 
@@ -102,7 +102,7 @@ class ForeignBackend:
         found = dict.fromkeys(slices, 0)
         for name in found.keys() & sources.keys():
             source = sources[name]
-            with suppress(Reject):
+            with suppress(Rejected):
                 rows = read_rows(read_bytes(files.find(source.data)), source.tokens)
                 found[name] = len(select(rows, source.where).rows)
         return found
@@ -133,7 +133,7 @@ class ForeignBackend:
                 data = stream.read(_LARGEST_ANSWER + 1)
         try:
             return strict_load(data, _LARGEST_ANSWER)
-        except Reject as error:
+        except Rejected as error:
             raise self._unusable(f"what it wrote cannot be read: {error.detail}") from error
 
     def _unusable(self, why: str) -> Refusal:
@@ -157,15 +157,15 @@ def _has_file(stream: Any) -> bool:
 def _answers(
     document: Any, goals: Sequence[Goal], name: str, seconds: float
 ) -> tuple[GoalOutcome, ...]:
-    """Return the outcomes that a document states; raises Reject unless each goal has one."""
+    """Return the outcomes that a document states; raises Rejected unless each goal has one."""
     fields = Fields.of(document, "answer")
     if "error" in fields.record:
-        raise Reject("answer/error", fields.text("error"))
+        raise Rejected("answer/error", fields.text("error"))
     records = [Fields.of(item, "answer") for item in fields.items("outcomes")]
     places = [record.raw("goal") for record in records]
     if places != list(range(len(goals))):
         detail = f"{len(goals)} goals were asked, in order; it answers {places!r}"
-        raise Reject("answer/goals", detail.replace("-1", "another goal"))
+        raise Rejected("answer/goals", detail.replace("-1", "another goal"))
     return tuple(
         _outcome(record, goal, name, seconds) for record, goal in zip(records, goals, strict=True)
     )
@@ -213,11 +213,11 @@ def _case(record: Fields) -> CaseOutcome:
         try:
             return None if value is None else float.fromhex(str(value))
         except (ValueError, OverflowError):
-            raise Reject("answer/number", f"{value!r} is no number") from None
+            raise Rejected("answer/number", f"{value!r} is no number") from None
 
     bound, stable, reason = number("bound"), record.raw("stable"), record.raw("reason")
     if bound is None:
-        raise Reject("answer/number", "a case without a bound")
+        raise Rejected("answer/number", "a case without a bound")
     return CaseOutcome(
         name=record.text("name"),
         length=record.integer("length"),
@@ -301,7 +301,7 @@ def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -
             digests, sources = data_digests(program, files), slice_sources(program, files)
             count = Recount(sources, files.find, digests, folder, None)
             count.run((clause,))
-    except Reject as error:
+    except Rejected as error:
         return f"its proof does not show the clause: {error.detail} ({error.reason})"
     except (ValueError, RecursionError):
         return "its proof is no document"

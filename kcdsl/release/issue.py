@@ -21,7 +21,7 @@ from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
 from kcdsl_certs.envelope import bundle_bytes, sign
 from kcdsl_certs.evidence import EvidenceFile, refuse_unnamed
 from kcdsl_certs.keys import SigningKey
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.requirements import Comparison, RequiredClause
 from kcdsl_certs.statement import (
     STAGES,
@@ -99,7 +99,7 @@ def weakened(clause: CertifiedClause) -> CertifiedClause:
     try:
         clause.to_json()
         admitted = admissible(clause)
-    except Reject as error:
+    except Rejected as error:
         raise refuse(CANNOT_CERTIFY, f"{clause.label}: {error.detail} ({error.reason})") from error
     if clause.verdict in admitted:
         return clause
@@ -169,7 +169,7 @@ def issue(
         if not keys:
             return payload
         return bundle_bytes(sign(payload, keys), keys[0].public.hint)
-    except Reject as error:
+    except Rejected as error:
         raise refuse(CANNOT_CERTIFY, f"{error.detail} ({error.reason})") from error
 
 
@@ -219,6 +219,6 @@ def _scope(required: tuple[RequiredClause, ...], results: tuple[CertifiedClause,
     present = {(r.id, r.slice) for r in results}
     stray = sorted(f"{id} [{slice}]" for id, slice in present - {(r.id, r.slice) for r in required})
     if stray:
-        raise Reject("clause/unknown", f"the contract has no {', '.join(stray)}")
+        raise Rejected("clause/unknown", f"the contract has no {', '.join(stray)}")
     covers = tuple((r.id, r.slice) for r in required if (r.id, r.slice) in present)
     return Scope(len(covers) == len(required), covers)

@@ -10,7 +10,7 @@ from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import FILE_MISSING, KERNELS_FILE
 from kcdsl.release.triple import Fingerprints
 from kcdsl.source.files import open_regular
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import strict_load
 
 KERNELS_SCHEMA = "kcdsl.kernels/1"
@@ -34,7 +34,7 @@ def read_kernels(path: Path) -> Fingerprints:
             value: Any = strict_load(stream.read(_LARGEST + 1), _LARGEST)
     except OSError as error:
         raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error
-    except Reject as error:
+    except Rejected as error:
         raise _refused(path, f": {error.detail} ({error.reason})") from error
     match value:
         case {"schema": schema, "train": dict(train), "infer": dict(infer), **rest}:

@@ -11,7 +11,7 @@ from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_PASSWORD, UNREADABLE_KEY
 from kcdsl.diagnostics.render.terminal import printable
 from kcdsl_certs.keys import SigningKey, load_private
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 PASSWORD_VARIABLE = "KCDSL_KEY_PASSWORD"
 _LARGEST_KEY = 64 * 1024
@@ -25,7 +25,7 @@ def read_private_key(path: Path) -> SigningKey:
     password = os.environ.get(PASSWORD_VARIABLE)
     try:
         return load_private(_read(path), password.encode("utf-8") if password else None)
-    except Reject as error:
+    except Rejected as error:
         raise refuse(
             UNREADABLE_KEY,
             f"{path} is no usable private key: {error.detail} ({error.reason})",

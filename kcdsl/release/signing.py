@@ -13,7 +13,7 @@ from kcdsl.release.keys import read_private_key
 from kcdsl_certs.envelope import LARGEST_BUNDLE, Envelope, decode, pae, parse_bundle
 from kcdsl_certs.keys import SigningKey
 from kcdsl_certs.policy import read_limited
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 CERTIFICATE, STATEMENT = ".cert.json", ".statement.json"
 
@@ -48,7 +48,7 @@ def refuse_other_signers(path: Path, keys: Sequence[SigningKey]) -> bool:
         return False
     try:
         envelope = read_envelope(path)
-    except Reject as error:
+    except Rejected as error:
         raise _occupied(path, f"is no certificate ({error.reason})") from error
     message = pae(envelope.payload_type, envelope.payload)
     for signature in envelope.signatures:
@@ -67,7 +67,7 @@ def _occupied(path: Path, why: str) -> Refusal:
 
 
 def read_envelope(path: Path) -> Envelope:
-    """Read the envelope of a certificate; raises Reject."""
+    """Read the envelope of a certificate; raises Rejected."""
     return decode(parse_bundle(read_limited(path, LARGEST_BUNDLE)))
 
 
@@ -80,7 +80,7 @@ def tell_unsigned(statement: Path, written: bool = True) -> None:
         print(f"note: {older} is of an earlier run", file=sys.stderr)
 
 
-def cannot_sign(error: Reject, path: Path) -> Refusal:
+def cannot_sign(error: Rejected, path: Path) -> Refusal:
     """Return the refusal of a statement that a checker would refuse."""
     return refuse(
         CANNOT_SIGN,

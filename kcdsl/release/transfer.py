@@ -65,7 +65,7 @@ def plan(earlier: Predicate, folder: Path, weights: Weights, regions: Regions) -
         regions: makes the cases of a clause with the later weights.
 
     Raises:
-        Reject: a proof is missing or not about its clause, or a checkpoint holds no numbers.
+        Rejected: a proof is missing or not about its clause, or a checkpoint holds no numbers.
     """
     found: dict[tuple[str, str | None], Carried | Left] = {}
     for clause in earlier.clauses:

@@ -13,7 +13,7 @@ from kcdsl.ir.terms import KernelRef, Program
 from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import checkpoint_manifest, companions, data_digests
 from kcdsl.release.requirements import required_clauses, slice_sources
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.requirements import Expectation
 from kcdsl_certs.triple import Checkpoint, Contract, Kernel, Triple
 
@@ -54,7 +54,7 @@ def _kernel(ref: KernelRef, given: Mapping[str, Any] | None, role: str) -> Kerne
     kernel = Kernel(ref.run, fingerprint)
     try:
         _ = kernel.digest
-    except Reject as error:
+    except Rejected as error:
         raise refuse(
             KERNELS_FILE, f"the fingerprint of the {role} kernel has no canonical form: {error}"
         ) from error

@@ -16,7 +16,7 @@ from kcdsl.diagnostics.codes import (
     UNREADABLE_KEY,
 )
 from kcdsl_certs.policy import Policy, Trust, read_policy, trust
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 POLICY_VARIABLE = "KCDSL_POLICY"
 POLICY_FILE = "policy.toml"
@@ -37,7 +37,7 @@ def trusted(arguments: argparse.Namespace, folder: Path) -> Trust:
             threshold=arguments.threshold,
             revocations=[Path(name) for name in arguments.revocations],
         )
-    except Reject as error:
+    except Rejected as error:
         raise _refused(error) from error
     if not load_config(folder).refuse_suppressions:
         return found
@@ -58,7 +58,7 @@ def _policy(given: str | None) -> tuple[str | None, Policy | None]:
     return None, None
 
 
-def _refused(error: Reject) -> Refusal:
+def _refused(error: Rejected) -> Refusal:
     text = f"{error.detail} ({error.reason})"
     match error.reason:
         case "policy/no-key":

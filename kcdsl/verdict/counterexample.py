@@ -123,7 +123,7 @@ def digest_of(document: Mapping[str, Any]) -> str:
 
 def read_counterexample(path: Path) -> dict[str, Any]:
     """Read a document and check its form and its digest; raises Refusal where that fails."""
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
     from kcdsl_certs.strict import strict_load
 
     try:
@@ -131,7 +131,7 @@ def read_counterexample(path: Path) -> dict[str, Any]:
             document: Any = strict_load(stream.read(LARGEST + 1), LARGEST)
     except OSError as error:
         raise refuse(FILE_MISSING, f"{path} cannot be read: {error.strerror}") from error
-    except Reject as error:
+    except Rejected as error:
         raise unusable(path, f"{error.detail} ({error.reason})") from error
     wrong = _misshapen(document)
     if wrong is not None:

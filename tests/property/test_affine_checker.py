@@ -14,9 +14,9 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.rejected import Rejected
 from tests.support import kernels, proofs
 from tests.support.affine_rules import RULES
 from tests.support.grids import by_turns
@@ -147,7 +147,7 @@ def unless_boundless(derive: Callable[[], Derived]) -> Derived | None:
     """Return what is derived, None where that is said to have no bound."""
     try:
         return derive()
-    except Rejection as rejection:
+    except Rejected as rejection:
         if rejection.reason != "bound/not-finite":
             raise
         return None

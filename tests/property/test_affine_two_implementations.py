@@ -27,9 +27,9 @@ from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.affine.tape import Entry
 from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.affine_rules import BEYOND, RULES
 from tests.support.grids import by_turns
@@ -208,7 +208,7 @@ def test_entries_agree(tmp_path: Path, rule: str, name: str, radius: float) -> N
     try:
         first = prover(graph, record, centre, radius)
     except NoBound:
-        with pytest.raises(Rejection, match="bound/"):
+        with pytest.raises(Rejected, match="bound/"):
             checker(tmp_path, graph, record, centre, radius)
         return
     second = checker(tmp_path, graph, record, centre, radius)
@@ -251,7 +251,7 @@ def test_independent_roundings_agree(tmp_path: Path, rule: str, name: str, radiu
     try:
         first = prover(graph, record, centre, radius, Chance(alpha, functionals_))
     except NoBound:
-        with pytest.raises(Rejection, match="bound/"):
+        with pytest.raises(Rejected, match="bound/"):
             checker(tmp_path, graph, record, centre, radius)
         return
     second = checker(tmp_path, graph, record, centre, radius, Budget(alpha, functionals_))
@@ -295,7 +295,7 @@ def test_no_bound_where_eps_leaves_float32(tmp_path: Path, rule: str, name: str)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     with pytest.raises(NoBound, match="sum of squares"):
         BlockProblem(block(graph), stored, stored).bound(torch.from_numpy(centre), zero)
-    with pytest.raises(Rejection, match="bound/"):
+    with pytest.raises(Rejected, match="bound/"):
         checker(tmp_path, graph, record, centre, 0.0)
 
 
@@ -309,7 +309,7 @@ def test_a_single_element_has_no_layer_norm(tmp_path: Path) -> None:
     stored = parameters(graph, record)
     with pytest.raises(NoBound, match="single element"):
         BlockProblem(block(graph), stored, stored).bound(torch.from_numpy(centre), zero)
-    with pytest.raises(Rejection, match="two elements"):
+    with pytest.raises(Rejected, match="two elements"):
         checker(tmp_path, graph, record, centre, 0.0)
 
 

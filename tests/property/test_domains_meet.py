@@ -18,11 +18,11 @@ from kcdsl_backends.interval.propagate import boxes
 from kcdsl_certs.recheck.affine import Pair, pair
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.propagate import Enclosed, enclosed
 from kcdsl_certs.recheck.rules.state import Scene
 from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.affine_rules import RULES
 from tests.support.grids import by_turns
@@ -61,7 +61,7 @@ def test_no_reach_exceeds_a_box(tmp_path: Path, rule: str, name: str, radius: fl
     try:
         forms = _proved(graph, KERNELS[name], centre, radius)
     except NoBound:
-        with pytest.raises(Rejection, match="bound/"):
+        with pytest.raises(Rejected, match="bound/"):
             _derived(_scene(tmp_path, graph, KERNELS[name], centre, radius))
         return
     scene = _scene(tmp_path, graph, KERNELS[name], centre, radius)

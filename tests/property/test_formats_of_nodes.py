@@ -18,9 +18,9 @@ from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes_drift
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.rejected import Rejected
 from tests.support import eager, proofs
 from tests.support.prover import block, parameters
 from tests.support.rationals.exact import Rational
@@ -67,7 +67,7 @@ def checked(graph: Any, pair: Pair, x: np.ndarray, folder: Path) -> dict[str, fl
         tier = Rational(proof, tensors) if name == "exact" else Doubles(proof, tensors)
         try:
             found[name] = tier.derive(proof.cases[0])[0]
-        except Rejection as rejection:
+        except Rejected as rejection:
             if not rejection.reason.startswith(("bound/", "rule/")):
                 raise
             found[name] = None

@@ -18,11 +18,11 @@ from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.elementwise import SILU, activation_error
 from kcdsl_backends.interval.rules.written import written
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.rules.elementwise import sigmoid_stored
 from kcdsl_certs.recheck.rules.written import Norm, losses
 from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, numerics
 
@@ -250,7 +250,7 @@ def test_both_programs_know_what_every_part_loses(
                 page = None
             for program in (prover, checker):
                 if page is None or not page.fits:
-                    with pytest.raises((NoBound, Rejection)):
+                    with pytest.raises((NoBound, Rejected)):
                         program(op, parts, casts, at, tmp_path)
                     refused += 1
                     continue
@@ -310,7 +310,7 @@ def test_a_part_beyond_its_format_has_no_bound(
     checker(op, parts, "any", within, tmp_path)
     with pytest.raises(NoBound):
         prover(op, parts, "any", beyond, tmp_path)
-    with pytest.raises(Rejection, match="bound/overflow"):
+    with pytest.raises(Rejected, match="bound/overflow"):
         checker(op, parts, "any", beyond, tmp_path)
 
 

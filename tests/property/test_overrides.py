@@ -18,13 +18,13 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes
 from kcdsl_certs.recheck.affine.pair import drift as affine
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.planes.derive import derive as checked_planes
 from kcdsl_certs.recheck.propagate import propagate
 from kcdsl_certs.recheck.rules.state import numeric
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.spec import fits, parse_kernel
+from kcdsl_certs.rejected import Rejected
 from tests.support import kernels, proofs
 from tests.support.prover import block, numerics, parameters
 
@@ -100,7 +100,7 @@ def test_runs_lie_in_the_boxes(
     try:
         forms = both(problem.graph, problem.train, problem.infer, point, spread).box()
     except NoBound:
-        with pytest.raises(Rejection):
+        with pytest.raises(Rejected):
             affine(scene)
     else:
         again = affine(scene).output
@@ -215,7 +215,7 @@ def test_a_name_goes_before_patterns_and_patterns_must_agree() -> None:
         assert kernel.serving(key).weights[0] == format
     with pytest.raises(Refusal, match=r"overrides '\*.down' and 'a.\*' differ"):
         spec.serving("a.2.down.weight")
-    with pytest.raises(Rejection, match="disagree"):
+    with pytest.raises(Rejected, match="disagree"):
         kernel.serving("a.2.down.weight")
     assert resolve(spec.to_json()) == spec
 
@@ -268,7 +268,7 @@ def test_what_rules_of_a_kernel_forbid_is_forbidden_in_overrides() -> None:
         with pytest.raises(Refusal):
             resolve({**kernel, "overrides": {"up": coded}})
     record = N("float32", "toward_zero", overrides={"up": OWN(("float32", "none"), ("int8", "mx"))})
-    with pytest.raises(Rejection):
+    with pytest.raises(Rejected):
         parse_kernel(record, "kernel")
     plain = {"weights": {"format": "float32"}, "activations": {"format": "none"}}
     spec = resolve({"preset": "onnxruntime-int8-pairs", "overrides": {"up": plain}})
@@ -310,5 +310,5 @@ def test_a_name_that_no_linear_has_is_refused() -> None:
     ],
 )
 def test_records_without_a_meaning_are_rejected(change: Any) -> None:
-    with pytest.raises(Rejection):
+    with pytest.raises(Rejected):
         parse_kernel(N("bfloat16", "any", overrides=change), "kernel")

@@ -22,13 +22,13 @@ from kcdsl_backends.planes.run import Run
 from kcdsl_backends.planes.tape import Entry as ProverEntry
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.planes.course import Course
 from kcdsl_certs.recheck.planes.derive import walk as derive
 from kcdsl_certs.recheck.planes.functional import Functional
 from kcdsl_certs.recheck.planes.tape import Entry
 from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.grids import by_turns
 from tests.support.plane_blocks import RULES, feed_forward
@@ -134,7 +134,7 @@ def test_entries_agree(tmp_path: Path, rule: str, pair: tuple[str, str], radius:
     try:
         first = prover(graph, records, centre, radius)
     except NoBound:
-        with pytest.raises(Rejection, match="bound/"):
+        with pytest.raises(Rejected, match="bound/"):
             checker(tmp_path, graph, records, centre, radius)
         return
     second = checker(tmp_path, graph, records, centre, radius, hints_of(first, ()))

@@ -29,13 +29,13 @@ from kcdsl_backends.interval.rounding import Rounding, nearest
 from kcdsl_backends.interval.rules.linear import activation_error
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import array_digest
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import nearest as rounded
 from kcdsl_certs.recheck.rules.linear import quantisation
 from kcdsl_certs.recheck.safetensors import Tensor as Stored
 from kcdsl_certs.recheck.spec import GRIDS, parse_kernel
 from kcdsl_certs.recheck.staircase import _ladder, quantised
 from kcdsl_certs.recheck.weights import Parameters
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import Cells
 from tests.support.rationals.linear import _quantisation
 from tests.support.rationals.weights import RationalParameters
@@ -192,7 +192,7 @@ def test_scales_that_overflow_their_format_are_refused() -> None:
     with pytest.raises(Refusal, match="the scale of"):
         linear_weight(w, resolve(numerics))
     for tier in (Parameters, RationalParameters):
-        with pytest.raises(Rejection, match="scale outside"):
+        with pytest.raises(Rejected, match="scale outside"):
             held(w, numerics, tier)
 
 
@@ -417,16 +417,16 @@ def test_scales_of_tensors_are_one_for_a_linear_that_is_named() -> None:
         activation_error(Box.point(x), Rounding(numerics), "n", "b.weight")
     record = numerics.to_json()
     kernel = parse_kernel(record, "kernel")
-    with pytest.raises(Rejection, match="no static scale"):
+    with pytest.raises(Rejected, match="no static scale"):
         quantisation(kernel, box.Box(x.numpy(), x.numpy()), "b.weight")
     record["activations"]["input_scale"]["a"] *= 2
-    with pytest.raises(Rejection, match="more than one"):
+    with pytest.raises(Rejected, match="more than one"):
         parse_kernel(record, "kernel")
     with pytest.raises(Refusal, match="no matrix unit"):
         resolve({"preset": "nvfp4", "tensor_core": "blackwell_fp8"})
     record = resolve({"preset": "nvfp4"}).to_json()
     unit = {"fraction_bits": 25, "chunk": 32, "result_bits": 23, "promote": 0}
-    with pytest.raises(Rejection, match="matrix unit"):
+    with pytest.raises(Rejected, match="matrix unit"):
         parse_kernel({**record, "tensor_core": {"linears": unit, "others": unit}}, "kernel")
 
 
@@ -438,7 +438,7 @@ def test_a_batch_is_no_larger_than_it_is_said_to_be() -> None:
         with pytest.raises(NoBound, match="batch_amax"):
             activation_error(x, Rounding(numerics), "n")
         kernel = parse_kernel(numerics.to_json(), "kernel")
-        with pytest.raises(Rejection, match="batch"):
+        with pytest.raises(Rejected, match="batch"):
             quantisation(kernel, box.Box(x.lo.numpy(), x.hi.numpy()))
 
 

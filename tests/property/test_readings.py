@@ -24,11 +24,11 @@ from kcdsl_backends.interval.readings import several
 from kcdsl_backends.planes.propagate import drift as drift_of_planes
 from kcdsl_certs.recheck.affine import drift
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.planes.derive import derive
 from kcdsl_certs.recheck.propagate import enclosed
 from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
 
@@ -232,7 +232,7 @@ def boxes(folder: Path, graph: Any, record: Any, centre: np.ndarray, radius: flo
 def unless_boundless(domain: Callable[[], Any]) -> Any:
     try:
         return domain()
-    except Rejection as rejection:
+    except Rejected as rejection:
         if not rejection.reason.startswith("bound/"):
             raise
         return None

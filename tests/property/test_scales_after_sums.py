@@ -21,13 +21,13 @@ from kcdsl_backends.interval.rules.linear import term_roundings
 from kcdsl_backends.planes.propagate import drift as planes
 from kcdsl_certs.recheck.affine.pair import drift as affine
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.planes.derive import derive
 from kcdsl_certs.recheck.propagate import propagate
 from kcdsl_certs.recheck.rules.state import numeric
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
 
@@ -233,7 +233,7 @@ def test_sums_of_codes_that_may_overflow_have_no_bound(tmp_path: Path) -> None:
     sha256 = proofs.write_safetensors(tmp_path / "m.safetensors", graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, EXACT, given, sha256, centre, 0.0)))
     scene = Doubles(proof, read(tmp_path / "m.safetensors").tensors).scene(proof.cases[0])
-    with pytest.raises(Rejection, match="may overflow"):
+    with pytest.raises(Rejected, match="may overflow"):
         list(propagate(scene))
     given = record("float16", "any", ("int8", "per_channel", "sums"))
     BlockProblem(block(graph), train, parameters(graph, given)).bound(*point)
@@ -295,7 +295,7 @@ def test_what_has_no_rule_is_refused(given: Any, message: str) -> None:
     written = {**spec.to_json(), **given}
     written["activations"] = given.get("activations", {"format": "none", "scale": "none"})
     written["weights"] = {"scale": "none", **given["weights"]}
-    with pytest.raises(Rejection):
+    with pytest.raises(Rejected):
         parse_kernel(written, "kernel")
 
 

@@ -17,8 +17,8 @@ from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_backends.planes.propagate import drift as planes
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.rejected import Rejected
 
 POINT = torch.zeros(1, 1, dtype=torch.float64)
 WIDTH, OUTPUTS = 48, 10
@@ -110,5 +110,5 @@ def test_shards_are_a_number() -> None:
     record = resolve({"preset": "torch-eager", "shards": 2}).to_json()
     assert parse_kernel(record, "kernel").shards == 2
     for other in (1, -1, "2", 2.5):
-        with pytest.raises(Rejection):
+        with pytest.raises(Rejected):
             parse_kernel(record | {"shards": other}, "kernel")

@@ -13,8 +13,8 @@ from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_backends.planes.propagate import drift as planes
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.rejected import Rejected
 
 POINT = torch.zeros(1, 1, dtype=torch.float64)
 TF32 = {"preset": "torch-eager", "products": "tfloat32"}
@@ -85,5 +85,5 @@ def test_short_products_are_of_float32() -> None:
         with pytest.raises(Refusal, match="it is for float32"):
             resolve({**TF32, **wrong})
         record = resolve({"preset": "torch-eager", **wrong}).to_json() | {"products": "tfloat32"}
-        with pytest.raises(Rejection, match="tfloat32"):
+        with pytest.raises(Rejected, match="tfloat32"):
             parse_kernel(record, "kernel")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kcdsl_certs.recheck import strict
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.rejected import Rejected
 
 GRAPH_SCHEMA = "kcdsl.block-graph/2"
 MOST_NODES = 100_000
@@ -96,7 +96,7 @@ def parse_block(digest: str, record: Reader, constants: Mapping[str, Array]) -> 
     """Return the block of a graph record whose canonical JSON has this digest.
 
     Raises:
-        Rejection: "graph/digest", "graph/constant-digest", "graph/field", "graph/order" or
+        Rejected: "graph/digest", "graph/constant-digest", "graph/field", "graph/order" or
             "graph/size".
     """
     place = f"graph {digest[:12]}"
@@ -106,7 +106,7 @@ def parse_block(digest: str, record: Reader, constants: Mapping[str, Array]) -> 
     )
     graph.choice("schema", (GRAPH_SCHEMA,))
     if hashlib.sha256(strict.canonical(value)).hexdigest() != digest:
-        raise Rejection("graph/digest", f"{place} does not have the digest it stands under")
+        raise Rejected("graph/digest", f"{place} does not have the digest it stands under")
     _check_constants(graph, constants)
     nodes = tuple(_node(item, place) for item in graph.items("nodes"))
     output = graph.text("output")
@@ -126,7 +126,7 @@ def parse_array(value: object, place: str) -> Array:
     """Return an array record; refuse sizes that do not fit and bool bytes other than 0 and 1.
 
     Raises:
-        Rejection: "document/array".
+        Rejected: "document/array".
     """
     record = Reader(value, place, "document/array").exactly("dtype", "shape", "data")
     dtype = record.choice("dtype", tuple(_BYTES))
@@ -156,10 +156,10 @@ def _base64(record: Reader) -> bytes:
 def _check_constants(graph: Reader, constants: Mapping[str, Array]) -> None:
     digests = graph.entries("constants")
     if set(digests) != set(constants):
-        raise Rejection("graph/constant-digest", f"{graph.place}: constants missing or unknown")
+        raise Rejected("graph/constant-digest", f"{graph.place}: constants missing or unknown")
     for key, array in constants.items():
         if digests[key] != array.digest:
-            raise Rejection("graph/constant-digest", f"{graph.place}: constant {key!r}")
+            raise Rejected("graph/constant-digest", f"{graph.place}: constant {key!r}")
 
 
 def _node(value: object, place: str) -> Node:
@@ -173,7 +173,7 @@ def _node(value: object, place: str) -> Node:
         raise record.fail("'inputs' must be a list of names")
     shape = record.integers("shape", 1)
     if len(shape) > MOST_DIMENSIONS or math.prod(shape) > MOST_ELEMENTS:
-        raise Rejection("graph/size", f"{record.place} has shape {list(shape)[:10]}")
+        raise Rejected("graph/size", f"{record.place} has shape {list(shape)[:10]}")
     op, format = record.text("op"), record.choice("format", _PINNED)
     if format and op in _UNSTORED:
         raise record.fail(f"{op!r} stores nothing, in no format")
@@ -197,7 +197,7 @@ def _form(op: str, format: str, inputs: int, attrs: Reader) -> tuple[bool, Mappi
     """Return whether an operation is written out, and the formats of its parts.
 
     Raises:
-        Rejection: "graph/field" for parts that are not those of one way to write a norm.
+        Rejected: "graph/field" for parts that are not those of one way to write a norm.
     """
     norm = op in ("rms_norm", "layer_norm")
     stated = op in _FORMS and attrs.has("form")
@@ -239,16 +239,16 @@ def _ways(op: str, inputs: int) -> list[tuple[str, ...]]:
 
 def _check_order(block: Block, graph: Reader) -> None:
     if not 0 < len(block.nodes) <= MOST_NODES:
-        raise Rejection("graph/size", f"{graph.place} has {len(block.nodes)} nodes")
+        raise Rejected("graph/size", f"{graph.place} has {len(block.nodes)} nodes")
     seen: set[str] = set()
     for node in block.nodes:
         absent = [name for name in node.inputs if name not in seen]
         if absent:
-            raise Rejection(
+            raise Rejected(
                 "graph/order", f"{graph.place}: node {node.name!r} reads {absent[0]!r} too early"
             )
         if node.name in seen:
-            raise Rejection("graph/order", f"{graph.place}: two nodes are named {node.name!r}")
+            raise Rejected("graph/order", f"{graph.place}: two nodes are named {node.name!r}")
         seen.add(node.name)
     if block.output not in seen:
-        raise Rejection("graph/order", f"{graph.place}: the output is not a node")
+        raise Rejected("graph/order", f"{graph.place}: the output is not a node")

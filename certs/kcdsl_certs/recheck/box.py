@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.rejected import Rejected
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -65,12 +65,12 @@ def checked(box: Box, what: str) -> Box:
     """Return the box; refuse it if an end is not finite or the ends are crossed.
 
     Raises:
-        Rejection: "bound/not-finite" or "bound/empty".
+        Rejected: "bound/not-finite" or "bound/empty".
     """
     if not (np.isfinite(box.lo).all() and (box.point or np.isfinite(box.hi).all())):
-        raise Rejection("bound/not-finite", f"{what} has no finite bound")
+        raise Rejected("bound/not-finite", f"{what} has no finite bound")
     if not (box.point or (box.lo <= box.hi).all()):
-        raise Rejection("bound/empty", f"{what} is empty: the enclosures contradict each other")
+        raise Rejected("bound/empty", f"{what} is empty: the enclosures contradict each other")
     return box
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from kcdsl_certs.recheck.block import Block
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import Kernel
+from kcdsl_certs.rejected import Rejected
 
 _PARTS = {"scores": "keys", "context": "values"}
 
@@ -18,7 +18,7 @@ def refuse_uncached(block: Block, *kernels: Kernel) -> None:
     a node of its own; every softmax must be that of an attention.
 
     Raises:
-        Rejection: "rule/cache".
+        Rejected: "rule/cache".
     """
     marked = [node for node in block.nodes if node.op == "cache"]
     if not marked and all(kernel.cache is None for kernel in kernels):
@@ -27,22 +27,22 @@ def refuse_uncached(block: Block, *kernels: Kernel) -> None:
     serving = set()
     for node in block.nodes:
         if node.op == "softmax" and node.role != "probabilities":
-            raise Rejection("rule/cache", f"softmax {node.name[:80]!r} is of no attention")
+            raise Rejected("rule/cache", f"softmax {node.name[:80]!r} is of no attention")
         if node.op != "matmul":
             continue
         if node.role not in _PARTS or len(node.inputs) != 2:
-            raise Rejection("rule/cache", f"product {node.name[:80]!r} is of no attention")
+            raise Rejected("rule/cache", f"product {node.name[:80]!r} is of no attention")
         second = nodes[node.inputs[1]]
         if second.op != "cache" or second.attrs.text("part") != _PARTS[node.role]:
-            raise Rejection("rule/cache", f"{node.name[:80]!r} reads keys or values past a cache")
+            raise Rejected("rule/cache", f"{node.name[:80]!r} reads keys or values past a cache")
         serving.add(second.name)
     for node in marked:
         if node.name not in serving or reads[node.name] != 1 or node.name == block.output:
-            raise Rejection("rule/cache", f"cache {node.name[:80]!r} is not read by one product")
+            raise Rejected("rule/cache", f"cache {node.name[:80]!r} is not read by one product")
         if node.format or node.role or len(node.shape) < 2 or len(node.inputs) != 1:
-            raise Rejection("rule/cache", f"cache {node.name[:80]!r} is none of keys or values")
+            raise Rejected("rule/cache", f"cache {node.name[:80]!r} is none of keys or values")
         if node.attrs.text("source") != _source(block, node.inputs[0]):
-            raise Rejection("rule/cache", f"cache {node.name[:80]!r} names another linear")
+            raise Rejected("rule/cache", f"cache {node.name[:80]!r} names another linear")
 
 
 def _source(block: Block, start: str) -> str:
@@ -54,7 +54,7 @@ def _source(block: Block, start: str) -> str:
             return ""
         if node.op == "linear":
             if len(node.inputs) < 2:
-                raise Rejection("graph/field", f"{node.name[:80]!r} is linear in no weight")
+                raise Rejected("graph/field", f"{node.name[:80]!r} is linear in no weight")
             weight = block.named[node.inputs[1]]
             found.add(weight.attrs.text("key") if weight.op == "param" else "")
             continue

@@ -14,8 +14,8 @@ from typing import Any
 from kcdsl_certs.recheck.block import Array
 from kcdsl_certs.recheck.chain_document import Chain, ChainCase, Link
 from kcdsl_certs.recheck.document import Apart, Case, Ends, numbers_of
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.joining import refuse_other
+from kcdsl_certs.rejected import Rejected
 
 Sizes = Mapping[str, tuple[float, float]]
 Inner = Callable[[Case, Any, bool], tuple[float, Sizes, Ends, Apart | None, Any]]
@@ -35,7 +35,7 @@ def refuse_gaps(chain: Chain) -> None:
     """Refuse a chain whose links do not compose: other blocks, or interfaces with a gap.
 
     Raises:
-        Rejection: "chain/join" or "chain/interface".
+        Rejected: "chain/join" or "chain/interface".
     """
     for case in chain.cases:
         try:
@@ -44,7 +44,7 @@ def refuse_gaps(chain: Chain) -> None:
             )
             for one, two in zip(case.links[:-1], case.links[1:], strict=True):
                 _interface(one, two)
-        except Rejection as rejection:
+        except Rejected as rejection:
             raise rejection.at(f"case {case.name[:80]!r}") from None
 
 
@@ -57,14 +57,14 @@ def _interface(one: Link, two: Link) -> None:
     low, high = (numbers_of(end) for end in region.drift)
     place = f"between {one.case.name[:40]!r} and {two.case.name[:40]!r}"
     if not (_within(drift_low, drift_high, low, high)):
-        raise Rejection("chain/interface", f"{place}: the drift leaves the box of the next link")
+        raise Rejected("chain/interface", f"{place}: the drift leaves the box of the next link")
     if not _in_region(train_low, train_high, region.centre, region.radius):
-        raise Rejection("chain/interface", f"{place}: the state leaves the region of the next link")
+        raise Rejected("chain/interface", f"{place}: the state leaves the region of the next link")
     stated = None
     if region.readings is not None:
         stated = tuple(numbers_of(own) for own in region.readings)
     if one.readings is not None and not _at_most(one.readings, stated):
-        raise Rejection("chain/interface", f"{place}: readings are farther apart than the next has")
+        raise Rejected("chain/interface", f"{place}: readings are farther apart than the next has")
 
 
 def _at_most(found: Sequence[Sequence[float]], stated: Sequence[Sequence[float]] | None) -> bool:
@@ -104,7 +104,7 @@ def derive_chain(case: ChainCase, inner: Inner, follows: Follows, compare: Compa
     """Derive every link of a case; return the bound of the last.
 
     Raises:
-        Rejection: what a link does not follow from, or "chain/output" for one whose output may
+        Rejected: what a link does not follow from, or "chain/output" for one whose output may
             leave the boxes that it claims, or "chain/ellipsoids" for one that reads ellipsoids
             where the one before has none.
     """
@@ -112,14 +112,14 @@ def derive_chain(case: ChainCase, inner: Inner, follows: Follows, compare: Compa
     for link, behind in zip(case.links[:-1], case.links[1:], strict=True):
         try:
             held = _derive(link, inner, compare, held, behind.ellipsoids)
-        except Rejection as rejection:
+        except Rejected as rejection:
             raise rejection.at(f"link {link.case.name[:80]!r}") from None
         if behind.ellipsoids and held is None:
-            raise Rejection("chain/ellipsoids", f"link {link.case.name[:80]!r} has none to hand on")
+            raise Rejected("chain/ellipsoids", f"link {link.case.name[:80]!r} has none to hand on")
     last = case.links[-1].case
     try:
         return follows(last, held)
-    except Rejection as rejection:
+    except Rejected as rejection:
         raise rejection.at(f"link {last.name[:80]!r}") from None
 
 
@@ -127,12 +127,12 @@ def _derive(link: Link, inner: Inner, compare: Compare, held: Any, wanted: bool)
     """Derive a link, and return the ellipsoids that the next one reads; None if it reads none."""
     bound, sizes, ends, readings, handed = inner(link.case, held, wanted)
     if not math.isfinite(bound):
-        raise Rejection("bound/not-finite", "the drift has no finite bound")
+        raise Rejected("bound/not-finite", "the drift has no finite bound")
     compare(link.case, bound, sizes)
     assert link.output is not None
     for first, what in zip((0, 2), _ENDS, strict=True):
         if not _within(*ends[first : first + 2], *link.output[first : first + 2]):
-            raise Rejection("chain/output", f"{what} may leave the box that is claimed of it")
+            raise Rejected("chain/output", f"{what} may leave the box that is claimed of it")
     if readings is not None and not _at_most(readings, link.readings):
-        raise Rejection("chain/output", "readings may be farther apart than is claimed")
+        raise Rejected("chain/output", "readings may be farther apart than is claimed")
     return handed if wanted else None

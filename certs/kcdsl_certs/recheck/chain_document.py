@@ -22,9 +22,9 @@ from kcdsl_certs.recheck.document import (
     numbers_of,
     parameters_of,
 )
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import parse_kernel
 from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.rejected import Rejected
 
 CHAIN_SCHEMA = "kcdsl.chain-proof/2"
 MOST_LINKS = 10_000
@@ -76,7 +76,7 @@ def parse_chain(record: Reader) -> Chain:
     """Return the chain of a document.
 
     Raises:
-        Rejection: "document/…", "graph/…" or "chain/…", with the field or node named.
+        Rejected: "document/…", "graph/…" or "chain/…", with the field or node named.
     """
     record.exactly(
         "schema", "block", "checkpoint", "numerics", "functional", "graphs", "parameters",
@@ -119,10 +119,10 @@ def _cases(
 ) -> tuple[ChainCase, ...]:
     items = record.items("cases")
     if not 0 < len(items) <= MOST_CASES:
-        raise Rejection("document/cases", f"{len(items)} cases")
+        raise Rejected("document/cases", f"{len(items)} cases")
     cases = tuple(_case(item, block, functional, graphs) for item in items)
     if len({case.name for case in cases}) != len(cases):
-        raise Rejection("document/cases", "two cases have one name")
+        raise Rejected("document/cases", "two cases have one name")
     return cases
 
 
@@ -133,18 +133,18 @@ def _case(
     record.place = f"case {record.text('name')[:80]!r}"
     digest = record.text("graph")
     if digest not in graphs:
-        raise Rejection("document/cases", f"{record.place} names a graph that is not there")
+        raise Rejected("document/cases", f"{record.place} names a graph that is not there")
     if graphs[digest].name != block:
-        raise Rejection("graph/block", f"graph {digest[:12]} is not of block {block!r}")
+        raise Rejected("graph/block", f"graph {digest[:12]} is not of block {block!r}")
     items = record.items("links")
     if not 2 <= len(items) <= MOST_LINKS:
-        raise Rejection("chain/links", f"{record.place} has {len(items)} links, not two or more")
+        raise Rejected("chain/links", f"{record.place} has {len(items)} links, not two or more")
     links = []
     for number, item in enumerate(items):
         try:
             first = record.raw("region") if number == 0 else None
             links.append(_link(item, first, number + 1 == len(items), functional, graphs))
-        except Rejection as rejection:
+        except Rejected as rejection:
             raise rejection.at(record.place) from None
     return ChainCase(record.text("name"), digest, tuple(links))
 
@@ -180,9 +180,9 @@ def _link(
         stated["region"] = first
     case = case_of(stated, functional if last else LARGEST_DRIFT, graphs)
     if "planes" in case.domains:
-        raise Rejection("document/domain", "planes are of whole blocks, not of links")
+        raise Rejected("document/domain", "planes are of whole blocks, not of links")
     if case.region.kind not in (_KINDS if first is not None else ("hull",)):
-        raise Rejection("document/region", f"a link on a region of kind {case.region.kind!r}")
+        raise Rejected("document/region", f"a link on a region of kind {case.region.kind!r}")
     block = graphs[case.graph]
     if first is None:
         ends = _box(drift, f"{record.place}.region.drift", block.input_shape)

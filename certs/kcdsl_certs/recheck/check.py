@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from kcdsl_certs.recheck.chain import Sizes, derive_chain, refuse_gaps
 from kcdsl_certs.recheck.chain_document import CHAIN_SCHEMA, Chain, parse_chain
 from kcdsl_certs.recheck.document import Apart, Case, Ends, Proof, load, proof_of
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.room import check_room
 from kcdsl_certs.recheck.safetensors import Tensor, read
+from kcdsl_certs.rejected import Rejected
 
 _FAINT = 2.0**-500  # more than products of zeros are here, where float64 may underflow
 
@@ -57,7 +57,7 @@ def recheck(proof: bytes, checkpoint: Path, part: tuple[int, int] = (0, 1)) -> O
     try:
         _check(proof, checkpoint, part, found)
         ok, reason, detail = True, "ok", f"{found.cases} cases follow from the checkpoint"
-    except Rejection as rejection:
+    except Rejected as rejection:
         ok, reason, detail = False, rejection.reason, rejection.detail[:2000]
     except MemoryError:
         ok, reason, detail = False, "check/memory", "there is not enough memory to derive it"
@@ -87,7 +87,7 @@ def _check(data: bytes, path: Path, part: tuple[int, int], found: _Found) -> Non
     for case in _share(proof.cases, part):
         try:
             bounds.append(_case(proof, case, derive, found))
-        except Rejection as rejection:
+        except Rejected as rejection:
             raise rejection.at(f"case {case.name[:80]!r}") from None
         _refuse_more(proof, case)
     found.bound = max(bounds).hex() if proof.claim is not None else "held"
@@ -116,7 +116,7 @@ def _check_chain(chain: Chain, path: Path, part: tuple[int, int], found: _Found)
     for case in _share(chain.cases, part):
         try:
             bounds.append(derive_chain(case, derived, follows, compared))
-        except Rejection as rejection:
+        except Rejected as rejection:
             raise rejection.at(f"case {case.name[:80]!r}") from None
         _refuse_more(chain.last, case.links[-1].case)
     found.bound = max(bounds).hex() if chain.last.claim is not None else "held"
@@ -125,7 +125,7 @@ def _check_chain(chain: Chain, path: Path, part: tuple[int, int], found: _Found)
 def _tensors(proof: Proof, path: Path) -> Mapping[str, Tensor]:
     checkpoint = read(path)
     if checkpoint.sha256 != proof.checkpoint:
-        raise Rejection("checkpoint/digest", "the checkpoint is not the one of the proof")
+        raise Rejected("checkpoint/digest", "the checkpoint is not the one of the proof")
     return checkpoint.tensors
 
 
@@ -134,7 +134,7 @@ def _share(cases: tuple[_Item, ...], part: tuple[int, int]) -> tuple[_Item, ...]
     first, step = part
     chosen = cases[first::step] if first >= 0 and step > 0 else ()
     if not chosen:
-        raise Rejection("document/cases", f"no case is part {first} of {step}")
+        raise Rejected("document/cases", f"no case is part {first} of {step}")
     return chosen
 
 
@@ -142,7 +142,7 @@ def _refuse_more(proof: Proof, case: Case) -> None:
     """Refuse a case that claims more than the whole proof."""
     claims = proof.claim, case.claim
     if claims[0] is not None and not (claims[1] is not None and claims[0] >= claims[1]):
-        raise Rejection("claim/overall", f"less than the claim of case {case.name[:80]!r}")
+        raise Rejected("claim/overall", f"less than the claim of case {case.name[:80]!r}")
 
 
 def _case(proof: Proof, case: Case, derive: Callable[[Case], Derived], found: _Found) -> float:
@@ -151,8 +151,8 @@ def _case(proof: Proof, case: Case, derive: Callable[[Case], Derived], found: _F
     found.cases += 1
     if not math.isfinite(bound):
         if proof.claim is None:
-            raise Rejection("claim/too-small", "the order of the largest columns is not proved")
-        raise Rejection("bound/not-finite", "the functional has no finite bound")
+            raise Rejected("claim/too-small", "the order of the largest columns is not proved")
+        raise Rejected("bound/not-finite", "the functional has no finite bound")
     _compare(case, bound, sizes)
     return bound
 
@@ -160,13 +160,13 @@ def _case(proof: Proof, case: Case, derive: Callable[[Case], Derived], found: _F
 def _compare(case: Case, bound: float, sizes: Sizes) -> None:
     """Compare what was derived of a case with its claim and its witnesses."""
     if case.claim is not None and not bound <= case.claim:
-        raise Rejection(
+        raise Rejected(
             "claim/too-small", f"claims {case.claim.hex()}, but only {bound.hex()} follows"
         )
     for witness in case.witness:
         value, drift = sizes[witness.node]
         if not (_holds(witness.value, value) and _holds(witness.drift, drift)):
-            raise Rejection(
+            raise Rejected(
                 "witness/too-small",
                 f"node {witness.node[:80]!r} has value {value.hex()} and drift {drift.hex()}",
             )

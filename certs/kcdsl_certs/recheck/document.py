@@ -14,12 +14,11 @@ from fractions import Fraction
 from kcdsl_certs.reals import parse_real, real_text
 from kcdsl_certs.recheck import strict
 from kcdsl_certs.recheck.block import Array, Block, parse_array, parse_block
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.plane_hints import PlaneHints, parse_planes
 from kcdsl_certs.recheck.sequences import parse_tables
 from kcdsl_certs.recheck.spec import Kernel, parse_kernel
 from kcdsl_certs.recheck.strict import Reader
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.verdicts import LARGEST_ALPHA, LEAST_ALPHA
 
 PROOF_SCHEMA = "kcdsl.interval-proof/1"
@@ -139,7 +138,7 @@ def parse(data: bytes) -> Proof:
     """Return the proof of a document.
 
     Raises:
-        Rejection: "document/…" or "graph/…", with the field or node named.
+        Rejected: "document/…" or "graph/…", with the field or node named.
     """
     return proof_of(load(data))
 
@@ -148,10 +147,10 @@ def load(data: bytes) -> Reader:
     """Return a document for reading.
 
     Raises:
-        Rejection: "document/size" or "document/json".
+        Rejected: "document/size" or "document/json".
     """
     if len(data) > LARGEST_PROOF:
-        raise Rejection("document/size", f"{len(data)} bytes")
+        raise Rejected("document/size", f"{len(data)} bytes")
     return Reader(strict.load(data, "document/json"), "proof")
 
 
@@ -162,7 +161,7 @@ def proof_of(record: Reader) -> Proof:
         "cases", "claim",
     )  # fmt: skip
     if record.text("schema") != PROOF_SCHEMA:
-        raise Rejection("document/schema", f"not {PROOF_SCHEMA}")
+        raise Rejected("document/schema", f"not {PROOF_SCHEMA}")
     numerics = record.reader("numerics").exactly("train", "infer")
     functional = functional_of(record.reader("functional"))
     graphs = _graphs(record)
@@ -193,7 +192,7 @@ def _graphs(record: Reader) -> dict[str, Block]:
     found = {}
     for digest in record.entries("graphs"):
         if not _SHA256.match(digest):
-            raise Rejection("graph/digest", f"a graph stands under {digest[:80]!r}")
+            raise Rejected("graph/digest", f"a graph stands under {digest[:80]!r}")
         entry = graphs.reader(digest).exactly("graph", "constants")
         constants = {
             key: parse_array(value, f"constant {key[:80]!r}")
@@ -201,7 +200,7 @@ def _graphs(record: Reader) -> dict[str, Block]:
         }
         found[digest] = parse_block(digest, entry, constants)
         if found[digest].name != block:
-            raise Rejection("graph/block", f"graph {digest[:12]} is not of block {block!r}")
+            raise Rejected("graph/block", f"graph {digest[:12]} is not of block {block!r}")
     return found
 
 
@@ -214,17 +213,17 @@ def parameters_of(record: Reader, graphs: Mapping[str, Block]) -> dict[str, str]
         read |= block.parameters
     if read != set(digests):
         names = sorted(read ^ set(digests))[:3]
-        raise Rejection("document/parameters", f"listed and read parameters differ: {names}")
+        raise Rejected("document/parameters", f"listed and read parameters differ: {names}")
     return digests
 
 
 def _cases(record: Reader, functional: Functional, graphs: Mapping[str, Block]) -> tuple[Case, ...]:
     items = record.items("cases")
     if not 0 < len(items) <= MOST_CASES:
-        raise Rejection("document/cases", f"{len(items)} cases")
+        raise Rejected("document/cases", f"{len(items)} cases")
     cases = tuple(case_of(item, functional, graphs) for item in items)
     if len({case.name for case in cases}) != len(cases):
-        raise Rejection("document/cases", "two cases have one name")
+        raise Rejected("document/cases", "two cases have one name")
     return cases
 
 
@@ -236,7 +235,7 @@ def case_of(value: object, functional: Functional, graphs: Mapping[str, Block]) 
     record.place = f"case {record.text('name')[:80]!r}"
     digest = record.text("graph")
     if digest not in graphs:
-        raise Rejection("document/cases", f"{record.place} names a graph that is not there")
+        raise Rejected("document/cases", f"{record.place} names a graph that is not there")
     region = record.reader("region")
     return Case(
         name=record.text("name"),
@@ -254,9 +253,9 @@ def case_of(value: object, functional: Functional, graphs: Mapping[str, Block]) 
 def _domain(record: Reader) -> str:
     domain = record.choice("domain", _DOMAINS) if record.has("domain") else "interval"
     if domain != "interval" and record.reader("region").raw("kind") == "rows":
-        raise Rejection("document/domain", f"{record.place}: {domain} forms are of one length")
+        raise Rejected("document/domain", f"{record.place}: {domain} forms are of one length")
     if "planes" in domain and record.reader("region").has("weights"):
-        raise Rejection("document/domain", f"{record.place}: planes are of one checkpoint")
+        raise Rejected("document/domain", f"{record.place}: planes are of one checkpoint")
     return domain
 
 
@@ -273,7 +272,7 @@ def _chance(record: Reader) -> tuple[Fraction, int]:
     chance = record.reader("chance").exactly("alpha", "functionals")
     try:
         alpha = parse_real(chance.text("alpha"))
-    except Reject:
+    except Rejected:
         alpha = Fraction(0)
     if not LEAST_ALPHA <= alpha <= LARGEST_ALPHA or real_text(alpha) != chance.text("alpha"):
         raise chance.fail("must have an alpha above 0 and up to 1/20, as a decimal or ratio")
@@ -322,7 +321,7 @@ def _weights(record: Reader) -> Fraction:
         return Fraction(0)
     try:
         rho = parse_real(record.text("weights"))
-    except Reject:
+    except Rejected:
         rho = Fraction(0)
     if not 0 < rho <= WIDEST or real_text(rho) != record.text("weights"):
         raise record.fail(f"must have weights above 0 and up to {WIDEST}, as a decimal or ratio")
@@ -402,7 +401,7 @@ def _witnesses(record: Reader, block: Block) -> tuple[Witness, ...]:
             raise entry.fail(f"of {name[:80]!r}, a node unknown or named twice")
         found[name] = Witness(name, entry.real("value"), entry.real("drift"))
     if block.output not in found:
-        raise Rejection("document/witness", f"{record.place} lacks the witness of the output")
+        raise Rejected("document/witness", f"{record.place} lacks the witness of the output")
     return tuple(found.values())
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.document import Functional
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import State
+from kcdsl_certs.rejected import Rejected
 
 
 def bound(functional: Functional, output: State) -> float:
@@ -37,7 +37,7 @@ def _stays(k: int, output: State) -> bool:
     """Return whether in every row k columns are above all others in both kernels."""
     columns = output.shape[-1]
     if k >= columns:
-        raise Rejection("document/field", f"no_flip {k} needs more than {k} columns")
+        raise Rejected("document/field", f"no_flip {k} needs more than {k} columns")
     chosen = np.argsort(output.t.lo, axis=-1, kind="stable")[..., columns - k :]
     inside = np.zeros(output.shape, dtype=np.bool_)
     np.put_along_axis(inside, chosen, True, axis=-1)

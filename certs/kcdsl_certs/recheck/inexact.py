@@ -14,7 +14,6 @@ from kcdsl_certs.recheck.block import Array, Block
 from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.caching import refuse_uncached
 from kcdsl_certs.recheck.document import Apart, Case, Ends, Proof
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import Floats
 from kcdsl_certs.recheck.functionals import bound, of_drift
 from kcdsl_certs.recheck.propagate import magnitudes, propagate
@@ -24,6 +23,7 @@ from kcdsl_certs.recheck.safetensors import Tensor
 from kcdsl_certs.recheck.sequences import marks_of
 from kcdsl_certs.recheck.versions import Own
 from kcdsl_certs.recheck.weights import Parameters
+from kcdsl_certs.rejected import Rejected
 
 
 class Doubles:
@@ -32,7 +32,7 @@ class Doubles:
     def __init__(self, proof: Proof, tensors: Mapping[str, Tensor]) -> None:
         """Check the parameters; raises what `Parameters` raises."""
         if not float(np.ldexp(np.ones(1), -1022)[0] * np.full(1, 0.5)[0]) > 0:
-            raise Rejection("internal", "this process flushes subnormal numbers to zero")
+            raise Rejected("internal", "this process flushes subnormal numbers to zero")
         for block in proof.graphs.values():
             refuse_uncached(block, proof.train, proof.infer)
         self._proof = proof
@@ -75,7 +75,7 @@ class Doubles:
                 t, d, own = output.t, output.d, output.own
             else:
                 if "planes" in case.domains:
-                    raise Rejection("document/domain", "planes are of whole blocks, not of links")
+                    raise Rejected("document/domain", "planes are of whole blocks, not of links")
                 forms = pair(scene, case.passes)
                 t, d, sizes = forms.t.box, forms.output(), forms.sizes()
                 own = forms.readings
@@ -136,7 +136,7 @@ class Doubles:
         if case.region.kind != "rows":
             return None
         if case.region.longest is None or case.domain != "interval":
-            raise Rejection("document/region", "sequences of any length are of the interval domain")
+            raise Rejected("document/region", "sequences of any length are of the interval domain")
         formats = {node.name: node.format for node in block.nodes}
         tables = {
             name: table(array, name, formats[name], self._proof.train, self._proof.infer)
@@ -163,7 +163,7 @@ def _intervals(scene: Scene) -> tuple[State, dict[str, tuple[float, float]]]:
         if node.name == scene.block.output:
             output = numeric(value)
     if output is None:
-        raise Rejection("graph/order", "the output is not a node")
+        raise Rejected("graph/order", "the output is not a node")
     return output, sizes
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kcdsl_certs.recheck import strict
 from kcdsl_certs.recheck.block import Block, Node
-from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.rejected import Rejected
 
 Source = tuple[str | int | tuple[int, ...], ...]
 """What a wire reads: an earlier wire by its number, or a leaf by its content."""
@@ -41,16 +41,16 @@ def joined(blocks: Sequence[Block]) -> Wiring:
     """Return the wiring of blocks each of which reads the output of the one before.
 
     Raises:
-        Rejection: "chain/join" where a block does not take what the one before returns.
+        Rejected: "chain/join" where a block does not take what the one before returns.
     """
     wires: list[Wire] = []
     entering: Source | None = None
     for block in blocks:
         if entering is not None and (not wires or block.input_shape != wires[-1].shape):
-            raise Rejection("chain/join", f"{block.name!r} does not take what comes before it")
+            raise Rejected("chain/join", f"{block.name!r} does not take what comes before it")
         entering = _append(block, wires, entering)
         if entering != ("wire", len(wires) - 1):
-            raise Rejection("chain/join", f"{block.name!r} does not end in its last operation")
+            raise Rejected("chain/join", f"{block.name!r} does not end in its last operation")
     assert entering is not None
     return Wiring(tuple(wires), entering, blocks[0].input_shape)
 
@@ -68,7 +68,7 @@ def _append(block: Block, wires: list[Wire], entering: Source | None) -> Source:
     for node in block.nodes:
         if node.op == "input" and entering is not None:
             if node.shape != block.input_shape:
-                raise Rejection("chain/join", f"{block.name!r} has an input of another shape")
+                raise Rejected("chain/join", f"{block.name!r} has an input of another shape")
             known[node.name] = entering
         elif node.op in ("input", "param", "constant"):
             known[node.name] = _leaf(block, node)
@@ -89,7 +89,7 @@ def _leaf(block: Block, node: Node) -> Source:
         return ("param", key, node.role, node.shape)
     array = block.constants.get(key)
     if array is None:
-        raise Rejection("graph/field", f"there is no constant {key[:80]!r}")
+        raise Rejected("graph/field", f"there is no constant {key[:80]!r}")
     return ("constant", array.digest, node.role, node.shape)
 
 
@@ -97,16 +97,16 @@ def refuse_other(whole: Block, parts: Sequence[Block]) -> None:
     """Refuse parts that are not, one after the other, the whole.
 
     Raises:
-        Rejection: "chain/join", naming the first operation that differs.
+        Rejected: "chain/join", naming the first operation that differs.
     """
     one, two = wiring(whole), joined(parts)
     for number, (a, b) in enumerate(zip(one.wires, two.wires, strict=False)):
         if a != b:
-            raise Rejection(
+            raise Rejected(
                 "chain/join", f"operation {number} of {whole.name!r} is {a.op}, not that {b.op}"
             )
     if one != two:
-        raise Rejection(
+        raise Rejected(
             "chain/join",
             f"{whole.name!r} has {len(one.wires)} operations, its links {len(two.wires)}",
         )

@@ -14,7 +14,6 @@ import numpy as np
 
 from kcdsl_certs.recheck import box, staircase
 from kcdsl_certs.recheck.box import Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import cut, nearest
 from kcdsl_certs.recheck.spec import (
     CEILED,
@@ -26,6 +25,7 @@ from kcdsl_certs.recheck.spec import (
     Format,
     Kernel,
 )
+from kcdsl_certs.rejected import Rejected
 
 _SMALL = 2.0**-20
 
@@ -69,7 +69,7 @@ def both(
         linear: whether it is the weight of a linear.
 
     Raises:
-        Rejection: "parameter/overflow", "parameter/scale" or "parameter/shape".
+        Rejected: "parameter/overflow", "parameter/scale" or "parameter/shape".
     """
     v = surrounding(weight, rho)
     t, i = (_stored(v, kernel, linear, name) for kernel in kernels)
@@ -102,9 +102,9 @@ def _stored(v: Box, kernel: Kernel, linear: bool, name: str) -> Stored:
     if not linear:
         return _cast(v, as_it_is, kernel.holding, kernel, name)
     if len(v.shape) != 2:
-        raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
+        raise Rejected("parameter/shape", f"linear weight {name!r} is not a matrix")
     if kernel.late:
-        raise Rejection("parameter/scale", f"no region around {name!r}, whose scales come late")
+        raise Rejected("parameter/scale", f"no region around {name!r}, whose scales come late")
     kind, scale = kernel.weights
     if scale == "none":
         found = _cast(v, as_it_is, FORMATS[kind], kernel, name)
@@ -131,7 +131,7 @@ def _cast(v: Box, found: Stored, form: Format, kernel: Kernel, name: str) -> Sto
     step, units = (cut, 2) if kernel.cut_weights else (nearest, 1)
     value = Box(step(found.value.lo, form), step(found.value.hi, form))
     if not (np.isfinite(value.lo).all() and np.isfinite(value.hi).all()):
-        raise Rejection("parameter/overflow", f"{name!r} may overflow {form.name}")
+        raise Rejected("parameter/overflow", f"{name!r} may overflow {form.name}")
     most = units * np.maximum(form.u * box.magnitude(found.value), form.eta)
     return Stored(value, box.meet(box.sub(value, v), box.widen(found.off, most)))
 
@@ -141,11 +141,11 @@ def _coded(v: Box, kernel: Kernel, name: str) -> Stored:
     kind, scale = kernel.weights
     plain = scale not in (*CEILED, "nvfp4") and kernel.scale_format == FLOAT32
     if kind not in ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full") or not plain:
-        raise Rejection("parameter/scale", f"no region around {name!r}, stored as {kind} {scale}")
+        raise Rejected("parameter/scale", f"no region around {name!r}, stored as {kind} {scale}")
     near, far = np.minimum(np.abs(v.lo), np.abs(v.hi)), box.magnitude(v)
     ends = [_scale(_group(size, scale), kind, scale) for size in (near, far)]
     if not (np.isfinite(ends[1]).all() and (ends[0] >= staircase.LEAST_SCALE).all()):
-        raise Rejection("parameter/scale", f"{name!r} may have a scale that is too small")
+        raise Rejected("parameter/scale", f"{name!r} may have a scale that is too small")
     scales = Box(ends[0], ends[1])
     most = _farthest(far, ends[1], kind, scale)
     if kind == "int8_full":

@@ -14,9 +14,9 @@ from fractions import Fraction
 import numpy as np
 
 from kcdsl_certs.recheck.box import Floats, above, down
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.safetensors import Tensor
 from kcdsl_certs.recheck.weights import as_float32
+from kcdsl_certs.rejected import Rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,17 @@ def same_tensors(earlier: Mapping[str, Tensor], later: Mapping[str, Tensor]) -> 
     """Refuse checkpoints of other tensors, shapes or dtypes.
 
     Raises:
-        Rejection: "transfer/tensors".
+        Rejected: "transfer/tensors".
     """
     apart = sorted(earlier.keys() ^ later.keys())
     if apart:
         where = "earlier" if apart[0] in earlier else "later"
-        raise Rejection("transfer/tensors", f"only the {where} checkpoint has {apart[0][:200]!r}")
+        raise Rejected("transfer/tensors", f"only the {where} checkpoint has {apart[0][:200]!r}")
     for name, one in earlier.items():
         two = later[name]
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             detail = f"{name[:200]!r} was {one.dtype} {list(one.shape)}, is {two.dtype}"
-            raise Rejection("transfer/tensors", f"{detail} {list(two.shape)}")
+            raise Rejected("transfer/tensors", f"{detail} {list(two.shape)}")
 
 
 def moved(
@@ -57,13 +57,13 @@ def moved(
     """Return of every named tensor the element that moved most.
 
     Raises:
-        Rejection: "transfer/tensors" for one that is missing, "parameter/dtype" and
+        Rejected: "transfer/tensors" for one that is missing, "parameter/dtype" and
             "parameter/not-finite" for what is no weight.
     """
     found = []
     for key in sorted(keys):
         if key not in earlier or key not in later or earlier[key].shape != later[key].shape:
-            raise Rejection("transfer/tensors", f"there is no {key[:200]!r} of one shape in both")
+            raise Rejected("transfer/tensors", f"there is no {key[:200]!r} of one shape in both")
         one, two = (as_float32(part[key], key).astype(np.float64) for part in (earlier, later))
         if one.size:
             found.append(_moved(key, one, two, rho))

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kcdsl_certs.recheck.block import Array, Block, Node, parse_array
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.rejected import Rejected
 
 UNKNOWNS = ("deviation", "drift")
 SIDES = ("below", "above")
@@ -56,7 +56,7 @@ def parse_planes(value: object, place: str, block: Block) -> PlaneHints:
     """Return the hints of a case.
 
     Raises:
-        Rejection: "document/planes".
+        Rejected: "document/planes".
     """
     record = Reader(value, f"{place} planes", "document/planes")
     record.exactly("met", "slopes", "searched")
@@ -101,7 +101,7 @@ def _slopes(record: Reader, nodes: Mapping[str, Node]) -> dict[str, Bent]:
 def _searched(record: Reader, slopes: Mapping[str, Bent], outputs: int) -> tuple[Searched, ...]:
     items = record.items("searched")
     if len(items) > MOST_SEARCHED:
-        raise Rejection("document/planes", f"{len(items)} elements of the output with own slopes")
+        raise Rejected("document/planes", f"{len(items)} elements of the output with own slopes")
     total = sum(bent.count for bent in slopes.values())
     found = []
     for item in items:
@@ -120,8 +120,8 @@ def _searched(record: Reader, slopes: Mapping[str, Bent], outputs: int) -> tuple
 def _array(entry: Reader, name: str) -> Array:
     try:
         return parse_array(entry.raw(name), f"{entry.place}.{name}")
-    except Rejection as rejection:
-        raise Rejection("document/planes", rejection.detail) from None
+    except Rejected as rejection:
+        raise Rejected("document/planes", rejection.detail) from None
 
 
 def _numbers(entry: Reader, count: int) -> Array:

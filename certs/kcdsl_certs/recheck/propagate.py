@@ -11,7 +11,6 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules import (
     attention,
     cache,
@@ -30,6 +29,7 @@ from kcdsl_certs.recheck.rules.state import (
     numeric,
     pinned,
 )
+from kcdsl_certs.rejected import Rejected
 
 Rule = Callable[[Scene, Node, list[Value]], Value]
 
@@ -75,14 +75,14 @@ def propagate(scene: Scene) -> Iterator[tuple[Node, Value]]:
     """Yield every node with its value, in order; a value is dropped after its last reader.
 
     Raises:
-        Rejection: naming the node.
+        Rejected: naming the node.
     """
     waiting = Counter(name for node in scene.block.nodes for name in node.inputs)
     values: dict[str, Value] = {}
     for node in scene.block.nodes:
         try:
             value = apply(scene, node, [values[name] for name in node.inputs])
-        except Rejection as rejection:
+        except Rejected as rejection:
             raise rejection.at(f"node {node.name[:80]!r}") from None
         values[node.name] = value
         yield node, value
@@ -106,7 +106,7 @@ def enclosed(scene: Scene) -> Enclosed:
     """Return the boxes of all nodes as far as there are any.
 
     Raises:
-        Rejection: for what no rule admits.
+        Rejected: for what no rule admits.
     """
     train: dict[str, Box] = {}
     infer: dict[str, Box] = {}
@@ -119,7 +119,7 @@ def enclosed(scene: Scene) -> Enclosed:
             train[node.name], infer[node.name] = state.t, state.i
             if node.name == scene.block.output:
                 output = state
-    except Rejection as rejection:
+    except Rejected as rejection:
         if rejection.reason not in _BOUNDLESS:
             raise
         output = None
@@ -130,15 +130,15 @@ def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     """Return the value of one node.
 
     Raises:
-        Rejection: for what no rule admits, or what has no bound.
+        Rejected: for what no rule admits, or what has no bound.
     """
     if node.op not in _RULES:
-        raise Rejection("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
+        raise Rejected("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
     rule, least, most = _RULES[node.op]
     if not least <= len(inputs) <= most:
-        raise Rejection("graph/field", f"{node.op} with {len(inputs)} inputs")
+        raise Rejected("graph/field", f"{node.op} with {len(inputs)} inputs")
     if node.role in ("probabilities", "context") and node.op not in _OPS_OF_ROLE[node.role]:
-        raise Rejection("graph/field", f"{node.op} in the role {node.role!r}")
+        raise Rejected("graph/field", f"{node.op} in the role {node.role!r}")
     scene = pinned(scene, node)
     for kernel in (scene.train, scene.infer):
         kernel.refuse_wide(scene.block.named, node)
@@ -151,9 +151,9 @@ def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
         else:
             value = rule(scene, node, inputs)
     except ValueError as error:  # numpy refuses shapes that do not fit
-        raise Rejection("graph/shape", str(error)[:200]) from None
+        raise Rejected("graph/shape", str(error)[:200]) from None
     if value.shape != node.shape:
-        raise Rejection("graph/shape", f"the shape is {list(value.shape)}, not {list(node.shape)}")
+        raise Rejected("graph/shape", f"the shape is {list(value.shape)}, not {list(node.shape)}")
     if not isinstance(value, Mask):
         state = numeric(value)
         for part, what in ((state.t, "T"), (state.i, "I"), (state.d, "D")):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kcdsl_certs.recheck.block import Block
 from kcdsl_certs.recheck.document import Proof
-from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.rejected import Rejected
 
 # Operations that form new numbers: two ends of three boxes (interval), or reference and reach.
 _FORMING = frozenset(
@@ -28,14 +28,14 @@ def check_room(proof: Proof) -> None:
     """Refuse a proof one of whose cases needs more bytes than this machine has.
 
     Raises:
-        Rejection: "graph/size".
+        Rejected: "graph/size".
     """
     there = available()
     for case in proof.cases:
         block = proof.graphs[case.graph]
         needed = boxes(block) if case.domain == "interval" else forms(block)
         if needed > there:
-            raise Rejection(
+            raise Rejected(
                 "graph/size",
                 f"graph {case.graph[:12]} needs at least {needed / 2**30:.1f} GiB of memory, "
                 f"{there / 2**30:.1f} GiB are there",

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from kcdsl_certs.manifest import open_regular
 from kcdsl_certs.recheck import strict
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.strict import Reader
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 LONGEST_HEADER = 100_000_000
 _SIZES = {
@@ -43,15 +42,15 @@ def read(path: Path) -> Checkpoint:
     """Return the checkpoint at `path`.
 
     Raises:
-        Rejection: "checkpoint/unreadable", or "checkpoint/format" for anything that the format
+        Rejected: "checkpoint/unreadable", or "checkpoint/format" for anything that the format
             does not allow: a header out of range, names that stand twice, unknown dtypes, sizes
             that do not fit shapes, tensors that overlap, leave holes or run past the end.
     """
     try:
         with open_regular(path, "checkpoint/unreadable") as file:
             content = file.read()  # once, so that what is hashed is what is used
-    except (OSError, ValueError, Reject) as error:
-        raise Rejection("checkpoint/unreadable", f"{path}: {error}") from None
+    except (OSError, ValueError, Rejected) as error:
+        raise Rejected("checkpoint/unreadable", f"{path}: {error}") from None
     return Checkpoint(hashlib.sha256(content).hexdigest(), parse(memoryview(content)))
 
 
@@ -96,5 +95,5 @@ def _tensor(name: str, entry: object, body: memoryview, spans: list[tuple[int, i
     return Tensor(dtype, shape, body[offsets[0] : offsets[1]])
 
 
-def _bad(what: str) -> Rejection:
-    return Rejection("checkpoint/format", what)
+def _bad(what: str) -> Rejected:
+    return Rejected("checkpoint/format", what)

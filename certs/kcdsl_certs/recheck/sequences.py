@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kcdsl_certs.recheck.block import Array, Block, Node, parse_array
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.rejected import Rejected
 
 SHOWN = 2
 REASON = "graph/rows"
@@ -33,7 +33,7 @@ def marks_of(block: Block) -> dict[str, Marks]:
     """Return the marks of every node.
 
     Raises:
-        Rejection: "graph/rows", naming the node.
+        Rejected: "graph/rows", naming the node.
     """
     by_name = {node.name: node for node in block.nodes}
     found: dict[str, Marks] = {}
@@ -44,16 +44,16 @@ def marks_of(block: Block) -> dict[str, Marks]:
         marked = _MARKING.get(node.op)
         formed = node.op not in _LEAVES
         if marked is None or (formed and not (given.marks and node.shape)):
-            raise Rejection(REASON, f"{node.op[:80]!r} has no meaning at every length")
+            raise Rejected(REASON, f"{node.op[:80]!r} has no meaning at every length")
         try:
             found[node.name] = marked(node, given)
-        except Rejection as rejection:
+        except Rejected as rejection:
             raise rejection.at(f"node {node.name[:80]!r}") from None
         if len(found[node.name]) != len(node.shape):
-            raise Rejection("graph/shape", f"node {node.name[:80]!r} has another rank")
+            raise Rejected("graph/shape", f"node {node.name[:80]!r} has another rank")
     last = found[block.output]
     if last.count(ROW) != 1 or KEY in last or last[-1] == ROW:
-        raise Rejection(REASON, "the output is not one row for every row of the input")
+        raise Rejected(REASON, "the output is not one row for every row of the input")
     return found
 
 
@@ -69,7 +69,7 @@ def parse_tables(record: Reader, block: Block, longest: int) -> dict[str, Array]
     the constant.
 
     Raises:
-        Rejection: "document/region".
+        Rejected: "document/region".
     """
     stated = record.entries("tables") if record.has("tables") else {}
     wanted = tables_of(block)
@@ -91,8 +91,8 @@ def parse_tables(record: Reader, block: Block, longest: int) -> dict[str, Array]
     return found
 
 
-def _wrong(what: str) -> Rejection:
-    return Rejection(REASON, what)
+def _wrong(what: str) -> Rejected:
+    return Rejected(REASON, what)
 
 
 def _source(node: Node, given: _Given) -> Marks:
@@ -113,7 +113,7 @@ def _together(node: Node, given: _Given) -> Marks:
     """Marks of operands that are broadcast: they agree, and what has none has no size there."""
     found = [""] * len(node.shape)
     if any(len(marks) > len(found) for marks in given.marks):
-        raise Rejection("graph/shape", "operands of more dimensions than their result")
+        raise Rejected("graph/shape", "operands of more dimensions than their result")
     plain = []
     for operand, marks in zip(given.nodes, given.marks, strict=True):
         padded = ("",) * (len(found) - len(marks)) + marks
@@ -142,7 +142,7 @@ def _of_each_row(node: Node, given: _Given) -> Marks:
 
 def _product(node: Node, given: _Given) -> Marks:
     if len(given.marks) != 2 or len(node.shape) < 2:
-        raise Rejection("graph/field", "a product of other than two matrices")
+        raise Rejected("graph/field", "a product of other than two matrices")
     a, b = given.marks
     front = ("",) * (len(node.shape) - 2)
     if len(a) >= 2 and len(b) >= 2 and not any((*a[:-2], *b[:-2])):
@@ -201,7 +201,7 @@ def _reordered(node: Node, given: _Given) -> Marks:
 def _broadcast(node: Node, given: _Given) -> Marks:
     marks = given.marks[0]
     if len(marks) > len(node.shape):
-        raise Rejection("graph/shape", "an expansion to fewer dimensions")
+        raise Rejected("graph/shape", "an expansion to fewer dimensions")
     found = ("",) * (len(node.shape) - len(marks)) + marks
     if any(mark and size != SHOWN for mark, size in zip(found, node.shape, strict=True)):
         raise _wrong("rows are repeated")
@@ -212,7 +212,7 @@ def _permuted(node: Node, given: _Given) -> Marks:
     marks = given.marks[0]
     dims = node.attrs.exactly("dims").integers("dims", -len(marks))
     if sorted(d % len(marks) for d in dims) != list(range(len(marks))):
-        raise Rejection("graph/field", "'dims' must be an order of the dimensions")
+        raise Rejected("graph/field", "'dims' must be an order of the dimensions")
     return tuple(marks[d % len(marks)] for d in dims)
 
 
@@ -220,7 +220,7 @@ def _along(node: Node, marks: Marks) -> str:
     """Return the mark of the dimension that a slice or a concat is along."""
     dim = node.attrs.integer("dim", -len(marks))
     if dim >= len(marks):
-        raise Rejection("graph/field", "'dim' is beyond the dimensions")
+        raise Rejected("graph/field", "'dim' is beyond the dimensions")
     return marks[dim]
 
 

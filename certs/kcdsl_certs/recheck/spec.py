@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.strict import Reader, integer, real
+from kcdsl_certs.rejected import Rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +167,13 @@ class Static:
         """Return the scales and the zero point for the linear with this weight.
 
         Raises:
-            Rejection: "rule/static-scale" where there are none.
+            Rejected: "rule/static-scale" where there are none.
         """
         names = (key.removesuffix(".weight"), "*")
         scales = [found for name in names for at, found in self.scales if at == name]
         zeros = [found for name in names for at, found in self.zeros if at == name]
         if not key or not scales or (kind == "uint8" and not zeros):
-            raise Rejection("rule/static-scale", f"the input of {key!r} has no static scale")
+            raise Rejected("rule/static-scale", f"the input of {key!r} has no static scale")
         return scales[0], zeros[0] if zeros else 0
 
 
@@ -228,7 +228,7 @@ class Kernel:
         the patterns that fit, which must say the same.
 
         Raises:
-            Rejection: "rule/override".
+            Rejected: "rule/override".
         """
         if not self.others:
             return self
@@ -238,7 +238,7 @@ class Kernel:
         if not fitting:
             return self
         if any(kernel != fitting[0] for kernel in fitting):
-            raise Rejection("rule/override", f"patterns that fit {name[:80]!r} disagree")
+            raise Rejected("rule/override", f"patterns that fit {name[:80]!r} disagree")
         return replace(self, **{field: getattr(fitting[0], field) for field in _OF_LINEARS})
 
     def at(self, node: Node) -> Kernel:
@@ -246,14 +246,14 @@ class Kernel:
         of its own, as one that computes in that, with sums in float32 at best.
 
         Raises:
-            Rejection: "rule/format" for a fused attention whose own format is not held by it.
+            Rejected: "rule/format" for a fused attention whose own format is not held by it.
         """
         if not node.format:
             return self
         form = FORMATS[node.format]
         if node.role and self.fused:
             if not form.holds(self.result("", node.role)):
-                raise Rejection("rule/format", f"a fused attention stored in {form.name}")
+                raise Rejected("rule/format", f"a fused attention stored in {form.name}")
             return self
         single = self.accumulate == FLOAT64 and form != FLOAT64
         return replace(
@@ -330,7 +330,7 @@ class Kernel:
         kernels round such an operand first.
 
         Raises:
-            Rejection: "rule/format".
+            Rejected: "rule/format".
         """
         form = self.result(node.op, node.role)
         for name in node.inputs if node.op in ("add", "sub", "mul") else ():
@@ -338,7 +338,7 @@ class Kernel:
             while read.op in _UNROUNDED and read.inputs and read.op != "embedding":
                 read = nodes[read.inputs[0]]
             if read.format and not form.holds(FORMATS[read.format]):
-                raise Rejection("rule/format", f"{form.name} does not hold what {name[:80]!r} is")
+                raise Rejected("rule/format", f"{form.name} does not hold what {name[:80]!r} is")
 
     def scalar(self, value: float, node: Node) -> tuple[float, float]:
         """Return the least and the greatest number that a kernel may take for a Python scalar:
@@ -346,7 +346,7 @@ class Kernel:
         rounding it to that of its arithmetic adds.
 
         Raises:
-            Rejection: "bound/overflow".
+            Rejected: "bound/overflow".
         """
         if node.role == "scores" and node.op in ("scale", "divide"):
             return value, value
@@ -357,13 +357,13 @@ class Kernel:
         is as precise as the arithmetic inside, which counts it, the number alone.
 
         Raises:
-            Rejection: "bound/overflow".
+            Rejected: "bound/overflow".
         """
         if form.precision >= inner.precision:
             return value, value
         steps = _neighbours(value, form) if self.units != 1 else [_to_nearest(value, form)]
         if max(map(abs, (value, *steps))) > form.largest:
-            raise Rejection("bound/overflow", f"the number {value} may overflow {form.name}")
+            raise Rejected("bound/overflow", f"the number {value} may overflow {form.name}")
         return min(value, *steps), max(value, *steps)
 
     def off(self, form: Format) -> tuple[float, float]:
@@ -438,7 +438,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
     """Return the kernel of a numerics record (`Numerics.to_json`).
 
     Raises:
-        Rejection: "document/numerics" if a field is missing, unknown or has no meaning.
+        Rejected: "document/numerics" if a field is missing, unknown or has no meaning.
     """
     record = Reader(value, place, "document/numerics").exactly(
         *("preset", "compute", "accumulate", "casts", "weights", "activations", "attention"),
@@ -454,7 +454,7 @@ def parse_kernel(value: object, place: str) -> Kernel:
     units = _units(record)
     stepped, inward, most = _CASTS[record.choice("casts", tuple(_CASTS))]
     if most != 1 and record.has("kv_cache"):
-        raise Rejection("document/numerics", "a quantised cache beside directed casts")
+        raise Rejected("document/numerics", "a quantised cache beside directed casts")
     attention = record.reader("attention").exactly(
         "style", "scores", "probabilities", "tile", "exp_ulps"
     )
@@ -483,11 +483,11 @@ def parse_kernel(value: object, place: str) -> Kernel:
     found = replace(kernel, others=_others(record, kernel, pairs))
     kernels = (found, *(other for _, other in found.others))
     if units[0] is not None and any(each.activations[1] == "nvfp4" for each in kernels):
-        raise Rejection("document/numerics", "a matrix unit that multiplies inputs of nvfp4")
+        raise Rejected("document/numerics", "a matrix unit that multiplies inputs of nvfp4")
     if most != 1 and any(each.activations[0] != "none" for each in kernels):
-        raise Rejection("document/numerics", "quantised activations beside directed casts")
+        raise Rejected("document/numerics", "quantised activations beside directed casts")
     if pairs and not any(each.paired for each in kernels):
-        raise Rejection("document/numerics", "sums of bytes without codes of bytes")
+        raise Rejected("document/numerics", "sums of bytes without codes of bytes")
     return found
 
 
@@ -505,7 +505,7 @@ def _of_linears(record: Reader, kernel: Kernel, pairs: bool) -> Kernel:
     )
     limits = _limits(activations)
     if activations.text("format") != "none" and kernel.accumulate == FORMATS["float16"]:
-        raise Rejection("document/numerics", "sums of codes in float16, which they exceed")
+        raise Rejected("document/numerics", "sums of codes in float16, which they exceed")
     return replace(
         kernel,
         weights=_weights(weights),
@@ -556,7 +556,7 @@ def _cache(record: Reader) -> Cache:
     record.exactly("format", "scale", optional=("key_scale", "value_scale", "least_scale"))
     kind, scale = record.choice("format", tuple(_CACHES)), record.text("scale")
     _allowed(kind, scale, scale in _CACHES[kind])
-    static, wrong = scale == "static", Rejection("document/numerics", "a scale of a cache")
+    static, wrong = scale == "static", Rejected("document/numerics", "a scale of a cache")
     if record.has("key_scale") != static or record.has("value_scale") != static:
         raise wrong
     if static and record.has("least_scale"):
@@ -574,7 +574,7 @@ def _cache(record: Reader) -> Cache:
 
 def _calibrations(record: Reader, field: str) -> tuple[tuple[str, tuple[float, ...]], ...]:
     """Return static scales by the names of linears, sorted."""
-    wrong = Rejection("document/numerics", "a static scale must be a float32 number in range")
+    wrong = Rejected("document/numerics", "a static scale must be a float32 number in range")
     scales = []
     for name, given in sorted(record.entries(field).items()):
         if not isinstance(given, list) or not given or not name:
@@ -593,7 +593,7 @@ def _shards(record: Reader) -> int:
         return 1
     count = record.integer("shards", 2)
     if count > _MOST_SHARDS:
-        raise Rejection("document/numerics", f"more than {_MOST_SHARDS} shards")
+        raise Rejected("document/numerics", f"more than {_MOST_SHARDS} shards")
     return count
 
 
@@ -601,7 +601,7 @@ def _scale_format(record: Reader) -> Format:
     if not record.has("scale_format"):
         return FLOAT32
     if record.text("scale") not in _PLAIN_WEIGHTS:
-        raise Rejection("document/numerics", "these scales of weights are not rounded")
+        raise Rejected("document/numerics", "these scales of weights are not rounded")
     return FORMATS[record.choice("scale_format", ("float16", "bfloat16"))]
 
 
@@ -614,14 +614,14 @@ def _late(weights: Reader, activations: Reader, kernel: Kernel) -> str:
     if found == "stored_sums":
         able = able and scale in ("per_tensor", "per_channel") and kernel.shards == 1
     if not able or kernel.accumulate.precision < FLOAT32.precision:
-        raise Rejection("document/numerics", "scales after sums that have none")
+        raise Rejected("document/numerics", "scales after sums that have none")
     return found
 
 
 def _limits(record: Reader) -> tuple[float, float, float]:
     """Read what dynamic scales are limited to, float32 numbers by float.hex()."""
     kind, scale = record.text("format"), record.text("scale")
-    wrong = Rejection("document/numerics", "a limit of dynamic scales where it has no meaning")
+    wrong = Rejected("document/numerics", "a limit of dynamic scales where it has no meaning")
     able = scale in (*_PLAIN_INPUTS, "per_batch") and kind != "uint8"
     found = []
     for name, default in (("least_scale", 0.0), ("amax_limit", math.inf), ("batch_amax", 0.0)):
@@ -643,7 +643,7 @@ def _shortened(record: Reader) -> bool:
         return False
     record.choice("products", ("tfloat32",))
     if (record.text("compute"), record.text("accumulate")) != ("float32", "float32"):
-        raise Rejection("document/numerics", "products in tfloat32 without float32 beside them")
+        raise Rejected("document/numerics", "products in tfloat32 without float32 beside them")
     return True
 
 
@@ -679,7 +679,7 @@ def _unit(record: Reader) -> Unit:
         record.integer("promote", 0),
     )
     if unit.promote % unit.chunk or max(unit.below, unit.kept) > 64 or unit.kept > 23:
-        raise Rejection("document/numerics", "a matrix unit without a meaning")
+        raise Rejected("document/numerics", "a matrix unit without a meaning")
     return unit
 
 
@@ -692,7 +692,7 @@ def _cut_weights(record: Reader) -> bool:
     if not record.has("rounding"):
         return False
     if record.text("scale") != "none":
-        raise Rejection("document/numerics", "codes of weights are rounded to nearest")
+        raise Rejected("document/numerics", "codes of weights are rounded to nearest")
     return record.choice("rounding", ("toward_zero",)) == "toward_zero"
 
 
@@ -708,15 +708,15 @@ def _static(record: Reader) -> Static | None:
     static, whole = record.text("scale") == "static", record.text("format") == "uint8"
     nested, given = record.text("scale") == "nvfp4", record.has("input_scale")
     if (given != static and not nested) or record.has("input_zero_point") != (static and whole):
-        raise Rejection("document/numerics", "static scales, and zero points, where they belong")
+        raise Rejected("document/numerics", "static scales, and zero points, where they belong")
     if not given:
         return None
     scales = _calibrations(record, "input_scale")
     if nested and any(len(each) != 1 for _, each in scales):
-        raise Rejection("document/numerics", "more than one scale of a tensor")
+        raise Rejected("document/numerics", "more than one scale of a tensor")
     if not whole:
         return Static(scales, ())
-    off = Rejection("document/numerics", "a zero point is an integer from 0 to 255, of a scale")
+    off = Rejected("document/numerics", "a zero point is an integer from 0 to 255, of a scale")
     points = sorted(record.entries("input_zero_point").items())
     zeros = tuple((name, integer(value, 0, off)) for name, value in points)
     named, having = {name for name, _ in zeros}, {"*", *(name for name, _ in scales)}
@@ -734,5 +734,5 @@ def _is_single(value: float) -> bool:
 
 def _allowed(kind: str, scale: str, allowed: bool) -> tuple[str, str]:
     if not allowed:
-        raise Rejection("document/numerics", f"format {kind!r} with scale {scale[:40]!r}")
+        raise Rejected("document/numerics", f"format {kind!r} with scale {scale[:40]!r}")
     return kind, scale

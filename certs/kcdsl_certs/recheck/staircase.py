@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.box import Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import nearest
 from kcdsl_certs.recheck.spec import (
     CEILED,
@@ -28,6 +27,7 @@ from kcdsl_certs.recheck.spec import (
     TOP_EXPONENT,
     Kernel,
 )
+from kcdsl_certs.rejected import Rejected
 
 UNIT = 2.0**-24
 _OFF = 2.0**-22  # more than the roundings of a ratio and of a product together
@@ -107,13 +107,13 @@ def given(kernel: Kernel, key: str, shape: tuple[int, ...]) -> tuple[Floats, int
     """Return the static scale of every element that enters the linear with this weight, and z.
 
     Raises:
-        Rejection: "rule/static-scale".
+        Rejected: "rule/static-scale".
     """
     if kernel.static is None:
-        raise Rejection("rule/static-scale", "there are no static scales")
+        raise Rejected("rule/static-scale", "there are no static scales")
     scales, zero = kernel.static.of(key, kernel.activations[0])
     if len(scales) not in (1, shape[-1]):
-        raise Rejection("rule/static-scale", f"{len(scales)} scales for {shape[-1]} channels")
+        raise Rejected("rule/static-scale", f"{len(scales)} scales for {shape[-1]} channels")
     return np.broadcast_to(np.array(scales, dtype=np.float64), shape), zero
 
 
@@ -121,7 +121,7 @@ def steps(kernel: Kernel, x: Box, key: str) -> Steps:
     """Return the quantisers of what enters the linear with the weight `key`.
 
     Raises:
-        Rejection: "rule/static-scale"; "bound/overflow" where a static scale may be exceeded.
+        Rejected: "rule/static-scale"; "bound/overflow" where a static scale may be exceeded.
     """
     kind, scale = kernel.activations
     if scale == "static":
@@ -136,17 +136,17 @@ def steps(kernel: Kernel, x: Box, key: str) -> Steps:
 
 
 def within_batch(kernel: Kernel, x: Box) -> None:
-    """Reject numbers that may be larger than any of a batch that shares its scale.
+    """Rejected numbers that may be larger than any of a batch that shares its scale.
 
     Raises:
-        Rejection: "bound/overflow".
+        Rejected: "bound/overflow".
     """
     if kernel.activations[1] != "per_batch":
         return
     over = np.argwhere(~(box.magnitude(x) <= kernel.batch_amax))
     if len(over):
         element = [int(i) for i in over[0]]
-        raise Rejection("bound/overflow", f"element {element} may exceed the batch's largest")
+        raise Rejected("bound/overflow", f"element {element} may exceed the batch's largest")
 
 
 def plain(kind: str, scale: Box) -> Steps:
@@ -191,7 +191,7 @@ def _calibrated(kernel: Kernel, x: Box, key: str) -> Steps:
     )
     if not bool(inside.all()):
         element = [int(i) for i in np.argwhere(~inside)[0]]
-        raise Rejection("bound/overflow", f"element {element} may exceed its static {kind} scale")
+        raise Rejected("bound/overflow", f"element {element} may exceed its static {kind} scale")
     return Steps(kind, box.exact(scale), box.exact(above), box.exact(below), "free")
 
 
@@ -199,7 +199,7 @@ def nested(kernel: Kernel, x: Box, key: str) -> tuple[Floats, Floats]:
     """Return what scales of the tensor, and scales of groups of 16, do not exceed (nvfp4).
 
     Raises:
-        Rejection: "rule/static-scale".
+        Rejected: "rule/static-scale".
     """
     kind, size = kernel.activations[0], box.mag(x)
     top, (least, most) = QMAX[kind], NESTED
@@ -333,7 +333,7 @@ def quantised(kernel: Kernel, x: Box, error: Floats, key: str = "") -> tuple[Box
     """Return the quantised values and their errors, met with what `error` (Q) says.
 
     Raises:
-        Rejection: as `steps`.
+        Rejected: as `steps`.
     """
     wide, around = box.widen(x, error), box.around(np.broadcast_to(error, x.shape))
     if not kernel.stepped or kernel.activations[0] == "none":

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.rejected import Rejected
 
 LARGEST_INTEGER = 2**53 - 1
 MOST_VALUES = 2**24  # parsed, a value takes some 60 bytes and more
@@ -20,10 +20,10 @@ def load(data: bytes, reason: str) -> Any:
     """Parse UTF-8 JSON without floats, duplicate keys, large integers or lone surrogates.
 
     Raises:
-        Rejection: with the given reason.
+        Rejected: with the given reason.
     """
     if data.count(b",") > MOST_VALUES:
-        raise Rejection(reason, f"more than {MOST_VALUES} values")
+        raise Rejected(reason, f"more than {MOST_VALUES} values")
     try:
         text = data.decode("utf-8")
         value = json.loads(
@@ -37,20 +37,20 @@ def load(data: bytes, reason: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except (ValueError, RecursionError) as error:
-        raise Rejection(reason, f"not strict JSON: {str(error)[:200]}") from None
+        raise Rejected(reason, f"not strict JSON: {str(error)[:200]}") from None
 
 
 def canonical(value: Any) -> bytes:
     """Return the canonical JSON (RFC 8785) of data without floats.
 
     Raises:
-        Rejection: "document/json" for what is nested too deeply.
+        Rejected: "document/json" for what is nested too deeply.
     """
     try:
         found = _sorted(value)
         text = json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except RecursionError:
-        raise Rejection("document/json", "nested too deeply") from None
+        raise Rejected("document/json", "nested too deeply") from None
     return text.encode("utf-8")
 
 
@@ -98,9 +98,9 @@ class Reader:
         """Return the object as parsed."""
         return self._value
 
-    def fail(self, what: str) -> Rejection:
+    def fail(self, what: str) -> Rejected:
         """Return a rejection that names this place."""
-        return Rejection(self.reason, f"{self.place} {what}")
+        return Rejected(self.reason, f"{self.place} {what}")
 
     def exactly(self, *names: str, optional: tuple[str, ...] = ()) -> Reader:
         """Return this object; refuse it unless it has these fields and at most the optional."""
@@ -166,14 +166,14 @@ class Reader:
         return real(self.raw(name), self.fail(f"{name!r} must be a finite float.hex() string"))
 
 
-def integer(value: Any, least: int, wrong: Rejection) -> int:
+def integer(value: Any, least: int, wrong: Rejected) -> int:
     """Return value if it is an integer (no bool) ≥ least; raise `wrong` otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise wrong
     return value
 
 
-def real(value: Any, wrong: Rejection) -> float:
+def real(value: Any, wrong: Rejected) -> float:
     """Return the finite double that float.hex() wrote; raise `wrong` otherwise."""
     if not isinstance(value, str) or len(value) > 32:
         raise wrong

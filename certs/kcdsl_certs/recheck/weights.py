@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.recheck.block import array_digest
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import Floats, cut, nearest
 from kcdsl_certs.recheck.safetensors import FLOATS, Tensor
 from kcdsl_certs.recheck.spec import (
@@ -28,6 +27,7 @@ from kcdsl_certs.recheck.spec import (
     Format,
     Kernel,
 )
+from kcdsl_certs.rejected import Rejected
 
 Singles = NDArray[np.float32]
 
@@ -36,10 +36,10 @@ def as_float32(tensor: Tensor, name: str) -> Singles:
     """Return a stored tensor as float32: exact for F32, F16 and BF16, to nearest for F64.
 
     Raises:
-        Rejection: "parameter/dtype" or "parameter/not-finite".
+        Rejected: "parameter/dtype" or "parameter/not-finite".
     """
     if tensor.dtype not in FLOATS:
-        raise Rejection("parameter/dtype", f"{name!r} is {tensor.dtype}, not a float tensor")
+        raise Rejected("parameter/dtype", f"{name!r} is {tensor.dtype}, not a float tensor")
     if tensor.dtype == "BF16":
         bits = np.frombuffer(tensor.data, dtype="<u2").astype(np.uint32) << np.uint32(16)
         values = bits.view(np.float32)
@@ -47,7 +47,7 @@ def as_float32(tensor: Tensor, name: str) -> Singles:
         kind = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[tensor.dtype]
         values = np.frombuffer(tensor.data, dtype=kind).astype(np.float32)
     if not np.isfinite(values).all():
-        raise Rejection("parameter/not-finite", f"{name!r} holds NaN or infinity")
+        raise Rejected("parameter/not-finite", f"{name!r} holds NaN or infinity")
     return values.reshape(tensor.shape)
 
 
@@ -58,17 +58,17 @@ class Parameters:
         """Take the tensors that a proof lists.
 
         Raises:
-            Rejection: "parameter/missing", "parameter/digest", or what `as_float32` raises.
+            Rejected: "parameter/missing", "parameter/digest", or what `as_float32` raises.
         """
         self._values: dict[str, Singles] = {}
         self._stored: dict[tuple[str, str, tuple[str, str, str], bool], Floats] = {}
         for key, digest in digests.items():
             if key not in tensors:
-                raise Rejection("parameter/missing", f"the checkpoint has no tensor {key!r}")
+                raise Rejected("parameter/missing", f"the checkpoint has no tensor {key!r}")
             value = as_float32(tensors[key], key)
             little = value.astype("<f4", copy=False).tobytes()
             if array_digest("float32", value.shape, little) != digest:
-                raise Rejection("parameter/digest", f"tensor {key!r} is not the one of the proof")
+                raise Rejected("parameter/digest", f"tensor {key!r} is not the one of the proof")
             self._values[key] = value
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -112,11 +112,11 @@ def plain(values: Floats, compute: Format, name: str, inward: bool = False) -> F
     """Return values rounded to nearest even in the compute format, or cut off toward zero.
 
     Raises:
-        Rejection: "parameter/overflow" if one is beyond the format.
+        Rejected: "parameter/overflow" if one is beyond the format.
     """
     found = (cut if inward else nearest)(values, compute)
     if not np.isfinite(found).all():
-        raise Rejection("parameter/overflow", f"{name!r} overflows {compute.name}")
+        raise Rejected("parameter/overflow", f"{name!r} overflows {compute.name}")
     return found
 
 
@@ -133,10 +133,10 @@ def quantised(
     `stored` is the format of its scales.
 
     Raises:
-        Rejection: "parameter/shape", "parameter/scale" or "parameter/overflow".
+        Rejected: "parameter/shape", "parameter/scale" or "parameter/overflow".
     """
     if weight.ndim != 2:
-        raise Rejection("parameter/shape", f"linear weight {name!r} is not a matrix")
+        raise Rejected("parameter/shape", f"linear weight {name!r} is not a matrix")
     if scale == "none":
         return plain(weight.astype(np.float64), FORMATS[kind], name, inward).astype(np.float32)
     if kind == "uint4":
@@ -159,7 +159,7 @@ def _kept(scales: Singles, stored: Format, name: str) -> Singles:
     """Return scales as they are stored."""
     found = nearest(scales.astype(np.float64), stored) if stored != FLOAT32 else scales
     if not np.isfinite(found).all():
-        raise Rejection("parameter/scale", f"{name!r} has a scale outside {stored.name}")
+        raise Rejected("parameter/scale", f"{name!r} has a scale outside {stored.name}")
     return found.astype(np.float32)
 
 

@@ -18,11 +18,11 @@ from kcdsl_certs.recheck.affine import drift as derive
 from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.propagate import propagate
 from kcdsl_certs.recheck.rules.state import Mask, Scene, numeric
 from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
 
@@ -68,7 +68,7 @@ def everything(setting: Setting, folder: Path) -> Iterator[Enclosures]:
         for source in (checked_intervals, checked_forms):
             try:
                 yield source(scene)
-            except Rejection as rejection:
+            except Rejected as rejection:
                 if rejection.reason not in ("bound/not-finite", "bound/overflow"):
                     raise
     for of in (proved_intervals, proved_forms):

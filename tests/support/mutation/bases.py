@@ -464,9 +464,9 @@ def repaired(document: Document, constants: bool) -> Document:
 
 def _digest_of(record: Any, otherwise: Any) -> Any:
     from kcdsl_certs.recheck.block import parse_array
-    from kcdsl_certs.recheck.errors import Rejection
+    from kcdsl_certs.rejected import Rejected
 
     try:
         return parse_array(record, "").digest
-    except Rejection:
+    except Rejected:
         return otherwise

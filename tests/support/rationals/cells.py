@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import Format
+from kcdsl_certs.rejected import Rejected
 
 MOST_TERMS = 4_000_000
 Shape = tuple[int, ...]
@@ -73,11 +73,11 @@ def meet(a: Pair, b: Pair) -> Pair:
     """Return the intersection.
 
     Raises:
-        Rejection: "bound/empty".
+        Rejected: "bound/empty".
     """
     lo, hi = max(a[0], b[0]), min(a[1], b[1])
     if lo > hi:
-        raise Rejection("bound/empty", "the enclosures contradict each other")
+        raise Rejected("bound/empty", "the enclosures contradict each other")
     return lo, hi
 
 
@@ -115,11 +115,11 @@ def product(a: Shape, x: Sequence[Fraction], b: Shape, y: Sequence[Fraction]) ->
 def _product(a: Shape, b: Shape) -> tuple[Shape, int, list[range], list[range]]:
     """Return leading shape, columns, and for each element the flat positions of its factors."""
     if len(a) < 2 or len(b) < 2 or a[-1] != b[-2]:
-        raise Rejection("graph/shape", f"no matrix product of {list(a)} and {list(b)}")
+        raise Rejected("graph/shape", f"no matrix product of {list(a)} and {list(b)}")
     lead = broadcast(a[:-2], b[:-2])
     t, n, d = a[-2], a[-1], b[-1]
     if math.prod(lead) * t * n * d > MOST_TERMS:
-        raise Rejection("exact/size", "the block is too large for exact arithmetic")
+        raise Rejected("exact/size", "the block is too large for exact arithmetic")
     left, right = [], []
     for i, j in zip(spread(a[:-2], lead), spread(b[:-2], lead), strict=True):
         for row, column in itertools.product(range(t), range(d)):
@@ -133,19 +133,19 @@ def broadcast(a: Shape, b: Shape) -> Shape:
     """Return the common shape.
 
     Raises:
-        Rejection: "graph/shape".
+        Rejected: "graph/shape".
     """
     rank = max(len(a), len(b))
     left, right = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
     if any(m != n and 1 not in (m, n) for m, n in zip(left, right, strict=True)):
-        raise Rejection("graph/shape", f"{list(a)} and {list(b)} do not fit")
+        raise Rejected("graph/shape", f"{list(a)} and {list(b)} do not fit")
     return tuple(max(m, n) for m, n in zip(left, right, strict=True))
 
 
 def spread(shape: Shape, to: Shape) -> list[int]:
     """Return for each element of the wider shape the flat position of its source."""
     if broadcast(shape, to) != to:
-        raise Rejection("graph/shape", f"{list(shape)} does not expand to {list(to)}")
+        raise Rejected("graph/shape", f"{list(shape)} does not expand to {list(to)}")
     full = (1,) * (len(to) - len(shape)) + shape
     strides = [math.prod(full[k + 1 :]) if full[k] > 1 else 0 for k in range(len(full))]
     return [
@@ -158,11 +158,11 @@ def nearest(value: Fraction, form: Format) -> Fraction:
     """Return the nearest number of a format, ties to even.
 
     Raises:
-        Rejection: "bound/overflow" beyond its largest number.
+        Rejected: "bound/overflow" beyond its largest number.
     """
     found = rounded(value, form)
     if abs(found) > Fraction(form.largest):
-        raise Rejection("bound/overflow", f"a number overflows {form.name}")
+        raise Rejected("bound/overflow", f"a number overflows {form.name}")
     return found
 
 
@@ -178,14 +178,14 @@ def cut(value: Fraction, form: Format) -> Fraction:
     """Return the number of a format next to a value on the side of zero.
 
     Raises:
-        Rejection: "bound/overflow" where the format has no next number beyond its largest.
+        Rejected: "bound/overflow" where the format has no next number beyond its largest.
     """
     if value == 0:
         return ZERO
     spacing = Fraction(2) ** (max(exponent(abs(value)), form.least) - form.precision + 1)
     found = math.trunc(value / spacing) * spacing
     if abs(found) > Fraction(form.largest):
-        raise Rejection("bound/overflow", f"a number overflows {form.name}")
+        raise Rejected("bound/overflow", f"a number overflows {form.name}")
     return found
 
 

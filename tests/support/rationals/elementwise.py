@@ -6,8 +6,8 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import Kernel
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import ZERO, Cells, Pair, add, both, mul
 from tests.support.rationals.linear import middle
 from tests.support.rationals.state import (
@@ -57,7 +57,7 @@ def scaled(name: str) -> Callable[..., Known]:
     def rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
         number = _number(node, name)
         if name == "divisor" and number == 0:
-            raise Rejection("graph/field", "a division by zero")
+            raise Rejected("graph/field", "a division by zero")
         by = number if name == "factor" else 1 / number
         x = inputs[0]
         exact = tuple(part.each(lambda p: mul(p, (by, by))) for part in (x.t, x.i, x.d))
@@ -67,7 +67,7 @@ def scaled(name: str) -> Callable[..., Known]:
             low, high = _scalar(kernel, node, number)
             if name == "divisor":
                 if low * high <= 0:
-                    raise Rejection("bound/not-finite", "a divisor may be rounded to 0")
+                    raise Rejected("bound/not-finite", "a divisor may be rounded to 0")
                 low, high = 1 / high, 1 / low
             others.append(own.each(_times(low - by, high - by)))
         moved = others[0], others[1]
@@ -120,7 +120,7 @@ def _number(node: Node, name: str) -> Fraction:
     whole = isinstance(raw, int) and not isinstance(raw, bool)
     value = Fraction(raw) if whole else Fraction(node.attrs.real(name))
     if value != 0 and not Fraction(1, 2**126) <= abs(value) <= 2**126:
-        raise Rejection("graph/field", f"{name} leaves the range of float32")
+        raise Rejected("graph/field", f"{name} leaves the range of float32")
     return value
 
 

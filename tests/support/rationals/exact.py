@@ -15,8 +15,8 @@ from kcdsl_certs.recheck import Outcome, recheck
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.caching import refuse_uncached
 from kcdsl_certs.recheck.document import Case, Ends, Functional, Proof
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.safetensors import Tensor
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals import elementwise, linear, moves
 from tests.support.rationals.cells import Cells, Pair, add, ceiling, root, sub
 from tests.support.rationals.state import Known, Scene, pinned
@@ -72,12 +72,12 @@ class Rational:
         Intervals know boxes alone, so nothing is made of what is `held` beside.
 
         Raises:
-            Rejection: "document/domain" for a case of another domain than interval.
+            Rejected: "document/domain" for a case of another domain than interval.
         """
         if case.domain != "interval":
-            raise Rejection("document/domain", f"no exact arithmetic for {case.domain!r}")
+            raise Rejected("document/domain", f"no exact arithmetic for {case.domain!r}")
         if case.region.kind == "rows":
-            raise Rejection("document/region", "no exact arithmetic for sequences of any length")
+            raise Rejected("document/region", "no exact arithmetic for sequences of any length")
         states = self.states(case)
         sizes = {n: (ceiling(max(s.t.mags)), ceiling(max(s.d.mags))) for n, s in states.items()}
         output = states[self._proof.graphs[case.graph].output]
@@ -114,7 +114,7 @@ class Rational:
         for node in block.nodes:
             try:
                 found[node.name] = _apply(scene, node, [found[name] for name in node.inputs])
-            except Rejection as rejection:
+            except Rejected as rejection:
                 raise rejection.at(f"node {node.name[:80]!r}") from None
         return found
 
@@ -126,18 +126,18 @@ def _ends(cells: Cells) -> tuple[list[float], list[float]]:
 
 def _apply(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     if node.op not in _RULES:
-        raise Rejection("rule/unknown-op", f"there is no exact rule for {node.op[:80]!r}")
+        raise Rejected("rule/unknown-op", f"there is no exact rule for {node.op[:80]!r}")
     rule, least, most = _RULES[node.op]
     if not least <= len(inputs) <= most:
-        raise Rejection("graph/field", f"{node.op} with {len(inputs)} inputs")
+        raise Rejected("graph/field", f"{node.op} with {len(inputs)} inputs")
     if node.role in _OPS_OF_ROLE and node.op not in _OPS_OF_ROLE[node.role]:
-        raise Rejection("graph/field", f"{node.op} in the role {node.role!r}")
+        raise Rejected("graph/field", f"{node.op} in the role {node.role!r}")
     scene = pinned(scene, node)
     for kernel in (scene.train, scene.infer):
         kernel.refuse_wide(scene.block.named, node)
     value = rule(scene, node, inputs)
     if value.t.shape != node.shape:
-        raise Rejection("graph/shape", f"the shape is {list(value.t.shape)}")
+        raise Rejected("graph/shape", f"the shape is {list(value.t.shape)}")
     return value
 
 
@@ -158,7 +158,7 @@ def _bound(functional: Functional, output: Known) -> float:
             spans = [max(p[1] for p in row) - min(p[0] for p in row) for row in rows(output.d)]
             return ceiling(max(spans))
     if functional.k >= n:
-        raise Rejection("document/field", f"no_flip {functional.k} needs more columns")
+        raise Rejected("document/field", f"no_flip {functional.k} needs more columns")
     for t, i in zip(rows(output.t), rows(output.i), strict=True):
         chosen = set(sorted(range(n), key=lambda k: t[k][0])[n - functional.k :])
         for row in (t, i):

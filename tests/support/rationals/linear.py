@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Node
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import (
     CEILED,
     CODE_LARGEST,
@@ -18,6 +17,7 @@ from kcdsl_certs.recheck.spec import (
     Format,
     Kernel,
 )
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,
     Cells,
@@ -49,7 +49,7 @@ def linear_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     node.attrs.exactly()
     key = scene.keys.get(node.inputs[1])
     if key is None:
-        raise Rejection("rule/weight", "the weight of a linear must be a parameter")
+        raise Rejected("rule/weight", "the weight of a linear must be a parameter")
     x = inputs[0]
     weight = held(scene, key, linear=True)
     w_t, w_i, w_d = (_turned(part) for part in (weight.t, weight.i, weight.d))
@@ -105,7 +105,7 @@ def _bias(
     bias = inputs[2]
     wide = any(lo != hi for lo, hi in bias.t.pairs + bias.i.pairs)
     if (wide and node.inputs[2] not in scene.keys) or bias.t.shape != (outputs,):
-        raise Rejection("rule/weight", "the bias of a linear must be known and fit")
+        raise Rejected("rule/weight", "the bias of a linear must be known and fit")
     return bias.t, bias.i, bias.d if wide else both(bias.i, bias.t, sub)
 
 
@@ -157,7 +157,7 @@ def _by_late_scales(
         row = k // outputs * n
         codes = 2 * Fraction(kernel.most_code) * sum(x.mags[row : row + n])
         if wide or codes > most:
-            raise Rejection("bound/overflow", "a sum of products with codes may overflow")
+            raise Rejected("bound/overflow", "a sum of products with codes may overflow")
         cast = u * (1 + u) * (value + error + faint) + least * (1 + scale)
         found.append(faint + count * cast * (1 + Fraction(1, 64)))
     return found
@@ -171,7 +171,7 @@ def _reduced(kernel: Kernel, size: Fraction, error: Fraction) -> Fraction:
     tiny = 2 * (kernel.shards + 1) * (1 + factor) * kernel.units * eta(kernel.compute)
     lost = (size + error) * factor + tiny
     if size + error + lost > Fraction(kernel.compute.largest):
-        raise Rejection("bound/overflow", f"a sum of parts may overflow {kernel.compute.name}")
+        raise Rejected("bound/overflow", f"a sum of parts may overflow {kernel.compute.name}")
     return lost
 
 
@@ -182,7 +182,7 @@ def _clipped(kernel: Kernel, x: Cells, w: Cells, key: str) -> list[Fraction]:
     if not kernel.paired:
         return [ZERO] * (count * m)
     if any(lo != hi for lo, hi in w.pairs):
-        raise Rejection("rule/weight", "sums of bytes in 16 bits with a weight that is not known")
+        raise Rejected("rule/weight", "sums of bytes in 16 bits with a weight that is not known")
     columns = [[w.pairs[i * m + j][0] for i in range(n)] for j in range(m)]
     tops = [max(abs(v) for v in column) for column in columns]
     if kernel.weights[1] == "per_tensor":
@@ -221,7 +221,7 @@ def _accumulated(
     kernel: Kernel, sizes: Sequence[Fraction], results: Sequence[Fraction], k: int, j: int
 ) -> list[Fraction]:
     if kernel.other_unit is not None:
-        raise Rejection("rule/unknown-op", "there is no exact rule for sums of matrix units")
+        raise Rejected("rule/unknown-op", "there is no exact rule for sums of matrix units")
     form = kernel.accumulate
     cut = Fraction(1, 2**9) + Fraction(1, 2**20) if kernel.shortened else ZERO
     short = [s * cut for s in sizes]
@@ -231,7 +231,7 @@ def _accumulated(
     pairs = zip(sizes, results, strict=True)
     errors = [each * (k * (s + y) / 2 + j * s) + lost for s, y in pairs]
     if any(s + e > Fraction(form.largest) for s, e in zip(sizes, errors, strict=True)):
-        raise Rejection("bound/overflow", f"a partial sum may overflow {form.name}")
+        raise Rejected("bound/overflow", f"a partial sum may overflow {form.name}")
     return [e + more for e, more in zip(errors, short, strict=True)]
 
 
@@ -257,7 +257,7 @@ def _coded(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
     if scale == "none":
         if max(sizes) > Fraction(CODE_LARGEST[kind]):
             element = sizes.index(max(sizes))
-            raise Rejection("bound/overflow", f"element {element} of an input may overflow {kind}")
+            raise Rejected("bound/overflow", f"element {element} of an input may overflow {kind}")
         return [_cast(GRIDS[kind], size, Fraction(1)) for size in sizes]
     if scale == "nvfp4":
         return _nested(kernel, x, key)
@@ -267,7 +267,7 @@ def _coded(kernel: Kernel, x: Cells, key: str) -> list[Fraction]:
         return [(w * half + s * _SMALL) * (1 + _SMALL) for s, w in zip(sizes, wide, strict=True)]
     batch = Fraction(kernel.batch_amax)
     if scale == "per_batch" and max(sizes) > batch:
-        raise Rejection("bound/overflow", "an element may exceed the batch's largest")
+        raise Rejected("bound/overflow", "an element may exceed the batch's largest")
     most = [max(m, batch) for m in largest(sizes, x.shape, scale)]
     if scale == "mx":
         return _shifted(kind, x, most)

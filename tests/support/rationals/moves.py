@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Array, Node
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import FLOAT32, FORMATS
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,
     Cells,
@@ -33,7 +33,7 @@ def input_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     node.attrs.exactly()
     centre, radius = scene.region
     if centre is None or radius is None or node.role:
-        raise Rejection("rule/input", "a block on token ids has no block input")
+        raise Rejected("rule/input", "a block on token ids has no block input")
     c, r = (_numbers(array, "d", 8) for array in (centre, radius))
     wide = spread(radius.shape, centre.shape)
     x = widened(points(centre.shape, c), [r[k] for k in wide])
@@ -57,7 +57,7 @@ def _numbers(array: Array, code: str, size: int) -> list[Fraction]:
         values = struct.unpack(f"<{len(array.data) // size}{code}", array.data)
         return [Fraction(v) for v in values]
     except (OverflowError, ValueError):
-        raise Rejection("parameter/not-finite", "an array holds NaN or infinity") from None
+        raise Rejected("parameter/not-finite", "an array holds NaN or infinity") from None
 
 
 def param_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
@@ -75,11 +75,11 @@ def constant_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     key = node.attrs.exactly("key").text("key")
     array = scene.block.constants.get(key)
     if array is None or array.dtype != "float32":
-        raise Rejection("graph/field", f"there is no float32 constant {key[:80]!r}")
+        raise Rejected("graph/field", f"there is no float32 constant {key[:80]!r}")
     values = _numbers(array, "f", 4)
     if node.format:
         if values != [nearest(v, FORMATS[node.format]) for v in values]:
-            raise Rejection("graph/field", f"constant {key[:80]!r} is not one of {node.format}")
+            raise Rejected("graph/field", f"constant {key[:80]!r} is not one of {node.format}")
         held_so = points(array.shape, values)
         return _known(held_so, held_so)
     t, i = (
@@ -94,10 +94,10 @@ def embedding_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     ids = node.attrs.exactly("ids").integers("ids", 0)
     key = scene.keys.get(node.inputs[0])
     if key is None:
-        raise Rejection("rule/weight", "the table of an embedding must be a parameter")
+        raise Rejected("rule/weight", "the table of an embedding must be a parameter")
     table = held(scene, key, linear=False)
     if not ids or len(table.t.shape) != 2 or max(ids) >= table.t.shape[0]:
-        raise Rejection("graph/shape", "an embedding needs ids within a matrix")
+        raise Rejected("graph/shape", "an embedding needs ids within a matrix")
     width = table.t.shape[1]
     order = [k * width + j for k in ids for j in range(width)]
     return _moved(table, (len(ids), width), order)
@@ -111,7 +111,7 @@ def reshape_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     """Return the same elements in another shape."""
     shape = _shape(node)
     if math.prod(shape) != len(inputs[0].t.pairs):
-        raise Rejection("graph/shape", "the elements do not fit the shape")
+        raise Rejected("graph/shape", "the elements do not fit the shape")
     return _moved(inputs[0], shape, range(math.prod(shape)))
 
 
@@ -124,7 +124,7 @@ def expand_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
 def _shape(node: Node) -> Shape:
     shape = node.attrs.exactly("shape").integers("shape", 1)
     if shape != node.shape:
-        raise Rejection("graph/shape", "'shape' differs from the shape of the node")
+        raise Rejected("graph/shape", "'shape' differs from the shape of the node")
     return shape
 
 
@@ -134,7 +134,7 @@ def permute_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     stated = node.attrs.exactly("dims").integers("dims", -len(old))
     dims = [d % len(old) for d in stated if d < len(old)]
     if sorted(dims) != list(range(len(old))) or len(stated) != len(old):
-        raise Rejection("graph/field", "'dims' must be an order of the dimensions")
+        raise Rejected("graph/field", "'dims' must be an order of the dimensions")
     strides = [math.prod(old[d + 1 :]) for d in dims]
     return _selected(
         inputs[0], [[k * s for k in range(old[d])] for d, s in zip(dims, strides, strict=True)]
@@ -147,7 +147,7 @@ def slice_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     old = inputs[0].t.shape
     dim = attrs.integer("dim", -len(old))
     if dim >= len(old):
-        raise Rejection("graph/field", "'dim' is beyond the dimensions")
+        raise Rejected("graph/field", "'dim' is beyond the dimensions")
     part = slice(attrs.integer("start", 0), attrs.integer("stop", 0), attrs.integer("step", 1))
     kept = [range(size) for size in old]
     kept[dim % len(old)] = range(*part.indices(old[dim % len(old)]))
@@ -167,11 +167,11 @@ def concat_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     rank = len(shapes[0])
     dim = node.attrs.exactly("dim").integer("dim", -rank)
     if dim >= rank or any(len(shape) != rank for shape in shapes):
-        raise Rejection("graph/shape", "the inputs of a concat do not fit")
+        raise Rejected("graph/shape", "the inputs of a concat do not fit")
     dim %= rank
     rests = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
     if len(rests) != 1:
-        raise Rejection("graph/shape", "the inputs of a concat do not fit")
+        raise Rejected("graph/shape", "the inputs of a concat do not fit")
     total = sum(shape[dim] for shape in shapes)
     shape = (*shapes[0][:dim], total, *shapes[0][dim + 1 :])
 

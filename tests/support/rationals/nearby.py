@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import (
     CEILED,
     CODE_LARGEST,
@@ -18,6 +17,7 @@ from kcdsl_certs.recheck.spec import (
     Format,
     Kernel,
 )
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,
     Cells,
@@ -50,10 +50,10 @@ def both(
     """Return T, I and D of a parameter of every θ' in the region; `values` are float32 numbers.
 
     Raises:
-        Rejection: "bound/overflow", "parameter/scale" or "parameter/shape".
+        Rejected: "bound/overflow", "parameter/scale" or "parameter/shape".
     """
     if linear and len(shape) != 2:
-        raise Rejection("parameter/shape", "a linear weight is not a matrix")
+        raise Rejected("parameter/shape", "a linear weight is not a matrix")
     around = [_around(value, rho) for value in values]
     t, i = (_held(shape, around, kernel, linear) for kernel in kernels)
     same = _way(kernels[0], linear) == _way(kernels[1], linear)
@@ -104,7 +104,7 @@ def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) ->
     if not linear:
         return [_cast(v, h, kernel.holding, kernel) for v, h in zip(around, as_it_is, strict=True)]
     if kernel.late:
-        raise Rejection("parameter/scale", "no region around weights whose scales come late")
+        raise Rejected("parameter/scale", "no region around weights whose scales come late")
     kind, scale = kernel.weights
     if scale == "none":
         form = FORMATS[kind]
@@ -113,7 +113,7 @@ def _held(shape: Shape, around: Sequence[Pair], kernel: Kernel, linear: bool) ->
             return found
     else:
         if kernel.scale_format != FLOAT32:
-            raise Rejection("parameter/scale", "no region around scales that are rounded")
+            raise Rejected("parameter/scale", "no region around scales that are rounded")
         found = _coded(shape, around, kind, scale)
         if kernel.activations[0] != "none":
             return found
@@ -138,7 +138,7 @@ def _cast(v: Pair, held: _Held, form: Format, kernel: Kernel) -> _Held:
 def _coded(shape: Shape, around: Sequence[Pair], kind: str, scale: str) -> list[_Held]:
     able = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
     if kind not in able or scale in (*CEILED, "nvfp4"):
-        raise Rejection("parameter/scale", f"no region around weights stored as {kind} {scale}")
+        raise Rejected("parameter/scale", f"no region around weights stored as {kind} {scale}")
     rows, columns = shape
     height, width = TILES[scale]
     height, width = height or rows, width or columns
@@ -150,7 +150,7 @@ def _coded(shape: Shape, around: Sequence[Pair], kind: str, scale: str) -> list[
         far[place] = max(far.get(place, ZERO), abs(low), abs(high))
     scales = {p: (_scale(near[p], kind, scale), _scale(far[p], kind, scale)) for p in far}
     if any(low < LEAST_SCALE for low, _ in scales.values()):
-        raise Rejection("parameter/scale", "a scale of the weights may be too small")
+        raise Rejected("parameter/scale", "a scale of the weights may be too small")
     found = []
     for place, v in zip(places, around, strict=True):
         s, size = scales[place], max(abs(v[0]), abs(v[1]))

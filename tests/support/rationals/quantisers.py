@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import (
     CEILED,
     CODE_LARGEST,
@@ -22,6 +21,7 @@ from kcdsl_certs.recheck.spec import (
     TOP_EXPONENT,
     Kernel,
 )
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     ZERO,
     Cells,
@@ -109,7 +109,7 @@ def quantisers(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
     """Return the quantiser of every element of what enters the linear with the weight `key`.
 
     Raises:
-        Rejection: "rule/static-scale", or "bound/overflow" of a static scale.
+        Rejected: "rule/static-scale", or "bound/overflow" of a static scale.
     """
     kind, scale = kernel.activations
     if scale == "static":
@@ -130,7 +130,7 @@ def nested(kernel: Kernel, x: Cells, key: str) -> tuple[list[Fraction], list[Fra
     """Return the largest scales of the tensor and of groups (nvfp4), for every element.
 
     Raises:
-        Rejection: "rule/static-scale".
+        Rejected: "rule/static-scale".
     """
     kind = kernel.activations[0]
     top, (least, most) = Fraction(CODE_LARGEST[kind]), map(Fraction, NESTED)
@@ -196,11 +196,11 @@ def _asymmetric(above: Pair, below: Pair) -> Quantiser:
 def _calibrated(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
     kind = kernel.activations[0]
     if kernel.static is None:
-        raise Rejection("rule/static-scale", "there are no static scales")
+        raise Rejected("rule/static-scale", "there are no static scales")
     scales, zero = kernel.static.of(key, kind)
     n, found = x.shape[-1], []
     if len(scales) not in (1, n):
-        raise Rejection("rule/static-scale", f"{len(scales)} scales for {n} channels")
+        raise Rejected("rule/static-scale", f"{len(scales)} scales for {n} channels")
     more = Fraction(1, 2) if kind in INTEGERS else ZERO
     for place, (lo, hi) in enumerate(x.pairs):
         s = Fraction(scales[place % n if len(scales) > 1 else 0])
@@ -209,7 +209,7 @@ def _calibrated(kernel: Kernel, x: Cells, key: str) -> list[Quantiser]:
             by = plain(kind, (s, s))
             above, below = by.above[0], by.below[0]
         if hi > (above + more) * s * (1 + _OFF) or -lo > (below + more) * s * (1 + _OFF):
-            raise Rejection("bound/overflow", f"element {place} may exceed its static scale")
+            raise Rejected("bound/overflow", f"element {place} may exceed its static scale")
         found.append(Quantiser(kind, (s, s), (above, above), (below, below), "free"))
     return found
 

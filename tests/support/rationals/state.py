@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kcdsl_certs.recheck.block import Array, Block, Node
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals import nearby
 from tests.support.rationals.cells import (
     Cells,
@@ -137,9 +137,9 @@ def stored(
         value = Cells(y.shape, tuple(s[0] for s in steps))
         away = Cells(y.shape, tuple(s[1] for s in steps))
         if kernel.inward and max(v.mags) > Fraction(inner.largest):
-            raise Rejection("bound/overflow", f"a number may overflow {inner.name}")
+            raise Rejected("bound/overflow", f"a number may overflow {inner.name}")
     if max(value.mags) > Fraction(form.largest):
-        raise Rejection("bound/overflow", f"a number may overflow {form.name}")
+        raise Rejected("bound/overflow", f"a number may overflow {form.name}")
     return value, away
 
 
@@ -176,7 +176,7 @@ def gamma(count: int, u: float) -> Fraction:
     """Return count·u / (1 - count·u)."""
     product = count * Fraction(u)
     if product >= 1:
-        raise Rejection("bound/not-finite", f"{count} roundings have no bound")
+        raise Rejected("bound/not-finite", f"{count} roundings have no bound")
     return product / (1 - product)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from kcdsl_certs.recheck.block import array_digest
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.safetensors import FLOATS, Tensor
 from kcdsl_certs.recheck.spec import (
     CEILED,
@@ -25,6 +24,7 @@ from kcdsl_certs.recheck.spec import (
     Format,
     Kernel,
 )
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.cells import (
     Cells,
     Shape,
@@ -46,17 +46,17 @@ class RationalParameters:
         """Take the tensors that a proof lists.
 
         Raises:
-            Rejection: "parameter/…" as in the float64 tier, or "exact/size".
+            Rejected: "parameter/…" as in the float64 tier, or "exact/size".
         """
         self._values: dict[str, tuple[Shape, list[Fraction]]] = {}
         for key, digest in digests.items():
             if key not in tensors:
-                raise Rejection("parameter/missing", f"the checkpoint has no tensor {key!r}")
+                raise Rejected("parameter/missing", f"the checkpoint has no tensor {key!r}")
             tensor = tensors[key]
             singles = _singles(tensor, key)
             data = struct.pack(f"<{len(singles)}f", *singles)
             if array_digest("float32", tensor.shape, data) != digest:
-                raise Rejection("parameter/digest", f"tensor {key!r} is not the one of the proof")
+                raise Rejected("parameter/digest", f"tensor {key!r} is not the one of the proof")
             self._values[key] = tensor.shape, [Fraction(v) for v in singles]
 
     def singles(self, key: str) -> tuple[Shape, list[Fraction]]:
@@ -72,7 +72,7 @@ class RationalParameters:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
         shape, values = self._values[key]
         if len(shape) != 2:
-            raise Rejection("parameter/shape", f"linear weight {key!r} is not a matrix")
+            raise Rejected("parameter/shape", f"linear weight {key!r} is not a matrix")
         kernel = kernel.serving(key)
         kind, scale = kernel.weights
         if scale == "none":
@@ -93,10 +93,10 @@ def as_stored(value: Fraction, form: Format, kernel: Kernel) -> Fraction:
 def _singles(tensor: Tensor, key: str) -> list[float]:
     """Return the numbers of a tensor, rounded to float32 where it is F64."""
     if tensor.dtype not in FLOATS:
-        raise Rejection("parameter/dtype", f"{key!r} is {tensor.dtype}, not a float tensor")
+        raise Rejected("parameter/dtype", f"{key!r} is {tensor.dtype}, not a float tensor")
     count = math.prod(tensor.shape)
     if count > MOST_NUMBERS:
-        raise Rejection("exact/size", f"{key!r} is too large for exact arithmetic")
+        raise Rejected("exact/size", f"{key!r} is too large for exact arithmetic")
     if tensor.dtype == "BF16":
         bits = struct.unpack(f"<{count}H", tensor.data)
         values = struct.unpack(f"<{count}f", struct.pack(f"<{count}I", *(b << 16 for b in bits)))
@@ -104,13 +104,13 @@ def _singles(tensor: Tensor, key: str) -> list[float]:
         code = {"F32": "f", "F16": "e", "F64": "d"}[tensor.dtype]
         values = struct.unpack(f"<{count}{code}", tensor.data)
     if not all(math.isfinite(v) for v in values):
-        raise Rejection("parameter/not-finite", f"{key!r} holds NaN or infinity")
+        raise Rejected("parameter/not-finite", f"{key!r} holds NaN or infinity")
     if tensor.dtype != "F64":
         return list(values)
     try:
         return list(struct.unpack(f"<{count}f", struct.pack(f"<{count}f", *values)))
     except OverflowError:
-        raise Rejection("parameter/not-finite", f"{key!r} overflows float32") from None
+        raise Rejected("parameter/not-finite", f"{key!r} overflows float32") from None
 
 
 def _quantised(values: list[Fraction], shape: Shape, kernel: Kernel, key: str) -> list[Fraction]:
@@ -150,7 +150,7 @@ def _kept(scale: Fraction, kernel: Kernel, key: str) -> Fraction:
     """Return a scale as it is stored."""
     found = rounded(scale, kernel.scale_format)
     if found > Fraction(kernel.scale_format.largest):
-        raise Rejection("parameter/scale", f"{key!r} has a scale outside its format")
+        raise Rejected("parameter/scale", f"{key!r} has a scale outside its format")
     return found
 
 

@@ -32,9 +32,9 @@ from kcdsl_backends.certifier.verdicts import verdict_of
 from kcdsl_backends.certifier.work import Station
 from kcdsl_backends.interval.box import Box
 from kcdsl_certs.recheck.block import parse_array, parse_block
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.joining import refuse_other
 from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.rejected import Rejected
 from tests.support.chains import chained, small
 from tests.support.small_models import write_contract, write_model
 
@@ -98,7 +98,7 @@ def test_links_of_blocks(kind: str, block: str, names: list[str], tmp_path: Path
     parts = [parsed(link) for link in links]
     if len(parts) > 1:
         for wrong in (parts[::-1], parts[:-1], parts[1:], [*parts, parts[-1]]):
-            with pytest.raises(Rejection, match="chain/join"):
+            with pytest.raises(Rejected, match="chain/join"):
                 refuse_other(parsed(graph), wrong)
     beginning = until(graph, links[0].output)
     refuse_other(parsed(beginning), parts[:1])

@@ -11,7 +11,7 @@ import pytest
 
 from kcdsl_certs.clauses import IMPLIED, CertifiedClause, Evidence, ProofReference, Verdict
 from kcdsl_certs.implied import check_implied
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.requirements import Chain, Comparison, RequiredClause
 
 _SPAN = 0.125
@@ -47,7 +47,7 @@ def _implied(required: RequiredClause, bound: float | None, **changes: Any) -> C
 def _check(required: RequiredClause, implied: CertifiedClause, *sources: CertifiedClause) -> str:
     try:
         check_implied(implied, required, (*sources, implied))
-    except Reject as error:
+    except Rejected as error:
         return error.reason
     return "ok"
 

@@ -12,7 +12,7 @@ import pytest
 from kcdsl_certs.clauses import Verdict
 from kcdsl_certs.policy import read_policy
 from kcdsl_certs.proofs import Outcome
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.report import Report
 from kcdsl_certs.statement import Predicate
 from kcdsl_certs.triple import (
@@ -69,7 +69,7 @@ def test_a_policy_names_parts(tmp_path: Path) -> None:
     found = read_policy(path)
     assert (sorted(found.relaxed_parts), sorted(found.required_parts)) == (["driver"], ["gpu"])
     path.write_text('relaxed-kernel-parts = ["everything"]\n')
-    with pytest.raises(Reject) as caught:
+    with pytest.raises(Rejected) as caught:
         read_policy(path)
     assert caught.value.reason == "policy/malformed"
 

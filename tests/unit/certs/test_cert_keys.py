@@ -18,7 +18,7 @@ from kcdsl_certs.keys import (
     load_private,
     load_public,
 )
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import parse_time
 
 _KINDS = frozenset({"t"})
@@ -62,7 +62,7 @@ def test_private_keys_are_refused() -> None:
         (_pem(rsa.generate_private_key(65537, 1024))[0], None, "key/unsupported"),
     ]
     for pem, password, reason in cases:
-        with pytest.raises(Reject) as caught:
+        with pytest.raises(Rejected) as caught:
             load_private(pem, password)
         assert caught.value.reason == reason
 
@@ -78,31 +78,31 @@ def test_public_keys_are_refused() -> None:
         (_pem(rsa.generate_private_key(65537, 1024))[1], "key/unsupported"),
     ]
     for pem, reason in cases:
-        with pytest.raises(Reject) as caught:
+        with pytest.raises(Rejected) as caught:
             load_public(pem)
         assert caught.value.reason == reason
 
 
 def test_the_algorithm_of_a_record_must_be_that_of_the_key() -> None:
     key = generate(Algorithm.ED25519).public
-    with pytest.raises(Reject, match="key/algorithm-mismatch"):
+    with pytest.raises(Rejected, match="key/algorithm-mismatch"):
         PublicKey(key.spki, Algorithm.ECDSA_P256)
-    with pytest.raises(Reject, match="key/unreadable"):
+    with pytest.raises(Rejected, match="key/unreadable"):
         PublicKey(b"\0" * 44, Algorithm.ED25519)
 
 
 @pytest.mark.parametrize("threshold", [0, -1, 2, 100])
 def test_a_threshold_that_accepts_anything_or_nothing_is_refused(threshold: int) -> None:
     key = TrustedKey("k", generate().public, _KINDS)
-    with pytest.raises(Reject, match="policy/threshold"):
+    with pytest.raises(Rejected, match="policy/threshold"):
         TrustPolicy((key,), threshold)
 
 
 def test_a_policy_without_keys_or_with_one_key_twice_is_refused() -> None:
     key = generate().public
-    with pytest.raises(Reject, match="policy/threshold"):
+    with pytest.raises(Rejected, match="policy/threshold"):
         TrustPolicy(())
-    with pytest.raises(Reject, match="policy/duplicate-key"):
+    with pytest.raises(Rejected, match="policy/duplicate-key"):
         TrustPolicy((TrustedKey("a", key, _KINDS), TrustedKey("b", key, _KINDS)), 2)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl_certs.manifest import build_manifest
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 
 def _tree(folder: Path, files: dict[str, bytes]) -> Path:
@@ -85,28 +85,28 @@ def test_links_and_special_files_are_refused(tmp_path: Path) -> None:
     }
     for reason, make in cases.items():
         make()
-        with pytest.raises(Reject) as caught:
+        with pytest.raises(Rejected) as caught:
             build_manifest(tree)
         assert caught.value.reason == reason
         (tree / "odd").unlink()
     (tree / "folder").symlink_to(tree / "a", target_is_directory=True)
-    with pytest.raises(Reject, match="checkpoint/symlink"):
+    with pytest.raises(Rejected, match="checkpoint/symlink"):
         build_manifest(tree)
 
 
 def test_a_symlinked_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(Reject, match="checkpoint/symlink"):
+    with pytest.raises(Rejected, match="checkpoint/symlink"):
         build_manifest(tmp_path / "link")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(Reject, match="checkpoint/symlink"):
+    with pytest.raises(Rejected, match="checkpoint/symlink"):
         build_manifest(tmp_path / "dangling")
 
 
 def test_nothing_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(Reject, match="checkpoint/empty"):
+    with pytest.raises(Rejected, match="checkpoint/empty"):
         build_manifest(tmp_path / "empty")
     with pytest.raises(FileNotFoundError):
         build_manifest(tmp_path / "missing")
@@ -133,5 +133,5 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
             return self.digest.hexdigest()
 
     monkeypatch.setattr("kcdsl_certs.manifest.hashlib.sha256", Growing)
-    with pytest.raises(Reject, match="checkpoint/changed"):
+    with pytest.raises(Rejected, match="checkpoint/changed"):
         build_manifest(path)

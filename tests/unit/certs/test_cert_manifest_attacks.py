@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kcdsl_certs.manifest import build_manifest, open_regular, plain_path
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 
 def refused(path: Path) -> str:
-    with pytest.raises(Reject) as caught:
+    with pytest.raises(Rejected) as caught:
         build_manifest(path)
     return caught.value.reason
 
@@ -96,7 +96,7 @@ def test_a_file_added_while_others_are_hashed_is_refused(
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
 def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / "odd")
-    with pytest.raises(Reject) as caught:
+    with pytest.raises(Rejected) as caught:
         open_regular(tmp_path / "odd", "proof/missing")
     assert caught.value.reason == "proof/missing"
 

@@ -19,7 +19,7 @@ from kcdsl_certs.clauses import (
     Verdict,
 )
 from kcdsl_certs.reals import Measured, Rounding, decimal_text, parse_hex, parse_real, real_text
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.tails import certifies, lower_tail
 from kcdsl_certs.verdicts import admissible, check_verdict, overall
 
@@ -48,7 +48,7 @@ def test_measured_numbers_are_read_back_and_rounded_outwards(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_no_evidence(value: float) -> None:
-    with pytest.raises(Reject, match="number/not-finite"):
+    with pytest.raises(Rejected, match="number/not-finite"):
         Measured(value, "up")
 
 
@@ -61,7 +61,7 @@ def test_numbers_that_are_not_finite_are_no_evidence(value: float) -> None:
     ],
 )  # fmt: skip
 def test_numbers_are_refused(text: str) -> None:
-    with pytest.raises(Reject):
+    with pytest.raises(Rejected):
         parse_real(text)
 
 
@@ -70,7 +70,7 @@ def test_hex_floats_are_canonical() -> None:
     assert parse_hex("0x0.0000000000001p-1022") == 5e-324
     assert parse_real((0.05).hex()) != parse_real("0.05")
     for text in ("0x1.8p+0", "0x1.80000000000000p+0", "0X1.8000000000000p+0", "-0x0.0p+0"):
-        with pytest.raises(Reject):
+        with pytest.raises(Rejected):
             parse_hex(text)
 
 
@@ -116,7 +116,7 @@ def test_a_certified_rate_is_rarely_wrong(n: int, data: st.DataObject) -> None:
     ("k", "n", "rate"), [(-1, 5, "1/2"), (6, 5, "1/2"), (1, 5, "0"), (1, 5, "1"), (0, 10**8, "1/2")]
 )
 def test_impossible_counts_are_refused(k: int, n: int, rate: str) -> None:
-    with pytest.raises(Reject, match="clause/counts"):
+    with pytest.raises(Rejected, match="clause/counts"):
         lower_tail(k, n, Fraction(rate))
 
 
@@ -210,7 +210,7 @@ def test_numbers_admit(changes: dict[str, Any], admitted: str) -> None:
         if verdict in admitted.split():
             check_verdict(stated)
         else:
-            with pytest.raises(Reject) as caught:
+            with pytest.raises(Rejected) as caught:
                 check_verdict(stated)
             assert caught.value.reason in {
                 "clause/verdict-contradicts-numbers",
@@ -276,7 +276,7 @@ def test_numbers_admit(changes: dict[str, Any], admitted: str) -> None:
     ],
 )
 def test_records_that_contradict_themselves(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Reject) as caught:
+    with pytest.raises(Rejected) as caught:
         admissible(_clause(**changes))
     assert caught.value.reason == reason
 

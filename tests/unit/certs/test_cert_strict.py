@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kcdsl_certs.canonical import canonical_json
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.strict import parse_time, strict_base64, strict_load, time_text
 
 
@@ -46,7 +46,7 @@ from kcdsl_certs.strict import parse_time, strict_base64, strict_load, time_text
     ],
 )
 def test_json_is_refused(raw: bytes, reason: str) -> None:
-    with pytest.raises(Reject) as caught:
+    with pytest.raises(Rejected) as caught:
         strict_load(raw, 200_000)
     assert caught.value.reason == reason
 
@@ -72,7 +72,7 @@ _PLAIN = st.recursive(
 def test_canonical_json_is_read_back_and_is_a_fixed_point(value: Any) -> None:
     try:
         raw = canonical_json(value)
-    except Reject:
+    except Rejected:
         assert any("\ud800" <= char <= "\udfff" for char in repr(value))
         return
     assert strict_load(raw, 10**6) == value
@@ -83,7 +83,7 @@ def test_canonical_json_is_read_back_and_is_a_fixed_point(value: Any) -> None:
     "value", [1.0, {"a": [0.5]}, float("nan"), {1: 2}, 2**53, "\ud800", b"x", {"a": (1.0,)}, {1}]
 )
 def test_canonical_json_refuses(value: Any) -> None:
-    with pytest.raises(Reject) as caught:
+    with pytest.raises(Rejected) as caught:
         canonical_json(value)
     assert caught.value.reason.startswith("canonical/")
 
@@ -106,7 +106,7 @@ def test_no_other_spelling_decodes_to_the_same_bytes(data: bytes, draw: st.DataO
     other = text[:place] + char + text[place + 1 :]
     try:
         decoded = strict_base64(other)
-    except Reject:
+    except Rejected:
         return
     same = other.replace("-", "+").replace("_", "/") == text
     assert (decoded == data) == same
@@ -128,7 +128,7 @@ def test_no_other_spelling_decodes_to_the_same_bytes(data: bytes, draw: st.DataO
     ],
 )
 def test_base64_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(Reject) as caught:
+    with pytest.raises(Rejected) as caught:
         strict_base64(text)
     assert caught.value.reason == reason
 
@@ -142,7 +142,7 @@ def test_base64_is_refused(text: str, reason: str) -> None:
     ],
 )  # fmt: skip
 def test_times_are_refused(text: str) -> None:
-    with pytest.raises(Reject, match="time/malformed"):
+    with pytest.raises(Rejected, match="time/malformed"):
         parse_time(text)
 
 
@@ -150,5 +150,5 @@ def test_times_are_written_in_utc_and_cut_to_the_second() -> None:
     moment = datetime(2026, 11, 30, 13, 0, 59, 999999, timezone(timedelta(hours=1)))
     assert time_text(moment) == "2026-11-30T12:00:59Z"
     assert parse_time(time_text(moment)) == datetime(2026, 11, 30, 12, 0, 59, tzinfo=UTC)
-    with pytest.raises(Reject, match="time/no-zone"):
+    with pytest.raises(Rejected, match="time/no-zone"):
         time_text(datetime(2026, 11, 30))

@@ -19,7 +19,7 @@ from kcdsl_certs.combined import Combined
 from kcdsl_certs.envelope import Signature, bundle_bytes, sign
 from kcdsl_certs.keys import Algorithm, TrustedKey, TrustPolicy, generate
 from kcdsl_certs.proofs import Outcome, PresentProofs, ProofResult
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.report import STEPS, Check, Report, refused
 from kcdsl_certs.requirements import Expectation, RequiredClause
 from kcdsl_certs.statement import (
@@ -451,7 +451,7 @@ def test_a_report_is_accepted_only_with_every_step() -> None:
             left_out = {"sequence", "stage", "proofs", "evidence", "recount"}
             optional = name in left_out and outcome is Outcome.NOT_RUN
             assert Report(spoiled).accepted is optional
-    assert not refused("components", Reject("checkpoint/symlink")).accepted
+    assert not refused("components", Rejected("checkpoint/symlink")).accepted
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_a_trusted_but_careless_signer_cannot_leave_out_what_counts(
 
 
 def test_required_clauses_are_read_strictly() -> None:
-    with pytest.raises(Reject):
+    with pytest.raises(Rejected):
         RequiredClause.from_json({"id": "x", "alternatives": [], "odd": 1})
-    with pytest.raises(Reject):
+    with pytest.raises(Rejected):
         RequiredClause.from_json({"id": "x", "alternatives": [[{"quantity": "q"}]]})

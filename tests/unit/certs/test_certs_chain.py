@@ -12,7 +12,7 @@ import pytest
 
 from kcdsl.inequalities import bound, gradient_bias, reward, span_from_norm
 from kcdsl_certs.chain import METRICS, implied_bound, span_of_norm
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 CONSTANTS = {
     "reward_range": Fraction(7, 3),
@@ -112,7 +112,7 @@ def test_norms_become_spans() -> None:
     two = span_of_norm("2", (0.1).hex())
     assert 0 <= (two / Fraction(0.1)) ** 2 - 2 < Fraction(1, 10**45)
     assert Fraction(span_from_norm("2", 0.1)) >= two / (1 + Fraction(1, 10**40))
-    with pytest.raises(Reject, match="chain/norm"):
+    with pytest.raises(Rejected, match="chain/norm"):
         span_of_norm("1", (0.1).hex())
 
 
@@ -120,25 +120,25 @@ def test_norms_become_spans() -> None:
     "text", ["inf", "nan", "-0x1.0p+0", "0x1p+0", "0.1", "10", "", "0x1.0p+9999"]
 )
 def test_what_is_no_span_is_refused(text: str) -> None:
-    with pytest.raises(Reject):
+    with pytest.raises(Rejected):
         implied_bound("tv", text, Fraction(1))
-    with pytest.raises(Reject):
+    with pytest.raises(Rejected):
         span_of_norm("inf", text)
 
 
 def test_missing_and_senseless_premises_are_refused() -> None:
     one = (1.0).hex()
     for metric in ("top1_overlap", "ess", "latency", ""):
-        with pytest.raises(Reject, match="chain/metric"):
+        with pytest.raises(Rejected, match="chain/metric"):
             implied_bound(metric, one, Fraction(1))
     for temperature in (Fraction(0), Fraction(-1)):
-        with pytest.raises(Reject, match="chain/temperature"):
+        with pytest.raises(Rejected, match="chain/temperature"):
             implied_bound("tv", one, temperature)
-    with pytest.raises(Reject, match="chain/constant"):
+    with pytest.raises(Rejected, match="chain/constant"):
         implied_bound("reward_delta", one, Fraction(1))
-    with pytest.raises(Reject, match="chain/constant"):
+    with pytest.raises(Rejected, match="chain/constant"):
         implied_bound("grad_bias", one, Fraction(1), {"advantage_max": Fraction(1)})
-    with pytest.raises(Reject, match="chain/constant"):
+    with pytest.raises(Rejected, match="chain/constant"):
         implied_bound("reward_delta", one, Fraction(1), {"reward_range": Fraction(-1)})
-    with pytest.raises(Reject, match="chain/span"):
+    with pytest.raises(Rejected, match="chain/span"):
         implied_bound("tv", Fraction(-1), Fraction(1))

@@ -17,10 +17,10 @@ from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_certs.recheck import recheck, spec
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import block, parameters
 from tests.support.rationals.exact import recheck_exactly
@@ -122,7 +122,7 @@ BAD: dict[str, dict[str, Any]] = {
 def test_a_record_without_a_meaning_is_rejected(name: str) -> None:
     record = N("bfloat16", "toward_zero")
     assert parse_kernel(record, "k").inward
-    with pytest.raises(Rejection, match="document/numerics"):
+    with pytest.raises(Rejected, match="document/numerics"):
         parse_kernel({**record, **BAD[name]}, "k")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kcdsl_certs.recheck import box
-from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals import cells
 
 NUMBERS = st.one_of(
@@ -82,13 +82,13 @@ def test_sums_of_doubles_stay_exact() -> None:
 def test_ends_that_are_not_finite_are_refused(bad: float) -> None:
     good, wrong = np.zeros(2), np.array([0.0, bad])
     for a in (box.exact(wrong), box.Box(good, wrong), box.Box(wrong, good)):
-        with pytest.raises(Rejection) as found:
+        with pytest.raises(Rejected) as found:
             box.checked(a, "x")
         assert found.value.reason == "bound/not-finite"
 
 
 def test_crossed_ends_are_refused() -> None:
-    with pytest.raises(Rejection) as found:
+    with pytest.raises(Rejected) as found:
         box.checked(box.Box(np.ones(1), np.zeros(1)), "x")
     assert found.value.reason == "bound/empty"
 

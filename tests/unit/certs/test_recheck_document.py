@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.strict import canonical
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.exact import recheck_exactly
 
 Document = dict[str, Any]
@@ -543,7 +543,7 @@ def test_hints_that_name_no_passes_are_refused(
     for side in ("train", "infer"):
         changed = copy.deepcopy(document)
         changed["cases"][0]["passes"][side] = some
-        with pytest.raises(Rejection) as caught:
+        with pytest.raises(Rejected) as caught:
             parse(proofs.dump(changed))
         assert caught.value.reason in ("document/passes", "document/json")
 
@@ -554,5 +554,5 @@ def test_hints_without_affine_forms_are_refused(good: tuple[Document, Path]) -> 
     document["cases"][0]["passes"] = {"train": [], "infer": []}
     assert parse(proofs.dump(document)).cases[0].passes == ({}, {})
     del document["cases"][0]["domain"]
-    with pytest.raises(Rejection, match="passes"):
+    with pytest.raises(Rejected, match="passes"):
         parse(proofs.dump(document))

@@ -7,8 +7,8 @@ import pytest
 
 from kcdsl_certs.recheck.block import Block
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.joining import joined, refuse_other
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 
 KERNEL = proofs.numerics("float32", "any")
@@ -39,20 +39,20 @@ def test_parts_of_a_whole_are_accepted() -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_part_that_goes_on_behind_its_output_is_refused(first: bool) -> None:
     parts = [chain("neg", "relu", output=1), chain("tanh")]
-    with pytest.raises(Rejection, match="does not end in its last operation"):
+    with pytest.raises(Rejected, match="does not end in its last operation"):
         joined(parts if first else parts[::-1])
 
 
 def test_a_part_that_takes_another_shape_is_refused() -> None:
-    with pytest.raises(Rejection, match="does not take what comes before it"):
+    with pytest.raises(Rejected, match="does not take what comes before it"):
         joined([chain("neg"), chain("relu", shape=(2, 4))])
 
 
 def test_other_operations_or_more_of_them_are_refused() -> None:
     whole = chain("neg", "relu", "tanh")
-    with pytest.raises(Rejection, match="operation 1 of"):
+    with pytest.raises(Rejected, match="operation 1 of"):
         refuse_other(whole, [chain("neg"), chain("silu", "tanh")])
-    with pytest.raises(Rejection, match="has 3 operations, its links 4"):
+    with pytest.raises(Rejected, match="has 3 operations, its links 4"):
         refuse_other(whole, [chain("neg", "relu"), chain("tanh", "neg")])
-    with pytest.raises(Rejection, match="has 3 operations, its links 2"):
+    with pytest.raises(Rejected, match="has 3 operations, its links 2"):
         refuse_other(whole, [chain("neg"), chain("relu")])

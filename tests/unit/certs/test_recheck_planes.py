@@ -15,10 +15,10 @@ import pytest
 from kcdsl_certs.recheck import planes, recheck
 from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.planes import rows
 from kcdsl_certs.recheck.safetensors import read
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.affine_rules import straight_oddly
 from tests.support.mutation.bases import made
@@ -168,7 +168,7 @@ def test_the_walk_itself_refuses_what_planes_do_not_know(
     assert scene.centre is not None
     zero = np.zeros(scene.centre.shape)
     more: dict[str, Any] = {"drift": Box(zero, zero), "rho": Fraction(1, 1000)}
-    with pytest.raises(Rejection, match="document/domain"):
+    with pytest.raises(Rejected, match="document/domain"):
         planes.derive(replace(scene, **{what: more[what]}))
 
 
@@ -216,5 +216,5 @@ def test_products_that_broadcast_have_no_planes(op: str, tmp_path: Path) -> None
 def test_links_of_chains_refuse_planes(base: tuple[Document, Path]) -> None:
     proof = parse(proofs.dump(base[0]))
     doubles = Doubles(proof, read(base[1]).tensors)
-    with pytest.raises(Rejection, match="document/domain"):
+    with pytest.raises(Rejected, match="document/domain"):
         doubles.link(proof.cases[0])

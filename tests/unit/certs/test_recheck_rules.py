@@ -14,11 +14,11 @@ from mpmath import mp, mpf
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Block, Node
 from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules import attention, elementwise, linear, norms
 from kcdsl_certs.recheck.rules.state import Mask, Scene, State, gamma, reduce, stored
 from kcdsl_certs.recheck.spec import FLOAT32, FLOAT64, FORMATS, Kernel, parse_kernel
 from kcdsl_certs.recheck.strict import Reader
+from kcdsl_certs.rejected import Rejected
 
 mp.dps = 60
 
@@ -201,7 +201,7 @@ def test_norms(centred: bool, offset: float, radius: float, move: float) -> None
 
 
 def test_a_variance_without_lower_bound_is_refused() -> None:
-    with pytest.raises(Rejection, match="variance"):
+    with pytest.raises(Rejected, match="variance"):
         norms.side(box.exact(np.zeros((1, 3))), 0.0, False)
 
 
@@ -209,10 +209,10 @@ def test_a_variance_without_lower_bound_is_refused() -> None:
 def test_an_eps_beyond_float32_is_refused(centred: bool) -> None:
     # 1/sqrt(1e39) times 1e19 is 0.3; a float32 kernel divides by the root of infinity
     x = box.exact(np.array([[1e19, -1e19]]))
-    with pytest.raises(Rejection, match="variance"):
+    with pytest.raises(Rejected, match="variance"):
         norms.side(x, 1e39, centred)
     x = box.exact(np.array([[1.0, -1.0]]))
-    with pytest.raises(Rejection, match="variance"):
+    with pytest.raises(Rejected, match="variance"):
         norms.side(x, 1e39, centred)
     assert norms.side(x, 1e30, centred).y.hi.max() < 1e-14
 
@@ -254,7 +254,7 @@ def test_mx_quantisation_of_points_in_a_box(
 
 def test_unscaled_activations_may_overflow() -> None:
     x = box.exact(np.array([[449.0]]))
-    with pytest.raises(Rejection, match="bound/overflow"):
+    with pytest.raises(Rejected, match="bound/overflow"):
         linear.quantisation(kernel(activations=("fp8_e4m3", "none")), x)
 
 
@@ -262,9 +262,9 @@ def test_partial_sums_may_overflow_the_accumulator() -> None:
     half = kernel("float16", accumulate="float16")
     one = np.ones(1)
     assert linear.accumulated(half, np.array([60000.0]), one, 3, 2) > 0
-    with pytest.raises(Rejection, match="partial sum"):
+    with pytest.raises(Rejected, match="partial sum"):
         linear.accumulated(half, np.array([65500.0]), one, 3, 2)
-    with pytest.raises(Rejection, match="bound/not-finite"):
+    with pytest.raises(Rejected, match="bound/not-finite"):
         linear.accumulated(half, one, one, 2046, 2)
 
 
@@ -310,7 +310,7 @@ def test_nearest_float32_stores_arithmetic_of_its_own_precision_without_a_step()
 @pytest.mark.parametrize("casts", ["any", "nearest"])
 def test_overflow_is_named(casts: str) -> None:
     y = box.exact(np.array([[0.0, 65530.0]]))
-    with pytest.raises(Rejection, match=r"bound/overflow.*\[0, 1\].*float16"):
+    with pytest.raises(Rejected, match=r"bound/overflow.*\[0, 1\].*float16"):
         stored(kernel("float16", casts), FORMATS["float16"], y, np.zeros((1, 2)), FLOAT32)
 
 
@@ -318,17 +318,17 @@ def test_overflow_is_named(casts: str) -> None:
 def test_values_that_are_not_finite_are_refused(bad: float) -> None:
     for casts in ("any", "nearest"):
         y = box.exact(np.array([bad]))
-        with pytest.raises(Rejection) as found:
+        with pytest.raises(Rejected) as found:
             stored(kernel("float64", casts), FLOAT64, y, np.zeros(1), FLOAT64)
         assert found.value.reason == "bound/not-finite"
         y = box.exact(np.zeros(1))
-        with pytest.raises(Rejection):
+        with pytest.raises(Rejected):
             stored(kernel("float64", casts), FLOAT64, y, np.array([bad]), FLOAT64)
 
 
 def test_contradicting_boxes_are_refused() -> None:
     one, two = box.exact(np.ones(1)), box.exact(np.full(1, 2.0))
-    with pytest.raises(Rejection, match="bound/empty"):
+    with pytest.raises(Rejected, match="bound/empty"):
         reduce(one, two, around(np.zeros(1), 0.5))
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.safetensors import parse, read
+from kcdsl_certs.rejected import Rejected
 
 
 def file(header: Any, body: bytes = b"\0" * 8, length: int | None = None) -> memoryview:
@@ -75,12 +75,12 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files(name: str) -> None:
-    with pytest.raises(Rejection) as found:
+    with pytest.raises(Rejected) as found:
         parse(BAD[name])
     assert found.value.reason == "checkpoint/format"
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(Rejection) as found:
+    with pytest.raises(Rejected) as found:
         read(tmp_path / "none")
     assert found.value.reason == "checkpoint/unreadable"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import Static, parse_kernel
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.mutation.bases import claimed
 
@@ -35,7 +35,7 @@ def test_a_record_is_read_as_it_stands() -> None:
     assert kernel.static == Static((("*", (1.0,)), ("a", (1.0, 0.5))), (("*", 3), ("a", 0)))
     assert kernel.static.of("a.weight", "uint8") == ((1.0, 0.5), 0)
     assert kernel.static.of("b.weight", "uint8") == ((1.0,), 3)
-    with pytest.raises(Rejection):
+    with pytest.raises(Rejected):
         kernel.static.of("", "uint8")
     assert parsed({"format": "int8", "scale": "per_token"}).static is None
     assert parsed(GOOD) != parsed({**GOOD, "input_zero_point": {"*": 4, "a": 0}})
@@ -74,13 +74,13 @@ def test_a_record_is_read_as_it_stands() -> None:
     ],
 )
 def test_records_without_a_meaning_are_rejected(change: Document) -> None:
-    with pytest.raises(Rejection):
+    with pytest.raises(Rejected):
         parsed({**GOOD, **change})
 
 
 @pytest.mark.parametrize("missing", ["input_scale", "input_zero_point"])
 def test_nothing_may_be_missing(missing: str) -> None:
-    with pytest.raises(Rejection):
+    with pytest.raises(Rejected):
         parsed({k: v for k, v in GOOD.items() if k != missing})
 
 

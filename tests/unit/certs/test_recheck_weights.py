@@ -13,10 +13,10 @@ import torch
 from kcdsl.model.presets import resolve
 from kcdsl.model.weights import linear_weight
 from kcdsl_certs.recheck.block import array_digest
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.safetensors import Tensor
 from kcdsl_certs.recheck.spec import Kernel, parse_kernel
 from kcdsl_certs.recheck.weights import Parameters, as_float32
+from kcdsl_certs.rejected import Rejected
 from tests.support.rationals.weights import RationalParameters
 
 CODES: dict[str, Any] = {
@@ -126,7 +126,7 @@ def test_plain_parameters_are_rounded_once() -> None:
 def test_a_cast_that_overflows_is_refused() -> None:
     w = np.full((1, 1), 500, dtype=np.float32)
     for tier in (Parameters, RationalParameters):
-        with pytest.raises(Rejection, match="overflow"):
+        with pytest.raises(Rejected, match="overflow"):
             parameters(w, tier).linear("w", kernel("fp8_e4m3", "none"))
 
 
@@ -171,14 +171,14 @@ def test_weights_without_scale_are_rounded_to_compute_beside_quantised_activatio
 @pytest.mark.parametrize("tier", [Parameters, RationalParameters])
 def test_what_is_refused(tier: Any) -> None:
     good = np.ones((2, 2), dtype=np.float32)
-    with pytest.raises(Rejection, match="parameter/missing"):
+    with pytest.raises(Rejected, match="parameter/missing"):
         tier({}, {"w": "0" * 64})
-    with pytest.raises(Rejection, match="parameter/digest"):
+    with pytest.raises(Rejected, match="parameter/digest"):
         tier({"w": tensor(good)}, {"w": "0" * 64})
     for bad in (np.nan, np.inf):
-        with pytest.raises(Rejection, match="parameter/not-finite"):
+        with pytest.raises(Rejected, match="parameter/not-finite"):
             tier({"w": tensor(np.array([bad], dtype=np.float32))}, {"w": "0" * 64})
-    with pytest.raises(Rejection, match="parameter/dtype"):
+    with pytest.raises(Rejected, match="parameter/dtype"):
         tier({"w": tensor(np.ones(2, dtype=np.int64), "I64")}, {"w": "0" * 64})
 
 

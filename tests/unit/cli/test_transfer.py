@@ -239,9 +239,9 @@ def test_other_tensors_are_refused(cli: Any, folder: Path) -> None:
 
 
 def test_zero_stays_zero_and_the_end_of_the_region_is_in_it(tmp_path: Path) -> None:
-    from kcdsl_certs.recheck.errors import Rejection
     from kcdsl_certs.recheck.norms import moved, same_tensors
     from kcdsl_certs.recheck.safetensors import read
+    from kcdsl_certs.rejected import Rejected
 
     def tensors(name: str, w: torch.Tensor) -> Any:
         save_file({"w": w}, tmp_path / name)
@@ -260,11 +260,11 @@ def test_zero_stays_zero_and_the_end_of_the_region_is_in_it(tmp_path: Path) -> N
         (found,) = moved(one, tensors("b", after), ["w"], parse_real(rho))
         assert found.inside is inside, rho
         assert found.ratio >= 2.0**-10
-    with pytest.raises(Rejection, match="transfer/tensors"):
+    with pytest.raises(Rejected, match="transfer/tensors"):
         same_tensors(one, tensors("b", before.double()))
-    with pytest.raises(Rejection, match="not-finite"):
+    with pytest.raises(Rejected, match="not-finite"):
         moved(one, tensors("b", before / 0), ["w"], parse_real("0.5"))
-    with pytest.raises(Rejection, match="transfer/tensors"):
+    with pytest.raises(Rejected, match="transfer/tensors"):
         moved(one, one, ["v"], parse_real("0.5"))
 
 

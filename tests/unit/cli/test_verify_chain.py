@@ -53,7 +53,7 @@ def test_a_chain_is_certified_and_checked(cli: Any, follows: Any, folder: Path) 
 def test_a_chain_about_something_else_is_no_proof_of_a_clause(cli: Any, folder: Path) -> None:
     """The clause is bound to a chain as to any proof: by block, region, functional and cases."""
     from kcdsl_certs.proofs import bind
-    from kcdsl_certs.reject import Reject
+    from kcdsl_certs.rejected import Rejected
 
     write_contract(folder, MODEL)
     assert cli("keygen", "-o", folder / "kcdsl.key").code == 0
@@ -70,9 +70,9 @@ def test_a_chain_about_something_else_is_no_proof_of_a_clause(cli: Any, folder: 
         "checkpoint-mismatch": {"checkpoint": {"sha256": "0" * 64}},
     }
     for reason, other in others.items():
-        with pytest.raises(Reject, match=f"proof/{reason}"):
+        with pytest.raises(Rejected, match=f"proof/{reason}"):
             bind({**proof, **other}, clause, triple)
-    with pytest.raises(Reject, match="2 regions are proved, 1 are stated"):
+    with pytest.raises(Rejected, match="2 regions are proved, 1 are stated"):
         bind({**proof, "cases": [case, {**case, "name": "again"}]}, clause, triple)
 
 

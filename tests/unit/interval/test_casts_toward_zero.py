@@ -23,13 +23,13 @@ from kcdsl_backends.interval.rounding import Rounding, toward_zero
 from kcdsl_certs.recheck import box as other_box
 from kcdsl_certs.recheck.affine.kernel import walk
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import cut
 from kcdsl_certs.recheck.inexact import Doubles
 from kcdsl_certs.recheck.rules import state as other
 from kcdsl_certs.recheck.safetensors import read
 from kcdsl_certs.recheck.spec import FORMATS as OTHER
 from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.rejected import Rejected
 from tests.support import kernels, proofs
 from tests.support.prover import block, numerics, parameters
 from tests.support.rationals import cells
@@ -150,7 +150,7 @@ def test_there_is_no_number_to_cut_off_to_beyond_the_next_of_the_grid() -> None:
     assert np.isinf(cut(beyond, half)).all()
     with pytest.raises(Refusal, match="does not fit float16"):
         cut_weight(torch.from_numpy(beyond), "float16")
-    with pytest.raises(Rejection, match="overflow"):
+    with pytest.raises(Rejected, match="overflow"):
         cells.cut(Fraction(65536), half)
 
 
@@ -173,7 +173,7 @@ def test_what_rounds_up_to_infinity_is_cut_off_to_the_largest_number(
         return
     with pytest.raises(NoBound, match="overflow reachable"):
         kernel.store(exact, zero, kernel.compute, "n", kernel.inner(False))
-    with np.errstate(all="ignore"), pytest.raises(Rejection, match="overflow"):
+    with np.errstate(all="ignore"), pytest.raises(Rejected, match="overflow"):
         other.stored(checked, checked.compute, other_box.exact(v), np.zeros(1), checked.inner)
 
 
@@ -185,10 +185,10 @@ def test_what_may_be_infinite_before_it_is_cut_off_has_no_bound(tmp_path: Path) 
     exact, zero = Box.point(torch.from_numpy(v)), torch.zeros(1, 1, dtype=torch.float64)
     with pytest.raises(NoBound, match="overflow reachable"):
         kernel.store(exact, zero, kernel.compute, "n", kernel.inner(False))
-    with pytest.raises(Rejection, match="overflow"):
+    with pytest.raises(Rejected, match="overflow"):
         other.stored(checked, checked.compute, other_box.exact(v), 0 * v, checked.inner)
     cell = cells.Cells((1,), ((Fraction(v.item()),) * 2,))
-    with pytest.raises(Rejection, match="overflow"):
+    with pytest.raises(Rejected, match="overflow"):
         rational.stored(checked, checked.compute, cell, [Fraction(0)], checked.inner)
     graph = proofs.Graph((1, 1))
     x = graph.add("input", [], (1, 1))
@@ -211,7 +211,7 @@ def test_what_may_be_infinite_before_it_is_cut_off_has_no_bound(tmp_path: Path) 
             continue
         with pytest.raises(NoBound, match="float32"):
             write(block(graph), wide, torch.from_numpy(half), spread, 0.0)
-        with np.errstate(all="ignore"), pytest.raises(Rejection, match="float32"):
+        with np.errstate(all="ignore"), pytest.raises(Rejected, match="float32"):
             walk(scene.scene(case), parse_kernel(record, "k"))
 
 

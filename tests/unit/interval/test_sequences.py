@@ -15,8 +15,8 @@ from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.sequences import FixedLength, row_axes
 from kcdsl_backends.planes.propagate import walk
 from kcdsl_certs.recheck.document import parse
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.sequences import KEY, ROW, marks_of
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs, prover, sequences
 from tests.support.sequences import WIDTH, rows_of, scored
 
@@ -346,7 +346,7 @@ def test_what_mixes_rows_is_refused_by_both(build: Callable[[], Any]) -> None:
     with pytest.raises(FixedLength) as no:
         row_axes(prover.block(graph))
     assert no.value.reason
-    with pytest.raises(Rejection) as rejection:
+    with pytest.raises(Rejected) as rejection:
         marks_of(parsed(graph))
     assert rejection.value.reason == "graph/rows"
     assert rejection.value.detail
@@ -418,7 +418,7 @@ MALFORMED: dict[Callable[[], Any], str] = {
 
 @pytest.mark.parametrize("build", MALFORMED, ids=lambda build: build.__name__)
 def test_what_no_exporter_writes_is_rejected(build: Callable[[], Any]) -> None:
-    with pytest.raises(Rejection) as rejection:
+    with pytest.raises(Rejected) as rejection:
         marks_of(parsed(build()))
     assert rejection.value.reason == MALFORMED[build]
 

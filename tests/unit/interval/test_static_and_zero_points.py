@@ -23,9 +23,9 @@ from kcdsl_backends.interval.rules.linear import activation_error, summation_err
 from kcdsl_backends.interval.scales import quantiser
 from kcdsl_certs.recheck import staircase as checked
 from kcdsl_certs.recheck.box import Box as CheckedBox
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.linear import quantisation
 from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.prover import numerics
 
@@ -141,7 +141,7 @@ def test_beyond_a_static_scale_there_is_no_bound(format: str, casts: str) -> Non
         x[2, 1] *= 1 + 1e-5
         with pytest.raises(NoBound, match=r"overflow reachable: element \[2, 1\] of the input"):
             activation_error(Box.point(x), kernel, "n", "w.weight")
-        with pytest.raises(Rejection, match=r"element \[2, 1\] may exceed its static"):
+        with pytest.raises(Rejected, match=r"element \[2, 1\] may exceed its static"):
             quantisation(parsed, CheckedBox(x.numpy(), x.numpy()), "w.weight")
         with pytest.raises(Exceeded, match="overflow reachable"):
             to_nearest(x, kernel.numerics, "w.weight")
@@ -178,7 +178,7 @@ def test_linears_have_scales_by_their_names() -> None:
     parsed = parse_kernel(
         proofs.numerics("float32", activations=proofs.static("int8", 0.5)), "kernel"
     )
-    with pytest.raises(Rejection, match="no static scale"):
+    with pytest.raises(Rejected, match="no static scale"):
         quantisation(parsed, CheckedBox(x.lo.numpy(), x.hi.numpy()))
 
 

@@ -21,8 +21,8 @@ from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.spec import parse_kernel
+from kcdsl_certs.rejected import Rejected
 from tests.support import proofs
 from tests.support.caches import CACHES, dynamic, static, with_caches
 from tests.support.prover import block, numerics, parameters
@@ -80,7 +80,7 @@ def test_directed_casts_have_no_cache(casts: str) -> None:
     with pytest.raises(Refusal, match="quantisers round to nearest"):
         resolve({**EAGER, "casts": casts, "kv_cache": HEADS})
     record = resolve({**EAGER, "kv_cache": HEADS}).to_json() | {"casts": casts}
-    with pytest.raises(Rejection, match="directed casts"):
+    with pytest.raises(Rejected, match="directed casts"):
         parse_kernel(record, "kernel")
 
 
@@ -115,7 +115,7 @@ def test_records_are_read_by_both_programs(name: str) -> None:
 )
 def test_the_checker_refuses_other_records(record: Any) -> None:
     whole = proofs.numerics("bfloat16", "any", kv_cache=record)
-    with pytest.raises(Rejection, match="document/numerics"):
+    with pytest.raises(Rejected, match="document/numerics"):
         parse_kernel(whole, "kernel")
 
 

@@ -42,7 +42,7 @@ from kcdsl_certs.clauses import CertifiedClause, Evidence, Verdict
 from kcdsl_certs.envelope import parse_bundle
 from kcdsl_certs.evidence import EvidenceFile
 from kcdsl_certs.keys import SigningKey, ed25519_from_seed
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 NOW = datetime.fromisoformat("2026-11-30T12:00:00+00:00")
 
@@ -175,7 +175,7 @@ def test_without_a_key_it_is_the_statement_alone(
         return issue(**common, keys=keys, clock=lambda: NOW, evidence=evidence)
 
     assert _payload(made(key)) == made()
-    with pytest.raises(Reject, match="bundle/malformed"):
+    with pytest.raises(Rejected, match="bundle/malformed"):
         parse_bundle(made())
 
 

@@ -12,7 +12,7 @@ from kcdsl.release.keys import PASSWORD_VARIABLE, read_private_key
 from kcdsl.release.signing import signing_keys
 from kcdsl_certs.keys import generate
 from kcdsl_certs.policy import load_key
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert load_key(tmp_path / "a.pub").pem == key.public.pem
     for name in ("a.key", "long", "absent", ".", "pipe", "\0"):
-        with pytest.raises(Reject):
+        with pytest.raises(Rejected):
             load_key(tmp_path / name)
     for name in ("a.pub", "absent", ".", "pipe", "\0"):
         with pytest.raises(Refusal) as caught:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from scipy import stats
 
 from kcdsl_backends.empirical.statistics.vocabulary import check_counts, check_rate
-from kcdsl_certs.reject import Reject
+from kcdsl_certs.rejected import Rejected
 from kcdsl_certs.tails import lower_tail
 
 _NEAR = 1e-9
@@ -34,7 +34,7 @@ def shows_below(k: int, n: int, rate: Fraction, error: Fraction) -> bool:
         return tail < level
     try:
         return Fraction(lower_tail(k, n, rate)) <= error
-    except Reject:
+    except Rejected:
         return False
 
 

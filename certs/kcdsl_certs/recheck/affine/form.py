@@ -15,10 +15,10 @@ from kcdsl_certs.recheck.affine.tape import FAINT, Apart, Entry, Tape
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Box, Floats
 from kcdsl_certs.recheck.document import Pass
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import Mask, Scene, gamma
 from kcdsl_certs.recheck.spec import Format, Kernel
 from kcdsl_certs.recheck.versions import SUMMED, twice
+from kcdsl_certs.rejected import Rejected
 
 UNIT = 2.0**-53
 
@@ -155,7 +155,7 @@ class Walk:
         if alias in self.named:
             return alias
         if any(alias == node.name for node in self.scene.block.nodes):
-            raise Rejection("graph/field", "a node has the name of a reading of another")
+            raise Rejected("graph/field", "a node has the name of a reading of another")
         form, version = numeric(self.forms[name]), self.versions[name]
         operands = () if form.place is None else ((form.place, _whole),)
         reach, own = raised(form.reach + version.own), raised(version.own) + FAINT
@@ -199,10 +199,10 @@ def numeric(value: Operand) -> Form:
     """Return the form of an operand.
 
     Raises:
-        Rejection: "rule/mask" for a mask.
+        Rejected: "rule/mask" for a mask.
     """
     if isinstance(value, Mask):
-        raise Rejection("rule/mask", "a mask is read as numbers")
+        raise Rejected("rule/mask", "a mask is read as numbers")
     return value
 
 

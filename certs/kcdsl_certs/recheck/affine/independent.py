@@ -10,10 +10,10 @@ import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.box import Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.matrix_units import unit_of
 from kcdsl_certs.recheck.rules.linear import flushed
 from kcdsl_certs.recheck.spec import Kernel
+from kcdsl_certs.rejected import Rejected
 
 _REMEMBERED = 16  # elements of an entry that may be counted in the worst case
 _TOGETHER = 64  # of all entries
@@ -33,11 +33,11 @@ class Budget:
         """Count bounds of functionals.
 
         Raises:
-            Rejection: "bound/chance" where there are more than the probability is divided among.
+            Rejected: "bound/chance" where there are more than the probability is divided among.
         """
         self.used += count
         if self.used > self.functionals:
-            raise Rejection("bound/chance", f"more than {self.functionals} functionals are bounded")
+            raise Rejected("bound/chance", f"more than {self.functionals} functionals are bounded")
 
     @property
     def factor(self) -> float:

@@ -24,9 +24,9 @@ from kcdsl_certs.recheck.affine.tape import Entry, Tape
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box
 from kcdsl_certs.recheck.document import Hints
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import Mask, Scene, pinned
 from kcdsl_certs.recheck.spec import Kernel
+from kcdsl_certs.rejected import Rejected
 
 Rule = Callable[[Walk, Node, list[Operand]], Operand]
 
@@ -82,7 +82,7 @@ def walk(
     the walk of the other kernel.
 
     Raises:
-        Rejection: naming the node.
+        Rejected: naming the node.
     """
     region = None
     if scene.centre is not None and scene.radius is not None:
@@ -96,7 +96,7 @@ def walk(
             form = found.forms[node.name] = _apply(found, node)
             if boxes is not None and node.name in boxes and not isinstance(form, Mask):
                 _meet(found, node.name, form, boxes[node.name])
-        except Rejection as rejection:
+        except Rejected as rejection:
             raise rejection.at(f"node {node.name[:80]!r}") from None
     return found
 
@@ -112,12 +112,12 @@ def _meet(at: Walk, name: str, form: Form, within: Box) -> None:
 
 def _apply(at: Walk, node: Node) -> Operand:
     if node.op not in _RULES:
-        raise Rejection("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
+        raise Rejected("rule/unknown-op", f"there is no rule for {node.op[:80]!r}")
     rule, least, most = _RULES[node.op]
     if not least <= len(node.inputs) <= most:
-        raise Rejection("graph/field", f"{node.op} with {len(node.inputs)} inputs")
+        raise Rejected("graph/field", f"{node.op} with {len(node.inputs)} inputs")
     if node.role in _OPS_OF_ROLE and node.op not in _OPS_OF_ROLE[node.role]:
-        raise Rejection("graph/field", f"{node.op} in the role {node.role!r}")
+        raise Rejected("graph/field", f"{node.op} in the role {node.role!r}")
     scene = pinned(at.scene, node)
     if scene is not at.scene:
         kernel = scene.train if at.kernel is at.scene.train else scene.infer
@@ -127,7 +127,7 @@ def _apply(at: Walk, node: Node) -> Operand:
         read = at.read(node)
         value = rule(at, read, [at.forms[name] for name in read.inputs])
     except ValueError as error:  # numpy refuses shapes that do not fit
-        raise Rejection("graph/shape", str(error)[:200]) from None
+        raise Rejected("graph/shape", str(error)[:200]) from None
     if value.shape != node.shape:
-        raise Rejection("graph/shape", f"the shape is {list(value.shape)}, not {list(node.shape)}")
+        raise Rejected("graph/shape", f"the shape is {list(value.shape)}, not {list(node.shape)}")
     return value

@@ -12,8 +12,8 @@ from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.pair import Pair, Row, bound, in_row
 from kcdsl_certs.recheck.affine.tape import Bound
 from kcdsl_certs.recheck.box import Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import State
+from kcdsl_certs.rejected import Rejected
 
 Columns = NDArray[np.intp]
 
@@ -27,11 +27,11 @@ def stays(pair: Pair, k: int, known: State | None) -> bool:
     boxes in the interval domain, where that has any.
 
     Raises:
-        Rejection: "document/field" for a k that leaves no other column.
+        Rejected: "document/field" for a k that leaves no other column.
     """
     columns = pair.shape[-1]
     if k >= columns:
-        raise Rejection("document/field", f"no_flip {k} needs more than {columns} columns")
+        raise Rejected("document/field", f"no_flip {k} needs more than {columns} columns")
     sides = [_Side(pair.train, pair.t, _values(pair.t, None if known is None else known.t))]
     if pair.infer is not pair.train:
         sides.append(_Side(pair.infer, pair.i, _values(pair.i, None if known is None else known.i)))

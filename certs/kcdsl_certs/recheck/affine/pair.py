@@ -123,7 +123,7 @@ class Pair:
         """Refuse bounds of more functionals than their probability is divided among.
 
         Raises:
-            Rejection: "bound/chance".
+            Rejected: "bound/chance".
         """
         budgets = [b for b in (self.train.tape.budget, self.infer.tape.budget) if b is not None]
         if budgets:  # one form that serves both kernels is of two runs
@@ -145,7 +145,7 @@ def pair(
     With `chance` (α, N) roundings are independent, and bounds hold but for a share of all runs.
 
     Raises:
-        Rejection: naming the node.
+        Rejected: naming the node.
     """
     first, second = (None, None) if hints is None else hints
     within = enclosed(scene)
@@ -167,7 +167,7 @@ def drift(scene: Scene, hints: tuple[Hints, Hints] | None = None) -> Drift:
     """Return what the affine forms of both kernels say of the output, element by element.
 
     Raises:
-        Rejection: naming the node.
+        Rejected: naming the node.
     """
     both = pair(scene, hints)
     return Drift(both.output(), both.sizes())

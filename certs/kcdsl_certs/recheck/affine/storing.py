@@ -28,10 +28,10 @@ from kcdsl_certs.recheck.affine.tape import (
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Floats
 from kcdsl_certs.recheck.document import Pass
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import cut, stepped
 from kcdsl_certs.recheck.spec import FLOAT32, Format
 from kcdsl_certs.recheck.versions import SUMMED
+from kcdsl_certs.rejected import Rejected
 
 _LARGEST = 2.0**150  # beyond it float64 underflow would no longer be covered
 
@@ -121,7 +121,7 @@ def settle(
     a free cast makes of errors may be bounded by their sums over rows.
 
     Raises:
-        Rejection: "bound/overflow" or "bound/not-finite".
+        Rejected: "bound/overflow" or "bound/not-finite".
     """
     if not walk.kernel.stepped and node.name in walk.scene.several:
         return _several(walk, node, formed, form, inner, rounds, sums)
@@ -374,7 +374,7 @@ def _largest_cut(reference: Floats, deviation: Floats, form: Format, inner: Form
     """Return how large a result may be after a cast toward zero.
 
     Raises:
-        Rejection: "bound/overflow" where it may be infinite before.
+        Rejected: "bound/overflow" where it may be infinite before.
     """
     before = raised(np.abs(reference) + deviation)
     if not bool((before <= inner.largest).all()):
@@ -388,12 +388,12 @@ def half_step(size: Floats, form: Format) -> Floats:
     return np.asarray(np.ldexp(1.0, exponent - form.precision))
 
 
-def _overflow(where: np.ndarray, form: Format) -> Rejection:
+def _overflow(where: np.ndarray, form: Format) -> Rejected:
     flat = int(np.argmax(where))
     place = [int(n) for n in np.unravel_index(flat, where.shape)]
-    return Rejection("bound/overflow", f"element {place} may overflow {form.name}")
+    return Rejected("bound/overflow", f"element {place} may overflow {form.name}")
 
 
 def _finite(*values: Floats, most: float = np.inf) -> None:
     if not all(bool((np.isfinite(v) & (np.abs(v) <= most)).all()) for v in values):
-        raise Rejection("bound/not-finite", "the value has no finite bound")
+        raise Rejected("bound/not-finite", "the value has no finite bound")

@@ -13,7 +13,7 @@ from kcdsl_certs.recheck.affine.cases import Together
 from kcdsl_certs.recheck.affine.ellipsoids import Ellipsoids, reached
 from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split, read
 from kcdsl_certs.recheck.box import Bools, Floats
-from kcdsl_certs.recheck.errors import Rejection
+from kcdsl_certs.rejected import Rejected
 
 FAINT = 2.0**-900  # more than what an operation may lose to float64 underflow
 _UNIT = 2.0**-53
@@ -182,7 +182,7 @@ class Tape:
         """Append an entry and return its place.
 
         Raises:
-            Rejection: "bound/not-finite".
+            Rejected: "bound/not-finite".
         """
         self.entries.append(self.counted(entry))
         self._still.append(not entry.reach.any())
@@ -192,11 +192,11 @@ class Tape:
         """Return an entry as passes may read it, without a place on the tape.
 
         Raises:
-            Rejection: "bound/not-finite".
+            Rejected: "bound/not-finite".
         """
         for values in (entry.reach, entry.radius, entry.centre):
             if values is not None and not bool(np.isfinite(values).all()):
-                raise Rejection("bound/not-finite", "the error has no finite bound")
+                raise Rejected("bound/not-finite", "the error has no finite bound")
         if entry.centre is not None:
             # The sums of centres are signed: each centre pays for their rounding in advance.
             slack = (entry.reach.size + 2.0**20) * 2 * _UNIT * np.abs(entry.centre)
@@ -245,7 +245,7 @@ class Tape:
         the other kernel is not counted but named, and rows of products are not averaged.
 
         Raises:
-            Rejection: "bound/not-finite".
+            Rejected: "bound/not-finite".
         """
         frames = [self._frame(functionals.batch, 0.0)]
         pending = {place: functionals}
@@ -362,5 +362,5 @@ class Tape:
             ratio, shared = frame.ratio, frame.shared + shared
         radius = box.up(radius + 2.0**-800 * self._total, 64)
         if not (np.isfinite(centre).all() and np.isfinite(radius + reached).all()):
-            raise Rejection("bound/not-finite", "a functional has no finite bound")
+            raise Rejected("bound/not-finite", "a functional has no finite bound")
         return Bound(centre, radius, alpha, likely, self.budget)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.planes.functional import Functional
 from kcdsl_certs.recheck.planes.tape import Entry, Pull, Tape
 from kcdsl_certs.recheck.rules.state import Mask, Scene, State, Value, numeric
 from kcdsl_certs.recheck.versions import SUMMED, Own, plus
+from kcdsl_certs.rejected import Rejected
 
 _KEPT = 1 + 2.0**-20  # a linear part is given up only where a box is narrower than this
 
@@ -79,7 +79,7 @@ class Course:
         """Return the boxes of a node.
 
         Raises:
-            Rejection: "rule/mask" for a mask.
+            Rejected: "rule/mask" for a mask.
         """
         return numeric(self.values[name])
 
@@ -89,7 +89,7 @@ class Course:
         if name not in self.places:
             state = self.state(name)
             if not (state.t.point and state.i.point):
-                raise Rejection("rule/weight", f"{name[:80]!r} must be known")
+                raise Rejected("rule/weight", f"{name[:80]!r} must be known")
             self.places[name] = self.tape.add(_known(state))
         place = self._version(node, position)
         entry = self.tape.entries[place]

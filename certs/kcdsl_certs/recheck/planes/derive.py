@@ -11,7 +11,6 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.block import Array, Node
 from kcdsl_certs.recheck.box import Bools, Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.plane_hints import Bent, PlaneHints, Searched
 from kcdsl_certs.recheck.planes.course import Course, is_number
 from kcdsl_certs.recheck.planes.functional import Functional
@@ -28,6 +27,7 @@ from kcdsl_certs.recheck.planes.rules import (
 )
 from kcdsl_certs.recheck.propagate import apply, magnitudes
 from kcdsl_certs.recheck.rules.state import Scene, State, reduce
+from kcdsl_certs.rejected import Rejected
 
 Rule = Callable[[Course, Node], None]
 
@@ -78,7 +78,7 @@ def derive(scene: Scene, hints: PlaneHints | None = None) -> Derived:
     hints functionals of everything that a rule reads closely.
 
     Raises:
-        Rejection: naming the node.
+        Rejected: naming the node.
     """
     course = walk(scene, hints)
     sizes = {name: magnitudes(value) for name, value in course.values.items()}
@@ -89,9 +89,9 @@ def walk(scene: Scene, hints: PlaneHints | None = None) -> Course:
     """Write the whole tape; see `derive`."""
     beside = scene.rows, scene.drift, scene.held
     if scene.rho or any(part is not None for part in beside):
-        raise Rejection("document/domain", "planes are of one length, checkpoint and input alone")
+        raise Rejected("document/domain", "planes are of one length, checkpoint and input alone")
     if any(node.op == "cache" for node in scene.block.nodes):
-        raise Rejection("document/domain", "planes do not cover a quantised cache")
+        raise Rejected("document/domain", "planes do not cover a quantised cache")
     errors: dict[str, tuple[Box, Box]] = {}
     course = Course(replace(scene, errors=errors), errors)
     sharp = _Sharpener(course, hints)
@@ -104,7 +104,7 @@ def walk(scene: Scene, hints: PlaneHints | None = None) -> Course:
             inputs = [course.values[name] for name in node.inputs]
             course.values[node.name] = apply(course.scene, node, inputs)
             _write(course, node, hints)
-        except Rejection as rejection:
+        except Rejected as rejection:
             raise rejection.at(f"node {node.name[:80]!r}") from None
     sharp.sharpen(scene.block.output)
     if hints is not None:

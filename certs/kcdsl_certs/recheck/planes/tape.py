@@ -14,9 +14,9 @@ import numpy as np
 
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.box import Bools, Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.planes.functional import Functional, together
 from kcdsl_certs.recheck.planes.relu import Relu, Slopes
+from kcdsl_certs.rejected import Rejected
 
 UNIT = 2.0**-53
 FAINT = 2.0**-900  # more than an operation may lose to float64 underflow
@@ -63,11 +63,11 @@ class Tape:
         """Append an entry and return its place.
 
         Raises:
-            Rejection: "bound/not-finite".
+            Rejected: "bound/not-finite".
         """
         parts = (*entry.sizes, *entry.centre, *entry.radius, entry.reference)
         if not all(bool(np.isfinite(part).all()) for part in parts):
-            raise Rejection("bound/not-finite", "deviation or drift has no finite bound")
+            raise Rejected("bound/not-finite", "deviation or drift has no finite bound")
         self.entries.append(entry)
         place = len(self.entries) - 1
         if entry.relu is not None:

@@ -9,7 +9,6 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import ULP, Bools, Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.linear import check_product, summed
 from kcdsl_certs.recheck.rules.state import (
     Mask,
@@ -23,6 +22,7 @@ from kcdsl_certs.recheck.rules.state import (
 )
 from kcdsl_certs.recheck.spec import FLOAT32, Kernel
 from kcdsl_certs.recheck.versions import Own
+from kcdsl_certs.rejected import Rejected
 
 _FAR = 600.0  # beyond this a drift of the logit counts as unbounded
 _TRUST = 2.0**-49
@@ -58,13 +58,13 @@ def allowed_columns(masks: Sequence[object], shape: tuple[int, ...]) -> Bools:
         return np.ones(shape, dtype=np.bool_)
     mask = masks[0]
     if not isinstance(mask, Mask):
-        raise Rejection("rule/mask", "the mask of a softmax must be a bool constant")
+        raise Rejected("rule/mask", "the mask of a softmax must be a bool constant")
     try:
         allowed = np.broadcast_to(mask.allowed, shape)
     except ValueError:
-        raise Rejection("graph/shape", "the mask does not fit the scores") from None
+        raise Rejected("graph/shape", "the mask does not fit the scores") from None
     if not allowed.any(axis=-1).all():
-        raise Rejection("rule/mask", "a row of the mask allows no column")
+        raise Rejected("rule/mask", "a row of the mask allows no column")
     return allowed
 
 
@@ -168,7 +168,7 @@ def softmax_rounding(
     """Return B_K ≥ |stored probability - exact softmax of the stored scores|, high ≥ the latter.
 
     Raises:
-        Rejection: "bound/not-finite".
+        Rejected: "bound/not-finite".
     """
     u, eta = kernel.off(kernel.probabilities)
     theta = relative_rounding(kernel, scores, allowed, own=own)
@@ -176,7 +176,7 @@ def softmax_rounding(
     wide = theta * size + ZETA + u * (size * (1 + theta) + ZETA) + eta
     found = np.where(allowed, box.up(wide), 0.0)
     if not bool(np.isfinite(found).all()):
-        raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
+        raise Rejected("bound/not-finite", "the rounding of a softmax has no bound")
     return found
 
 
@@ -193,7 +193,7 @@ def relative_rounding(
     η_p at every column, measured against a sum that is at least about 1.
 
     Raises:
-        Rejection: "bound/not-finite".
+        Rejected: "bound/not-finite".
     """
     n, u, form = columns or scores.shape[-1], kernel.inner.u, kernel.probabilities
     relative, faint = kernel.off(form)
@@ -207,7 +207,7 @@ def relative_rounding(
     epsilon = 2 * kernel.exp_ulps * u
     lost = (1 + relative) * n * faint
     if not (epsilon < 1 and lost < 1):
-        raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
+        raise Rejected("bound/not-finite", "the rounding of a softmax has no bound")
     tiles = -(-n // kernel.tile) if kernel.fused else 1
     once = u / (1 - u)
     exponent = 2 * tiles * (argument + epsilon / (1 - epsilon) + once) + (n + 8) * once
@@ -217,7 +217,7 @@ def relative_rounding(
         exponent = exponent + 2 * np.where(allowed, own, 0.0).max(axis=-1, keepdims=True)
     theta = box.up(np.expm1(box.up(exponent)), 16)
     if not bool(np.isfinite(theta).all()):
-        raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
+        raise Rejected("bound/not-finite", "the rounding of a softmax has no bound")
     return theta
 
 

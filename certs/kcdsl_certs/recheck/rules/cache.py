@@ -9,17 +9,17 @@ import numpy as np
 from kcdsl_certs.recheck import box, staircase
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.linear import quantisation
 from kcdsl_certs.recheck.rules.state import Scene, State, Value, numeric, reduce, stored, target
 from kcdsl_certs.recheck.spec import Kernel
+from kcdsl_certs.rejected import Rejected
 
 
 def cache(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return keys or values as they are read back; the operand where a kernel has no cache."""
     node.attrs.exactly("part", "source")
     if scene.rows is not None:
-        raise Rejection("bound/not-finite", "a cache of sequences of any length")
+        raise Rejected("bound/not-finite", "a cache of sequences of any length")
     x = numeric(inputs[0])
     held, moved, sides = [], [], []
     for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
@@ -44,7 +44,7 @@ def coded(kernel: Kernel, node: Node, x: Box) -> tuple[Box, Box] | None:
     """Return the values of codes, and what they are off by; None for a kernel without a cache.
 
     Raises:
-        Rejection: "rule/static-scale" or "bound/overflow".
+        Rejected: "rule/static-scale" or "bound/overflow".
     """
     spec = kernel.cache
     if spec is None:

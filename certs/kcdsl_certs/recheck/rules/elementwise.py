@@ -11,7 +11,6 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import ULP, Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import (
     Scene,
     State,
@@ -26,6 +25,7 @@ from kcdsl_certs.recheck.rules.state import (
 )
 from kcdsl_certs.recheck.spec import FLOAT32, Kernel
 from kcdsl_certs.recheck.versions import Own, by, plus
+from kcdsl_certs.rejected import Rejected
 
 SLACK = 2.0**-100
 _TRUST = 2.0**-48  # 4 ulp of a library function and the arithmetic around it
@@ -95,7 +95,7 @@ def divide(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return x / divisor."""
     divisor = constant(node, "divisor")
     if divisor == 0:
-        raise Rejection("graph/field", "a division by zero")
+        raise Rejected("graph/field", "a division by zero")
 
     def ends(kernel: Kernel) -> tuple[float, float]:
         return inverse(kernel.scalar(divisor, node))
@@ -107,10 +107,10 @@ def inverse(ends: tuple[float, float]) -> tuple[float, float]:
     """Return the inverses of numbers, of which none is 0.
 
     Raises:
-        Rejection: "bound/not-finite".
+        Rejected: "bound/not-finite".
     """
     if ends[0] * ends[1] <= 0:
-        raise Rejection("bound/not-finite", "a divisor may be rounded to 0")
+        raise Rejected("bound/not-finite", "a divisor may be rounded to 0")
     return 1 / ends[1], 1 / ends[0]
 
 
@@ -182,13 +182,13 @@ def constant(node: Node, name: str) -> float:
     """Return a float attribute: 0, or normal in float32, and so is its reciprocal.
 
     Raises:
-        Rejection: "graph/field".
+        Rejected: "graph/field".
     """
     raw = node.attrs.exactly(name).raw(name)
     whole = isinstance(raw, int) and not isinstance(raw, bool)
     value = float(raw) if whole else node.attrs.real(name)
     if value != 0 and not _BELOW_NORMAL <= abs(value) <= 2.0**126:
-        raise Rejection("graph/field", f"{name} = {value} leaves the range of float32")
+        raise Rejected("graph/field", f"{name} = {value} leaves the range of float32")
     return value
 
 
@@ -415,7 +415,7 @@ def rope(scene: Scene, node: Node, inputs: list[Value]) -> State:
     node.attrs.exactly()
     x, cos, sin = (numeric(value) for value in inputs)
     if x.shape[-1] % 2 or not (cos.t.point and cos.i.point and sin.t.point and sin.i.point):
-        raise Rejection("rule/rope", "rope needs an even last dimension and known tables")
+        raise Rejected("rule/rope", "rope needs an even last dimension and known tables")
     exact, errors = rotated(scene, x, cos, sin)
     own = rotated_own(x.own[0], cos.t.lo, sin.t.lo), rotated_own(x.own[1], cos.i.lo, sin.i.lo)
     return settle(scene, node, exact, errors, own=own)
@@ -457,7 +457,7 @@ def rope_error(kernel: Kernel, x: Box, turned: Box, cos: Floats, sin: Floats) ->
     """Return E of rope, `turned` the boxes that the sines meet.
 
     Raises:
-        Rejection: "bound/overflow".
+        Rejected: "bound/overflow".
     """
     parts = (
         box.up(box.mag(x) * box.lifted(np.abs(cos))),
@@ -467,7 +467,7 @@ def rope_error(kernel: Kernel, x: Box, turned: Box, cos: Floats, sin: Floats) ->
     error = box.up(gamma(4, kernel.inner.u) * size + 2 * underflow(kernel))
     if kernel.coarse:
         if not bool((np.maximum(*parts) * (1 + 2.0**-10) <= kernel.compute.largest).all()):
-            raise Rejection("bound/overflow", f"a product may overflow {kernel.compute.name}")
+            raise Rejected("bound/overflow", f"a product may overflow {kernel.compute.name}")
         u, eta = kernel.off(kernel.compute)
         cast = (1 + 2.0**-10) * (u * size + 2 * eta)
         error = box.up(error + cast)

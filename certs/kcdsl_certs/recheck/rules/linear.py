@@ -9,7 +9,6 @@ import numpy as np
 from kcdsl_certs.recheck import box, matrix_units, staircase
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.parameters import held
 from kcdsl_certs.recheck.rules.state import (
     Mask,
@@ -31,6 +30,7 @@ from kcdsl_certs.recheck.spec import (
     Kernel,
 )
 from kcdsl_certs.recheck.versions import Own
+from kcdsl_certs.rejected import Rejected
 
 _SMALL = 2.0**-20
 _FLUSHED = 2.0**-126
@@ -44,11 +44,11 @@ def linear(scene: Scene, node: Node, inputs: list[Value]) -> State:
     node.attrs.exactly()
     key = scene.keys.get(node.inputs[1])
     if key is None:
-        raise Rejection("rule/weight", "the weight of a linear must be a parameter")
+        raise Rejected("rule/weight", "the weight of a linear must be a parameter")
     x = numeric(inputs[0])
     weight = held(scene, key, linear=True)
     if len(x.shape) < 2 or x.shape[-1] != weight.shape[1]:
-        raise Rejection("graph/shape", "the input does not fit the weight")
+        raise Rejected("graph/shape", "the input does not fit the weight")
     bias = _bias(scene, node, inputs, weight.shape[0])
     x_t, away_t = _entering(scene.train, x.t, key)
     x_i, away_i = _entering(scene.infer, x.i, key)
@@ -88,9 +88,9 @@ def _bias(scene: Scene, node: Node, inputs: list[Value], outputs: int) -> tuple[
         return box.zeros((outputs,)), box.zeros((outputs,)), box.zeros((outputs,))
     bias = numeric(inputs[2])
     if not (bias.t.point and bias.i.point) and node.inputs[2] not in scene.keys:
-        raise Rejection("rule/weight", "the bias of a linear must be known")
+        raise Rejected("rule/weight", "the bias of a linear must be known")
     if bias.shape != (outputs,):
-        raise Rejection("graph/shape", "the bias does not fit the weight")
+        raise Rejected("graph/shape", "the bias does not fit the weight")
     if bias.t.point and bias.i.point:
         return bias.t, bias.i, box.sub(bias.i, bias.t)
     return bias.t, bias.i, bias.d
@@ -148,7 +148,7 @@ def by_late_scales(
     scale; `size` is S, `product` the magnitude of the sum without bias, `error` that of the sum.
 
     Raises:
-        Rejection: "bound/overflow" where a sum of codes may overflow.
+        Rejected: "bound/overflow" where a sum of codes may overflow.
     """
     n, scale = factors[0].shape[-1], float(factors[1].max()) * (1 + _SMALL)
     lost = np.full(size.shape, (2 * n + 8) * _FLUSHED * scale)
@@ -164,7 +164,7 @@ def by_late_scales(
     else:
         close = (8 * error <= size) | (size == 0)
     if not bool(((codes <= most) & close).all()):
-        raise Rejection("bound/overflow", "a sum of products with codes may overflow")
+        raise Rejected("bound/overflow", "a sum of products with codes may overflow")
     return box.up(lost)
 
 
@@ -173,7 +173,7 @@ def reduced(kernel: Kernel, size: Floats, error: Floats) -> Floats | float:
     every term is rounded once for each part, and once with a bias.
 
     Raises:
-        Rejection: "bound/overflow" where a sum of parts may leave the format.
+        Rejected: "bound/overflow" where a sum of parts may leave the format.
     """
     if kernel.shards == 1:
         return 0.0
@@ -182,7 +182,7 @@ def reduced(kernel: Kernel, size: Floats, error: Floats) -> Floats | float:
     tiny = 2 * (kernel.shards + 1) * (1 + factor) * eta
     lost = box.up(box.up(size + error) * factor + tiny)
     if not bool((size + error + lost <= kernel.compute.largest).all()):
-        raise Rejection("bound/overflow", f"a sum of parts may overflow {kernel.compute.name}")
+        raise Rejected("bound/overflow", f"a sum of parts may overflow {kernel.compute.name}")
     return lost
 
 
@@ -193,12 +193,12 @@ def clipped(kernel: Kernel, x: Box, weight: Box, key: str) -> Floats | float:
     255|w + w'| - (2^15 - 1). Pairing the largest with the next largest gives the greatest sum.
 
     Raises:
-        Rejection: "rule/weight" unless the weight is known.
+        Rejected: "rule/weight" unless the weight is known.
     """
     if not kernel.paired:
         return 0.0
     if not weight.point:
-        raise Rejection("rule/weight", "sums of bytes in 16 bits with a weight that is not known")
+        raise Rejected("rule/weight", "sums of bytes in 16 bits with a weight that is not known")
     entries = weight.lo
     whole = np.abs(entries) if kernel.weights[1] == "per_channel" else np.abs(entries).max()
     most = whole.max(axis=1) if whole.ndim else np.full(len(entries), whole)
@@ -252,7 +252,7 @@ def summed(
     each of them meets at most.
 
     Raises:
-        Rejection: as `accumulated`.
+        Rejected: as `accumulated`.
     """
     n, unit = columns or factors[0].shape[-1], matrix_units.unit_of(kernel, dynamic)
     lost = box.up(size[0] * _CUT_TERM) if kernel.shortened else np.zeros(())
@@ -267,7 +267,7 @@ def summed(
     cut = matrix_units.cut_off(kernel, unit, count, factors, total, partial, dynamic, key)
     error = box.up(error + box.up(cut * (1 + 4 * steps * kernel.accumulate.u)))
     if not bool((size[0] + error <= kernel.accumulate.largest).all()):
-        raise Rejection("bound/overflow", "a sum of a matrix unit may overflow")
+        raise Rejected("bound/overflow", "a sum of a matrix unit may overflow")
     return box.up(box.up(error + lost) + flushed(kernel, *factors, columns))
 
 
@@ -275,17 +275,17 @@ def accumulated(kernel: Kernel, size: Floats, result: Floats, k: int, j: int) ->
     """Return A_k,j(S, Y), S = `size`, mag(Y) = `result`; refuse sums that may overflow.
 
     Raises:
-        Rejection: "bound/not-finite" or "bound/overflow".
+        Rejected: "bound/not-finite" or "bound/overflow".
     """
     form = kernel.accumulate
     left = 1 - (k + j) * form.u
     if left <= 0:
-        raise Rejection("bound/not-finite", f"{k + j} roundings in {form.name} have no bound")
+        raise Rejected("bound/not-finite", f"{k + j} roundings in {form.name} have no bound")
     # left is exact, or off by less than one part in 2^50.
     partial = k * box.up(size + result) / 2 + j * size
     error = box.up(form.u * box.up(partial) / (left * (1 - 2.0**-48)) + (k + j) * form.eta)
     if not bool((size + error <= form.largest).all()):
-        raise Rejection("bound/overflow", f"a partial sum may overflow {form.name}")
+        raise Rejected("bound/overflow", f"a partial sum may overflow {form.name}")
     return error
 
 
@@ -297,7 +297,7 @@ def quantisation(kernel: Kernel, x: Box, key: str = "") -> Floats:
     than 1 - qmax/2^(emax + 1) of itself.
 
     Raises:
-        Rejection: "bound/overflow" where an unscaled format or a static scale may overflow;
+        Rejected: "bound/overflow" where an unscaled format or a static scale may overflow;
             "rule/static-scale".
     """
     if kernel.activations[0] == "none":
@@ -322,7 +322,7 @@ def _coded(kernel: Kernel, x: Box, key: str) -> Floats:
         over = np.argwhere(~(size <= CODE_LARGEST[kind]))
         if len(over):
             element = [int(i) for i in over[0]]
-            raise Rejection("bound/overflow", f"element {element} of an input may overflow {kind}")
+            raise Rejected("bound/overflow", f"element {element} of an input may overflow {kind}")
         return _cast(GRIDS[kind], size, np.ones(()))
     if scale == "nvfp4":
         return _nested(kernel, x, key)
@@ -383,7 +383,7 @@ def matmul(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return a @ b of two computed matrices."""
     node.attrs.exactly()
     if any(isinstance(value, Mask) for value in inputs):
-        raise Rejection("rule/mask", "a product with a mask")
+        raise Rejected("rule/mask", "a product with a mask")
     a, b = numeric(inputs[0]), numeric(inputs[1])
     n = check_product(a.shape, b.shape)
     y_t, y_i = box.matmul(a.t, b.t), box.matmul(a.i, b.i)
@@ -413,8 +413,8 @@ def check_product(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     """Return the number of terms of a @ b.
 
     Raises:
-        Rejection: "graph/shape".
+        Rejected: "graph/shape".
     """
     if len(a) < 2 or len(b) < 2 or a[-1] != b[-2]:
-        raise Rejection("graph/shape", f"no matrix product of {list(a)} and {list(b)}")
+        raise Rejected("graph/shape", f"no matrix product of {list(a)} and {list(b)}")
     return a[-1]

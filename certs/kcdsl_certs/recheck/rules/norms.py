@@ -9,13 +9,13 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import ULP, Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.attention import others
 from kcdsl_certs.recheck.rules.elementwise import underflow
 from kcdsl_certs.recheck.rules.state import Scene, State, Value, gamma, numeric, settle
 from kcdsl_certs.recheck.rules.written import Norm, losses
 from kcdsl_certs.recheck.spec import Kernel
 from kcdsl_certs.recheck.versions import Own
+from kcdsl_certs.rejected import Rejected
 
 # float32 arithmetic inside: a smaller variance may lose its squares to underflow, a greater sum of
 # squares may overflow.
@@ -48,7 +48,7 @@ def _norm(scene: Scene, node: Node, inputs: list[Value], centred: bool) -> State
     x = numeric(inputs[0])
     n = x.shape[-1]
     if not eps >= 0 or (centred and n < 2):
-        raise Rejection("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
+        raise Rejected("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
     weight = _affine(scene, node, inputs, 1, n)
     bias = _affine(scene, node, inputs, 2, n)
     t, i = side(x.t, eps, centred), side(x.i, eps, centred)
@@ -120,9 +120,9 @@ def _affine(
     state = numeric(values[place])
     points = state.t.point and state.i.point
     if not points and node.inputs[place] not in scene.keys:
-        raise Rejection("rule/weight", "the weight and bias of a norm must be known")
+        raise Rejected("rule/weight", "the weight and bias of a norm must be known")
     if state.shape != (n,):
-        raise Rejection("graph/shape", "the weight of a norm does not fit its input")
+        raise Rejected("graph/shape", "the weight of a norm does not fit its input")
     return state.t, state.i, box.sub(state.i, state.t) if points else state.d
 
 
@@ -150,7 +150,7 @@ def side(x: Box, eps: float, centred: bool) -> Side:
     """Return what is known of one kernel's normalisation on a box.
 
     Raises:
-        Rejection: "bound/not-finite".
+        Rejected: "bound/not-finite".
     """
     n = x.shape[-1]
     c = _centred(x) if centred else x
@@ -161,7 +161,7 @@ def side(x: Box, eps: float, centred: bool) -> Side:
     v = Box(box.add_down(np.maximum(v_lo, 0.0), np.array(eps)), box.add_up(v_hi, np.array(eps)))
     sums = n * box.magnitude(x).max(axis=-1) ** 2 + eps
     if not bool((v.lo >= LEAST_VARIANCE).all() and (sums <= MOST_SQUARES).all()):
-        raise Rejection("bound/not-finite", "the variance may leave the range of float32")
+        raise Rejected("bound/not-finite", "the variance may leave the range of float32")
     r = Box(1 / np.sqrt(v.hi) * (1 - 8 * ULP), 1 / np.sqrt(v.lo) * (1 + 8 * ULP))
     cap = np.sqrt(n - 1 if centred else n) * (1 + 4 * ULP)
     top = np.minimum(_greatest(c.hi, least, most, n, eps), cap)
@@ -252,7 +252,7 @@ def root_error(kernel: Kernel, size: Floats, least: Floats, centred: bool) -> Fl
     """Return the relative error of a row's inverse root, `size` ≥ |x| and v ≥ `least` ([…, 1]).
 
     Raises:
-        Rejection: "bound/not-finite".
+        Rejected: "bound/not-finite".
     """
     n, u = size.shape[-1], kernel.inner.u
     if not centred:
@@ -260,6 +260,6 @@ def root_error(kernel: Kernel, size: Floats, least: Floats, centred: bool) -> Fl
     squares = (size**2).mean(axis=-1, keepdims=True) * (1 + (n + 8) * ULP)
     kappa = 4 * gamma(n + 6, u) * squares / least * (1 + 8 * ULP)
     if not bool((kappa < 1).all()):
-        raise Rejection("bound/not-finite", "the mean is too large against the variance")
+        raise Rejected("bound/not-finite", "the mean is too large against the variance")
     root = box.up(1 / np.sqrt(1 - kappa) - 1 + 8 * ULP / (1 - kappa))
     return box.up(root * (1 + 8 * u) + 8 * u)

@@ -24,7 +24,7 @@ def held(scene: Scene, key: str, *, linear: bool) -> State:
     Where the region is also one around the weights: of every θ' in it.
 
     Raises:
-        Rejection: "parameter/…".
+        Rejected: "parameter/…".
     """
     stored = scene.parameters
     if not scene.rho:

@@ -7,7 +7,6 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules import attention, elementwise
 from kcdsl_certs.recheck.rules.linear import check_product, summed
 from kcdsl_certs.recheck.rules.state import (
@@ -23,6 +22,7 @@ from kcdsl_certs.recheck.rules.state import (
 from kcdsl_certs.recheck.sequences import KEY
 from kcdsl_certs.recheck.spec import Kernel
 from kcdsl_certs.recheck.versions import Own
+from kcdsl_certs.rejected import Rejected
 
 _CHUNK = 512  # positions at a time
 
@@ -80,7 +80,7 @@ def _misplaced(kernel: Kernel, theta: Floats, columns: int) -> Floats:
     lost = columns * attention.ZETA
     found = box.up(theta + lost + u * (1 + theta + lost) + columns * eta)
     if not bool(np.isfinite(found).all()):
-        raise Rejection("bound/not-finite", "the rounding of a softmax has no bound")
+        raise Rejected("bound/not-finite", "the rounding of a softmax has no bound")
     return found
 
 
@@ -89,7 +89,7 @@ def context(scene: Scene, node: Node, inputs: list[Value], longest: int) -> Stat
     node.attrs.exactly()
     p = inputs[0]
     if not isinstance(p, Probabilities) or p.total is None:
-        raise Rejection("graph/rows", "a context product without its softmax")
+        raise Rejected("graph/rows", "a context product without its softmax")
     v = numeric(inputs[1])
     check_product(p.shape, v.shape)
     shape = (*np.broadcast_shapes(p.shape[:-2], v.shape[:-2]), p.shape[-2], v.shape[-1])

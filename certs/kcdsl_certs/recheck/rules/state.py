@@ -11,12 +11,12 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Block, Node
 from kcdsl_certs.recheck.box import Bools, Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import stepped
 from kcdsl_certs.recheck.sequences import Marks
 from kcdsl_certs.recheck.spec import FLOAT32, Format, Kernel
 from kcdsl_certs.recheck.versions import SUMMED, Own, plus, several
 from kcdsl_certs.recheck.weights import Parameters
+from kcdsl_certs.rejected import Rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def numeric(value: Value) -> State:
     """Return the state that an ordinary reader sees.
 
     Raises:
-        Rejection: "rule/mask" for a mask.
+        Rejected: "rule/mask" for a mask.
     """
     match value:
         case State():
@@ -176,7 +176,7 @@ def numeric(value: Value) -> State:
         case Probabilities():
             return value.stored
         case Mask():
-            raise Rejection("rule/mask", "a mask is read as numbers")
+            raise Rejected("rule/mask", "a mask is read as numbers")
 
 
 def reduce(t: Box, i: Box, d: Box, own: tuple[Own, Own] = (None, None)) -> State:
@@ -251,11 +251,11 @@ def stored(kernel: Kernel, form: Format, y: Box, error: Floats, inner: Format) -
     least as precise as float32 and as the arithmetic inside; anywhere else it is a step of its own.
 
     Raises:
-        Rejection: "bound/overflow" if a stored number may leave the format.
+        Rejected: "bound/overflow" if a stored number may leave the format.
     """
     v = box.widen(y, error)
     if not (np.isfinite(v.lo).all() and np.isfinite(v.hi).all()):
-        raise Rejection("bound/not-finite", "the value has no finite bound")
+        raise Rejected("bound/not-finite", "the value has no finite bound")
     within = box.around(error)
     if not kernel.stepped:
         value, wrong = _freely(kernel, form, v, within)
@@ -273,7 +273,7 @@ def _fits(value: Box, form: Format) -> None:
     if not bool((box.magnitude(value) <= form.largest).all()):
         flat = int(np.argmax(np.nan_to_num(box.magnitude(value), nan=np.inf)))
         place = [int(n) for n in np.unravel_index(flat, value.shape)]
-        raise Rejection("bound/overflow", f"element {place} may overflow {form.name}")
+        raise Rejected("bound/overflow", f"element {place} may overflow {form.name}")
 
 
 def _freely(kernel: Kernel, form: Format, v: Box, within: Box) -> tuple[Box, Box]:

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Array, Node
 from kcdsl_certs.recheck.box import Box
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.formats import nearest
 from kcdsl_certs.recheck.rules.parameters import held, known, rows
 from kcdsl_certs.recheck.rules.state import Mask, Scene, State, Value, numeric, reduce, stored
 from kcdsl_certs.recheck.spec import FLOAT32, FORMATS, Kernel
 from kcdsl_certs.recheck.versions import Own
 from kcdsl_certs.recheck.weights import plain
+from kcdsl_certs.rejected import Rejected
 
 Move = Callable[[NDArray[Any]], NDArray[Any]]
 
@@ -26,17 +26,17 @@ def source(scene: Scene, node: Node, inputs: list[Value]) -> State:
     """Return the block input: one float32 tensor for both kernels, stored where compute is coarse.
 
     Raises:
-        Rejection: "graph/shape" or "rule/input".
+        Rejected: "graph/shape" or "rule/input".
     """
     node.attrs.exactly()
     if scene.centre is None or scene.radius is None or node.role:
-        raise Rejection("rule/input", "a block on token ids has no block input")
+        raise Rejected("rule/input", "a block on token ids has no block input")
     centre = scene.centre
     if scene.rows is not None:
         centre = np.broadcast_to(centre, node.shape)  # one row for all
     x = Box(box.add_down(centre, -scene.radius), box.add_up(centre, scene.radius))
     if x.shape != scene.block.input_shape:
-        raise Rejection("graph/shape", "the region does not have the input's shape")
+        raise Rejected("graph/shape", "the region does not have the input's shape")
     if scene.drift is not None:
         return _apart(scene, x, scene.drift)
     (t, wrong_t), (i, wrong_i) = _taken(scene.train, x), _taken(scene.infer, x)
@@ -48,7 +48,7 @@ def source(scene: Scene, node: Node, inputs: list[Value]) -> State:
 def _apart(scene: Scene, x: Box, drift: Box) -> State:
     """Return an input that another block formed: every reading of it by either kernel."""
     if drift.shape != x.shape or scene.rows is not None:
-        raise Rejection("graph/shape", "the drift does not have the input's shape")
+        raise Rejected("graph/shape", "the drift does not have the input's shape")
     return reduce(x, box.add(x, drift), drift, scene.entering)
 
 
@@ -73,11 +73,11 @@ def constant(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     key = node.attrs.exactly("key").text("key")
     array = scene.block.constants.get(key)
     if array is None:
-        raise Rejection("graph/field", f"there is no constant {key[:80]!r}")
+        raise Rejected("graph/field", f"there is no constant {key[:80]!r}")
     if array.dtype == "bool":
         return Mask(np.frombuffer(array.data, dtype=np.bool_).reshape(array.shape))
     if array.dtype != "float32":
-        raise Rejection("graph/field", f"constant {key[:80]!r} is neither float32 nor bool")
+        raise Rejected("graph/field", f"constant {key[:80]!r} is neither float32 nor bool")
     return table(array, key, node.format, scene.train, scene.infer)
 
 
@@ -85,10 +85,10 @@ def table(array: Array, key: str, pinned: str, train: Kernel, infer: Kernel) -> 
     """Return a float32 array as both kernels store it: as it is, if its format is pinned."""
     values = np.frombuffer(array.data, dtype="<f4").astype(np.float64).reshape(array.shape)
     if not np.isfinite(values).all():
-        raise Rejection("parameter/not-finite", f"constant {key[:80]!r} holds NaN or infinity")
+        raise Rejected("parameter/not-finite", f"constant {key[:80]!r} holds NaN or infinity")
     if pinned:
         if not np.array_equal(nearest(values, FORMATS[pinned]), values):
-            raise Rejection("graph/field", f"constant {key[:80]!r} is not one of {pinned}")
+            raise Rejected("graph/field", f"constant {key[:80]!r} is not one of {pinned}")
         return known(values, values)
     return known(
         plain(values, train.holding, key, train.cut_weights),
@@ -101,11 +101,11 @@ def embedding(scene: Scene, node: Node, inputs: list[Value]) -> State:
     ids = np.array(node.attrs.exactly("ids").integers("ids", 0), dtype=np.int64)
     key = scene.keys.get(node.inputs[0])
     if key is None:
-        raise Rejection("rule/weight", "the table of an embedding must be a parameter")
+        raise Rejected("rule/weight", "the table of an embedding must be a parameter")
     if not ids.size or not len(scene.parameters.shape(key)) == 2:
-        raise Rejection("graph/shape", "an embedding needs ids and a matrix")
+        raise Rejected("graph/shape", "an embedding needs ids and a matrix")
     if int(ids.max()) >= scene.parameters.shape(key)[0]:
-        raise Rejection("graph/field", "an id is beyond the table")
+        raise Rejected("graph/field", "an id is beyond the table")
     return rows(held(scene, key, linear=False), ids)
 
 
@@ -127,7 +127,7 @@ def permute(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     stated = node.attrs.exactly("dims").integers("dims", -rank)
     dims = [d % rank for d in stated if d < rank]
     if sorted(dims) != list(range(rank)) or len(stated) != rank:
-        raise Rejection("graph/field", "'dims' must be an order of the dimensions")
+        raise Rejected("graph/field", "'dims' must be an order of the dimensions")
     return moved(inputs[0], lambda v: np.transpose(v, dims))
 
 
@@ -137,7 +137,7 @@ def slice_(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     rank = len(inputs[0].shape)
     dim = attrs.integer("dim", -rank)
     if dim >= rank:
-        raise Rejection("graph/field", "'dim' is beyond the dimensions")
+        raise Rejected("graph/field", "'dim' is beyond the dimensions")
     start, stop = attrs.integer("start", 0), attrs.integer("stop", 0)
     index = (slice(None),) * (dim % rank) + (slice(start, stop, attrs.integer("step", 1)),)
     return moved(inputs[0], lambda v: v[index])
@@ -148,7 +148,7 @@ def concat(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     rank = len(inputs[0].shape)
     dim = node.attrs.exactly("dim").integer("dim", -rank)
     if dim >= rank or any(len(value.shape) != rank for value in inputs):
-        raise Rejection("graph/shape", "the inputs of a concat do not fit")
+        raise Rejected("graph/shape", "the inputs of a concat do not fit")
     if all(isinstance(value, Mask) for value in inputs):
         masks = [value.allowed for value in inputs if isinstance(value, Mask)]
         return Mask(np.concatenate(masks, axis=dim))
@@ -174,7 +174,7 @@ def concat(scene: Scene, node: Node, inputs: list[Value]) -> Value:
 def _shape(node: Node) -> tuple[int, ...]:
     shape = node.attrs.exactly("shape").integers("shape", 1)
     if shape != node.shape:
-        raise Rejection("graph/shape", "'shape' differs from the shape of the node")
+        raise Rejected("graph/shape", "'shape' differs from the shape of the node")
     return shape
 
 
@@ -182,7 +182,7 @@ def moved(value: Value, move: Move) -> Value:
     """Return a mask or state after a move of its elements.
 
     Raises:
-        Rejection: "graph/shape" if numpy finds that the move does not fit.
+        Rejected: "graph/shape" if numpy finds that the move does not fit.
     """
     try:
         if isinstance(value, Mask):
@@ -191,4 +191,4 @@ def moved(value: Value, move: Move) -> Value:
         one, two = (None if part is None else move(part) for part in state.own)
         return State(state.t.map(move), state.i.map(move), state.d.map(move), (one, two))
     except ValueError as error:
-        raise Rejection("graph/shape", str(error)[:200]) from None
+        raise Rejected("graph/shape", str(error)[:200]) from None

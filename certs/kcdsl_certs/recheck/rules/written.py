@@ -9,9 +9,9 @@ import numpy as np
 from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import ULP, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.state import gamma
 from kcdsl_certs.recheck.spec import FLOAT32, FLOAT64, FORMATS, Format, Kernel
+from kcdsl_certs.rejected import Rejected
 
 _SLACK = 1 + 2.0**-44
 
@@ -54,7 +54,7 @@ class Loss:
         """Return what the gain and the bias lose on numbers of size y that are off by an error.
 
         Raises:
-            Rejection: "bound/overflow".
+            Rejected: "bound/overflow".
         """
         normal = box.up(y + error)
         _fits(normal, self.formats[0], "a normalised number")
@@ -68,7 +68,7 @@ def losses(node: Node, kernel: Kernel, eps: float, norm: Norm) -> Loss:
     """Return what the parts of a norm lose.
 
     Raises:
-        Rejection: "bound/overflow", or "bound/not-finite" where the parts may lose the variance.
+        Rejected: "bound/overflow", or "bound/not-finite" where the parts may lose the variance.
     """
     book = _Book.of(node, kernel)
     u, n = book.u, norm.size.shape[-1]
@@ -109,7 +109,7 @@ def losses(node: Node, kernel: Kernel, eps: float, norm: Norm) -> Loss:
     wide = box.up(wide * (1 + shift) + (moved * (1 + shift) + faint) / norm.least, 16)
     kappa = box.up(wide - 1 + 8 * ULP)
     if not bool((kappa < 1).all()):
-        raise Rejection("bound/not-finite", "the variance may be lost in its roundings")
+        raise Rejected("bound/not-finite", "the variance may be lost in its roundings")
     book.fits("shift", norm.most * (1 + kappa))
     return _rooted(book, norm, kappa, epsilon, (alpha, beta))
 
@@ -125,7 +125,7 @@ def _rooted(
     shrunk = np.sqrt(norm.least * (1 - kappa)) * (1 - 4 * ULP)
     lost = box.up(roundoff + eta / shrunk)
     if not bool((lost < 1).all()):
-        raise Rejection("bound/not-finite", "the root may be lost in its rounding")
+        raise Rejected("bound/not-finite", "the root may be lost in its rounding")
     found = (1 + 10 * u) / (np.sqrt(1 - kappa) * (1 - lost))
     again = "root" if by == "root" else "reciprocal"
     if again in parts:
@@ -191,4 +191,4 @@ class _Book:
 
 def _fits(size: Floats, form: Format, what: str) -> None:
     if not bool((size * _SLACK <= form.largest).all()):
-        raise Rejection("bound/overflow", f"{what} may overflow {form.name}")
+        raise Rejected("bound/overflow", f"{what} may overflow {form.name}")

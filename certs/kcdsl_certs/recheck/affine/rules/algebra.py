@@ -31,7 +31,6 @@ from kcdsl_certs.recheck.affine.storing import Early, Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Averaged, Curve, Entry, Pull, Shared
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules.linear import (
     by_late_scales,
@@ -44,6 +43,7 @@ from kcdsl_certs.recheck.rules.linear import (
 from kcdsl_certs.recheck.rules.linear import summed as rounding_of_sums
 from kcdsl_certs.recheck.rules.parameters import held
 from kcdsl_certs.recheck.rules.state import gamma, target
+from kcdsl_certs.rejected import Rejected
 
 
 def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -52,11 +52,11 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     kernel = walk.kernel
     key = walk.scene.keys.get(node.inputs[1])
     if key is None:
-        raise Rejection("rule/weight", "the weight of a linear must be a parameter")
+        raise Rejected("rule/weight", "the weight of a linear must be a parameter")
     weight = walk.scene.parameters.linear(key, kernel)
     before = numeric(inputs[0])
     if len(before.shape) < 2 or before.shape[-1] != weight.shape[1]:
-        raise Rejection("graph/shape", "the input does not fit the weight")
+        raise Rejected("graph/shape", "the input does not fit the weight")
     bias, around_bias = _bias(walk, node, inputs, weight.shape[0])
     x = _quantised(walk, before, key)
     n = weight.shape[1]
@@ -82,7 +82,7 @@ def linear(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     split = of_sum(kernel, factors, sizes, error, before=early_on, dynamic=dynamic)
     if kernel.paired:
         if spread is not None:
-            raise Rejection("rule/weight", "sums of bytes with weights that are not known")
+            raise Rejected("rule/weight", "sums of bytes with weights that are not known")
         lost = clipped(kernel, before.box, box.exact(weight), key) + np.zeros(error.shape)
         error, split = raised(error + lost), split.with_sure(lost)
     if kernel.shards > 1:
@@ -161,9 +161,9 @@ def _bias(
     bias = numeric(inputs[2])
     moves = bool(walk.scene.rho) and node.inputs[2] in walk.scene.keys
     if bias.place is not None and not moves:
-        raise Rejection("rule/weight", "the bias of a linear must be known")
+        raise Rejected("rule/weight", "the bias of a linear must be known")
     if bias.shape != (outputs,):
-        raise Rejection("graph/shape", "the bias does not fit the weight")
+        raise Rejected("graph/shape", "the bias does not fit the weight")
     return bias.reference, bias.reach if moves else 0.0
 
 
@@ -207,7 +207,7 @@ def matmul(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     node.attrs.exactly()
     kernel = walk.kernel
     if any(not isinstance(value, Form) for value in inputs):
-        raise Rejection("rule/mask", "a product with a mask")
+        raise Rejected("rule/mask", "a product with a mask")
     a, b = numeric(inputs[0]), numeric(inputs[1])
     n = check_product(a.shape, b.shape)
     context = (

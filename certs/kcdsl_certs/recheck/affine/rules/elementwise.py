@@ -25,12 +25,12 @@ from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.cache import coded
 from kcdsl_certs.recheck.rules.elementwise import constant, rope_error, rotated_own, underflow
 from kcdsl_certs.recheck.rules.elementwise import inverse as inverses
 from kcdsl_certs.recheck.rules.state import gamma, target
 from kcdsl_certs.recheck.versions import by, plus
+from kcdsl_certs.rejected import Rejected
 
 
 def add(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -95,7 +95,7 @@ def divide(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return x / divisor."""
     divisor = constant(node, "divisor")
     if divisor == 0:
-        raise Rejection("graph/field", "a division by zero")
+        raise Rejected("graph/field", "a division by zero")
     return _proportional(walk, node, inputs, divisor, True)
 
 
@@ -192,7 +192,7 @@ def rope(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     node.attrs.exactly()
     x, cos, sin = (numeric(value) for value in inputs)
     if x.shape[-1] % 2 or cos.place is not None or sin.place is not None:
-        raise Rejection("rule/rope", "rope needs an even last dimension and known tables")
+        raise Rejected("rule/rope", "rope needs an even last dimension and known tables")
     h = x.shape[-1] // 2
     turned = np.concatenate([-x.reference[..., h:], x.reference[..., :h]], axis=-1)
     far = np.concatenate([x.reach[..., h:], x.reach[..., :h]], axis=-1)

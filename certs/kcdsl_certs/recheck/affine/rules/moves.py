@@ -27,11 +27,11 @@ from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull, Shared
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules import structural
 from kcdsl_certs.recheck.rules.state import Mask, State, gamma, target
 from kcdsl_certs.recheck.spec import FLOAT32
+from kcdsl_certs.rejected import Rejected
 
 Move = Callable[[NDArray[Any]], NDArray[Any]]
 
@@ -41,9 +41,9 @@ def source(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     node.attrs.exactly()
     centre, region = walk.scene.centre, walk.tape.region
     if centre is None or region is None or node.role:
-        raise Rejection("rule/input", "a block on token ids has no block input")
+        raise Rejected("rule/input", "a block on token ids has no block input")
     if centre.shape != walk.scene.block.input_shape:
-        raise Rejection("graph/shape", "the region does not have the input's shape")
+        raise Rejected("graph/shape", "the region does not have the input's shape")
     if walk.scene.drift is not None:
         _versions(walk, node, walk.scene.entering[1 if walk.moved else 0])
         return _apart(walk, centre, region, walk.scene.drift)
@@ -61,7 +61,7 @@ def _apart(walk: Walk, centre: Floats, region: Floats, drift: Box) -> Form:
     then an entry of its own, where reverse passes may stop.
     """
     if drift.shape != centre.shape:
-        raise Rejection("graph/shape", "the drift does not have the input's shape")
+        raise Rejected("graph/shape", "the drift does not have the input's shape")
     if not walk.moved:
         return Form(centre, region, 0)
     middle, half = box.midpoint(drift)
@@ -91,14 +91,14 @@ def leaf(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     if isinstance(value, Mask):
         return value
     if not isinstance(value, State):
-        raise Rejection("internal", "a leaf without a value")
+        raise Rejected("internal", "a leaf without a value")
     first = walk.kernel is walk.scene.train
     found = (value.t if first else value.i).lo
     if not walk.scene.rho or node.op == "constant":
         return known(found)
     wide = rule(walk.scene, node, [])
     if not isinstance(wide, State):
-        raise Rejection("internal", "a leaf without a value")
+        raise Rejected("internal", "a leaf without a value")
     radius = around(found, wide.t if first else wide.i)
     shared = None
     if alike((walk.scene.train, walk.scene.infer), linear=False):
@@ -144,7 +144,7 @@ def permute(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     stated = node.attrs.exactly("dims").integers("dims", -rank)
     dims = [d % rank for d in stated if d < rank]
     if sorted(dims) != list(range(rank)) or len(stated) != rank:
-        raise Rejection("graph/field", "'dims' must be an order of the dimensions")
+        raise Rejected("graph/field", "'dims' must be an order of the dimensions")
     value = inputs[0]
     form = _moved(walk, node, value, lambda v: np.transpose(v, dims), lambda a: permuted(a, dims))
     if isinstance(form, Mask) or isinstance(value, Mask) or value.cases is None:
@@ -158,7 +158,7 @@ def slice_(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     rank = len(inputs[0].shape)
     dim = attrs.integer("dim", -rank)
     if dim >= rank:
-        raise Rejection("graph/field", "'dim' is beyond the dimensions")
+        raise Rejected("graph/field", "'dim' is beyond the dimensions")
     axis, start = dim % rank, attrs.integer("start", 0)
     stop, step = attrs.integer("stop", 0), attrs.integer("step", 1)
     index = (slice(None),) * axis + (slice(start, stop, step),)
@@ -170,7 +170,7 @@ def concat(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     rank = len(inputs[0].shape)
     dim = node.attrs.exactly("dim").integer("dim", -rank)
     if dim >= rank or any(len(value.shape) != rank for value in inputs):
-        raise Rejection("graph/shape", "the inputs of a concat do not fit")
+        raise Rejected("graph/shape", "the inputs of a concat do not fit")
     axis = dim % rank
     masks = [value.allowed for value in inputs if isinstance(value, Mask)]
     if len(masks) == len(inputs):
@@ -237,7 +237,7 @@ def relu(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 def _shape(node: Node) -> tuple[int, ...]:
     shape = node.attrs.exactly("shape").integers("shape", 1)
     if shape != node.shape:
-        raise Rejection("graph/shape", "'shape' differs from the shape of the node")
+        raise Rejected("graph/shape", "'shape' differs from the shape of the node")
     return shape
 
 

@@ -15,13 +15,13 @@ from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Curve, Pull, Share, Shared
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.nearby import alike
 from kcdsl_certs.recheck.rules.elementwise import underflow
 from kcdsl_certs.recheck.rules.norms import LEAST_VARIANCE, MOST_SQUARES, root_error
 from kcdsl_certs.recheck.rules.state import gamma, target
 from kcdsl_certs.recheck.rules.written import Loss, Norm, losses
 from kcdsl_certs.recheck.spec import Kernel
+from kcdsl_certs.rejected import Rejected
 
 _FARTHEST = 0.9  # the largest move along the row, relatively
 _MOST_WRONG = 2.0**-20
@@ -70,7 +70,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     x = numeric(inputs[0])
     n = x.shape[-1]
     if not eps >= 0 or (centred and n < 2):
-        raise Rejection("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
+        raise Rejected("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
     gain, around_gain = _known(walk, node, inputs, 1, n)
     bias, around_bias = _known(walk, node, inputs, 2, n)
     at = _reference(x, eps, centred)
@@ -158,9 +158,9 @@ def _known(
     form = numeric(values[place])
     moves = bool(walk.scene.rho) and node.inputs[place] in walk.scene.keys
     if form.place is not None and not moves:
-        raise Rejection("rule/weight", "the weight and bias of a norm must be known")
+        raise Rejected("rule/weight", "the weight and bias of a norm must be known")
     if form.shape != (n,):
-        raise Rejection("graph/shape", "the weight of a norm does not fit its input")
+        raise Rejected("graph/shape", "the weight of a norm does not fit its input")
     return form.reference, form.reach if moves else nothing
 
 
@@ -174,11 +174,11 @@ def _reference(x: Form, eps: float, centred: bool) -> _Reference:
         wrong_c = raised(wrong_c + 2 * UNIT * (np.abs(h) + np.abs(mean)))
     v = (c**2).mean(axis=-1, keepdims=True) + eps
     if not bool((v > 0).all()):
-        raise Rejection("bound/not-finite", "a variance is zero")
+        raise Rejected("bound/not-finite", "a variance is zero")
     off = (2 * np.abs(c) * wrong_c + wrong_c**2).mean(axis=-1, keepdims=True)
     wrong = raised((off * (1 + 2.0**-30) + gamma(n + 8, UNIT) * 2 * v) / v)
     if not bool((wrong < _MOST_WRONG).all()):
-        raise Rejection("bound/not-finite", "the mean is too large against the variance")
+        raise Rejected("bound/not-finite", "the mean is too large against the variance")
     wrong = raised(wrong * 2 + 16 * UNIT)
     r = 1 / np.sqrt(v)
     y = c * r
@@ -190,7 +190,7 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
     """Return how far the row moves: δ from unit functionals, μ from one functional per row.
 
     Raises:
-        Rejection: "bound/not-finite".
+        Rejected: "bound/not-finite".
     """
     name = node.inputs[0]
     if x.place is None or not x.reach.any():
@@ -225,7 +225,7 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
             x = reaches.tight(walk, node, name, 0)
             lower(x.reach, needed)
     if not bool((along < _FARTHEST).all()):
-        raise Rejection("bound/not-finite", "the input of a norm moves too far along itself")
+        raise Rejected("bound/not-finite", "the input of a norm moves too far along itself")
     square = _square(walk, x, delta, walk.chosen(node, name, "norm"), centred)
     z = raised(square / (least * (1 - along) ** 2))
     shrink = raised(z / (1 + z + np.sqrt(1 + z)))
@@ -313,7 +313,7 @@ def _rounding(
     What is normalised is a reading of x that may be off by `own`, and so is that of mean and root.
 
     Raises:
-        Rejection: "bound/not-finite".
+        Rejected: "bound/not-finite".
     """
     n, u, size = x.shape[-1], kernel.inner.u, x.size
     least = at.v * (1 - at.wrong) * (1 - moved.along) ** 2 * (1 - 2.0**-40)
@@ -324,11 +324,11 @@ def _rounding(
         length = np.sqrt(_mean(away**2))
         root = np.sqrt(np.maximum(least, 0.0)) * (1 - 2.0**-45) - length
         if not bool((root > 0).all()):
-            raise Rejection("bound/not-finite", "readings differ by as much as the variance")
+            raise Rejected("bound/not-finite", "readings differ by as much as the variance")
         least, turned = root**2 * (1 - 2.0**-45), raised(length / root)
     sums = n * size.max(axis=-1) ** 2 + eps
     if not bool((least >= LEAST_VARIANCE).all() and (sums <= MOST_SQUARES).all()):
-        raise Rejection("bound/not-finite", "the variance may leave the range of float32")
+        raise Rejected("bound/not-finite", "the variance may leave the range of float32")
     theta = raised(root_error(kernel, size, least, centred))
     root = raised(1 / np.sqrt(least) * (1 + theta))
     theta = raised(theta + turned * (1 + theta))

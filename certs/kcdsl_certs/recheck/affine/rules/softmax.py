@@ -15,7 +15,6 @@ from kcdsl_certs.recheck.affine.storing import Formed, settle
 from kcdsl_certs.recheck.affine.tape import FAINT, Entry, Pull
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.rules.attention import (
     ZETA,
     allowed_columns,
@@ -24,6 +23,7 @@ from kcdsl_certs.recheck.rules.attention import (
     softmax_rounding,
 )
 from kcdsl_certs.recheck.rules.state import gamma
+from kcdsl_certs.rejected import Rejected
 
 _FARTHEST = 30.0  # a larger drift of the centred scores counts as unbounded
 
@@ -41,7 +41,7 @@ def softmax(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     usual = _row(p * scores.reach)
     c = _centred(walk, node, p, wrong, allowed)
     if not bool((c < _FARTHEST).all()):
-        raise Rejection("bound/not-finite", "the scores of a softmax drift too far")
+        raise Rejected("bound/not-finite", "the scores of a softmax drift too far")
     g = _second_order(c)
     moved = _row(p * (c + g) * (1 + 2 * wrong))
     grown = _row(p * g * (1 + 2 * wrong))  # Z ≤ 1 + Σ p g

@@ -7,12 +7,12 @@ import numpy as np
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats, magnitude
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.planes.course import Added, Course, Operand, Origin, raised
 from kcdsl_certs.recheck.planes.functional import Functional, joined
 from kcdsl_certs.recheck.planes.tape import FAINT, UNIT
 from kcdsl_certs.recheck.rules.linear import quantisation
 from kcdsl_certs.recheck.rules.state import gamma, pinned
+from kcdsl_certs.rejected import Rejected
 
 SPARE = 24  # roundings of adjoints and centres beside those of their sums
 
@@ -22,7 +22,7 @@ def linear(course: Course, node: Node) -> None:
     scene = pinned(course.scene, node)
     key = scene.keys.get(node.inputs[1])
     if key is None:
-        raise Rejection("rule/weight", "the weight of a linear must be a parameter")
+        raise Rejected("rule/weight", "the weight of a linear must be a parameter")
     train = scene.parameters.linear(key, scene.train)
     infer = scene.parameters.linear(key, scene.infer)
     x = _quantised(course, node, key)

@@ -19,11 +19,11 @@ from kcdsl_certs.recheck.affine.adjoint import (
 )
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats, magnitude
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.planes.course import Added, Course, halves, nothing, raised
 from kcdsl_certs.recheck.planes.functional import Functional
 from kcdsl_certs.recheck.planes.tape import FAINT, UNIT
 from kcdsl_certs.recheck.rules.state import gamma
+from kcdsl_certs.rejected import Rejected
 
 Move = Callable[[NDArray[Any]], NDArray[Any]]
 
@@ -32,7 +32,7 @@ def source(course: Course, node: Node) -> None:
     """Write the block input: a box around the centre, without drift but for storing."""
     centre, radius = course.scene.centre, course.scene.radius
     if centre is None or radius is None:
-        raise Rejection("rule/input", "a block on token ids has no block input")
+        raise Rejected("rule/input", "a block on token ids has no block input")
     wide = np.ascontiguousarray(np.broadcast_to(radius, centre.shape))
     own = Added(np.zeros(centre.shape), wide)
     course.write(node, centre, lambda f: (), own, nothing(centre.shape))
@@ -42,7 +42,7 @@ def embedding(course: Course, node: Node) -> None:
     """Write the rows of a table, which either kernel knows."""
     state = course.state(node.name)
     if not (state.t.point and state.i.point):
-        raise Rejection("rule/weight", "the table of an embedding must be known")
+        raise Rejected("rule/weight", "the table of an embedding must be known")
     middle, radius = halves(state.d)
     added = Added(middle, radius)
     course.write(node, state.t.lo, lambda f: (), nothing(state.shape), added)

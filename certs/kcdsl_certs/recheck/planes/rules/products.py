@@ -9,13 +9,13 @@ import numpy as np
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Floats, magnitude
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.planes.course import Added, Course, Operand, halves, raised
 from kcdsl_certs.recheck.planes.functional import Functional, joined
 from kcdsl_certs.recheck.planes.rules import straight
 from kcdsl_certs.recheck.planes.rules.linear import SPARE
 from kcdsl_certs.recheck.planes.tape import FAINT, UNIT
 from kcdsl_certs.recheck.rules.state import gamma
+from kcdsl_certs.rejected import Rejected
 
 Multiply = Callable[[Floats, Floats], Floats]
 Back = Callable[[Adjoint, Floats, Floats], tuple[Adjoint, Adjoint]]
@@ -29,7 +29,7 @@ def mul(course: Course, node: Node) -> None:
 
     a, b = course.operand(node, 0), course.operand(node, 1)
     if a.shape != b.shape:
-        raise Rejection("bound/not-finite", "planes have no products that broadcast")
+        raise Rejected("bound/not-finite", "planes have no products that broadcast")
     _product(course, node, (a, b), np.multiply, back, 1, None)
 
 
@@ -37,7 +37,7 @@ def matmul(course: Course, node: Node) -> None:
     """Write a @ b; what comes straight from linears leaves less of second order."""
     a, b = course.operand(node, 0), course.operand(node, 1)
     if a.shape[:-2] != b.shape[:-2]:
-        raise Rejection("bound/not-finite", "planes have no products that broadcast")
+        raise Rejected("bound/not-finite", "planes have no products that broadcast")
     terms = max(*a.shape[-2:], b.shape[-1])
     second = straight.context(course, node) if node.role == "context" else None
     if node.role != "context":

@@ -8,13 +8,13 @@ from kcdsl_certs.recheck import box
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.block import Node
 from kcdsl_certs.recheck.box import Bools, Box, Floats
-from kcdsl_certs.recheck.errors import Rejection
 from kcdsl_certs.recheck.planes.course import Added, Course, halves, raised
 from kcdsl_certs.recheck.planes.functional import Functional
 from kcdsl_certs.recheck.planes.rows import DEVIATION, DRIFT, less_mean
 from kcdsl_certs.recheck.planes.rules.linear import SPARE
 from kcdsl_certs.recheck.planes.tape import FAINT, UNIT, Entry
 from kcdsl_certs.recheck.rules.state import Probabilities, gamma
+from kcdsl_certs.rejected import Rejected
 
 _FARTHEST = 30.0
 
@@ -23,7 +23,7 @@ def softmax(course: Course, node: Node) -> None:
     """Write the softmax of the scores over the columns that take part."""
     value = course.values[node.name]
     if not isinstance(value, Probabilities):
-        raise Rejection("internal", "a softmax without its rounding")
+        raise Rejected("internal", "a softmax without its rounding")
     x, allowed = course.operand(node, 0), value.allowed
     moved, _ = halves(x.d)
     base = x.reference + moved / 2
@@ -44,7 +44,7 @@ def softmax(course: Course, node: Node) -> None:
     c_q = _among_sizes(raised(c_q), allowed)
     t = _among_sizes(raised(box.magnitude(drift) + 4 * trust * far_d), allowed)
     if not bool((np.maximum(c_p, c_q) < _FARTHEST).all()):
-        raise Rejection("bound/not-finite", f"a score may change by more than {_FARTHEST:g}")
+        raise Rejected("bound/not-finite", f"a score may change by more than {_FARTHEST:g}")
     centre, radius = _from_point(p, c_p)
     rest = _from_way(q, c_q, t)
     lost = gamma(SPARE, UNIT) + 4 * trust

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-class Reject(Exception):
-    """Refuse an input. Deliberately not a ValueError, so that no parser swallows it.
+class Rejected(Exception):
+    """Reject an input. Deliberately not a ValueError, so that no parser swallows it.
 
     `reason` is stable and meant for tests and programs ("json/duplicate-key"); `detail` is for
     people.
@@ -14,3 +14,7 @@ class Reject(Exception):
         self.reason = reason
         self.detail = detail
         super().__init__(f"{reason}: {detail}" if detail else reason)
+
+    def at(self, place: str) -> Rejected:
+        """Return the same rejection with the place put before its detail."""
+        return Rejected(self.reason, f"{place}: {self.detail}")
