@@ -37,8 +37,8 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Severity, Sink, Suppressed
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.source.comments import find_comments, scalars
-from kcdsl.source.yaml_nodes import Node
+from kcdsl.source.comments import find_comments
+from kcdsl.source.yaml_nodes import Node, scalars
 
 _MOST = 500
 """How many findings the comments of a document may speak of."""
@@ -307,8 +307,6 @@ def spare_comments(source: SourceFile, root: Node | None, sink: Sink) -> None:
     doubtful = [i for i, found in enumerate(sink.found) if _fix_removes(source, found, "#")]
     if root is None or not doubtful:
         return
-    from kcdsl.source.comments import find_comments
-
     comments = find_comments(source, root)
     for index in doubtful:
         found = sink.found[index]

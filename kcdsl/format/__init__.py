@@ -1,6 +1,5 @@
 """The formatter of contracts: one layout, every comment kept, the meaning untouched."""
 
-from kcdsl.format.document import format_text
-from kcdsl.format.lines import edits
+from kcdsl.format.document import edits, format_text
 
 __all__ = ["edits", "format_text"]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.format.expression import spell, spell_lines
 from kcdsl.source.scalar_map import map_scalar
 from kcdsl.source.yaml_nodes import Scalar
+from kcdsl.syntax.lalr import Node, Token, parse
 
 STARTS = {"require": "requirement", "where": "predicate", "budget": "budget"}
 """The fields that hold expressions, with the rule of the grammar that reads each."""
@@ -198,3 +198,67 @@ def _placed(lines: list[str], given: str) -> tuple[str, ...]:
     levels = sorted({depth for depth in depths if depth > depths[0]})
     steps = {depth: "  " * number for number, depth in enumerate(levels, start=1)}
     return tuple(steps.get(depth, "") + line for depth, line in zip(depths, lines, strict=True))
+
+
+# --- expressions ----------------------------------------------------------------------------------
+
+
+_TIGHT_BEFORE = {"RPAR", "RSQB", "COMMA", "COLON"}
+_TIGHT_AFTER = {"LPAR", "LSQB"}
+
+
+def spell(text: str, start: str) -> str | None:
+    """Return the canonical spelling on one line; None where the text is no such expression."""
+    pieces = _pieces(text, start)
+    return None if pieces is None else "".join(gap + token.text for token, gap in pieces)
+
+
+def spell_lines(text: str, start: str) -> list[str] | None:
+    """Return the canonical spelling line by line, broken where the text is broken."""
+    pieces = _pieces(text, start)
+    if pieces is None:
+        return None
+    lines = [""]
+    end = 0
+    for token, gap in pieces:
+        if "\n" in text[end : token.start] and lines[-1]:
+            lines.append(token.text)
+        else:
+            lines[-1] += gap + token.text if lines[-1] else token.text
+        end = token.end
+    return lines
+
+
+def _pieces(text: str, start: str) -> list[tuple[Token, str]] | None:
+    """Return the tokens, each with the white space that belongs before it."""
+    root = parse(text, start)
+    if root is None:
+        return None
+    calls: set[int] = set()
+    unary: set[int] = set()
+    tokens: list[Token] = []
+    waiting: list[Node | Token] = [root]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, Token):
+            tokens.append(here)
+            continue
+        first = here.children[0]
+        if isinstance(first, Token):
+            if here.rule == "call":
+                calls.add(here.children[1].start)
+            elif here.rule in {"minus", "quantity"} and first.type == "MINUS":
+                unary.add(first.start)
+        waiting.extend(reversed(here.children))
+    return [(token, _gap(tokens, i, calls, unary)) for i, token in enumerate(tokens)]
+
+
+def _gap(tokens: list[Token], i: int, calls: set[int], unary: set[int]) -> str:
+    if i == 0:
+        return ""
+    before, token = tokens[i - 1], tokens[i]
+    if token.type in _TIGHT_BEFORE or before.type in _TIGHT_AFTER:
+        return ""
+    if token.start in calls or before.start in unary:
+        return ""
+    return "" if token.text == "%" else " "

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence
+from kcdsl.source.yaml_nodes import Node, scalars
 
 _LINE_END = re.compile(r"[\r\n]|\Z")
 _TO_KCDSL = re.compile(r"#\s*kcdsl\s*:\s*[A-Za-z]")
@@ -29,20 +28,6 @@ class Comment:
     def speaks_of_lines(self) -> bool:
         """Say whether it tells kcdsl to accept a finding, on its line or the next."""
         return _TO_KCDSL.match(self.text) is not None
-
-
-def scalars(node: Node) -> Iterator[Scalar]:
-    """Yield every scalar of a tree in the order of the document."""
-    match node:
-        case Scalar():
-            yield node
-        case Sequence(items=items):
-            for item in items:
-                yield from scalars(item)
-        case Mapping(entries=entries):
-            for entry in entries:
-                yield entry.key
-                yield from scalars(entry.value)
 
 
 def find_comments(source: SourceFile, root: Node) -> tuple[Comment, ...]:

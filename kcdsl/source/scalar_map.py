@@ -10,10 +10,13 @@ No document is known for which they differ; docs/spans.md says what each charact
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 
+from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.source.yaml_nodes import Scalar
+from kcdsl.source.yaml_nodes import Scalar, parse_yaml, scalars
 
 _Piece = tuple[str, int, int]
 """A decoded character with the half-open range of source offsets it came from."""
@@ -263,3 +266,24 @@ def _chomp(pieces: list[_Piece], chomp: str) -> list[_Piece]:
     if chomp == "" and 0 < end < len(pieces):
         end += 1
     return pieces[:end]
+
+
+# --- by offset ------------------------------------------------------------------------------------
+
+
+def scalar_at(source: SourceFile, offset: int) -> Scalar | None:
+    """Return the scalar that holds a place; None outside, and in a file that is not YAML."""
+    found = _scalars(source)
+    number = bisect_right(found, offset, key=lambda scalar: scalar.span.start) - 1
+    if number < 0 or offset > found[number].span.end:
+        return None
+    return found[number]
+
+
+@lru_cache(maxsize=4)
+def _scalars(source: SourceFile) -> tuple[Scalar, ...]:
+    """Return the scalars of a file in their order; they are read again, which takes no longer than
+    reading them did."""
+    root = parse_yaml(source, Sink())
+    found = () if root is None else scalars(root)
+    return tuple(sorted(found, key=lambda scalar: (scalar.span.start, scalar.span.end)))

@@ -9,6 +9,7 @@ Anchors, aliases, merge keys, tags, several documents, duplicate keys and scalar
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
@@ -35,18 +36,17 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.model import Diagnostic, Edit, Fix, Label, Severity, Sink, TooManyFindings
 from kcdsl.diagnostics.spans import SourceFile, Span
-from kcdsl.source.masking import Masked, mask_expressions
-from kcdsl.source.numbers import exact
-from kcdsl.source.properties import properties
-from kcdsl.source.resolution import (
+from kcdsl.source.numbers import (
     CORE_BOOL,
     CORE_FLOAT,
     CORE_INT,
     CORE_NULL,
     NOT_FINITE,
     ambiguity,
+    exact,
 )
 from kcdsl.source.yaml_errors import NO_CHARACTER, syntax_error
+from kcdsl.source.yaml_text import Masked, mask_expressions, properties
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEPTH_LIMIT = 40
@@ -133,6 +133,20 @@ class Mapping:
 
 
 Node = Scalar | Sequence | Mapping
+
+
+def scalars(node: Node) -> Iterator[Scalar]:
+    """Yield every scalar of a tree in the order of the document."""
+    match node:
+        case Scalar():
+            yield node
+        case Sequence(items=items):
+            for item in items:
+                yield from scalars(item)
+        case Mapping(entries=entries):
+            for entry in entries:
+                yield entry.key
+                yield from scalars(entry.value)
 
 
 @dataclass(slots=True)

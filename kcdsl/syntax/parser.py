@@ -43,7 +43,7 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
         span = places.span(begin, end)
         fix = None
         if help is not None:
-            from kcdsl.syntax.mending import mended
+            from kcdsl.syntax.errors import mended
 
             fix = mended(scalar, places, begin, end, help)
         sink.add(Diagnostic(code, message, source, span, help=help, fix=fix))
@@ -62,7 +62,7 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
         return None
     root = parse(text, start)
     if root is None:
-        from kcdsl.syntax.explain import explain
+        from kcdsl.syntax.errors import explain
 
         explain(text, start, report)
         return None

@@ -13,11 +13,6 @@ def print_expression(expression: ast.Expression) -> str:
     return _print(expression, _STATEMENT)
 
 
-def print_budget(budget: ast.BudgetText) -> str:
-    """Return `rate of unit`."""
-    return f"{_number(budget.rate)} of {budget.unit.id}"
-
-
 def _print(expression: ast.Expression, needed: int) -> str:
     text, level = _form(expression)
     return text if level >= needed else f"({text})"

@@ -21,9 +21,9 @@ from kcdsl.ir.canonical import digest, document
 from kcdsl.ir.load import load_bytes
 from kcdsl.ir.terms import Program
 from kcdsl.route.router import route
-from kcdsl.source.comments import scalars
 from kcdsl.source.files import decode_source
 from kcdsl.source.scalar_map import map_scalar
+from kcdsl.source.yaml_nodes import scalars
 from tests.fuzz.findings import check_colours, check_rendering, check_spans
 from tests.fuzz.formatting import check_format, check_meaning
 from tests.fuzz.promise import Broken, expect

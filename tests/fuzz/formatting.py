@@ -13,8 +13,8 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format import edits, format_text
 from kcdsl.format.layout import Printer
 from kcdsl.ir.canonical import digest, library_digest
-from kcdsl.source.comments import find_comments, scalars
-from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml
+from kcdsl.source.comments import find_comments
+from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, Sequence, parse_yaml, scalars
 from tests.fuzz.promise import expect
 
 _LAYOUT_ALONE = {"KC015"}

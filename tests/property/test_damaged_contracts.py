@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kcdsl.check.compile import analyse
 from kcdsl.diagnostics import Sink
-from kcdsl.diagnostics.render.concise import render_concise
 from kcdsl.diagnostics.render.full import render_full
 from kcdsl.diagnostics.render.json import render_json
+from kcdsl.diagnostics.render.lines import render_concise
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest
 from kcdsl.route.router import route

@@ -17,8 +17,9 @@ from kcdsl.diagnostics.codes import DATA_ABSENT, find
 from kcdsl.diagnostics.model import Sink
 from kcdsl.diagnostics.pages import names
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.source.comments import find_comments, scalars
+from kcdsl.source.comments import find_comments
 from kcdsl.source.files import read_source
+from kcdsl.source.yaml_nodes import scalars
 from tests.support.pages import completed, stand_in
 
 if TYPE_CHECKING:

@@ -198,7 +198,7 @@ def _value(expression: ast.Expression, reporter: Reporter) -> str | Fraction | b
 def _in_quotes(source: SourceFile, span: Span) -> Fix | None:
     """Return the fix that quotes a name, by the marks that its scalar does not use; none where the
     scalar begins with the name, and would end with it."""
-    from kcdsl.source.scalar_at import scalar_at
+    from kcdsl.source.scalar_map import scalar_at
 
     scalar = scalar_at(source, span.start)
     if scalar is None or (scalar.style == "plain" and scalar.span.start == span.start):

@@ -51,11 +51,11 @@ def render(
 
             return render_json(diagnostics, about.suppressed)
         case "concise":
-            from kcdsl.diagnostics.render.concise import render_concise
+            from kcdsl.diagnostics.render.lines import render_concise
 
             return render_concise(diagnostics)
         case "github":
-            from kcdsl.diagnostics.render.github import render_github
+            from kcdsl.diagnostics.render.lines import render_github
 
             return render_github(diagnostics)
         case "sarif":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree as xml
 
 from kcdsl.diagnostics.model import Diagnostic, Severity
-from kcdsl.diagnostics.render.concise import render_concise
+from kcdsl.diagnostics.render.lines import render_concise
 from kcdsl.diagnostics.render.terminal import printable
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import pytest
 
 from kcdsl.diagnostics import Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile
-from kcdsl.source.masking import mask_expressions
 from kcdsl.source.yaml_nodes import Mapping, Scalar, parse_yaml
+from kcdsl.source.yaml_text import mask_expressions
 
 
 def read(text: str) -> tuple[dict[str, str], list[str]]:

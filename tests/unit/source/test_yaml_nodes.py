@@ -13,7 +13,7 @@ from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.model import ERRORS
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.source import yaml_nodes
-from kcdsl.source.resolution import CORE_BOOL, CORE_FLOAT, CORE_NULL, NOT_FINITE, ambiguity
+from kcdsl.source.numbers import CORE_BOOL, CORE_FLOAT, CORE_NULL, NOT_FINITE, ambiguity
 from kcdsl.source.yaml_nodes import (
     DEPTH_LIMIT,
     LONGEST,

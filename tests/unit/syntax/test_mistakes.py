@@ -9,7 +9,7 @@ import pytest
 from kcdsl.diagnostics import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.source.yaml_nodes import Scalar
-from kcdsl.syntax.mistakes import TERMINALS
+from kcdsl.syntax.errors import TERMINALS
 from kcdsl.syntax.parser import parse_budget, parse_expression, parse_quantity
 from kcdsl_grammar import FILES, text
 

@@ -14,7 +14,7 @@ from lark.exceptions import UnexpectedInput
 
 import kcdsl_grammar
 from kcdsl.syntax import lalr
-from kcdsl.syntax.explain import grammar
+from kcdsl.syntax.errors import grammar
 from kcdsl.syntax.tables import STARTS, table_module
 from kcdsl_grammar.expression_table import STATES
 

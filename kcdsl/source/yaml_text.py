@@ -1,4 +1,4 @@
-"""Expressions may stand unquoted where YAML alone would cut them.
+"""YAML as text: unquoted expressions that YAML alone would cut, anchors and tags before a node.
 
 `require: forall x in points(all): ...` and `{require: quantile(0.999, kl) <= 0.02, level: L2}`
 are natural to write, but a YAML parser takes the colon after the region, and in a flow mapping the
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from kcdsl.diagnostics.spans import Span
 
 _QUANTIFIER = re.compile(
     r"\b(?:forall|exists)[ \t]+\w+[ \t]+in[ \t]+\w+\([^()\r\n]*\)[ \t]*(:)(?!\S)"
@@ -81,3 +83,32 @@ def _inside_calls(text: str) -> list[int]:
             frames.clear()
             waiting.clear()
     return places
+
+
+_PROPERTY = re.compile(
+    r"(?:&(?P<anchor>[0-9A-Za-z_-]+)|!(?:<[^>\s]*>|[^\s,\[\]{}]*))"
+    r"(?P<gap>(?:[ \t\r\n]++(?:#[^\r\n]*+)?)*+)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """The places of an anchor with its `&` and of a tag with its `!`, and where the node begins."""
+
+    anchor: Span | None
+    tag: Span | None
+    end: int
+
+
+def properties(text: str, whole: Span) -> Properties:
+    """Return the properties of the node that stands at a place together with them."""
+    anchor = tag = None
+    at = whole.start
+    while (found := _PROPERTY.match(text, at)) is not None:
+        place = Span(found.start(), found.start("gap"))
+        if found["anchor"] is not None:
+            anchor = place
+        else:
+            tag = place
+        at = found.end()
+    return Properties(anchor, tag, min(at, whole.end))

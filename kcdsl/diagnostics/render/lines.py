@@ -1,4 +1,4 @@
-"""Diagnostics as workflow commands of GitHub Actions, shown beside the lines of a change."""
+"""One line for each diagnostic: for editors and grep, and as commands of GitHub Actions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kcdsl.diagnostics.model import Diagnostic, Severity
-from kcdsl.diagnostics.render.terminal import visible
+from kcdsl.diagnostics.render.terminal import printable, visible
+
+
+def render_concise(diagnostics: Iterable[Diagnostic]) -> str:
+    """Return `file:line:column: error[KC203] message (help)` lines."""
+    return "\n".join(_line(diagnostic) for diagnostic in diagnostics)
+
+
+def _line(diagnostic: Diagnostic) -> str:
+    place = ""
+    if diagnostic.source is not None:
+        place = f"{diagnostic.source.name}: "
+        if diagnostic.span is not None:
+            at = diagnostic.source.position(diagnostic.span.start)
+            place = f"{diagnostic.source.name}:{at.line}:{at.column}: "
+    help = f" ({diagnostic.help})" if diagnostic.help else ""
+    text = f"{place}{diagnostic.severity}[{diagnostic.code}] {diagnostic.message}{help}"
+    return printable(" ".join(text.split()))
+
 
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 
@@ -19,10 +37,10 @@ def render_github(diagnostics: Iterable[Diagnostic]) -> str:
     last column is inclusive, and is left out where the place spans several lines, as the format
     has it. Source: the workflow commands of GitHub Actions.
     """
-    return "\n".join(_line(diagnostic) for diagnostic in diagnostics)
+    return "\n".join(_command(diagnostic) for diagnostic in diagnostics)
 
 
-def _line(diagnostic: Diagnostic) -> str:
+def _command(diagnostic: Diagnostic) -> str:
     fields: list[tuple[str, object]] = []
     source, span = diagnostic.source, diagnostic.span
     if source is not None:

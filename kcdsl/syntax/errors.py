@@ -1,9 +1,104 @@
-"""Syntax errors in words: what could stand at a place, and the classic mistakes."""
+"""Explain what is wrong with an expression that is not well formed, with fixes.
+
+Lark parses the text by the same grammar; at each unusable token the explanation is kept, the token
+is dropped, and parsing goes on. An error that follows another one within three tokens is most
+probably its consequence and is left out, unless it is a sign of another language.
+
+A fix follows from the advice. What to change is decided in the decoded text of the expression, and
+mapped to the file: there, escapes, folds and indentation stand between its characters.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
+
+from lark import Lark
+from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+
+from kcdsl.diagnostics.codes import EXPRESSION_SYNTAX
+from kcdsl.diagnostics.model import Edit, Fix
+from kcdsl.source.scalar_map import ScalarMap
+from kcdsl.source.yaml_nodes import Scalar
+from kcdsl.syntax.tables import build_lark
+
+_MOST = 10
+"""Errors of one expression that are reported."""
+_MOST_DROPPED = 100
+"""Tokens of one expression that are dropped before its rest is left alone."""
+_APART = 3
+"""Good tokens after an error before another one is believed."""
+_INSTEAD = re.compile(r"write `[^`]+`")
+"""The advice for a sign of other languages, which is a mistake wherever it stands."""
+_WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_TOKEN = re.compile(r"\w+|[<>=!]=|[^\s\w]")
+
+
+@cache
+def grammar() -> Lark:
+    """Return Lark's parser of the grammar; building it takes some 70 ms."""
+    return build_lark()
+
+
+def explain(text: str, start: str, report: Callable[..., None]) -> None:
+    """Report every mistake by `report(code, message, begin, end, help)`, at least one."""
+    last: int | None = None
+    found = dropped = 0
+
+    def on_error(error: UnexpectedInput) -> bool:
+        nonlocal last, found, dropped
+        begin, end, message, help = _explain(error, text)
+        foreign = help is not None and _INSTEAD.fullmatch(help) is not None
+        apart = last is None or len(_TOKEN.findall(text, last, begin)) >= _APART
+        if apart or (foreign and last is not None and begin >= last):
+            report(EXPRESSION_SYNTAX, message, begin, end, help)
+            found += 1
+        last = max(end, last or 0)
+        dropped += 1
+        lost = help is not None and help.startswith("a region is ")  # its quantifier is not read
+        return found < _MOST and dropped < _MOST_DROPPED and not lost
+
+    try:
+        grammar().parse(text, start=start, on_error=on_error)
+    except UnexpectedInput:
+        return
+    if last is None:
+        # The table refused what Lark takes: never a pass.
+        report(EXPRESSION_SYNTAX, "the expression cannot be read", 0, len(text))
+
+
+def _explain(error: UnexpectedInput, text: str) -> tuple[int, int, str, str | None]:
+    """Return the range, the message and the advice for one error."""
+    if isinstance(error, UnexpectedToken):
+        expected = set(error.accepts or error.expected)
+        token = error.token
+        if token.type == "$END":
+            at = len(text.rstrip())  # an empty range: nothing there is wrong
+            message = f"the expression ends too early; expected {expected_words(expected)}"
+            advice = advice_for_token("", "$END", text, at, expected)
+            return at, at, message, advice
+        begin = token.start_pos or 0
+        # Where neither may stand, Lark takes the letters of a name for a unit.
+        word = _WORD.match(text, begin) if token.type == "UNIT" else None
+        shown = str(token) if word is None else max(word[0], str(token), key=len)
+        message = f"`{shown}` cannot stand here; expected {expected_words(expected)}"
+        advice = advice_for_token(shown, token.type, text, begin, expected)
+        return begin, begin + len(shown), message, advice
+    begin = error.pos_in_stream or 0
+    expected = set(error.allowed or ()) if isinstance(error, UnexpectedCharacters) else set()
+    length, help = advice_for_character(text, begin)
+    shown = text[begin : begin + length]
+    if shown[:1] in {'"', "'"}:
+        return begin, len(text.rstrip()), "the text is not closed", help
+    message = f"`{shown}` is not part of the language"
+    if expected and help is None:
+        message += f"; expected {expected_words(expected)}"
+    return begin, begin + length, message, help
+
+
+# --- advice ---------------------------------------------------------------------------------------
+
 
 _WORDS = {
     "FORALL": "`forall`",
@@ -198,3 +293,82 @@ def _alike(word: str, keyword: str) -> bool:
     longer, shorter = sorted((word, keyword), key=len, reverse=True)
     start = next((i for i, c in enumerate(shorter) if c != longer[i]), len(shorter))
     return longer[start + 1 :] == shorter[start + (len(longer) == len(shorter)) :]
+
+
+# --- fixes ----------------------------------------------------------------------------------------
+
+
+_WRITE_INSTEAD = re.compile(r"write `([^`() ]+)`")
+_GUESSES = {
+    "write `==` for equality, or `<=`, `>=` for a bound": "==",
+    "write `or`; a magnitude is `abs(...)`": "or",
+    "write the minus sign `-`": "-",
+}
+_BEHIND = {
+    "close the bracket with `)`": ")",
+    "close the list with `]`": "]",
+    "put `:` after the region": ":",
+    "separate arguments with `,`": ",",
+    "say what the budget counts: `of requests` or `of windows`": " of requests",
+}
+"""What is missing behind the last character before the place."""
+_SURE = {"write the minus sign `-`"}
+
+
+def mended(scalar: Scalar, places: ScalarMap, begin: int, end: int, help: str) -> Fix | None:
+    """Return the fix that an advice about the characters `[begin, end)` of an expression describes,
+    None where it leaves a choice open, or what it writes would have to be put in quotation marks.
+    """
+    text, span = scalar.text, places.span(begin, end)
+    word = _WRITE_INSTEAD.fullmatch(help)
+    instead = word[1] if word is not None else _GUESSES.get(help)
+    if instead is not None:
+        edit = Edit(span, _apart(text, begin, end, instead))
+        return Fix(f"write `{instead}`", (edit,), word is not None or help in _SURE)
+    if help.startswith("write `us`") and text[end : end + 1] == "s":
+        return Fix("write `us`", (Edit(span, "u"),))
+    if help in _BEHIND:
+        missing = _BEHIND[help]
+        at = len(text[:begin].rstrip())
+        if missing == ")":
+            at = _argument_end(text, at)
+        if missing == ":" and scalar.style == "plain" and not _is_verbatim(places, at):
+            return None
+        edit = Edit(places.span(at, at), missing)
+        return Fix(f"add `{missing.strip()}`", (edit,), safe=False)
+    if help == "there is no `(` to this `)`":
+        return Fix("remove `)`", (Edit(span, ""),), safe=False)
+    return None
+
+
+def _is_verbatim(places: ScalarMap, end: int) -> bool:
+    """Say whether the characters before `end` stand in the file one behind the other, on one line;
+    only there may a quantifier have its colon unquoted (`kcdsl.source.yaml_text`)."""
+    assert places.pieces is not None
+    return places.pieces[end - 1][1] - places.pieces[0][0] == end
+
+
+def _argument_end(text: str, end: int) -> int:
+    """Return where the argument ends whose bracket is not closed before `end`: where a comparison
+    follows it, before that, since no function takes one."""
+    depth, compared = 0, end
+    for at in range(end - 1, -1, -1):
+        char = text[at]
+        if char in ")]":
+            depth += 1
+        elif depth and char in "([":
+            depth -= 1
+        elif char in "([":
+            return len(text[:compared].rstrip())
+        elif not depth and char in "<>=":
+            compared = at
+    return end
+
+
+def _apart(text: str, begin: int, end: int, word: str) -> str:
+    """Return a word with spaces where it would grow together with its neighbours."""
+    if not word.isalpha():
+        return word
+    before = " " if text[begin - 1 : begin].isalnum() else ""
+    after = " " if text[end : end + 1].isalnum() else ""
+    return f"{before}{word}{after}"
