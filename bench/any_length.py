@@ -25,7 +25,7 @@ from bench.minilm import workshop
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
 
 LENGTHS = (6, 17, 64, 256)
 LONGEST = LENGTHS[-1]
@@ -58,7 +58,7 @@ def models() -> dict[str, tuple[Workshop, list[int]]]:
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
 
     mini = workshop(INFER)
     assert mini.model.tokenizer_source is not None

@@ -27,8 +27,8 @@ from bench.common import Better, Figure, report
 if TYPE_CHECKING:
     from kcdsl.route.goals import Goal
     from kcdsl_backends.certifier.cases import Case as Region
-    from kcdsl_backends.certifier.work import Station
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
+    from kcdsl_backends.certifier.tasks import Station
 
 SENTENCE = (101, 7592, 2088, 2003, 2204, 102)
 """[CLS] hello world is good [SEP]."""
@@ -87,8 +87,8 @@ def measured(line: Line) -> list[Figure]:
     """Return the figures of one line."""
     from kcdsl_backends.affine.functionals import functional_bound
     from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.certifier.chaining import ChainTask, Plan
-    from kcdsl_backends.certifier.workshop import claim_margin
+    from kcdsl_backends.certifier.composition import ChainTask, Plan
+    from kcdsl_backends.certifier.problems import claim_margin
 
     shop, tokens = _shop(line.model)
     station, goal, region = _stand(shop, line.block, tokens, line.radius)
@@ -131,7 +131,7 @@ def measured(line: Line) -> list[Figure]:
 def after_a_step() -> list[Figure]:
     """Return what the tiny model's layer costs again after its second half changed, and its first
     by little: the links that are known, and the seconds."""
-    from kcdsl_backends.certifier.chaining import ChainTask, Plan
+    from kcdsl_backends.certifier.composition import ChainTask, Plan
 
     figures = []
     prompt = no_flip.prompts(1)[0][:PROMPT]
@@ -169,7 +169,7 @@ def _stepped(folder: Path, key: str, by: float) -> Workshop:
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
 
     path = folder / "model.safetensors"
     state = load_file(path if path.is_file() else no_flip.EXAMPLE / "model.safetensors")
@@ -197,7 +197,7 @@ def _stand(
     from kcdsl.route.goals import goals
     from kcdsl_backends.certifier.cache import rules_version
     from kcdsl_backends.certifier.cases import Case as Region
-    from kcdsl_backends.certifier.work import Setting, Station
+    from kcdsl_backends.certifier.tasks import Setting, Station
 
     program, _ = load_contract(no_flip.EXAMPLE / "contract.yaml")
     goal = next(goal for goal in goals(program) if goal.functional == "inf")

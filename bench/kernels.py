@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from kcdsl.ir.terms import KernelRef
     from kcdsl.model.architecture import Model
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "real-kernels.svg"
@@ -182,7 +182,7 @@ def _measured(
     cases: Sequence[Case], share: float, jobs: int, resume: bool
 ) -> Iterator[list[Comparison]]:
     """Yield the runs of each case, as they come, in processes; or those of a run before."""
-    from kcdsl_backends.certifier.processes import Processes
+    from kcdsl_backends.executors import Processes
 
     started, key = time.perf_counter(), _key(share)
     waiting = {}
@@ -324,7 +324,7 @@ def bound(shop: Workshop, block: str, x: Tensor, affine: bool) -> Tensor:
     """Return the certified bound of every element: the smaller of both domains'."""
     import torch
 
-    from kcdsl_backends.certifier.workshop import certified_block_drift
+    from kcdsl_backends.certifier.problems import certified_block_drift
     from kcdsl_backends.interval.errors import NoBound
 
     found = certified_block_drift(shop.model, block, x, shop.train, shop.infer, shop)
@@ -368,7 +368,7 @@ def workshop(model: Model, case: Case) -> Workshop:
     import torch
 
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
 
     return Workshop(model, resolve(TRAIN.ref()), resolve(case.ref()), torch.device("cpu"))
 

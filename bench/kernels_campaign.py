@@ -162,7 +162,7 @@ def examine(seed: int) -> list[Run]:
 
     from kcdsl.diagnostics import Refusal
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
     from kcdsl_backends.empirical.kernels import load_kernel
 
     torch.set_num_threads(1)
@@ -251,7 +251,7 @@ def _known() -> dict[int, list[dict[str, Any]]]:
 
 def _examine(seeds: Sequence[int], jobs: int, seconds: float) -> None:
     """Examine modules in processes; write down what was found of each at once."""
-    from kcdsl_backends.certifier.processes import Processes
+    from kcdsl_backends.executors import Processes
 
     started, waiting, left = time.perf_counter(), {}, iter(seeds)
     FOUND.parent.mkdir(parents=True, exist_ok=True)

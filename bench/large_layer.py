@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from bench.common import Better, Figure, forget_peak, peak_bytes, report
 
 if TYPE_CHECKING:
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
@@ -150,7 +150,7 @@ def layer(folder: Path, device: str) -> Workshop:
     from kcdsl.model.architecture import load_model
     from kcdsl.model.llama import build
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
 
     generator = torch.Generator().manual_seed(7)
     with torch.device("meta"):

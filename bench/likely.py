@@ -19,8 +19,8 @@ import torch
 from bench.certifier import MIDDLE, SHORT
 from bench.common import Better, Figure, report, show_in
 from bench.minilm import workshop
-from kcdsl_backends.attack.simulate import Simulator
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.attack.simulation import Simulator
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 
 ALPHA = Fraction(1, 10**9)

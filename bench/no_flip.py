@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from bench.common import Better, Figure, report
 
 if TYPE_CHECKING:
-    from kcdsl_backends.attack.simulate import Simulator
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.attack.simulation import Simulator
+    from kcdsl_backends.certifier.problems import Workshop
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_lm"
 LONGEST = 24
@@ -102,7 +102,7 @@ def workshop(infer: dict[str, Any]) -> Workshop:
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
 
     files = ModelRef("model.safetensors", architecture="llama", config="config.json")
     train = resolve({"preset": "torch-eager", "compute": "float32"})
@@ -122,7 +122,7 @@ def positions(shop: Workshop, tokens: tuple[int, ...]) -> list[Position]:
     import torch
 
     from kcdsl_backends.affine.order import margins
-    from kcdsl_backends.certifier.workshop import claim_margin
+    from kcdsl_backends.certifier.problems import claim_margin
     from kcdsl_backends.interval.errors import NoBound
 
     problem = shop.problem("model", tokens)
@@ -153,7 +153,7 @@ def extreme(kernel: Simulator, row: int, columns: tuple[int, int], sign: float) 
     """Push the difference of two logits of a row up or down by the roundings of a kernel."""
     import torch
 
-    from kcdsl_backends.attack.simulate import Overflowed
+    from kcdsl_backends.attack.simulation import Overflowed
 
     symbols = {
         name: torch.zeros(shape, dtype=torch.float64, requires_grad=True)

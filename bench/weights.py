@@ -73,7 +73,7 @@ def tiny_lm(infer: dict[str, Any], train: dict[str, Any]) -> Any:
     from kcdsl.check.compile import load_program
     from kcdsl.model.architecture import load_model
     from kcdsl.model.presets import resolve
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
 
     program = load_program(TINY / "contract.yaml")
     model = load_model(program.model, TINY)
@@ -85,7 +85,7 @@ def measure(case: Case) -> list[Figure]:
     import torch
 
     from kcdsl_backends.attack.search import attack
-    from kcdsl_backends.certifier.nearby import NearbyProblem
+    from kcdsl_backends.certifier.problems import NearbyProblem
 
     make = tiny_lm if case.tiny else minilm
     shop = make(case.numerics, case.train)

@@ -16,7 +16,7 @@ from kcdsl.diagnostics.codes import KERNEL_NUMERICS
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.workshop import Workshop
+from kcdsl_backends.certifier.problems import Workshop
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.interval.errors import NoBound
 

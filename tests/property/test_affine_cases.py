@@ -15,7 +15,7 @@ from kcdsl_backends.affine import cases as prover
 from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.affine.pair import both
 from kcdsl_backends.attack.search import attack
-from kcdsl_backends.attack.simulate import Simulator
+from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.interval.box import Box as ProverBox
 from kcdsl_certs.recheck.affine import cases as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint

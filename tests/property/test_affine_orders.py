@@ -15,9 +15,9 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.functionals import contrasts, functional_bound
 from kcdsl_backends.affine.order import margins
 from kcdsl_backends.affine.pair import Both
-from kcdsl_backends.attack.simulate import Simulator
+from kcdsl_backends.attack.simulation import Simulator
+from kcdsl_backends.certifier.problems import BlockProblem, Workshop, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
-from kcdsl_backends.certifier.workshop import BlockProblem, Workshop, claim_margin
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound

@@ -16,8 +16,8 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.affine import reaches as prover_reaches
 from kcdsl_backends.affine.energy import norm
 from kcdsl_backends.affine.functionals import functional_bound
+from kcdsl_backends.certifier.problems import Workshop, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, token_region
-from kcdsl_backends.certifier.workshop import Workshop, claim_margin
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_certs.recheck import recheck

@@ -22,7 +22,7 @@ from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.certifier.workshop import Workshop
+from kcdsl_backends.certifier.problems import Workshop
 from kcdsl_backends.interval.errors import NoBound
 
 CONFIGS = {

@@ -17,7 +17,7 @@ from kcdsl_backends.affine.kernel import KernelRun
 from kcdsl_backends.affine.pair import both
 from kcdsl_backends.affine.propagate import write
 from kcdsl_backends.affine.tape import Entry as ProverEntry
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_certs.recheck.affine import pair as derive
 from kcdsl_certs.recheck.affine.adjoint import Adjoint

@@ -16,8 +16,8 @@ from kcdsl.model.bert import build as build_bert
 from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.search import attack
+from kcdsl_backends.certifier.problems import Workshop, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, rows_region
-from kcdsl_backends.certifier.workshop import Workshop, claim_margin
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_certs.recheck import recheck
 from tests.support.directed import DIRECTED

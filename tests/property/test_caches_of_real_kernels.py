@@ -23,7 +23,7 @@ from kcdsl.model.llama import build
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.quantiser import cached
-from kcdsl_backends.certifier.workshop import Workshop, claim_margin
+from kcdsl_backends.certifier.problems import Workshop, claim_margin
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.cache import coded

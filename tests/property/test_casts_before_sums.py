@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_certs.recheck.affine.pair import pair
 from kcdsl_certs.recheck.document import parse
 from kcdsl_certs.recheck.inexact import Doubles

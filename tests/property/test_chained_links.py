@@ -23,10 +23,10 @@ from kcdsl_backends.affine import propagate as affine
 from kcdsl_backends.affine.outgoing import around
 from kcdsl_backends.attack.runs import functional
 from kcdsl_backends.attack.search import attack
-from kcdsl_backends.certifier import linking
-from kcdsl_backends.certifier.cutting import until
-from kcdsl_backends.certifier.linking import LinkProblem
-from kcdsl_backends.certifier.workshop import LEAST_CLAIM
+from kcdsl_backends.certifier import interfaces
+from kcdsl_backends.certifier.interfaces import LinkProblem
+from kcdsl_backends.certifier.problems import LEAST_CLAIM
+from kcdsl_backends.certifier.stages import until
 from kcdsl_backends.interval import propagate as interval
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
@@ -154,7 +154,7 @@ def test_ellipsoids_that_are_too_small_are_noticed(
         whole = around(forms)
         return None if whole is None else replace(whole, shapes=whole.shapes / 64)
 
-    monkeypatch.setattr(linking, "around", smaller)
+    monkeypatch.setattr(interfaces, "around", smaller)
     found = chained(folder, "bert", "float16 any", ellipsoids=True)
     outcome = recheck(found.document, found.checkpoint)
     assert outcome.reason in ("claim/too-small", "witness/too-small", "chain/output")

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import goals
-from kcdsl_backends.certifier.bounding import bound_case
+from kcdsl_backends.certifier.bounds import bound_case
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.work import Setting, Station
-from kcdsl_backends.certifier.workshop import LEAST_CLAIM, Claims, Workshop
+from kcdsl_backends.certifier.problems import LEAST_CLAIM, Claims, Workshop
+from kcdsl_backends.certifier.tasks import Setting, Station
 from kcdsl_certs.recheck import recheck
 from tests.support.chains import PAIRS, chained, small
 from tests.support.small_models import write_contract

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kcdsl_backends.attack.simulate import Overflowed
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.attack.simulation import Overflowed
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes_drift

@@ -16,8 +16,8 @@ from kcdsl.model.evaluate_graph import run_graph
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.rules.elementwise import _gelu_tanh_curvature
-from kcdsl_backends.attack.simulate import Simulator
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.attack.simulation import Simulator
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.rules.elementwise import GELU_TANH, gelu_tanh_curvature
 from kcdsl_backends.parameters import StoredParameters

@@ -18,8 +18,8 @@ from kcdsl.model.presets import resolve
 from kcdsl_backends.affine import quantising as prover
 from kcdsl_backends.affine.adjoint import Adjoint
 from kcdsl_backends.affine.pair import both
-from kcdsl_backends.attack.simulate import Simulator
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.attack.simulation import Simulator
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_certs.recheck.affine.adjoint import Adjoint as CheckedAdjoint
 from kcdsl_certs.recheck.affine.pair import drift
 from kcdsl_certs.recheck.affine.rules import quantised as checker

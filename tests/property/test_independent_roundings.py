@@ -23,7 +23,7 @@ from kcdsl_backends.affine.pair import both
 from kcdsl_backends.affine.tape import Amplified
 from kcdsl_backends.affine.tape import Entry as ProverEntry
 from kcdsl_backends.affine.tape import Tape as ProverTape
-from kcdsl_backends.attack.simulate import Simulator
+from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine.adjoint import Adjoint

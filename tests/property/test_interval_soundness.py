@@ -17,7 +17,7 @@ from kcdsl.model.llama import build as build_llama
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.search import attack, functional
-from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
+from kcdsl_backends.certifier.problems import BlockProblem, Workshop
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound

@@ -15,7 +15,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.attention import composed_attention
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.workshop import Workshop, claim_margin
+from kcdsl_backends.certifier.problems import Workshop, claim_margin
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.interval.errors import NoBound
 from tests.support.random_modules import model_of

@@ -15,12 +15,10 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.bert import build as build_bert
 from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
-from kcdsl_backends.attack.ascent import Ascent
-from kcdsl_backends.attack.recording import record_run, run_of
-from kcdsl_backends.attack.runs import attack_of
-from kcdsl_backends.attack.search import attack
-from kcdsl_backends.attack.simulate import Simulator
-from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
+from kcdsl_backends.attack.runs import attack_of, record_run, run_of
+from kcdsl_backends.attack.search import Ascent, attack
+from kcdsl_backends.attack.simulation import Simulator
+from kcdsl_backends.certifier.problems import BlockProblem, Workshop
 from tests.support.directed import DIRECTED
 
 LLAMA = {

@@ -12,8 +12,8 @@ import torch
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl_backends.affine.pair import both
-from kcdsl_backends.attack.simulate import Simulator
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.attack.simulation import Simulator
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes
 from kcdsl_certs.recheck.affine.pair import drift as affine

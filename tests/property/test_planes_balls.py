@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.planes.functional import Functional as ProverFunctional
 from kcdsl_backends.planes.propagate import walk as prove
 from kcdsl_certs.recheck.affine.adjoint import Adjoint

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kcdsl_backends.affine.adjoint import Adjoint
-from kcdsl_backends.attack.simulate import Simulator
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.attack.simulation import Simulator
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.planes.functional import Functional
 from kcdsl_backends.planes.propagate import walk
 from kcdsl_backends.planes.run import Run

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kcdsl_backends.affine.adjoint import Adjoint as ProverAdjoint
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.certifier.proof import plain
-from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.functional import Functional as ProverFunctional
 from kcdsl_backends.planes.hints import hints_of

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
+from kcdsl_backends.certifier.problems import Workshop, claim_margin
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region
-from kcdsl_backends.certifier.workshop import Workshop, claim_margin
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.interval.functionals import drift_bound
 from kcdsl_certs.recheck import recheck

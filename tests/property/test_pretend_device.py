@@ -31,11 +31,10 @@ from kcdsl.verdict.outcome import GoalOutcome
 from kcdsl_backends.affine.functionals import functional_bound
 from kcdsl_backends.affine.order import margins
 from kcdsl_backends.affine.pair import Both
-from kcdsl_backends.attack import herd, search, together
-from kcdsl_backends.certifier import attacking
+from kcdsl_backends.attack import batched_search, search
+from kcdsl_backends.certifier import tasks
 from kcdsl_backends.certifier.backend import BACKEND
-from kcdsl_backends.certifier.nearby import NearbyProblem
-from kcdsl_backends.certifier.workshop import Workshop, certified_block_drift
+from kcdsl_backends.certifier.problems import NearbyProblem, Workshop, certified_block_drift
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.propagate import Bounds
 from kcdsl_backends.planes.search import Effort
@@ -197,11 +196,11 @@ def contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pro
     """Return a folder with a decoder, two prompts and a contract that is broken; short searches."""
     short = {"_STRIDES": 2, "_SELECTED": 2, "_MOVES": 1, "_MEMBERS": 2, "_POLISHED": 1}
     for name, value in short.items():
-        monkeypatch.setattr(together, name, value)
-    monkeypatch.setattr(herd, "_RECORDED", 1)
+        monkeypatch.setattr(batched_search, name, value)
+    monkeypatch.setattr(batched_search, "_RECORDED", 1)
     monkeypatch.setattr(search, "_SAMPLES", 1)
     quick = partial(search.attack, candidates=1, rounds=1, samples=4)
-    monkeypatch.setattr(attacking, "attack", quick)
+    monkeypatch.setattr(tasks, "attack", quick)
     write_model(tmp_path, prompts=("ab",), config=LLAMA)
     return tmp_path, write_contract(tmp_path, *CLAUSES.values(), compute="bfloat16")
 

@@ -15,7 +15,7 @@ import torch
 
 from kcdsl_backends.affine.pair import both
 from kcdsl_backends.attack.search import attack
-from kcdsl_backends.attack.simulate import Simulator
+from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.attack.versions import MOST, versions
 from kcdsl_backends.interval.context import Kernels
 from kcdsl_backends.interval.errors import NoBound

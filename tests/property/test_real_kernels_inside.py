@@ -17,7 +17,7 @@ from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model import bert, llama
 from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.workshop import Workshop, certified_block_drift
+from kcdsl_backends.certifier.problems import Workshop, certified_block_drift
 from kcdsl_backends.empirical.kernels import load_kernel
 from kcdsl_backends.interval.errors import NoBound
 

@@ -18,12 +18,11 @@ from kcdsl.model.architecture import Model, load_model
 from kcdsl.model.bert import build as build_bert
 from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
-from kcdsl_backends.attack.recording import Unusable, record_run, run_of
-from kcdsl_backends.attack.runs import Run, attack_of, functional
+from kcdsl_backends.attack.accumulation_order import ORDERS
+from kcdsl_backends.attack.runs import Run, Unusable, attack_of, functional, record_run, run_of
 from kcdsl_backends.attack.search import attack, with_orders
-from kcdsl_backends.attack.simulate import Overflowed, Simulator
-from kcdsl_backends.attack.sums import ORDERS
-from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
+from kcdsl_backends.attack.simulation import Overflowed, Simulator
+from kcdsl_backends.certifier.problems import BlockProblem, Workshop
 from kcdsl_backends.interval.errors import NoBound
 from tests.support.directed import DIRECTED
 

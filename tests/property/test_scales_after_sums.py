@@ -14,7 +14,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.pair import both
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding
 from kcdsl_backends.interval.rules.linear import term_roundings

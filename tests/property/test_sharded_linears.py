@@ -12,7 +12,7 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.parameters import StoredParameters

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from kcdsl_backends.affine.pair import Both
-from kcdsl_backends.certifier.nearby import NearbyProblem
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem, NearbyProblem
 from kcdsl_backends.interval.neighbourhood import Neighbourhood
 from kcdsl_certs.reals import real_text
 from kcdsl_certs.recheck.affine.pair import Pair, pair

@@ -12,8 +12,7 @@ import torch
 
 from kcdsl.model.graph import Node
 from kcdsl.model.weights import linear_weight, plain_parameter
-from kcdsl_backends.certifier.nearby import NearbyProblem
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem, NearbyProblem
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound

@@ -20,10 +20,10 @@ from kcdsl.model.llama import build as build_llama
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.chaining import ChainTask, Plan
-from kcdsl_backends.certifier.cutting import links_of, partitions, until
-from kcdsl_backends.certifier.work import BoundedCase, Setting, Station
-from kcdsl_backends.certifier.workshop import Workshop
+from kcdsl_backends.certifier.composition import ChainTask, Plan
+from kcdsl_backends.certifier.problems import Workshop
+from kcdsl_backends.certifier.stages import links_of, partitions, until
+from kcdsl_backends.certifier.tasks import BoundedCase, Setting, Station
 from tests.support.small_models import write_contract, write_model
 
 EAGER: dict[str, Any] = {"preset": "torch-eager"}

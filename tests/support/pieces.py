@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl_backends.certifier.work import Checked, Station
+from kcdsl_backends.certifier.tasks import Checked, Station
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.certifier.sequences import SequenceProblem, stored_tables
-from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.interval.context import Parameter, Rows
 from kcdsl_backends.interval.sequences import row_axes
 from tests.support import proofs, prover

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl_backends.attack.moves import MOVES, moved
-from kcdsl_backends.attack.simulate import STORED
+from kcdsl_backends.attack.simulation import STORED
 
 UPPER_HALF = -0x10000
 """0xffff0000 as a signed number."""

@@ -9,7 +9,7 @@ from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Activations, Numerics
 from kcdsl.model.quantisers import CODE_FORMATS, LAYOUTS
 from kcdsl.model.weights import nested_codes
-from kcdsl_backends.attack.sums import nearest_to
+from kcdsl_backends.attack.accumulation_order import nearest_to
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding

@@ -32,11 +32,11 @@ from kcdsl_backends.certifier.cases import (
     stated_case,
     with_weights,
 )
-from kcdsl_backends.certifier.deciding import Open, Progress, decide_batch
-from kcdsl_backends.certifier.engine import Crew, threads_of
-from kcdsl_backends.certifier.replaying import case_record, replay
-from kcdsl_backends.certifier.work import Setting, Station, open_station, peak_bytes
-from kcdsl_backends.certifier.workshop import Workshop
+from kcdsl_backends.certifier.decision import Open, Progress, decide_batch
+from kcdsl_backends.certifier.problems import Workshop
+from kcdsl_backends.certifier.replay import case_record, replay
+from kcdsl_backends.certifier.tasks import Setting, Station, open_station, peak_bytes
+from kcdsl_backends.certifier.workers import Crew, threads_of
 from kcdsl_backends.planes.worth import cheap
 from kcdsl_backends.requests import Request
 

@@ -20,10 +20,9 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.files import Artefacts
 from kcdsl.model.graph import array_digest
 from kcdsl.route.goals import Goal
-from kcdsl_backends.certifier.nearby import NearbyProblem
+from kcdsl_backends.certifier.problems import BlockProblem, NearbyProblem, Workshop
 from kcdsl_backends.certifier.proof import box_region, rows_region, token_region
 from kcdsl_backends.certifier.sequences import SequenceProblem
-from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
 from kcdsl_backends.interval.box import up
 from kcdsl_backends.requests import Request, requests_of, select
 from kcdsl_certs.reals import real_text

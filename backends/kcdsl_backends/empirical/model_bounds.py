@@ -12,7 +12,7 @@ import torch
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.model.numerics import Numerics
 from kcdsl_backends.affine.pair import both
-from kcdsl_backends.certifier.workshop import Workshop, claim_margin
+from kcdsl_backends.certifier.problems import Workshop, claim_margin
 from kcdsl_backends.empirical.certified import Box
 from kcdsl_backends.interval.box import up
 from kcdsl_backends.interval.errors import NoBound

@@ -313,7 +313,7 @@ def _block_inputs(model: Model) -> Any:
 
 def _certify(program: Program, model: Model) -> Certify:
     """Return the certified bounds of the interval backend for the numerics the kernels claim."""
-    from kcdsl_backends.certifier.workshop import Workshop, certified_block_drift
+    from kcdsl_backends.certifier.problems import Workshop, certified_block_drift
 
     train, infer = resolve(program.train), resolve(program.infer)
     shop = Workshop(model, train, infer, torch.device("cpu"))
@@ -322,7 +322,7 @@ def _certify(program: Program, model: Model) -> Certify:
 
 def _bound_model(program: Program, model: Model) -> ModelBound:
     """Return what bounds the whole model, for the numerics the kernels claim."""
-    from kcdsl_backends.certifier.workshop import Workshop
+    from kcdsl_backends.certifier.problems import Workshop
     from kcdsl_backends.empirical.model_bounds import AffineBound
 
     train, infer = resolve(program.train), resolve(program.infer)

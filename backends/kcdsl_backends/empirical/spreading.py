@@ -23,10 +23,15 @@ from kcdsl.diagnostics.model import Diagnostic, Refusal
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.own_code import imported_code
-from kcdsl_backends.certifier.distributed import Ray, WorkerLost
-from kcdsl_backends.certifier.processes import Processes, set_thread_variables, thread_variables
 from kcdsl_backends.empirical.foreign import prints_aside
 from kcdsl_backends.empirical.measured import Run
+from kcdsl_backends.executors import (
+    Processes,
+    Ray,
+    WorkerLost,
+    set_thread_variables,
+    thread_variables,
+)
 from kcdsl_backends.requests import Request
 
 Code = Mapping[str, tuple[str, str]]

@@ -12,7 +12,7 @@ import torch
 
 from kcdsl_backends.affine.pair import drift as prove
 from kcdsl_backends.affine.propagate import coarsest, write
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_certs.recheck.affine import drift as derive
 from kcdsl_certs.recheck.affine.form import Form

@@ -28,15 +28,14 @@ from kcdsl.route.execution import Execution
 from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
-from kcdsl_backends.attack.recording import pack, unpack
-from kcdsl_backends.attack.runs import Attack
+from kcdsl_backends.attack.runs import Attack, pack, unpack
 from kcdsl_backends.certifier import cache as cache_module
-from kcdsl_backends.certifier import work
+from kcdsl_backends.certifier import tasks
 from kcdsl_backends.certifier.backend import BACKEND
-from kcdsl_backends.certifier.bounding import Bounded
+from kcdsl_backends.certifier.bounds import Bounded
 from kcdsl_backends.certifier.cache import Cache, decode, encode, key_of
 from kcdsl_backends.certifier.cases import Case
-from kcdsl_backends.certifier.work import Setting, open_station
+from kcdsl_backends.certifier.tasks import Setting, open_station
 from tests.support.small_models import write_contract, write_model
 
 HELD = "forall x in points(all): norm_inf(drift(%s, x)) <= 0.01"
@@ -115,8 +114,8 @@ def test_what_was_found_is_not_computed_again(
     def never(*arguments: Any) -> Any:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(work, "bound_case", never)
-    monkeypatch.setattr(work, "attack_case", never)
+    monkeypatch.setattr(tasks, "bound_case", never)
+    monkeypatch.setattr(tasks, "attack_case", never)
     assert same(decide(HELD % "attn_0", OPEN)) == same(first)
 
 
@@ -174,7 +173,7 @@ def test_other_tokens_numerics_rules_and_tables_are_other_keys(
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
     assert cached(program) == 1  # one token alone stands at position 0, which no theta turns
     version = cache_module.rules_version
-    monkeypatch.setattr(work, "rules_version", lambda: "0" * 64)
+    monkeypatch.setattr(tasks, "rules_version", lambda: "0" * 64)
     monkeypatch.setattr("kcdsl_backends.certifier.backend.rules_version", lambda: "0" * 64)
     assert cached(program) == 0
     assert version() != "0" * 64
@@ -198,7 +197,7 @@ def test_every_bit_of_a_weight_is_in_the_key(folder: Path) -> None:
         case = Case(
             "p0", (1, 2), torch.zeros(2, 16, dtype=torch.float64), torch.zeros(1, 1).double()
         )
-        return key_of(work._dependencies(open_station(setting, model), goal, case))
+        return key_of(tasks._dependencies(open_station(setting, model), goal, case))
 
     def with_first(value: float) -> torch.Tensor:
         changed = before[one].clone()
@@ -408,7 +407,7 @@ def test_runs_that_refute_are_simulated_again(
     (path,) = [p for p in entries(folder) if '"Attack"' in p.read_text()]
     before = path.read_bytes()
     kept = decode(json.loads(before)["value"], (Attack,))
-    monkeypatch.setattr(work, "attack_case", lambda *arguments: kept)
+    monkeypatch.setattr(tasks, "attack_case", lambda *arguments: kept)
 
     def is_damage(change: Callable[[Attack], Any]) -> bool:
         rewrite(path, change)

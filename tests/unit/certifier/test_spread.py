@@ -20,14 +20,12 @@ from kcdsl.route.execution import Execution
 from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
-from kcdsl_backends.certifier import deciding, engine, work
-from kcdsl_backends.certifier.attacking import attack_case
+from kcdsl_backends.certifier import decision, tasks, workers
 from kcdsl_backends.certifier.backend import BACKEND
-from kcdsl_backends.certifier.bounding import bound_case
-from kcdsl_backends.certifier.deciding import _objection
-from kcdsl_backends.certifier.distributed import Ray
-from kcdsl_backends.certifier.verdicts import verdict_of
-from kcdsl_backends.certifier.work import Answer, Checked, Unfinished
+from kcdsl_backends.certifier.bounds import bound_case
+from kcdsl_backends.certifier.decision import _objection, verdict_of
+from kcdsl_backends.certifier.tasks import Answer, Checked, Unfinished, attack_case
+from kcdsl_backends.executors import Ray
 from kcdsl_certs.recheck import recheck
 from tests.support.small_models import write_contract, write_model
 
@@ -92,8 +90,8 @@ def test_several_processes_find_the_same(
 def test_workers_that_join_later_find_the_same(
     folder: Path, alone: list[GoalOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "WORTH", 0.0)
-    monkeypatch.setattr(engine, "cores", lambda: 2)
+    monkeypatch.setattr(workers, "WORTH", 0.0)
+    monkeypatch.setattr(workers, "cores", lambda: 2)
     assert same(decided(folder, Execution(threads=1))) == alone
 
 
@@ -113,8 +111,8 @@ def test_one_want_of_memory_makes_its_goal_inconclusive(
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
         return attack_case(shop, goal, case, bounded)
 
-    monkeypatch.setattr(work, "bound_case", short)
-    monkeypatch.setattr(work, "attack_case", tired)
+    monkeypatch.setattr(tasks, "bound_case", short)
+    monkeypatch.setattr(tasks, "attack_case", tired)
     found = decided(folder, Execution(jobs=1))
     assert found[0].verdict == Inconclusive("p1: out of memory")
     assert found[0].proof is None
@@ -168,7 +166,7 @@ def test_a_checker_that_cannot_finish_leaves_the_goal_open(
     def short(*arguments: Any, **named: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(work, "recheck", short)
+    monkeypatch.setattr(tasks, "recheck", short)
     found = decided(folder, Execution(jobs=1), attacks=False)
     assert all(one.proof is None and not one.confirmed for one in found)
     assert isinstance(found[0].verdict, Inconclusive)
@@ -179,7 +177,7 @@ def test_claims_must_settle_the_goal_themselves(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bound beside a proof that claims more than the limit is not held by it."""
-    monkeypatch.setattr(deciding, "verdict_of", lambda *given, chain: Held())
+    monkeypatch.setattr(decision, "verdict_of", lambda *given, chain: Held())
     found = decided(folder, Execution(jobs=1), attacks=False)
     assert isinstance(found[1].verdict, Inconclusive)
     assert found[1].proof is None
@@ -276,7 +274,7 @@ def test_ray_finds_the_same(folder: Path, alone: list[GoalOutcome]) -> None:
 
 @pytest.mark.slow
 def test_a_worker_of_ray_that_dies_costs_its_own_piece_alone() -> None:
-    from kcdsl_backends.certifier.distributed import WorkerLost
+    from kcdsl_backends.executors import WorkerLost
 
     pool = Ray(2, 1)
     try:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from kcdsl_backends.attack.simulate import Overflowed
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.attack.simulation import Overflowed
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_certs.recheck import recheck, spec
 from kcdsl_certs.recheck.document import parse

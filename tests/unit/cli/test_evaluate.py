@@ -368,7 +368,7 @@ def test_a_bound_below_the_measurement_aborts_without_files(
 ) -> None:
     import numpy as np
 
-    from kcdsl_backends.certifier import workshop as certified
+    from kcdsl_backends.certifier import problems as certified
 
     def wrong(model: Any, block: str, x: Any, *rest: Any) -> certified.CertifiedDrift:
         return certified.CertifiedDrift(0.0, np.zeros(tuple(x.shape)))
@@ -386,7 +386,7 @@ def test_a_bound_below_the_measurement_aborts_without_files(
 def test_requests_too_large_to_be_bounded_are_said_to_be_so(
     cli: Any, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kcdsl_backends.certifier import workshop as certified
+    from kcdsl_backends.certifier import problems as certified
 
     bound = certified.certified_block_drift
     sizes: list[int] = []

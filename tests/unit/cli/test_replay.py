@@ -21,8 +21,8 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.architecture import load_model
 from kcdsl.model.llama import build
 from kcdsl.verdict.counterexample import canonical, digest_of, read_counterexample
-from kcdsl_backends.certifier import replaying
-from kcdsl_backends.certifier.workshop import Workshop
+from kcdsl_backends.certifier import replay
+from kcdsl_backends.certifier.problems import Workshop
 from tests.support.commands import run_here
 
 CONFIG = {
@@ -190,7 +190,7 @@ def test_a_document_changed_in_any_field_shows_nothing(
     (program, _), kept = load_contract(folder / "contract.yaml"), {}
     original = Workshop.problem
     model = load_model(program.model, folder)
-    monkeypatch.setattr(replaying, "load_model", lambda *_: model)
+    monkeypatch.setattr(replay, "load_model", lambda *_: model)
 
     def problem(shop: Any, block: str, tokens: tuple[int, ...]) -> Any:
         key = block, tokens
@@ -199,7 +199,7 @@ def test_a_document_changed_in_any_field_shows_nothing(
         return kept[key]
 
     monkeypatch.setattr(Workshop, "problem", problem)
-    before = replaying.replay(program, folder, good)
+    before = replay.replay(program, folder, good)
     tried = refused = 0
     for path in places(good):
         if not path or path == ("sha256",):
@@ -214,7 +214,7 @@ def test_a_document_changed_in_any_field_shows_nothing(
             assert {str(d.code) for d in damaged.value.diagnostics} == {"KC660"}
             changed["sha256"] = digest_of(changed)
             try:
-                found = replaying.replay(program, folder, _read(file, changed))
+                found = replay.replay(program, folder, _read(file, changed))
             except Refusal as refusal:
                 codes = {str(d.code) for d in refusal.diagnostics}
                 assert codes <= {"KC660", "KC661", "KC662"}, (path, value)

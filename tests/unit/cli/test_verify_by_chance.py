@@ -14,7 +14,7 @@ from kcdsl.route.goals import goals
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.attack.runs import Attack
-from kcdsl_backends.certifier.verdicts import verdict_of
+from kcdsl_backends.certifier.decision import verdict_of
 from tests.support.small_models import write_contract, write_model
 
 LAYER = "forall x in points(all): norm_inf(drift(layer_0, x)) <= %s"

@@ -12,7 +12,7 @@ import torch
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.kernel import KernelRun
-from kcdsl_backends.certifier.workshop import Workshop
+from kcdsl_backends.certifier.problems import Workshop
 from kcdsl_backends.empirical import model_bounds
 from kcdsl_backends.empirical.model_bounds import EFFORTS, AffineBound, Effort
 from kcdsl_backends.requests import Request

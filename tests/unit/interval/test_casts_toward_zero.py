@@ -16,7 +16,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.weights import cut_to as cut_weight
 from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.attack.sums import cut_to
+from kcdsl_backends.attack.accumulation_order import cut_to
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.rounding import Rounding, toward_zero

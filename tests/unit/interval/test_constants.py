@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_certs.recheck import recheck
 from tests.support import proofs

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from kcdsl.route.catalogue import BackendSpec, Fragment
-from kcdsl_backends.certifier.nearby import NearbyProblem
+from kcdsl_backends.certifier.problems import BlockProblem, NearbyProblem
 from kcdsl_backends.certifier.sequences import SequenceProblem
-from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.neighbourhood import Neighbourhood, near
 from kcdsl_backends.planes.propagate import drift as planes
@@ -95,7 +94,7 @@ def test_planes_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     found = problem(some)
     kernels: list[Any] = []
     monkeypatch.setattr(
-        "kcdsl_backends.certifier.nearby.propagate", lambda graph, k, *rest: kernels.append(k)
+        "kcdsl_backends.certifier.problems.propagate", lambda graph, k, *rest: kernels.append(k)
     )
     found.bound(*states(some))
     with pytest.raises(NoBound, match="around the weights"):

@@ -12,7 +12,7 @@ import torch
 
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.propagate import write
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.neighbourhood import held_plain, near
 from tests.support import proofs

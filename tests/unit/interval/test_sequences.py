@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.certifier.sequences import SequenceProblem
-from kcdsl_backends.certifier.workshop import BlockProblem
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.sequences import FixedLength, row_axes
 from kcdsl_backends.planes.propagate import walk

@@ -16,8 +16,8 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.adapters import ADAPTERS, refuse_unserved
-from kcdsl_backends.attack.simulate import Overflowed
-from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
+from kcdsl_backends.attack.simulation import Overflowed
+from kcdsl_backends.certifier.problems import BlockProblem, Workshop
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.planes.propagate import drift as planes
 from kcdsl_certs.recheck import recheck

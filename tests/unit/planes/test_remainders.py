@@ -16,7 +16,7 @@ from torch import Tensor
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
 from kcdsl_backends.affine.adjoint import Adjoint
-from kcdsl_backends.certifier.workshop import BlockProblem
+from kcdsl_backends.certifier.problems import BlockProblem
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.parameters import StoredParameters
 from kcdsl_backends.planes.functional import Functional

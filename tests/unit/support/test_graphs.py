@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kcdsl.model.presets import resolve
-from kcdsl_backends.certifier import workshop
+from kcdsl_backends.certifier import problems
 from tests.support.graphs import remember_graphs
 from tests.support.random_models import random_model
 
@@ -24,7 +24,7 @@ NUMERICS = resolve({"preset": "torch-eager"})
 def graph(folder: Path, block: str, tokens: tuple[int, ...], seed: int = 1, **changed: Any) -> Any:
     """Return the graph that the certifier reads."""
     model = random_model(CONFIG | changed, folder, seed)
-    shop = workshop.Workshop(model, NUMERICS, NUMERICS, torch.device("cpu"))
+    shop = problems.Workshop(model, NUMERICS, NUMERICS, torch.device("cpu"))
     return shop.problem(block, tokens).graph
 
 
@@ -59,5 +59,5 @@ def test_it_is_what_would_have_been_made(tmp_path: Path, monkeypatch: pytest.Mon
     for tokens in ((1, 2), (5, 6, 7), (1, 2)):
         remembered = graph(tmp_path, "model", tokens)
         with monkeypatch.context() as patch:
-            patch.setattr(workshop, "block_graph", block_graph)
+            patch.setattr(problems, "block_graph", block_graph)
             assert graph(tmp_path, "model", tokens).digest == remembered.digest

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl_backends.certifier.processes import available_memory
 from kcdsl_backends.empirical.aggregation.sql import text, view
 from kcdsl_backends.empirical.aggregation.tables import TokenTable
+from kcdsl_backends.executors import available_memory
 
 LEAST_MEMORY = 256 * 2**20
 _OFF = "statistics_propagation,filter_pushdown"

@@ -20,8 +20,8 @@ from kcdsl.model.graph import BlockGraph, array_digest
 from kcdsl_backends.affine.handing import Around
 from kcdsl_backends.affine.outgoing import around
 from kcdsl_backends.affine.pair import Both, both, output_entry
+from kcdsl_backends.certifier.problems import LEAST_CLAIM, BlockProblem, Claims
 from kcdsl_backends.certifier.proof import ProofBuilder, box_region, encode_array
-from kcdsl_backends.certifier.workshop import LEAST_CLAIM, BlockProblem, Claims
 from kcdsl_backends.interval.box import Box, up
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound

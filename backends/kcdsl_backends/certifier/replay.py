@@ -20,10 +20,9 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl.verdict.counterexample import Replayed
-from kcdsl_backends.attack.recording import Unusable, pack, run_of, unpack
-from kcdsl_backends.attack.runs import Attack, Run, attack_of
+from kcdsl_backends.attack.runs import Attack, Run, Unusable, attack_of, pack, run_of, unpack
 from kcdsl_backends.certifier.cases import Case, cases_of, slice_rows
-from kcdsl_backends.certifier.workshop import BlockProblem, Workshop
+from kcdsl_backends.certifier.problems import BlockProblem, Workshop
 from kcdsl_backends.threads import one_thread
 
 SAME_ACTIVATIONS = 2.0**-16

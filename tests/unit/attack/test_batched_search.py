@@ -12,15 +12,12 @@ from torch import Tensor
 from kcdsl.model.formats import FORMATS
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.presets import resolve
-from kcdsl_backends.attack import together
-from kcdsl_backends.attack.ascent import Ascent
-from kcdsl_backends.attack.herd import Herd, widths_of
-from kcdsl_backends.attack.recording import record_run, run_of
-from kcdsl_backends.attack.runs import Attack, attack_of
-from kcdsl_backends.attack.search import attack
-from kcdsl_backends.attack.secants import Reaches, Secants
-from kcdsl_backends.attack.simulate import Overflowed, Simulator
-from kcdsl_backends.attack.sums import nearest_to
+from kcdsl_backends.attack import batched_search
+from kcdsl_backends.attack.accumulation_order import nearest_to
+from kcdsl_backends.attack.batched_search import Herd, Reaches, Secants, widths_of
+from kcdsl_backends.attack.runs import Attack, attack_of, record_run, run_of
+from kcdsl_backends.attack.search import Ascent, attack
+from kcdsl_backends.attack.simulation import Overflowed, Simulator
 from kcdsl_backends.parameters import StoredParameters
 
 FP8: dict[str, Any] = {"casts": "nearest", "activations": {"format": "fp8_e4m3", "scale": "none"}}
@@ -220,11 +217,14 @@ def test_large_blocks_have_few_members() -> None:
     centre = torch.zeros(1, WIDTH, dtype=torch.float64)
     kernel = simulator(torch.ones(1, WIDTH), compute="bfloat16", casts="nearest")
     ascent = Ascent(kernel, kernel, "inf", centre, narrow(1.0))
-    assert together._members(ascent) == together._MEMBERS
+    assert batched_search._members(ascent) == batched_search._MEMBERS
     ascent.shapes["x", "x"] = (2**12, 2**12)
-    assert together._members(ascent) == 2
+    assert batched_search._members(ascent) == 2
     alone = simulator(torch.ones(1, WIDTH), **UNIT)
-    assert together._members(Ascent(kernel, alone, "inf", centre, narrow(1.0))) == together._ALONE
+    assert (
+        batched_search._members(Ascent(kernel, alone, "inf", centre, narrow(1.0)))
+        == batched_search._ALONE
+    )
 
 
 def rounded(value: Tensor) -> Tensor:

@@ -11,14 +11,7 @@ from typing import Protocol
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.route.execution import Execution
-from kcdsl_backends.certifier.distributed import Ray, WorkerLost
-from kcdsl_backends.certifier.processes import (
-    Processes,
-    available_memory,
-    cores,
-    let_interrupts_through,
-)
-from kcdsl_backends.certifier.work import (
+from kcdsl_backends.certifier.tasks import (
     Answer,
     Defect,
     Ready,
@@ -29,6 +22,14 @@ from kcdsl_backends.certifier.work import (
     peak_bytes,
     perform,
     work,
+)
+from kcdsl_backends.executors import (
+    Processes,
+    Ray,
+    WorkerLost,
+    available_memory,
+    cores,
+    let_interrupts_through,
 )
 
 WORTH = 30.0

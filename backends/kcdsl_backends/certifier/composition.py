@@ -1,4 +1,4 @@
-"""Bound a case link by link (docs/chains.md): each on what the one before may return."""
+"""Bound a case stage by stage (docs/chains.md): each on what the one before may return."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from kcdsl.model.graph import BlockGraph
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome, LinkOutcome
 from kcdsl_backends.affine.handing import Around
-from kcdsl_backends.certifier.bounding import Bounded, Stated, bound_stated
+from kcdsl_backends.attack.search import attack
+from kcdsl_backends.certifier.bounds import Bounded, Stated, bound_stated
 from kcdsl_backends.certifier.cache import DAMAGE, ENTRY_SCHEMA, Found, decode, encode, key_of
 from kcdsl_backends.certifier.cases import Case, region_of
-from kcdsl_backends.certifier.cutting import links_of, partitions
-from kcdsl_backends.certifier.kept import refuse_apart, refuse_subject, stated_of
-from kcdsl_backends.certifier.linking import Interface, Linked, LinkProblem, Output, link_case
+from kcdsl_backends.certifier.interfaces import Interface, Linked, LinkProblem, Output, link_case
+from kcdsl_backends.certifier.problems import Claims
 from kcdsl_backends.certifier.proof import Contents, ProofBuilder
-from kcdsl_backends.certifier.work import BoundedCase, Station
-from kcdsl_backends.certifier.workshop import Claims
+from kcdsl_backends.certifier.stages import links_of, named, partitions, until
+from kcdsl_backends.certifier.tasks import (
+    Attained,
+    BoundedCase,
+    Station,
+    refuse_apart,
+    refuse_subject,
+    stated_of,
+)
 from kcdsl_backends.interval.errors import NoBound
+from kcdsl_backends.threads import threads_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,3 +340,76 @@ def _on(output: Output, station: Station) -> Output:
     if output.readings is not None:
         readings = output.readings[0].to(device), output.readings[1].to(device)
     return Output((low, high), (least, most), around, readings)
+
+
+_CANDIDATES, _ROUNDS = 3, 6
+"""Places and steps of the search at one link: less than for a goal, as it refutes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlackTask:
+    """Search for runs of the beginnings of a block, up to each link but the last.
+
+    `names` are those of the links that have a bound.
+    """
+
+    goal: Goal
+    case: Case
+    names: tuple[str, ...]
+
+    def run(self, station: Station) -> tuple[Attained, None]:
+        """Return the largest drift that a run has behind each link."""
+        with at(self.goal.span):
+            case = self.case.on(station.shop.device)
+            whole = station.shop.problem(self.goal.block, case.tokens).graph
+            links = named(whole, links_of(station.shop.model, whole), self.names)
+            beginnings = [until(whole, link.output) for link in links[:-1]]
+            return Attained(tuple(_attained(station, self, case, g) for g in beginnings)), None
+
+
+def _attained(station: Station, task: SlackTask, case: Case, graph: BlockGraph) -> float:
+    """Return the largest drift of the output of a graph that was found, by this run or before."""
+    key = _key(station, task, case, graph)
+    if station.cache is not None:
+        found, value = station.cache.read(key)
+        if found is Found.HIT:
+            try:
+                kept = decode(value, ())
+            except DAMAGE:
+                kept = None
+            if isinstance(kept, float) and kept >= 0:
+                return kept
+    problem = station.shop.problem_of_graph(graph)
+    train, infer = problem.simulators()
+    with threads_for(problem.size):
+        best = attack(
+            train,
+            infer,
+            "inf",
+            case.centre,
+            case.radius,
+            candidates=_CANDIDATES,
+            rounds=_ROUNDS,
+            restarts=0,
+            herds=0,
+            seed=case.seed,
+        ).value
+    if station.cache is not None:
+        station.cache.write(key, encode(best))
+    return best
+
+
+def _key(station: Station, task: SlackTask, case: Case, graph: BlockGraph) -> str:
+    shop = station.shop
+    return key_of(
+        {
+            "what": "slack",
+            "schema": ENTRY_SCHEMA,
+            "rules": station.setting.rules,
+            "device": shop.device.type,
+            "graph": graph.digest,
+            "parameters": station.builder(task.goal).digests_of(graph),
+            "region": case.digest,
+            "numerics": {"train": shop.train.to_json(), "infer": shop.infer.to_json()},
+        }
+    )

@@ -18,8 +18,8 @@ from kcdsl_backends.affine.functionals import functional_bound
 from kcdsl_backends.affine.order import margins
 from kcdsl_backends.affine.pair import Both
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of, widened
+from kcdsl_backends.certifier.problems import Claims, Workshop
 from kcdsl_backends.certifier.proof import ProofBuilder
-from kcdsl_backends.certifier.workshop import Claims, Workshop
 from kcdsl_backends.interval.box import Box
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.functionals import drift_bound, top_margin

@@ -11,11 +11,9 @@ import torch
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.model.architecture import load_model
 from kcdsl.route.execution import Execution
-from kcdsl_backends.certifier import engine
+from kcdsl_backends.certifier import workers
 from kcdsl_backends.certifier.cache import rules_version
-from kcdsl_backends.certifier.engine import Crew, DefectInWork, WorkersDoNotStart, threads_of
-from kcdsl_backends.certifier.processes import _group_room, available_memory, cores
-from kcdsl_backends.certifier.work import (
+from kcdsl_backends.certifier.tasks import (
     Answer,
     Checked,
     Setting,
@@ -26,6 +24,8 @@ from kcdsl_backends.certifier.work import (
     peak_bytes,
     perform,
 )
+from kcdsl_backends.certifier.workers import Crew, DefectInWork, WorkersDoNotStart, threads_of
+from kcdsl_backends.executors import _group_room, available_memory, cores
 from tests.support.pieces import Die, DieOnce, Fail, Say
 from tests.support.small_models import write_contract, write_model
 
@@ -148,13 +148,13 @@ def test_workers_with_another_program_refuse(station: Station) -> None:
 def test_workers_that_cannot_start_are_an_error(
     station: Station, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "Ready", Die)
+    monkeypatch.setattr(workers, "Ready", Die)
     with Crew(station, Execution(jobs=2)) as crew, pytest.raises(WorkersDoNotStart, match="jobs 1"):
         crew.run([Say("a"), Say("b")])
 
 
 def test_little_work_starts_no_workers(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "Processes", None)
+    monkeypatch.setattr(workers, "Processes", None)
     with Crew(station, Execution()) as crew:
         assert said(crew.run([Say("a"), Say("b")])) == ["a", "b"]
         assert crew.spread == 1
@@ -170,20 +170,20 @@ def test_much_work_starts_them(station: Station, monkeypatch: pytest.MonkeyPatch
         asked.append(jobs)
         raise Noted
 
-    monkeypatch.setattr(engine, "Processes", processes)
-    monkeypatch.setattr(engine, "WORTH", 0.1)
-    monkeypatch.setattr(engine, "cores", lambda: 64)
-    monkeypatch.setattr(engine, "available_memory", lambda: None)
+    monkeypatch.setattr(workers, "Processes", processes)
+    monkeypatch.setattr(workers, "WORTH", 0.1)
+    monkeypatch.setattr(workers, "cores", lambda: 64)
+    monkeypatch.setattr(workers, "available_memory", lambda: None)
     with Crew(station, Execution()) as crew, pytest.raises(Noted):
         crew.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
-    monkeypatch.setattr(engine, "available_memory", lambda: 2 * peak_bytes() + 1)
+    monkeypatch.setattr(workers, "available_memory", lambda: 2 * peak_bytes() + 1)
     with Crew(station, Execution()) as crew, pytest.raises(Noted):
         crew.run([Say("a", 0.05), Say("b"), Say("c"), Say("d")])
     assert asked == [3, 2]
 
 
 def test_threads_depend_on_cores_and_cases_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "cores", lambda: 8)
+    monkeypatch.setattr(workers, "cores", lambda: 8)
     assert [threads_of(Execution(jobs=jobs), 2) for jobs in (1, 2, 16)] == [4, 4, 4]
     assert threads_of(Execution(), 100) == 1
     assert threads_of(Execution(), 0) == 8

@@ -22,14 +22,13 @@ from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome, LinkOutcome
 from kcdsl_backends.attack.runs import Attack
 from kcdsl_backends.certifier import cache as cache_module
 from kcdsl_backends.certifier.backend import BACKEND
-from kcdsl_backends.certifier.bounding import Bounded
+from kcdsl_backends.certifier.bounds import Bounded
 from kcdsl_backends.certifier.cache import Cache, decode, encode
-from kcdsl_backends.certifier.chaining import ChainTask
-from kcdsl_backends.certifier.cutting import links_of, named, partitions, until
-from kcdsl_backends.certifier.linking import Interface, Linked, Output, rounded
-from kcdsl_backends.certifier.slack import SlackTask
-from kcdsl_backends.certifier.verdicts import verdict_of
-from kcdsl_backends.certifier.work import Station
+from kcdsl_backends.certifier.composition import ChainTask, SlackTask
+from kcdsl_backends.certifier.decision import verdict_of
+from kcdsl_backends.certifier.interfaces import Interface, Linked, Output, rounded
+from kcdsl_backends.certifier.stages import links_of, named, partitions, until
+from kcdsl_backends.certifier.tasks import Station
 from kcdsl_backends.interval.box import Box
 from kcdsl_certs.recheck.block import parse_array, parse_block
 from kcdsl_certs.recheck.joining import refuse_other
@@ -381,7 +380,7 @@ def test_entries_of_another_form_are_damaged(decide: Decide, folder: Path, value
 
 def test_another_program_knows_nothing(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
     decide(BALL, attacks=False)
-    for module in ("kcdsl_backends.certifier.backend", "kcdsl_backends.certifier.work"):
+    for module in ("kcdsl_backends.certifier.backend", "kcdsl_backends.certifier.tasks"):
         monkeypatch.setattr(f"{module}.rules_version", lambda: "another")
     assert cache_module.rules_version() != "another"
     (found,) = decide(BALL, attacks=False)

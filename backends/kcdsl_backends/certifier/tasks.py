@@ -1,17 +1,18 @@
-"""Pieces of work that any process can do: bound a case, attack it, check a part of a proof.
+"""Tasks that any process can do: bound a case, attack it, check a part of a proof.
 
-A piece and its answer can be pickled, and the answer depends on nothing but the piece and its
+A task and its answer can be pickled, and the answer depends on nothing but the task and its
 setting: not on which process works, nor on what it did before.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 import resource
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -28,10 +29,10 @@ from kcdsl.model.own_code import imported_code
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
-from kcdsl_backends.attack.recording import attained, run_of
-from kcdsl_backends.attack.runs import Attack, attack_of
-from kcdsl_backends.certifier.attacking import attack_case
-from kcdsl_backends.certifier.bounding import Bounded, bound_case
+from kcdsl_backends.attack.runs import Attack, attack_of, attained, record_run, run_of
+from kcdsl_backends.attack.search import attack, with_orders
+from kcdsl_backends.attack.simulation import Overflowed
+from kcdsl_backends.certifier.bounds import Bounded, bound_case
 from kcdsl_backends.certifier.cache import (
     DAMAGE,
     ENTRY_SCHEMA,
@@ -43,10 +44,9 @@ from kcdsl_backends.certifier.cache import (
     rules_version,
 )
 from kcdsl_backends.certifier.cases import Case, problem_of, region_of
-from kcdsl_backends.certifier.kept import refuse_apart, stated_of
+from kcdsl_backends.certifier.problems import BlockProblem, Workshop
 from kcdsl_backends.certifier.proof import Contents, ProofBuilder
-from kcdsl_backends.certifier.workshop import Workshop
-from kcdsl_backends.threads import one_thread
+from kcdsl_backends.threads import one_thread, threads_for
 from kcdsl_certs.recheck import recheck
 
 
@@ -402,3 +402,114 @@ def peak_bytes() -> int:
     """Return the peak resident memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def worth_attacking(goal: Goal, outcomes: Sequence[CaseOutcome]) -> list[int]:
+    """Return which cases to attack, in order: the one with the largest bound, and every case that
+    its bound leaves open. The search ends at the first that refutes the goal."""
+    if goal.functional == "no_flip":
+        return []
+    widest = max(range(len(outcomes)), key=lambda i: outcomes[i].bound)
+    still_open = [i for i, case in enumerate(outcomes) if not goal.admits(case.bound)]
+    return list(dict.fromkeys([widest, *still_open]))
+
+
+def attack_case(shop: Workshop, goal: Goal, case: Case, bounded: Bounded) -> Attack:
+    """Search for runs of one case with a large drift; the same case gives the same runs.
+
+    The result is plain data. It has the record of its run only where it refutes the goal: then, if
+    a run with concrete orders of all sums does so too, it is that one. Where no run stays inside of
+    its formats it is 0, of no run. Of a region of any length those sequences are attacked that are
+    as long as the tokens the region came from.
+    """
+    any_length, case = case.longest is not None, case.at_its_length
+    problem: BlockProblem = shop.problem(goal.block, case.tokens)
+    places = _in_last_row(problem, bounded.places) if any_length else bounded.places
+    train, infer = problem.simulators()
+    with threads_for(problem.size):
+        try:
+            found = attack(
+                train,
+                infer,
+                goal.functional,
+                case.centre,
+                case.radius,
+                seed=case.seed,
+                places=places,
+            )
+        except Overflowed:  # whatever runs here leaves its formats, or exceeds a static scale
+            row = (0,) * (len(problem.graph.node(problem.graph.output).shape) - 1)
+            return Attack(0.0, row, 0, 0.0, 0.0)
+        if found.run is None or not goal.refuted_by(found.value):
+            return replace(found, run=None)
+        run = found.run
+        ordered = with_orders(run, train, infer, goal.functional)
+        if ordered is not None and ordered.run is not None and goal.refuted_by(ordered.value):
+            run = ordered.run
+    with one_thread():
+        again = attack_of(run, train, infer, goal.functional)
+    if again is None or not goal.refuted_by(again.value):
+        return replace(found, run=None)
+    return replace(found, run=None, record={**record_run(run), "attained": attained(again)})
+
+
+def _in_last_row(problem: BlockProblem, places: Sequence[int]) -> tuple[int, ...]:
+    """Return the same columns of the last row, which under a causal mask reads the most others."""
+    output = problem.graph.node(problem.graph.output).shape
+    first = math.prod(output) - output[-1]
+    return tuple(dict.fromkeys(first + place % output[-1] for place in places))
+
+
+SUBJECT = frozenset({"name", "graph", "region"})
+"""The fields of a case in a proof that say what it is about."""
+
+
+def stated_of(contents: Contents | None) -> tuple[float, dict[str, Any] | None]:
+    """Return the claim of a case, and what its proof states beside what it is about."""
+    if contents is None or not contents.cases:
+        return 0.0, None
+    (record,), (claim,) = contents.cases, contents.claims
+    return claim, {k: v for k, v in record.items() if k not in SUBJECT}
+
+
+def refuse_subject(stated: Any) -> None:
+    """Raise ValueError where what is stated says what it is about: a true proof of another region
+    shows nothing."""
+    if not isinstance(stated, Mapping) or not SUBJECT.isdisjoint(stated):
+        raise ValueError("the entry says what its proof is about")
+
+
+def refuse_apart(goal: Goal, bounded: Any, claim: Any, stated: Any) -> None:
+    """Raise ValueError unless what is said of a case has its form, and is what its proof claims."""
+    if not isinstance(bounded, Bounded) or not _plain(bounded):
+        raise ValueError("no bound")
+    outcome = bounded.outcome
+    if stated is None:
+        if outcome.bound != math.inf or outcome.stable:
+            raise ValueError("a bound without a proof")
+        return
+    refuse_subject(stated)
+    said = "held" if goal.functional == "no_flip" else outcome.bound.hex()
+    if type(claim) is not float or claim != outcome.bound or stated["claim"] != said:
+        raise ValueError("the proof claims something else")
+    if outcome.alpha != (stated["chance"]["alpha"] if "chance" in stated else None):
+        raise ValueError("the proof leaves something else to chance")
+
+
+def _plain(bounded: Bounded) -> bool:
+    """Say whether every field of a bound has its type; runs and links are not kept with it."""
+    outcome, places = bounded.outcome, bounded.places
+    return (
+        type(outcome) is CaseOutcome
+        and type(outcome.name) is str
+        and type(outcome.length) is int
+        and type(outcome.bound) is float
+        and outcome.attack is None
+        and type(outcome.reason) in (str, type(None))
+        and type(outcome.stable) in (bool, type(None))
+        and type(outcome.margin) in (float, type(None))
+        and outcome.links == ()
+        and type(outcome.alpha) in (str, type(None))
+        and type(places) is tuple
+        and all(type(place) is int and place >= 0 for place in places)
+    )

@@ -36,7 +36,8 @@ from kcdsl.model.formats import FORMATS, Format
 from kcdsl.model.graph import BlockGraph, Node
 from kcdsl.model.numerics import Numerics, held_formats
 from kcdsl.model.quantisers import LAYOUTS
-from kcdsl_backends.attack.inside import (
+from kcdsl_backends.attack.accumulation_order import cut_to, nearest_to, ordered_product, sum_error
+from kcdsl_backends.attack.intermediate_rounding import (
     ELEMENTWISE,
     NORMS,
     element_error,
@@ -52,7 +53,6 @@ from kcdsl_backends.attack.inside import (
 )
 from kcdsl_backends.attack.moves import MOVES, moved, side_by_side
 from kcdsl_backends.attack.quantiser import Exceeded, cached, moved_by, to_nearest
-from kcdsl_backends.attack.sums import cut_to, nearest_to, ordered_product, sum_error
 from kcdsl_backends.attack.versions import Version, versions
 from kcdsl_backends.interval.errors import NoBound
 from kcdsl_backends.interval.readings import ONCE, several
